@@ -26,10 +26,21 @@ from engine.launch.manual_launch import JobSizes, manual_launch
 from engine.launch.rank_environment import common_environment
 from engine.measurements import Calibration
 from engine.models import NodeFacts
-from engine.plan.context import PlanInputs, Tools
+from engine.plan.context import PlanInputs, Tools, make_context
 from engine.plan.data_report import DataReport, read_data_report
-from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemory, TrainingPlan
+from engine.plan.document import (
+    ChosenSettings,
+    Disabled,
+    Launching,
+    PlannedHostfile,
+    RankMemory,
+    Rationale,
+    TrainingPlan,
+)
 from engine.plan.fingerprint import latest_matching
+from engine.plan.memory.choice import is_open
+from engine.plan.memory.choice import resolved as with_chosen
+from engine.plan.memory.fit import memory_fit
 from engine.plan.memory.shape import ModelShape
 from engine.plan.network import plan_network
 from engine.plan.planner import make_plan
@@ -260,12 +271,20 @@ def _launching(inputs: PlanInputs, home: Path) -> Launching:
         make_home(home)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_hostfile(path, network)
-        return manual_launch(config, network, path, JobSizes(_layers(inputs.model), inputs.examples, gradient))
+        return manual_launch(_chosen(inputs), network, path, JobSizes(_layers(inputs.model), inputs.examples, gradient))
     except OSError as error:
         why = f"the hostfile cannot be written: {error.strerror or error}"
         return Launching(launch_notes=(why,), hostfile=PlannedHostfile(path=None, document=hosts))
     except (LaunchError, ValueError) as error:
         return Launching(launch_notes=(str(error),), hostfile=PlannedHostfile(path=str(path), document=hosts))
+
+
+def _chosen(inputs: PlanInputs) -> Config:
+    """The configuration with what the plan chooses: a printed launch that recomputed nothing might not fit."""
+    if not is_open(inputs.config):
+        return inputs.config
+    chosen = memory_fit(make_context(inputs, Rationale()), Rationale()).settings
+    return with_chosen(inputs.config, chosen) if isinstance(chosen, ChosenSettings) else inputs.config
 
 
 def _layers(model: Mapping[str, Any] | None) -> int | None:

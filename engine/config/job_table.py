@@ -22,6 +22,7 @@ PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _HINTS = {"hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported'}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("MLX_", "FLIGHTDECK_")
+_SAME = {"epochs": "iters", "iters": "epochs"}
 _REQUIRED = {
     "model": "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors",
     "data": "a directory with train.jsonl, and optionally valid.jsonl and test.jsonl",
@@ -88,8 +89,10 @@ def _training(
     given: dict[str, Any] = {}
     locations: dict[str, Location] = {}
     for file_location, keys in ((location, table), _yaml_keys(faults, location, table, base)):
+        # Keys of the table win, also as the other way to say the same.
+        settled = {*given, *(_SAME[key] for key in given if key in _SAME)}
         for key, value in keys.items():
-            if key in KEYS and key != "config" and value is not None and key not in given:
+            if key in KEYS and key != "config" and value is not None and key not in settled:
                 given[key], locations[key] = value, file_location
     invalid = set()
     for key, value in given.items():

@@ -111,11 +111,13 @@ _MACS_GB = (64, 128, 512)
 
 
 def exchange_dominates(context: PlanContext) -> bool:
-    """The exchange of an update takes longer than the computation of its last iteration, and could be shorter."""
+    """The exchange of an update takes longer than the computation of its last iteration, and would be shorter in
+    int8."""
     found = context.throughput
-    if found.exchange_s is None or context.settings.get("wire", AUTO) == "int8":
+    if found.exchange_s is None or found.exchange_s <= max(found.compute_s.values()):
         return False
-    return found.exchange_s > max(found.compute_s.values())
+    smaller = predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, "int8")
+    return smaller.exchange_s is not None and smaller.exchange_s < found.exchange_s
 
 
 def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvice, ...]:
@@ -123,7 +125,7 @@ def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvi
     values = {
         "nodes": ", ".join(context.m4_max),
         "share": f"{memory.trainable_share:.2%}" if memory.trainable_share is not None else "",
-        "sizes": _sizes(memory) if context.full else "",
+        "sizes": _sizes(context, memory) if context.full else "",
         "exchange": _exchange(context) if exchange_dominates(context) else "",
     }
     return tuple(
@@ -133,17 +135,22 @@ def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvi
     )
 
 
-def _sizes(memory: MemoryFit) -> str:
+def _sizes(context: PlanContext, memory: MemoryFit) -> str:
     """The most precise settings with which a rank's batch fits a Mac of each size, or how much is missing."""
     if memory.shape is None:
         return ""
-    alone = replace(memory.workloads[0], strategy="data", world_size=1, layers=None)
+    first = memory.workloads[0]
+    # The workload of a pipeline's stage is what it has in flight.
+    batch = (
+        max(1, int(context.settings["batch_size"]) // context.ranks) if first.strategy == "pipeline" else first.batch
+    )
+    alone = replace(first, strategy="data", world_size=1, layers=None, batch=batch, accumulation=context.accumulation)
     found = []
     for size in _MACS_GB:
         limit = int(size * 10**9 * WORKING_SET)
         choice = choose(memory.shape, [alone], [limit], dict.fromkeys(ChosenSettings.model_fields, AUTO))
         needed = f"{choice.needed_bytes[0] / 1e9:,.1f} of {limit / 1e9:,.1f} GB"
-        found.append(f"{size} GB: {_described(choice.settings) if choice.fits else 'too small'} ({needed})")
+        found.append(f"{size} GB: {choice.settings.text if choice.fits else 'too small'} ({needed})")
     return f"{alone.batch} × {alone.sequence:,} tokens: " + "; ".join(found)
 
 
@@ -156,9 +163,3 @@ def _exchange(context: PlanContext) -> str:
             steps.append(f'"{wire}" {found.step_s:.2f} s ({found.exchange_s:.2f} s of exchange)')
     compute = max(context.throughput.compute_s.values())
     return f"an iteration computes for {compute:.2f} s, and takes with wire = " + ", ".join(steps)
-
-
-def _described(settings: ChosenSettings) -> str:
-    count = settings.grad_checkpoint
-    layers = f", {'all' if count is True else count} layers recomputed" if count else ""
-    return f"optimizer_precision {settings.optimizer_precision}, moments {settings.moments}{layers}"

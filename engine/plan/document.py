@@ -136,6 +136,12 @@ class ChosenSettings(FrozenModel):
     grad_checkpoint: bool | int = False
     """Trained layers of each rank that are recomputed in the backward pass, from its first; true: all."""
 
+    @property
+    def text(self) -> str:
+        count = self.grad_checkpoint
+        layers = f", {'all' if count is True else count} layers recomputed" if count else ""
+        return f"optimizer_precision {self.optimizer_precision}, moments {self.moments}{layers}"
+
 
 class BatchSection(FrozenModel):
     """Batch and learning rate, as set in the job."""

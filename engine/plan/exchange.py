@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 BUCKETS = 64
 """An update's gradients travel in about so many, each of whole parameters."""
+LEAST_BUCKET = 2**18
+"""Elements of a bucket, where 1 / BUCKETS of them are fewer."""
 _FLOAT32_BYTES = 4
 _SUM_BYTES = 2 * _FLOAT32_BYTES
 """Sent per element by a ring's all_sum in float32 over many ranks; less than that is gathered."""
@@ -32,6 +34,11 @@ class Exchange:
     def received(self) -> float:
         """Bytes per element of the result, before it is a sum."""
         return self.element_bytes * (self.ranks if self.gathered else 1)
+
+
+def buckets(elements: int) -> int:
+    """In how many buckets so many gradients travel, about."""
+    return min(BUCKETS, max(1, elements // LEAST_BUCKET))
 
 
 def exchange(wire: str, ranks: int, element_bytes: int, accumulation: int = 1) -> Exchange:

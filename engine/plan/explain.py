@@ -9,6 +9,7 @@ from engine.errors import plural
 from engine.plan.document import (
     BatchSection,
     CheckpointSection,
+    ChosenSettings,
     ChunkingSection,
     Disabled,
     MemorySection,
@@ -38,7 +39,7 @@ def summary(plan: TrainingPlan) -> list[Row]:
         ("learning rate", _rate(plan.batch_configuration)),
         ("shares", ", ".join(f"{node} {share:.1%}" for node, share in shares.items())),
         ("backend", f"{plan.rdma_config.backend or 'not known'}: {plan.rdma_config.reason}"),
-        ("memory", _memory(plan.memory)),
+        ("memory", _memory(plan.memory, plan.settings)),
         ("throughput", _throughput(plan)),
         ("saves", _saves(plan.checkpoint_strategy)),
         ("data", _data(plan)),
@@ -94,7 +95,7 @@ def _rate(section: BatchSection) -> str:
     return text + (f", {plural(section.warmup_steps, 'update')} of warm-up" if section.warmup_steps else "")
 
 
-def _memory(section: MemorySection | Disabled) -> str:
+def _memory(section: MemorySection | Disabled, settings: ChosenSettings | Disabled) -> str:
     if isinstance(section, Disabled):
         return f"not known: {section.reason}"
     text = []
@@ -102,6 +103,8 @@ def _memory(section: MemorySection | Disabled) -> str:
         limit = f"{rank.limit_bytes / 1e9:,.1f} GB" if rank.limit_bytes is not None else "an unknown limit"
         too_much = ", too much" if rank.fits is False else ""
         text.append(f"{rank.node} {rank.needed_bytes / 1e9:,.1f} of {limit}{too_much}")
+    if isinstance(settings, ChosenSettings) and settings != ChosenSettings():
+        text.append(f"with {settings.text}")
     return "; ".join(dict.fromkeys(text))
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 
 from engine.config.models import Config
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure, Shares, ThroughputPrediction
-from engine.plan.exchange import BUCKETS, Exchange, exchange
+from engine.plan.exchange import BUCKETS, Exchange, buckets, exchange
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
@@ -41,7 +41,11 @@ def predict_throughput(
     seconds = exchange_s(calibration.all_ranks, calibration.gradient_bytes, form)
     if seconds is None:
         return ThroughputPrediction(why_not="the all_sum over all ranks was not measured")
-    return predict_iteration(measures, counts, seconds, backward, accumulation)
+    parts = buckets((calibration.gradient_bytes or 0) // _FLOAT32_BYTES)
+    return predict_iteration(measures, counts, UpdateExchange(seconds, parts, accumulation), backward)
+
+
+_FLOAT32_BYTES = 4
 
 
 _FULL_BACKWARD, _ADAPTER_BACKWARD = 2 / 3, 1 / 2
@@ -49,30 +53,40 @@ _FULL_BACKWARD, _ADAPTER_BACKWARD = 2 / 3, 1 / 2
 Laws for Neural Language Models), and as many where the weights are frozen; recomputed layers only add to it."""
 
 
+@dataclass(frozen=True)
+class UpdateExchange:
+    """The exchange of one update."""
+
+    seconds: float
+    parts: int = BUCKETS
+    """Buckets, one after the other."""
+    accumulation: int = 1
+    """Iterations of an update."""
+
+
 def predict_iteration(
     measures: list[NodeMeasure],
     micro_batches: Mapping[str, int],
-    exchange_s: float,
+    exchanged: UpdateExchange,
     backward: float = _FULL_BACKWARD,
-    accumulation: int = 1,
 ) -> ThroughputPrediction:
     """A synchronous data-parallel iteration: all ranks wait for the slowest, and for what is left of the exchange when
     its backward pass, beside which the buckets travel, has ended; the last bucket only begins then.
 
         compute_i = overhead_i + (step_i - overhead_i) · micro_i / batch_i
-        step      = max(compute_i) + max(exchange_s - backward · max(compute_i), exchange_s / buckets) / accumulation
+        step      = max(compute_i) + max(exchange - backward · max(compute_i), exchange / parts) / accumulation
 
-    `measures` have a positive throughput, `exchange_s` is per update, `backward` the share of the backward pass in a
-    step. A node's step is affine in its batch; without a measured overhead it is proportional. Source: the
-    bulk-synchronous model, w + h·g + l (Valiant, "A bridging model for parallel computation", CACM 33(8), 1990), with
-    the measured exchange as h·g + l. Speed-up relative to the fastest node and efficiency relative to the sum of all
-    nodes follow Pastor and Bosque, "An efficiency and scalability model for heterogeneous clusters" (IEEE Cluster
-    2001).
+    `measures` have a positive throughput, `backward` is the share of the backward pass in a step. A node's step is
+    affine in its batch; without a measured overhead it is proportional. Source: the bulk-synchronous model, w + h·g + l
+    (Valiant, "A bridging model for parallel computation", CACM 33(8), 1990), with the measured exchange as h·g + l.
+    Speed-up relative to the fastest node and efficiency relative to the sum of all nodes follow Pastor and Bosque, "An
+    efficiency and scalability model for heterogeneous clusters" (IEEE Cluster 2001).
     """
     batch = sum(micro_batches[measure.node] for measure in measures)
     compute = {measure.node: step_s(measure, micro_batches[measure.node]) for measure in measures}
     slowest = max(compute.values())
-    communicate_s = max(exchange_s - backward * slowest, exchange_s / BUCKETS) / accumulation
+    left = max(exchanged.seconds - backward * slowest, exchanged.seconds / exchanged.parts)
+    communicate_s = left / exchanged.accumulation
     step = slowest + communicate_s
     alone = [batch / step_s(measure, batch) for measure in measures]
     throughput = batch / step
@@ -82,7 +96,7 @@ def predict_iteration(
         step_s=step,
         compute_s=compute,
         communicate_s=communicate_s,
-        exchange_s=exchange_s,
+        exchange_s=exchanged.seconds,
         speed_up=throughput / max(alone),
         efficiency=throughput / sum(alone),
     )
@@ -100,15 +114,17 @@ def step_s(measure: NodeMeasure, batch: int) -> float:
 
 
 def exchange_s(link: LinkMeasure | None, float32_bytes: int | None, form: Exchange) -> float | None:
-    """Seconds of an exchange of gradients, `float32_bytes` in float32: latency + sent · β, the line through the two
-    measured sizes of an all_sum (one number, and ALL_SUM_LARGE_BYTES), after Hockney, "The communication challenge for
-    MPP", Parallel Computing 20(3), 1994. 0 for one rank; None if not measured."""
+    """Seconds of an exchange of gradients, `float32_bytes` in float32: buckets · latency + sent · β, one bucket after
+    the other, each on the line through the two measured sizes of an all_sum (one number, and ALL_SUM_LARGE_BYTES),
+    after Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994. 0 for one rank; None if not
+    measured."""
     if form.ranks == 1:
         return 0.0
     if link is None or float32_bytes is None or link.latency_s is None or not link.bandwidth_bytes_per_s:
         return None
     all_sum = max(0.0, 1 / link.bandwidth_bytes_per_s - link.latency_s / ALL_SUM_LARGE_BYTES)
-    return link.latency_s + float32_bytes * all_sum * form.sent / exchange("float32", form.ranks, 4).sent
+    sent = float32_bytes * form.sent / exchange("float32", form.ranks, _FLOAT32_BYTES).sent
+    return link.latency_s * buckets(float32_bytes // _FLOAT32_BYTES) + sent * all_sum
 
 
 def _tokens_per_s(measures: list[NodeMeasure], examples_per_s: float) -> float | None:

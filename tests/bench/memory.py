@@ -322,7 +322,7 @@ The measured values are MLX's: `mx.get_active_memory()` before the update is the
 and moments), `mx.get_peak_memory()` over the step is the peak, at batches of 1, 2 and 8 sequences. The errors are
 those of the estimate, which uses only config.json and the job: estimated over measured, minus one. "8 from 1 and 2"
 is the error of the peak at batch 8 when it is extrapolated from the measurement at 2, as after `flightdeck
-calibrate`: on the line that starts with the state at batch 0.
+calibrate`: on the line that starts at batch 0 with what the estimate has for any batch.
 Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each batch, extrapolated peak within
 {PROBES_LIMIT:.0%}.
 
@@ -332,12 +332,29 @@ Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each ba
 
 - Activations are counted for MLX's operations without fused kernels, as its CPU build runs them. The fused kernels of
   a Mac's GPU keep less: there the estimate is an upper bound, and `flightdeck calibrate` measures the real value.
-- The backward pass of a layer needs as much working memory as the layer keeps; with gradient checkpointing 2.75 times
-  as much, since it repeats the forward pass first. The loss needs six arrays of tokens × vocabulary.
-- The optimizer's step needs twice the size of the gradients. If that is the peak (many trained parameters, few
-  tokens), the peak does not grow with small batches; so the extrapolation starts at the state, which is known.
-- Gradients are float32 sums; 16-bit weights have float32 masters and moments unless `optimizer_precision` is
-  `parameter`; mlx-lm's adapters are always float32, and in a 16-bit model each makes a float32 copy of its input.
+- The peak is the largest of the moments of a step: the gradient of the loss, the backward pass of the layers that keep
+  their activations, that of the recomputed layers, and the update. Each is counted with the weights, the optimizer's
+  state and the gradients that are alive by then.
+- The backward pass of a layer needs as much working memory as the layer keeps. A recomputed layer keeps its input until
+  then, and needs 2.05 times what it would have kept, since it repeats the forward pass first; 3.6 times with adapters
+  and in a pipeline, where MLX starts the next layers early.
+- The loss needs six arrays of tokens × vocabulary, of which two wait until the layers' backward pass has ended. The
+  tokens are those of one chunk: all of them where their logits take 128 MiB in float32 or less, else only the gradient
+  of the head's input waits.
+- One rank holds no set of gradients: each is applied as it is computed, beside the activations of the other layers.
+  With clipping alone, and in a pipeline of one micro-batch, all are held in their own type; with accumulation or
+  several ranks as sums in float32 (sharded: of the rank's part).
+- Several ranks need buffers for the exchange: with `data` two buckets of gradients, what is received of one, and its
+  sum (a bucket is 1/64 of the trained parameters, at least 262,144 of them, and at least the largest parameter); with
+  `sharded` two sections gathered whole, and one layer's gradients with their sums. `wire = "int8"` keeps 2 bytes more
+  per trained parameter.
+- An update is computed in pieces of 1/256 of the trained parameters, at least the largest one, for which it needs 5
+  (`parameter`), 7 (`float32`) or 12 float32 arrays (`kahan`, `stochastic`), and at least 18 with moments in bfloat16,
+  22 in 8 bits; and two arrays of the rest of the piece. If the update is the peak (many trained parameters, few
+  tokens), the peak does not grow with small batches; so the extrapolation starts at the part that no batch changes.
+- Beside a trained 16-bit weight are 4 bytes of master (`float32`), 2 of compensation (`kahan`) or none, and each moment
+  takes 4 bytes, 2 (`bfloat16`) or 1.06 (`8bit`). mlx-lm's adapters are always float32, and in a 16-bit model each makes
+  a float32 copy of its input.
 - In addition to MLX's peak a node needs a reserve: up to 1 GiB of freed buffers that MLX caches, and half a GiB for
   Python.
 

@@ -20,15 +20,17 @@ from engine.checks.plan_inputs import (
     shared_plan,
     with_example_count,
 )
+from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import Config
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure
 from engine.models import NodeFacts
 from engine.plan.context import PlanInputs
-from engine.plan.document import RankMemory
+from engine.plan.document import ChosenSettings, RankMemory
 from engine.plan.fingerprint import fingerprint
 from engine.plan.planner import make_plan
 from tests.checks.conftest import fleet_of
 from tests.checks.recorded import RANK
+from tests.unit.plan.clusters import QWEN3_4B
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 
@@ -96,6 +98,21 @@ async def test_an_invalid_config_json_is_reported_and_not_used(
     (model / "config.json").write_text(content)
     inputs = await collected(config)
     assert inputs.model is None and why in inputs.model_source
+
+
+@pytest.mark.parametrize(("gigabytes", "recomputed"), [(22, True), (512, False)])
+async def test_the_printed_launch_recomputes_where_the_plan_does(
+    config: Config, model: Path, gigabytes: int, recomputed: bool
+) -> None:
+    (model / "config.json").write_text(json.dumps(QWEN3_4B))
+    job = config.job.model_copy(update={"mlx_lm": with_defaults({"batch_size": 2})})
+    facts = {
+        name: found.model_copy(update={"memory_total_bytes": gigabytes * 10**9}) for name, found in seen(config).items()
+    }
+    inputs = await collected(config.model_copy(update={"job": job}), facts)
+    settings = make_plan(inputs).settings
+    assert isinstance(settings, ChosenSettings) and bool(settings.grad_checkpoint) is recomputed
+    assert ("--grad-checkpoint" in (inputs.launching.mlx_launch_command or "")) is recomputed
 
 
 async def test_a_data_set_that_is_not_there_leaves_its_size_open(config: Config, data: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from engine.checks.runner import CHECKS
 from engine.run.failure_cause import findings
 from engine.run.signatures import SIGNATURES, Signature, SignatureKind
+from tests.docs import exchange
 from tests.docs.configuration import configuration
 from tui import actions, cli
 
@@ -157,6 +158,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "checks": checks,
     "commands": commands,
     "configuration": configuration,
+    "exchange": exchange.table,
     "files": files,
     "keys": actions.markdown,
     "signatures": signatures,

@@ -20,7 +20,7 @@ from typing import Literal
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
-from engine.plan.exchange import BUCKETS, exchange
+from engine.plan.exchange import BUCKETS, LEAST_BUCKET, exchange
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import state_bytes
@@ -127,8 +127,6 @@ _MOMENT_ARRAYS = {"float32": 0, "bfloat16": 18, "8bit": 22}
 moments'. Measured with AdamW on one parameter, without mx.compile, with which there are 3, 3, 7, 12 and 15."""
 _WAITING_ARRAYS = 2
 """The same of the other parameters of the piece."""
-_LEAST_BUCKET = 2**18
-"""Elements of a bucket of gradients, where 1 / BUCKETS of them are fewer."""
 _REST_BYTES = 2
 """The rest of an element that int8 has rounded away, in bfloat16."""
 
@@ -251,7 +249,7 @@ class _Rank:
         with their sums."""
         workload, own = self.workload, self.element_bytes
         if self.exchanges:
-            bucket = self.trained.piece(BUCKETS, _LEAST_BUCKET)
+            bucket = self.trained.piece(BUCKETS, LEAST_BUCKET)
             form = exchange(workload.wire, workload.world_size, own, workload.accumulation)
             computed = own if workload.accumulation == 1 else _FLOAT32_BYTES
             return round(bucket * (2 * computed + form.received + 2 * _FLOAT32_BYTES))

@@ -88,7 +88,8 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     ways: tuple[WayOut, ...] = ()
     if small:
         kind = mlx_module(str(context.inputs.model.get("model_type", "")))
-        places = [_place(context, node) for node in nodes]
+        needs = [row.needed_bytes / found.needed_bytes for row, found in zip(rows, estimates, strict=True)]
+        places = [_place(context, node, max(1.0, need)) for node, need in zip(nodes, needs, strict=True)]
         ways = ways_out(shape, workloads, places, context.settings, splittable=kind in SPLITTABLE_MODULES)
     _refuse(rows, ways, rationale)
     whole = shape.total_parameters
@@ -112,11 +113,11 @@ def _unknown(reason: str, rationale: Rationale) -> Disabled:
     return Disabled(reason=reason)
 
 
-def _place(context: PlanContext, node: NodeConfig) -> RankPlace:
+def _place(context: PlanContext, node: NodeConfig, measured: float) -> RankPlace:
     facts = context.inputs.facts.get(node.name)
     ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
     total = facts.memory_total_bytes if facts is not None and facts.system == "Darwin" else None
-    return RankPlace(node.name, _limit(context, node)[0], ranks, total)
+    return RankPlace(node.name, _limit(context, node)[0], ranks, total, measured)
 
 
 def _limit(context: PlanContext, node: NodeConfig) -> tuple[int | None, str]:
@@ -222,12 +223,11 @@ def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, foun
 
 def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) -> None:
     chosen, asked = choice.settings, context.settings
-    result = "fits" if choice.fits else "needs the least, and does not fit"
     for key in ("optimizer_precision", "moments"):
         if asked.get(key, "float32") != AUTO:
             rationale.explain(f"settings.{key}", Source.USER, "the job sets it")
             continue
-        reason = f"the most precise that {result}" if choice.fits else f"it {result}"
+        reason = "the most precise that fits" if choice.fits else "it needs the least, and does not fit"
         if choice.fits and choice.rejected_bytes is not None:
             reason += f": the next more precise would need {choice.rejected_bytes / 1e9:,.1f} GB"
         rationale.explain(f"settings.{key}", Source.RULE, reason)
@@ -237,8 +237,10 @@ def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) 
         rationale.explain("settings.grad_checkpoint", source, reason)
     elif context.strategy == "sharded":
         rationale.explain("settings.grad_checkpoint", Source.RULE, "sharded layers are always recomputed")
+    elif not choice.fits:
+        rationale.explain("settings.grad_checkpoint", Source.RULE, "it needs the least, and does not fit")
     else:
-        reason = "all activations fit" if not chosen.grad_checkpoint else f"as few layers are recomputed as {result}"
+        reason = "as few layers are recomputed as must be" if chosen.grad_checkpoint else "all activations fit"
         rationale.explain("settings.grad_checkpoint", Source.RULE, reason)
 
 

@@ -14,6 +14,7 @@ from engine.plan.memory.choice import Choice, choose, settings_of
 from engine.plan.memory.estimate import RankWorkload
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO
+from engine.protocol.partition import share_counts
 
 _SYSTEM_BYTES = 2**33
 """Memory left to the system and other programs when a Mac's GPU limit is raised: 8 GiB."""
@@ -33,6 +34,8 @@ class RankPlace:
     """Ranks that share the machine."""
     total_bytes: int | None
     """All memory of a Mac, whose GPU limit can be raised; None elsewhere, and where it is unknown."""
+    measured: float = 1.0
+    """The measured need over its estimate, where it was measured and is more."""
 
 
 def ways_out(
@@ -44,9 +47,9 @@ def ways_out(
     splittable: bool,
 ) -> tuple[WayOut, ...]:
     """The smallest change of each kind with which every rank fits, those that leave the training as it is first; the
-    first combination, where none does alone; empty where that does not, either. `workloads` have settings that did not
-    fit, `requested` are the job's. `splittable`: the model can be sharded."""
-    job = _Job(shape, tuple(workloads), tuple(places), requested)
+    first combination, where none does alone; then more nodes, where sharding over the job's own does not help.
+    `workloads` have settings that did not fit, `requested` are the job's. `splittable`: the model can be sharded."""
+    job = _Job(shape, tuple(workloads), tuple(places), requested, max(place.measured for place in places))
     fixed = [key for key in ChosenSettings.model_fields if requested.get(key, AUTO) != AUTO]
     optimizer = [key for key in fixed if key != "grad_checkpoint"]
     found = [*job.with_auto(["grad_checkpoint"] if fixed != optimizer else []), *job.with_auto(optimizer)]
@@ -56,11 +59,13 @@ def ways_out(
         job.fewer_sequences(),
         job.shorter_sequences(),
         job.without_nodes(),
-        job.sharded() if splittable else (),
         job.adapters(),
     ]
     found += [way for ways in kinds for way in islice(ways, 1)]
-    return tuple(found or islice(job.together(fixed), 1))
+    divided = [*islice(job.sharded(), 1)] if splittable else []
+    found += divided
+    more = job.more_nodes() if splittable and not divided else ()
+    return (*(found or islice(job.together(fixed), 1)), *islice(more, 1))
 
 
 def describe_ways(ways: Sequence[WayOut]) -> str:
@@ -77,16 +82,25 @@ class _Job:
     workloads: tuple[RankWorkload, ...]
     places: tuple[RankPlace, ...]
     requested: Mapping[str, Any]
+    measured: float
 
     @property
     def limits(self) -> list[int | None]:
         return [place.limit_bytes for place in self.places]
 
+    def _choose(
+        self, workloads: Sequence[RankWorkload], limits: Sequence[int | None], requested: Mapping[str, Any]
+    ) -> Choice:
+        """As `choose`, with every need as much above its estimate as the measured one is."""
+        estimated = [None if limit is None else int(limit / self.measured) for limit in limits]
+        choice = choose(self.shape, workloads, estimated, requested)
+        return replace(choice, needed_bytes=tuple(math.ceil(need * self.measured) for need in choice.needed_bytes))
+
     def with_auto(self, keys: Sequence[str]) -> Iterator[WayOut]:
         """These settings chosen, which the job sets."""
         if not keys:
             return
-        choice = choose(self.shape, self.workloads, self.limits, {**self.requested, **dict.fromkeys(keys, AUTO)})
+        choice = self._choose(self.workloads, self.limits, {**self.requested, **dict.fromkeys(keys, AUTO)})
         if choice.fits:
             yield _way(_settings_text(choice, keys), choice)
 
@@ -98,7 +112,7 @@ class _Job:
             else limit
             for limit, place in zip(self.limits, self.places, strict=True)
         ]
-        choice = choose(self.shape, self.workloads, raised, dict(settings_of(self.workloads[0])))
+        choice = self._choose(self.workloads, raised, dict(settings_of(self.workloads[0])))
         needs = zip(choice.needed_bytes, self.limits, self.places, strict=True)
         megabytes = {
             place.node: math.ceil(need * place.ranks / 2**20)
@@ -110,19 +124,23 @@ class _Job:
             yield _way(" and ".join(set_limits), choice)
 
     def fewer_sequences(self) -> Iterator[WayOut]:
-        """A smaller batch, accumulated to the same number of sequences."""
+        """A smaller batch, accumulated to the same number of sequences per update, and as many updates: an iteration is
+        one batch."""
         if self.workloads[0].strategy == "pipeline":
             return
-        whole = sum(workload.batch for workload in self.workloads)
-        for divisor in _powers_of_two(max(workload.batch for workload in self.workloads)):
-            smaller = [max(1, workload.batch // divisor) for workload in self.workloads]
-            steps = math.ceil(whole / sum(smaller)) * self.workloads[0].accumulation
+        batches = [workload.batch for workload in self.workloads]
+        accumulated, iterations = self.workloads[0].accumulation, self.requested.get("iters")
+        for divisor in _powers_of_two(sum(batches) // len(batches)):
+            smaller = share_counts(sum(batches) // divisor, batches)
+            more = math.ceil(sum(batches) / sum(smaller))
             changed = [
-                replace(workload, batch=batch, accumulation=steps)
+                replace(workload, batch=batch, accumulation=accumulated * more)
                 for workload, batch in zip(self.workloads, smaller, strict=True)
             ]
-            change = f"batch_size = {sum(smaller)} and grad_accumulation_steps = {steps}"
-            yield from self._try(change, changed)
+            settings = [f"batch_size = {sum(smaller)}", f"grad_accumulation_steps = {accumulated * more}"]
+            # Without it they are those of epochs.
+            settings += [f"iters = {iterations * more}"] if iterations is not None else []
+            yield from self._try(" and ".join(settings), changed)
 
     def shorter_sequences(self) -> Iterator[WayOut]:
         sequence = self.workloads[0].sequence
@@ -141,18 +159,28 @@ class _Job:
             )
 
     def sharded(self) -> Iterator[WayOut]:
-        """The state divided over the fewest of the job's nodes, or of more nodes like its largest."""
+        """The state divided over the fewest of the job's nodes."""
         largest = self._largest_first()
         own = len(largest) if self.workloads[0].strategy == "data" else 0
         for ranks in range(2, own + 1):
             names = ", ".join(place.node for place in largest[:ranks])
             limits = [place.limit_bytes for place in largest[:ranks]]
-            yield from self._try(f'strategy = "sharded" over {names}', [self._over("sharded", ranks)] * ranks, limits)
+            change = f"{self._sharding(ranks)} over {names}"
+            yield from self._try(change, [self._over("sharded", ranks)] * ranks, limits)
+
+    def more_nodes(self) -> Iterator[WayOut]:
+        """The state divided over the fewest nodes like the job's largest."""
+        largest = self._largest_first()
         for ranks in range(2, _MOST_RANKS + 1):
-            over = f"over {ranks} nodes like {largest[0].node}"
-            yield from self._try(
-                f'strategy = "sharded" {over}', [self._over("sharded", ranks)], [largest[0].limit_bytes]
-            )
+            change = f"{self._sharding(ranks)} over {ranks} nodes like {largest[0].node}"
+            yield from self._try(change, [self._over("sharded", ranks)], [largest[0].limit_bytes])
+
+    def _sharding(self, ranks: int) -> str:
+        """The settings for it: no int8, and a sequence for each rank."""
+        settings = ['strategy = "sharded"']
+        settings += ['wire = "auto"'] if self.workloads[0].wire == "int8" else []
+        settings += [f"batch_size = {ranks}"] if sum(each.batch for each in self.workloads) < ranks else []
+        return " and ".join(settings)
 
     def _largest_first(self) -> list[RankPlace]:
         return sorted(self.places, key=lambda place: place.limit_bytes or 0, reverse=True)
@@ -169,17 +197,21 @@ class _Job:
     def together(self, fixed: Sequence[str]) -> Iterator[WayOut]:
         """All settings chosen, one sequence per rank, and shorter and shorter ones."""
         free = {**self.requested, **dict.fromkeys(fixed, AUTO)}
-        one = replace(self, requested=free, workloads=tuple(replace(each, batch=1) for each in self.workloads))
+        stages = len(self.workloads) if self.workloads[0].strategy == "pipeline" else 0
+        # A stage of a pipeline has as many micro-batches in flight as stages follow, and its own.
+        least = [max(1, stages - rank) for rank in range(len(self.workloads))]
+        few = tuple(replace(each, batch=batch) for each, batch in zip(self.workloads, least, strict=True))
+        one = replace(self, requested=free, workloads=few)
         for way in (*one._try("", one.workloads), *one.shorter_sequences()):
             settings = [f'{key} = "{AUTO}"' for key in fixed]
-            batch = [f"batch_size = {len(self.places)}"] if any(each.batch > 1 for each in self.workloads) else []
+            batch = [f"batch_size = {len(self.places)}"] if few != self.workloads else []
             change = ", ".join([*settings, *batch, *([way.change] if way.change else [])])
             yield WayOut(change=change, needed_bytes=way.needed_bytes)
 
     def _try(
         self, change: str, workloads: Sequence[RankWorkload], limits: Sequence[int | None] | None = None
     ) -> Iterator[WayOut]:
-        choice = choose(self.shape, workloads, self.limits if limits is None else limits, self.requested)
+        choice = self._choose(workloads, self.limits if limits is None else limits, self.requested)
         if choice.fits:
             yield _way(change, choice)
 

@@ -49,6 +49,15 @@ def test_inline_keys_win_over_the_yaml_and_the_yaml_over_the_defaults(tmp_path: 
     assert job.mlx_lm["lr_schedule"]["arguments"] == [1e-5, 1000, 1e-7]
 
 
+def test_epochs_win_over_the_iters_of_a_yaml_and_iters_over_its_epochs(tmp_path: Path) -> None:
+    (tmp_path / "lora.yaml").write_text("iters: 600\n")
+    settings = load(tmp_path, NODES + JOB + 'config = "lora.yaml"\nepochs = 3').job.mlx_lm
+    assert (settings.get("iters"), settings["epochs"]) == (None, 3)
+    (tmp_path / "lora.yaml").write_text("epochs: 3\n")
+    settings = load(tmp_path, NODES + JOB + 'config = "lora.yaml"\niters = 30').job.mlx_lm
+    assert (settings["iters"], settings.get("epochs")) == (30, None)
+
+
 def test_a_null_in_the_yaml_is_a_key_not_given(tmp_path: Path) -> None:
     (tmp_path / "lora.yaml").write_text("iters: null\nseed: ~\n")
     settings = load(tmp_path, NODES + JOB + 'config = "lora.yaml"').job.mlx_lm

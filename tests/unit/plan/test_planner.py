@@ -50,7 +50,17 @@ from engine.plan.network import NetworkPlan
 from engine.plan.planner import make_plan
 from engine.protocol.partition import chunk_plan
 from tests.unit.cluster.macs import mesh, ring
-from tests.unit.plan.clusters import LLAMA_70B, NOW, QWEN3_32B, calibration, inputs, mac, plan_inputs, ultra_and_max
+from tests.unit.plan.clusters import (
+    LLAMA_70B,
+    NOW,
+    QWEN3_4B,
+    QWEN3_32B,
+    calibration,
+    inputs,
+    mac,
+    plan_inputs,
+    ultra_and_max,
+)
 from tests.unit.plan.test_against_mlx import addressed
 
 SECTIONS = {
@@ -269,6 +279,25 @@ def test_the_advice_on_sizes_is_what_the_estimate_says_of_one_mac() -> None:
     assert "ultra alone" in refusal(plan, "memory")
 
 
+def test_the_advice_on_sizes_is_the_same_whatever_the_strategy() -> None:
+    settings = {"fine_tune_type": "full", "batch_size": 4}
+    texts = set()
+    for strategy in ("data", "sharded", "pipeline"):
+        plan = make_plan(inputs(ultra_and_max(), settings=settings, model=QWEN3_32B, strategy=strategy))
+        texts.add(next(each.text for each in plan.advice if each.name == "sizes"))
+    assert len(texts) == 1
+
+
+def test_the_summary_names_settings_that_were_chosen_to_fit() -> None:
+    settings = {"fine_tune_type": "full", "batch_size": 2}
+    texts = [
+        dict(summary(make_plan(inputs(ultra_and_max()[:1], settings=settings, model=model))))["memory"]
+        for model in (QWEN3_4B, QWEN3_32B)
+    ]
+    assert "optimizer_precision" not in texts[0]
+    assert "; with optimizer_precision kahan, moments bfloat16, " in texts[1] and " layers recomputed" in texts[1]
+
+
 def test_int8_is_advised_where_the_links_decide() -> None:
     settings: dict[str, Any] = {"fine_tune_type": "full", "batch_size": 8}
     slow = LinkMeasure(nodes=("ultra", "max"), latency_s=1e-3, bandwidth_bytes_per_s=1e8)
@@ -282,6 +311,17 @@ def test_int8_is_advised_where_the_links_decide() -> None:
     for other in ({"calibration": calibration(speeds)}, {"settings": {**settings, "wire": "int8"}}):
         given: dict[str, Any] = {"settings": settings, "calibration": calibration(speeds, **measured), **other}
         assert "wire" not in names(make_plan(inputs(ultra_and_max(), **given)), "advice")
+
+
+def test_int8_is_not_advised_to_eight_ranks_which_would_send_no_less() -> None:
+    for ranks, advised in ((7, True), (8, False)):
+        nodes = [mac(f"n{rank}", rank, "Apple M3 Ultra", 512) for rank in range(ranks)]
+        slow = LinkMeasure(nodes=tuple(node.node for node in nodes), latency_s=1e-3, bandwidth_bytes_per_s=1e8)
+        taken = calibration({node.node: 1.0 for node in nodes}, all_ranks=slow, gradient_bytes=16 * 10**9)
+        settings = {"fine_tune_type": "full", "batch_size": 8}
+        plan = make_plan(inputs(nodes, settings=settings, calibration=taken))
+        assert plan.performance_targets.step_s is not None
+        assert ("wire" in names(plan, "advice")) is advised
 
 
 def test_adam_in_the_parameters_own_type_is_advised_against() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.measurements import LinkMeasure, ThroughputPrediction
 from engine.plan.exchange import BUCKETS, exchange
-from engine.plan.prediction import exchange_s, predict_iteration, predict_throughput, step_s
+from engine.plan.prediction import UpdateExchange, exchange_s, predict_iteration, predict_throughput, step_s
 from engine.plan.shares import divide_batch
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 from engine.protocol.partition import share_counts
@@ -21,9 +21,8 @@ LINK = LinkMeasure(nodes=("a", "b"), latency_s=0.001, bandwidth_bytes_per_s=ALL_
 def predicted(speeds: list[float], batch: int, exchanged_s: float = 0.0) -> ThroughputPrediction:
     names = [f"n{number}" for number in range(len(speeds))]
     counts = dict(zip(names, share_counts(batch, speeds), strict=True))
-    return predict_iteration(
-        [measure(name, speed) for name, speed in zip(names, speeds, strict=True)], counts, exchanged_s
-    )
+    measures = [measure(name, speed) for name, speed in zip(names, speeds, strict=True)]
+    return predict_iteration(measures, counts, UpdateExchange(exchanged_s))
 
 
 def test_two_equal_nodes_without_communication_are_twice_as_fast() -> None:
@@ -36,6 +35,12 @@ def test_an_exchange_as_long_as_the_backward_pass_costs_its_last_bucket_alone() 
     found = predicted([2.0, 2.0], 8, exchanged_s=4 / 3)
     assert found.communicate_s == pytest.approx(4 / 3 / BUCKETS)
     assert found.step_s == pytest.approx(2.0 + 4 / 3 / BUCKETS)
+
+
+def test_adapters_travel_in_few_buckets_so_that_the_last_one_is_a_larger_part() -> None:
+    deck, taken = config(["a", "b"]), calibration({"a": 1.0, "b": 1.0}, gradient_bytes=2**20 * 4)
+    found = predict_throughput(deck, taken, divide_batch(deck, taken))
+    assert found.exchange_s is not None and found.communicate_s == pytest.approx(found.exchange_s / 4)
 
 
 def test_a_longer_exchange_is_waited_for() -> None:
@@ -72,11 +77,12 @@ def test_more_communication_is_never_faster(speeds: list[float], more: int, some
     assert slow.examples_per_s < less.examples_per_s
 
 
-def test_the_line_goes_through_both_measured_points() -> None:
-    form = exchange("float32", 2, 4)
+def test_every_bucket_waits_for_the_links_latency_and_all_bytes_for_its_bandwidth() -> None:
+    form, mebibytes = exchange("float32", 2, 4), ALL_SUM_LARGE_BYTES // 4
     assert exchange_s(LINK, 0, form) == pytest.approx(0.001)
-    assert exchange_s(LINK, ALL_SUM_LARGE_BYTES, form) == pytest.approx(0.011)
-    assert exchange_s(LINK, 2 * ALL_SUM_LARGE_BYTES, form) == pytest.approx(0.021)
+    assert exchange_s(LINK, mebibytes, form) == pytest.approx(0.001 + 0.010 / 4)
+    assert exchange_s(LINK, ALL_SUM_LARGE_BYTES, form) == pytest.approx(4 * 0.001 + 0.010)
+    assert exchange_s(LINK, 400 * mebibytes, form) == pytest.approx(BUCKETS * 0.001 + 1.0)
 
 
 @pytest.mark.parametrize(
@@ -99,24 +105,25 @@ def test_the_bytes_that_a_gradient_takes(
 
 
 def test_sixteen_bits_halve_the_exchange_of_two_ranks_and_int8_halves_it_again() -> None:
-    size = 100 * ALL_SUM_LARGE_BYTES
+    size = 1000 * ALL_SUM_LARGE_BYTES
     whole, half, quarter = (exchange_s(LINK, size, exchange(wire, 2, 2)) for wire in ("float32", "auto", "int8"))
     assert whole and half and quarter
     assert whole / half == pytest.approx(2, rel=0.01) and half / quarter == pytest.approx(2, rel=0.03)
 
 
 def test_ranks_are_exchanged_in_the_form_of_the_job() -> None:
-    deck, taken = config(["a", "b"]), calibration({"a": 1.0, "b": 1.0}, element_bytes=2)
+    deck = config(["a", "b"])
+    taken = calibration({"a": 1.0, "b": 1.0}, element_bytes=2, gradient_bytes=4_000_000_000)
     shares = divide_batch(deck, taken)
     whole, own = (predict_throughput(deck, taken, shares, wire).exchange_s for wire in ("float32", None))
-    assert whole and own and whole / own == pytest.approx(2, rel=0.3)
+    assert whole and own and whole / own == pytest.approx(2, rel=0.05)
 
 
 def test_the_shares_of_the_calibration_make_the_batch_of_the_job() -> None:
     deck, taken = config(["a", "b"], batch=8), calibration({"a": 3.0, "b": 1.0})
     found = predict_throughput(deck, taken, divide_batch(deck, taken))
     assert found.compute_s == pytest.approx({"a": 2.0, "b": 2.0})
-    assert found.exchange_s == pytest.approx(0.001 + 4e6 * (1e-9 - 0.001 / ALL_SUM_LARGE_BYTES))
+    assert found.exchange_s == pytest.approx(3 * 0.001 + 4e6 * (1e-9 - 0.001 / ALL_SUM_LARGE_BYTES))
     assert found.speed_up == pytest.approx(4 / 3, rel=0.01)
 
 

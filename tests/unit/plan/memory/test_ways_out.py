@@ -36,10 +36,9 @@ def ways(
     """Change → GB."""
     ranks = [replace(workload, world_size=len(places))] * len(places)
     choice = choose(shape, ranks, [place.limit_bytes for place in places], requested)
-    assert not choice.fits
-    found = ways_out(
-        shape, [with_settings(rank, choice.settings) for rank in ranks], places, requested, splittable=splittable
-    )
+    assert not choice.fits or places[0].measured > 1
+    asked = [with_settings(rank, choice.settings) for rank in ranks]
+    found = ways_out(shape, asked, places, requested, splittable=splittable)
     return {way.change: way.needed_bytes / GB for way in found}
 
 
@@ -73,6 +72,32 @@ def test_fewer_sequences_keep_the_batch_by_accumulation() -> None:
     assert found[change] == accumulated.needed_bytes / GB
 
 
+def test_fewer_sequences_of_an_iteration_need_more_iterations_for_as_many_updates() -> None:
+    found = ways(mac(128), requested={**FIXED, "iters": 1000})
+    (change,) = (each for each in found if each.startswith("batch_size"))
+    assert change == "batch_size = 1 and grad_accumulation_steps = 4 and iters = 4000"
+
+
+def test_unequal_shares_are_divided_as_the_plan_divides_them() -> None:
+    ranks = [replace(FULL, world_size=2, batch=batch) for batch in (7, 1)]
+    limits = [estimate(SHAPE, replace(ranks[0], batch=2, accumulation=4)).needed_bytes] * 2
+    places = [RankPlace(name, limit, 1, None) for name, limit in zip("ab", limits, strict=True)]
+    found = ways_out(SHAPE, ranks, places, {**FIXED, "iters": 10}, splittable=False)
+    (change,) = (way.change for way in found if way.change.startswith("batch_size"))
+    assert change == "batch_size = 2 and grad_accumulation_steps = 4 and iters = 40"
+
+
+def test_a_measured_peak_scales_what_the_estimate_says_of_other_settings() -> None:
+    needed = estimate(SHAPE, with_settings(FULL, ChosenSettings())).needed_bytes
+    place = RankPlace("one", needed + GB, 1, 2 * needed, 1.25)
+    found = ways(place, requested=FIXED)
+    assert "" not in found and "grad_checkpoint = false" not in found
+    (change,) = (each for each in found if each.startswith("iogpu"))
+    assert change == f"iogpu.wired_limit_mb={-(-needed * 5 // 4 // 2**20)} on one"
+    assert found[change] == pytest.approx(1.25 * needed / GB)
+    assert all(size <= (needed + GB) / GB for way, size in found.items() if not way.startswith("iogpu"))
+
+
 def test_a_limit_is_raised_only_as_far_as_the_memory_goes() -> None:
     needed = estimate(SHAPE, with_settings(FULL, ChosenSettings())).needed_bytes
     place = RankPlace("one", needed - GB, 1, needed + 9 * GB)
@@ -95,14 +120,40 @@ def test_a_model_too_large_for_every_setting_needs_more_nodes() -> None:
     shape = ModelShape.from_config(LLAMA_70B)
     found = ways(mac(128), requested=OPEN, shape=shape, workload=replace(FULL, batch=1))
     (change,) = found
-    assert change.startswith('strategy = "sharded" over ') and change.endswith(" nodes like one")
+    assert change.startswith('strategy = "sharded" and batch_size = ') and change.endswith(" nodes like one")
     assert found[change] <= 96
+
+
+def test_sharding_names_what_else_the_job_must_say_for_it() -> None:
+    shape = ModelShape.from_config(LLAMA_70B)
+    found = ways(mac(128), requested=OPEN, shape=shape, workload=replace(FULL, batch=1, wire="int8"))
+    (change,) = found
+    settings, _, ranks = change.removesuffix(" nodes like one").partition(" over ")
+    assert settings == f'strategy = "sharded" and wire = "auto" and batch_size = {ranks}'
+
+
+@pytest.mark.parametrize(("in_flight", "fits"), [(1, False), (2, True)])
+def test_a_pipelines_first_stage_has_a_micro_batch_of_each_stage_in_flight(in_flight: int, fits: bool) -> None:
+    lora = RankWorkload(fine_tune_type="lora", num_layers=-1, sequence=256, strategy="pipeline", world_size=2)
+    stages = [replace(lora, batch=batch, layers=layers) for batch, layers in ((8, (0, 18)), (4, (18, 36)))]
+    smallest = ChosenSettings(moments="8bit", grad_checkpoint=True)
+    limit = estimate(SHAPE, with_settings(replace(stages[0], batch=in_flight), smallest)).needed_bytes
+    places = [RankPlace("a", limit, 1, None), RankPlace("b", 64 * GB, 1, None)]
+    asked = [with_settings(stage, ChosenSettings()) for stage in stages]
+    found = ways_out(SHAPE, asked, places, FIXED, splittable=False)
+    assert [way.change.endswith("batch_size = 2") for way in found] == [True] * fits
 
 
 def test_where_nothing_helps_alone_the_combination_is_named() -> None:
     found = ways(mac(40), requested=FIXED, workload=replace(FULL, batch=8, sequence=16_384), splittable=False)
     assert any("fine_tune_type" not in change for change in found)
     assert all(needed <= 30 for needed in found.values())
+
+
+def test_where_only_more_nodes_help_alone_the_combination_is_named_before_them() -> None:
+    lora = RankWorkload(fine_tune_type="lora", num_layers=16, batch=8, sequence=4_096)
+    few, more = ways(mac(16), requested=OPEN, workload=lora)
+    assert few.startswith("batch_size = 1, max_seq_length = ") and more.endswith(" nodes like one")
 
 
 def test_the_description_names_each_way_with_its_size() -> None:
