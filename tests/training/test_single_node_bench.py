@@ -98,7 +98,7 @@ def test_a_probe_measures_state_and_peak_at_the_full_length(tiny: Tiny, tmp_path
     peaks = [peak for _, peak in found]
     assert peaks[0] < peaks[1] < peaks[2]
     # Affine, as far as so small a model shows it: what is in flight at the peak differs from run to run.
-    assert peaks[2] - peaks[1] == pytest.approx(2 * (peaks[1] - peaks[0]), rel=0.25)
+    assert peaks[2] - peaks[1] == pytest.approx(2 * (peaks[1] - peaks[0]), rel=0.5)
 
 
 class FixedTimes:
