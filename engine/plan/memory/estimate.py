@@ -110,15 +110,15 @@ _FLOAT32_BYTES = 4
 _WORKING = 1.0
 """Working memory of a layer's backward pass over what the layer keeps: one gradient for each kept array. Recurrent
 states do not count: the backward pass visits them one token at a time and frees each gradient."""
-_RECOMPUTED, _RECOMPUTED_AT_ONCE = 2.05, 3.6
+_RECOMPUTED, _RECOMPUTED_AT_ONCE = 2.4, 3.6
 """The same ratio for recomputed layers, which first repeat their forward pass: what the layer keeps, and about as much
 again for its backward pass. More where the gradients of several layers are evaluated at once, since MLX then starts the
-next ones early: in a pipeline, and with adapters, which are small. Measured: 1.86 to 2.22, and 3.6 with adapters."""
-_LOSS_ARRAYS = 6
-"""Arrays of tokens × vocabulary alive while the gradient of the loss is computed: logits, logits minus their maximum,
-exponentials, softmax, scattered targets, and their sum."""
-_WAITING_LOSS_ARRAYS = 2
-"""Arrays of those still alive during the layers' backward pass, since the value of the loss is computed last."""
+next ones early: in a pipeline. Measured: 2.2 to 2.7, and 3.6."""
+_LOSS_ARRAYS = 3
+"""Arrays of tokens × vocabulary alive while the gradient of the loss, whose value is known, is computed: logits,
+softmax, and its difference from the targets."""
+_WAITING_LOSS_ARRAYS = 0
+"""Arrays of those still alive during the layers' backward pass."""
 _UPDATE_PARTS, _LEAST_UPDATE = 256, 2**16
 """An update computes pieces of so many parts, or of so many elements."""
 _UPDATE_ARRAYS = {"parameter": 5, "float32": 7, "kahan": 12, "stochastic": 12}
@@ -284,8 +284,7 @@ class _Rank:
         one = shape.dtype_bytes
         inputs = recomputed * tokens * shape.hidden * one
         most = max((whole - states for whole, states, _ in kept[recomputed:]), default=0)
-        early = not self.full or self.workload.strategy == "pipeline"
-        ratio = _RECOMPUTED_AT_ONCE if early else _RECOMPUTED
+        ratio = _RECOMPUTED_AT_ONCE if self.workload.strategy == "pipeline" else _RECOMPUTED
         recomputing = max(
             (
                 (ratio - _WORKING) * whole + _WORKING * (whole - states) + outputs
