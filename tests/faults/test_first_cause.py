@@ -29,6 +29,9 @@ FAULTS = {
     "metal.internal": f"print({METAL!r}, flush=True); os.abort()",
 }
 
+# The survivors are asked to end at once, and must have the time to find out by themselves.
+DEAF = "from signal import *\nfor each in (SIGINT, SIGTERM, SIGHUP): signal(each, SIG_IGN)\n"
+
 SAMPLE = "metal.internal"
 """The others take their time: with the slow ones."""
 
@@ -63,7 +66,7 @@ def joined(console: Console) -> str:
     "known", [pytest.param(known, marks=[] if known == SAMPLE else pytest.mark.slow) for known in FAULTS]
 )
 def test_the_first_ranks_cause_is_shown_everywhere(home: Path, tmp_path: Path, known: str) -> None:
-    config = configuration(tmp_path / "job", ring(f"if rank == 1 and step == 8: {FAULTS[known]}"))
+    config = configuration(tmp_path / "job", DEAF + ring(f"if rank == 1 and step == 8: {FAULTS[known]}"))
     skips = [word for check in CHECKS for word in ("--skip", check)]
     launched = shell(home, "launch", "--follow", *skips, cwd=config.parent)
     (directory,) = (home / "runs").iterdir()
