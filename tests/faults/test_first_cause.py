@@ -14,7 +14,7 @@ from engine.checks.runner import CHECKS
 from engine.models import Reason, RunState
 from engine.run.signatures import BY_ID
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
-from tests.faults.local_runs import ring
+from tests.faults.local_runs import DEAF, ring
 from tests.tui.commands import flightdeck, shell
 from tests.tui.conftest import DASHBOARD, Console
 from tui.app import FlightDeckApp
@@ -28,9 +28,6 @@ FAULTS = {
     # It ends by a signal of its own, as a program does in which Metal fails.
     "metal.internal": f"print({METAL!r}, flush=True); os.abort()",
 }
-
-# The survivors are asked to end at once, and must have the time to find out by themselves.
-DEAF = "from signal import *\nfor each in (SIGINT, SIGTERM, SIGHUP): signal(each, SIG_IGN)\n"
 
 SAMPLE = "metal.internal"
 """The others take their time: with the slow ones."""
@@ -66,6 +63,7 @@ def joined(console: Console) -> str:
     "known", [pytest.param(known, marks=[] if known == SAMPLE else pytest.mark.slow) for known in FAULTS]
 )
 def test_the_first_ranks_cause_is_shown_everywhere(home: Path, tmp_path: Path, known: str) -> None:
+    # The survivors are asked to end at once, and must have the time to find out by themselves.
     config = configuration(tmp_path / "job", DEAF + ring(f"if rank == 1 and step == 8: {FAULTS[known]}"))
     skips = [word for check in CHECKS for word in ("--skip", check)]
     launched = shell(home, "launch", "--follow", *skips, cwd=config.parent)
