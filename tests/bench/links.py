@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Final
 
 from engine.protocol.attempt import EVENTS_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec
@@ -185,7 +185,7 @@ class Workspace:
     """Where models, data and runs lie, and how ranks are started."""
 
     def __init__(self, root: Path, link: Link) -> None:
-        self._root, self.link, self._runs, self._port = root, link, 0, 20_000
+        self._root, self.link, self._port = root, link, 20_000
         demo = root / "demo"
         subprocess.run([sys.executable, "-m", "engine.demo_model", str(demo)], check=True)
         write_llama(root / "model", demo / "model", SIZES, "bfloat16")
@@ -308,10 +308,7 @@ class Workspace:
                 process.wait()
 
     def _directory(self) -> Path:
-        self._runs += 1
-        directory = self._root / f"run{self._runs}"
-        directory.mkdir()
-        return directory
+        return Path(mkdtemp(prefix="run-", dir=self._root))
 
 
 def _sent(pid: int) -> int:

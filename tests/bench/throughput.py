@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Final
 
 import mlx.core as mx
@@ -93,7 +93,6 @@ class Workspace:
     def __init__(self, root: Path, epochs: int) -> None:
         self._root = root
         self._epochs = epochs
-        self._runs = 0
         demo = root / "demo"
         subprocess.run([sys.executable, "-m", "engine.demo_model", str(demo)], check=True)
         for precision in ("float32", "bfloat16"):
@@ -149,10 +148,7 @@ class Workspace:
         return self._root / f"model-{precision}"
 
     def _directory(self) -> Path:
-        self._runs += 1
-        directory = self._root / f"run{self._runs}"
-        directory.mkdir()
-        return directory
+        return Path(mkdtemp(prefix="run-", dir=self._root))
 
 
 def write_data(directory: Path) -> None:
