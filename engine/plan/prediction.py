@@ -10,9 +10,9 @@ from datetime import datetime
 
 from engine.config.models import Config
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure, Shares, ThroughputPrediction
-from engine.plan.exchange import BUCKETS, Exchange, buckets, exchange
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
+from engine.protocol.exchange import BUCKETS, Exchange, buckets, exchange
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 
 

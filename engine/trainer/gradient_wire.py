@@ -11,19 +11,16 @@ from operator import add
 
 import mlx.core as mx
 
+from engine.protocol.exchange import INT8_BLOCK, exchange
 from engine.trainer.collective import Collective
 
-BLOCK = 256
-"""Gradients that share one scale in int8: the scales are 1.6 % of the bytes."""
 _LARGEST = 127
-_SUM_BYTES = 8
-"""Per element, a ring's all_sum of float32 sends this much with many ranks, and a gather each other rank's own size."""
 
 
 def encode(values: mx.array) -> mx.array:
     """`values` (float32, flat) as bytes: int8 multiples of each block's greatest absolute value over 127, then those
     scales in float32."""
-    padded = mx.pad(values, (0, -values.size % BLOCK)).reshape(-1, BLOCK)
+    padded = mx.pad(values, (0, -values.size % INT8_BLOCK)).reshape(-1, INT8_BLOCK)
     scales = mx.abs(padded).max(axis=1, keepdims=True) / _LARGEST
     steps = mx.round(padded / mx.where(scales > 0, scales, 1)).astype(mx.int8)
     return mx.concatenate([steps.reshape(-1).view(mx.uint8), scales.reshape(-1).view(mx.uint8)])
@@ -32,8 +29,8 @@ def encode(values: mx.array) -> mx.array:
 def decode(encoded: mx.array, size: int) -> mx.array:
     """The `size` values of `encode`, each within half a step of its block; none is finite in a block that had one that
     was not."""
-    padded = size + -size % BLOCK
-    steps = encoded[:padded].view(mx.int8).reshape(-1, BLOCK)
+    padded = size + -size % INT8_BLOCK
+    steps = encoded[:padded].view(mx.int8).reshape(-1, INT8_BLOCK)
     scales = encoded[padded:].view(mx.float32).reshape(-1, 1)
     return (steps * scales).reshape(-1)[:size]
 
@@ -74,7 +71,7 @@ class GradientWire:
             # Beside the exchange.
             self._rests[number] = (values - decode(encoded, size)).astype(mx.bfloat16)
             mx.eval(self._rests[number])
-        elif self._kind == "auto" and bucket.dtype.size * self._collective.size < _SUM_BYTES:
+        elif exchange(self._kind, self._collective.size, bucket.dtype.size).gathered:
             self._start_gather(bucket, lambda row, rank: unscaled(row, None if scales is None else scales[rank]))
         else:
             self._start_sum(unscaled(bucket, scale))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from engine.measurements import LinkMeasure
-from engine.plan.exchange import Exchange, exchange
 from engine.plan.memory.estimate import RankWorkload, estimate
 from engine.plan.memory.shape import ModelShape, trained_element_bytes
 from engine.plan.prediction import exchange_s
+from engine.protocol.exchange import Exchange, exchange
 from tests.bench.known_sizes import QWEN3_4B, QWEN3_14B
 
 RANKS: Final = 2

@@ -17,11 +17,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from engine.protocol import exchange
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective, PeerLost
 from engine.trainer.data import load_split
 from engine.trainer.model import load_model
-from engine.trainer.strategies import data_parallel
 from tests.training.partitioned_program import strategy
 
 
@@ -37,7 +37,7 @@ def digest(training: Any) -> str:
 def main(directory: Path) -> None:
     mx.set_default_device(mx.cpu)
     mx.disable_compile()
-    data_parallel._LEAST_ELEMENTS = 1_000
+    exchange.LEAST_BUCKET = 1_000
     case = json.loads((directory / "case.json").read_text())
     job = Job.from_spec(case["job"], model=None, data=None, workdir=directory, home=directory)
     rank = int(os.environ["MLX_RANK"])

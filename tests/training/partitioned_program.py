@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from engine.protocol import exchange
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
 from engine.protocol.partition import parse_split
@@ -24,7 +25,6 @@ from engine.trainer.collective import Collective
 from engine.trainer.data import DataLoader, load_split
 from engine.trainer.model import load_model
 from engine.trainer.reporting import Reporter
-from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
@@ -63,7 +63,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
         model.model.embed_tokens.unfreeze()
     train, valid = (load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid"))
     if "bucket" in case:
-        data_parallel._LEAST_ELEMENTS = case["bucket"]
+        exchange.LEAST_BUCKET = case["bucket"]
     training = strategy(job, model, train, collective, case)
     del model
     loaded = mx.get_peak_memory() - before

@@ -19,6 +19,7 @@ from mlx_lm.tuner.datasets import CacheDataset, load_local_dataset
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from mlx_lm.tuner.utils import build_schedule
 
+from engine.protocol import exchange
 from engine.protocol.attempt import CONTROL_FD_ENV, STOP
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
@@ -325,7 +326,7 @@ def test_recomputed_layers_change_no_bit(
 def test_each_recomputed_layer_lowers_the_peak(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """By MLX's own count of bytes; only layers that are trained count."""
     # About a layer's, as those of larger models: evaluated at once, all layers would be recomputed side by side.
-    monkeypatch.setattr(data_parallel, "_LEAST_ELEMENTS", 10_000)
+    monkeypatch.setattr(exchange, "LEAST_BUCKET", 10_000)
     config = {**json.loads((tiny.model / "config.json").read_text()), "num_hidden_layers": 10, "vocab_size": 64}
 
     def peak(layers: bool | int) -> int:
@@ -364,7 +365,7 @@ def test_gradients_of_many_buckets_are_those_of_one(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(tiny, tmp_path / "whole", iters=4, grad_accumulation_steps=2)
-    monkeypatch.setattr(data_parallel, "_LEAST_ELEMENTS", 1_500)
+    monkeypatch.setattr(exchange, "LEAST_BUCKET", 1_500)
     parts = train(tiny, tmp_path / "parts", iters=4, grad_accumulation_steps=2)
     gradients = Gradients(parts.model)
     gradients.add(load_batch(parts))

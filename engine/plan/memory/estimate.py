@@ -20,9 +20,9 @@ from typing import Literal
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
-from engine.plan.exchange import BUCKETS, LEAST_BUCKET, exchange
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
+from engine.protocol.exchange import BUCKETS, LEAST_BUCKET, exchange
 from engine.protocol.job import state_bytes
 from engine.protocol.partition import loss_tokens
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from engine.protocol.exchange import bucket_elements
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective, packed
 from engine.trainer.data import Batch, DataLoader, Split
@@ -27,9 +28,6 @@ from engine.trainer.strategies.base import Strategy
 from engine.trainer.strategies.loss import Rows, loss_sum
 from engine.trainer.weights import WeightStream, floats, scalar
 
-_BUCKETS = 64
-"""About so many: one is small beside the model, and large enough to use the ring both ways."""
-_LEAST_ELEMENTS = 2**18
 _PIECE_ELEMENTS = 2**20
 
 
@@ -207,7 +205,7 @@ def _bucketed(trainable: dict[str, mx.array]) -> list[list[str]]:
     """The parameters in buckets of one type, in the order in which a backward pass has their gradients; each bucket in
     the model's order, in which MLX evaluates several layers at once with the fewest recomputed at a time."""
     backwards = list(reversed(trainable))
-    room = max(_LEAST_ELEMENTS, sum(value.size for value in trainable.values()) // _BUCKETS)
+    room = bucket_elements(sum(value.size for value in trainable.values()))
     kinds = {name: str(value.dtype) for name, value in trainable.items()}
     buckets = [
         bucket

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.measurements import LinkMeasure, ThroughputPrediction
-from engine.plan.exchange import BUCKETS, exchange
 from engine.plan.prediction import UpdateExchange, exchange_s, predict_iteration, predict_throughput, step_s
 from engine.plan.shares import divide_batch
+from engine.protocol.exchange import BUCKETS, exchange
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 from engine.protocol.partition import share_counts
 from tests.unit.plan.calibrations import calibration, config, measure

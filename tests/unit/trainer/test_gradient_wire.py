@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.protocol.exchange import INT8_BLOCK
 from engine.trainer.collective import Collective
-from engine.trainer.gradient_wire import BLOCK, GradientWire, decode, encode
+from engine.trainer.gradient_wire import GradientWire, decode, encode
 from tests.training.together import together
 
 SEEDS = st.integers(0, 2**32 - 1)
-SIZES = st.integers(1, 3 * BLOCK + 1)
+SIZES = st.integers(1, 3 * INT8_BLOCK + 1)
 
 
 def values(seed: int, size: int, scale: float = 1.0) -> mx.array:
@@ -39,11 +40,11 @@ def summed(kind: str, buckets: list[list[mx.array]], *, exact: set[int] | None =
 def test_int8_is_within_half_a_step_of_its_block(seed: int, size: int, exponent: int) -> None:
     mine = values(seed, size, 2.0**exponent)
     encoded = encode(mine)
-    blocks = -(-size // BLOCK)
-    assert (encoded.dtype, encoded.size) == (mx.uint8, blocks * (BLOCK + 4))
+    blocks = -(-size // INT8_BLOCK)
+    assert (encoded.dtype, encoded.size) == (mx.uint8, blocks * (INT8_BLOCK + 4))
     off = np.abs(np.asarray(decode(encoded, size) - mine))
-    greatest = np.abs(np.pad(np.asarray(mine), (0, -size % BLOCK))).reshape(-1, BLOCK).max(axis=1)
-    assert np.all(off <= np.repeat(greatest, BLOCK)[:size] / 127 * 0.501)
+    greatest = np.abs(np.pad(np.asarray(mine), (0, -size % INT8_BLOCK))).reshape(-1, INT8_BLOCK).max(axis=1)
+    assert np.all(off <= np.repeat(greatest, INT8_BLOCK)[:size] / 127 * 0.501)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -113,7 +114,7 @@ def test_the_type_on_the_wire(kind: str, dtype: mx.Dtype, ranks: int, sent: tupl
 
             setattr(collective, f"start_{name}", start)
         wire = GradientWire(collective, kind)
-        wire.start(0, mx.ones(BLOCK, dtype), None, exact=False)
+        wire.start(0, mx.ones(INT8_BLOCK, dtype), None, exact=False)
         wire.finish()
         return seen
 

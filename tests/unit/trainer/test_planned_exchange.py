@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import mlx.core as mx
 import pytest
 
-from engine.plan.exchange import BUCKETS, LEAST_BUCKET, exchange
+from engine.protocol.exchange import BUCKETS, buckets, exchange
 from engine.trainer.gradient_wire import GradientWire
-from engine.trainer.strategies import data_parallel
+from engine.trainer.strategies.data_parallel import _bucketed
 
 
 @pytest.mark.parametrize("wire", ["auto", "float32", "int8"])
@@ -27,5 +27,7 @@ def test_a_bucket_travels_in_the_planned_form(wire: str, dtype: mx.Dtype, ranks:
     assert sent.nbytes == bucket.size * form.element_bytes
 
 
-def test_there_are_as_many_buckets_as_planned() -> None:
-    assert (data_parallel._BUCKETS, data_parallel._LEAST_ELEMENTS) == (BUCKETS, LEAST_BUCKET)
+@pytest.mark.parametrize(("parameters", "planned"), [(8, 1), (160, 10), (1280, BUCKETS)])
+def test_there_are_as_many_buckets_as_planned(parameters: int, planned: int) -> None:
+    trainable = {f"layers.{number}": mx.zeros(2**14) for number in range(parameters)}
+    assert len(_bucketed(trainable)) == buckets(parameters * 2**14) == planned

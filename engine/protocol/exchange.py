@@ -1,17 +1,20 @@
-"""The bytes with which strategy "data" exchanges gradients, as engine.trainer.gradient_wire chooses their form."""
+"""The form in which strategy "data" exchanges gradients, and its bytes: the same for plan and trainer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BUCKETS = 64
-"""An update's gradients travel in about so many, each of whole parameters."""
+"""An update's gradients travel in about so many, each of whole parameters: one is small beside the model, and large
+enough to use the ring both ways."""
 LEAST_BUCKET = 2**18
 """Elements of a bucket, where 1 / BUCKETS of them are fewer."""
 _FLOAT32_BYTES = 4
 _SUM_BYTES = 2 * _FLOAT32_BYTES
-"""Sent per element by a ring's all_sum in float32 over many ranks; less than that is gathered."""
-_INT8_BYTES = 1 + _FLOAT32_BYTES / 256
+"""Per element, a ring's all_sum of float32 sends this much with many ranks, and a gather each other rank's own size."""
+INT8_BLOCK = 256
+"""Gradients that share one float32 scale in int8: the scales are 1.6 % of the bytes."""
+_INT8_BYTES = 1 + _FLOAT32_BYTES / INT8_BLOCK
 """An int8, and its part of a block's scale."""
 
 
@@ -34,6 +37,11 @@ class Exchange:
     def received(self) -> float:
         """Bytes per element of the result, before it is a sum."""
         return self.element_bytes * (self.ranks if self.gathered else 1)
+
+
+def bucket_elements(elements: int) -> int:
+    """Elements of each bucket of so many gradients, about: a larger parameter has its own."""
+    return max(LEAST_BUCKET, elements // BUCKETS)
 
 
 def buckets(elements: int) -> int:
