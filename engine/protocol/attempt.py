@@ -86,6 +86,8 @@ class AttemptSpec:
     """"none", "gzip" or "zstd"."""
     resume: bool = False
     """Resume from the newest complete state that any rank has."""
+    rank_restarts: int = 0
+    """How often a keeper of another rank than 0 starts its program again, where the other ranks go on without it."""
     reached: int = 0
     """The iteration that the run reached before this attempt; if above 0, `resume` does not start again at 1."""
     version: int = SPEC_VERSION

@@ -99,8 +99,16 @@ class Job:
     moments: str = AUTO
     """Ours: one of MOMENTS. "auto", where no plan has resolved it: "float32"."""
     wire: str = "auto"
-    """Ours, of strategy "data": gradients travel in their own type or float32, whichever is less ("auto"), in
-    "float32", or in "int8"."""
+    """Ours: how the ranks' results travel. Gradients of strategy "data": in their own type or float32, whichever is
+    less ("auto"), in "float32", or in "int8". Changes of weights of strategy "local": in 4 bits ("auto"), in "float32",
+    or in "int8"."""
+    local_steps: int = 16
+    """Ours, of strategy "local": updates of each rank by itself from one averaging of the weights to the next."""
+    outer_learning_rate: float = 0.7
+    """Ours, of strategy "local": the factor of the ranks' averaged change. 1 with `outer_momentum` 0 is plain
+    averaging."""
+    outer_momentum: float = 0.5
+    """Ours, of strategy "local": the part of earlier averaged changes that is added (Nesterov)."""
     chunking: bool = True
     """Ours: a split of chunk_size examples or more is streamed in chunks of that size."""
     chunk_size: int = COORDINATOR_CHUNK_SIZE
