@@ -6,6 +6,7 @@ The sums are the same on all ranks, bit for bit: gathered numbers are added in t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
@@ -14,25 +15,46 @@ import mlx.core as mx
 from engine.protocol.exchange import INT8_BLOCK, exchange
 from engine.trainer.collective import Collective
 
-_LARGEST = 127
+
+@dataclass(frozen=True)
+class Quantization:
+    """Values (float32, flat) as bytes: multiples of each block's greatest absolute value over `levels`, two of up to 7
+    levels in a byte, then those scales in float32."""
+
+    levels: int
+    block: int
+    """Neighbours that share a scale."""
+
+    def encode(self, values: mx.array) -> mx.array:
+        padded = mx.pad(values, (0, -values.size % self.block)).reshape(-1, self.block)
+        scales = mx.abs(padded).max(axis=1, keepdims=True) / self.levels
+        steps = mx.round(padded / mx.where(scales > 0, scales, 1)).astype(mx.int8).reshape(-1).view(mx.uint8)
+        if self._per_byte == 2:
+            steps = (steps[::2] & 0xF) | (steps[1::2] << 4)
+        return mx.concatenate([steps, scales.reshape(-1).view(mx.uint8)])
+
+    def decode(self, encoded: mx.array, size: int) -> mx.array:
+        """The `size` values, each within half a step of its block; none is finite in a block that had one that was
+        not."""
+        end = (size + -size % self.block) // self._per_byte
+        steps, scales = encoded[:end], encoded[end:].view(mx.float32).reshape(-1, 1)
+        if self._per_byte == 2:
+            # The upper half keeps its sign; the lower one gets it by a shift up and down.
+            steps = mx.stack([(steps << 4).view(mx.int8) >> 4, steps.view(mx.int8) >> 4], axis=1)
+        return (steps.view(mx.int8).reshape(-1, self.block) * scales).reshape(-1)[:size]
+
+    def nbytes(self, size: int) -> int:
+        """Of `size` encoded values."""
+        blocks = -(-size // self.block)
+        return blocks * (self.block // self._per_byte + 4)
+
+    @property
+    def _per_byte(self) -> int:
+        return 2 if self.levels <= 7 else 1
 
 
-def encode(values: mx.array) -> mx.array:
-    """`values` (float32, flat) as bytes: int8 multiples of each block's greatest absolute value over 127, then those
-    scales in float32."""
-    padded = mx.pad(values, (0, -values.size % INT8_BLOCK)).reshape(-1, INT8_BLOCK)
-    scales = mx.abs(padded).max(axis=1, keepdims=True) / _LARGEST
-    steps = mx.round(padded / mx.where(scales > 0, scales, 1)).astype(mx.int8)
-    return mx.concatenate([steps.reshape(-1).view(mx.uint8), scales.reshape(-1).view(mx.uint8)])
-
-
-def decode(encoded: mx.array, size: int) -> mx.array:
-    """The `size` values of `encode`, each within half a step of its block; none is finite in a block that had one that
-    was not."""
-    padded = size + -size % INT8_BLOCK
-    steps = encoded[:padded].view(mx.int8).reshape(-1, INT8_BLOCK)
-    scales = encoded[padded:].view(mx.float32).reshape(-1, 1)
-    return (steps * scales).reshape(-1)[:size]
+INT8 = Quantization(127, INT8_BLOCK)
+INT4 = Quantization(7, 64)
 
 
 class GradientWire:
@@ -66,10 +88,10 @@ class GradientWire:
             if exact:
                 self._start_sum(values)
                 return
-            encoded = encode(values)
-            self._start_gather(encoded, lambda row, rank: decode(row, size))
+            encoded = INT8.encode(values)
+            self._start_gather(encoded, lambda row, rank: INT8.decode(row, size))
             # Beside the exchange.
-            self._rests[number] = (values - decode(encoded, size)).astype(mx.bfloat16)
+            self._rests[number] = (values - INT8.decode(encoded, size)).astype(mx.bfloat16)
             mx.eval(self._rests[number])
         elif exchange(self._kind, self._collective.size, bucket.dtype.size).gathered:
             self._start_gather(bucket, lambda row, rank: unscaled(row, None if scales is None else scales[rank]))

@@ -22,6 +22,7 @@ from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.control import Control
 from engine.trainer.data import Split
+from engine.trainer.elastic_group import LeftOut
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.reporting import Reporter, ReportWindow
 from engine.trainer.saver import Saver
@@ -69,20 +70,38 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter)
-        self._window = ReportWindow(**self.start.window)
-        self._best = BestValidation(**self.start.best)
+        self._begin_at(self.start)
+
+    def _begin_at(self, point: ResumePoint | Snapshot) -> None:
+        self._window = ReportWindow(**point.window)
+        self._best = BestValidation(**point.best)
         self._pending: dict[int, LocalStep] = {}
         """The iterations of the update under way."""
-        self._updates = self.start.update
-        self._updated_at = self.start.iteration
+        self._updates = point.update
+        self._updated_at = point.iteration
         """The last iteration of the last update."""
         self._best_at_update = self._best.state()
         """A resumed training repeats the validations since."""
 
     def run(self) -> Outcome:
         """Train until the last iteration or an agreed stop, and save. Raises Diverged, Corrupted, PeerLost, OSError."""
+        while True:
+            try:
+                if self.strategy.left_out:
+                    self._rejoin()
+                return self._run()
+            except LeftOut as error:
+                self.reporter.warn(f"the other ranks go on without this one: {error}")
+
+    def _rejoin(self) -> None:
+        self.reporter.phase("loading")
+        point = self.strategy.rejoin()
+        self._begin_at(point)
+        self.reporter.print(f"joins again after iteration {point.iteration} (update {point.update})")
+
+    def _run(self) -> Outcome:
         self.strategy.model.train()
-        done = self.start.iteration
+        done = self._updated_at
         self.emergency.hold(self._snapshot(done))
         try:
             self._check_replicas(done)
@@ -178,13 +197,15 @@ class Loop:
         *counted, stop, idle, settled = self.strategy.exchange(counters)
         losses, tokens = counted[: len(self._pending)], counted[len(self._pending) :]
         self._stop = stop > 0
-        if self.periodic.sync(idle, settled):
+        if self.periodic.sync(idle, settled, self.collective.size):
             # Emergency checkpoints of earlier attempts are older than the first complete one.
             self.emergency.remove_older()
         summed = time.perf_counter()
         self._check_losses(losses)
+        waited = self.collective.waited_s
         with self.emergency.changing():
             norm = self.strategy.apply(sum(tokens))
+            waited = self.collective.waited_s - waited
             if (late := self.strategy.late_loss) is not None:
                 losses, step = [late], replace(step, loss_sum=late)
                 self._check_losses(losses)
@@ -194,16 +215,20 @@ class Loop:
                 raise Diverged(f"gradient is not finite at iteration {last}")
             self._updates += 1
             self._updated_at, self._best_at_update = last, self._best.state()
-            applied, alone = time.perf_counter() - summed, self.collective.size == 1
+            applied = time.perf_counter() - summed - waited
+            # Then most of it is the backward pass.
+            lazy = self.collective.size == 1 or self.strategy.any_part
             self._pending[last] = replace(
                 step,
-                compute_s=step.compute_s + (applied if alone else 0.0),
-                communicate_s=step.communicate_s + summed - started,
-                update_s=0.0 if alone else applied,
+                compute_s=step.compute_s + (applied if lazy else 0.0),
+                communicate_s=step.communicate_s + summed - started + waited,
+                update_s=0.0 if lazy else applied,
             )
             self._report_update(losses, tokens, {**self._own_facts(), "grad_norm": norm})
             self.emergency.hold(self._snapshot(last))
         self._pending = {}
+        if self.strategy.admits:
+            self.strategy.admit(self._snapshot(last))
 
     def _check_losses(self, losses: list[float]) -> None:
         for iteration, loss in zip(self._pending, losses, strict=True):

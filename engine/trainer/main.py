@@ -7,6 +7,7 @@ the ring's start, so nothing slow may run in between. Exit codes: `TrainerExit`.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 import traceback
@@ -46,6 +47,7 @@ def _run(spec: AttemptSpec, home: Path, rank: int, control: Control, events: Eve
     import mlx.core as mx
 
     from engine.trainer.collective import Collective
+    from engine.trainer.elastic_group import ElasticGroup
     from engine.trainer.reporting import Reporter
 
     node = spec.rank(rank)
@@ -55,8 +57,16 @@ def _run(spec: AttemptSpec, home: Path, rank: int, control: Control, events: Eve
     if mx.default_device() == mx.Device(mx.cpu):
         # On the CPU each fused kernel is built by the system's C++ compiler, which costs more than it gains.
         mx.disable_compile()
-    collective = Collective(spec.backend, spec.world_size, rank)
-    reporter.print(f"rank {rank} of {spec.world_size} on {node.node}, backend {spec.backend}: loading")
+    backend = spec.backend
+    collective: Collective
+    if (spec.job or {}).get("strategy") == "local":
+        # The hostfile of MLX's ring, in which rank 0's first address is the group's.
+        address = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())[0][0]
+        backend = f"tcp to {address}"
+        collective = ElasticGroup(address, spec.nonce.encode(), spec.world_size, rank, reporter.warn)
+    else:
+        collective = Collective(spec.backend, spec.world_size, rank)
+    reporter.print(f"rank {rank} of {spec.world_size} on {node.node}, backend {backend}: loading")
     from engine.trainer.train import train
 
     # What the imports have made stays: no collection looks through it, not the one at the end either.

@@ -54,6 +54,7 @@ class Updater:
         self._max_norm = job.max_grad_norm
         trainable = dict(tree_flatten(model.trainable_parameters()))
         self._dtypes = {name: value.dtype for name, value in trainable.items()}
+        self._seed = job.seed
         self._keys = {name: _random_key(job.seed, name) for name in trainable}
         self._most_elements = max(sum(value.size for value in trainable.values()) // _PARTS, _LEAST_ELEMENTS)
         self.masters = {name: self._form.keep(value) for name, value in trainable.items()}
@@ -122,6 +123,18 @@ class Updater:
             squares = [_square(gradient) for gradient in gradients.values()]
             clip = self._clip(mx.sqrt(mx.stack(squares).sum()))
         return self._advance(self._functions, gradients, None, clip)[1]
+
+    def weight(self, name: str) -> mx.array:
+        """A trained weight with all bits that are kept of it. Lazy."""
+        return self._form.decode(self.masters[name], self._stored[name])[0]
+
+    def replace(self, name: str, weight: mx.array, number: int) -> None:
+        """Keep `weight` (float32) in place of a trained one, its moments as they are. `number`: of its random rounding,
+        another each time. Lazy."""
+        key = _random_key(self._seed, f"{name} {number}")
+        self.masters[name], rest = self._form.encode(weight, {}, self._dtypes[name], key)
+        self._stored[name].update(rest)
+        self._update_model({name: self.masters[name].astype(self._dtypes[name])})
 
     def state(self) -> dict[str, dict[str, mx.array]]:
         """References to everything that an update changes. The model's own parameters are the rounded masters."""

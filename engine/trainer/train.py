@@ -28,6 +28,7 @@ from engine.trainer.checkpoint.store import package_versions
 from engine.trainer.collective import Collective, PeerLost, all_gather_object
 from engine.trainer.control import Control
 from engine.trainer.data import DataLoader, Split, load_split, load_train_split
+from engine.trainer.elastic_group import ElasticGroup
 from engine.trainer.loop import Loop
 from engine.trainer.model import count_parameters, files_checksum, load_model
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
@@ -35,6 +36,7 @@ from engine.trainer.reporting import Reporter
 from engine.trainer.saver import save_adapter_config
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.strategies.data_parallel import DataParallel
+from engine.trainer.strategies.local import LocalSteps
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
 
@@ -122,7 +124,7 @@ class _Setup:
     def check_ranks_agree(self, model: nn.Module, train: Split, valid: Split) -> str:
         """The checksum of the model. Raises GroupError when the ranks have different jobs, models or data; PeerLost."""
         # A partitioned model never is complete in the memory of one rank.
-        checksum = parameter_checksum(model) if self.job.strategy == "data" else files_checksum(self.job)
+        checksum = parameter_checksum(model) if self.job.strategy in ("data", "local") else files_checksum(self.job)
         self.collective.check_equal(
             {
                 "the job's configuration": self.config_hash,
@@ -160,8 +162,6 @@ class _Setup:
     def build_strategy(self, model: nn.Module, train: Split) -> Strategy:
         """Raises JobError, PeerLost."""
         job, collective = self.job, self.collective
-        if job.wire == "int8" and job.strategy != "data":
-            raise JobError(f'[job] wire = "int8" needs strategy = "data", not "{job.strategy}"')
         if job.strategy == "pipeline":
             layers = self._layer_split(len(model.layers))
             self.reporter.print(f"pipeline: layers {format_split(layers)} on ranks 0 to {collective.size - 1}")
@@ -169,6 +169,8 @@ class _Setup:
             return Pipeline(job, model, DataLoader(train, job, [1.0], 0, self.reporter), collective, layers)
         shares = [rank.share for rank in self.spec.ranks]
         loader = DataLoader(train, job, shares, collective.rank, self.reporter)
+        if isinstance(collective, ElasticGroup):
+            return LocalSteps(job, model, loader, collective)
         return (Sharded if job.strategy == "sharded" else DataParallel)(job, model, loader, collective)
 
     def build_loop(self, strategy: Strategy, valid: Split) -> Loop:
@@ -181,7 +183,7 @@ class _Setup:
         locations = CheckpointLocations.of(self.job.home, Path(node.workdir), spec.run_id, node.checkpoint_folder)
         policy = CheckpointPolicy(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression)
         start = ResumePoint()
-        if spec.resume:
+        if spec.resume and not strategy.left_out:
             locations.fetch(collective, policy.kept(origin.parts), reporter, replicated=strategy.replicated)
             resume = Resume(collective, strategy, self.config_hash, reporter, stop_on_corruption=stop_on_corruption)
             adapter = self.job.resume_adapter_file is not None
@@ -191,6 +193,7 @@ class _Setup:
             packer(policy.compression)  # raises JobError
             destination = locations.destination(origin.part, origin.parts)
         emergency = EmergencyCheckpoint(self.job.home, spec.attempt, rank, origin, reporter)
+        emergency.useful |= strategy.any_part
         self.control.save_and_exit = emergency.save_and_exit
         return Loop(
             job=self.job,

@@ -118,7 +118,8 @@ def measure(home: Path, every: int, width: int, layers: int) -> Iterator[Figure]
                 window.steps.append(time.perf_counter() - at)
                 if kind == "beside":
                     at = time.perf_counter()
-                    ours.sync(*ours.counters())
+                    idle, settled = ours.counters()
+                    ours.sync(idle, settled, 1)
                     blocked += time.perf_counter() - at
             at = time.perf_counter()
             if kind == "beside":

@@ -152,12 +152,27 @@ def launch(
     spec = AttemptSpec(run_id="run", attempt=attempt, nonce=nonce, backend="ring", ranks=ranks, job=job, **fields)
     write_atomic(files.spec, spec.to_json())
     write_atomic(files.start, start_script(spec, files, link_bundle(directory / "node")))
+    if job is not None and job.get("strategy") == "local":
+        run = Launched(_run_directly(files, len(ranks), nonce), files, len(ranks), nonce)
+        wait_until(lambda: all(files.control(rank).exists() for rank in range(len(ranks))), LIMIT_S)
+        return run
     started = run_under_launcher(files.directory, len(ranks), ["/bin/sh", str(files.start)], nonce)
     assert started.process is not None
     run = Launched(started.process, files, len(ranks), nonce)
     wait_until(lambda: all(files.control(rank).exists() for rank in range(len(ranks))), LIMIT_S)
     started.drop_pipes()
     return run
+
+
+def _run_directly(files: NodeFiles, ranks: int, nonce: str) -> subprocess.Popen[bytes]:
+    """A shell that starts every rank and awaits them: none is ended when another one ends."""
+    port = ring_ports(ranks)
+    hostfile = files.directory / "mlx_hostfile.json"
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port + rank}"] for rank in range(ranks)]))
+    each = f'MLX_RANK=$rank /bin/sh "{files.start}" &'
+    script = f"for rank in {' '.join(map(str, range(ranks)))}; do {each} done; wait"
+    environment = {**os.environ, NONCE_ENV: nonce, "MLX_HOSTFILE": str(hostfile)}
+    return subprocess.Popen(["/bin/sh", "-c", script], env=environment, stdin=subprocess.DEVNULL)
 
 
 def run_under_launcher(directory: Path, ranks: int, program: list[str], nonce: str) -> mlx_launch.Launcher:

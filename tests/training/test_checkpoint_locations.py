@@ -83,7 +83,7 @@ def test_a_copy_has_no_manifest_while_it_is_replaced(tmp_path: Path) -> None:
 def test_copies_of_a_complete_state_are_kept_until_a_newer_one_is_complete(tmp_path: Path) -> None:
     checkpoints = periodic(tmp_path, parts=2, remote=Remote(f"file://{tmp_path}/elsewhere"))
     for update in (2, 4, 6, 8):
-        checkpoints.sync(2.0, 1.0)
+        checkpoints.sync(2.0, 1.0, 2)
         checkpoints.begin(snapshot(update))
         checkpoints.finish(None)
     assert names(tmp_path / "elsewhere") == [2, 4, 6, 8]

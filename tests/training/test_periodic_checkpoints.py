@@ -18,7 +18,7 @@ def test_a_checkpoint_begins_when_due_and_all_ranks_are_idle_and_old_ones_are_re
         # Known before the ranks tell each other anything.
         planned = checkpoints.planned(update)
         # The other rank writes nothing: it is always idle and settled.
-        checkpoints.sync(idle + 1, settled + 1)
+        checkpoints.sync(idle + 1, settled + 1, 2)
         if checkpoints.due(update):
             assert planned and update % 2 == 0
             checkpoints.begin(snapshot(update))
@@ -33,7 +33,7 @@ def test_a_checkpoint_begins_when_due_and_all_ranks_are_idle_and_old_ones_are_re
 
 def test_a_checkpoint_due_while_another_is_written_is_skipped_and_reported(tmp_path: Path) -> None:
     checkpoints = periodic(tmp_path)
-    checkpoints.sync(1.0, 2.0)
+    checkpoints.sync(1.0, 2.0, 2)
     assert not checkpoints.due(2)
     assert not checkpoints.due(3)
     assert not checkpoints.due(4)
@@ -73,11 +73,11 @@ def test_a_complete_state_is_kept_until_a_newer_one_is_complete(tmp_path: Path) 
     """Another rank's disk is full: its parts never come, and the last complete state is kept."""
     checkpoints = periodic(tmp_path, parts=2)
     for update in (2, 4):
-        checkpoints.sync(2.0, 2.0)
+        checkpoints.sync(2.0, 2.0, 2)
         checkpoints.begin(snapshot(update))
         checkpoints.finish(None)
     for update in (6, 8, 10):
-        checkpoints.sync(2.0, 1.0)
+        checkpoints.sync(2.0, 1.0, 2)
         checkpoints.begin(snapshot(update))
         checkpoints.finish(None)
     assert {2, 4} <= set(names(tmp_path / "p0"))

@@ -31,6 +31,8 @@ class EmergencyCheckpoint:
     """One rank's last finished update."""
 
     def __init__(self, home: Path, attempt: int, rank: int, origin: Origin, reporter: Reporter) -> None:
+        self.useful = origin.parts == 1
+        """A training can go on from this rank's state, without that of the others."""
         self._root = emergency_folder(home)
         self._attempt = attempt
         self._folder = self._root / str(attempt) / f"rank{rank}"
@@ -60,7 +62,7 @@ class EmergencyCheckpoint:
 
     def save_on_stop(self) -> None:
         """Write the state of a run that is stopped without periodic checkpoints, where a rank has all of it."""
-        if self._origin.parts == 1:
+        if self.useful:
             self._save()
 
     def save_and_exit(self, code: int) -> None:
@@ -89,8 +91,8 @@ class EmergencyCheckpoint:
 
     def _write(self) -> None:
         snapshot = self._snapshot
-        if self._origin.parts > 1 or snapshot is None or snapshot.update == 0:
-            why = "this rank has only a part of the state" if self._origin.parts > 1 else "no update is finished"
+        if not self.useful or snapshot is None or snapshot.update == 0:
+            why = "no update is finished" if self.useful else "this rank has only a part of the state"
             self._reporter.print(f"no emergency checkpoint: {why}")
             self._done = True
             return

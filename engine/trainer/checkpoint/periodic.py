@@ -59,11 +59,11 @@ class PeriodicCheckpoints:
         self._poll(wait=False)
         return [float(self._writing is None or self._writing.done()), float(self._settled)]
 
-    def sync(self, idle: float, settled: float) -> bool:
-        """The counters, summed over the ranks; True when there is a complete checkpoint for the first time."""
+    def sync(self, idle: float, settled: float, ranks: int) -> bool:
+        """The counters, summed over so many ranks; True when there is a complete checkpoint for the first time."""
         first = self.committed is None
-        self._idle = idle == self._origin.world_size
-        if settled == self._origin.world_size and self._last is not None:
+        self._idle = idle == ranks
+        if settled == ranks and self._last is not None:
             self.committed = self._last.update
         return first and self.committed is not None
 

@@ -58,16 +58,17 @@ CompleteState = list[list[StateCopy]]
 """A state of which every part is on some node. Per part: all copies, that of the rank of the part's number first."""
 
 
-def complete_states(copies: Iterable[StateCopy]) -> list[CompleteState]:
-    """All complete states in every rank's `copies`, newest first; of one update, that in the fewest parts first."""
+def complete_states(copies: Iterable[StateCopy], *, any_part: bool = False) -> list[CompleteState]:
+    """All complete states in every rank's `copies`, newest first; of one update, that in the fewest parts first.
+    `any_part`: one part is complete, with whatever other parts there are."""
     found: dict[tuple[int, int], dict[int, list[StateCopy]]] = {}
     for copy in copies:
         state = found.setdefault((-copy.manifest.update, copy.manifest.parts), {})
         state.setdefault(copy.manifest.part, []).append(copy)
     return [
-        [sorted(held[part], key=lambda copy: (copy.rank != part, copy.rank, copy.number)) for part in range(parts)]
+        [sorted(held[part], key=lambda copy: (copy.rank != part, copy.rank, copy.number)) for part in sorted(held)]
         for (_, parts), held in sorted(found.items())
-        if len(held) == parts
+        if len(held) == parts or any_part
     ]
 
 
@@ -128,7 +129,7 @@ class Resume:
             for rank, rows in enumerate(table)
             for number, (manifest, author) in enumerate(rows)
         ]
-        points = (self._restore(state) for state in complete_states(copies))
+        points = (self._restore(state) for state in complete_states(copies, any_part=self.strategy.any_part))
         found = next((point for point in points if point is not None), None)
         refused = sum(all_gather_object(self.collective, self._refused))
         if reached > 0 and found is None:
@@ -184,7 +185,7 @@ class Resume:
         outvoted = self._outvoted(complete)
         verified = [self._first_verified(copies, outvoted) for copies in complete]
         chosen = [copy for copy in verified if copy is not None]
-        if len(chosen) < len(complete):
+        if not chosen or (len(chosen) < len(complete) and not self.strategy.any_part):
             return None
         size = self.collective.size
         if len(chosen) == size > 1 and [copy.rank for copy in chosen] == list(range(size)):

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from mlx import nn
@@ -21,6 +22,9 @@ from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
 from engine.trainer.weights import UINT_OF_SIZE, WeightStream, floats
+
+if TYPE_CHECKING:
+    from engine.trainer.checkpoint.store import Snapshot
 
 State = dict[str, dict[str, mx.array]]
 """Group → name → array: references, evaluated. MLX's arrays never change, so this is a snapshot."""
@@ -51,6 +55,8 @@ class Strategy(ABC):
 
     replicated: bool
     """Every rank has the same, complete state; else each has a part of one."""
+    any_part = False
+    """Each part is enough to go on."""
 
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
         """`model`: this rank's part. Raises JobError for settings that the optimizer rejects."""
@@ -122,6 +128,23 @@ class Strategy(ABC):
         """Restore a result of `state`: of rank `part` of `parts`, called for all of them in order; nothing changes
         before the last. A replicated one, or one of which this rank's own part `fits`, is part 0 of 1. Raises
         ValueError for a state that does not fit this job, and changes nothing then. Local."""
+
+    @property
+    def left_out(self) -> bool:
+        """The other ranks are training without this one, which has to `rejoin` first. Local."""
+        return False
+
+    admits = False
+    """After this update, ranks that were left out may `rejoin`."""
+
+    def admit(self, snapshot: Snapshot) -> None:
+        """Let those ranks go on from rank 0's `snapshot`."""
+        raise NotImplementedError
+
+    def rejoin(self) -> Snapshot:
+        """After LeftOut: wait to be admitted, and restore the state that comes with it; the rest of the snapshot.
+        Raises PeerLost, GroupError."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.protocol.exchange import INT8_BLOCK
 from engine.trainer.collective import Collective
-from engine.trainer.gradient_wire import GradientWire, decode, encode
+from engine.trainer.gradient_wire import INT8, GradientWire
 from tests.training.together import together
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -36,27 +36,36 @@ def summed(kind: str, buckets: list[list[mx.array]], *, exact: set[int] | None =
     return together(len(buckets), one)
 
 
+FORMS = pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
+
+
+@FORMS
 @given(SEEDS, SIZES, st.integers(-30, 30))
-def test_int8_is_within_half_a_step_of_its_block(seed: int, size: int, exponent: int) -> None:
+def test_values_are_within_half_a_step_of_their_block(form: Quantization, seed: int, size: int, exponent: int) -> None:
     mine = values(seed, size, 2.0**exponent)
-    encoded = encode(mine)
-    blocks = -(-size // INT8_BLOCK)
-    assert (encoded.dtype, encoded.size) == (mx.uint8, blocks * (INT8_BLOCK + 4))
-    off = np.abs(np.asarray(decode(encoded, size) - mine))
-    greatest = np.abs(np.pad(np.asarray(mine), (0, -size % INT8_BLOCK))).reshape(-1, INT8_BLOCK).max(axis=1)
-    assert np.all(off <= np.repeat(greatest, INT8_BLOCK)[:size] / 127 * 0.501)
+    encoded = form.encode(mine)
+    assert (encoded.dtype, encoded.size) == (mx.uint8, form.nbytes(size))
+    off = np.abs(np.asarray(form.decode(encoded, size) - mine))
+    greatest = np.abs(np.pad(np.asarray(mine), (0, -size % form.block))).reshape(-1, form.block).max(axis=1)
+    assert np.all(off <= np.repeat(greatest, form.block)[:size] / form.levels * 0.501)
 
 
+@FORMS
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @given(SEEDS, SIZES)
-def test_what_is_not_finite_stays_so(bad: float, seed: int, size: int) -> None:
+def test_what_is_not_finite_stays_so(form: Quantization, bad: float, seed: int, size: int) -> None:
     mine = np.array(values(seed, size))
     mine[seed % size] = bad
-    assert not np.isfinite(np.asarray(decode(encode(mx.array(mine)), size))[seed % size])
+    assert not np.isfinite(np.asarray(form.decode(form.encode(mx.array(mine)), size))[seed % size])
 
 
-def test_zeros_are_exact() -> None:
-    assert np.asarray(decode(encode(mx.zeros(5)), 5)).tolist() == [0.0] * 5
+@FORMS
+def test_zeros_are_exact(form: Quantization) -> None:
+    assert np.asarray(form.decode(form.encode(mx.zeros(5)), 5)).tolist() == [0.0] * 5
+
+
+def test_bytes_of_encoded_values() -> None:
+    assert (INT8.nbytes(2**20) / 2**20, INT4.nbytes(2**20) / 2**20) == (1 + 4 / 256, 0.5 + 4 / 64)
 
 
 @settings(max_examples=20)

@@ -1,0 +1,342 @@
+"""The group of ranks of strategy "local", over TCP: a star around rank 0. A rank that is lost or late is left out by
+the others, and joins again where rank 0 admits it; without rank 0 there is no group.
+
+Every operation is one message from each member to rank 0, and one back. Members prove that they know the attempt's
+nonce (multiprocessing.connection's HMAC challenge); nothing that is received is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import reduce
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from operator import add
+from struct import pack, unpack_from
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from engine.trainer.collective import Collective, GroupError, PeerLost, TensorSpec
+
+FORM_LIMIT_S = 60.0
+"""For all ranks to connect at the start."""
+LEAST_WAIT_S = 10.0
+"""A member that is later than rank 0 by more than this, and by more than rank 0's own time since the last operation, is
+left out."""
+STALL_S = 30.0
+"""A connection on which nothing moves for so long in the middle of a message is lost."""
+_GONE_S = 5.0
+"""Rank 0 is gone when its port has refused connections for so long."""
+_RETRY_S = 0.2
+_DARWIN_CONNECTION_DROP_TIME = 0x80
+"""TCP_RXT_CONNDROPTIME of macOS, in seconds, which Python does not name."""
+_HELLO_BYTES = 4096
+_FORMED, _RUNNING, _ADMITTED, _REFUSED = b"formed", b"running", b"admitted", b"refused"
+
+
+class LeftOut(PeerLost):
+    """The others go on without this rank, or rank 0 is gone: `join` tells."""
+
+
+class _Arrival(NamedTuple):
+    rank: int
+    facts: str | None
+    """Of a rank that is ready to join a training under way: its job, model and data."""
+    connection: Connection
+
+
+class ElasticGroup(Collective):
+    def __init__(self, address: str, key: bytes, world_size: int, rank: int, note: Callable[[str], object]) -> None:
+        """Form the group at rank 0's `address` (ip:port), or find that it is under way without this rank. `key`: known
+        to members alone. `note` is told who is left out and who joins. Raises GroupError."""
+        self.size = world_size
+        """Members of the last operation."""
+        self.rank = rank
+        self.waited_s = 0.0
+        self._under_way: mx.array | None = None
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._key = key
+        self._note = note
+        self._facts = ""
+        self._formed = False
+        self._elastic = False
+        self._operation_at = time.monotonic()
+        """When the last operation ended."""
+        self._members: dict[int, Connection] = {}
+        """On rank 0: all others. On another rank: rank 0, unless this rank is left out."""
+        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._joining: dict[int, _Arrival] = {}
+        try:
+            if rank == 0:
+                self._form(world_size)
+            else:
+                self._enter()
+        except OSError as error:
+            raise GroupError(f"the group at {address} could not be formed: {error}") from error
+
+    @property
+    def left_out(self) -> bool:
+        """This rank has to `join` before any other operation."""
+        return self.rank > 0 and not self._members
+
+    def begin(self) -> None:
+        """Training begins: from now on, who is lost or late is left out. Until then that is an error."""
+        self._elastic = True
+
+    def combine(self, mine: bytes, combined: Callable[[Mapping[int, bytes]], bytes]) -> bytes:
+        """`combined` of every member's `mine` by rank, computed on rank 0. Raises LeftOut, PeerLost."""
+        started = time.monotonic()
+        result = self._combine_all(mine, combined) if self.rank == 0 else self._combine_with(mine)
+        self._operation_at = time.monotonic()
+        self.waited_s += self._operation_at - started
+        return result
+
+    def start_sum(self, array: mx.array) -> None:
+        """As `all_sum`, finished when it returns."""
+        spec = TensorSpec(array.shape, array.dtype)
+
+        def total(parts: Mapping[int, bytes]) -> bytes:
+            rows = (read_array(part, spec) for part in parts.values() if part)
+            return raw(reduce(add, rows, mx.zeros(spec.shape, spec.dtype)))
+
+        mine = raw(array)
+        # Most of what is broadcast by a sum is zeros.
+        self._under_way = read_array(self.combine(mine if any(mine) else b"", total), spec)
+
+    def start_gather(self, array: mx.array) -> None:
+        """As `gather_arrays`, finished when it returns: one row per member."""
+        rows = self.combine(raw(array), lambda parts: b"".join(parts.values()))
+        self._under_way = read_array(rows, TensorSpec((self.size, *array.shape), array.dtype))
+
+    def check_equal(self, facts: dict[str, object]) -> None:
+        self._facts = json.dumps(facts, sort_keys=True)
+        if not self.left_out:
+            super().check_equal(facts)
+
+    def admit(self, header: str, arrays: Callable[[], Iterable[mx.array]]) -> None:
+        """On rank 0: whoever waits to join gets `header` and `arrays`, and is a member of the next operation."""
+        while not self._arrivals.empty():
+            arrival = self._arrivals.get()
+            self._joining[arrival.rank] = arrival
+        joining, self._joining = self._joining, {}
+        for arrival in joining.values():
+            if arrival.facts is None:
+                _farewell(arrival.connection, _RUNNING)
+                continue
+            if arrival.facts != self._facts:
+                self._note(f"rank {arrival.rank} has another job, model or data, and cannot join")
+                _farewell(arrival.connection, _REFUSED)
+                continue
+            try:
+                arrival.connection.send_bytes(_ADMITTED)
+                arrival.connection.send_bytes(header.encode())
+                for array in arrays():
+                    arrival.connection.send_bytes(raw(array))
+            except OSError as error:
+                self._note(f"rank {arrival.rank} was lost while it joined: {error}")
+                arrival.connection.close()
+                continue
+            if (before := self._members.pop(arrival.rank, None)) is not None:
+                before.close()
+            self._members[arrival.rank] = arrival.connection
+            self._note(f"rank {arrival.rank} has joined again")
+
+    def join(self) -> tuple[str, Iterator[bytes]]:
+        """On another rank, after LeftOut: wait until rank 0 admits this one; its header and arrays' bytes. Raises
+        GroupError; PeerLost when rank 0 is gone."""
+        self._leave()
+        connection, answer = self._request(self._facts, limit_s=None)
+        if answer == _REFUSED:
+            raise GroupError("the job, the model or the data of this rank differ from rank 0's: make them the same")
+        self._members = {0: connection}
+        header = self._receive(connection).decode()
+        return header, iter(lambda: self._receive(connection), None)
+
+    def _leave(self) -> None:
+        for connection in self._members.values():
+            connection.close()
+        self._members = {}
+
+    def _combine_with(self, mine: bytes) -> bytes:
+        connection = self._members.get(0)
+        if connection is None:
+            raise LeftOut("this rank is not in the group")
+        try:
+            connection.send_bytes(mine)
+        except OSError as error:
+            raise LeftOut(f"rank 0 does not answer: {error}") from error
+        result = self._receive(connection)
+        (self.size,) = unpack_from("!I", result)
+        return result[4:]
+
+    def _receive(self, connection: Connection) -> bytes:
+        """From rank 0."""
+        try:
+            return connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            self._leave()
+            raise LeftOut(f"the connection to rank 0 has ended: {error}") from error
+
+    def _combine_all(self, mine: bytes, combined: Callable[[Mapping[int, bytes]], bytes]) -> bytes:
+        parts = {0: mine, **self._collect()}
+        self.size = len(parts)
+        result = combined(dict(sorted(parts.items())))
+        for rank, connection in list(self._members.items()):
+            try:
+                connection.send_bytes(pack("!I", self.size) + result)
+            except OSError as error:
+                self._lose(rank, str(error))
+        return result
+
+    def _collect(self) -> dict[int, bytes]:
+        """Every other member's message; who sends none in time is no member any more."""
+        parts: dict[int, bytes] = {}
+        own_s = time.monotonic() - self._operation_at
+        limit_s = max(LEAST_WAIT_S, own_s)
+        deadline = time.monotonic() + limit_s
+        while waiting := {rank: member for rank, member in self._members.items() if rank not in parts}:
+            left = max(0.0, deadline - time.monotonic()) if self._elastic else None
+            ready = wait(list(waiting.values()), left)
+            for rank, member in waiting.items():
+                if member in ready:
+                    try:
+                        parts[rank] = member.recv_bytes()
+                    except (EOFError, OSError) as error:
+                        self._lose(rank, str(error) or "its connection has ended")
+                elif not ready:
+                    self._lose(rank, f"it is more than {limit_s:.0f} s late")
+        return parts
+
+    def _lose(self, rank: int, why: str) -> None:
+        self._members.pop(rank).close()
+        if not self._elastic:
+            raise PeerLost(f"rank {rank} was lost before the training began: {why}")
+        self._note(f"rank {rank} is left out until it joins again: {why}")
+
+    def _form(self, world_size: int) -> None:
+        """On rank 0: accept connections for ever, and return when every rank has come."""
+        self._listener = socket.create_server((self._host, self._port), backlog=world_size)
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        deadline = time.monotonic() + FORM_LIMIT_S
+        while len(self._members) < world_size - 1:
+            try:
+                arrival = self._arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in self._members)
+                raise GroupError(f"rank {missing} did not connect within {FORM_LIMIT_S:g} s") from None
+            if arrival.facts is None and 0 < arrival.rank < world_size:
+                self._members[arrival.rank] = arrival.connection
+        for connection in self._members.values():
+            connection.send_bytes(_FORMED)
+        self._formed = True
+
+    def _accept(self) -> None:
+        while self._listener.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                accepted, _ = self._listener.accept()
+                # A stranger that says nothing keeps nobody else waiting.
+                threading.Thread(target=self._greet, args=(accepted,), daemon=True).start()
+
+    def _greet(self, accepted: socket.socket) -> None:
+        connection = _configured(accepted, STALL_S)
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            hello = json.loads(connection.recv_bytes(_HELLO_BYTES))
+            arrival = _Arrival(int(hello["rank"]), hello["facts"], connection)
+        except (AuthenticationError, EOFError, OSError, ValueError, KeyError, TypeError):
+            connection.close()
+            return
+        if arrival.facts is None and self._formed:
+            _farewell(connection, _RUNNING)
+            return
+        self._arrivals.put(arrival)
+
+    def _enter(self) -> None:
+        """On another rank: be there when the group forms; if it is under way, `join` comes later."""
+        connection, answer = self._request(None, FORM_LIMIT_S)
+        if answer == _FORMED:
+            self._members = {0: connection}
+        else:
+            connection.close()
+
+    def _request(self, facts: str | None, limit_s: float | None) -> tuple[Connection, bytes]:
+        """A connection to rank 0, and its first answer. Raises GroupError when there is none within `limit_s`; without
+        a limit PeerLost, when nobody listens there any more."""
+        started, refused_at = time.monotonic(), None
+        while True:
+            now = time.monotonic()
+            try:
+                connection = self._connect()
+                try:
+                    connection.send_bytes(json.dumps({"rank": self.rank, "facts": facts}).encode())
+                    return connection, connection.recv_bytes()
+                except BaseException:
+                    connection.close()
+                    raise
+            except AuthenticationError as error:
+                raise GroupError("rank 0 is of another attempt") from error
+            except (EOFError, OSError) as error:
+                refused = isinstance(error, ConnectionRefusedError)
+                refused_at = (refused_at or now) if refused else None
+                if limit_s is not None and now - started > limit_s:
+                    raise GroupError(f"rank 0 at {self._host}:{self._port} does not answer: {error}") from error
+                if limit_s is None and refused_at is not None and now - refused_at > _GONE_S:
+                    raise PeerLost(f"rank 0 at {self._host}:{self._port} is gone") from error
+            time.sleep(_RETRY_S)
+
+    def _connect(self) -> Connection:
+        # Rank 0 may take a round's time to answer: only the connection itself has a limit.
+        connection = _configured(socket.create_connection((self._host, self._port), timeout=STALL_S), None)
+        try:
+            answer_challenge(connection, self._key)
+            deliver_challenge(connection, self._key)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def read_array(content: bytes, spec: TensorSpec) -> mx.array:
+    """The array of `raw`."""
+    return mx.array(np.frombuffer(content, np.uint8)).view(spec.dtype).reshape(spec.shape)
+
+
+def raw(array: mx.array) -> bytes:
+    return np.asarray(array.reshape(-1).view(mx.uint8)).tobytes()
+
+
+def _farewell(connection: Connection, message: bytes) -> None:
+    with contextlib.suppress(OSError):
+        connection.send_bytes(message)
+    connection.close()
+
+
+def _configured(connected: socket.socket, stall_s: float | None) -> Connection:
+    """Notices a host that is gone within about half a minute. `stall_s`: the longest wait in a message."""
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "darwin":
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, 10)
+        connected.setsockopt(socket.IPPROTO_TCP, _DARWIN_CONNECTION_DROP_TIME, int(STALL_S))
+    else:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    if stall_s is not None:
+        limit = pack("ll", int(stall_s), 0)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return Connection(connected.detach())

@@ -1,0 +1,218 @@
+"""Strategy "local": every rank trains the whole model by itself on its share of each global batch, and from time to
+time the ranks average how far their weights have moved. Another algorithm than one optimizer over all: for slow links.
+
+After `local_steps` updates, and before each validation and save, rank 0 averages the ranks' changes of the trained
+weights since the last averaging, weighted by the tokens they were trained on, and every rank takes one outer step with
+them, from the weights of the last averaging: DiLoCo (Douillard et al., 2023), with changes in 4 bits as in Streaming
+DiLoCo (Douillard et al., 2025). Each rank keeps its own optimizer state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import add
+from struct import calcsize, pack, unpack_from
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from engine.protocol.job import Job
+from engine.trainer.checkpoint.store import Snapshot
+from engine.trainer.collective import TensorSpec
+from engine.trainer.data import Batch, DataLoader, Split
+from engine.trainer.elastic_group import ElasticGroup, raw, read_array
+from engine.trainer.gradient_wire import INT4, INT8
+from engine.trainer.optimizer_state import StateForm
+from engine.trainer.sampler import Indices
+from engine.trainer.strategies.base import LocalStep, State, Strategy
+from engine.trainer.strategies.data_parallel import Gradients
+from engine.trainer.weights import WeightStream, floats, scalar
+
+_GROUP = "averaging"
+"""In the state: by parameter the weight after the last averaging and the outer momentum, and `_TOKENS`."""
+_ANCHOR, _MOMENTUM = ":anchor", ":v"
+_TOKENS = ":tokens"
+"""The targets that this rank was trained on since the last averaging."""
+_WEIGHT = "!d"
+
+
+def averaging_due(job: Job, iteration: int) -> bool:
+    """The ranks average after the update that ends with `iteration`. It depends on nothing else, so that a resumed
+    training averages where an undisturbed one does."""
+    if iteration == job.iters or -(-iteration // job.grad_accumulation_steps) % job.local_steps == 0:
+        return True
+    for done in range(iteration, min(iteration + job.grad_accumulation_steps, job.iters)):
+        validates = job.val_batches != 0 and (done + 1 == job.iters or (done + 1) % job.steps_per_eval == 0)
+        if validates or done % job.save_every == 0:
+            return True
+    return False
+
+
+class LocalSteps(Strategy):
+    replicated = False
+    any_part = True
+
+    def __init__(self, job: Job, model: nn.Module, loader: DataLoader, group: ElasticGroup) -> None:
+        super().__init__(job, model, loader, group)
+        self._job = job
+        self._group = group
+        self._gradients = Gradients(model, held=job.max_grad_norm is not None)
+        self._quantization = {"auto": INT4, "int8": INT8}.get(job.wire)
+        self._outer = optim.SGD(job.outer_learning_rate, job.outer_momentum, nesterov=job.outer_momentum > 0)
+        precise = StateForm.of(job).precision in ("float32", "kahan")
+        self._dtypes = {name: value.dtype for name, value in tree_flatten(model.trainable_parameters())}
+        self._averaged: dict[str, mx.array] = {_TOKENS: mx.array(0.0)}
+        """As `_GROUP` of the state."""
+        for name, dtype in self._dtypes.items():
+            kept = mx.float32 if precise else dtype
+            self._averaged[name + _ANCHOR] = self._updater.weight(name).astype(kept)
+            if job.outer_momentum > 0:
+                self._averaged[name + _MOMENTUM] = mx.zeros(self._updater.masters[name].shape, kept)
+        mx.eval(self._averaged)
+        self._iteration = 0
+        self._update_tokens = 0
+        self._norm = 0.0
+
+    def accumulate(self, position: int, *, last: bool, exact: bool = False) -> LocalStep:
+        self._iteration = position + 1
+        return super().accumulate(position, last=last, exact=exact)
+
+    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+        self._update_tokens += batch.targets
+        return self._gradients.add(batch, last=last), batch.targets
+
+    def local_norm(self, tokens: int) -> float | None:
+        return self._norm if tokens else None
+
+    def exchange(self, counters: list[float]) -> list[float]:
+        self._group.begin()
+        return floats(self._group.all_sum(mx.array(counters)))
+
+    def apply(self, tokens: float) -> float | None:
+        own, self._update_tokens, self.admits = self._update_tokens, 0, False
+        if not own:
+            self._gradients.clear()
+        self._norm = self._gradients.apply(self._updater, own) if own else 0.0
+        # What is not finite would spread to all ranks.
+        if math.isfinite(self._norm):
+            self._averaged[_TOKENS] = mx.array(scalar(self._averaged[_TOKENS]) + own)
+            if averaging_due(self._job, self._iteration):
+                self._average()
+        return self._norm if tokens else None
+
+    def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
+        mine = self.loader.local_share(indices)
+        if not len(mine):
+            return 0.0, 0
+        batch = examples.batch(mine)
+        return self._gradients.loss(batch), batch.targets
+
+    def trained_weights(self) -> WeightStream:
+        """Those of the last averaging."""
+        return WeightStream.of({name: self._anchor(name).astype(dtype) for name, dtype in self._dtypes.items()})
+
+    def state(self) -> State:
+        return {**super().state(), _GROUP: dict(self._averaged)}
+
+    def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
+        theirs = state.get(_GROUP, {})
+        same = {name: (value.shape, value.dtype) for name, value in theirs.items()} == {
+            name: (value.shape, value.dtype) for name, value in self._averaged.items()
+        }
+        return same and super().fits(state)
+
+    def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
+        """Each part is a whole state: this rank's own is used, else the first."""
+        if part != (self._group.rank if self._group.rank < parts else 0):
+            return
+        if not self.fits(state):
+            self._updater.restore(state)
+            raise ValueError("what is saved of the last averaging is of another job")
+        self._gradients.clear()
+        self._update_tokens = 0
+        self._updater.restore(state)
+        self._averaged = dict(state[_GROUP])
+
+    @property
+    def left_out(self) -> bool:
+        return self._group.left_out
+
+    def admit(self, snapshot: Snapshot) -> None:
+        if self._group.rank > 0:
+            return
+        arrays = {(group, name): value for group, values in snapshot.state.items() for name, value in values.items()}
+        described = [(*key, value.shape, str(value.dtype).rpartition(".")[2]) for key, value in arrays.items()]
+        header = json.dumps(
+            {
+                "iteration": snapshot.iteration,
+                "update": snapshot.update,
+                "window": dict(snapshot.window),
+                "best": dict(snapshot.best),
+                "arrays": described,
+            }
+        )
+        self._group.admit(header, arrays.values)
+
+    def rejoin(self) -> Snapshot:
+        text, contents = self._group.join()
+        header = json.loads(text)
+        state: State = {}
+        for (group, name, shape, dtype), content in zip(header.pop("arrays"), contents, strict=False):
+            state.setdefault(group, {})[name] = read_array(content, TensorSpec(tuple(shape), getattr(mx, dtype)))
+        self.restore(state, 0, 1)
+        return Snapshot(**header, state={})
+
+    def _anchor(self, name: str) -> mx.array:
+        return self._averaged[name + _ANCHOR].astype(mx.float32)
+
+    def _average(self) -> None:
+        sizes = {name: self._updater.masters[name].size for name in self._dtypes}
+        mine = [pack(_WEIGHT, scalar(self._averaged[_TOKENS]))]
+        for name in sizes:
+            change = self._anchor(name) - self._updater.weight(name).astype(mx.float32)
+            mine.append(raw(self._encode(change.reshape(-1))))
+        mean = self._group.combine(b"".join(mine), lambda parts: self._mean(parts, sizes))
+        for name, change in self._decoded(mean, sizes):
+            momentum = self._averaged.get(name + _MOMENTUM)
+            outer = {} if momentum is None else {"v": momentum.astype(mx.float32)}
+            anchor = self._anchor(name)
+            weight = self._outer.apply_single(change.reshape(anchor.shape), anchor, outer)
+            self._updater.replace(name, weight, self._iteration)
+            kept = self._averaged[name + _ANCHOR].dtype
+            # In 16 bits, where the weights' own rounding has put it.
+            self._averaged[name + _ANCHOR] = weight if kept == mx.float32 else self._updater.masters[name]
+            if momentum is not None:
+                self._averaged[name + _MOMENTUM] = outer["v"].astype(kept)
+            mx.eval(self._updater.arrays, self._averaged)
+        mx.eval(self.model.trainable_parameters())
+        self._averaged[_TOKENS] = mx.array(0.0)
+        self.admits = True
+
+    def _mean(self, parts: Mapping[int, bytes], sizes: Mapping[str, int]) -> bytes:
+        """The members' changes, weighted by their tokens, encoded as theirs."""
+        tokens = [unpack_from(_WEIGHT, part)[0] for part in parts.values()]
+        whole = max(sum(tokens), 1.0)
+        rows = [self._decoded(memoryview(part)[calcsize(_WEIGHT) :], sizes) for part in parts.values()]
+        means = []
+        for changes in zip(*rows, strict=True):
+            weighted = (change * (count / whole) for count, (_, change) in zip(tokens, changes, strict=True))
+            means.append(raw(self._encode(reduce(add, weighted))))
+        return b"".join(means)
+
+    def _encode(self, values: mx.array) -> mx.array:
+        return values if self._quantization is None else self._quantization.encode(values)
+
+    def _decoded(self, content: bytes | memoryview, sizes: Mapping[str, int]) -> Iterator[tuple[str, mx.array]]:
+        """The flat changes, one parameter at a time."""
+        start, form = 0, self._quantization
+        for name, size in sizes.items():
+            end = start + (4 * size if form is None else form.nbytes(size))
+            encoded = mx.array(np.frombuffer(content[start:end], np.uint8))
+            yield name, encoded.view(mx.float32) if form is None else form.decode(encoded, size)
+            start = end

@@ -1,0 +1,108 @@
+"""Strategy "local", with real ranks started one by one: averaged weights, lost and late ranks, and its resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.protocol.attempt import STOP, read_identity
+from engine.protocol.exit_codes import TrainerExit
+from tests.training.launching import LIMIT_S, Launched, launch
+from tests.training.test_update import train
+from tests.training.tiny import UNEQUAL, Tiny, undisturbed_job
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.busy
+
+EXACT = {"local_steps": 1, "wire": "float32", "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+"""Averages each update's weights."""
+
+
+def local_job(tiny: Tiny, **keys: Any) -> dict[str, Any]:
+    return undisturbed_job(tiny, **{"strategy": "local", "local_steps": 4, **keys})
+
+
+def steps(run: Launched, rank: int) -> list[int]:
+    return [event["iteration"] for event in run.events(rank, "step")]
+
+
+def test_averaged_updates_of_plain_descent_are_those_of_one_rank(tiny: Tiny, tmp_path: Path) -> None:
+    """Such an update is linear in the gradient: the mean of the weights is the step of the mean."""
+    keys = {"optimizer": "sgd", "iters": 12, "learning_rate": 0.5, "lr_schedule": None}
+    alone = train(tiny, tmp_path / "alone", **undisturbed_job(tiny, **keys))
+    both = launch(tmp_path / "both", local_job(tiny, **keys, **EXACT), shares=UNEQUAL).succeeded()
+    expected = [event["loss"] for event in alone.of("step")]
+    assert expected[-1] < expected[0] - 0.3
+    assert np.abs(np.array(both.losses()) - expected).max() < 1e-4
+    assert both.losses(1) == both.losses(0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "kahan", "stochastic"])
+def test_a_stopped_training_goes_on_bit_for_bit(tiny: Tiny, tmp_path: Path, precision: str) -> None:
+    job = local_job(tiny, optimizer_precision=precision, iters=24, steps_per_eval=9)
+    whole = launch(tmp_path / "whole", job, shares=UNEQUAL).succeeded()
+    first = launch(tmp_path / "parts", job, shares=UNEQUAL, spec_fields={"checkpoint_every": 1000})
+    wait_until(lambda: len(steps(first, 0)) > 5, LIMIT_S)
+    first.send(STOP)
+    first.succeeded()
+    stopped = steps(first, 1)[-1]
+    assert stopped < 24
+    fields = {"resume": True, "reached": stopped}
+    rest = launch(tmp_path / "parts", job, shares=UNEQUAL, attempt=2, spec_fields=fields).succeeded()
+    (resumed,) = rest.events(1, "resumed")
+    assert (resumed["iteration"], resumed["from_rank"]) == (stopped, None)
+    assert first.losses(1)[:stopped] + rest.losses(1) == whole.losses(1)
+    expected, found = whole.weights(), rest.weights()
+    assert all(np.array_equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_rank_that_stands_still_is_left_out_and_joins_again(tiny: Tiny, tmp_path: Path) -> None:
+    run = launch(tmp_path, local_job(tiny, iters=4000, val_batches=0, save_every=4000), shares=(1.0, 1.0, 1.0))
+    try:
+        wait_until(lambda: len(steps(run, 0)) > 5, LIMIT_S)
+        run.freeze(2)
+        wait_until(lambda: "rank 2 is left out" in run.log(0), LIMIT_S)
+        at = steps(run, 0)[-1]
+        wait_until(lambda: steps(run, 1)[-1] > at + 8, LIMIT_S)
+        identity = read_identity(run.files.identity(2))
+        assert identity is not None
+        os.kill(identity.trainer_pid, signal.SIGCONT)
+        wait_until(lambda: "rank 2 has joined again" in run.log(0), LIMIT_S)
+        joined = steps(run, 0)[-1]
+        wait_until(lambda: steps(run, 2)[-1] > joined + 8, LIMIT_S)
+    finally:
+        run.send(STOP)
+    run.succeeded()
+    iterations = steps(run, 2)
+    assert iterations[-1] == steps(run, 0)[-1]
+    (gap,) = [after for before, after in pairwise(iterations) if after != before + 1]
+    # It joins after an averaging.
+    assert gap % 4 == 1
+    losses = {rank: dict(zip(steps(run, rank), run.losses(rank), strict=True)) for rank in (0, 2)}
+    assert all(losses[0][iteration] == loss for iteration, loss in losses[2].items())
+
+
+def test_without_rank_0_the_others_save_and_any_one_of_them_is_enough(tiny: Tiny, tmp_path: Path) -> None:
+    job = local_job(tiny, iters=4000, val_batches=0, save_every=4000)
+    run = launch(tmp_path, job, shares=(1.0, 1.0, 1.0))
+    wait_until(lambda: len(steps(run, 0)) > 5, LIMIT_S)
+    run.kill(0)
+    records = run.ended()
+    assert [record.code for record in records[1:]] == [TrainerExit.PEER_LOST] * 2, run.log(1)
+    reached = min(steps(run, 1)[-1], steps(run, 2)[-1])
+    rest = launch(tmp_path, job, shares=(1.0, 1.0), attempt=2, spec_fields={"resume": True, "reached": reached})
+    try:
+        wait_until(lambda: len(steps(rest, 0)) > 8, LIMIT_S)
+    finally:
+        rest.send(STOP)
+    rest.succeeded()
+    (resumed,) = rest.events(0, "resumed")
+    assert resumed["source"] == "emergency"
+    assert resumed["iteration"] >= reached - 1
+    assert steps(rest, 0)[0] == resumed["iteration"] + 1
