@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
 from engine.trainer.model import load_model
+from tests.bench import blas
 from tests.bench.figures import Figure, machine, report
 from tests.bench.precision import FIRST_RATE, FIRST_STEPS, train
 from tests.training.launching import launch
@@ -87,9 +88,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--blas", choices=blas.CHOICES, help="default: openblas, where it is installed")
     options = parser.parse_args()
     mx.disable_compile()
-    print(machine())
+    print(machine(), blas.use(options.blas), sep="\n")
     print(f"validation loss after {options.steps} steps of {BATCH} examples, Adam at {RATE:g}")
     with TemporaryDirectory() as name:
         return report(compare(Path(name), options.steps, tuple(options.seeds)))
