@@ -98,7 +98,7 @@ class _AllSum:
 
     async def run(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
         """Write the files and run all ranks to their end: their exit codes, and what ssh or the launcher reported."""
-        direct = self.context.config.cluster.launcher == "direct"
+        direct = self.context.config.starts_directly
         environment = rank_environment(self.network, starting_port, os.environ)
         await gather_all(self._put(layout, environment if direct else None) for layout in self.layouts)
         if direct:

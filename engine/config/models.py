@@ -20,7 +20,7 @@ from engine.models import FrozenModel
 from engine.security.identifiers import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
-Strategy = Literal["data", "sharded", "pipeline"]
+Strategy = Literal["data", "sharded", "pipeline", "local"]
 
 
 _HeadPath = Annotated[str, AfterValidator(accepts(path_form))]
@@ -40,7 +40,8 @@ class ClusterConfig(_Section):
     """MLX's communication backend. `auto` uses RDMA (`jaccl`, `jaccl-ring`) if the Macs are cabled for it, `nccl` if
     every node has CUDA, else `ring` (TCP)."""
     launcher: Literal["mlx.launch", "direct"] = "mlx.launch"
-    """Starts the ranks with `mlx.launch`, or directly over Flight Deck's own connections with the same environment."""
+    """Starts the ranks with `mlx.launch`, or directly over Flight Deck's own connections with the same environment.
+    Strategy `local` always starts them directly: `mlx.launch` ends all ranks when one has ended."""
     starting_port: int | None = Field(default=None, ge=1024, le=65000)
     """First TCP port that the ranks listen on. Default: free ports, chosen for each attempt."""
     hostfile: str | None = None
@@ -94,7 +95,8 @@ class JobConfig(_Section):
     fine_tune_type: FineTuneType = "lora"
     strategy: Strategy = "data"
     """`data`: every rank has the whole model. `sharded`: parameters, gradients and optimizer state are partitioned.
-    `pipeline`: every rank has some of the layers."""
+    `pipeline`: every rank has some of the layers. `local`: every rank trains the whole model by itself, and the ranks
+    average their weights from time to time."""
     layer_split: Annotated[str, AfterValidator(accepts(split_form))] | None = None
     """Layers of each pipeline rank as half-open ranges: `"0-8,8-36"`. Default: by the memory of the nodes."""
     mlx_lm: dict[str, Any] = Field(default_factory=dict)
@@ -111,6 +113,16 @@ class JobConfig(_Section):
     """Stream large datasets in chunks instead of keeping them in memory."""
     chunk_size: int = Field(default=50_000, ge=1)
     """Examples per chunk. Smaller datasets are not streamed."""
+
+    @property
+    def partitioned(self) -> bool:
+        """Each rank has a part of the training state that no other rank has."""
+        return self.strategy in ("sharded", "pipeline")
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """The training goes on when a rank is lost, unless that is rank 0."""
+        return self.strategy == "local"
 
 
 class PreflightConfig(_Section):
@@ -197,7 +209,8 @@ class RecoveryConfig(_Section):
     term_grace_s: float = Field(default=0.8, ge=0)
     """Time between SIGTERM and SIGKILL."""
     max_restarts: int = Field(default=3, ge=0, le=1000)
-    """Automatic restarts per run; 0 means that the first failure ends the run."""
+    """Automatic restarts per run; 0 means that the first failure ends the run. With strategy `local` also the restarts
+    of each rank but rank 0 by its own node, while the others go on."""
     min_nodes: int | None = Field(default=None, ge=1)
     """A restart may leave out lost nodes if this many remain. With a partitioned strategy and no shared
     `[checkpoint] destination` all nodes are needed. Default: all nodes."""
@@ -242,6 +255,11 @@ class Config(_Section):
         """Where relative paths of this machine begin."""
         return self.file.parent if self.file is not None else Path("/")
 
+    @property
+    def starts_directly(self) -> bool:
+        """The ranks are started without mlx.launch, which ends all of them when one has ended."""
+        return self.cluster.launcher == "direct" or self.job.outlives_ranks
+
 
 def on_node(text: str, node: NodeConfig, base: Path) -> str:
     """A path of [job] on `node`. On this machine relative paths are below `base`, the configuration's folder; on
@@ -272,7 +290,7 @@ def needs_all_nodes(config: Config) -> bool:
     """True if each node has a part of the training state that exists nowhere else, so that no restart can do without
     it."""
     local_state = config.checkpoint.enabled and config.checkpoint.destination is None
-    return config.job.command is None and config.job.strategy != "data" and local_state and len(config.nodes) > 1
+    return config.job.command is None and config.job.partitioned and local_state and len(config.nodes) > 1
 
 
 def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | None) -> Config:

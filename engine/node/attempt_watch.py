@@ -134,6 +134,9 @@ class WatchedRank:
 
     def kill(self) -> None:
         identity = self.identity
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            # Its keeper may have started the program again.
+            identity = read_identity(self._files.identity(self.rank)) or identity
         if identity is not None and processes.alive(identity.trainer_pid, identity.trainer_start):
             processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
 

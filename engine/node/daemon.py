@@ -113,7 +113,7 @@ class GroupReaper:
         os.close(read_end)
 
     def set_group(self, pgid: int) -> None:
-        """From now on, process group `pgid` does not outlive this process."""
+        """From now on, process group `pgid`, and no other, does not outlive this process; 0: none."""
         self._send(pgid)
 
     def release(self) -> None:

@@ -22,6 +22,12 @@ With `--detach` the keeper detaches from the process that was started, which exi
 when the identity is written, with the keeper's own code when it ended before. So the rank depends on no launcher, ssh
 session or pipe.
 
+Where the others go on without a rank (`rank_restarts` above 0, and not rank 0), the keeper starts a trainer that has
+failed again, after 1, 2, 4 … 30 s: not after an exit with 0, when it was asked to leave or the attempt is fenced, or
+when the trainer refused its job or would fail in the same way. The log and the events go on in the same files, the
+identity is the new program's, and the exit record is of the last one. A command that ends the rank does so during the
+wait too.
+
 When the python that start.sh names is missing there is no keeper and no exit record: only the shell's message in
 rank<k>.keeper.log and its exit code 127.
 """
@@ -57,12 +63,14 @@ from engine.protocol.attempt import (
     size_of,
     write_atomic,
 )
-from engine.protocol.events import last_phase
-from engine.protocol.exit_codes import KeeperExit
+from engine.protocol.events import exit_output, last_phase
+from engine.protocol.exit_codes import FINAL_EXITS, KeeperExit
+from engine.protocol.job import JobError
 
 _DRAIN_S = 2.0
 _SAVING_POLL_S = 0.1
 _RESERVE_BYTES = 4096
+_LONGEST_BACKOFF_S = 30.0
 
 
 class Keeper:
@@ -89,24 +97,35 @@ class Keeper:
         self._renewed_at = time.monotonic()
         self._lease_over = False
         self._stopped_by: str | None = None
-        self._stop_at = self._term_at = self._kill_at = float("inf")
+        self._asked_to_leave = False
+        self._restarts = 0
+        self._stop_at = self._term_at = self._kill_at = self._restart_at = float("inf")
         self._last_saving = float("-inf")
 
     def run(self) -> int:
-        """Keep the rank until it has ended; returns the exit code."""
+        """Keep the rank until it has ended for good; returns the exit code."""
         if self._files.fenced.exists():
             _log("the attempt is fenced: not started")
             return KeeperExit.CANNOT_START
         reserve = _Reserve(self._files.exit(self._rank.rank))
-        try:
-            program = RankProcess(self._spec, self._rank, self._files)
-        except (OSError, ValueError) as error:
-            self._log.append(b"")
-            self._log.close()
-            message = f"{type(error).__name__}: {error}"
-            _log(f"cannot start: {message}")
-            reserve.write(self._record(KeeperExit.CANNOT_START, message))
-            return KeeperExit.CANNOT_START
+        again = True
+        while again:
+            try:
+                program = RankProcess(self._spec, self._rank, self._files)
+            except (OSError, ValueError) as error:
+                self._log.append(b"")
+                self._log.close()
+                message = f"{type(error).__name__}: {error}"
+                _log(f"cannot start: {message}")
+                reserve.write(self._record(KeeperExit.CANNOT_START, message))
+                return KeeperExit.CANNOT_START
+            code, stored = self._run_program(program)
+            again = stored and self._may_restart(code) and self._await_restart(code)
+        reserve.write(self._record(code, None))
+        return code if code >= 0 else 128 - code
+
+    def _run_program(self, program: RankProcess) -> tuple[int, bool]:
+        """Keep the program until nothing of it is left: its return code, and True if all its output is in the log."""
         self._reaper.set_group(program.pid)
         pump = Pump(program.output, self._log)
         self._identify(program)
@@ -116,15 +135,43 @@ class Keeper:
             self._wait()
             self._handle_input(program)
         self._sweep(program)
-        if not pump.finish(_DRAIN_S):
+        program.close()
+        stored = pump.finish(_DRAIN_S)
+        if not stored:
             _log("the log's disk did not take the last output in time")
-        reserve.write(self._record(code, None))
-        return code if code >= 0 else 128 - code
+        return code, stored
+
+    def _may_restart(self, code: int) -> bool:
+        """The program failed by itself, and may not do so again."""
+        if self._rank.rank == 0 or self._restarts >= self._spec.rank_restarts:
+            return False
+        if code == 0 or code in FINAL_EXITS or self._asked_to_leave or self._stopped_by is not None:
+            return False
+        failure = exit_output(self._files, self._rank.rank).failure
+        return failure is None or failure.get("error_type") != JobError.__name__
+
+    def _await_restart(self, code: int) -> bool:
+        """Wait until the program is to start again; False when the rank was ended meanwhile."""
+        # A group that has ended is left alone: its number may become another's.
+        self._reaper.set_group(0)
+        delay_s = min(2.0**self._restarts, _LONGEST_BACKOFF_S)
+        self._restarts += 1
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        _log(f"the program ended ({how}): start {self._restarts} of {self._spec.rank_restarts} in {delay_s:g} s")
+        self._restart_at = time.monotonic() + delay_s
+        while self._stopped_by is None and time.monotonic() < self._restart_at:
+            self._wait()
+            self._handle_input(None)
+        self._restart_at = float("inf")
+        if self._stopped_by is not None or self._files.fenced.exists():
+            return False
+        self._log.append(f"\n[flightdeck] the program ended ({how}) and is started again\n".encode())
+        return True
 
     def _wait(self) -> None:
         """Wait for a command, a signal or the next deadline, and read the FIFO."""
         lease = float("inf") if self._lease_over else self._renewed_at + self._spec.lease_s + 0.01
-        deadline = min(lease, self._term_at, self._kill_at)
+        deadline = min(lease, self._term_at, self._kill_at, self._restart_at)
         timeout = max(0.0, min(deadline - time.monotonic(), 3600.0))
         ready, _, _ = select.select([self._fifo, self._wake], [], [], timeout)
         if self._wake in ready:
@@ -132,7 +179,7 @@ class Keeper:
         if self._fifo in ready:
             self._received += os.read(self._fifo, 65_536)
 
-    def _handle_input(self, program: RankProcess) -> None:
+    def _handle_input(self, program: RankProcess | None) -> None:
         # The FIFO before the clock: a keeper that was itself suspended finds its heartbeats there.
         *commands, self._received = self._received.split(b"\n")
         for command in commands:
@@ -145,14 +192,14 @@ class Keeper:
             _log(f"no heartbeat from the head for {self._spec.lease_s:g} s: {self._spec.on_lease_expiry}")
             if self._spec.on_lease_expiry == "end":
                 self._stop(program, "lease")
-        if now >= self._term_at:
+        if program is not None and now >= self._term_at:
             self._escalate(program, now)
-        if now >= self._kill_at:
+        if program is not None and now >= self._kill_at:
             self._kill_at = float("inf")
             _log("KILL to the group")
             program.signal_group(signal.SIGKILL)
 
-    def _handle_command(self, command: bytes, program: RankProcess) -> None:
+    def _handle_command(self, command: bytes, program: RankProcess | None) -> None:
         if command not in (HEARTBEAT, STOP, EMERGENCY_CHECKPOINT, END):
             _log(f"unknown command {command[:80]!r}")
             return
@@ -160,16 +207,17 @@ class Keeper:
         self._lease_over = False
         if command == STOP:
             self._stop(program, "stop")
-        elif command == END or (command == EMERGENCY_CHECKPOINT and not program.cooperative):
+        elif command == END or (command == EMERGENCY_CHECKPOINT and (program is None or not program.cooperative)):
             self._end(program, command.decode().strip())
-        elif command == EMERGENCY_CHECKPOINT:
+        elif command == EMERGENCY_CHECKPOINT and program is not None:
             _log("a peer is lost: asking the trainer to save its state and exit")
+            self._asked_to_leave = True
             program.send(EMERGENCY_CHECKPOINT)
 
-    def _stop(self, program: RankProcess, reason: str) -> None:
+    def _stop(self, program: RankProcess | None, reason: str) -> None:
         if self._stopped_by is not None:
             return
-        if not program.cooperative:
+        if program is None or not program.cooperative:
             self._end(program, reason)
             return
         self._stopped_by = reason
@@ -178,9 +226,10 @@ class Keeper:
         self._term_at = self._stop_at + self._spec.stop_grace_s
         program.send(STOP)
 
-    def _end(self, program: RankProcess, reason: str) -> None:
+    def _end(self, program: RankProcess | None, reason: str) -> None:
+        """`program` None: it is waiting to be started again."""
         self._stopped_by = self._stopped_by or reason
-        if self._kill_at == float("inf"):
+        if program is not None and self._kill_at == float("inf"):
             self._terminate(program, time.monotonic())
 
     def _escalate(self, program: RankProcess, now: float) -> None:

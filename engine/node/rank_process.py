@@ -90,7 +90,11 @@ class Pump:
         self._drain_deadline = time.monotonic() + within_s
         os.write(self._wake_write, b".")
         self._thread.join(within_s + 1.0)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        return True
 
     def _run(self) -> None:
         # poll, not select, whose limit is descriptor 1,024.
@@ -153,6 +157,10 @@ class RankProcess:
 
     def signal_group(self, number: int) -> None:
         processes.kill_group(self.pid, number)
+
+    def close(self) -> None:
+        """It has ended."""
+        os.close(self._control)
 
 
 def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[str, str]:

@@ -237,7 +237,10 @@ def plan_network(config: Config, facts: Sequence[NodeFacts], topology: Topology)
     """
     known = {fact.node: fact for fact in facts}
     nodes = config.nodes
-    if config.cluster.backend == "auto":
+    if config.job.outlives_ranks:
+        # Its ranks take their addresses from the ring's hostfile, and connect by themselves.
+        choice = _BackendChoice("ring", ("strategy local averages over TCP",))
+    elif config.cluster.backend == "auto":
         choice = _choose_backend(nodes, known, topology)
     else:
         choice = _configured_backend(config.cluster.backend, nodes, known, topology)

@@ -21,14 +21,17 @@ _SAVES = ("checkpoint", "emergency_checkpoint")
 
 
 class EventWriter:
-    """Appends events, each with one write of a whole line. A full disk loses events and never stops the training."""
+    """Appends events, each with one write of a whole line, numbered from 0 (`seq`): a program that its keeper started
+    again goes on in the same file, and its events begin with the next 0. A full disk loses events and never stops the
+    training."""
 
     def __init__(self, path: Path | None, rank: int, attempt: int) -> None:
         """`path` None writes nothing (a trainer run by hand)."""
         self._rank = rank
         self._attempt = attempt
         self._seq = 0
-        self._torn = False
+        # The program before this one may have ended in the middle of a line.
+        self._torn = path is not None and tail(path, size=1) not in ("", "\n")
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path is not None else None
 
     def write(self, event: str, **fields: Any) -> None:
@@ -54,7 +57,8 @@ class EventWriter:
 
 
 def last_phase(path: Path) -> str | None:
-    """The last phase that the trainer announced, None before the first and after its `end`."""
+    """The last phase that the trainer announced since it was last started, None before the first and after its
+    `end`."""
     for event in _events_backwards(path, _PHASE_TAIL_BYTES):
         if event.get("event") == "phase":
             return str(event.get("phase"))
@@ -88,9 +92,9 @@ class ExitOutput:
     keeper: str = ""
     """The end of its keeper's own log."""
     failure: dict[str, Any] | None = None
-    """The trainer's last `failure` event."""
+    """The trainer's last `failure` event since it was last started."""
     end: dict[str, Any] | None = None
-    """The trainer's last `end` event."""
+    """The trainer's last `end` event since it was last started."""
 
 
 def exit_output(files: NodeFiles, rank: int) -> ExitOutput:
@@ -112,7 +116,8 @@ def tail(path: Path, begin: int = 0, size: int = _TAIL_BYTES) -> str:
 
 
 def _events_backwards(path: Path, size: int) -> Iterator[dict[str, Any]]:
-    """The events in the last `size` bytes, newest first; what is torn or none of ours is skipped."""
+    """The events of the last program in the last `size` bytes, newest first; what is torn or none of ours is
+    skipped."""
     # Not splitlines: in JSON only the newline ends a line, and a message may hold a U+2028.
     for line in reversed(tail(path, size=size).split("\n")):
         try:
@@ -121,3 +126,6 @@ def _events_backwards(path: Path, size: int) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(event, dict):
             yield event
+            if event.get("seq") == 0:
+                # What is before it was written by a program that has ended.
+                return

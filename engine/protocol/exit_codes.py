@@ -33,6 +33,10 @@ class TrainerExit(IntEnum):
     """This rank's parameters differ from the other ranks'."""
 
 
+FINAL_EXITS = frozenset({TrainerExit.GROUP, TrainerExit.DIVERGED, TrainerExit.CORRUPTED})
+"""Failures that the same trainer would have again if it were started again."""
+
+
 class ShellExit(IntEnum):
     """A shell, ssh or one of our shell scripts, in place of the program that it was to run."""
 

@@ -105,9 +105,8 @@ async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: Transp
     """
     layers = await asyncio.to_thread(planned_layers, run_dir, plan)
     spec = attempt_spec(plan, attempt, os.environ, layer_split=layers)
-    direct_ = plan.config.cluster.launcher == "direct"
     environment = rank_environment(attempt.network, attempt.starting_port, os.environ)
-    files = environment.files if direct_ else {}
+    files = environment.files if plan.config.starts_directly else {}
     await gather_all(
         _put_files(plan, attempt, layout, fleet, _host_files(plan, attempt, layout, spec, files))
         for layout in attempt.layouts
@@ -116,7 +115,7 @@ async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: Transp
     try:
         here.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_hostfile(here / "hostfile.json", attempt.network)
-        if not direct_:
+        if not plan.config.starts_directly:
             return AttemptOrigin(await _with_launcher(run_dir, plan, attempt))
     except OSError as error:
         raise _not_written("this machine", str(error.filename or here), error) from error
@@ -172,7 +171,7 @@ def _host_files(
 ) -> dict[str, str]:
     """The files of one host by name: spec.json, start.sh, and `files`, the contents of what variables name."""
     there = attempt.files_at(layout, plan.run_id)
-    here = plan.config.nodes[layout.ranks[0]].local and plan.config.cluster.launcher != "direct"
+    here = plan.config.nodes[layout.ranks[0]].local and not plan.config.starts_directly
     script = start_script(
         spec,
         there,
@@ -239,6 +238,7 @@ def attempt_spec(
         checkpoint_keep=config.checkpoint.keep,
         checkpoint_compression=config.checkpoint.compression,
         resume=attempt.number > 1,
+        rank_restarts=recovery.max_restarts if config.job.outlives_ranks else 0,
         reached=attempt.reached,
     )
 

@@ -18,7 +18,7 @@ from engine.models import Reason, RunState
 from engine.protocol.attempt import END
 from engine.run.attempt import AttemptOrigin
 from engine.run.consistency_watch import ConsistencyWatch
-from engine.run.decide import RankState, RunningAttempt, Trigger, stop_trigger
+from engine.run.decide import SETTLE_S, RankState, RunningAttempt, Trigger, stop_trigger
 from engine.run.events import (
     AlarmRaised,
     AttemptResumed,
@@ -81,14 +81,24 @@ class AttemptMonitor:
         self._evidence = EvidenceCollector(context, self._health, origin)
         self._mirror = Mirror.of_attempt(context, self._note_gap)
         nodes = dict(enumerate(context.plan.nodes))
-        consistency = ConsistencyWatch(context.plan.config.consistency, nodes, self._raise_alarm, history.alarms)
+        outlives_ranks = context.plan.config.job.outlives_ranks
+        compared = context.plan.config.consistency
+        if outlives_ranks:
+            # Its ranks are neither in step nor replicas.
+            compared = compared.model_copy(update={"enabled": False})
+        consistency = ConsistencyWatch(compared, nodes, self._raise_alarm, history.alarms)
         self.intake = EventIntake(context.run_dir, context.attempt.number, context.attempt.event_bases, consistency)
-        self._watchdog = Watchdog(self.intake.progress, tuple(nodes), self._recovery, time.monotonic())
+        self._watched = (0,) if outlives_ranks else tuple(nodes)
+        """The ranks without whose steps the attempt hangs."""
+        self._watchdog = Watchdog(self.intake.progress, self._watched, self._recovery, time.monotonic())
         self._began = time.monotonic()
         self._pids_checked_at = float("-inf")
         self._launcher_gone_at: float | None = None
         self._launcher_noted = False
         self._failing_since: float | None = None
+        self._completed_at: float | None = None
+        self._losses: list[tuple[float, str]] = []
+        """When the loss of a dispensable rank was noticed, and its note for the journal."""
         self._shutdown: Shutdown | None = None
         self._trigger = Trigger.ENDED
         self.failed_at: datetime | None = None
@@ -191,6 +201,7 @@ class AttemptMonitor:
             self._note_missing_launcher(state)
             trigger = stop_trigger(replace(state, hang=self._check_hang(now)))
         if trigger is None:
+            self._note_losses(now)
             return
         self._trigger = trigger
         if abort is not None and trigger is Trigger.ABORT:
@@ -205,6 +216,9 @@ class AttemptMonitor:
         ranks = tuple(self._rank_state(rank) for rank in self._ranks.all)
         if self._failing_since is None and any(rank.failed for rank in ranks):
             self._failing_since = now
+        completed = all(rank.dispensable or (rank.ended and not rank.failed) for rank in ranks)
+        if self._completed_at is None and completed:
+            self._completed_at = now
         return RunningAttempt(
             ranks=ranks,
             age_s=now - self._began,
@@ -212,17 +226,20 @@ class AttemptMonitor:
             launched=self._launcher is not None,
             launcher_gone_s=now - self._launcher_gone_at if self._launcher_gone_at is not None else None,
             abort=abort,
+            completed_s=now - self._completed_at if self._completed_at is not None else 0.0,
         )
 
     def _rank_state(self, rank: Rank) -> RankState:
         state = self._context.connections.to(rank.number).state
-        failed = rank.ended and self._failed(rank)
+        dispensable = self._context.dispensable(rank)
+        failed = rank.ended and not dispensable and self._failed(rank)
         return RankState(
             started=rank.started,
             ended=rank.ended,
             failed=failed,
             consequence=failed and is_consequence(self._evidence.rank_evidence(rank)),
             node_silent_s=state.silent_s if state.answered else float("inf"),
+            dispensable=dispensable,
         )
 
     def _failed(self, rank: Rank) -> bool:
@@ -234,8 +251,8 @@ class AttemptMonitor:
 
     def _check_hang(self, now: float) -> Hang | None:
         """Recorded when it is found; one that an earlier supervisor found counts too."""
-        ranks = self._ranks.all
-        if not self._trainer or not all(rank.started for rank in ranks):
+        ranks = [rank for rank in self._ranks.all if rank.number in self._watched]
+        if not self._trainer or not all(rank.started for rank in self._ranks.all) or self._completed_at is not None:
             return None
         answering = any(self._context.connections.to(rank.number).state.answering for rank in ranks)
         hang = self._watchdog.check(now, receiving=answering and not self.intake.blocked)
@@ -250,6 +267,13 @@ class AttemptMonitor:
         if gone and not self._launcher_noted and not any(rank.failed for rank in state.ranks):
             self._launcher_noted = True
             self._recorder.append(Note(message="mlx.launch has ended; the ranks go on without it"))
+
+    def _note_losses(self, now: float) -> None:
+        """Not at once: a rank that was lost because rank 0 has failed may be noticed before it."""
+        settled = [loss for loss in self._losses if now - loss[0] > SETTLE_S]
+        for loss in settled if self._completed_at is None else ():
+            self._losses.remove(loss)
+            self._recorder.append(Note(message=loss[1]))
 
     def _abort_shutdown(self, abort: RequestReceived) -> None:
         """Whatever ends the attempt, it has to be ended: an abort can only speed that up."""
@@ -331,9 +355,14 @@ class AttemptMonitor:
                 self._recorder.append(CleanupConfirmed(node=name))
 
     def _record_changes(self, changed: Sequence[Rank]) -> None:
+        known = set(self._context.history.ended)
         record_rank_changes(self._context, changed)
-        if self.failed_at is None and any(rank.ended and self._failed(rank) for rank in changed):
-            self.failed_at = datetime.now(UTC)
+        for rank in (rank for rank in changed if rank.ended and self._failed(rank)):
+            if not self._context.dispensable(rank):
+                self.failed_at = self.failed_at or datetime.now(UTC)
+            elif rank.number not in known:
+                note = f"rank {rank.number} on {rank.node} is lost: the others go on without it"
+                self._losses.append((time.monotonic(), note))
         if changed and all(rank.started for rank in self._ranks.all):
             if self._recorder.state is RunState.LAUNCHING:
                 self._recorder.change(RunState.RUNNING)

@@ -27,14 +27,14 @@ from engine.run.signatures import BY_ID, SignatureKind
 class Trigger(Enum):
     ABORT = auto()
     ENDED = auto()
-    """Every rank has ended by itself."""
+    """Every rank that is waited for has ended by itself."""
     RANK = auto()
-    """A rank has failed."""
+    """A rank has failed without which the others do not go on."""
     LAUNCHER_GONE = auto()
     NOT_STARTED = auto()
     """A rank has not appeared in time."""
     HUNG = auto()
-    """No rank has made a step for too long."""
+    """No rank, or not the one that the others need, has made a step for too long."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ START_LIMIT_S = 60.0
 """For every rank to appear."""
 SETTLE_S = 1.0
 """A rank that has only lost its peers waits this long for the one that failed first."""
+LINGER_S = 30.0
+"""For the dispensable ranks, once all others have completed: what they still do is in no result."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,13 @@ class RankState:
     started: bool = False
     ended: bool = False
     failed: bool = False
-    """It ended, and was not meant to end so."""
+    """It ended, was not meant to end so, and is not dispensable."""
     consequence: bool = False
     """Its failure follows from another rank's."""
     node_silent_s: float = 0.0
     """How long ago its node last answered; infinite before the first answer."""
+    dispensable: bool = False
+    """The others go on without it."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,14 @@ class RunningAttempt:
     """None while the launcher lives."""
     hang: Hang | None = None
     abort: bool = False
+    completed_s: float = 0.0
+    """Since all ranks but the dispensable ones completed."""
+
+    @property
+    def over(self) -> bool:
+        """Every rank has ended, or only dispensable ones have not, and had their time to."""
+        running = [rank for rank in self.ranks if not rank.ended]
+        return not running or (self.completed_s > LINGER_S and all(rank.dispensable for rank in running))
 
     @property
     def all_finished(self) -> bool:
@@ -119,7 +131,7 @@ class RunningAttempt:
 
 STOPS: Final[Sequence[tuple[Callable[[RunningAttempt], bool], Trigger]]] = (
     (lambda state: state.abort and not state.all_finished, Trigger.ABORT),
-    (lambda state: all(rank.ended for rank in state.ranks), Trigger.ENDED),
+    (lambda state: state.over, Trigger.ENDED),
     (lambda state: state.first_failure_known, Trigger.RANK),
     (lambda state: state.launched and state.nobody_else_will_start, Trigger.LAUNCHER_GONE),
     (lambda state: state.nobody_else_will_start, Trigger.NOT_STARTED),

@@ -66,6 +66,8 @@ class RankEvidence:
     """Which port it could not bind, and who holds it."""
     left_for_peers: bool = False
     """The trainer's exit code means that it left because a peer was lost."""
+    dispensable: bool = False
+    """The others go on without it."""
     memory_killed: bool = False
     """Its system has killed processes for lack of memory since the attempt began."""
 
@@ -153,6 +155,7 @@ class EvidenceCollector:
             failure=self._quotable_event(output.failure),
             end=self._quotable_event(output.end),
             left_for_peers=self._trainer and rank.record is not None and rank.record.code == TrainerExit.PEER_LOST,
+            dispensable=self._context.dispensable(rank),
             memory_killed=self._memory_killed(rank),
         )
 

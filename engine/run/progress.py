@@ -51,8 +51,9 @@ class AttemptProgress:
         self.checkpoint_bytes: dict[int, int] = {}
         """Rank → size of its emergency checkpoint."""
         self.resumed: Resumed | None = None
-        self.moved_at: float | None = None
-        """When the last step or change of phase came, or any event while loading, monotonic seconds of the head."""
+        self.moved_at: dict[int, float] = {}
+        """Rank → when its last step or change of phase came, or any event while loading, monotonic seconds of the
+        head."""
         self.steps = 0
         """Iterations made by the foremost rank."""
         self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
@@ -80,7 +81,7 @@ class AttemptProgress:
         foremost = iteration > max(self.reached.values(), default=0)
         self.steps += foremost
         self.reached[rank] = max(iteration, self.reached.get(rank, 0))
-        self.moved_at = now
+        self.moved_at[rank] = now
         if clock is not None and self._ends_an_update(line):
             self._time(rank, float(clock[1]), foremost=foremost)
 
@@ -102,10 +103,10 @@ class AttemptProgress:
                     self.checkpoint_bytes[rank] = size
             case "resumed" if self.resumed is None:
                 self.resumed = _resumed(event)
-                self.moved_at = now
+                self.moved_at[rank] = now
         if self.phases.get(rank) == "loading":
             # What it fetches may be large: as long as it reports anything, it makes progress.
-            self.moved_at = now
+            self.moved_at[rank] = now
 
     def long_step_s(self) -> float | None:
         """The 99th percentile of the updates' durations, by their nearest rank, without the first ones; None while
@@ -133,7 +134,7 @@ class AttemptProgress:
     def _enter(self, rank: int, phase: str, now: float) -> None:
         if self.phases.get(rank) != phase:
             self.phases[rank] = phase
-            self.moved_at = now
+            self.moved_at[rank] = now
             if phase != "training":
                 # The time between two steps is then no step time.
                 self._updated_at.pop(rank, None)
@@ -152,6 +153,7 @@ class Watchdog:
     """The watchdog of one attempt. Call `check` at every tick."""
 
     def __init__(self, progress: AttemptProgress, ranks: Sequence[int], recovery: RecoveryConfig, now: float) -> None:
+        """`ranks`: those whose steps count, all unless the others can do without some."""
         self._progress = progress
         self._ranks = ranks
         self._hang_s, self._stall_s = recovery.hang_s, recovery.stall_s
@@ -162,7 +164,7 @@ class Watchdog:
         if not receiving:
             # What happened meanwhile is not known: that time does not count.
             self._since += now - self._checked_at
-        self._since = max(self._since, self._progress.moved_at or self._since)
+        self._since = max([self._since, *(at for rank, at in self._progress.moved_at.items() if rank in self._ranks)])
         self._checked_at = now
         doing, limit = self._limit()
         silent = now - self._since
@@ -171,7 +173,8 @@ class Watchdog:
         return Hang(silent, limit, doing, self._progress.furthest, self._behind())
 
     def _limit(self) -> tuple[str, float]:
-        slow = sorted(set(self._progress.phases.values()) & SLOW_PHASES)
+        phases = {phase for rank, phase in self._progress.phases.items() if rank in self._ranks}
+        slow = sorted(phases & SLOW_PHASES)
         if slow:
             return slow[0], self._stall_s
         long_step = self._progress.long_step_s()
@@ -180,11 +183,12 @@ class Watchdog:
         return "training", max(self._hang_s, _TIMES * long_step)
 
     def _behind(self) -> int | None:
-        """The one rank that is behind all others, if there is one."""
+        """The one rank that is behind all others whose steps count, if there are others at all."""
         reached = {rank: self._progress.reached.get(rank, 0) for rank in self._ranks}
         last = min(reached.values())
         behind = [rank for rank, iteration in reached.items() if iteration == last]
-        return behind[0] if len(behind) == 1 and len(reached) > 1 else None
+        single = len(reached.keys() | self._progress.reached.keys()) == 1
+        return behind[0] if len(behind) == 1 and not single else None
 
 
 _METRICS = {"report": "train", "validation": "val"}

@@ -76,6 +76,10 @@ class AttemptContext:
     def history(self) -> AttemptHistory:
         return self.recorder.history.attempt(self.attempt.number)
 
+    def dispensable(self, rank: Rank) -> bool:
+        """The others go on without it when it has ended. One that never started is a failed launch."""
+        return self.plan.config.job.outlives_ranks and rank.number != 0 and rank.started
+
 
 @dataclass
 class Rank:

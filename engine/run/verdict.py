@@ -50,11 +50,11 @@ class Fault:
 
 def verdict_on(evidence: FailureEvidence) -> Verdict:
     """The verdict on an attempt whose processes are all gone, or being ended."""
-    if all(_succeeded(rank, evidence.trainer) for rank in evidence.ranks):
+    needed = [rank for rank in evidence.ranks if not rank.dispensable]
+    if all(_succeeded(rank, evidence.trainer) for rank in needed):
         # Also when an abort was requested: it came too late to change anything.
-        ends = (rank.end or {} for rank in evidence.ranks if evidence.trainer)
-        early = next((text for end in ends if (text := text_or_none(end.get("early"), CAUSE_CHARACTERS))), None)
-        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, early)
+        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, "; ".join(_notes_on_success(evidence)) or None)
+    evidence = replace(evidence, ranks=needed)
     if evidence.trigger is Trigger.ABORT:
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
     faults = sorted(_faults_of(evidence), key=lambda fault: (fault.weight.value, fault.at, fault.evidence.rank))
@@ -67,6 +67,15 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
     if of_attempt is None and first is not None:
         return _of_rank(first, evidence)
     return of_attempt or _unexplained(evidence)
+
+
+def _notes_on_success(evidence: FailureEvidence) -> Iterator[str]:
+    """Why it ended before its last iteration, and which ranks were not there to the end."""
+    ends = (rank.end or {} for rank in evidence.ranks if evidence.trainer and not rank.dispensable)
+    yield from [text for end in ends if (text := text_or_none(end.get("early"), CAUSE_CHARACTERS))][:1]
+    for rank in evidence.ranks:
+        if not _succeeded(rank, evidence.trainer):
+            yield f"rank {rank.rank} on {rank.node} did not complete: the others went on without it"
 
 
 def is_consequence(rank: RankEvidence) -> bool:

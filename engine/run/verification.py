@@ -97,8 +97,10 @@ def _loss(losses: Sequence[tuple[int, float]]) -> Verification:
 def _replicas(ranks: Sequence[RankReport], config: Config) -> Verification:
     if len(ranks) < 2:
         return Verification("replicas", None, "one rank: nothing to compare")
-    if config.job.strategy != "data":
+    if config.job.partitioned:
         return Verification("replicas", None, "there are none: the strategy gives every rank a part of its own")
+    if config.job.strategy != "data":
+        return Verification("replicas", None, "not compared: every rank trains by itself until the next averaging")
     if not config.consistency.enabled:
         return Verification("replicas", None, "not compared: [consistency] enabled = false")
     compared = [rank for rank in ranks if rank.replicas_agree is not None]

@@ -47,15 +47,16 @@ class RunningKeeper:
     process: subprocess.Popen[bytes]
     files: NodeFiles
     nonce: str
+    rank: int = 0
 
     def say(self, word: bytes) -> None:
-        with os.fdopen(os.open(self.files.control(0), os.O_RDWR), "wb") as fifo:
+        with os.fdopen(os.open(self.files.control(self.rank), os.O_RDWR), "wb") as fifo:
             fifo.write(word)
 
     def identity(self) -> Identity:
         """Awaits the identity."""
-        wait_until(lambda: read_identity(self.files.identity(0)) is not None)
-        identity = read_identity(self.files.identity(0))
+        wait_until(lambda: read_identity(self.files.identity(self.rank)) is not None)
+        identity = read_identity(self.files.identity(self.rank))
         assert identity is not None
         return identity
 
@@ -63,15 +64,16 @@ class RunningKeeper:
         wait_until(lambda: text in self.output())
 
     def output(self) -> bytes:
-        return self.files.log(0).read_bytes() if self.files.log(0).exists() else b""
+        log = self.files.log(self.rank)
+        return log.read_bytes() if log.exists() else b""
 
     def troubles(self) -> str:
-        return self.files.keeper_log(0).read_text()
+        return self.files.keeper_log(self.rank).read_text()
 
     def ended(self, within_s: float = 20.0) -> ExitRecord:
         """Awaits the keeper's end; with it, everything of the rank must be gone."""
         self.process.wait(within_s)
-        record = read_exit(self.files.exit(0))
+        record = read_exit(self.files.exit(self.rank))
         assert record is not None
         assert record.log_bytes == len(self.output())
         self.nothing_left()
@@ -86,6 +88,7 @@ def start_keeper(
     command: list[str] | None,
     *,
     trainer: str | None = None,
+    rank: int = 0,
     spec_fields: dict[str, Any] | None = None,
     workdir: Path | None = None,
     prefix: list[str] | None = None,
@@ -97,17 +100,17 @@ def start_keeper(
     files = NodeFiles.for_attempt(directory / "node", "run", 1)
     files.directory.mkdir(parents=True)
     nonce = uuid.uuid4().hex
-    rank = RankSpec(0, "n", "127.0.0.1", sys.executable, str(workdir or directory))
-    spec = AttemptSpec("run", 1, nonce, "ring", 1, [rank], command=command, **(spec_fields or {}))
+    own = RankSpec(rank, "n", "127.0.0.1", sys.executable, str(workdir or directory))
+    spec = AttemptSpec("run", 1, nonce, "ring", rank + 1, [own], command=command, **(spec_fields or {}))
     write_atomic(files.spec, spec.to_json())
-    with files.keeper_log(0).open("ab") as troubles:
+    with files.keeper_log(rank).open("ab") as troubles:
         process = subprocess.Popen(
             [*(prefix or []), sys.executable, "-m", "engine.node.keeper", "--spec", str(files.spec), *(options or [])],
             cwd=bundle,
-            env={**os.environ, NONCE_ENV: nonce, "MLX_RANK": "0"},
+            env={**os.environ, NONCE_ENV: nonce, "MLX_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=troubles,
             start_new_session=True,
         )
-    return RunningKeeper(process, files, nonce)
+    return RunningKeeper(process, files, nonce, rank)

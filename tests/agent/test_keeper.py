@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.node import processes
-from engine.protocol.attempt import EMERGENCY_CHECKPOINT, HEARTBEAT
-from tests.agent.keeper_runner import WAIT, start_keeper
+from engine.node.attempt_watch import WatchedRank
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, HEARTBEAT, STOP
+from engine.protocol.exit_codes import TrainerExit
+from tests.agent.keeper_runner import WAIT, RunningKeeper, start_keeper
 from tests.needs import mounted_disk
 from tests.waiting import wait_until
 
@@ -354,3 +357,127 @@ def test_an_emergency_checkpoint_ends_a_users_own_command(tmp_path: Path) -> Non
     kept.say(EMERGENCY_CHECKPOINT)
     record = kept.ended()
     assert (record.signal, record.stopped_by) == (signal.SIGTERM, "emergency_checkpoint")
+
+
+STARTED = """
+import json, os, signal, sys, time
+from pathlib import Path
+events, starts = Path(os.environ["FLIGHTDECK_EVENTS"]), Path("starts")
+start = int(starts.read_text()) + 1 if starts.exists() else 1
+starts.write_text(str(start))
+print("start", start, flush=True)
+def event(seq, **fields):
+    with events.open("a") as file: file.write(json.dumps({"seq": seq, **fields}) + "\\n")
+"""
+"""A trainer that counts its starts."""
+
+LEAVES_ORPHAN = """
+if start == 1:
+    if os.fork() == 0:
+        os.setsid()
+        print("orphan", os.getpid(), flush=True)
+        signal.pause()
+    while b"orphan" not in Path(os.environ["FLIGHTDECK_SPEC"]).with_name("rank1.log").read_bytes(): time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start_rank_1(tmp_path: Path, trainer: str, **spec_fields: Any) -> RunningKeeper:
+    return start_keeper(tmp_path, None, trainer=STARTED + trainer, rank=1, spec_fields=spec_fields)
+
+
+def test_a_trainer_that_fails_is_started_again_after_its_remains_were_swept(tmp_path: Path) -> None:
+    kept = start_rank_1(tmp_path, LEAVES_ORPHAN + "while not Path('go').exists(): time.sleep(0.01)", rank_restarts=1)
+    kept.await_output(b"orphan")
+    first = kept.identity()
+    kept.await_output(b"start 2")
+    orphan = int(kept.output().split(b"orphan ")[1].split()[0])
+    assert not processes.alive(orphan, processes.start_time(orphan) or "none")
+    wait_until(lambda: kept.identity().trainer_pid != first.trainer_pid)
+    second = kept.identity()
+    assert processes.alive(second.trainer_pid, second.trainer_start)
+    assert (second.keeper_pid, second.keeper_start) == (first.keeper_pid, first.keeper_start)
+    (tmp_path / "bundle" / "go").touch()
+    record = kept.ended()
+    assert (record.code, record.signal, record.stopped_by) == (0, None, None)
+    assert b"\n[flightdeck] the program ended (signal 9) and is started again\nstart 2\n" in kept.output()
+
+
+def test_the_agent_kills_the_program_that_was_started_last(tmp_path: Path) -> None:
+    kept = start_rank_1(tmp_path, "if start == 1: sys.exit(9)\nsignal.pause()", rank_restarts=1)
+    watched = WatchedRank(1, kept.files, kept.identity())
+    kept.await_output(b"start 2")
+    wait_until(lambda: watched.identity != kept.identity())
+    watched.kill()
+    assert kept.ended().signal == signal.SIGKILL
+
+
+def test_a_trainer_is_started_again_only_so_often(tmp_path: Path) -> None:
+    kept = start_rank_1(tmp_path, "sys.exit(9)", rank_restarts=2)
+    assert kept.ended().code == 9
+    assert kept.process.returncode == 9
+    assert [line for line in kept.output().decode().splitlines() if line.startswith("start")] == [
+        "start 1",
+        "start 2",
+        "start 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ("sys.exit(0)", 0),
+        ("sys.exit(4)", TrainerExit.DIVERGED),
+        ("event(0, event='start'); event(1, event='failure', error_type='JobError'); sys.exit(1)", 1),
+    ],
+)
+def test_a_trainer_that_completed_or_would_fail_again_is_not_started_again(
+    tmp_path: Path, ends: str, code: int
+) -> None:
+    kept = start_rank_1(tmp_path, ends, rank_restarts=3)
+    assert kept.ended().code == code
+    assert kept.output() == b"start 1\n"
+
+
+def test_rank_0_is_not_started_again(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, None, trainer=STARTED + "sys.exit(9)", spec_fields={"rank_restarts": 3})
+    assert (kept.ended().code, kept.output()) == (9, b"start 1\n")
+
+
+@pytest.mark.parametrize("command", [STOP, EMERGENCY_CHECKPOINT])
+def test_a_trainer_that_was_asked_to_leave_is_not_started_again(tmp_path: Path, command: bytes) -> None:
+    leaves = "os.read(int(os.environ['FLIGHTDECK_CONTROL_FD']), 100); sys.exit(5)"
+    kept = start_rank_1(tmp_path, leaves, rank_restarts=3, stop_grace_s=60.0)
+    kept.await_output(b"start 1")
+    kept.say(command)
+    assert (kept.ended().code, kept.output()) == (5, b"start 1\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [(STOP, "stop"), (END, "end"), (EMERGENCY_CHECKPOINT, "emergency_checkpoint"), (signal.SIGTERM, "signal TERM")],
+)
+def test_a_rank_that_waits_to_be_started_again_ends_at_a_command(
+    tmp_path: Path, command: bytes | signal.Signals, reason: str
+) -> None:
+    kept = start_rank_1(tmp_path, "sys.exit(9)", rank_restarts=100)
+    # The second wait is 2 s long.
+    wait_until(lambda: "start 2 of 100" in kept.troubles())
+    if isinstance(command, signal.Signals):
+        kept.process.send_signal(command)
+    else:
+        kept.say(command)
+    record = kept.ended()
+    assert (record.code, record.stopped_by) == (9, reason)
+    assert kept.output().count(b"is started again") < kept.troubles().count("the program ended")
+
+
+def test_a_rank_that_waits_to_be_started_again_ends_with_its_lease(tmp_path: Path) -> None:
+    kept = start_rank_1(tmp_path, "sys.exit(9)", rank_restarts=100, lease_s=3.0)
+    assert kept.ended().stopped_by == "lease"
+
+
+def test_a_fenced_attempt_starts_no_program_again(tmp_path: Path) -> None:
+    fences = "Path(os.environ['FLIGHTDECK_SPEC']).with_name('fenced').touch(); sys.exit(9)"
+    kept = start_rank_1(tmp_path, fences, rank_restarts=3)
+    assert (kept.ended().code, kept.output()) == (9, b"start 1\n")

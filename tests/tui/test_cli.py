@@ -150,7 +150,7 @@ def test_show_tells_why_a_run_stopped_early(home: Path) -> None:
     run.state("succeeded", reason="completed", cause=why, iteration=40).close()
     done = flightdeck(home, "show")
     assert "succeeded: completed, iteration 40/60" in done.out
-    assert f"  early stop {why}" in done.out
+    assert f"  note       {why}" in done.out
 
 
 def test_a_run_without_its_supervisor_is_taken_over_by_the_next_command(home: Path) -> None:

@@ -105,7 +105,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     lines.say(f"{record.id}   {state}" + (f": {ending(record)}" if record.state.ended else ""))
     if not record.state.ended and not snapshot.supervised:
         lines.say(lines.ink("its supervisor is gone: the next `flightdeck` or `flightdeck abort` takes it over", "red"))
-    cause = "early stop" if record.state is RunState.SUCCEEDED else "cause"
+    cause = "note" if record.state is RunState.SUCCEEDED else "cause"
     for label, text in ((cause, snapshot.cause), ("fix", snapshot.fix)):
         if text:
             lines.say(f"  {label:<10} {text}")

@@ -105,7 +105,7 @@ def confirm_launch(state: DeckState, width: int) -> Confirm:
     config = state.config
     first = "preflight: every check runs again before a rank starts; a failed one stops the launch"
     ranks = plural(len(config.nodes), "rank")
-    launcher = "mlx.launch starts" if config.cluster.launcher == "mlx.launch" else "Flight Deck itself starts"
+    launcher = "Flight Deck itself starts" if config.starts_directly else "mlx.launch starts"
     lines = [
         *(pair(label, text, width) for label, text in job_rows(config, state)),
         pair("hosts", hosts(config), width),

@@ -241,7 +241,7 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
         if record.cause and record.iteration:
             steps = f"{record.iteration:,} of {steps}"
         lines = [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
-        return [*lines, *([pair("early stop", record.cause, width)] if record.cause else [])]
+        return [*lines, *([pair("note", record.cause, width)] if record.cause else [])]
     diagnosis = snapshot.diagnosis
     if record.state not in ("failed", "lost", "aborted") and diagnosis is None:
         if not snapshot.supervised and not snapshot.record.ended_at:

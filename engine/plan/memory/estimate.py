@@ -52,7 +52,7 @@ class RankWorkload:
     """The norm of all gradients is needed before the first is applied."""
     wire: str = "auto"
     """How strategy data sends gradients: "auto", "float32" or "int8"."""
-    strategy: Literal["data", "sharded", "pipeline"] = "data"
+    strategy: Literal["data", "sharded", "pipeline", "local"] = "data"
     world_size: int = 1
     layers: tuple[int, int] | None = None
     """Layers of a pipeline stage, half-open; None means all of them."""

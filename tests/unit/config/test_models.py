@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
-from engine.config.models import select_nodes, with_strategy
+from engine.config.models import ClusterConfig, Strategy, needs_all_nodes, select_nodes, with_strategy
 from engine.errors import InputError
 from tests.unit.plan.calibrations import config
 
@@ -42,6 +44,24 @@ def test_layers_make_it_a_pipeline_and_another_strategy_drops_them() -> None:
     assert with_strategy(deck, "pipeline", None).job == deck.job
     sharded = with_strategy(deck, "sharded", None)
     assert (sharded.job.strategy, sharded.job.layer_split) == ("sharded", None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "launcher", "directly", "all_nodes"),
+    [
+        ("data", "mlx.launch", False, False),
+        ("data", "direct", True, False),
+        ("sharded", "mlx.launch", False, True),
+        ("pipeline", "mlx.launch", False, True),
+        ("local", "mlx.launch", True, False),
+    ],
+)
+def test_how_ranks_are_started_and_which_nodes_a_restart_needs(
+    strategy: Strategy, launcher: Literal["mlx.launch", "direct"], directly: bool, all_nodes: bool
+) -> None:
+    deck = with_strategy(config(["a", "b"]), strategy, None)
+    deck = deck.model_copy(update={"cluster": ClusterConfig(launcher=launcher)})
+    assert (deck.starts_directly, needs_all_nodes(deck)) == (directly, all_nodes)
 
 
 def test_impossible_strategies_are_refused() -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.events import UPDATE_FIELD, EventWriter, last_phase
+from engine.protocol.attempt import NodeFiles
+from engine.protocol.events import UPDATE_FIELD, EventWriter, exit_output, last_phase
 
 
 def test_events_carry_rank_time_and_sequence(tmp_path: Path) -> None:
@@ -50,6 +51,26 @@ def test_any_text_stays_on_one_line(tmp_path_factory: pytest.TempPathFactory, me
     raw = path.read_bytes()
     assert raw.count(b"\n") == 1 and raw.endswith(b"\n")
     assert json.loads(raw)["message"] == message
+
+
+def test_a_program_that_is_started_again_does_not_add_to_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    EventWriter(path, 1, 1).write("step", iteration=1)
+    with path.open("ab") as file:
+        file.write(b'{"event": "st')
+    EventWriter(path, 1, 1).write("start", iterations=60)
+    first, _torn, second = path.read_text().splitlines()
+    assert (json.loads(first)["event"], json.loads(second)["event"]) == ("step", "start")
+
+
+def test_what_a_program_reported_before_it_was_started_again_is_not_its_end(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path)
+    earlier = EventWriter(files.events(1), 1, 1)
+    earlier.write("start", iterations=60)
+    earlier.write("phase", phase="saving")
+    earlier.write("failure", error_type="OSError", message="no")
+    EventWriter(files.events(1), 1, 1).write("start", iterations=60)
+    assert (exit_output(files, 1).failure, last_phase(files.events(1))) == (None, None)
 
 
 @pytest.mark.needs("linux")

@@ -52,6 +52,14 @@ def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> No
     assert (spec.attempt, spec.nonce, spec.world_size, spec.backend) == (2, "nonce.2", 2, "ring")
 
 
+@pytest.mark.parametrize(("strategy", "restarts"), [("data", 0), ("sharded", 0), ("local", 3)])
+def test_keepers_restart_ranks_only_where_the_others_go_on_without_them(
+    tmp_path: Path, strategy: str, restarts: int
+) -> None:
+    of = plan(TRAINING.model_copy(update={"strategy": strategy}))
+    assert attempt_spec(of, attempt(tmp_path, of), {}).rank_restarts == restarts
+
+
 def test_how_the_state_is_kept_is_passed_on(tmp_path: Path) -> None:
     """A path is the node's own; an address is everybody's."""
     for named, there in (("/mnt/nas", "/mnt/nas"), ("states", "/w/states"), ("s3://b/x", "s3://b/x"), (None, None)):

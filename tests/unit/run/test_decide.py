@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.config.models import CheckpointConfig, RecoveryConfig
 from engine.models import Reason, RunState
 from engine.run.decide import (
+    LINGER_S,
     NEVER_RESTARTED,
     REFUSALS,
     STALLED_LIMIT,
@@ -67,6 +68,8 @@ MISSING = RankState()
 OWN = RankState(started=True, ended=True, failed=True)
 FOLLOWED = replace(OWN, consequence=True)
 HANG = Hang(60.0, 30.0, "training", 7)
+SPARE = RankState(started=True, dispensable=True)
+LOST = replace(SPARE, ended=True)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +100,35 @@ HANG = Hang(60.0, 30.0, "training", 7)
         (RunningAttempt((RUNS, RUNS), hang=HANG), Trigger.HUNG),
         (RunningAttempt((OWN, RUNS), hang=HANG), Trigger.RANK),
         (RunningAttempt((GONE, GONE), hang=HANG), Trigger.ENDED),
+        (RunningAttempt((RUNS, LOST, LOST)), None),
+        (RunningAttempt((OWN, LOST, SPARE)), Trigger.RANK),
+        (RunningAttempt((RUNS, MISSING, LOST), age_s=START_LIMIT_S + 0.1), Trigger.NOT_STARTED),
+        (RunningAttempt((RUNS, OWN, SPARE)), Trigger.RANK),
+        (RunningAttempt((RUNS, LOST, LOST), abort=True), Trigger.ABORT),
+        (RunningAttempt((GONE, LOST, LOST), abort=True), Trigger.ENDED),
+        (RunningAttempt((GONE, LOST, SPARE), completed_s=LINGER_S), None),
+        (RunningAttempt((GONE, LOST, SPARE), completed_s=LINGER_S + 0.1), Trigger.ENDED),
     ],
 )
 def test_when_a_running_attempt_is_stopped(state: RunningAttempt, trigger: Trigger | None) -> None:
     assert stop_trigger(state) is trigger
+
+
+@given(
+    st.lists(st.builds(RankState, started=st.just(True), ended=st.booleans(), dispensable=st.just(True)), max_size=8),
+    st.floats(0, 1e6),
+    st.floats(0, 1e6),
+)
+def test_while_rank_0_runs_no_loss_of_ranks_that_it_can_do_without_stops_it(
+    others: list[RankState], age_s: float, silent_s: float
+) -> None:
+    state = RunningAttempt(
+        (RUNS, *(replace(other, node_silent_s=silent_s) for other in others)),
+        age_s=age_s,
+        launched=False,
+        launcher_gone_s=age_s,
+    )
+    assert stop_trigger(state) is None
 
 
 def test_every_trigger_has_a_row() -> None:
@@ -313,6 +341,8 @@ def plan(home: Path, strategy: str, min_nodes: int | None, destination: str | No
         ("pipeline", 1, None, 3),
         ("pipeline", 1, "/mnt/nas", 2),
         ("pipeline", None, "/mnt/nas", 3),
+        ("local", None, None, 3),
+        ("local", 1, None, 1),
     ],
 )
 def test_a_restart_needs_as_many_nodes_as_are_configured_and_have_the_state(

@@ -151,12 +151,12 @@ def line(iteration: int, t: float) -> bytes:
 
 
 class Training:
-    """Two ranks and the watchdog over them."""
+    """Two ranks and the watchdog over them, or over some."""
 
-    def __init__(self) -> None:
+    def __init__(self, watched: tuple[int, ...] = (0, 1)) -> None:
         self.now = 1000.0
         self.progress = AttemptProgress()
-        self.dog = Watchdog(self.progress, (0, 1), RecoveryConfig(hang_s=HANG_S, stall_s=STALL_S), self.now)
+        self.dog = Watchdog(self.progress, watched, RecoveryConfig(hang_s=HANG_S, stall_s=STALL_S), self.now)
 
     def steps(self, first: int, last: int, *, seconds: float = 1.0, ranks: tuple[int, ...] = (0, 1)) -> None:
         for iteration in range(first, last + 1):
@@ -217,6 +217,20 @@ def test_the_one_that_is_behind_is_named() -> None:
     training.now += 1.0
     training.progress.step(0, line(11, 111.0), training.now)
     assert training.wait(HANG_S + 1).rank == 1
+
+
+def test_only_the_steps_of_watched_ranks_count() -> None:
+    training = Training(watched=(0,))
+    training.steps(1, 10)
+    training.event(1, event="phase", phase="loading")
+    for iteration in range(11, 31):
+        training.now += 10.0
+        training.progress.step(0, line(iteration, training.now - 900.0), training.now)
+        assert training.check() is None, "rank 1 alone makes no steps"
+    for _ in range(5):
+        training.event(1, event="fetch", done=1)
+        training.now += HANG_S / 5
+    assert training.wait(50.0).rank == 0, "rank 0 makes none, and rank 1 is loading"
 
 
 def test_loading_validating_saving_and_the_first_steps_have_a_limit_of_their_own() -> None:

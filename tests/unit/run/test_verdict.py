@@ -62,6 +62,30 @@ def test_a_trainer_that_has_not_completed_is_no_success_though_it_exits_0(end: d
     )
 
 
+@pytest.mark.parametrize(
+    "lost",
+    [
+        rank(1, sig=signal.SIGKILL, dispensable=True),
+        rank(1, 5, stopped_by="end", dispensable=True),
+        RankEvidence(1, "right", "/py", started=True, unreachable_s=20.0, dispensable=True),
+    ],
+)
+def test_a_training_that_completed_without_a_rank_that_it_can_do_without_is_a_success(lost: RankEvidence) -> None:
+    early = {**COMPLETED, "early": "stopped early at iteration 40"}
+    verdict = verdict_on(evidence(rank(0, end=early), lost, rank(2, dispensable=True), trigger=Trigger.ENDED))
+    assert (verdict.state, verdict.reason) == (RunState.SUCCEEDED, Reason.COMPLETED)
+    without = "rank 1 on right did not complete: the others went on without it"
+    assert verdict.cause == f"stopped early at iteration 40; {without}"
+
+
+def test_a_rank_that_the_others_went_on_without_is_not_blamed_for_their_end() -> None:
+    ranks = (rank(0, sig=signal.SIGKILL, at=9.0), rank(1, 1, at=1.0, tail="ValueError: no\n", dispensable=True))
+    verdict = verdict_on(evidence(*ranks))
+    assert (verdict.state, verdict.reason, verdict.rank) == (RunState.FAILED, Reason.RANK_KILLED, 0)
+    aborted = verdict_on(evidence(rank(0, stopped_by="stop"), ranks[1], trigger=Trigger.ABORT))
+    assert aborted.state is RunState.ABORTED
+
+
 def test_a_command_needs_no_end_event() -> None:
     ranks = (rank(0, end=None), rank(1, end=None))
     assert verdict_on(evidence(*ranks, trigger=Trigger.ENDED, trainer=False)).state is RunState.SUCCEEDED
