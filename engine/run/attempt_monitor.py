@@ -295,9 +295,9 @@ class AttemptMonitor:
         progress = self.intake.progress
         finishing = self._recorder.state is RunState.FINISHING
         recovering = not finishing and self._may_restart(so_far, progress.furthest)
-        # The surviving ranks may save their state: of replicas each has all of it.
-        replicas = self._trainer and self._context.plan.config.job.strategy == "data"
-        saves = replicas and progress.steps > 0 and so_far.reason not in _UNSOUND
+        # The surviving ranks may save their state, if one of them has enough of it.
+        whole = self._trainer and not self._context.plan.config.job.partitioned
+        saves = whole and progress.steps > 0 and so_far.reason not in _UNSOUND
         state = RunState.RECOVERING if recovering else RunState.FINISHING
         self._begin_shutdown(state, save_state=saves, first_failure=so_far.rank)
 

@@ -55,16 +55,16 @@ class _Arrival(NamedTuple):
 
 
 class ElasticGroup(Collective):
-    def __init__(self, address: str, key: bytes, world_size: int, rank: int, note: Callable[[str], object]) -> None:
-        """Form the group at rank 0's `address` (ip:port), or find that it is under way without this rank. `key`: known
-        to members alone. `note` is told who is left out and who joins. Raises GroupError."""
+    def __init__(
+        self, address: str | None, key: bytes, world_size: int, rank: int, note: Callable[[str], object]
+    ) -> None:
+        """Form the group at rank 0's `address` (ip:port; None for a rank alone), or find that it is under way without
+        this rank. `key`: known to members alone. `note` is told who is left out and who joins. Raises GroupError."""
         self.size = world_size
         """Members of the last operation."""
         self.rank = rank
         self.waited_s = 0.0
         self._under_way: mx.array | None = None
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
         self._key = key
         self._note = note
         self._facts = ""
@@ -76,6 +76,10 @@ class ElasticGroup(Collective):
         """On rank 0: all others. On another rank: rank 0, unless this rank is left out."""
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._joining: dict[int, _Arrival] = {}
+        if address is None:
+            return
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
         try:
             if rank == 0:
                 self._form(world_size)

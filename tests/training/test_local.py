@@ -106,3 +106,30 @@ def test_without_rank_0_the_others_save_and_any_one_of_them_is_enough(tiny: Tiny
     assert resumed["source"] == "emergency"
     assert resumed["iteration"] >= reached - 1
     assert steps(rest, 0)[0] == resumed["iteration"] + 1
+
+
+def test_a_killed_rank_is_started_again_by_its_keeper_and_joins(tiny: Tiny, tmp_path: Path) -> None:
+    job = local_job(tiny, iters=4000, val_batches=0, save_every=4000)
+    run = launch(tmp_path, job, shares=(1.0, 1.0), spec_fields={"rank_restarts": 1})
+    try:
+        wait_until(lambda: len(steps(run, 0)) > 5, LIMIT_S)
+        run.kill(1)
+        wait_until(lambda: "rank 1 has joined again" in run.log(0), LIMIT_S)
+        joined = steps(run, 0)[-1]
+        wait_until(lambda: steps(run, 1)[-1] > joined + 8, LIMIT_S)
+    finally:
+        run.send(STOP)
+    run.succeeded()
+    (start, again) = run.events(1, "start")
+    assert start["parameter_checksum"] == again["parameter_checksum"]
+    losses = {rank: dict(zip(steps(run, rank), run.losses(rank), strict=True)) for rank in (0, 1)}
+    assert all(losses[0][iteration] == loss for iteration, loss in losses[1].items())
+
+
+def test_one_rank_that_is_left_goes_on_alone(tiny: Tiny, tmp_path: Path) -> None:
+    """As after a restart without the other node."""
+    job = local_job(tiny, iters=14)
+    launch(tmp_path, job, shares=(1.0, 1.0), spec_fields={"checkpoint_every": 5}).succeeded()
+    rest = launch(tmp_path, job, attempt=2, spec_fields={"resume": True, "reached": 10}).succeeded()
+    assert [event["iteration"] for event in rest.events(0, "resumed")] == [10]
+    assert steps(rest, 0) == [11, 12, 13, 14]
