@@ -23,13 +23,14 @@ from engine.protocol.job import Job
 from engine.trainer.model import load_model
 from tests.bench import blas
 from tests.bench.figures import Figure, machine, report
-from tests.bench.precision import FIRST_RATE, FIRST_STEPS, train
+from tests.bench.precision import FIRST_RATE, train
 from tests.training.launching import launch
 
+FIRST_STEPS: Final = 40
 SEEDS: Final = (1, 2, 3)
 STEPS: Final = 300
-RATE: Final = 1e-4
-BATCH: Final = 8
+RATE: Final = 3e-4
+BATCH: Final = 4
 INT8_LIMIT: Final = 0.01
 LOCAL_LIMIT: Final = 0.02
 """Of the synchronous validation loss."""

@@ -7,6 +7,8 @@ the wanted multiple of the time to compute them. Reported are seconds of a step 
 and step by the interfaces' counters, what computing takes alone (both ranks at once, each without a peer), and what
 the exchange takes alone (as many bytes, gathered by both).
 
+With `--local`, instead: strategy = "local" at 20 Mbit/s, beside itself on an unlimited link and beside stock's.
+
 It stands for Macs, whose GPU computes while the CPU waits for the network: here one core does both, and the ring's
 threads spin while they wait. So they run at a lower priority than what computes: in ours and in stock's ranks alike.
 
@@ -55,6 +57,12 @@ LONGEST: Final = 256
 """Tokens of an example."""
 TRIALS: Final = (16, 64)
 """Tokens per step whose time gives that of any number."""
+LOCAL_RATE: Final = 20
+LOCAL_TOKENS: Final = 512
+"""Of each rank's step: a batch of fine-tuning."""
+LOCAL_STEPS: Final = 16
+SLOWED: Final = 1.15
+"""The most of strategy "local", over the unlimited link."""
 BYTES, INT8_RATIO, RATIO, NEVER_SLOWER, OVERLAP = 2.02, 2.4, 1.7, 1.0, 1.15
 _ROOT: Final = Path(__file__).parents[2]
 _LIMIT_S: Final = 900.0
@@ -101,6 +109,7 @@ STOCK: Final = Trainer("stock mlx_lm.lora")
 AUTO: Final = Trainer("ours", {})
 INT8: Final = Trainer("ours, int8", {"wire": "int8"})
 SHARDED: Final = Trainer("ours, sharded", {"strategy": "sharded"})
+LOCAL: Final = Trainer("ours, local", {"strategy": "local", "local_steps": LOCAL_STEPS})
 
 
 @dataclass(frozen=True)
@@ -214,10 +223,14 @@ class Workspace:
         seconds: list[float] = json.loads(log.read_text())
         return statistics.median(seconds[1:])
 
-    def run(self, trainer: Trainer, kind: str, tokens: int) -> Measured:
-        """Two ranks of so many tokens a step each."""
+    def run(self, trainer: Trainer, kind: str, tokens: int, window: int = WINDOW, windows: int = WINDOWS) -> Measured:
+        """Two ranks of so many tokens a step each, reported every `window` steps."""
         directory = self._directory()
-        job = self._job(directory, kind, tokens, 2)
+        job = self._job(directory, kind, tokens, 2) | {
+            # One more than is counted: the last one validates, and saves.
+            "iters": (1 + windows) * window + 1,
+            "steps_per_report": window,
+        }
         if trainer.job is None:
             config, log = directory / "options.json", directory / "reports.jsonl"
             config.write_text(json.dumps(job | {"train": True}))
@@ -228,8 +241,8 @@ class Workspace:
             with self._ours(directory, job | trainer.job, 2) as ranks:
                 ranks.wait()
             reports = _events(directory, "report")
-        sent = ranks.sent(reports[WINDOWS]["t"]) - ranks.sent(reports[0]["t"])
-        return Measured(_step_s(reports), sent / (WINDOW * WINDOWS))
+        sent = ranks.sent(reports[windows]["t"]) - ranks.sent(reports[0]["t"])
+        return Measured(_step_s(reports, window, windows), sent / (window * windows))
 
     def _job(self, directory: Path, kind: str, tokens: int, ranks: int) -> dict[str, Any]:
         """mlx-lm's own keys, and the precision that it has."""
@@ -248,7 +261,6 @@ class Workspace:
             "num_layers": -1,
             "batch_size": rows * ranks,
             "max_seq_length": length + 1,
-            # One more than is counted: the last one validates, and saves.
             "iters": (1 + WINDOWS) * WINDOW + 1,
             "steps_per_report": WINDOW,
             "save_every": 1_000_000,
@@ -328,10 +340,10 @@ def _events(directory: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == kind]
 
 
-def _step_s(reports: Sequence[dict[str, Any]]) -> float:
+def _step_s(reports: Sequence[dict[str, Any]], window: int = WINDOW, windows: int = WINDOWS) -> float:
     """The median of the windows'."""
-    times: list[float] = [report["t"] for report in reports[: WINDOWS + 1]]
-    return statistics.median(after - before for before, after in itertools.pairwise(times)) / WINDOW
+    times: list[float] = [report["t"] for report in reports[: windows + 1]]
+    return statistics.median(after - before for before, after in itertools.pairwise(times)) / window
 
 
 def _run(*argv: str) -> None:
@@ -401,9 +413,32 @@ def _least(trainer: Trainer, row: Row) -> float:
     return INT8_RATIO if trainer is INT8 else RATIO
 
 
+def local_figures(workspace: Workspace, rounds: int) -> Iterator[Figure]:
+    """Strategy "local" through the slow link and the unlimited one, in turns, and stock's through the slow one."""
+    _, parameters = workspace.compute("full", TRIALS[0])
+    runs: dict[int, list[Measured]] = {LOCAL_RATE: [], UNLIMITED: []}
+    for _ in range(rounds):
+        for rate, measured in runs.items():
+            workspace.link.hold(rate)
+            measured.append(workspace.run(LOCAL, "full", LOCAL_TOKENS, LOCAL_STEPS, 1))
+    workspace.link.hold(LOCAL_RATE)
+    stock_s = workspace.run(STOCK, "full", LOCAL_TOKENS, 2, 1).step_s
+    held_s, free_s = (statistics.median(run.step_s for run in runs[rate]) for rate in runs)
+    each = statistics.median(run.bytes_per_step for run in runs[LOCAL_RATE]) / parameters
+    yield Figure(f"{LOCAL_RATE} Mbit/s, {LOCAL_TOKENS} tokens, {STOCK.name}: a step", f"{stock_s:.3f} s")
+    yield Figure(f"  {LOCAL.name}: sent", f"{each:.4f} bytes/parameter")
+    yield Figure(f"  {LOCAL.name}: a step", f"{held_s:.3f} s, {stock_s / held_s:.2f} × stock")
+    yield Figure(f"  {LOCAL.name}, unlimited: a step", f"{free_s:.3f} s")
+    ratio = held_s / free_s
+    yield Figure("  through the link over unlimited", f"{ratio:.2f} ×", f"<= {SLOWED} ×", ratio <= SLOWED)
+
+
 def figures(rows: Sequence[Row], trainers: Sequence[Trainer], rounds: int) -> Iterator[Figure]:
     with contextlib.closing(Link()) as link, TemporaryDirectory() as directory:
         workspace = Workspace(Path(directory), link)
+        if not rows:
+            yield from local_figures(workspace, rounds)
+            return
         compute = Compute.measured(workspace)
         for row in rows:
             yield from compared(workspace, row, compute.tokens(row), trainers, rounds)
@@ -415,6 +450,7 @@ def main() -> int:
     parser.add_argument("--rates", type=int, nargs="*", help="Mbit/s of the rows to run; 0 is unlimited")
     parser.add_argument("--ratios", type=float, nargs="*", help="exchange over compute of the rows to run")
     parser.add_argument("--sharded", action="store_true", help="ours with strategy sharded, too")
+    parser.add_argument("--local", action="store_true", help="only strategy local, at 20 Mbit/s")
     options = parser.parse_args()
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")) or (os.cpu_count() or 1) < 2:
         raise SystemExit(
@@ -425,7 +461,8 @@ def main() -> int:
     rows = [
         row
         for row in ROWS
-        if (options.rates is None or row.rate in options.rates)
+        if not options.local
+        and (options.rates is None or row.rate in options.rates)
         and (options.ratios is None or row.ratio in options.ratios)
     ]
     trainers = (STOCK, AUTO, INT8, *([SHARDED] if options.sharded else []))
