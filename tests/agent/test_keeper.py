@@ -376,8 +376,9 @@ if start == 1:
     if os.fork() == 0:
         os.setsid()
         print("orphan", os.getpid(), flush=True)
+        Path("orphaned").touch()
         signal.pause()
-    while b"orphan" not in Path(os.environ["FLIGHTDECK_SPEC"]).with_name("rank1.log").read_bytes(): time.sleep(0.01)
+    while not Path("orphaned").exists(): time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -49,10 +49,22 @@ async def test_both_launchers_give_the_ranks_the_same_environment(
     assert "TMPDIR" not in directly[1][0]
 
 
-async def under(launcher: str, nodes: Any, network: NetworkPlan, fleet: Fleet, tmp_path: Path) -> list[Any]:
+async def test_strategy_local_starts_its_ranks_directly_with_the_addresses_of_all(
+    cluster: Cluster, fleet: Fleet, tmp_path: Path
+) -> None:
+    nodes = on(cluster, "head", "ana", "bea")
+    output = await under("mlx.launch", nodes, configured_network(nodes), fleet, tmp_path, strategy="local")
+    expected = [[f"{node.ips[0]}:{21_000 + rank}"] for rank, node in enumerate(nodes)]
+    for rank, (environment, files) in enumerate(output):
+        assert environment["MLX_RANK"] == str(rank)
+        assert files == {"MLX_HOSTFILE": expected}
+
+
+async def under(launcher: str, nodes: Any, network: NetworkPlan, fleet: Fleet, tmp_path: Path, **job: Any) -> list[Any]:
     """What each rank has printed."""
-    plan = plan_of(nodes, ["python", "-c", DUMP], launcher=launcher, starting_port=21_000)
+    plan = plan_of(nodes, ["python", "-c", DUMP], launcher=launcher, starting_port=21_000, **job)
     started = await start_attempt(tmp_path / "home", plan, fleet, network)
+    assert (started.launched.launcher is None) is plan.config.starts_directly
     output = [json.loads(await started.output(rank)) for rank in range(3)]
     await started.launcher_left()
     return output

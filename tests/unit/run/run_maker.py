@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.cluster.staging import HostLayout
-from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, Strategy
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
 from engine.run.attempt import new_attempt
@@ -36,9 +36,10 @@ class Clock:
         return self.now
 
 
-def make_run_config(ranks: int = 2, iters: int = 60, name: str = "job") -> Config:
+def make_run_config(ranks: int = 2, iters: int = 60, name: str = "job", strategy: Strategy = "data") -> Config:
     nodes = tuple(NodeConfig(name=f"node{rank}", python=sys.executable, workdir="/") for rank in range(ranks))
-    job = JobConfig(name=name, model="/model", data="/data", mlx_lm={"iters": iters, "batch_size": 4})
+    keys = {"iters": iters, "batch_size": 4}
+    job = JobConfig(name=name, model="/model", data="/data", strategy=strategy, mlx_lm=keys)
     return Config(cluster=ClusterConfig(), nodes=nodes, job=job)
 
 
@@ -54,11 +55,12 @@ class MadeRun:
         name: str = "job",
         number: int = 0,
         created: datetime = START,
+        strategy: Strategy = "data",
     ) -> None:
         self.home = home
         self.directory = RunDir(home / "runs" / f"{created:%Y%m%d-%H%M%S}-{name}-{number:04x}")
         self.directory.path.mkdir(parents=True)
-        config = make_run_config(ranks, iters, name)
+        config = make_run_config(ranks, iters, name, strategy)
         self.plan = RunPlan(config=config, run_id=self.directory.id, created_at=created)
         write_plan(self.directory.plan, self.plan)
         self.journal = Journal(self.directory.journal, Clock(created))

@@ -1,4 +1,5 @@
-"""How a monitored attempt is ended: when the ranks save an emergency checkpoint, and what an abort leaves of it."""
+"""How a monitored attempt is ended: when the ranks save an emergency checkpoint, what an abort leaves of it, and what
+an attempt goes on without."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ from typing import Any
 
 import pytest
 
-from engine.models import RunState
+from engine.cluster.host_connection import ConnectionState
+from engine.config.models import Strategy
+from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
-from engine.protocol.attempt import ExitRecord, Identity, write_atomic
+from engine.protocol.attempt import END, ExitRecord, Identity, write_atomic
+from engine.run import attempt_monitor, decide, shutdown
 from engine.run.attempt import AttemptOrigin
 from engine.run.attempt_monitor import AttemptMonitor
 from engine.run.decide import failed_run, refusal
-from engine.run.events import AttemptFailed, RequestReceived, StopStageReached, Verdict
+from engine.run.events import AttemptFailed, Note, RequestReceived, StopStageReached, Verdict
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.ranks import AttemptContext, HostConnections
 from engine.run.signatures import BY_ID
@@ -31,8 +35,8 @@ from tests.waiting import until
 class MonitoredAttempt:
     """A monitored attempt of two ranks; their keepers and trainers are the test itself."""
 
-    def __init__(self, home: Path, *, restarts: bool, steps: bool = True) -> None:
-        run = MadeRun(home).attempt().state("preflight", "launching", "running").close()
+    def __init__(self, home: Path, *, restarts: bool, steps: bool = True, strategy: Strategy = "data") -> None:
+        run = MadeRun(home, strategy=strategy).attempt().state("preflight", "launching", "running").close()
         self.directory, self.plan = run.directory, run.plan
         self.recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
         attempt = self.recorder.history.attempts[-1].plan
@@ -45,7 +49,9 @@ class MonitoredAttempt:
             self._start(rank, attempt.nonce, run.id)
             if steps:
                 self.report(rank, event="step", iteration=3, update=3, t=1.0, at=1.0)
-        connections = HostConnections([FileHost(self.files, (0, 1), ("node0", "node1"))])
+        # As two hosts, so that one may be silent.
+        self.hosts = [FileHost(self.files, (rank,), (f"node{rank}",)) for rank in (0, 1)]
+        connections = HostConnections(self.hosts)
         context = AttemptContext(run.directory, run.plan, attempt, connections, self.recorder)
         self.monitor = AttemptMonitor(context, AttemptOrigin(), self._may_restart)
 
@@ -66,8 +72,15 @@ class MonitoredAttempt:
         with self.files.events(rank).open("a") as file:
             file.write(json.dumps({**event, "rank": rank}) + "\n")
 
+    def complete(self, rank: int) -> None:
+        self.report(rank, event="end", completed=True)
+        self.exit(rank, 0)
+
     def exit(self, rank: int, code: int) -> None:
         write_atomic(self.files.exit(rank), json.dumps(asdict(ExitRecord(rank, 1, code, None, 0.0, 0))))
+
+    def notes(self) -> list[str]:
+        return [event.message for event in read_journal(self.directory.journal) if isinstance(event, Note)]
 
     def stages(self) -> list[str]:
         return [
@@ -82,7 +95,7 @@ class MonitoredAttempt:
 def made(tmp_path: Path) -> Iterator[Callable[..., MonitoredAttempt]]:
     attempts: list[MonitoredAttempt] = []
 
-    def make(**how: bool) -> MonitoredAttempt:
+    def make(**how: Any) -> MonitoredAttempt:
         attempts.append(MonitoredAttempt(tmp_path, **how))
         return attempts[-1]
 
@@ -162,3 +175,83 @@ async def test_a_first_launch_that_fails_for_a_transient_cause_is_restarted(
     assert verdict.signature == signature
     failed = AttemptFailed(attempt=1, verdict=verdict, failed_at=datetime.now(UTC))
     assert refusal(failed_run(attempt.plan, attempt.recorder.history, failed)) is None
+
+
+LOSS = "rank 1 on node1 is lost: the others go on without it"
+NOT_TO_THE_END = "rank 1 on node1 did not complete: the others went on without it"
+
+
+async def verdict_of(attempt: MonitoredAttempt, run: Awaitable[Any]) -> Verdict:
+    return attempt.monitor.verdict(await run)
+
+
+async def test_rank_0_goes_on_without_a_rank_that_failed_and_completes(
+    made: Callable[..., MonitoredAttempt],
+) -> None:
+    attempt = made(restarts=True, strategy="local")
+    run = attempt.run()
+    await fail(attempt, "OSError")
+    await until(lambda: LOSS in attempt.notes())
+    assert (attempt.stages(), attempt.recorder.state) == ([], RunState.RUNNING)
+    attempt.complete(0)
+    verdict = await verdict_of(attempt, run)
+    assert (verdict.state, verdict.reason, verdict.cause) == (RunState.SUCCEEDED, Reason.COMPLETED, NOT_TO_THE_END)
+    assert attempt.stages() == ["verifying", "stopped"]
+    assert attempt.notes().count(LOSS) == 1
+    assert attempt.monitor.failed_at is None
+
+
+async def test_a_silent_node_does_not_hold_a_completed_training_open(
+    made: Callable[..., MonitoredAttempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide, "LINGER_S", 0.3)
+    monkeypatch.setattr(shutdown, "SILENT_S", 0.3)
+    attempt = made(restarts=True, strategy="local")
+    run = attempt.run()
+    await until(lambda: bool(attempt.monitor.intake.progress.steps))
+    attempt.hosts[1].shown, attempt.hosts[1].left = ConnectionState(20.0, answered=True), None
+    attempt.complete(0)
+    verdict = await verdict_of(attempt, run)
+    assert (verdict.state, verdict.cause) == (RunState.SUCCEEDED, NOT_TO_THE_END)
+    assert [name for proof in attempt.monitor.proofs if not proof.found for name in proof.connection.names] == ["node1"]
+    assert (1, END) in attempt.hosts[1].commands
+
+
+async def test_a_rank_that_goes_on_after_the_training_has_completed_is_ended(
+    made: Callable[..., MonitoredAttempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide, "LINGER_S", 0.3)
+    attempt = made(restarts=True, strategy="local")
+    run = attempt.run()
+    attempt.complete(0)
+    await until(lambda: (1, END) in attempt.hosts[1].commands)
+    attempt.exit(1, 5)
+    assert (await verdict_of(attempt, run)).state is RunState.SUCCEEDED
+
+
+async def test_the_end_of_rank_0_fails_the_attempt_though_another_rank_was_lost_before(
+    made: Callable[..., MonitoredAttempt],
+) -> None:
+    attempt = made(restarts=True, strategy="local")
+    run = attempt.run()
+    await fail(attempt, "OSError")
+    await until(lambda: LOSS in attempt.notes())
+    attempt.report(0, event="failure", error_type="ValueError", message="no")
+    attempt.exit(0, 1)
+    verdict = await verdict_of(attempt, run)
+    assert (verdict.state, verdict.reason, verdict.rank) == (RunState.FAILED, Reason.RANK_FAILED, 0)
+    assert "emergency_checkpoint" not in attempt.stages()
+
+
+async def test_a_rank_that_leaves_because_rank_0_has_failed_is_not_noted_as_lost(
+    made: Callable[..., MonitoredAttempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_monitor, "SETTLE_S", 60.0)
+    attempt = made(restarts=True, strategy="local")
+    run = attempt.run()
+    await until(lambda: bool(attempt.monitor.intake.progress.steps))
+    attempt.exit(1, 5)
+    await until(lambda: 1 in attempt.recorder.history.attempts[-1].ended)
+    attempt.exit(0, 1)
+    assert (await verdict_of(attempt, run)).rank == 0
+    assert LOSS not in attempt.notes()

@@ -1,0 +1,88 @@
+"""With strategy `local` the others go on without a rank other than rank 0, under a real supervisor. The ranks' program
+stands in for the trainer: it knows nothing of the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from engine.config.models import JobConfig, RecoveryConfig
+from engine.models import Reason, RunState
+from engine.run.events import AttemptFailed, LauncherStarted, RankExited
+from tests.faults.local_runs import Run, kill_and_await, start_run
+
+ALONE = """
+import os, time
+print("up", os.getpid(), os.path.getsize(os.environ["MLX_HOSTFILE"]) > 2, flush=True)
+while not os.path.exists("enough"): time.sleep(0.02)
+"""
+LOSS = "rank 1 on right is lost: the others go on without it"
+
+
+def start_local(home: Path, tmp_path: Path, **recovery: int | bool) -> Run:
+    job = JobConfig(name="test", command=("python", "script.py"), strategy="local")
+    limits = RecoveryConfig.model_validate({"stop_grace_s": 1.0, "term_grace_s": 0.5, **recovery})
+    run = start_run(home, tmp_path, script=ALONE, job=job, recovery=limits)
+    for rank in (0, 1):
+        run.await_output("up", rank)
+    return run
+
+
+def kill_trainer(run: Run, rank: int) -> None:
+    os.kill(run.identity(rank).trainer_pid, signal.SIGKILL)
+
+
+def lines_up(run: Run, rank: int) -> list[str]:
+    return [line for line in run.dir.log(rank).read_text().splitlines() if line.startswith("up ")]
+
+
+def starts_of(run: Run, rank: int) -> int:
+    return len(lines_up(run, rank))
+
+
+def test_a_rank_that_is_killed_is_started_again_and_the_attempt_goes_on(home: Path, tmp_path: Path) -> None:
+    run = start_local(home, tmp_path)
+    kill_trainer(run, 1)
+    run.wait(lambda: starts_of(run, 1) == 2)
+    assert run.events_of(RankExited) == []
+    run.finish()
+    record = run.ended()
+    assert (record.state, record.reason, record.attempts, record.cause) == (
+        RunState.SUCCEEDED,
+        Reason.COMPLETED,
+        1,
+        None,
+    ), run.troubles()
+    assert starts_of(run, 0) == 1
+    addresses_known = [line.split()[2] for rank in (0, 1) for line in lines_up(run, rank)]
+    assert addresses_known == ["True"] * 3
+    assert run.events_of(LauncherStarted) == []
+
+
+def test_a_rank_that_is_lost_for_good_is_noted_once_and_does_not_fail_the_run(home: Path, tmp_path: Path) -> None:
+    run = start_local(home, tmp_path)
+    kill_and_await(run.identity(1).keeper_pid)
+    run.wait(lambda: LOSS in run.notes)
+    run.finish()
+    record = run.ended()
+    assert (record.state, record.reason, record.unconfirmed) == (RunState.SUCCEEDED, Reason.COMPLETED, [])
+    assert record.cause == "rank 1 on right did not complete: the others went on without it"
+    assert run.notes.count(LOSS) == 1
+
+
+def test_a_run_restarts_when_rank_0_is_lost(home: Path, tmp_path: Path) -> None:
+    run = start_local(home, tmp_path, restart_commands=True)
+    kill_trainer(run, 0)
+    run.wait(lambda: run.record.attempts == 2 and starts_of(run, 0) == starts_of(run, 1) == 2)
+    run.finish()
+    assert run.ended().state is RunState.SUCCEEDED, run.troubles()
+    [failed] = run.events_of(AttemptFailed)
+    assert (failed.verdict.rank, failed.verdict.signal) == (0, signal.SIGKILL)
+
+
+def test_an_abort_ends_a_rank_that_waits_to_be_started_again(home: Path, tmp_path: Path) -> None:
+    run = start_local(home, tmp_path)
+    kill_trainer(run, 1)
+    run.abort()
+    assert run.record.state is RunState.ABORTED
