@@ -26,11 +26,11 @@ from tests.bench.figures import Figure, machine, report
 from tests.bench.precision import FIRST_RATE, train
 from tests.training.launching import launch
 
-FIRST_STEPS: Final = 40
+FIRST_STEPS: Final = 60
 SEEDS: Final = (1, 2, 3)
 STEPS: Final = 300
-RATE: Final = 3e-4
-BATCH: Final = 4
+RATE: Final = 2e-5
+BATCH: Final = 8
 INT8_LIMIT: Final = 0.01
 LOCAL_LIMIT: Final = 0.02
 """Of the synchronous validation loss."""
