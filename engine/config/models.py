@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
@@ -20,7 +20,9 @@ from engine.models import FrozenModel
 from engine.security.identifiers import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
-Strategy = Literal["data", "sharded", "pipeline"]
+Strategy = Literal["data", "sharded", "pipeline", "local"]
+PARTITIONED: Final = ("sharded", "pipeline")
+"""The strategies in which no rank has the whole training state."""
 
 
 _HeadPath = Annotated[str, AfterValidator(accepts(path_form))]
@@ -94,7 +96,8 @@ class JobConfig(_Section):
     fine_tune_type: FineTuneType = "lora"
     strategy: Strategy = "data"
     """`data`: every rank has the whole model. `sharded`: parameters, gradients and optimizer state are partitioned.
-    `pipeline`: every rank has some of the layers."""
+    `pipeline`: every rank has some of the layers. `local`: every rank trains the whole model by itself, and the weights
+    are averaged every `local_steps` updates: another algorithm."""
     layer_split: Annotated[str, AfterValidator(accepts(split_form))] | None = None
     """Layers of each pipeline rank as half-open ranges: `"0-8,8-36"`. Default: by the memory of the nodes."""
     mlx_lm: dict[str, Any] = Field(default_factory=dict)
@@ -272,7 +275,7 @@ def needs_all_nodes(config: Config) -> bool:
     """True if each node has a part of the training state that exists nowhere else, so that no restart can do without
     it."""
     local_state = config.checkpoint.enabled and config.checkpoint.destination is None
-    return config.job.command is None and config.job.strategy != "data" and local_state and len(config.nodes) > 1
+    return config.job.command is None and config.job.strategy in PARTITIONED and local_state and len(config.nodes) > 1
 
 
 def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | None) -> Config:
@@ -284,6 +287,8 @@ def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | 
         raise InputError("--strategy is not possible", why="the job runs a custom command")
     if chosen == "pipeline" and len(config.nodes) < 2:
         raise InputError("--strategy pipeline is not possible", why="a pipeline needs at least two nodes")
+    if chosen == "local" and len(config.nodes) < 2:
+        raise InputError("--strategy local is not possible", why="it averages the weights of at least two nodes")
     if layer_split is not None:
         what = f"--layer-split {layer_split} is not possible"
         if chosen != "pipeline":

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import NodeConfig
 from engine.errors import InputError
 from engine.plan.context import PlanContext, usable_calibration, why_unused
@@ -49,6 +50,11 @@ class MemoryFit:
     def billions(self, least: float, below: float = math.inf) -> bool:
         """True if the model is known to have that many parameters."""
         return isinstance(self.section, MemorySection) and least <= self.section.parameters / 1e9 < below
+
+    @property
+    def trained(self) -> int | None:
+        """Trained parameters."""
+        return self.section.trainable_parameters if isinstance(self.section, MemorySection) else None
 
     @property
     def trainable_share(self) -> float | None:
@@ -151,6 +157,7 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         optimizer=str(settings["optimizer"]),
         clipping=settings.get("max_grad_norm") is not None,
         wire=str(settings.get("wire", AUTO)),
+        outer_momentum=bool({**DEFAULTS, **settings}["outer_momentum"]),
         strategy=context.strategy,
         world_size=context.ranks,
         accumulation=context.accumulation,

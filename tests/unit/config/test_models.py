@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config.models import select_nodes, with_strategy
+from engine.config.models import Strategy, needs_all_nodes, select_nodes, with_strategy
 from engine.errors import InputError
 from tests.unit.plan.calibrations import config
 
@@ -47,9 +47,20 @@ def test_layers_make_it_a_pipeline_and_another_strategy_drops_them() -> None:
 def test_impossible_strategies_are_refused() -> None:
     with pytest.raises(InputError, match="at least two nodes"):
         with_strategy(config(["a"]), "pipeline", None)
+    with pytest.raises(InputError, match="the weights of at least two nodes"):
+        with_strategy(config(["a"]), "local", None)
+    with pytest.raises(InputError, match="strategy local does not split layers"):
+        with_strategy(config(["a", "b"]), "local", "0-8,8-36")
     with pytest.raises(InputError, match="3 ranges, one per node, not 2"):
         with_strategy(config(["a", "b", "c"]), "pipeline", "0-8,8-36")
     deck = config(["a", "b"])
     command = deck.model_copy(update={"job": deck.job.model_copy(update={"command": ("x",)})})
     with pytest.raises(InputError, match="a custom command"):
         with_strategy(command, "sharded", None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "needed"), [("data", False), ("local", False), ("sharded", True), ("pipeline", True)]
+)
+def test_only_a_partitioned_state_needs_all_nodes(strategy: Strategy, *, needed: bool) -> None:
+    assert needs_all_nodes(with_strategy(config(["a", "b"]), strategy, None)) is needed
