@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "local_gains_nothing",
         lambda plan, _: local_gains_nothing(plan),
-        "local gains nothing here: {local}, and data has the losses of one process",
+        "local gains nothing here with these local_steps: {local}. The other two have the losses of one process",
         "the calibrated nodes and links",
     ),
     Rule(
@@ -156,9 +156,11 @@ def local_pays(context: PlanContext) -> bool:
 
 
 def local_gains_nothing(context: PlanContext) -> bool:
-    """A step of data is predicted to be about as short."""
-    local, data = context.throughput.step_s, _predicted(context, "data").step_s
-    return context.strategy == "local" and local is not None and data is not None and local >= (1 - _GAIN) * data
+    """With data, or on the fastest node alone, a step is predicted to be about as short."""
+    local, data = context.throughput, _predicted(context, "data").step_s
+    if context.strategy != "local" or local.step_s is None or local.speed_up is None or data is None:
+        return False
+    return local.step_s >= (1 - _GAIN) * min(data, local.step_s * local.speed_up)
 
 
 def _predicted(context: PlanContext, strategy: Strategy, wire: str | None = None) -> ThroughputPrediction:
@@ -213,10 +215,14 @@ def _exchange(context: PlanContext) -> str:
 
 
 def _data_and_local(context: PlanContext) -> str:
-    """The step of both: of the job's own strategy in the form that it sets, of the other one in the same or, with
-    local, in 4 bits."""
+    """The step of both, and of one node: of the job's own strategy in the form that it sets, of the other one in the
+    same or, with local, in 4 bits."""
     own = context.throughput
     other = _predicted(context, "local", AUTO) if context.strategy == "data" else _predicted(context, "data")
     data, local = (own, other) if context.strategy == "data" else (other, own)
     form = ' and wire = "auto"' if local is other and context.settings.get("wire", AUTO) != AUTO else ""
-    return f'an iteration takes {data.step_s:.2f} s with strategy "data", {local.step_s:.2f} s with "local"{form}'
+    alone = (own.step_s or 0.0) * (own.speed_up or 0.0)
+    return (
+        f'an iteration takes {data.step_s:.2f} s with strategy "data", {local.step_s:.2f} s with "local"{form}, '
+        f"{alone:.2f} s on the fastest node alone"
+    )
