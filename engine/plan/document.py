@@ -113,7 +113,7 @@ class StrategySection(FrozenModel):
     local_steps: int | None = None
     """Updates of each rank by itself between two averagings; null but with local."""
     averaging_bytes: int | None = None
-    """What a rank other than 0 sends for an averaging, and gets back."""
+    """Sent by a rank other than 0 for an averaging; it gets as many back."""
     averaging_s: float | None = None
     """Duration of an averaging."""
     launchable: bool

@@ -70,7 +70,7 @@ class Averaging:
 
     ranks: int
     element_bytes: float
-    """What a member sends to rank 0, and gets back."""
+    """Sent by a rank other than 0; it gets as many back."""
 
     @property
     def through_rank_0(self) -> float:
