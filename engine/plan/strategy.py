@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import PARTITIONED
 from engine.errors import plural
 from engine.plan.context import PlanContext
@@ -94,7 +93,7 @@ def strategy_section(
 
 def _averaging(context: PlanContext, trained: int | None, rationale: Rationale) -> dict[str, Any]:
     """The fields of strategy "local": how often the weights are averaged, and what that costs."""
-    settings = {**DEFAULTS, **context.settings}
+    settings = context.settings
     steps, wire = int(settings["local_steps"]), str(settings["wire"])
     form = averaging(wire, context.ranks)
     rationale.explain(

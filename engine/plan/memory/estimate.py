@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Literal
 
 from engine.config.models import PARTITIONED, Strategy
 from engine.errors import InputError
@@ -132,7 +132,7 @@ _MOMENT_ARRAYS = {"float32": 0, "bfloat16": 18, "8bit": 22}
 moments'. Measured with AdamW on one parameter, without mx.compile, with which there are 3, 3, 7, 12 and 15."""
 _WAITING_ARRAYS = 2
 """The same of the other parameters of the piece."""
-_AVERAGING_ARRAYS: Final = 6
+_AVERAGING_ARRAYS = 6
 """Float32 arrays of a parameter alive at once in an averaging: its weight, the last averaged one, their difference,
 what is encoded and decoded of it, and the result."""
 _REST_BYTES = 2

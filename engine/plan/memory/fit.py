@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import NodeConfig
 from engine.errors import InputError
 from engine.plan.context import PlanContext, usable_calibration, why_unused
@@ -157,7 +156,7 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         optimizer=str(settings["optimizer"]),
         clipping=settings.get("max_grad_norm") is not None,
         wire=str(settings.get("wire", AUTO)),
-        outer_momentum=bool({**DEFAULTS, **settings}["outer_momentum"]),
+        outer_momentum=bool(settings["outer_momentum"]),
         strategy=context.strategy,
         world_size=context.ranks,
         accumulation=context.accumulation,
