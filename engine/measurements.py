@@ -157,9 +157,10 @@ class ThroughputPrediction(FrozenModel):
     compute_s: dict[str, float] = Field(default_factory=dict)
     """Compute part of an iteration by node."""
     communicate_s: float | None = None
-    """The part of the exchange that an iteration waits for: its backward pass covers the rest."""
+    """The part of the exchange that an iteration waits for: its backward pass covers the rest, and in strategy "local"
+    the other iterations up to an averaging have their part of it."""
     exchange_s: float | None = None
-    """The whole exchange of one update."""
+    """The whole exchange of one update; an averaging in strategy "local"."""
     speed_up: float | None = None
     """Throughput over that of the fastest node with the whole batch."""
     efficiency: float | None = None

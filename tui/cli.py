@@ -19,6 +19,7 @@ from tui.commands.terminal import DEFAULT_FILE, check_terminal
 
 Commands = Any
 """The type that add_subparsers returns, which argparse does not name."""
+_STRATEGIES = ("data", "sharded", "pipeline", "local")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,7 +143,7 @@ def _starting(commands: Commands) -> None:
         ("flightdeck launch --skip data_matches", "overrides one check by name; goes into the audit log"),
     )
     _config(launch)
-    launch.add_argument("--strategy", choices=("data", "sharded", "pipeline"), help="in place of the job's")
+    launch.add_argument("--strategy", choices=_STRATEGIES, help="in place of the job's")
     _layer_split(launch)
     launch.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
     _skip(launch)
@@ -228,7 +229,7 @@ def _planning(commands: Commands) -> None:
     _config(plan)
     plan.add_argument("--explain", action="store_true", help="why each choice was made, in prose")
     plan.add_argument("--format", choices=("v1", "v2"), help="print the document of this version, as --json does")
-    plan.add_argument("--strategy", choices=("data", "sharded", "pipeline"), help="plan as if the job said so")
+    plan.add_argument("--strategy", choices=_STRATEGIES, help="plan as if the job said so")
     _layer_split(plan)
     calibrate = _command(
         commands,

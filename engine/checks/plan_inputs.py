@@ -100,7 +100,7 @@ async def collect_plan_inputs(
     cabling = topology([known[node.name] for node in planned.nodes if node.name in known])
     network, unwired = None, None
     try:
-        network = plan_network(planned, list(known.values()), cabling)
+        network = plan_network(planned, list(known.values()), cabling, strategy)
     except LaunchError as error:
         unwired = str(error)
     report, report_problem = await asyncio.to_thread(load_data_report, config)

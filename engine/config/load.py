@@ -16,7 +16,8 @@ from engine.config.faults import Faults, Location
 from engine.config.formats import address_form, path_form, remote_path_form, resolved, split_form
 from engine.config.hostfile import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
-from engine.config.models import CheckpointConfig, Config, NodeConfig, RecoveryConfig, on_node
+from engine.config.mlx_lm_keys import LOCAL_KEYS
+from engine.config.models import PARTITIONED, CheckpointConfig, Config, NodeConfig, RecoveryConfig, on_node
 from engine.errors import ConfigError
 from engine.security.identifiers import LOCAL
 
@@ -84,12 +85,18 @@ def _check_command(faults: Faults, tables: Sequence[NodeTable]) -> None:
 def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) -> None:
     settings, config = job.settings, job.config
     batch_size = settings.get("batch_size")
-    pipeline = config is not None and config.strategy == "pipeline"
+    strategy = config.strategy if config is not None else None
+    pipeline = strategy == "pipeline"
     if pipeline and nodes < 2:
         faults.add(inline, "strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
-    if config is not None and config.strategy != "data" and settings.get("wire") == "int8":
-        needed = f'auto or float32: strategy = "{config.strategy}" sends no int8'
+    if strategy == "local" and nodes < 2:
+        faults.add(inline, "strategy", "local", "data: local averages the weights of at least two nodes")
+    if strategy in PARTITIONED and settings.get("wire") == "int8":
+        needed = f'auto or float32: strategy = "{strategy}" sends no int8'
         faults.add(job.locations.get("wire", inline), "wire", "int8", needed)
+    for key in LOCAL_KEYS if strategy not in (None, "local") else ():
+        if key in job.locations:
+            faults.add(job.locations[key], key, settings[key], 'no value here, unless strategy = "local"')
     split = config.layer_split if config is not None else None
     if split is not None and (accepted := split_form(split, nodes)) is not None:
         faults.add(inline, "layer_split", split, accepted)

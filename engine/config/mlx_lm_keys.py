@@ -3,8 +3,8 @@
 Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's process must not import mlx_lm; a test
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
-`optimizer_precision`, `moments`, `max_grad_norm`, `wire`, `epochs`, `save_best` and `patience` are ours, model and data
-have no default, and Hugging Face data sets are not read.
+`optimizer_precision`, `moments`, `max_grad_norm`, `wire`, LOCAL_KEYS, `epochs`, `save_best` and `patience` are ours,
+model and data have no default, and Hugging Face data sets are not read.
 """
 
 from __future__ import annotations
@@ -158,7 +158,24 @@ KEYS: dict[str, Key] = {
         "auto",
         'How gradients travel with strategy = "data": auto, in 16 bits where the weights have 16 and that is less, or '
         "else in float32; float32, always; int8, a quarter of float32, with what is rounded away added to the next "
-        "update's gradient. Not in mlx-lm.",
+        'update\'s gradient. With strategy = "local" changes of weights: auto, in 4 bits and '
+        "a scale for each 64; float32; int8. Not in mlx-lm.",
+    ),
+    "local_steps": Key(
+        Form(Annotated[int, Field(ge=1, le=10_000)], "a whole number from 1 to 10000"),
+        16,
+        'Updates of each rank by itself between two averagings with strategy = "local". Not in mlx-lm.',
+    ),
+    "outer_learning_rate": Key(
+        Form(Annotated[FiniteFloat, Field(gt=0, le=2)], "a number above 0, at most 2"),
+        0.7,
+        'Factor of the averaged change with strategy = "local"; 1 with outer_momentum = 0 is plain averaging. Not in '
+        "mlx-lm.",
+    ),
+    "outer_momentum": Key(
+        Form(Annotated[FiniteFloat, Field(ge=0, lt=1)], "a number from 0 to below 1"),
+        0.5,
+        'Nesterov momentum of the averaged changes with strategy = "local". Not in mlx-lm.',
     ),
     "max_seq_length": Key(
         Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048, "Longest sequence, tokens."
@@ -219,6 +236,9 @@ KEYS: dict[str, Key] = {
 
 DEFAULTS: dict[str, Any] = {name: key.default for name, key in KEYS.items() if key.default is not _NO_DEFAULT}
 """The `*_feature` keys have no default: mlx-lm checks whether they are present."""
+
+LOCAL_KEYS = ("local_steps", "outer_learning_rate", "outer_momentum")
+"""Those of strategy "local" alone."""
 
 FULL_DEFAULTS: dict[str, Any] = {"num_layers": -1}
 """Other defaults for full fine-tuning: mlx-lm's 16 refuses models with fewer layers."""

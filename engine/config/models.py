@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
@@ -21,6 +21,8 @@ from engine.security.identifiers import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
 Strategy = Literal["data", "sharded", "pipeline", "local"]
+PARTITIONED: Final = ("sharded", "pipeline")
+"""The strategies in which no rank has the whole training state."""
 
 
 _HeadPath = Annotated[str, AfterValidator(accepts(path_form))]
@@ -95,8 +97,8 @@ class JobConfig(_Section):
     fine_tune_type: FineTuneType = "lora"
     strategy: Strategy = "data"
     """`data`: every rank has the whole model. `sharded`: parameters, gradients and optimizer state are partitioned.
-    `pipeline`: every rank has some of the layers. `local`: every rank trains the whole model by itself, and the ranks
-    average their weights from time to time."""
+    `pipeline`: every rank has some of the layers. `local`: every rank trains the whole model by itself, and the weights
+    are averaged every `local_steps` updates: another algorithm."""
     layer_split: Annotated[str, AfterValidator(accepts(split_form))] | None = None
     """Layers of each pipeline rank as half-open ranges: `"0-8,8-36"`. Default: by the memory of the nodes."""
     mlx_lm: dict[str, Any] = Field(default_factory=dict)
@@ -117,7 +119,7 @@ class JobConfig(_Section):
     @property
     def partitioned(self) -> bool:
         """Each rank has a part of the training state that no other rank has."""
-        return self.strategy in ("sharded", "pipeline")
+        return self.strategy in PARTITIONED
 
     @property
     def outlives_ranks(self) -> bool:
@@ -302,6 +304,8 @@ def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | 
         raise InputError("--strategy is not possible", why="the job runs a custom command")
     if chosen == "pipeline" and len(config.nodes) < 2:
         raise InputError("--strategy pipeline is not possible", why="a pipeline needs at least two nodes")
+    if chosen == "local" and len(config.nodes) < 2:
+        raise InputError("--strategy local is not possible", why="it averages the weights of at least two nodes")
     if layer_split is not None:
         what = f"--layer-split {layer_split} is not possible"
         if chosen != "pipeline":

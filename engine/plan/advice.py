@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from engine.config.models import PARTITIONED, Strategy
+from engine.measurements import ThroughputPrediction
 from engine.plan.context import PlanContext
 from engine.plan.document import ChosenSettings, PlannedAdvice
 from engine.plan.memory.choice import choose
@@ -27,17 +29,21 @@ class Rule:
     applies: Callable[[PlanContext, MemoryFit], bool]
     text: str
     """May contain {nodes}, the M4 Max among them; {share}, the trainable share; {sizes}, what one Mac of each size can
-    train; and {exchange}, what other forms of the exchange would change."""
+    train; {exchange}, what other forms of the exchange would change; and {local}, the steps of data and local."""
     source: str
     disputed: bool = False
+
+
+def _whole_on_m4_max(plan: PlanContext) -> bool:
+    """Full fine-tuning, with the whole model on an M4 Max."""
+    return bool(plan.m4_max) and plan.full and plan.strategy not in PARTITIONED
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         "full_copy",
-        lambda plan, _: plan.full and plan.strategy == "data" and plan.ranks > 1,
-        "data parallelism keeps a full copy of weights, gradients and moments on every machine: more machines "
-        "make it faster, not smaller",
+        lambda plan, _: plan.full and plan.strategy not in PARTITIONED and plan.ranks > 1,
+        "every machine keeps a full copy of weights, gradients and moments: more machines make it faster, not smaller",
         "the strategy itself",
     ),
     Rule(
@@ -48,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gpu_watchdog_validation",
-        lambda plan, memory: bool(plan.m4_max) and plan.full and memory.billions(3, 4.6) and plan.strategy == "data",
+        lambda plan, memory: _whole_on_m4_max(plan) and memory.billions(3, 4.6),
         "{nodes}: an M4 Max with 128 GB has hit the GPU watchdog while validating a 4B model in full fine-tuning. "
         f"Turn validation off (val_batches = 0), or give it at most 8 layers of a pipeline. {_DISPUTED}",
         f"{USER_REPORTS}; {MAINTAINERS}",
@@ -56,7 +62,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gpu_watchdog_training",
-        lambda plan, memory: bool(plan.m4_max) and plan.full and memory.billions(4.6) and plan.strategy == "data",
+        lambda plan, memory: _whole_on_m4_max(plan) and memory.billions(4.6),
         "{nodes}: an M4 Max with 128 GB has hit the GPU watchdog while training 7B in full fine-tuning, even "
         "with gradient checkpointing and a batch of 2. Leave it out, or give it at most 8 layers of a pipeline. "
         f"{_DISPUTED}",
@@ -83,10 +89,24 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "wire",
-        lambda plan, _: exchange_dominates(plan),
+        lambda plan, _: plan.strategy == "data" and exchange_dominates(plan),
         'the links decide: {exchange}. wire = "int8" rounds the gradients to 8 bits and adds what it has rounded away '
         "to the next update's: the losses differ slightly from those without, and each rank keeps 2 bytes more per "
         "trained parameter",
+        "the calibrated nodes and links",
+    ),
+    Rule(
+        "local",
+        lambda plan, _: local_pays(plan),
+        "the exchange of an update takes longer than its computation: {local}. local is another algorithm, whose "
+        "result differs slightly: each rank trains by itself between two averagings of the weights. A rank keeps up to "
+        "8 bytes more per trained parameter, and no sums of gradients",
+        "the calibrated nodes and links",
+    ),
+    Rule(
+        "local_gains_nothing",
+        lambda plan, _: local_gains_nothing(plan),
+        "local gains nothing here with these local_steps: {local}. The other two have the losses of one process",
         "the calibrated nodes and links",
     ),
     Rule(
@@ -98,7 +118,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "partitioned_state",
-        lambda plan, _: plan.strategy in ("sharded", "pipeline") and plan.ranks > 1,
+        lambda plan, _: plan.strategy in PARTITIONED and plan.ranks > 1,
         "the state is not replicated: after losing a node, training continues from the last periodic checkpoint, of "
         "which each rank writes its part on its own node. A restart waits for all nodes, whatever [recovery] min_nodes "
         "says, unless [checkpoint] destination is a folder that all of them can reach",
@@ -116,8 +136,36 @@ def exchange_dominates(context: PlanContext) -> bool:
     found = context.throughput
     if found.exchange_s is None or found.exchange_s <= max(found.compute_s.values()):
         return False
-    smaller = predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, "int8")
+    smaller = _predicted(context, "data", "int8")
     return smaller.exchange_s is not None and smaller.exchange_s < found.exchange_s
+
+
+_GAIN = 0.05
+"""Part of a step that local must save to be worth another result."""
+
+
+def local_pays(context: PlanContext) -> bool:
+    """With data, the exchange of an update takes longer than its computation, and the step would be shorter with
+    local."""
+    found = context.throughput
+    if context.strategy != "data" or found.exchange_s is None or found.step_s is None:
+        return False
+    local = _predicted(context, "local", AUTO).step_s
+    longer = found.exchange_s > context.accumulation * max(found.compute_s.values())
+    return longer and local is not None and local < (1 - _GAIN) * found.step_s
+
+
+def local_gains_nothing(context: PlanContext) -> bool:
+    """With data, or on the fastest node alone, a step is predicted to be about as short."""
+    local, data = context.throughput, _predicted(context, "data").step_s
+    if context.strategy != "local" or local.step_s is None or local.speed_up is None or data is None:
+        return False
+    return local.step_s >= (1 - _GAIN) * min(data, local.step_s * local.speed_up)
+
+
+def _predicted(context: PlanContext, strategy: Strategy, wire: str | None = None) -> ThroughputPrediction:
+    """The job with another strategy or form of the exchange."""
+    return predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, wire, strategy)
 
 
 def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvice, ...]:
@@ -127,6 +175,7 @@ def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvi
         "share": f"{memory.trainable_share:.2%}" if memory.trainable_share is not None else "",
         "sizes": _sizes(context, memory) if context.full else "",
         "exchange": _exchange(context) if exchange_dominates(context) else "",
+        "local": _data_and_local(context) if local_pays(context) or local_gains_nothing(context) else "",
     }
     return tuple(
         PlannedAdvice(name=rule.name, text=rule.text.format(**values), source=rule.source, disputed=rule.disputed)
@@ -158,8 +207,22 @@ def _exchange(context: PlanContext) -> str:
     """The step with each form of the exchange."""
     steps = []
     for wire in ("float32", AUTO, "int8"):
-        found = predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, wire)
+        found = _predicted(context, "data", wire)
         if found.exchange_s is not None and found.step_s is not None:
             steps.append(f'"{wire}" {found.step_s:.2f} s ({found.exchange_s:.2f} s of exchange)')
     compute = max(context.throughput.compute_s.values())
     return f"an iteration computes for {compute:.2f} s, and takes with wire = " + ", ".join(steps)
+
+
+def _data_and_local(context: PlanContext) -> str:
+    """The step of both, and of one node: of the job's own strategy in the form that it sets, of the other one in the
+    same or, with local, in 4 bits."""
+    own = context.throughput
+    other = _predicted(context, "local", AUTO) if context.strategy == "data" else _predicted(context, "data")
+    data, local = (own, other) if context.strategy == "data" else (other, own)
+    form = ' and wire = "auto"' if local is other and context.settings.get("wire", AUTO) != AUTO else ""
+    alone = (own.step_s or 0.0) * (own.speed_up or 0.0)
+    return (
+        f'an iteration takes {data.step_s:.2f} s with strategy "data", {local.step_s:.2f} s with "local"{form}, '
+        f"{alone:.2f} s on the fastest node alone"
+    )

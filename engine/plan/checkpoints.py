@@ -4,7 +4,7 @@ stored."""
 from __future__ import annotations
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import Config
+from engine.config.models import PARTITIONED, Config
 from engine.plan.context import PlanContext
 from engine.plan.document import CheckpointSection, Rationale, Source
 
@@ -55,7 +55,9 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
         if context.iterations is not None:
             suggested = save_every(context.iterations, full=context.full)
         _frequency(context, rationale, frequency, suggested)
-        where = "the node of rank 0" if context.strategy == "data" else "each node, which stores its own part"
+        where = "each node, which stores its own part"
+        if context.strategy not in PARTITIONED:
+            where = "the node of rank 0" if context.strategy == "data" else "each node, which stores its own state"
         storage = checkpoint.destination or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
     return CheckpointSection(
         async_=bool(context.settings) and checkpoint.enabled,
@@ -69,10 +71,18 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
 
 
 def _approach(context: PlanContext, rationale: Rationale) -> None:
-    """Replicas hold the whole state; when it is partitioned, only the periodic checkpoint has all of it."""
+    """Replicas hold the whole state, and with local every rank one of its own; when it is partitioned, only the
+    periodic checkpoint has all of it."""
     if context.strategy == "data" and context.ranks > 1:
         text = "the others have the state of the last finished step, and the run continues from there"
         rationale.explain(_KEY + "approach", Source.RULE, f"when a rank is lost, {text}")
+        return
+    if context.strategy == "local" and context.ranks > 1:
+        text = (
+            "the others go on without a lost rank, unless it is rank 0, and it joins again at an averaging. Each rank "
+            "stores its own state: any of them is enough to resume, and with all of them the resume is exact"
+        )
+        rationale.explain(_KEY + "approach", Source.RULE, text)
         return
     why = "with one rank there is no replica of the state"
     if context.ranks > 1:

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import Config, JobConfig, Strategy
+from engine.config.models import PARTITIONED, Config, JobConfig, Strategy
 from engine.measurements import Calibration, Division, Shares, ThroughputPrediction
 from engine.models import NodeFacts, Topology
 from engine.plan.data_report import DataReport
@@ -203,12 +203,12 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
 
 
 def _throughput(inputs: PlanInputs, shares: Shares) -> ThroughputPrediction:
-    if inputs.strategy != "data":
+    if inputs.strategy in PARTITIONED:
         return ThroughputPrediction(why_not=f"calibration measures strategy data, not {inputs.strategy}")
     why_not = (inputs.division and inputs.division.why_not) or why_unused(inputs)
     if why_not is not None:
         return ThroughputPrediction(why_not=why_not)
-    return predict_throughput(inputs.config, inputs.calibration, shares)
+    return predict_throughput(inputs.config, inputs.calibration, shares, strategy=inputs.strategy)
 
 
 def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:

@@ -19,6 +19,8 @@ _SYNC = {
     "data": "one all_sum of gradients, loss and token count per update over all ranks, in float32, on the CPU stream",
     "sharded": "an all_gather of each layer's parameters in both passes, and an all_sum of its gradients",
     "pipeline": "activations and their gradients between neighbouring ranks; one small all_sum per update",
+    "local": "no gradients: the change of the weights to rank 0 and its average back every local_steps updates, and a "
+    "small message after each update, over TCP connections of its own",
 }
 
 
@@ -99,7 +101,7 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
 
 def _setup(context: PlanContext, *, enabled: bool) -> tuple[str, ...]:
     inputs = context.inputs
-    if context.ranks == 1:
+    if context.ranks == 1 or context.strategy == "local":
         return ()
     if context.backend == "nccl":
         steps = [

@@ -103,13 +103,19 @@ class StrategySection(FrozenModel):
     gpus_per_node: int | None
     """Ranks per machine; null if they differ."""
     parallelism: str
-    """ "data", "sharded" or "pipeline"."""
+    """ "data", "sharded", "pipeline" or "local"."""
     layer_split: str | None
     """Layers of each pipeline rank as half-open ranges: "0-8,8-36"."""
     world_size: int
     bubble: float | None = None
     """Share of a pipeline step that a stage spends waiting."""
     pipeline_micro_batches: int | None = None
+    local_steps: int | None = None
+    """Updates of each rank by itself between two averagings; null but with local."""
+    averaging_bytes: int | None = None
+    """Sent by a rank other than 0 for an averaging; it gets as many back."""
+    averaging_s: float | None = None
+    """Duration of an averaging."""
     launchable: bool
     not_launchable: str | None = None
 
@@ -320,14 +326,15 @@ class MemoryBreakdown(FrozenModel):
     gradients_bytes: int
     """Gradients alive at once before the update; 0 where each is applied as it is computed."""
     optimizer_bytes: int
-    """Masters or compensation of 16-bit weights, and the optimizer's moments."""
+    """Masters or compensation of 16-bit weights, and the optimizer's moments; with local also the last averaged weights
+    and the momentum of their changes."""
     activations_bytes: int
     """Kept for the backward pass, and its working memory, without the logits."""
     logits_bytes: int
     """Added to that at the peak by the gradient of the loss: several arrays of tokens × vocabulary."""
     communication_bytes: int
-    """Buffers of the exchange: a bucket of gradients (data), or two gathered sections and the gradients of one
-    (sharded)."""
+    """Buffers of the exchange: a bucket of gradients (data), two gathered sections and the gradients of one (sharded),
+    or the encoded changes of all weights (local)."""
     update_bytes: int
     """Working memory of the optimizer's step, of which a piece of the parameters is computed at once."""
     reserve_bytes: int

@@ -70,6 +70,10 @@ def _strategy(section: StrategySection) -> str:
         text += f", layers {section.layer_split}"
     if section.bubble is not None:
         text += f", waiting {section.bubble:.0%} of each step"
+    if section.local_steps is not None:
+        text += f", the weights averaged every {plural(section.local_steps, 'update')}"
+    if section.averaging_bytes is not None:
+        text += f" ({section.averaging_bytes / 1e6:,.2f} MB each way)"
     return text if section.launchable else f"{text}; {section.not_launchable}"
 
 

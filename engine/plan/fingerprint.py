@@ -39,7 +39,8 @@ def fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
             "command": job.command,
             "model": job.model,
             "fine_tune_type": job.fine_tune_type,
-            "strategy": job.strategy,
+            # What is measured of it is a step of one rank alone, as of "data".
+            "strategy": "data" if job.strategy == "local" else job.strategy,
             "env": job.env,
             **{key: job.mlx_lm.get(key) for key in STEP_KEYS},
         },

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.cluster import hardware
 from engine.cluster.topology import ring_order
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, NodeConfig, Strategy
 from engine.errors import LaunchError
 from engine.models import FrozenModel, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
@@ -229,22 +229,27 @@ class _BackendChoice:
     warnings: tuple[str, ...] = ()
 
 
-def plan_network(config: Config, facts: Sequence[NodeFacts], topology: Topology) -> NetworkPlan:
+def plan_network(
+    config: Config, facts: Sequence[NodeFacts], topology: Topology, strategy: Strategy | None = None
+) -> NetworkPlan:
     """Choose the backend, and each rank's addresses and devices; rank k is the k-th node.
 
-    "auto" uses RDMA if possible, else TCP with a warning for each obstacle to RDMA. Raises LaunchError that names every
-    node that cannot use the backend which the configuration sets, or that has no known address.
+    "auto" uses RDMA if possible, else TCP with a warning for each obstacle to RDMA; strategy "local" TCP alone. Raises
+    LaunchError that names every node that cannot use the backend which the configuration sets, or that has no known
+    address. `strategy` replaces the job's.
     """
     known = {fact.node: fact for fact in facts}
     nodes = config.nodes
-    if config.job.outlives_ranks:
-        # Its ranks take their addresses from the ring's hostfile, and connect by themselves.
-        choice = _BackendChoice("ring", ("strategy local averages over TCP",))
+    local = (strategy or config.job.strategy) == "local"
+    if local:
+        choice = _for_local(config.cluster.backend)
     elif config.cluster.backend == "auto":
         choice = _choose_backend(nodes, known, topology)
     else:
         choice = _configured_backend(config.cluster.backend, nodes, known, topology)
-    addresses = choose_addresses(nodes, known, topology, ring=choice.backend == "ring")
+    # A cable between two of more ranks is no way to rank 0 for the others.
+    over_cables = choice.backend == "ring" and (not local or len(nodes) == 2)
+    addresses = choose_addresses(nodes, known, topology, ring=over_cables)
     rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
     return NetworkPlan(
         backend=choice.backend,
@@ -256,6 +261,17 @@ def plan_network(config: Config, facts: Sequence[NodeFacts], topology: Topology)
         reasons=(*choice.reasons, *addresses.reasons),
         warnings=(*addresses.warnings, *choice.warnings),
     )
+
+
+def _for_local(backend: str) -> _BackendChoice:
+    if backend not in ("auto", "ring"):
+        todo = 'set backend = "ring" in [cluster]'
+        why = 'strategy "local" has TCP connections of its own'
+        raise LaunchError(f"{backend} is not possible", why=why, todo=todo)
+    reason = (
+        "strategy local averages over TCP connections of its own, from each rank to rank 0: RDMA is of no use to it"
+    )
+    return _BackendChoice("ring", (reason,))
 
 
 def _configured_backend(

@@ -40,6 +40,8 @@ def performance_section(context: PlanContext, rationale: Rationale) -> Performan
     reason = (
         "the slowest node's measured step at its micro-batch, and what its backward pass does not cover of the exchange"
     )
+    if context.strategy == "local":
+        reason = "the slowest node's measured step at its micro-batch, and its part of the messages and of an averaging"
     if found.examples_per_s is None:
         source, reason = Source.UNKNOWN, found.why_not or "not predicted"
     rationale.explain("performance_targets.throughput", source, reason)
@@ -146,7 +148,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     needed = memory_fit(context, rationale)
     advised = advice_section(context, needed)
     return TrainingPlan(
-        strategy=strategy_section(context, needed.split, rationale),
+        strategy=strategy_section(context, needed.split, needed.trained, rationale),
         batch_configuration=batch_section(context, needed.largest_batch, rationale),
         distributed_config=distributed_section(context, rationale),
         rdma_config=rdma_section(context, rationale),

@@ -8,18 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from engine.config.models import Config
+from engine.config.mlx_lm_keys import DEFAULTS
+from engine.config.models import Config, Strategy
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure, Shares, ThroughputPrediction
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
-from engine.protocol.exchange import BUCKETS, Exchange, buckets, exchange
+from engine.protocol.exchange import BUCKETS, Averaging, Exchange, averaging, buckets, exchange
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 
 
 def predict_throughput(
-    config: Config, calibration: Calibration | None, shares: Shares, wire: str | None = None
+    config: Config,
+    calibration: Calibration | None,
+    shares: Shares,
+    wire: str | None = None,
+    strategy: Strategy | None = None,
 ) -> ThroughputPrediction:
-    """Predict the job's global batch, divided by `shares`; with `wire`, as if the job set it."""
+    """Predict the job's global batch, divided by `shares`; with `wire` and `strategy`, as if the job set them. All
+    strategies but "local" are predicted as "data", which the calibration measures."""
     if calibration is None:
         return ThroughputPrediction(why_not="not calibrated")
     if calibration.synthetic_model:
@@ -32,17 +38,34 @@ def predict_throughput(
     batch = int(config.job.mlx_lm.get("batch_size") or len(measures))
     try:
         counts = shares.micro_batches(batch)
+        exchanged = _exchange_of(config, calibration, len(measures), wire, strategy or config.job.strategy)
     except ValueError as error:
         return ThroughputPrediction(why_not=str(error))
-    accumulation = int(config.job.mlx_lm.get("grad_accumulation_steps") or 1)
     backward = _FULL_BACKWARD if config.job.fine_tune_type == "full" else _ADAPTER_BACKWARD
-    chosen = wire or str(config.job.mlx_lm.get("wire", "auto"))
-    form = exchange(chosen, len(measures), calibration.element_bytes, accumulation)
-    seconds = exchange_s(calibration.all_ranks, calibration.gradient_bytes, form)
+    return predict_iteration(measures, counts, exchanged, backward)
+
+
+def _exchange_of(
+    config: Config, calibration: Calibration, ranks: int, wire: str | None, strategy: Strategy
+) -> UpdateExchange:
+    """Raises ValueError where it was not measured."""
+    settings = {**DEFAULTS, **config.job.mlx_lm}
+    chosen, accumulation = wire or str(settings["wire"]), int(settings["grad_accumulation_steps"])
+    link, size = calibration.all_ranks, calibration.gradient_bytes
+    local = strategy == "local"
+    if local and calibration.backend not in (None, "ring"):
+        raise ValueError(f"the links were measured with {calibration.backend}, and strategy local sends over TCP")
+    if local:
+        seconds = averaging_s(link, size, averaging(chosen, ranks))
+    else:
+        seconds = exchange_s(link, size, exchange(chosen, ranks, calibration.element_bytes, accumulation))
     if seconds is None:
-        return ThroughputPrediction(why_not="the all_sum over all ranks was not measured")
-    parts = buckets((calibration.gradient_bytes or 0) // _FLOAT32_BYTES)
-    return predict_iteration(measures, counts, UpdateExchange(seconds, parts, accumulation), backward)
+        raise ValueError("the all_sum over all ranks was not measured")
+    if not local:
+        return UpdateExchange(seconds, buckets((size or 0) // _FLOAT32_BYTES), accumulation)
+    # After each update a message goes to rank 0 and back, for about as long as an all_sum of one number.
+    message_s = link.latency_s if link is not None and link.latency_s is not None else 0.0
+    return UpdateExchange(seconds, 1, accumulation, int(settings["local_steps"]), message_s)
 
 
 _FLOAT32_BYTES = 4
@@ -55,13 +78,17 @@ Laws for Neural Language Models), and as many where the weights are frozen; reco
 
 @dataclass(frozen=True)
 class UpdateExchange:
-    """The exchange of one update."""
+    """The exchange of one update, or of several."""
 
     seconds: float
     parts: int = BUCKETS
-    """Buckets, one after the other."""
+    """Buckets, one after the other; 1: nothing of it is beside the backward pass."""
     accumulation: int = 1
     """Iterations of an update."""
+    updates: int = 1
+    """Updates from one exchange to the next."""
+    message_s: float = 0.0
+    """Seconds of what each update waits for besides."""
 
 
 def predict_iteration(
@@ -74,7 +101,8 @@ def predict_iteration(
     its backward pass, beside which the buckets travel, has ended; the last bucket only begins then.
 
         compute_i = overhead_i + (step_i - overhead_i) · micro_i / batch_i
-        step      = max(compute_i) + max(exchange - backward · max(compute_i), exchange / parts) / accumulation
+        left      = max(exchange - backward · max(compute_i), exchange / parts)
+        step      = max(compute_i) + (left / updates + message) / accumulation
 
     `measures` have a positive throughput, `backward` is the share of the backward pass in a step. A node's step is
     affine in its batch; without a measured overhead it is proportional. Source: the bulk-synchronous model, w + h·g + l
@@ -86,7 +114,7 @@ def predict_iteration(
     compute = {measure.node: step_s(measure, micro_batches[measure.node]) for measure in measures}
     slowest = max(compute.values())
     left = max(exchanged.seconds - backward * slowest, exchanged.seconds / exchanged.parts)
-    communicate_s = left / exchanged.accumulation
+    communicate_s = (left / exchanged.updates + exchanged.message_s) / exchanged.accumulation
     step = slowest + communicate_s
     alone = [batch / step_s(measure, batch) for measure in measures]
     throughput = batch / step
@@ -118,13 +146,30 @@ def exchange_s(link: LinkMeasure | None, float32_bytes: int | None, form: Exchan
     the other, each on the line through the two measured sizes of an all_sum (one number, and ALL_SUM_LARGE_BYTES),
     after Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994. 0 for one rank; None if not
     measured."""
-    if form.ranks == 1:
+    if float32_bytes is None:
+        return 0.0 if form.ranks == 1 else None
+    elements = float32_bytes / _FLOAT32_BYTES
+    return _sending_s(link, form.ranks, elements * form.sent, buckets(int(elements)))
+
+
+def averaging_s(link: LinkMeasure | None, float32_bytes: int | None, form: Averaging) -> float | None:
+    """Seconds of an averaging of strategy "local" by the same line: what all members send goes through rank 0's link,
+    and then what they get. None if not measured."""
+    if float32_bytes is None:
+        return 0.0 if form.ranks == 1 else None
+    return _sending_s(link, form.ranks, float32_bytes / _FLOAT32_BYTES * 2 * form.through_rank_0)
+
+
+def _sending_s(link: LinkMeasure | None, ranks: int, size: float, messages: int = 1) -> float | None:
+    """Seconds in which a rank sends `size` bytes to another, in so many messages; 0 for one rank."""
+    if ranks == 1:
         return 0.0
-    if link is None or float32_bytes is None or link.latency_s is None or not link.bandwidth_bytes_per_s:
+    if link is None or link.latency_s is None or not link.bandwidth_bytes_per_s:
         return None
     all_sum = max(0.0, 1 / link.bandwidth_bytes_per_s - link.latency_s / ALL_SUM_LARGE_BYTES)
-    sent = float32_bytes * form.sent / exchange("float32", form.ranks, _FLOAT32_BYTES).sent
-    return link.latency_s * buckets(float32_bytes // _FLOAT32_BYTES) + sent * all_sum
+    # An all_sum of a byte sends more than that, or less.
+    sent = exchange("float32", ranks, _FLOAT32_BYTES).sent / _FLOAT32_BYTES
+    return link.latency_s * messages + size * all_sum / sent
 
 
 def _tokens_per_s(measures: list[NodeMeasure], examples_per_s: float) -> float | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.config.models import Config
+from engine.config.models import PARTITIONED, Config
 from engine.models import PreRdmaSync
 from engine.plan.context import PlanContext
 from engine.plan.document import ConsistencySection, Disabled, Rationale, ReplicaWatch, Source
@@ -131,7 +131,9 @@ def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch 
         return Disabled(reason="one worker: nothing to compare")
     if context.job.command is not None:
         return Disabled(reason="the job runs a custom command, which does not report its parameters")
-    if context.strategy != "data":
+    if context.strategy == "local":
+        return Disabled(reason="local: the ranks' weights differ between averagings")
+    if context.strategy in PARTITIONED:
         return Disabled(reason=f"{context.strategy}: the state is partitioned, so there are no replicas to compare")
     if not settings.enabled:
         rationale.warn("consistency", "[consistency] enabled = false: corrupted replicas are not detected")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
+from engine.config.models import PARTITIONED
 from engine.errors import plural
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
+from engine.plan.memory.shape import trained_element_bytes
+from engine.protocol.exchange import averaging, exchange
 from engine.protocol.partition import (
     SPLITTABLE_MODULES,
     LayerSplit,
@@ -26,11 +31,16 @@ _APPROACH = {
     "data": "data parallelism: every rank holds the whole model and computes its share of each batch",
     "sharded": "sharded data parallelism: parameters, gradients and optimizer state are partitioned over the ranks",
     "pipeline": "pipeline parallelism (1F1B): every rank holds contiguous layers",
+    "local": "local training with periodic averaging (as DiLoCo): every rank trains the whole model by itself on its "
+    "share of each batch; another algorithm than data, with other losses",
 }
 
 
-def strategy_section(context: PlanContext, split: LayerSplit | None, rationale: Rationale) -> StrategySection:
-    """`split` is None unless the strategy is a pipeline whose layers could be split."""
+def strategy_section(
+    context: PlanContext, split: LayerSplit | None, trained: int | None, rationale: Rationale
+) -> StrategySection:
+    """`split` is None unless the strategy is a pipeline whose layers could be split. `trained` parameters, None if
+    unknown."""
     name = context.strategy
     hosts = [node.ssh for node in context.inputs.config.nodes]
     per_host = {hosts.count(host) for host in hosts}
@@ -49,11 +59,13 @@ def strategy_section(context: PlanContext, split: LayerSplit | None, rationale: 
         )
         rationale.explain("strategy.launchable", Source.USER, not_launchable)
     kind = mlx_module(str((context.inputs.model or {}).get("model_type", "")))
-    if name != "data" and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
+    if name in PARTITIONED and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
         only = ", ".join(SPLITTABLE_MODULES)
         rationale.refuse("strategy", f"{name} does not support model_type {plain(kind, 60)}, only {only}")
     if name == "pipeline" and context.ranks < 2:
         rationale.refuse("strategy", "a pipeline needs at least two nodes")
+    if name == "local" and context.ranks < 2:
+        rationale.refuse("strategy", "local averages the weights of at least two nodes")
     pieces = wait = None
     if name == "pipeline" and context.settings:
         pieces = micro_batches(int(context.settings["batch_size"]), context.ranks)
@@ -73,9 +85,42 @@ def strategy_section(context: PlanContext, split: LayerSplit | None, rationale: 
         world_size=context.ranks,
         bubble=wait,
         pipeline_micro_batches=pieces,
+        **(_averaging(context, trained, rationale) if name == "local" and context.settings else {}),
         launchable=not_launchable is None,
         not_launchable=not_launchable,
     )
+
+
+def _averaging(context: PlanContext, trained: int | None, rationale: Rationale) -> dict[str, Any]:
+    """The fields of strategy "local": how often the weights are averaged, and what that costs."""
+    settings = context.settings
+    steps, wire = int(settings["local_steps"]), str(settings["wire"])
+    form = averaging(wire, context.ranks)
+    rationale.explain(
+        "strategy.local_steps",
+        Source.USER if context.given("local_steps") else Source.DEFAULT,
+        "updates of each rank by itself from one averaging to the next; there is also one before each validation and "
+        "save, and at the end. The averaged change is applied with outer_learning_rate = "
+        f"{settings['outer_learning_rate']:g} and outer_momentum = {settings['outer_momentum']:g}: 1 and 0 is plain "
+        "averaging",
+    )
+    size, source, reason = None, Source.UNKNOWN, "the number of trained parameters is not known"
+    if trained is not None:
+        own = trained_element_bytes(context.inputs.model, context.job.fine_tune_type)
+        by_data = trained * exchange(wire, context.ranks, own, context.accumulation).sent
+        size, source = math.ceil(trained * form.element_bytes), Source.RULE
+        reason = (
+            f"{8 * form.element_bytes:.3g} bits for each of {trained:,} trained parameters, to rank 0 and back; rank 0 "
+            f"receives and sends {context.ranks - 1} times that. That is {size / steps / 1e6:,.2f} MB for each update, "
+            f"where a rank sends {by_data / 1e6:,.2f} MB with data"
+        )
+    rationale.explain("strategy.averaging_bytes", source, reason)
+    seconds = context.throughput.exchange_s
+    source, reason = Source.CALIBRATION, "over rank 0's link, all that the others send and then all that they get"
+    if seconds is None:
+        source, reason = Source.UNKNOWN, context.throughput.why_not or "not predicted"
+    rationale.explain("strategy.averaging_s", source, reason)
+    return {"local_steps": steps, "averaging_bytes": size, "averaging_s": seconds}
 
 
 def split_layers(

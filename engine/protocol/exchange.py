@@ -1,4 +1,5 @@
-"""The form in which strategy "data" exchanges gradients, and its bytes: the same for plan and trainer."""
+"""The form in which strategy "data" exchanges gradients, and "local" changes of weights, and its bytes: the same for
+plan and trainer."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ _FLOAT32_BYTES = 4
 _SUM_BYTES = 2 * _FLOAT32_BYTES
 """Per element, a ring's all_sum of float32 sends this much with many ranks, and a gather each other rank's own size."""
 INT8_BLOCK = 256
-"""Gradients that share one float32 scale in int8: the scales are 1.6 % of the bytes."""
+"""Values that share one float32 scale in int8: the scales are 1.6 % of the bytes."""
 _INT8_BYTES = 1 + _FLOAT32_BYTES / INT8_BLOCK
 """An int8, and its part of a block's scale."""
+INT4_BLOCK = 64
+"""Values that share one float32 scale in int4."""
+_INT4_BYTES = 0.5 + _FLOAT32_BYTES / INT4_BLOCK
 
 
 @dataclass(frozen=True)
@@ -58,3 +62,22 @@ def exchange(wire: str, ranks: int, element_bytes: int, accumulation: int = 1) -
     if wire == "auto" and own * ranks < _SUM_BYTES:
         return Exchange(ranks, True, own)
     return Exchange(ranks, False, _FLOAT32_BYTES)
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How the change of one trained weight travels in strategy "local": a star with rank 0 in the middle."""
+
+    ranks: int
+    element_bytes: float
+    """Sent by a rank other than 0; it gets as many back."""
+
+    @property
+    def through_rank_0(self) -> float:
+        """Bytes per element that rank 0 receives, and sends as many."""
+        return (self.ranks - 1) * self.element_bytes
+
+
+def averaging(wire: str, ranks: int) -> Averaging:
+    """`wire`: of [job]."""
+    return Averaging(ranks, {"auto": _INT4_BYTES, "int8": _INT8_BYTES}.get(wire, _FLOAT32_BYTES))

@@ -12,7 +12,7 @@ from operator import add
 
 import mlx.core as mx
 
-from engine.protocol.exchange import INT8_BLOCK, exchange
+from engine.protocol.exchange import INT4_BLOCK, INT8_BLOCK, exchange
 from engine.trainer.collective import Collective
 
 
@@ -54,7 +54,7 @@ class Quantization:
 
 
 INT8 = Quantization(127, INT8_BLOCK)
-INT4 = Quantization(7, 64)
+INT4 = Quantization(7, INT4_BLOCK)
 
 
 class GradientWire:

@@ -155,6 +155,7 @@ def _signature(signature: Signature) -> str:
 
 
 PARTS: Final[Mapping[str, Callable[[], str]]] = {
+    "averaging": exchange.averaging_table,
     "checks": checks,
     "commands": commands,
     "configuration": configuration,

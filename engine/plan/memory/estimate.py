@@ -5,11 +5,13 @@ for a Mac's GPU that is an upper bound.
 The peak is the largest of four moments, each with the weights, the optimizer's state and the gradients alive by then:
 the gradient of the loss, the backward pass of the layers that keep their activations, that of the recomputed layers,
 and the update. Gradients live as in engine.trainer: one rank applies each as it is computed, unless it clips or
-accumulates; several ranks keep the float32 sums of all of them until the last has arrived.
+accumulates; several ranks keep the float32 sums of all of them until the last has arrived, but not with strategy
+"local", whose ranks update as one alone.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +19,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
+from engine.config.models import PARTITIONED, Strategy
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
-from engine.protocol.exchange import BUCKETS, LEAST_BUCKET, exchange
+from engine.protocol.exchange import BUCKETS, LEAST_BUCKET, averaging, exchange
 from engine.protocol.job import state_bytes
 from engine.protocol.partition import loss_tokens
 
@@ -51,8 +54,10 @@ class RankWorkload:
     clipping: bool = False
     """The norm of all gradients is needed before the first is applied."""
     wire: str = "auto"
-    """How strategy data sends gradients: "auto", "float32" or "int8"."""
-    strategy: Literal["data", "sharded", "pipeline", "local"] = "data"
+    """How strategy data sends gradients, and local changes of weights: "auto", "float32" or "int8"."""
+    outer_momentum: bool = True
+    """Strategy local keeps the momentum of the averaged changes."""
+    strategy: Strategy = "data"
     world_size: int = 1
     layers: tuple[int, int] | None = None
     """Layers of a pipeline stage, half-open; None means all of them."""
@@ -127,6 +132,9 @@ _MOMENT_ARRAYS = {"float32": 0, "bfloat16": 18, "8bit": 22}
 moments'. Measured with AdamW on one parameter, without mx.compile, with which there are 3, 3, 7, 12 and 15."""
 _WAITING_ARRAYS = 2
 """The same of the other parameters of the piece."""
+_AVERAGING_ARRAYS = 6
+"""Float32 arrays of a parameter alive at once in an averaging: its weight, the last averaged one, their difference,
+what is encoded and decoded of it, and the result."""
 _REST_BYTES = 2
 """The rest of an element that int8 has rounded away, in bfloat16."""
 
@@ -199,8 +207,8 @@ class _Rank:
 
     @cached_property
     def optimizer_state(self) -> int:
-        """Bytes of masters or compensation, and of moments: first and second, a momentum, or factored second ones; and
-        of what the exchange in int8 has rounded away, in bfloat16."""
+        """Bytes of masters or compensation, and of moments: first and second, a momentum, or factored second ones; of
+        what the exchange in int8 has rounded away, in bfloat16; and of the last averaged weights and their momentum."""
         trained, workload = self.trained, self.workload
         moments = {"adam": 2, "adamw": 2, "adafactor": 0}.get(workload.optimizer, 1)
         each = state_bytes(workload.optimizer_precision, workload.moments, self.element_bytes, moments)
@@ -209,6 +217,10 @@ class _Rank:
             # Its moments are never in 16 bits or less: they are small.
             in_own_type = workload.optimizer_precision == "parameter"
             state += trained.rows_and_columns * (self.element_bytes if in_own_type else _FLOAT32_BYTES)
+        if workload.strategy == "local":
+            precise = workload.optimizer_precision in ("float32", "kahan")
+            copies = 2 if workload.outer_momentum else 1
+            return state + trained.parameters * copies * (_FLOAT32_BYTES if precise else self.element_bytes)
         return state + (trained.parameters * _REST_BYTES if self.exchanges and workload.wire == "int8" else 0)
 
     @property
@@ -232,7 +244,7 @@ class _Rank:
             return trained * self.element_bytes
         if self.exchanges or self.share > 1 or workload.accumulation > 1:
             return -(-trained * _FLOAT32_BYTES // self.share)
-        return trained * self.element_bytes if workload.strategy != "data" or workload.clipping else 0
+        return trained * self.element_bytes if workload.strategy in PARTITIONED or workload.clipping else 0
 
     @cached_property
     def update(self) -> int:
@@ -246,8 +258,11 @@ class _Rank:
     def communication(self) -> int:
         """Buffers of the exchange, bytes. data: two buckets, one computed while the other is sent, all ranks' of it,
         and its sum. sharded: the section that is computed and the next one, gathered whole, and one section's gradients
-        with their sums."""
+        with their sums. local: what is sent of all parameters, and copies of the largest."""
         workload, own = self.workload, self.element_bytes
+        if workload.strategy == "local":
+            sent = self.trained.parameters * averaging(workload.wire, workload.world_size).element_bytes
+            return math.ceil(sent) + self.trained.largest * _AVERAGING_ARRAYS * _FLOAT32_BYTES
         if self.exchanges:
             bucket = self.trained.piece(BUCKETS, LEAST_BUCKET)
             form = exchange(workload.wire, workload.world_size, own, workload.accumulation)
@@ -391,7 +406,9 @@ def _estimate(rank: _Rank, batch: int) -> MemoryEstimate:
     }
     waiting, largest = max(moments.values(), key=sum)
     backward = weights + optimizer + waiting + largest + sharded
-    exchanged = weights + optimizer + gradients + max(update, communication)
+    # An averaging is between two updates.
+    waiting_beside = 0 if rank.workload.strategy == "local" else gradients
+    exchanged = weights + optimizer + max(gradients + update, waiting_beside + communication)
     layers_alone = max(found.held + found.working, found.inputs + found.recomputing)
     return MemoryEstimate(
         weights_bytes=weights,

@@ -51,6 +51,11 @@ class MemoryFit:
         return isinstance(self.section, MemorySection) and least <= self.section.parameters / 1e9 < below
 
     @property
+    def trained(self) -> int | None:
+        """Trained parameters."""
+        return self.section.trainable_parameters if isinstance(self.section, MemorySection) else None
+
+    @property
     def trainable_share(self) -> float | None:
         return self.section.trainable_share if isinstance(self.section, MemorySection) else None
 
@@ -151,6 +156,7 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         optimizer=str(settings["optimizer"]),
         clipping=settings.get("max_grad_norm") is not None,
         wire=str(settings.get("wire", AUTO)),
+        outer_momentum=bool(settings["outer_momentum"]),
         strategy=context.strategy,
         world_size=context.ranks,
         accumulation=context.accumulation,

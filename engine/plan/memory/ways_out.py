@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
+from engine.config.models import PARTITIONED, Strategy
 from engine.plan.document import ChosenSettings, WayOut
 from engine.plan.memory.choice import Choice, choose, settings_of
 from engine.plan.memory.estimate import RankWorkload
@@ -150,18 +151,18 @@ class _Job:
 
     def without_nodes(self) -> Iterator[WayOut]:
         """The largest nodes alone, each with a full copy and more of the batch."""
-        largest = self._largest_first()
-        for ranks in range(len(largest) - 1 if self.workloads[0].strategy == "data" else 0, 0, -1):
+        largest, own = self._largest_first(), self.workloads[0].strategy
+        for ranks in range(0 if own in PARTITIONED else len(largest) - 1, 0, -1):
             kept = largest[:ranks]
-            names = " and ".join(place.node for place in kept)
-            yield from self._try(
-                f"{names} alone", [self._over("data", ranks)] * ranks, [each.limit_bytes for each in kept]
-            )
+            strategy: Strategy = own if ranks > 1 else "data"
+            change = f"{' and '.join(place.node for place in kept)} alone"
+            change += f' and strategy = "{strategy}"' if strategy != own else ""
+            yield from self._try(change, [self._over(strategy, ranks)] * ranks, [each.limit_bytes for each in kept])
 
     def sharded(self) -> Iterator[WayOut]:
         """The state divided over the fewest of the job's nodes."""
         largest = self._largest_first()
-        own = len(largest) if self.workloads[0].strategy == "data" else 0
+        own = 0 if self.workloads[0].strategy in PARTITIONED else len(largest)
         for ranks in range(2, own + 1):
             names = ", ".join(place.node for place in largest[:ranks])
             limits = [place.limit_bytes for place in largest[:ranks]]
@@ -185,7 +186,7 @@ class _Job:
     def _largest_first(self) -> list[RankPlace]:
         return sorted(self.places, key=lambda place: place.limit_bytes or 0, reverse=True)
 
-    def _over(self, strategy: Literal["data", "sharded"], ranks: int) -> RankWorkload:
+    def _over(self, strategy: Strategy, ranks: int) -> RankWorkload:
         batch = sum(workload.batch for workload in self.workloads)
         return replace(self.workloads[0], strategy=strategy, world_size=ranks, batch=-(-batch // ranks), layers=None)
 

@@ -176,3 +176,12 @@ def test_an_rdma_matrix_is_read_with_empty_texts_for_null(tmp_path: Path) -> Non
 def test_loading_writes_nothing(tmp_path: Path) -> None:
     load(tmp_path, NODES + JOB)
     assert [path.name for path in tmp_path.iterdir()] == ["flightdeck.toml"]
+
+
+def test_local_training_goes_with_all_that_ends_a_training(tmp_path: Path) -> None:
+    assert load(tmp_path, NODES + JOB + "strategy = 'local'").job.mlx_lm["local_steps"] == 16
+    own = "local_steps = 10000\nouter_learning_rate = 2\nouter_momentum = 0\nwire = 'int8'\n"
+    more = "epochs = 2\nsave_best = true\npatience = 3\ngrad_accumulation_steps = 4\n"
+    job = load(tmp_path, NODES + JOB + "strategy = 'local'\n" + own + more).job
+    assert (job.strategy, job.mlx_lm["local_steps"], job.mlx_lm["wire"]) == ("local", 10_000, "int8")
+    assert (job.mlx_lm["outer_learning_rate"], job.mlx_lm["outer_momentum"]) == (2, 0)

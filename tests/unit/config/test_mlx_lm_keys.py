@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from typing import Any, get_args
 
 import pytest
 
-from engine.config.mlx_lm_keys import DEFAULTS, KEYS, SCHEDULES, OptimizerConfig
+from engine.config.mlx_lm_keys import DEFAULTS, KEYS, LOCAL_KEYS, SCHEDULES, OptimizerConfig
+from engine.protocol.job import Job
 
 _ASK = """
 import inspect, json
@@ -20,7 +22,7 @@ kinds = {"adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon, "sgd": op
 arguments = {name: list(inspect.signature(kind.__init__).parameters) for name, kind in kinds.items()}
 print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": dir(schedulers), "arguments": arguments}))
 """
-OURS = {"optimizer_precision", "moments", "max_grad_norm", "wire", "epochs", "save_best", "patience"}
+OURS = {"optimizer_precision", "moments", "max_grad_norm", "wire", *LOCAL_KEYS, "epochs", "save_best", "patience"}
 DIFFERENT = {"model", "data", "train", "adapter_path", "grad_checkpoint"}
 
 
@@ -39,6 +41,11 @@ def test_defaults_are_mlx_lms_but_for_those_that_differ_on_purpose(installed: di
 
 def test_every_default_but_none_is_accepted() -> None:
     assert [key for key, value in DEFAULTS.items() if value is not None and not KEYS[key].form.check(value)] == []
+
+
+def test_defaults_of_ours_are_the_trainers() -> None:
+    theirs = {field.name: field.default for field in fields(Job)}
+    assert {key: DEFAULTS[key] for key in OURS} == {key: theirs[key] for key in OURS}
 
 
 def test_optimizers_take_the_arguments_that_are_accepted(installed: dict[str, Any]) -> None:

@@ -67,9 +67,20 @@ def test_how_ranks_are_started_and_which_nodes_a_restart_needs(
 def test_impossible_strategies_are_refused() -> None:
     with pytest.raises(InputError, match="at least two nodes"):
         with_strategy(config(["a"]), "pipeline", None)
+    with pytest.raises(InputError, match="the weights of at least two nodes"):
+        with_strategy(config(["a"]), "local", None)
+    with pytest.raises(InputError, match="strategy local does not split layers"):
+        with_strategy(config(["a", "b"]), "local", "0-8,8-36")
     with pytest.raises(InputError, match="3 ranges, one per node, not 2"):
         with_strategy(config(["a", "b", "c"]), "pipeline", "0-8,8-36")
     deck = config(["a", "b"])
     command = deck.model_copy(update={"job": deck.job.model_copy(update={"command": ("x",)})})
     with pytest.raises(InputError, match="a custom command"):
         with_strategy(command, "sharded", None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "needed"), [("data", False), ("local", False), ("sharded", True), ("pipeline", True)]
+)
+def test_only_a_partitioned_state_needs_all_nodes(strategy: Strategy, *, needed: bool) -> None:
+    assert needs_all_nodes(with_strategy(config(["a", "b"]), strategy, None)) is needed

@@ -30,6 +30,12 @@ def job(deck: Config, **changes: Any) -> Config:
     )
 
 
+def test_a_step_of_local_is_measured_as_one_of_data() -> None:
+    deck = config(["a", "b"])
+    assert fingerprint(job(deck, strategy="local"), ()) == fingerprint(deck, ())
+    assert fingerprint(job(deck, strategy="sharded"), ()) != fingerprint(deck, ())
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"model": "other"}, {"fine_tune_type": "full"}, {"batch_size": 16}, {"max_seq_length": 9}, {"command": ("x",)}],

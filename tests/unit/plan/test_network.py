@@ -348,3 +348,44 @@ def test_an_interface_whose_addresses_are_not_known_is_not_in_the_way_of_rdma() 
     with pytest.raises(LaunchError) as refusal:
         macs_wired(macs, facts, "jaccl")
     assert "the addresses are not known" in str(refusal.value) and "of its own" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_local_takes_tcp_although_rdma_is_there(ranks: int) -> None:
+    macs = addressed(mesh(ranks))
+    deck = config(*(node(name, ips=[f"10.0.0.{rank}"]) for rank, name in enumerate(macs.names, start=1)))
+    facts = macs.facts()
+    assert wired(deck, *facts).backend == "jaccl"
+    local = plan_network(deck, facts, topology(facts), "local")
+    assert local.backend == "ring" and not local.warnings and "RDMA is of no use to it" in local.reasons[0]
+    job = deck.job.model_copy(update={"strategy": "local"})
+    assert local == wired(deck.model_copy(update={"job": job}), *facts)
+    assert [host.rdma for host in local.hosts] == [None] * ranks
+
+
+def test_of_three_local_ranks_none_is_at_an_address_that_one_neighbour_alone_reaches() -> None:
+    """Cables have a network each; rank 0 must be reached by all."""
+    macs = addressed(mesh(3))
+    shared = [
+        fact.model_copy(
+            update={"interfaces": (*fact.interfaces, Interface(name="en0", ipv4=(f"10.0.0.{rank}/24",), active=True))}
+        )
+        for rank, fact in enumerate(macs.facts(), start=1)
+    ]
+    deck = config(*(node(name) for name in macs.names))
+    assert all(ip.startswith("192.168.") for host in wired(deck, *with_tcp(shared)).hosts for ip in host.ips)
+    hosts = plan_network(deck, shared, topology(shared), "local").hosts
+    assert [host.ips for host in hosts] == [("10.0.0.1",), ("10.0.0.2",), ("10.0.0.3",)]
+
+
+def with_tcp(facts: Sequence[NodeFacts]) -> list[NodeFacts]:
+    """The same Macs without RDMA."""
+    return [fact.model_copy(update={"rdma_enabled": False}) for fact in facts]
+
+
+def test_a_configured_backend_that_local_has_no_use_for_is_refused() -> None:
+    macs = addressed(mesh(2))
+    facts = macs.facts()
+    deck = config(*(node(name) for name in macs.names), backend="jaccl")
+    with pytest.raises(LaunchError, match=r"jaccl is not possible.*TCP connections of its own.*backend = \"ring\""):
+        plan_network(deck, facts, topology(facts), "local")

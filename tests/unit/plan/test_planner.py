@@ -30,7 +30,7 @@ from engine.config.models import (
     Strategy,
 )
 from engine.launch.hostfile import write_hostfile
-from engine.measurements import LinkMeasure, MemoryProbe, NodeMeasure
+from engine.measurements import Calibration, LinkMeasure, MemoryProbe, NodeMeasure
 from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync
 from engine.plan.checkpoints import state_every
 from engine.plan.context import PlanInputs
@@ -96,10 +96,11 @@ def test_the_arithmetic_is_closed(drawn: PlanInputs) -> None:
     assert plan.strategy.total_gpus == ranks == len(drawn.config.nodes)
     assert batch.per_gpu_batch_size is not None and batch.gradient_accumulation_steps is not None
     assert batch.per_gpu_batch_size * ranks * batch.gradient_accumulation_steps == pytest.approx(batch.total_batch_size)
+    refused = "strategy" in names(plan, "refusals")
+    assert refused == (ranks == 1 and drawn.strategy in ("pipeline", "local"))
     if drawn.strategy == "pipeline":
         assert batch.micro_batch is None, "every stage sees all of it"
         assert 1 <= (plan.strategy.pipeline_micro_batches or 0) <= job["batch_size"]
-        assert ("strategy" in names(plan, "refusals")) == (ranks == 1)
     elif batch.micro_batch is None:
         assert "batch_size" in names(plan, "refusals") and job["batch_size"] < ranks
     else:
@@ -203,7 +204,7 @@ def test_clipping_and_the_wire_are_in_the_estimate() -> None:
 
 
 def test_a_model_type_that_cannot_be_partitioned_is_refused() -> None:
-    for strategy, refused in (("data", False), ("sharded", True), ("pipeline", True)):
+    for strategy, refused in (("data", False), ("local", False), ("sharded", True), ("pipeline", True)):
         plan = make_plan(inputs(ultra_and_max(), model={**QWEN3_32B, "model_type": "gemma2"}, strategy=strategy))
         assert ("strategy" in names(plan, "refusals")) == refused
     assert "does not support model_type gemma2" in refusal(plan, "strategy")
@@ -296,6 +297,90 @@ def test_the_summary_names_settings_that_were_chosen_to_fit() -> None:
     ]
     assert "optimizer_precision" not in texts[0]
     assert "; with optimizer_precision kahan, moments bfloat16, " in texts[1] and " layers recomputed" in texts[1]
+
+
+FULL: dict[str, Any] = {"fine_tune_type": "full", "batch_size": 8}
+
+
+def over(bytes_per_s: float, **more: Any) -> Calibration:
+    """Two equal nodes with a link of that speed, and 4 thousand million gradients of 16 bits."""
+    link = LinkMeasure(nodes=("ultra", "max"), latency_s=1e-3, bandwidth_bytes_per_s=bytes_per_s)
+    measured: dict[str, Any] = {"all_ranks": link, "gradient_bytes": 16 * 10**9, "element_bytes": 2, **more}
+    return calibration({"ultra": 1.0, "max": 1.0}, **measured)
+
+
+def local_inputs(**more: Any) -> PlanInputs:
+    given: dict[str, Any] = {"settings": FULL, "strategy": "local", "job": {"strategy": "local"}, **more}
+    return inputs(ultra_and_max(), **given)
+
+
+def test_local_says_what_it_is_and_what_it_costs() -> None:
+    plan = make_plan(local_inputs(settings={**FULL, "local_steps": 32}, calibration=over(1e8)))
+    section, reasons = plan.strategy, {reason.key: reason for reason in plan.reasons}
+    assert isinstance(plan.memory, MemorySection)
+    trained = plan.memory.trainable_parameters
+    assert (section.local_steps, section.averaging_bytes) == (32, -(-trained * 9 // 16))
+    assert "another algorithm" in section.approach and section.launchable and not plan.refused
+    assert reasons["strategy.local_steps"].source is Source.USER
+    costs = f"{trained * 9 / 16 / 32 / 1e6:,.2f} MB for each update, where a rank sends {2 * trained / 1e6:,.2f} MB"
+    assert costs in reasons["strategy.averaging_bytes"].reason
+    # 2.25 GB in one direction after the other, on a link that takes 10 ns for each byte less its latency.
+    assert section.averaging_s == pytest.approx(2 * 4 * 9 / 16 * (10 - 1e6 / 2**22), rel=1e-3)
+    step = plan.performance_targets.step_s
+    assert section.averaging_s is not None and step == pytest.approx(4 + section.averaging_s / 32 + 1e-3)
+    assert f"the weights averaged every 32 updates ({trained * 9 / 16 / 1e6:,.2f} MB each way)" in str(summary(plan))
+    assert plan.worker_consistency.while_training == Disabled(
+        reason="local: the ranks' weights differ between averagings"
+    )
+    approach = reasons["checkpoint_strategy.approach"].reason
+    assert "any of them is enough to resume" in approach and "stores its own state" in str(
+        plan.checkpoint_strategy.storage
+    )
+    assert plan.rdma_config.backend == "ring" and "RDMA is of no use" in plan.rdma_config.reason
+    assert plan.rdma_config.setup == () and "rdma_config" not in names(plan, "warnings")
+    assert plan.distributed_config.mlx_launch_command is None
+    assert plan.distributed_config.launch_notes == ("no command: stock mlx-lm does not train strategy local",)
+
+
+def test_other_strategies_average_nothing_and_one_node_cannot() -> None:
+    data = make_plan(inputs(ultra_and_max(), settings=FULL, calibration=over(1e8))).strategy
+    assert (data.local_steps, data.averaging_bytes, data.averaging_s) == (None, None, None)
+    alone = make_plan(inputs(ultra_and_max()[:1], strategy="local"))
+    assert "at least two nodes" in refusal(alone, "strategy")
+    unknown = make_plan(local_inputs(model=None))
+    assert (unknown.strategy.averaging_bytes, unknown.strategy.averaging_s) == (None, None)
+    unexplained = {reason.key for reason in unknown.reasons if reason.source is Source.UNKNOWN}
+    assert {"strategy.averaging_bytes", "strategy.averaging_s"} <= unexplained
+
+
+@pytest.mark.parametrize("wire", ["auto", "int8"])
+def test_local_is_advised_where_the_exchange_takes_longer_than_the_computation(wire: str) -> None:
+    settings = {**FULL, "wire": wire}
+    plan = make_plan(inputs(ultra_and_max(), settings=settings, calibration=over(1e8)))
+    text = next(each.text for each in plan.advice if each.name == "local")
+    data, local, alone = (float(seconds) for seconds in re.findall(r"([0-9.]+) s(?= with | on )", text))
+    assert data == pytest.approx(plan.performance_targets.step_s, abs=0.01) and alone == 8
+    assert ('"local" and wire = "auto"' in text) == (wire == "int8") and "another algorithm" in text
+    chosen = make_plan(local_inputs(calibration=over(1e8)))
+    assert local == pytest.approx(chosen.performance_targets.step_s, abs=0.01) and local < data
+    assert not {"local", "wire"} & set(names(chosen, "advice"))
+
+
+@pytest.mark.parametrize(
+    ("taken", "strategy", "named"),
+    [
+        (over(1e10), "data", ""),
+        (over(1e10), "local", "local_gains_nothing"),
+        (over(2e6), "local", "local_gains_nothing"),
+        (over(1e8, backend="jaccl"), "data", ""),
+        (over(1e8, backend="jaccl"), "local", ""),
+        (None, "local", ""),
+    ],
+    ids=["fast data", "fast local", "slower than one node", "RDMA data", "RDMA local", "not calibrated"],
+)
+def test_local_is_not_advised_where_it_gains_nothing(taken: Calibration | None, strategy: Strategy, named: str) -> None:
+    plan = make_plan(local_inputs(strategy=strategy, job={"strategy": strategy}, calibration=taken))
+    assert {name for name in names(plan, "advice") if name.startswith("local")} == ({named} if named else set())
 
 
 def test_int8_is_advised_where_the_links_decide() -> None:

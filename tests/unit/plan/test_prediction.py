@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config.models import Config
 from engine.measurements import LinkMeasure, ThroughputPrediction
-from engine.plan.prediction import UpdateExchange, exchange_s, predict_iteration, predict_throughput, step_s
+from engine.plan.prediction import (
+    UpdateExchange,
+    averaging_s,
+    exchange_s,
+    predict_iteration,
+    predict_throughput,
+    step_s,
+)
 from engine.plan.shares import divide_batch
-from engine.protocol.exchange import BUCKETS, exchange
+from engine.protocol.exchange import BUCKETS, averaging, exchange
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 from engine.protocol.partition import share_counts
 from tests.unit.plan.calibrations import calibration, config, measure
@@ -136,6 +146,70 @@ def test_an_accumulated_update_is_communicated_once() -> None:
     assert once is not None and fourth == pytest.approx(once / 4)
 
 
+def local(deck: Config, **keys: Any) -> Config:
+    own = {**deck.job.mlx_lm, **keys}
+    return deck.model_copy(update={"job": deck.job.model_copy(update={"strategy": "local", "mlx_lm": own})})
+
+
+@pytest.mark.parametrize(
+    ("wire", "ranks", "element_bytes", "through"),
+    [
+        ("auto", 2, 4.5 / 8, 4.5 / 8),
+        ("auto", 5, 4.5 / 8, 4 * 4.5 / 8),
+        ("int8", 3, 1 + 4 / 256, 2 * (1 + 4 / 256)),
+        ("float32", 2, 4, 4),
+        ("auto", 1, 4.5 / 8, 0),
+    ],
+)
+def test_the_bytes_that_a_change_of_a_weight_takes(wire: str, ranks: int, element_bytes: float, through: float) -> None:
+    form = averaging(wire, ranks)
+    assert (form.element_bytes, form.through_rank_0) == pytest.approx((element_bytes, through))
+
+
+@given(st.integers(1, 10**10), st.integers(2, 16), st.floats(1e5, 1e10))
+def test_an_averaging_of_float32_takes_as_long_as_rank_0_needs_for_all_messages(
+    elements: int, ranks: int, bytes_per_s: float
+) -> None:
+    """In a ring each rank sends 2 (N - 1) / N times the result, so that the link is as fast as that says."""
+    whole = LinkMeasure(nodes=("a", "b"), latency_s=0.0, bandwidth_bytes_per_s=bytes_per_s / (2 * (ranks - 1) / ranks))
+    found = averaging_s(whole, 4 * elements, averaging("float32", ranks))
+    assert found == pytest.approx(2 * (ranks - 1) * 4 * elements / bytes_per_s)
+    small = averaging_s(whole, 4 * elements, averaging("auto", ranks))
+    assert found is not None and small is not None and found / small == pytest.approx(32 / 4.5)
+
+
+@given(SPEEDS.filter(lambda speeds: len(speeds) > 1), st.integers(1, 10_000), st.integers(1, 8), st.floats(1e6, 1e10))
+def test_a_local_step_is_the_slowest_ranks_and_its_part_of_an_averaging(
+    speeds: list[float], steps: int, accumulation: int, bandwidth: float
+) -> None:
+    names = [f"n{number}" for number in range(len(speeds))]
+    link = LinkMeasure(nodes=tuple(names), latency_s=1e-3, bandwidth_bytes_per_s=bandwidth)
+    taken = calibration(dict(zip(names, speeds, strict=True)), all_ranks=link)
+    deck = local(config(names, batch=64), local_steps=steps, grad_accumulation_steps=accumulation)
+    found = predict_throughput(deck, taken, divide_batch(deck, taken))
+    assert found.exchange_s == averaging_s(link, taken.gradient_bytes, averaging("auto", len(names)))
+    assert found.exchange_s is not None and found.step_s is not None
+    update = accumulation * max(found.compute_s.values()) + found.exchange_s / steps + 1e-3
+    assert found.step_s * accumulation == pytest.approx(update)
+    rarer = predict_throughput(local(deck, local_steps=steps + 1), taken, divide_batch(deck, taken))
+    assert rarer.step_s is not None and rarer.step_s < found.step_s
+
+
+def test_a_strategy_can_be_predicted_in_place_of_the_jobs() -> None:
+    deck, taken = config(["a", "b"]), calibration({"a": 1.0, "b": 1.0})
+    shares = divide_batch(deck, taken)
+    assert predict_throughput(deck, taken, shares, strategy="local") == predict_throughput(local(deck), taken, shares)
+    assert predict_throughput(local(deck), taken, shares, strategy="data") == predict_throughput(deck, taken, shares)
+
+
+def test_a_link_measured_over_rdma_says_nothing_of_tcp() -> None:
+    deck, taken = local(config(["a", "b"])), calibration({"a": 1.0, "b": 1.0}, backend="jaccl")
+    found = predict_throughput(deck, taken, divide_batch(deck, taken))
+    assert found.step_s is None and "measured with jaccl" in (found.why_not or "")
+    ring = taken.model_copy(update={"backend": "ring"})
+    assert predict_throughput(deck, ring, divide_batch(deck, ring)).step_s is not None
+
+
 def test_an_unknown_prediction_has_a_reason() -> None:
     deck = config(["a", "b"])
     missing = calibration({"a": 1.0, "b": None})
@@ -143,6 +217,9 @@ def test_an_unknown_prediction_has_a_reason() -> None:
     for taken, why in ((None, "not calibrated"), (missing, "not measured: b"), (unlinked, "the all_sum")):
         found = predict_throughput(deck, taken, divide_batch(deck, taken))
         assert found.examples_per_s is None and found.why_not is not None and why in found.why_not
+    assert "the all_sum" in (
+        predict_throughput(local(deck), unlinked, divide_batch(deck, unlinked)).why_not or "predicted"
+    )
     small = config(["a", "b"], batch=1)
     assert "too small" in (predict_throughput(small, unlinked, divide_batch(small, unlinked)).why_not or "")
 

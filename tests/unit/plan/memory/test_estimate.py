@@ -176,6 +176,9 @@ def test_the_optimizer_state_of_16_bit_weights(precision: str, moments: str, eac
         ({"world_size": 2}, 4),
         ({"strategy": "pipeline", "world_size": 2}, 2),
         ({"strategy": "pipeline", "world_size": 2, "accumulation": 2}, 4),
+        ({"strategy": "local", "world_size": 2}, 0),
+        ({"strategy": "local", "world_size": 2, "clipping": True}, 2),
+        ({"strategy": "local", "world_size": 2, "accumulation": 2}, 4),
         ({"strategy": "sharded", "world_size": 2}, 2),
         ({"strategy": "sharded", "world_size": 2, "accumulation": 2}, 2),
     ],
@@ -189,6 +192,22 @@ def test_int8_keeps_what_it_rounds_away() -> None:
     ask = RankWorkload(fine_tune_type="full", world_size=2)
     whole, rounded = (estimate(SIXTEEN_BITS, replace(ask, wire=wire)) for wire in ("auto", "int8"))
     assert rounded.state_bytes - whole.state_bytes == 2 * whole.trainable_parameters
+
+
+@given(shapes(), asks, st.integers(2, 8), st.booleans())
+def test_local_keeps_what_one_rank_does_and_the_averaged_weights(
+    shape: ModelShape, ask: RankWorkload, ranks: int, momentum: bool
+) -> None:
+    alone = estimate(shape, replace(ask, world_size=1))
+    found = estimate(shape, replace(ask, strategy="local", world_size=ranks, outer_momentum=momentum))
+    precise = ask.fine_tune_type != "full" or ask.optimizer_precision in ("float32", "kahan")
+    kept = found.trainable_parameters * (2 if momentum else 1) * (4 if precise else shape.dtype_bytes)
+    assert found.optimizer_bytes == alone.optimizer_bytes + kept
+    assert (found.weights_bytes, found.gradients_bytes) == (alone.weights_bytes, alone.gradients_bytes)
+    assert found.communication_bytes >= 4.5 / 8 * found.trainable_parameters
+    # An averaging is no more than what it needs itself, since no gradient is alive.
+    averaging = found.weights_bytes + found.optimizer_bytes + found.communication_bytes
+    assert found.peak_bytes == max(alone.peak_bytes + kept, averaging)
 
 
 @pytest.mark.parametrize("part", [(0, 0), (2, 1), (-1, 2), (0, 99)])

@@ -116,6 +116,16 @@ def test_sharding_is_over_the_jobs_own_nodes_where_they_suffice() -> None:
     assert not any("sharded" in change for change in ways(mac(64), requested=FIXED, splittable=False))
 
 
+def test_of_local_nodes_one_alone_is_data_and_several_stay_local() -> None:
+    local = replace(FULL, batch=1, strategy="local")
+    found = ways(mac(512, "a"), mac(24, "b"), requested=FIXED, workload=local)
+    assert 'a alone and strategy = "data"' in found
+    found = ways(mac(512, "a"), mac(512, "b"), mac(24, "c"), requested=FIXED, workload=local)
+    assert "a and b alone" in found
+    few = ways(mac(80, "a"), mac(80, "b"), requested={**FIXED, "grad_checkpoint": AUTO}, workload=local)
+    assert 'strategy = "sharded" over a, b' in few
+
+
 def test_a_model_too_large_for_every_setting_needs_more_nodes() -> None:
     shape = ModelShape.from_config(LLAMA_70B)
     found = ways(mac(128), requested=OPEN, shape=shape, workload=replace(FULL, batch=1))
