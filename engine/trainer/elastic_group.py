@@ -50,7 +50,7 @@ class LeftOut(PeerLost):
 class _Arrival(NamedTuple):
     rank: int
     facts: str | None
-    """Of a rank that is ready to join a training under way: its job, model and data."""
+    """Job, model and data of a rank that is ready to join a training under way."""
     connection: Connection
 
 

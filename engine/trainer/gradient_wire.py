@@ -44,7 +44,7 @@ class Quantization:
         return (steps.view(mx.int8).reshape(-1, self.block) * scales).reshape(-1)[:size]
 
     def nbytes(self, size: int) -> int:
-        """Of `size` encoded values."""
+        """Bytes of `size` encoded values."""
         blocks = -(-size // self.block)
         return blocks * (self.block // self._per_byte + 4)
 

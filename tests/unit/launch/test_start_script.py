@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ def prepared(directory: Path, *pythons: str, command: list[str] | None = None, *
     files = NodeFiles.for_attempt(directory, "run", 1)
     files.directory.mkdir(parents=True)
     ranks = [RankSpec(k, f"n{k}", "127.0.0.1", python, str(directory)) for k, python in enumerate(pythons)]
-    spec = AttemptSpec("run", 1, "nonce", "ring", len(ranks), ranks, command=command or ["python", "-c", "print(1)"])
+    # Its own: a keeper ends what its rank leaves behind, by the nonce, also another worker's.
+    nonce = uuid.uuid4().hex
+    spec = AttemptSpec("run", 1, nonce, "ring", len(ranks), ranks, command=command or ["python", "-c", "print(1)"])
     write_atomic(files.spec, spec.to_json())
     files.start.write_text(start_script(spec, files, link_bundle(directory), **options))
     return files
