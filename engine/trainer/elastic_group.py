@@ -75,7 +75,6 @@ class ElasticGroup(Collective):
         self._members: dict[int, Connection] = {}
         """On rank 0: all others. On another rank: rank 0, unless this rank is left out."""
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
-        self._joining: dict[int, _Arrival] = {}
         if address is None:
             return
         self._host, _, port = address.rpartition(":")
@@ -92,6 +91,11 @@ class ElasticGroup(Collective):
     def left_out(self) -> bool:
         """This rank has to `join` before any other operation."""
         return self.rank > 0 and not self._members
+
+    @property
+    def awaited(self) -> bool:
+        """On rank 0: others wait to be admitted."""
+        return not self._arrivals.empty()
 
     def begin(self) -> None:
         """Training begins: from now on, who is lost or late is left out. Until then that is an error."""
@@ -129,11 +133,8 @@ class ElasticGroup(Collective):
 
     def admit(self, header: str, arrays: Callable[[], Iterable[mx.array]]) -> None:
         """On rank 0: whoever waits to join gets `header` and `arrays`, and is a member of the next operation."""
-        while not self._arrivals.empty():
+        while self.awaited:
             arrival = self._arrivals.get()
-            self._joining[arrival.rank] = arrival
-        joining, self._joining = self._joining, {}
-        for arrival in joining.values():
             if arrival.facts is None:
                 _farewell(arrival.connection, _RUNNING)
                 continue

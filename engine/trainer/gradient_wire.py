@@ -17,7 +17,7 @@ from engine.trainer.collective import Collective
 
 
 @dataclass(frozen=True)
-class Quantization:
+class BlockQuantization:
     """Values (float32, flat) as bytes: multiples of each block's greatest absolute value over `levels`, two of up to 7
     levels in a byte, then those scales in float32."""
 
@@ -53,8 +53,8 @@ class Quantization:
         return 2 if self.levels <= 7 else 1
 
 
-INT8 = Quantization(127, INT8_BLOCK)
-INT4 = Quantization(7, INT4_BLOCK)
+INT8 = BlockQuantization(127, INT8_BLOCK)
+INT4 = BlockQuantization(7, INT4_BLOCK)
 
 
 class GradientWire:

@@ -228,6 +228,8 @@ class Loop:
             self.emergency.hold(self._snapshot(last))
         self._pending = {}
         if self.strategy.admits:
+            # It may take long.
+            self.reporter.phase("saving")
             self.strategy.admit(self._snapshot(last))
 
     def _check_losses(self, losses: list[float]) -> None:

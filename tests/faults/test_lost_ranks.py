@@ -1,5 +1,5 @@
-"""With strategy `local` the others go on without a rank other than rank 0, under a real supervisor. The ranks' program
-stands in for the trainer: it knows nothing of the others."""
+"""With strategy `local` the others go on without a rank other than rank 0, under a real supervisor: with a program that
+stands in for the trainer, and knows nothing of the others; and with the trainer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import os
 import signal
 from pathlib import Path
 
-from engine.config.models import JobConfig, RecoveryConfig
+import pytest
+
+from engine.config.models import Config, JobConfig, RecoveryConfig
+from engine.demo import demo_config
 from engine.models import Reason, RunState
-from engine.run.events import AttemptFailed, LauncherStarted, RankExited
-from tests.faults.local_runs import Run, kill_and_await, start_run
+from engine.run.events import AttemptFailed, AttemptResumed, LauncherStarted, RankExited
+from tests.demo_copies import demo_below
+from tests.faults.local_runs import Run, kill_and_await, start_config, start_run
+from tests.faults.test_training import await_iteration, trained, with_keys
 
 ALONE = """
 import os, time
@@ -86,3 +91,33 @@ def test_an_abort_ends_a_rank_that_waits_to_be_started_again(home: Path, tmp_pat
     kill_trainer(run, 1)
     run.abort()
     assert run.record.state is RunState.ABORTED
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A training of some seconds, with an averaging after every third step."""
+    config = demo_config(demo_below(tmp_path_factory.mktemp("demo")), ranks=2, iters=60)
+    keys = {"batch_size": 2, "max_seq_length": 64, "save_every": 1000, "val_batches": 0, "local_steps": 3}
+    job = with_keys(config, **keys).job.model_copy(update={"strategy": "local"})
+    return config.model_copy(update={"job": job, "recovery": RecoveryConfig()})
+
+
+def test_a_killed_trainer_joins_again_and_the_run_takes_one_attempt(home: Path, demo: Config) -> None:
+    run = start_config(home, demo)
+    await_iteration(run, 4)
+    kill_trainer(run, 1)
+    run.wait(lambda: "rank 1 has joined again" in run.dir.log(0).read_text())
+    record = run.ended()
+    assert (record.state, record.attempts, record.cause) == (RunState.SUCCEEDED, 1, None), run.troubles()
+    assert trained(run) == list(range(1, 61))
+    assert "completed at iteration 60" in run.dir.log(1).read_text()
+
+
+def test_without_rank_0_the_next_attempt_goes_on_from_what_another_saved(home: Path, demo: Config) -> None:
+    run = start_config(home, demo)
+    await_iteration(run, 8)
+    kill_trainer(run, 0)
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
+    (resumed,) = run.events_of(AttemptResumed)
+    assert (resumed.resumed.source, resumed.repeated in (0, 1)) == ("emergency", True)

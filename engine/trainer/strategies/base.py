@@ -134,11 +134,13 @@ class Strategy(ABC):
         """The other ranks are training without this one, which has to `rejoin` first. Local."""
         return False
 
-    admits = False
-    """After this update, ranks that were left out may `rejoin`."""
+    @property
+    def admits(self) -> bool:
+        """After this update, ranks that were left out wait for this one to `admit` them. Local."""
+        return False
 
     def admit(self, snapshot: Snapshot) -> None:
-        """Let those ranks go on from rank 0's `snapshot`."""
+        """Let them go on from this rank's `snapshot`."""
         raise NotImplementedError
 
     def rejoin(self) -> Snapshot:

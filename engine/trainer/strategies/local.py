@@ -78,6 +78,7 @@ class LocalSteps(Strategy):
         self._iteration = 0
         self._update_tokens = 0
         self._norm = 0.0
+        self._just_averaged = False
 
     def accumulate(self, position: int, *, last: bool, exact: bool = False) -> LocalStep:
         self._iteration = position + 1
@@ -95,7 +96,7 @@ class LocalSteps(Strategy):
         return floats(self._group.all_sum(mx.array(counters)))
 
     def apply(self, tokens: float) -> float | None:
-        own, self._update_tokens, self.admits = self._update_tokens, 0, False
+        own, self._update_tokens, self._just_averaged = self._update_tokens, 0, False
         if not own:
             self._gradients.clear()
         self._norm = self._gradients.apply(self._updater, own) if own else 0.0
@@ -143,9 +144,11 @@ class LocalSteps(Strategy):
     def left_out(self) -> bool:
         return self._group.left_out
 
+    @property
+    def admits(self) -> bool:
+        return self._just_averaged and self._group.awaited
+
     def admit(self, snapshot: Snapshot) -> None:
-        if self._group.rank > 0:
-            return
         arrays = {(group, name): value for group, values in snapshot.state.items() for name, value in values.items()}
         described = [(*key, value.shape, str(value.dtype).rpartition(".")[2]) for key, value in arrays.items()]
         header = json.dumps(
@@ -192,7 +195,7 @@ class LocalSteps(Strategy):
             mx.eval(self._updater.arrays, self._averaged)
         mx.eval(self.model.trainable_parameters())
         self._averaged[_TOKENS] = mx.array(0.0)
-        self.admits = True
+        self._just_averaged = True
 
     def _mean(self, parts: Mapping[int, bytes], sizes: Mapping[str, int]) -> bytes:
         """The members' changes, weighted by their tokens, encoded as theirs."""

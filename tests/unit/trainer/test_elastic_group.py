@@ -77,7 +77,7 @@ def test_a_lost_member_is_left_out_and_joins_again(ranks: Ranks) -> None:
     with pytest.raises(LeftOut, match="not in the group"):
         third.all_sum(mx.array(1.0))
     joining = ranks.pool.submit(third.join)
-    wait_until(lambda: not first._arrivals.empty())
+    wait_until(lambda: first.awaited)
     first.admit("header", lambda: [mx.arange(4)])
     header, contents = joining.result(60)
     assert (header, np.frombuffer(next(contents), np.int32).tolist()) == ("header", [0, 1, 2, 3])
@@ -119,12 +119,12 @@ def test_a_restarted_rank_finds_a_training_under_way(ranks: Ranks) -> None:
     other = ranks.group(1, 2)
     other.check_equal({"job": 2})
     refused = ranks.pool.submit(other.join)
-    wait_until(lambda: not first._arrivals.empty())
+    wait_until(lambda: first.awaited)
     first.admit("header", list)
     with pytest.raises(GroupError, match="differ from rank 0's"):
         refused.result(60)
     joining = ranks.pool.submit(again.join)
-    wait_until(lambda: not first._arrivals.empty())
+    wait_until(lambda: first.awaited)
     first.admit("header", list)
     assert joining.result(60)[0] == "header"
     assert ranks.sums(first, again) == [11.0, 11.0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.protocol.exchange import INT8_BLOCK
 from engine.trainer.collective import Collective
-from engine.trainer.gradient_wire import INT4, INT8, GradientWire, Quantization
+from engine.trainer.gradient_wire import INT4, INT8, GradientWire, BlockQuantization
 from tests.training.together import together
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -41,7 +41,9 @@ FORMS = pytest.mark.parametrize("form", [INT8, INT4], ids=["int8", "int4"])
 
 @FORMS
 @given(SEEDS, SIZES, st.integers(-30, 30))
-def test_values_are_within_half_a_step_of_their_block(form: Quantization, seed: int, size: int, exponent: int) -> None:
+def test_values_are_within_half_a_step_of_their_block(
+    form: BlockQuantization, seed: int, size: int, exponent: int
+) -> None:
     mine = values(seed, size, 2.0**exponent)
     encoded = form.encode(mine)
     assert (encoded.dtype, encoded.size) == (mx.uint8, form.nbytes(size))
@@ -53,14 +55,14 @@ def test_values_are_within_half_a_step_of_their_block(form: Quantization, seed: 
 @FORMS
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @given(SEEDS, SIZES)
-def test_what_is_not_finite_stays_so(form: Quantization, bad: float, seed: int, size: int) -> None:
+def test_what_is_not_finite_stays_so(form: BlockQuantization, bad: float, seed: int, size: int) -> None:
     mine = np.array(values(seed, size))
     mine[seed % size] = bad
     assert not np.isfinite(np.asarray(form.decode(form.encode(mx.array(mine)), size))[seed % size])
 
 
 @FORMS
-def test_zeros_are_exact(form: Quantization) -> None:
+def test_zeros_are_exact(form: BlockQuantization) -> None:
     assert np.asarray(form.decode(form.encode(mx.zeros(5)), 5)).tolist() == [0.0] * 5
 
 
