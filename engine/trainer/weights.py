@@ -15,6 +15,9 @@ import numpy as np
 from engine.protocol.attempt import replacing
 from engine.trainer.collective import TensorSpec
 
+State = dict[str, dict[str, mx.array]]
+"""A training's, group → name → array: references, evaluated. MLX's arrays never change, so this is a snapshot."""
+
 UINT_OF_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 """By bytes: as an integer, a value is hashed and summed bit for bit (a sum of floats with zeros would turn -0.0 into
 0.0)."""

@@ -17,7 +17,7 @@ from engine.trainer.checkpoint.locations import Destination, Remote
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.reporting import Reporter
-from engine.trainer.strategies.base import State
+from engine.trainer.weights import State
 
 WINDOW = {"loss_sum": 1.5, "losses": 1}
 

@@ -23,10 +23,10 @@ from engine.trainer.data import Batch, DataLoader, Split, load_split
 from engine.trainer.model import files_checksum, load_model
 from engine.trainer.reporting import Reporter
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter, State
+from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
 from engine.trainer.strategies.pipeline import MessageKind, MessageTag, Pipeline, StageMessages
 from engine.trainer.strategies.sharded import Sharded
-from engine.trainer.weights import WeightStream, scalar, write_safetensors
+from engine.trainer.weights import State, WeightStream, scalar, write_safetensors
 from tests.training.tiny import Tiny, make_job, write_weights
 from tests.training.together import together
 

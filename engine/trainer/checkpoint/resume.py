@@ -25,7 +25,8 @@ from engine.trainer.checkpoint.files import FileEntry, Manifest
 from engine.trainer.collective import Collective, Groups, all_gather_object, broadcast_arrays, broadcast_object
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.reporting import Reporter, ReportWindow
-from engine.trainer.strategies.base import State, Strategy
+from engine.trainer.strategies.base import Strategy
+from engine.trainer.weights import State
 
 Result = TypeVar("Result")
 

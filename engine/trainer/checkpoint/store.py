@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 
@@ -37,9 +37,7 @@ from engine.trainer.checkpoint.files import (
     update_of,
     verify_file,
 )
-
-if TYPE_CHECKING:
-    from engine.trainer.strategies.base import State
+from engine.trainer.weights import State
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
+from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective, TensorSpec, packed
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.optimizer import Updater
 from engine.trainer.sampler import Indices
-from engine.trainer.weights import UINT_OF_SIZE, WeightStream, floats
-
-if TYPE_CHECKING:
-    from engine.trainer.checkpoint.store import Snapshot
-
-State = dict[str, dict[str, mx.array]]
-"""Group → name → array: references, evaluated. MLX's arrays never change, so this is a snapshot."""
+from engine.trainer.weights import UINT_OF_SIZE, State, WeightStream, floats
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from engine.trainer.elastic_group import ElasticGroup, raw, read_array
 from engine.trainer.gradient_wire import INT4, INT8
 from engine.trainer.optimizer_state import StateForm
 from engine.trainer.sampler import Indices
-from engine.trainer.strategies.base import LocalStep, State, Strategy
+from engine.trainer.strategies.base import LocalStep, Strategy
 from engine.trainer.strategies.data_parallel import Gradients
-from engine.trainer.weights import WeightStream, floats, scalar
+from engine.trainer.weights import State, WeightStream, floats, scalar
 
 _GROUP = "averaging"
 """In the state: by parameter the weight after the last averaging and the outer momentum, and `_TOKENS`."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.protocol.exchange import INT8_BLOCK
 from engine.trainer.collective import Collective
-from engine.trainer.gradient_wire import INT4, INT8, GradientWire, BlockQuantization
+from engine.trainer.gradient_wire import INT4, INT8, BlockQuantization, GradientWire
 from tests.training.together import together
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -113,9 +113,9 @@ def test_a_first_moment_of_8_bits_is_within_one_level(seed: int, size: int, larg
     assert mx.all(mx.abs(decode_8bit(codes, scales) - value) <= bound).item()
 
 
-@given(SEEDS, st.integers(1, 300), st.floats(1e-20, 1e3))
+@given(SEEDS, st.integers(1, 300), st.floats(1e-9, 1e3))
 def test_a_second_moment_of_8_bits_keeps_small_values_above_zero(seed: int, size: int, largest: float) -> None:
-    """Over 18 decades."""
+    """Over 18 decades. In a block below 5e-29, whose root is nothing beside Adam's epsilon, the least level is 0."""
     value = largest * mx.power(10.0, mx.random.uniform(-18, 0, (size,), key=key(seed)))
     codes, scales = encode_8bit(value, key(seed), second=True)
     assert (codes.dtype, codes.shape) == (mx.uint8, (size,))
