@@ -17,6 +17,7 @@ SMALLEST = {
     "calibration": ["--rounds", "1", "--seconds", "2", "--iters", "8"],
     "checkpoint_cost": ["--iterations", "5"],
     "chunks": ["50000"],
+    "convergence": ["--steps", "3", "--seeds", "1"],
     "flood": ["--seconds", "4"],
     "launch": ["--rounds", "1"],
     "links": ["--rounds", "1", "--rates", "1000", "--ratios", "1"],

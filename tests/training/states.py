@@ -25,6 +25,8 @@ WINDOW = {"loss_sum": 1.5, "losses": 1}
 class FakeStrategy:
     """A strategy's state: one number per part."""
 
+    any_part = False
+
     def __init__(self) -> None:
         self.restored: dict[int, float] = {}
         self.unfit: set[float] = set()

@@ -129,7 +129,7 @@ def test_a_killed_rank_is_started_again_by_its_keeper_and_joins(tiny: Tiny, tmp_
 def test_one_rank_that_is_left_goes_on_alone(tiny: Tiny, tmp_path: Path) -> None:
     """As after a restart without the other node."""
     job = local_job(tiny, iters=14)
-    launch(tmp_path, job, shares=(1.0, 1.0), spec_fields={"checkpoint_every": 5}).succeeded()
+    launch(tmp_path, job, shares=(1.0, 1.0), spec_fields={"checkpoint_every": 10}).succeeded()
     rest = launch(tmp_path, job, attempt=2, spec_fields={"resume": True, "reached": 10}).succeeded()
     assert [event["iteration"] for event in rest.events(0, "resumed")] == [10]
     assert steps(rest, 0) == [11, 12, 13, 14]
