@@ -32,13 +32,15 @@ FORM_LIMIT_S = 60.0
 LEAST_WAIT_S = 10.0
 """A member that is later than rank 0 by more than this, and by more than rank 0's own time since the last operation, is
 left out."""
+SAVE_LIMIT_S = 600.0
+"""The least limit of a barrier, before which members write to disks of their own."""
 STALL_S = 30.0
 """A connection on which nothing moves for so long in the middle of a message is lost."""
 _GONE_S = 5.0
 """Rank 0 is gone when its port has refused connections for so long."""
 _RETRY_S = 0.2
-_DARWIN_CONNECTION_DROP_TIME = 0x80
-"""TCP_RXT_CONNDROPTIME of macOS, in seconds, which Python does not name."""
+_MOST_GREETED = 64
+"""Connections at a time that have not proved yet who they are."""
 _HELLO_BYTES = 4096
 _FORMED, _RUNNING, _ADMITTED, _REFUSED = b"formed", b"running", b"admitted", b"refused"
 
@@ -71,7 +73,7 @@ class ElasticGroup(Collective):
         self._formed = False
         self._elastic = False
         self._operation_at = time.monotonic()
-        """When the last operation ended."""
+        """When the last operation began."""
         self._members: dict[int, Connection] = {}
         """On rank 0: all others. On another rank: rank 0, unless this rank is left out."""
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
@@ -105,9 +107,14 @@ class ElasticGroup(Collective):
         """`combined` of every member's `mine` by rank, computed on rank 0. Raises LeftOut, PeerLost."""
         started = time.monotonic()
         result = self._combine_all(mine, combined) if self.rank == 0 else self._combine_with(mine)
-        self._operation_at = time.monotonic()
-        self.waited_s += self._operation_at - started
+        self._operation_at = started
+        self.waited_s += time.monotonic() - started
         return result
+
+    def barrier(self) -> None:
+        """As Collective's; a member that is still saving is awaited."""
+        self._operation_at -= SAVE_LIMIT_S
+        super().barrier()
 
     def start_sum(self, array: mx.array) -> None:
         """As `all_sum`, finished when it returns."""
@@ -119,7 +126,7 @@ class ElasticGroup(Collective):
 
         mine = raw(array)
         # Most of what is broadcast by a sum is zeros.
-        self._under_way = read_array(self.combine(mine if any(mine) else b"", total), spec)
+        self._under_way = read_array(self.combine(mine if mine.count(0) < len(mine) else b"", total), spec)
 
     def start_gather(self, array: mx.array) -> None:
         """As `gather_arrays`, finished when it returns: one row per member."""
@@ -156,18 +163,19 @@ class ElasticGroup(Collective):
             self._members[arrival.rank] = arrival.connection
             self._note(f"rank {arrival.rank} has joined again")
 
-    def join(self) -> tuple[str, Iterator[bytes]]:
+    def join(self, stopped: Callable[[], bool]) -> tuple[str, Iterator[bytes]]:
         """On another rank, after LeftOut: wait until rank 0 admits this one; its header and arrays' bytes. Raises
-        GroupError; PeerLost when rank 0 is gone."""
-        self._leave()
-        connection, answer = self._request(self._facts, limit_s=None)
+        GroupError; PeerLost when rank 0 is gone, or this rank is `stopped`."""
+        self.leave()
+        connection, answer = self._request(self._facts, None, stopped)
         if answer == _REFUSED:
             raise GroupError("the job, the model or the data of this rank differ from rank 0's: make them the same")
         self._members = {0: connection}
         header = self._receive(connection).decode()
         return header, iter(lambda: self._receive(connection), None)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Have the others go on without this rank, until it is to `join`."""
         for connection in self._members.values():
             connection.close()
         self._members = {}
@@ -179,6 +187,7 @@ class ElasticGroup(Collective):
         try:
             connection.send_bytes(mine)
         except OSError as error:
+            self.leave()
             raise LeftOut(f"rank 0 does not answer: {error}") from error
         result = self._receive(connection)
         (self.size,) = unpack_from("!I", result)
@@ -189,7 +198,7 @@ class ElasticGroup(Collective):
         try:
             return connection.recv_bytes()
         except (EOFError, OSError) as error:
-            self._leave()
+            self.leave()
             raise LeftOut(f"the connection to rank 0 has ended: {error}") from error
 
     def _combine_all(self, mine: bytes, combined: Callable[[Mapping[int, bytes]], bytes]) -> bytes:
@@ -207,6 +216,7 @@ class ElasticGroup(Collective):
         """Every other member's message; who sends none in time is no member any more."""
         parts: dict[int, bytes] = {}
         own_s = time.monotonic() - self._operation_at
+        # Its results may still be on their way to a member with a slow link.
         limit_s = max(LEAST_WAIT_S, own_s)
         deadline = time.monotonic() + limit_s
         while waiting := {rank: member for rank, member in self._members.items() if rank not in parts}:
@@ -246,14 +256,23 @@ class ElasticGroup(Collective):
         self._formed = True
 
     def _accept(self) -> None:
-        while self._listener.fileno() >= 0:
-            with contextlib.suppress(OSError):
-                accepted, _ = self._listener.accept()
-                # A stranger that says nothing keeps nobody else waiting.
-                threading.Thread(target=self._greet, args=(accepted,), daemon=True).start()
+        # A stranger that says nothing keeps nobody else waiting.
+        greeters = threading.BoundedSemaphore(_MOST_GREETED)
 
-    def _greet(self, accepted: socket.socket) -> None:
-        connection = _configured(accepted, STALL_S)
+        def greet(accepted: socket.socket) -> None:
+            with greeters, contextlib.suppress(OSError):
+                self._greet(_configured(accepted, STALL_S))
+
+        while self._listener.fileno() >= 0:
+            try:
+                with greeters:
+                    accepted, _ = self._listener.accept()
+                threading.Thread(target=greet, args=(accepted,), daemon=True).start()
+            except (OSError, RuntimeError):
+                # Too many open files, or threads.
+                time.sleep(_RETRY_S)
+
+    def _greet(self, connection: Connection) -> None:
         try:
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
@@ -269,36 +288,42 @@ class ElasticGroup(Collective):
 
     def _enter(self) -> None:
         """On another rank: be there when the group forms; if it is under way, `join` comes later."""
-        connection, answer = self._request(None, FORM_LIMIT_S)
+        connection, answer = self._request(None, FORM_LIMIT_S, lambda: False)
         if answer == _FORMED:
             self._members = {0: connection}
         else:
             connection.close()
 
-    def _request(self, facts: str | None, limit_s: float | None) -> tuple[Connection, bytes]:
-        """A connection to rank 0, and its first answer. Raises GroupError when there is none within `limit_s`; without
-        a limit PeerLost, when nobody listens there any more."""
+    def _request(
+        self, facts: str | None, limit_s: float | None, stopped: Callable[[], bool]
+    ) -> tuple[Connection, bytes]:
+        """A connection to rank 0, and its first answer. Raises PeerLost when there is none within `limit_s`, or without
+        a limit, when nobody listens there any more; GroupError for a rank 0 of another attempt."""
         started, refused_at = time.monotonic(), None
-        while True:
+        while not stopped():
             now = time.monotonic()
             try:
                 connection = self._connect()
                 try:
                     connection.send_bytes(json.dumps({"rank": self.rank, "facts": facts}).encode())
+                    while not connection.poll(_RETRY_S):
+                        if stopped():
+                            raise PeerLost("stopped while the others went on without this rank")
                     return connection, connection.recv_bytes()
                 except BaseException:
                     connection.close()
                     raise
-            except AuthenticationError as error:
-                raise GroupError("rank 0 is of another attempt") from error
+            except (AuthenticationError, AssertionError) as error:
+                raise GroupError(f"what listens at {self._host}:{self._port} is not this attempt's rank 0") from error
             except (EOFError, OSError) as error:
                 refused = isinstance(error, ConnectionRefusedError)
                 refused_at = (refused_at or now) if refused else None
                 if limit_s is not None and now - started > limit_s:
-                    raise GroupError(f"rank 0 at {self._host}:{self._port} does not answer: {error}") from error
+                    raise PeerLost(f"rank 0 at {self._host}:{self._port} does not answer: {error}") from error
                 if limit_s is None and refused_at is not None and now - refused_at > _GONE_S:
                     raise PeerLost(f"rank 0 at {self._host}:{self._port} is gone") from error
             time.sleep(_RETRY_S)
+        raise PeerLost("stopped while the others went on without this rank")
 
     def _connect(self) -> Connection:
         # Rank 0 may take a round's time to answer: only the connection itself has a limit.
@@ -328,16 +353,14 @@ def _farewell(connection: Connection, message: bytes) -> None:
 
 
 def _configured(connected: socket.socket, stall_s: float | None) -> Connection:
-    """Notices a host that is gone within about half a minute. `stall_s`: the longest wait in a message."""
+    """Notices a silent host that is gone within about half a minute. `stall_s`: the longest wait in a message."""
     connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "darwin":
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, 10)
-        connected.setsockopt(socket.IPPROTO_TCP, _DARWIN_CONNECTION_DROP_TIME, int(STALL_S))
     else:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     if stall_s is not None:

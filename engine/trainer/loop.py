@@ -66,15 +66,16 @@ class Loop:
     periodic: PeriodicCheckpoints
     emergency: EmergencyCheckpoint
     start: ResumePoint = field(default_factory=ResumePoint)
-    _stop: bool = False
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter)
+        self._ranks = self.collective.size
         self._begin_at(self.start)
 
     def _begin_at(self, point: ResumePoint | Snapshot) -> None:
         self._window = ReportWindow(**point.window)
         self._best = BestValidation(**point.best)
+        self._stop = False
         self._pending: dict[int, LocalStep] = {}
         """The iterations of the update under way."""
         self._updates = point.update
@@ -93,9 +94,17 @@ class Loop:
             except LeftOut as error:
                 self.reporter.warn(f"the other ranks go on without this one: {error}")
 
+    def _admit(self, iteration: int) -> None:
+        """Let ranks that were left out go on from here: only between two iterations do they take part in the same
+        operations as the others."""
+        if self.strategy.admits and not self._pending:
+            # It may take long.
+            self.reporter.phase("saving")
+            self.strategy.admit(self._snapshot(iteration))
+
     def _rejoin(self) -> None:
         self.reporter.phase("loading")
-        point = self.strategy.rejoin()
+        point = self.strategy.rejoin(lambda: self.control.stop_requested, self.emergency.release)
         self._begin_at(point)
         self.reporter.print(f"joins again after iteration {point.iteration} (update {point.update})")
 
@@ -120,6 +129,7 @@ class Loop:
                 if iteration % self.job.save_every == 0:
                     self._check_replicas(iteration)
                     self._saver.save(iteration, last=False)
+                self._admit(iteration)
                 if mx.get_cache_memory() > (self.job.clear_cache_threshold or _CACHE_BYTES):
                     mx.clear_cache()
             return self._finish(Outcome(True, self._stop, self.job.iters))
@@ -155,7 +165,8 @@ class Loop:
         if loss is not None:
             seconds = time.perf_counter() - started
             self.reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
-            best = self._best.add(iteration, loss)
+            # Without the share of a rank that is left out, it cannot be compared.
+            best = self.collective.size == self._ranks and self._best.add(iteration, loss)
             # What was never trained must not replace what an earlier run has left.
             if best and self.job.save_best and self._updates > 0:
                 self._check_replicas(iteration)
@@ -202,10 +213,8 @@ class Loop:
             self.emergency.remove_older()
         summed = time.perf_counter()
         self._check_losses(losses)
-        waited = self.collective.waited_s
         with self.emergency.changing():
             norm = self.strategy.apply(sum(tokens))
-            waited = self.collective.waited_s - waited
             if (late := self.strategy.late_loss) is not None:
                 losses, step = [late], replace(step, loss_sum=late)
                 self._check_losses(losses)
@@ -215,6 +224,13 @@ class Loop:
                 raise Diverged(f"gradient is not finite at iteration {last}")
             self._updates += 1
             self._updated_at, self._best_at_update = last, self._best.state()
+            self.emergency.hold(self._snapshot(last))
+        before = self.collective.waited_s
+        # Meanwhile a lost peer leaves the state as it is.
+        adopt = self.strategy.average()
+        with self.emergency.changing():
+            adopt()
+            waited = self.collective.waited_s - before
             applied = time.perf_counter() - summed - waited
             # Then most of it is the backward pass.
             lazy = self.collective.size == 1 or self.strategy.any_part
@@ -227,10 +243,6 @@ class Loop:
             self._report_update(losses, tokens, {**self._own_facts(), "grad_norm": norm})
             self.emergency.hold(self._snapshot(last))
         self._pending = {}
-        if self.strategy.admits:
-            # It may take long.
-            self.reporter.phase("saving")
-            self.strategy.admit(self._snapshot(last))
 
     def _check_losses(self, losses: list[float]) -> None:
         for iteration, loss in zip(self._pending, losses, strict=True):

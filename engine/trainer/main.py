@@ -62,7 +62,7 @@ def _run(spec: AttemptSpec, home: Path, rank: int, control: Control, events: Eve
     if (spec.job or {}).get("strategy") == "local":
         # The hostfile of MLX's ring, in which rank 0's first address is the group's.
         address = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())[0][0] if spec.world_size > 1 else None
-        backend = f"tcp to {address}"
+        backend = f"tcp to {address}" if address is not None else "none"
         collective = ElasticGroup(address, spec.nonce.encode(), spec.world_size, rank, reporter.warn)
     else:
         collective = Collective(spec.backend, spec.world_size, rank)

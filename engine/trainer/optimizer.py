@@ -162,15 +162,22 @@ class Updater:
         """Restore a result of `state()`. Raises ValueError when it is of another job, and changes nothing then."""
         if (difference := self._difference(state)) is not None:
             raise ValueError(difference)
-        self.masters.update(state["weights"])
-        for name, value in state["optimizer"].items():
-            parameter, _, kind = name.rpartition(_SEPARATOR)
-            if parameter:
-                self._stored[parameter][kind] = value
-            else:
-                self._scalars[name] = value
-        self._update_model({name: value.astype(self._dtypes[name]) for name, value in self.masters.items()})
-        mx.eval(self._model.trainable_parameters())
+        for group in ("weights", "optimizer"):
+            for name, value in state[group].items():
+                self.restore_one(group, name, value)
+
+    def restore_one(self, group: str, name: str, value: mx.array) -> None:
+        """Restore an array of a `state` that fits."""
+        parameter, _, kind = name.rpartition(_SEPARATOR)
+        if group == "weights":
+            self.masters[name] = value
+            weight = value.astype(self._dtypes[name])
+            self._update_model({name: weight})
+            mx.eval(weight)
+        elif parameter:
+            self._stored[parameter][kind] = value
+        else:
+            self._scalars[name] = value
 
     def _difference(self, state: Mapping[str, Mapping[str, mx.array]]) -> str | None:
         """The first name, shape or type that is not this job's."""

@@ -9,7 +9,7 @@ An update decodes a parameter and its moments to float32, takes the optimizer's 
 - moments "8bit": blocks of 64 (MOMENT_BLOCK) over their largest magnitude, a first moment as the signed square root
   (int8), a second moment as the fourth root (uint8): levels are close where values are small, down to 6e-5 and 2e-10 of
   the largest. Rounded so that the mean of the value is exact. Blockwise quantization: Dettmers et al., 8-bit Optimizers
-  via Block-wise BlockQuantization (2021).
+  via Block-wise Quantization (2021).
 
 Random bits are a function of a key: the same at each repetition, on every rank.
 """

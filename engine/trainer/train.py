@@ -188,6 +188,8 @@ class _Setup:
             resume = Resume(collective, strategy, self.config_hash, reporter, stop_on_corruption=stop_on_corruption)
             adapter = self.job.resume_adapter_file is not None
             start = resume.run(locations.states(), adapter=adapter, reached=spec.reached)
+            if isinstance(strategy, LocalSteps):
+                strategy.agree()
         destination = None
         if policy.every > 0 and (origin.part > 0 or rank == 0):
             packer(policy.compression)  # raises JobError

@@ -48,6 +48,11 @@ class EmergencyCheckpoint:
         """`snapshot` is the newest complete state from now on."""
         self._snapshot = snapshot
 
+    def release(self) -> None:
+        """There is no state to write until the next `hold`."""
+        with self._unchanging:
+            self._snapshot = None
+
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """The state changes inside: it is neither written nor held in memory until `hold` has a complete one again."""

@@ -210,6 +210,7 @@ class Resume:
                 return False
             received = broadcast_arrays(self.collective, state, copy.rank)
             restored = self._put(received, part, len(chosen), copy) and restored
+            del state, received
         return restored
 
     def _outvoted(self, complete: CompleteState) -> set[Author | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -100,6 +100,11 @@ class Strategy(ABC):
         """One optimizer step with the mean gradient over `tokens` global targets, evaluated; returns its norm before
         clipping. None, and no step, without targets. Local."""
 
+    def average(self) -> Callable[[], None]:
+        """After `apply`: exchange what the ranks average. The state changes in the result's call only, which is
+        local."""
+        return lambda: None
+
     @abstractmethod
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         """This rank's part of one batch: the sum of cross-entropies, and the number of targets."""
@@ -137,9 +142,9 @@ class Strategy(ABC):
         """Let them go on from this rank's `snapshot`."""
         raise NotImplementedError
 
-    def rejoin(self) -> Snapshot:
-        """After LeftOut: wait to be admitted, and restore the state that comes with it; the rest of the snapshot.
-        Raises PeerLost, GroupError."""
+    def rejoin(self, stopped: Callable[[], bool], release: Callable[[], None]) -> Snapshot:
+        """After LeftOut: wait to be admitted, and restore the state that comes with it, before which `release` is
+        called: there is no room for two; the rest of the snapshot. Raises PeerLost, also when `stopped`; GroupError."""
         raise NotImplementedError
 
 

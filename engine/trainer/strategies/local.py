@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from functools import reduce
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from operator import add
 from struct import calcsize, pack, unpack_from
 
@@ -24,9 +25,9 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.store import Snapshot
-from engine.trainer.collective import TensorSpec
+from engine.trainer.collective import TensorSpec, all_gather_object, broadcast_arrays, packed
 from engine.trainer.data import Batch, DataLoader, Split
-from engine.trainer.elastic_group import ElasticGroup, raw, read_array
+from engine.trainer.elastic_group import ElasticGroup, LeftOut, raw, read_array
 from engine.trainer.gradient_wire import INT4, INT8
 from engine.trainer.optimizer_state import StateForm
 from engine.trainer.sampler import Indices
@@ -40,6 +41,7 @@ _ANCHOR, _MOMENTUM = ":anchor", ":v"
 _TOKENS = ":tokens"
 """The targets that this rank was trained on since the last averaging."""
 _WEIGHT = "!d"
+_PIECE_ELEMENTS = 2**26
 
 
 def averaging_due(job: Job, iteration: int) -> bool:
@@ -73,12 +75,16 @@ class LocalSteps(Strategy):
             kept = mx.float32 if precise else dtype
             self._averaged[name + _ANCHOR] = self._updater.weight(name).astype(kept)
             if job.outer_momentum > 0:
-                self._averaged[name + _MOMENTUM] = mx.zeros(self._updater.masters[name].shape, kept)
+                # In float16 a small change would be subnormal.
+                wide = mx.float32 if kept == mx.float16 else kept
+                self._averaged[name + _MOMENTUM] = mx.zeros(self._updater.masters[name].shape, wide)
         mx.eval(self._averaged)
         self._iteration = 0
         self._update_tokens = 0
         self._norm = 0.0
-        self._just_averaged = False
+        self._due = False
+        """The last update ended with an averaging."""
+        self._pieces = packed(self._dtypes, lambda name: self._updater.masters[name].size, _PIECE_ELEMENTS)
 
     def accumulate(self, position: int, *, last: bool, exact: bool = False) -> LocalStep:
         self._iteration = position + 1
@@ -96,15 +102,17 @@ class LocalSteps(Strategy):
         return floats(self._group.all_sum(mx.array(counters)))
 
     def apply(self, tokens: float) -> float | None:
-        own, self._update_tokens, self._just_averaged = self._update_tokens, 0, False
+        own, self._update_tokens, self._due = self._update_tokens, 0, False
         if not own:
             self._gradients.clear()
         self._norm = self._gradients.apply(self._updater, own) if own else 0.0
-        # What is not finite would spread to all ranks.
         if math.isfinite(self._norm):
             self._averaged[_TOKENS] = mx.array(scalar(self._averaged[_TOKENS]) + own)
-            if averaging_due(self._job, self._iteration):
-                self._average()
+            self._due = averaging_due(self._job, self._iteration)
+        elif self._group.rank > 0:
+            # It goes on from the others' weights; without rank 0's there would be none.
+            self._group.leave()
+            raise LeftOut("its gradient is not finite")
         return self._norm if tokens else None
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
@@ -132,13 +140,17 @@ class LocalSteps(Strategy):
         """Each part is a whole state: this rank's own is used, else the first."""
         if part != (self._group.rank if self._group.rank < parts else 0):
             return
-        if not self.fits(state):
-            self._updater.restore(state)
+        if self._updater.fits(state) and not self.fits(state):
             raise ValueError("what is saved of the last averaging is of another job")
-        self._gradients.clear()
-        self._update_tokens = 0
         self._updater.restore(state)
         self._averaged = dict(state[_GROUP])
+
+    def agree(self) -> None:
+        """Resumed states may be of both sides of an averaging, or of two attempts: then all ranks take rank 0's."""
+        averaged = (value for name, value in sorted(self._averaged.items()) if name != _TOKENS)
+        checksum = reduce(lambda found, value: zlib.crc32(raw(value), found), averaged, 0)
+        if len(set(all_gather_object(self._group, checksum))) > 1:
+            self.restore(broadcast_arrays(self._group, self.state(), 0), 0, 1)
 
     @property
     def left_out(self) -> bool:
@@ -146,7 +158,7 @@ class LocalSteps(Strategy):
 
     @property
     def admits(self) -> bool:
-        return self._just_averaged and self._group.awaited
+        return self._due and self._group.awaited
 
     def admit(self, snapshot: Snapshot) -> None:
         arrays = {(group, name): value for group, values in snapshot.state.items() for name, value in values.items()}
@@ -162,59 +174,77 @@ class LocalSteps(Strategy):
         )
         self._group.admit(header, arrays.values)
 
-    def rejoin(self) -> Snapshot:
-        text, contents = self._group.join()
+    def rejoin(self, stopped: Callable[[], bool], release: Callable[[], None]) -> Snapshot:
+        text, contents = self._group.join(stopped)
+        release()
         header = json.loads(text)
-        state: State = {}
+        self._gradients.clear()
+        self._update_tokens = 0
         for (group, name, shape, dtype), content in zip(header.pop("arrays"), contents, strict=False):
-            state.setdefault(group, {})[name] = read_array(content, TensorSpec(tuple(shape), getattr(mx, dtype)))
-        self.restore(state, 0, 1)
+            value = read_array(content, TensorSpec(tuple(shape), getattr(mx, dtype)))
+            # In place of this rank's own.
+            if group == _GROUP:
+                self._averaged[name] = value
+            else:
+                self._updater.restore_one(group, name, value)
         return Snapshot(**header, state={})
 
     def _anchor(self, name: str) -> mx.array:
         return self._averaged[name + _ANCHOR].astype(mx.float32)
 
-    def _average(self) -> None:
-        sizes = {name: self._updater.masters[name].size for name in self._dtypes}
-        mine = [pack(_WEIGHT, scalar(self._averaged[_TOKENS]))]
-        for name in sizes:
-            change = self._anchor(name) - self._updater.weight(name).astype(mx.float32)
-            mine.append(raw(self._encode(change.reshape(-1))))
-        mean = self._group.combine(b"".join(mine), lambda parts: self._mean(parts, sizes))
-        for name, change in self._decoded(mean, sizes):
-            momentum = self._averaged.get(name + _MOMENTUM)
-            outer = {} if momentum is None else {"v": momentum.astype(mx.float32)}
-            anchor = self._anchor(name)
-            weight = self._outer.apply_single(change.reshape(anchor.shape), anchor, outer)
-            self._updater.replace(name, weight, self._iteration)
-            kept = self._averaged[name + _ANCHOR].dtype
-            # In 16 bits, where the weights' own rounding has put it.
-            self._averaged[name + _ANCHOR] = weight if kept == mx.float32 else self._updater.masters[name]
-            if momentum is not None:
-                self._averaged[name + _MOMENTUM] = outer["v"].astype(kept)
-            mx.eval(self._updater.arrays, self._averaged)
-        mx.eval(self.model.trainable_parameters())
-        self._averaged[_TOKENS] = mx.array(0.0)
-        self._just_averaged = True
+    def average(self) -> Callable[[], None]:
+        if not self._due:
+            return super().average()
+        means = [
+            (names, self._group.combine(self._change(names), partial(self._mean, names))) for names in self._pieces
+        ]
+        return partial(self._adopt, means)
 
-    def _mean(self, parts: Mapping[int, bytes], sizes: Mapping[str, int]) -> bytes:
+    def _change(self, names: Sequence[str]) -> bytes:
+        """How far this rank's weights have moved since the last averaging, with the tokens that it was trained on."""
+        encoded = [pack(_WEIGHT, scalar(self._averaged[_TOKENS]))]
+        for name in names:
+            change = self._anchor(name) - self._updater.weight(name).astype(mx.float32)
+            encoded.append(raw(self._encode(change.reshape(-1))))
+        return b"".join(encoded)
+
+    def _mean(self, names: Sequence[str], parts: Mapping[int, bytes]) -> bytes:
         """The members' changes, weighted by their tokens, encoded as theirs."""
         tokens = [unpack_from(_WEIGHT, part)[0] for part in parts.values()]
         whole = max(sum(tokens), 1.0)
-        rows = [self._decoded(memoryview(part)[calcsize(_WEIGHT) :], sizes) for part in parts.values()]
+        rows = [self._decoded(names, memoryview(part)[calcsize(_WEIGHT) :]) for part in parts.values()]
         means = []
         for changes in zip(*rows, strict=True):
             weighted = (change * (count / whole) for count, (_, change) in zip(tokens, changes, strict=True))
             means.append(raw(self._encode(reduce(add, weighted))))
         return b"".join(means)
 
+    def _adopt(self, means: Sequence[tuple[Sequence[str], bytes]]) -> None:
+        """Take the outer step, from the weights of the last averaging."""
+        for names, mean in means:
+            for name, change in self._decoded(names, mean):
+                momentum = self._averaged.get(name + _MOMENTUM)
+                outer = {} if momentum is None else {"v": momentum.astype(mx.float32)}
+                anchor = self._anchor(name)
+                weight = self._outer.apply_single(change.reshape(anchor.shape), anchor, outer)
+                self._updater.replace(name, weight, self._iteration)
+                kept = self._averaged[name + _ANCHOR].dtype
+                # In 16 bits, where the weights' own rounding has put it.
+                self._averaged[name + _ANCHOR] = weight if kept == mx.float32 else self._updater.masters[name]
+                if momentum is not None:
+                    self._averaged[name + _MOMENTUM] = outer["v"].astype(momentum.dtype)
+                mx.eval(self._updater.arrays, self._averaged)
+        mx.eval(self.model.trainable_parameters())
+        self._averaged[_TOKENS] = mx.array(0.0)
+
     def _encode(self, values: mx.array) -> mx.array:
         return values if self._quantization is None else self._quantization.encode(values)
 
-    def _decoded(self, content: bytes | memoryview, sizes: Mapping[str, int]) -> Iterator[tuple[str, mx.array]]:
+    def _decoded(self, names: Sequence[str], content: bytes | memoryview) -> Iterator[tuple[str, mx.array]]:
         """The flat changes, one parameter at a time."""
         start, form = 0, self._quantization
-        for name, size in sizes.items():
+        for name in names:
+            size = self._updater.masters[name].size
             end = start + (4 * size if form is None else form.nbytes(size))
             encoded = mx.array(np.frombuffer(content[start:end], np.uint8))
             yield name, encoded.view(mx.float32) if form is None else form.decode(encoded, size)
