@@ -19,6 +19,7 @@ from engine.config.models import Strategy
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
 from engine.protocol.attempt import END, ExitRecord, Identity, write_atomic
+from engine.protocol.exit_codes import TrainerExit
 from engine.run import attempt_monitor, decide, shutdown
 from engine.run.attempt import AttemptOrigin
 from engine.run.attempt_monitor import AttemptMonitor
@@ -224,9 +225,26 @@ async def test_a_rank_that_goes_on_after_the_training_has_completed_is_ended(
     attempt = made(restarts=True, strategy="local")
     run = attempt.run()
     attempt.complete(0)
-    await until(lambda: (1, END) in attempt.hosts[1].commands)
+    await until(lambda: bool(attempt.hosts[1].commands))
     attempt.exit(1, 5)
     assert (await verdict_of(attempt, run)).state is RunState.SUCCEEDED
+    assert attempt.hosts[1].commands == [(1, END)]
+    assert attempt.stages() == ["term", "verifying", "stopped"]
+
+
+async def test_before_the_first_update_a_rank_that_fails_is_the_cause_and_not_rank_0_that_lost_it(
+    made: Callable[..., MonitoredAttempt],
+) -> None:
+    attempt = made(restarts=True, strategy="local", steps=False)
+    attempt.report(0, event="failure", error_type="PeerLost", message="rank 1 was lost before the training began")
+    attempt.exit(0, TrainerExit.PEER_LOST)
+    attempt.report(1, event="failure", error_type="JobError", message="the model is not there")
+    attempt.exit(1, TrainerExit.EXCEPTION)
+    verdict = await verdict_of(attempt, attempt.run())
+    assert (verdict.state, verdict.rank, verdict.host) == (RunState.FAILED, 1, "node1")
+    assert "JobError: the model is not there" in (verdict.cause or "")
+    failed = AttemptFailed(attempt=1, verdict=verdict, failed_at=datetime.now(UTC))
+    assert refusal(failed_run(attempt.plan, attempt.recorder.history, failed)) is not None
 
 
 async def test_the_end_of_rank_0_fails_the_attempt_though_another_rank_was_lost_before(
