@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.config.models import RecoveryConfig
-from engine.protocol.events import UPDATE_FIELD
+from engine.protocol.events import STEP_FIELD, UPDATE_FIELD
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures, Hang, Resumed
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
@@ -193,7 +193,6 @@ class Watchdog:
 
 _METRICS = {"report": "train", "validation": "val"}
 _ENVELOPE = frozenset({"event", "rank", "seq", "t", "at", "attempt"})
-_STEP = b'"event": "step"'
 _NAME_END = 32
 """The name of an event stands in the first bytes of its line."""
 
@@ -224,7 +223,7 @@ class EventIntake:
         for rank, tail in self._tails.items():
             for line in tail.lines():
                 # Most lines are steps, which are only parsed where they are needed.
-                if _STEP in line[:_NAME_END]:
+                if STEP_FIELD in line[:_NAME_END]:
                     self.progress.step(rank, line, time.monotonic())
                     self._consistency.step(rank, line)
                 elif (event := parse_json_line(line)) is not None:

@@ -19,6 +19,7 @@ from tests.faults.test_training import await_iteration, trained, with_keys
 
 ALONE = """
 import os, time
+with open(os.environ["FLIGHTDECK_EVENTS"], "a") as events: events.write('{"event": "step", "iteration": 1}\\n')
 print("up", os.getpid(), os.path.getsize(os.environ["MLX_HOSTFILE"]) > 2, flush=True)
 while not os.path.exists("enough"): time.sleep(0.02)
 """
