@@ -97,6 +97,9 @@ class AttemptMonitor:
         self._launcher_noted = False
         self._failing_since: float | None = None
         self._completed_at: float | None = None
+        # What an earlier supervisor has seen is noted.
+        self.intake.poll()
+        self._starts_noted = self.intake.progress.starts.copy()
         self._losses: list[tuple[float, str]] = []
         """When the loss of a dispensable rank was noticed, and its note for the journal."""
         self._shutdown: Shutdown | None = None
@@ -193,6 +196,9 @@ class AttemptMonitor:
         for rank in self._ranks.all if self._outlives_ranks and self.intake.progress.steps else ():
             # Until the first update every rank is needed.
             rank.dispensable = rank.started and rank.number != 0
+            if self.intake.progress.starts[rank.number] > max(1, self._starts_noted[rank.number]):
+                self._recorder.append(Note(message=f"rank {rank.number} on {rank.node} was started again"))
+        self._starts_noted = self.intake.progress.starts.copy()
         self._record_changes(changed)
         self._record_resumption()
         return launcher_alive

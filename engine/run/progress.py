@@ -13,7 +13,7 @@ import functools
 import json
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
@@ -54,6 +54,8 @@ class AttemptProgress:
         self.moved_at: dict[int, float] = {}
         """Rank → when its last step or change of phase came, or any event while loading, monotonic seconds of the
         head."""
+        self.starts: Counter[int] = Counter()
+        """Rank → how often its trainer was started."""
         self.steps = 0
         """Iterations made by the foremost rank."""
         self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
@@ -88,6 +90,8 @@ class AttemptProgress:
     def take(self, rank: int, event: Mapping[str, Any], now: float) -> None:
         """Any other event."""
         match event.get("event"):
+            case "start":
+                self.starts[rank] += 1
             case "phase":
                 self._announced[rank] = str(event.get("phase"))
                 self._enter(rank, self._announced[rank], now)
@@ -164,7 +168,10 @@ class Watchdog:
         if not receiving:
             # What happened meanwhile is not known: that time does not count.
             self._since += now - self._checked_at
-        self._since = max([self._since, *(at for rank, at in self._progress.moved_at.items() if rank in self._ranks)])
+        # Before the first update these wait for all others.
+        moved = self._progress.moved_at.items()
+        counted = (at for rank, at in moved if rank in self._ranks or not self._progress.steps)
+        self._since = max([self._since, *counted])
         self._checked_at = now
         doing, limit = self._limit()
         silent = now - self._since

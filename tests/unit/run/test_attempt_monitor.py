@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -53,8 +54,8 @@ class MonitoredAttempt:
         # As two hosts, so that one may be silent.
         self.hosts = [FileHost(self.files, (rank,), (f"node{rank}",)) for rank in (0, 1)]
         connections = HostConnections(self.hosts)
-        context = AttemptContext(run.directory, run.plan, attempt, connections, self.recorder)
-        self.monitor = AttemptMonitor(context, AttemptOrigin(), self._may_restart)
+        self.context = AttemptContext(run.directory, run.plan, attempt, connections, self.recorder)
+        self.monitor = AttemptMonitor(self.context, AttemptOrigin(), self._may_restart)
 
     def _start(self, rank: int, nonce: str, run_id: str) -> None:
         os.mkfifo(self.files.control(rank))
@@ -68,6 +69,11 @@ class MonitoredAttempt:
     def _may_restart(self, verdict: Verdict, _reached: int) -> bool:
         self.verdicts.append(verdict)
         return self._restarts
+
+    def adopt(self) -> None:
+        """Another supervisor goes on with it; `run` was not called before."""
+        self.monitor.close()
+        self.monitor = AttemptMonitor(self.context, AttemptOrigin(adopted=True), self._may_restart)
 
     def report(self, rank: int, **event: Any) -> None:
         with self.files.events(rank).open("a") as file:
@@ -200,6 +206,26 @@ async def test_rank_0_goes_on_without_a_rank_that_failed_and_completes(
     assert attempt.stages() == ["verifying", "stopped"]
     assert attempt.notes().count(LOSS) == 1
     assert attempt.monitor.failed_at is None
+
+
+async def test_a_rank_that_its_keeper_has_started_again_is_noted_once_over_supervisors(
+    made: Callable[..., MonitoredAttempt],
+) -> None:
+    again = "rank 1 on node1 was started again"
+    attempt = made(restarts=True, strategy="local")
+    # An earlier supervisor has copied the first three starts.
+    for _ in range(3):
+        attempt.report(1, event="start")
+    shutil.copy(attempt.files.events(1), attempt.directory.events(1))
+    attempt.adopt()
+    run = attempt.run()
+    await until(lambda: bool(attempt.monitor.intake.progress.steps))
+    attempt.report(1, event="start")
+    await until(lambda: again in attempt.notes())
+    attempt.complete(1)
+    attempt.complete(0)
+    await run
+    assert attempt.notes() == [again]
 
 
 async def test_a_silent_node_does_not_hold_a_completed_training_open(
