@@ -23,10 +23,11 @@ when the identity is written, with the keeper's own code when it ended before. S
 session or pipe.
 
 Where the others go on without a rank (`rank_restarts` above 0, and not rank 0), the keeper starts a trainer that has
-failed again, after 1, 2, 4 … 30 s: not after an exit with 0, when it was asked to leave or the attempt is fenced, or
-when the trainer refused its job or would fail in the same way. The log and the events go on in the same files, the
-identity is the new program's, and the exit record is of the last one. A command that ends the rank does so during the
-wait too.
+failed again, after 1, 2, 4 … 30 s: not before the rank's first step, until which the others need it, nor after an exit
+with 0, when it was asked to leave or the attempt is fenced, or when the trainer refused its job or would fail in the
+same way. A trainer that has run for STEADY_S begins to count its restarts anew. Log and events go on in the same
+files, the identity is the new program's, and the exit record is of the last one. A command that ends the rank does so
+during the wait too.
 
 When the python that start.sh names is missing there is no keeper and no exit record: only the shell's message in
 rank<k>.keeper.log and its exit code 127.
@@ -63,7 +64,7 @@ from engine.protocol.attempt import (
     size_of,
     write_atomic,
 )
-from engine.protocol.events import exit_output, last_phase
+from engine.protocol.events import exit_output, has_stepped, last_phase
 from engine.protocol.exit_codes import FINAL_EXITS, KeeperExit
 from engine.protocol.job import JobError
 
@@ -71,6 +72,8 @@ _DRAIN_S = 2.0
 _SAVING_POLL_S = 0.1
 _RESERVE_BYTES = 4096
 _LONGEST_BACKOFF_S = 30.0
+STEADY_S = 600.0
+"""A program that ran for so long has not failed because of the failure before it."""
 
 
 class Keeper:
@@ -99,6 +102,8 @@ class Keeper:
         self._stopped_by: str | None = None
         self._asked_to_leave = False
         self._restarts = 0
+        self._events_begin = 0
+        """Size of the events file when the program was started."""
         self._stop_at = self._term_at = self._kill_at = self._restart_at = float("inf")
         self._last_saving = float("-inf")
 
@@ -110,6 +115,8 @@ class Keeper:
         reserve = _Reserve(self._files.exit(self._rank.rank))
         again = True
         while again:
+            self._events_begin = size_of(self._files.events(self._rank.rank)) or 0
+            started = time.monotonic()
             try:
                 program = RankProcess(self._spec, self._rank, self._files)
             except (OSError, ValueError) as error:
@@ -120,6 +127,8 @@ class Keeper:
                 reserve.write(self._record(KeeperExit.CANNOT_START, message))
                 return KeeperExit.CANNOT_START
             code, stored = self._run_program(program)
+            if time.monotonic() - started >= STEADY_S:
+                self._restarts = 0
             again = stored and self._may_restart(code) and self._await_restart(code)
         reserve.write(self._record(code, None))
         return code if code >= 0 else 128 - code
@@ -146,6 +155,8 @@ class Keeper:
         if self._rank.rank == 0 or self._restarts >= self._spec.rank_restarts:
             return False
         if code == 0 or code in FINAL_EXITS or self._asked_to_leave or self._stopped_by is not None:
+            return False
+        if not has_stepped(self._files.events(self._rank.rank)):
             return False
         failure = exit_output(self._files, self._rank.rank).failure
         return failure is None or failure.get("error_type") != JobError.__name__
@@ -234,7 +245,7 @@ class Keeper:
 
     def _escalate(self, program: RankProcess, now: float) -> None:
         """The grace period is over: TERM, unless the trainer is saving and still has time for it."""
-        if last_phase(self._files.events(self._rank.rank)) == "saving":
+        if last_phase(self._files.events(self._rank.rank), self._events_begin) == "saving":
             self._last_saving = now
         if now < min(self._last_saving + self._spec.stop_grace_s, self._stop_at + self._spec.save_grace_s):
             self._term_at = now + _SAVING_POLL_S

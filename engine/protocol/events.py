@@ -14,6 +14,8 @@ from typing import Any
 
 from engine.protocol.attempt import NodeFiles
 
+STEP_FIELD = b'"event": "step"'
+"""As EventWriter writes it. No text within an event holds it: its quotes would be escaped."""
 UPDATE_FIELD = b'"update": '
 """As EventWriter writes it. Of the `step` events only that of an update's last micro-batch has it."""
 _PHASE_TAIL_BYTES = 65_536
@@ -56,10 +58,19 @@ class EventWriter:
             return
 
 
-def last_phase(path: Path) -> str | None:
-    """The last phase that the trainer announced since it was last started, None before the first and after its
-    `end`."""
-    for event in _events_backwards(path, _PHASE_TAIL_BYTES):
+def has_stepped(path: Path) -> bool:
+    """The rank has made a step in the attempt, whichever of its programs that was."""
+    try:
+        with path.open("rb") as file:
+            return any(STEP_FIELD in line for line in file)
+    except OSError:
+        return False
+
+
+def last_phase(path: Path, begin: int = 0) -> str | None:
+    """The last phase announced after offset `begin` by the trainer that was started last, None before the first and
+    after its `end`."""
+    for event in _events_backwards(path, _PHASE_TAIL_BYTES, begin):
         if event.get("event") == "phase":
             return str(event.get("phase"))
         if event.get("event") in _SAVES and event.get("phase") == "begin" and not event.get("background"):
@@ -115,11 +126,11 @@ def tail(path: Path, begin: int = 0, size: int = _TAIL_BYTES) -> str:
         return ""
 
 
-def _events_backwards(path: Path, size: int) -> Iterator[dict[str, Any]]:
-    """The events of the last program in the last `size` bytes, newest first; what is torn or none of ours is
-    skipped."""
+def _events_backwards(path: Path, size: int, begin: int = 0) -> Iterator[dict[str, Any]]:
+    """The events of the last program in the last `size` bytes after offset `begin`, newest first; what is torn or none
+    of ours is skipped."""
     # Not splitlines: in JSON only the newline ends a line, and a message may hold a U+2028.
-    for line in reversed(tail(path, size=size).split("\n")):
+    for line in reversed(tail(path, begin, size).split("\n")):
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):

@@ -81,14 +81,14 @@ class AttemptMonitor:
         self._evidence = EvidenceCollector(context, self._health, origin)
         self._mirror = Mirror.of_attempt(context, self._note_gap)
         nodes = dict(enumerate(context.plan.nodes))
-        outlives_ranks = context.plan.config.job.outlives_ranks
+        self._outlives_ranks = context.plan.config.job.outlives_ranks
         compared = context.plan.config.consistency
-        if outlives_ranks:
+        if self._outlives_ranks:
             # Its ranks are neither in step nor replicas.
             compared = compared.model_copy(update={"enabled": False})
         consistency = ConsistencyWatch(compared, nodes, self._raise_alarm, history.alarms)
         self.intake = EventIntake(context.run_dir, context.attempt.number, context.attempt.event_bases, consistency)
-        self._watched = (0,) if outlives_ranks else tuple(nodes)
+        self._watched = (0,) if self._outlives_ranks else tuple(nodes)
         """The ranks without whose steps the attempt hangs."""
         self._watchdog = Watchdog(self.intake.progress, self._watched, self._recovery, time.monotonic())
         self._began = time.monotonic()
@@ -97,6 +97,9 @@ class AttemptMonitor:
         self._launcher_noted = False
         self._failing_since: float | None = None
         self._completed_at: float | None = None
+        # What an earlier supervisor has seen is noted.
+        self.intake.poll()
+        self._starts_noted = self.intake.progress.starts.copy()
         self._losses: list[tuple[float, str]] = []
         """When the loss of a dispensable rank was noticed, and its note for the journal."""
         self._shutdown: Shutdown | None = None
@@ -190,6 +193,12 @@ class AttemptMonitor:
         changed = self._ranks.poll() + self._poll_launcher() + self._ranks.lose(lost)
         self._mirror.pump()
         self.intake.poll()
+        for rank in self._ranks.all if self._outlives_ranks and self.intake.progress.steps else ():
+            # Until the first update every rank is needed.
+            rank.dispensable = rank.started and rank.number != 0
+            if self.intake.progress.starts[rank.number] > max(1, self._starts_noted[rank.number]):
+                self._recorder.append(Note(message=f"rank {rank.number} on {rank.node} was started again"))
+        self._starts_noted = self.intake.progress.starts.copy()
         self._record_changes(changed)
         self._record_resumption()
         return launcher_alive
@@ -231,15 +240,14 @@ class AttemptMonitor:
 
     def _rank_state(self, rank: Rank) -> RankState:
         state = self._context.connections.to(rank.number).state
-        dispensable = self._context.dispensable(rank)
-        failed = rank.ended and not dispensable and self._failed(rank)
+        failed = rank.ended and not rank.dispensable and self._failed(rank)
         return RankState(
             started=rank.started,
             ended=rank.ended,
             failed=failed,
             consequence=failed and is_consequence(self._evidence.rank_evidence(rank)),
             node_silent_s=state.silent_s if state.answered else float("inf"),
-            dispensable=dispensable,
+            dispensable=rank.dispensable,
         )
 
     def _failed(self, rank: Rank) -> bool:
@@ -295,9 +303,11 @@ class AttemptMonitor:
         progress = self.intake.progress
         finishing = self._recorder.state is RunState.FINISHING
         recovering = not finishing and self._may_restart(so_far, progress.furthest)
-        # The surviving ranks may save their state, if one of them has enough of it.
+        # The surviving ranks may save their state, if one of them has enough of it. Who goes on after a success saves
+        # nothing that counts.
         whole = self._trainer and not self._context.plan.config.job.partitioned
-        saves = whole and progress.steps > 0 and so_far.reason not in _UNSOUND
+        of_use = so_far.state is not RunState.SUCCEEDED and so_far.reason not in _UNSOUND
+        saves = whole and progress.steps > 0 and of_use
         state = RunState.RECOVERING if recovering else RunState.FINISHING
         self._begin_shutdown(state, save_state=saves, first_failure=so_far.rank)
 
@@ -358,7 +368,7 @@ class AttemptMonitor:
         known = set(self._context.history.ended)
         record_rank_changes(self._context, changed)
         for rank in (rank for rank in changed if rank.ended and self._failed(rank)):
-            if not self._context.dispensable(rank):
+            if not rank.dispensable:
                 self.failed_at = self.failed_at or datetime.now(UTC)
             elif rank.number not in known:
                 note = f"rank {rank.number} on {rank.node} is lost: the others go on without it"

@@ -155,7 +155,7 @@ class EvidenceCollector:
             failure=self._quotable_event(output.failure),
             end=self._quotable_event(output.end),
             left_for_peers=self._trainer and rank.record is not None and rank.record.code == TrainerExit.PEER_LOST,
-            dispensable=self._context.dispensable(rank),
+            dispensable=rank.dispensable,
             memory_killed=self._memory_killed(rank),
         )
 

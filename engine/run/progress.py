@@ -13,14 +13,14 @@ import functools
 import json
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from engine.config.models import RecoveryConfig
-from engine.protocol.events import UPDATE_FIELD
+from engine.protocol.events import STEP_FIELD, UPDATE_FIELD
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures, Hang, Resumed
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
@@ -54,6 +54,8 @@ class AttemptProgress:
         self.moved_at: dict[int, float] = {}
         """Rank → when its last step or change of phase came, or any event while loading, monotonic seconds of the
         head."""
+        self.starts: Counter[int] = Counter()
+        """Rank → how often its trainer was started."""
         self.steps = 0
         """Iterations made by the foremost rank."""
         self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
@@ -88,6 +90,8 @@ class AttemptProgress:
     def take(self, rank: int, event: Mapping[str, Any], now: float) -> None:
         """Any other event."""
         match event.get("event"):
+            case "start":
+                self.starts[rank] += 1
             case "phase":
                 self._announced[rank] = str(event.get("phase"))
                 self._enter(rank, self._announced[rank], now)
@@ -164,7 +168,10 @@ class Watchdog:
         if not receiving:
             # What happened meanwhile is not known: that time does not count.
             self._since += now - self._checked_at
-        self._since = max([self._since, *(at for rank, at in self._progress.moved_at.items() if rank in self._ranks)])
+        # Before the first update these wait for all others.
+        moved = self._progress.moved_at.items()
+        counted = (at for rank, at in moved if rank in self._ranks or not self._progress.steps)
+        self._since = max([self._since, *counted])
         self._checked_at = now
         doing, limit = self._limit()
         silent = now - self._since
@@ -193,7 +200,6 @@ class Watchdog:
 
 _METRICS = {"report": "train", "validation": "val"}
 _ENVELOPE = frozenset({"event", "rank", "seq", "t", "at", "attempt"})
-_STEP = b'"event": "step"'
 _NAME_END = 32
 """The name of an event stands in the first bytes of its line."""
 
@@ -224,7 +230,7 @@ class EventIntake:
         for rank, tail in self._tails.items():
             for line in tail.lines():
                 # Most lines are steps, which are only parsed where they are needed.
-                if _STEP in line[:_NAME_END]:
+                if STEP_FIELD in line[:_NAME_END]:
                     self.progress.step(rank, line, time.monotonic())
                     self._consistency.step(rank, line)
                 elif (event := parse_json_line(line)) is not None:

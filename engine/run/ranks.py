@@ -76,10 +76,6 @@ class AttemptContext:
     def history(self) -> AttemptHistory:
         return self.recorder.history.attempt(self.attempt.number)
 
-    def dispensable(self, rank: Rank) -> bool:
-        """The others go on without it when it has ended. One that never started is a failed launch."""
-        return self.plan.config.job.outlives_ranks and rank.number != 0 and rank.started
-
 
 @dataclass
 class Rank:
@@ -97,6 +93,8 @@ class Rank:
     """Its node has been away for longer than its lease, which has ended it there."""
     launcher_code: int | None = None
     """The exit code of its start, where no keeper has reported another."""
+    dispensable: bool = False
+    """The others go on without it."""
 
     @property
     def started(self) -> bool:

@@ -53,7 +53,7 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
     needed = [rank for rank in evidence.ranks if not rank.dispensable]
     if all(_succeeded(rank, evidence.trainer) for rank in needed):
         # Also when an abort was requested: it came too late to change anything.
-        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, "; ".join(_notes_on_success(evidence)) or None)
+        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, _cut("; ".join(_notes_on_success(evidence))) or None)
     evidence = replace(evidence, ranks=needed)
     if evidence.trigger is Trigger.ABORT:
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
@@ -73,9 +73,11 @@ def _notes_on_success(evidence: FailureEvidence) -> Iterator[str]:
     """Why it ended before its last iteration, and which ranks were not there to the end."""
     ends = (rank.end or {} for rank in evidence.ranks if evidence.trainer and not rank.dispensable)
     yield from [text for end in ends if (text := text_or_none(end.get("early"), CAUSE_CHARACTERS))][:1]
-    for rank in evidence.ranks:
-        if not _succeeded(rank, evidence.trainer):
-            yield f"rank {rank.rank} on {rank.node} did not complete: the others went on without it"
+    left = [rank for rank in evidence.ranks if not _succeeded(rank, evidence.trainer)]
+    if len(left) == 1:
+        yield f"rank {left[0].rank} on {left[0].node} did not complete: the others went on without it"
+    elif left:
+        yield f"ranks {', '.join(str(rank.rank) for rank in left)} did not complete: the others went on without them"
 
 
 def is_consequence(rank: RankEvidence) -> bool:
@@ -165,9 +167,11 @@ def _lost_its_peers(rank: RankEvidence) -> bool:
 
 def _failed(reason: Reason, cause: str, rank: RankEvidence | None = None) -> Verdict:
     number, node = (rank.rank, rank.node) if rank is not None else (None, None)
-    line = " ".join(cause.split())
-    line = line if len(line) <= CAUSE_CHARACTERS else line[: CAUSE_CHARACTERS - 1] + "…"
-    return Verdict(RunState.FAILED, reason, line, number, node)
+    return Verdict(RunState.FAILED, reason, _cut(" ".join(cause.split())), number, node)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= CAUSE_CHARACTERS else line[: CAUSE_CHARACTERS - 1] + "…"
 
 
 _CORRUPTED_FIX = (

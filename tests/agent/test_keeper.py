@@ -371,6 +371,8 @@ def event(seq, **fields):
 """
 """A trainer that counts its starts."""
 
+STEPPED = STARTED + "if start == 1: event(0, event='start'); event(1, event='step', iteration=1)\n"
+
 LEAVES_ORPHAN = """
 if start == 1:
     if os.fork() == 0:
@@ -384,7 +386,7 @@ if start == 1:
 
 
 def start_rank_1(tmp_path: Path, trainer: str, **spec_fields: Any) -> RunningKeeper:
-    return start_keeper(tmp_path, None, trainer=STARTED + trainer, rank=1, spec_fields=spec_fields)
+    return start_keeper(tmp_path, None, trainer=STEPPED + trainer, rank=1, spec_fields=spec_fields)
 
 
 def test_a_trainer_that_fails_is_started_again_after_its_remains_were_swept(tmp_path: Path) -> None:
@@ -441,8 +443,32 @@ def test_a_trainer_that_completed_or_would_fail_again_is_not_started_again(
 
 
 def test_rank_0_is_not_started_again(tmp_path: Path) -> None:
-    kept = start_keeper(tmp_path, None, trainer=STARTED + "sys.exit(9)", spec_fields={"rank_restarts": 3})
+    kept = start_keeper(tmp_path, None, trainer=STEPPED + "sys.exit(9)", spec_fields={"rank_restarts": 3})
     assert (kept.ended().code, kept.output()) == (9, b"start 1\n")
+
+
+def test_a_trainer_that_fails_before_its_first_step_is_not_started_again(tmp_path: Path) -> None:
+    source = STARTED + "event(0, event='start'); sys.exit(9)"
+    kept = start_keeper(tmp_path, None, trainer=source, rank=1, spec_fields={"rank_restarts": 3})
+    assert (kept.ended().code, kept.output()) == (9, b"start 1\n")
+
+
+def test_a_trainer_that_ran_for_long_begins_to_count_its_restarts_anew(tmp_path: Path) -> None:
+    steady_at_once = "import sys; from engine.node import keeper; keeper.STEADY_S = 0.0; keeper.main(sys.argv[4:])"
+    source = STEPPED + f"sys.exit({TrainerExit.PEER_LOST:d} if start < 3 else 0)"
+    kept = start_keeper(
+        tmp_path, None, trainer=source, rank=1, spec_fields={"rank_restarts": 1}, prefix=python(steady_at_once)
+    )
+    assert kept.ended().code == 0
+    assert kept.troubles().count("start 1 of 1") == 2
+
+
+def test_a_save_of_the_program_before_gives_the_next_one_no_longer_grace(tmp_path: Path) -> None:
+    source = "if start == 1: event(2, event='phase', phase='saving'); sys.exit(9)\nsignal.pause()"
+    kept = start_rank_1(tmp_path, source, rank_restarts=1, **{**QUICK, "save_grace_s": 60.0})
+    kept.await_output(b"start 2")
+    kept.say(STOP)
+    assert kept.ended().signal == signal.SIGTERM
 
 
 @pytest.mark.parametrize("command", [STOP, EMERGENCY_CHECKPOINT])

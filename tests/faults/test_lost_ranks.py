@@ -19,6 +19,7 @@ from tests.faults.test_training import await_iteration, trained, with_keys
 
 ALONE = """
 import os, time
+with open(os.environ["FLIGHTDECK_EVENTS"], "a") as events: events.write('{"event": "step", "iteration": 1}\\n')
 print("up", os.getpid(), os.path.getsize(os.environ["MLX_HOSTFILE"]) > 2, flush=True)
 while not os.path.exists("enough"): time.sleep(0.02)
 """
@@ -121,3 +122,13 @@ def test_without_rank_0_the_next_attempt_goes_on_from_what_another_saved(home: P
     assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
     (resumed,) = run.events_of(AttemptResumed)
     assert (resumed.resumed.source, resumed.repeated in (0, 1)) == ("emergency", True)
+
+
+def test_a_rank_that_is_lost_before_the_first_update_is_the_cause_of_another_attempt(home: Path, demo: Config) -> None:
+    run = start_config(home, demo)
+    run.wait(lambda: b'"loading"' in run.dir.events(1).read_bytes() if run.dir.events(1).exists() else False)
+    kill_trainer(run, 1)
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
+    [failed] = run.events_of(AttemptFailed)
+    assert (failed.verdict.rank, failed.verdict.signal, failed.reached) == (1, signal.SIGKILL, 0)

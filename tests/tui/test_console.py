@@ -342,6 +342,18 @@ async def test_states_of_a_finished_run_carry_shape_and_word(fake: FakeEngine) -
         assert console.app.state.snapshot.record.state is RunState.SUCCEEDED
 
 
+@pytest.mark.parametrize(("iteration", "steps"), [(60, "60 iterations"), (40, "40 of 60 iterations")])
+async def test_a_success_with_a_note_has_ended_early_only_where_iterations_are_missing(
+    fake: FakeEngine, iteration: int, steps: str
+) -> None:
+    ended = fake_engine.succeeded()
+    note = "rank 1 on right did not complete: the others went on without it"
+    fake.add(replace(ended, record=ended.record.model_copy(update={"cause": note, "iteration": iteration})))
+    async with opened(fake, follow=ended.record.id) as console:
+        await console.shows(f"✓ succeeded  {steps} in 1:00")
+        await console.shows("did not complete")
+
+
 async def test_hostile_text_of_a_run_is_shown_as_it_is(fake: FakeEngine) -> None:
     bad = fake_engine.failed()
     cause = "[bold red]boom[/] [link=x]y[/link] [@click=app.quit]z"

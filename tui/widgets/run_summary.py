@@ -238,7 +238,7 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
         lasted = record.ended_at - record.created_at if record.ended_at else None
         took = duration(lasted.total_seconds() if lasted is not None else None)
         steps = plural(record.iterations, "iteration") if record.iterations else "all ranks"
-        if record.cause and record.iteration:
+        if record.iteration and record.iterations and record.iteration < record.iterations:
             steps = f"{record.iteration:,} of {steps}"
         lines = [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
         return [*lines, *([pair("note", record.cause, width)] if record.cause else [])]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from engine.config.models import Strategy
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
 from engine.protocol.attempt import END, ExitRecord, Identity, write_atomic
+from engine.protocol.exit_codes import TrainerExit
 from engine.run import attempt_monitor, decide, shutdown
 from engine.run.attempt import AttemptOrigin
 from engine.run.attempt_monitor import AttemptMonitor
@@ -52,8 +54,8 @@ class MonitoredAttempt:
         # As two hosts, so that one may be silent.
         self.hosts = [FileHost(self.files, (rank,), (f"node{rank}",)) for rank in (0, 1)]
         connections = HostConnections(self.hosts)
-        context = AttemptContext(run.directory, run.plan, attempt, connections, self.recorder)
-        self.monitor = AttemptMonitor(context, AttemptOrigin(), self._may_restart)
+        self.context = AttemptContext(run.directory, run.plan, attempt, connections, self.recorder)
+        self.monitor = AttemptMonitor(self.context, AttemptOrigin(), self._may_restart)
 
     def _start(self, rank: int, nonce: str, run_id: str) -> None:
         os.mkfifo(self.files.control(rank))
@@ -67,6 +69,11 @@ class MonitoredAttempt:
     def _may_restart(self, verdict: Verdict, _reached: int) -> bool:
         self.verdicts.append(verdict)
         return self._restarts
+
+    def adopt(self) -> None:
+        """Another supervisor goes on with it; `run` was not called before."""
+        self.monitor.close()
+        self.monitor = AttemptMonitor(self.context, AttemptOrigin(adopted=True), self._may_restart)
 
     def report(self, rank: int, **event: Any) -> None:
         with self.files.events(rank).open("a") as file:
@@ -201,6 +208,26 @@ async def test_rank_0_goes_on_without_a_rank_that_failed_and_completes(
     assert attempt.monitor.failed_at is None
 
 
+async def test_a_rank_that_its_keeper_has_started_again_is_noted_once_over_supervisors(
+    made: Callable[..., MonitoredAttempt],
+) -> None:
+    again = "rank 1 on node1 was started again"
+    attempt = made(restarts=True, strategy="local")
+    # An earlier supervisor has copied the first three starts.
+    for _ in range(3):
+        attempt.report(1, event="start")
+    shutil.copy(attempt.files.events(1), attempt.directory.events(1))
+    attempt.adopt()
+    run = attempt.run()
+    await until(lambda: bool(attempt.monitor.intake.progress.steps))
+    attempt.report(1, event="start")
+    await until(lambda: again in attempt.notes())
+    attempt.complete(1)
+    attempt.complete(0)
+    await run
+    assert attempt.notes() == [again]
+
+
 async def test_a_silent_node_does_not_hold_a_completed_training_open(
     made: Callable[..., MonitoredAttempt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,9 +251,26 @@ async def test_a_rank_that_goes_on_after_the_training_has_completed_is_ended(
     attempt = made(restarts=True, strategy="local")
     run = attempt.run()
     attempt.complete(0)
-    await until(lambda: (1, END) in attempt.hosts[1].commands)
+    await until(lambda: bool(attempt.hosts[1].commands))
     attempt.exit(1, 5)
     assert (await verdict_of(attempt, run)).state is RunState.SUCCEEDED
+    assert attempt.hosts[1].commands == [(1, END)]
+    assert attempt.stages() == ["term", "verifying", "stopped"]
+
+
+async def test_before_the_first_update_a_rank_that_fails_is_the_cause_and_not_rank_0_that_lost_it(
+    made: Callable[..., MonitoredAttempt],
+) -> None:
+    attempt = made(restarts=True, strategy="local", steps=False)
+    attempt.report(0, event="failure", error_type="PeerLost", message="rank 1 was lost before the training began")
+    attempt.exit(0, TrainerExit.PEER_LOST)
+    attempt.report(1, event="failure", error_type="JobError", message="the model is not there")
+    attempt.exit(1, TrainerExit.EXCEPTION)
+    verdict = await verdict_of(attempt, attempt.run())
+    assert (verdict.state, verdict.rank, verdict.host) == (RunState.FAILED, 1, "node1")
+    assert "JobError: the model is not there" in (verdict.cause or "")
+    failed = AttemptFailed(attempt=1, verdict=verdict, failed_at=datetime.now(UTC))
+    assert refusal(failed_run(attempt.plan, attempt.recorder.history, failed)) is not None
 
 
 async def test_the_end_of_rank_0_fails_the_attempt_though_another_rank_was_lost_before(

@@ -219,6 +219,16 @@ def test_the_one_that_is_behind_is_named() -> None:
     assert training.wait(HANG_S + 1).rank == 1
 
 
+def test_before_the_first_update_what_any_rank_loads_is_progress() -> None:
+    training = Training(watched=(0,))
+    for rank in (0, 1):
+        training.event(rank, event="phase", phase="loading")
+    assert training.wait(STALL_S - 1) is None
+    training.event(1, event="download")
+    assert training.wait(STALL_S - 1) is None
+    assert training.wait(2).doing == "loading"
+
+
 def test_only_the_steps_of_watched_ranks_count() -> None:
     training = Training(watched=(0,))
     training.steps(1, 10)

@@ -15,6 +15,7 @@ from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
+from engine.run.failure_cause import CAUSE_CHARACTERS
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.verdict import is_consequence, verdict_on, with_cause
 from engine.store.layout import LAUNCHER_SOURCE
@@ -76,6 +77,15 @@ def test_a_training_that_completed_without_a_rank_that_it_can_do_without_is_a_su
     assert (verdict.state, verdict.reason) == (RunState.SUCCEEDED, Reason.COMPLETED)
     without = "rank 1 on right did not complete: the others went on without it"
     assert verdict.cause == f"stopped early at iteration 40; {without}"
+
+
+def test_many_ranks_that_did_not_complete_are_one_short_phrase() -> None:
+    def verdict_of(world: int) -> Verdict:
+        lost = (replace(rank(1, 5, dispensable=True), rank=number) for number in range(1, world))
+        return verdict_on(evidence(rank(0), *lost, trigger=Trigger.ENDED))
+
+    assert verdict_of(4).cause == "ranks 1, 2, 3 did not complete: the others went on without them"
+    assert len(verdict_of(1000).cause or "") == CAUSE_CHARACTERS
 
 
 def test_a_rank_that_the_others_went_on_without_is_not_blamed_for_their_end() -> None:
