@@ -106,7 +106,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "local_gains_nothing",
         lambda plan, _: local_gains_nothing(plan),
-        "local gains nothing here with these local_steps: {local}. The other two have the losses of one process",
+        "local gains nothing here with these local_steps, save_every and steps_per_eval: {local}. The other two have "
+        "the losses of one process",
         "the calibrated nodes and links",
     ),
     Rule(

@@ -7,13 +7,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import Config, Strategy
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure, Shares, ThroughputPrediction
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
-from engine.protocol.exchange import BUCKETS, Averaging, Exchange, averaging, buckets, exchange
+from engine.protocol.exchange import (
+    BUCKETS,
+    Averaging,
+    AveragingSchedule,
+    Exchange,
+    averaging,
+    buckets,
+    exchange,
+)
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 
 
@@ -65,7 +74,17 @@ def _exchange_of(
         return UpdateExchange(seconds, buckets((size or 0) // _FLOAT32_BYTES), accumulation)
     # After each update a message goes to rank 0 and back, for about as long as an all_sum of one number.
     message_s = link.latency_s if link is not None and link.latency_s is not None else 0.0
-    return UpdateExchange(seconds, 1, accumulation, int(settings["local_steps"]), message_s)
+    return UpdateExchange(seconds, 1, accumulation, mean_updates(settings), message_s)
+
+
+def mean_updates(settings: Mapping[str, Any]) -> float:
+    """Updates from one averaging of strategy "local" to the next, with these mlx-lm keys. With epochs, which need the
+    number of examples, over as many iterations as are the default."""
+    known = {**DEFAULTS, **settings}
+    numbers = {key: int(known[key]) for key in ("iters", "grad_accumulation_steps", "local_steps", "save_every")}
+    return AveragingSchedule(
+        **numbers, steps_per_eval=int(known["steps_per_eval"]) if known["val_batches"] else None
+    ).updates
 
 
 _FLOAT32_BYTES = 4
@@ -85,8 +104,8 @@ class UpdateExchange:
     """Buckets, one after the other; 1: nothing of it is beside the backward pass."""
     accumulation: int = 1
     """Iterations of an update."""
-    updates: int = 1
-    """Updates from one exchange to the next."""
+    updates: float = 1
+    """Updates from one exchange to the next, in the mean."""
     message_s: float = 0.0
     """Seconds of what each update waits for besides."""
 

@@ -22,6 +22,7 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from engine.protocol.exchange import AveragingSchedule
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import TensorSpec
@@ -40,18 +41,6 @@ _ANCHOR, _MOMENTUM = ":anchor", ":v"
 _TOKENS = ":tokens"
 """The targets that this rank was trained on since the last averaging."""
 _WEIGHT = "!d"
-
-
-def averaging_due(job: Job, iteration: int) -> bool:
-    """The ranks average after the update that ends with `iteration`. It depends on nothing else, so that a resumed
-    training averages where an undisturbed one does."""
-    if iteration == job.iters or -(-iteration // job.grad_accumulation_steps) % job.local_steps == 0:
-        return True
-    for done in range(iteration, min(iteration + job.grad_accumulation_steps, job.iters)):
-        validates = job.val_batches != 0 and (done + 1 == job.iters or (done + 1) % job.steps_per_eval == 0)
-        if validates or done % job.save_every == 0:
-            return True
-    return False
 
 
 class LocalSteps(Strategy):
@@ -103,7 +92,15 @@ class LocalSteps(Strategy):
         # What is not finite would spread to all ranks.
         if math.isfinite(self._norm):
             self._averaged[_TOKENS] = mx.array(scalar(self._averaged[_TOKENS]) + own)
-            if averaging_due(self._job, self._iteration):
+            job = self._job
+            schedule = AveragingSchedule(
+                iters=job.iters,
+                grad_accumulation_steps=job.grad_accumulation_steps,
+                local_steps=job.local_steps,
+                save_every=job.save_every,
+                steps_per_eval=job.steps_per_eval if job.val_batches else None,
+            )
+            if schedule.averaging_due(self._iteration):
                 self._average()
         return self._norm if tokens else None
 
