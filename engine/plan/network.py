@@ -248,8 +248,8 @@ def plan_network(
     else:
         choice = _configured_backend(config.cluster.backend, nodes, known, topology)
     # A cable between two of more ranks is no way to rank 0 for the others.
-    over_cables = choice.backend == "ring" and (not local or len(nodes) == 2)
-    addresses = choose_addresses(nodes, known, topology, ring=over_cables)
+    cabling = topology.model_copy(update={"cables": ()}) if local and len(nodes) > 2 else topology
+    addresses = choose_addresses(nodes, known, cabling, ring=choice.backend == "ring")
     rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
     return NetworkPlan(
         backend=choice.backend,
