@@ -18,10 +18,10 @@ from engine.config.formats import address_form, device_form, path_form, remote_p
 from engine.config.mlx_lm_keys import LOCAL_KEYS
 from engine.errors import InputError
 from engine.models import FrozenModel
+from engine.protocol.job import Strategy
 from engine.security.identifiers import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
-Strategy = Literal["data", "sharded", "pipeline", "local"]
 PARTITIONED: Final = ("sharded", "pipeline")
 """The strategies in which no rank has the whole training state."""
 

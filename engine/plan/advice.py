@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.config.models import PARTITIONED, Strategy
+from engine.config.models import PARTITIONED
 from engine.measurements import ThroughputPrediction
 from engine.plan.context import PlanContext
 from engine.plan.document import ChosenSettings, PlannedAdvice
 from engine.plan.memory.choice import choose
 from engine.plan.memory.fit import WORKING_SET, MemoryFit
 from engine.plan.prediction import predict_throughput
-from engine.protocol.job import AUTO
+from engine.protocol.job import AUTO, Strategy
 
 USER_REPORTS = "reported by users of M4 Max and M3 Ultra"
 MAINTAINERS = "MLX's maintainers"

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from engine.cluster import hardware
 from engine.cluster.topology import ring_order
-from engine.config.models import Config, NodeConfig, Strategy
+from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError
 from engine.models import FrozenModel, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
+from engine.protocol.job import Strategy
 from engine.security.identifiers import SshTarget
 
 RdmaRow = tuple[str | tuple[str, ...] | None, ...]

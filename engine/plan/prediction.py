@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import Config, Strategy
+from engine.config.models import Config
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure, Shares, ThroughputPrediction
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
@@ -23,6 +23,7 @@ from engine.protocol.exchange import (
     buckets,
     exchange,
 )
+from engine.protocol.job import Strategy
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 
 
@@ -62,14 +63,15 @@ def _exchange_of(
     chosen, accumulation = wire or str(settings["wire"]), int(settings["grad_accumulation_steps"])
     link, size = calibration.all_ranks, calibration.gradient_bytes
     local = strategy == "local"
-    if local and calibration.backend not in (None, "ring"):
-        raise ValueError(f"the links were measured with {calibration.backend}, and strategy local sends over TCP")
     if local:
         seconds = averaging_s(link, size, averaging(chosen, ranks))
     else:
         seconds = exchange_s(link, size, exchange(chosen, ranks, calibration.element_bytes, accumulation))
     if seconds is None:
         raise ValueError("the all_sum over all ranks was not measured")
+    if ranks > 1 and (name := "local" if local else "data") not in calibration.connected_as:
+        backend = f" with {calibration.backend}" if calibration.backend else ""
+        raise ValueError(f"the links were measured{backend}, not as strategy {name} connects the ranks: calibrate it")
     if not local:
         return UpdateExchange(seconds, buckets((size or 0) // _FLOAT32_BYTES), accumulation)
     # After each update a message goes to rank 0 and back, for about as long as an all_sum of one number.

@@ -19,14 +19,14 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from engine.config.models import PARTITIONED, Strategy
+from engine.config.models import PARTITIONED
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.exchange import AVERAGING_PIECE, BUCKETS, LEAST_BUCKET, averaging, exchange
-from engine.protocol.job import state_bytes
+from engine.protocol.job import Strategy, state_bytes
 from engine.protocol.partition import loss_tokens
 
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from engine.config.models import ClusterConfig, Strategy, needs_all_nodes, select_nodes, with_strategy
+from engine.config.models import ClusterConfig, needs_all_nodes, select_nodes, with_strategy
 from engine.errors import InputError
+from engine.protocol.job import Strategy
 from tests.unit.plan.calibrations import config
 
 

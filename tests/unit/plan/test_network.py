@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.calibration.calibrate import connected_as
 from engine.cluster.topology import topology
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
@@ -361,6 +362,10 @@ def test_local_takes_tcp_although_rdma_is_there(ranks: int) -> None:
     job = deck.job.model_copy(update={"strategy": "local"})
     assert local == wired(deck.model_copy(update={"job": job}), *facts)
     assert [host.rdma for host in local.hosts] == [None] * ranks
+    assert connected_as(deck, facts, local) == ("local",)
+    assert connected_as(deck, facts, wired(deck, *facts)) == ("data",)
+    tcp = with_tcp(facts)
+    assert connected_as(deck, tcp, wired(deck, *tcp)) == ("data", "local")
 
 
 def test_of_three_local_ranks_none_is_at_an_address_that_one_neighbour_alone_reaches() -> None:
@@ -374,6 +379,7 @@ def test_of_three_local_ranks_none_is_at_an_address_that_one_neighbour_alone_rea
     ]
     deck = config(*(node(name) for name in macs.names))
     assert all(ip.startswith("192.168.") for host in wired(deck, *with_tcp(shared)).hosts for ip in host.ips)
+    assert connected_as(deck, with_tcp(shared), wired(deck, *with_tcp(shared))) == ("data",)
     local = plan_network(deck, shared, topology(shared), "local")
     assert [host.ips for host in local.hosts] == [("10.0.0.1",), ("10.0.0.2",), ("10.0.0.3",)]
     assert not local.warnings

@@ -21,14 +21,7 @@ from engine.checks.check import verdict
 from engine.checks.context import CheckContext
 from engine.checks.runner import plan_with_results, run_checks
 from engine.cluster.transport.fleet import Fleet
-from engine.config.models import (
-    CalibrationConfig,
-    CheckpointConfig,
-    ConsistencyConfig,
-    JobConfig,
-    PreflightConfig,
-    Strategy,
-)
+from engine.config.models import CalibrationConfig, CheckpointConfig, ConsistencyConfig, JobConfig, PreflightConfig
 from engine.launch.hostfile import write_hostfile
 from engine.measurements import Calibration, LinkMeasure, MemoryProbe, NodeMeasure
 from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync
@@ -48,6 +41,7 @@ from engine.plan.document import (
 from engine.plan.explain import explained, summary
 from engine.plan.network import NetworkPlan
 from engine.plan.planner import make_plan
+from engine.protocol.job import Strategy
 from engine.protocol.partition import chunk_plan
 from tests.unit.cluster.macs import mesh, ring
 from tests.unit.plan.clusters import (
@@ -378,11 +372,22 @@ def test_local_is_advised_where_the_exchange_takes_longer_than_the_computation(w
         (over(1e10), "data", ""),
         (over(1e10), "local", "local_gains_nothing"),
         (over(2e6), "local", "local_gains_nothing"),
-        (over(1e8, backend="jaccl"), "data", ""),
-        (over(1e8, backend="jaccl"), "local", ""),
+        (over(1e8, connected_as=("data",)), "data", ""),
+        (over(1e8, connected_as=("data",)), "local", ""),
+        (over(1e8, connected_as=("local",)), "data", ""),
+        (over(1e8, connected_as=("local",)), "local", ""),
         (None, "local", ""),
     ],
-    ids=["fast data", "fast local", "slower than one node", "RDMA data", "RDMA local", "not calibrated"],
+    ids=[
+        "fast data",
+        "fast local",
+        "slower than one node",
+        "RDMA data",
+        "RDMA local",
+        "TCP data",
+        "TCP local",
+        "not calibrated",
+    ],
 )
 def test_local_is_not_advised_where_it_gains_nothing(taken: Calibration | None, strategy: Strategy, named: str) -> None:
     plan = make_plan(local_inputs(strategy=strategy, job={"strategy": strategy}, calibration=taken))

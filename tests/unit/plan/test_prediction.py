@@ -21,6 +21,7 @@ from engine.plan.prediction import (
 )
 from engine.plan.shares import divide_batch
 from engine.protocol.exchange import BUCKETS, AveragingSchedule, averaging, exchange
+from engine.protocol.job import Strategy
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 from engine.protocol.partition import share_counts
 from tests.unit.plan.calibrations import calibration, config, measure
@@ -244,12 +245,18 @@ def test_a_strategy_can_be_predicted_in_place_of_the_jobs() -> None:
     assert predict_throughput(local(deck), taken, shares, strategy="data") == predict_throughput(deck, taken, shares)
 
 
-def test_a_link_measured_over_rdma_says_nothing_of_tcp() -> None:
-    deck, taken = local(config(["a", "b"])), calibration({"a": 1.0, "b": 1.0}, backend="jaccl")
-    found = predict_throughput(deck, taken, divide_batch(deck, taken))
-    assert found.step_s is None and "measured with jaccl" in (found.why_not or "")
-    ring = taken.model_copy(update={"backend": "ring"})
-    assert predict_throughput(deck, ring, divide_batch(deck, ring)).step_s is not None
+@pytest.mark.parametrize(("connected", "other"), [("data", "local"), ("local", "data")])
+def test_a_link_says_nothing_of_a_strategy_that_connects_the_ranks_otherwise(
+    connected: Strategy, other: Strategy
+) -> None:
+    deck = config(["a", "b"])
+    taken = calibration({"a": 1.0, "b": 1.0}, backend="jaccl", connected_as=(connected,))
+    shares = divide_batch(deck, taken)
+    assert predict_throughput(deck, taken, shares, strategy=connected).step_s is not None
+    found = predict_throughput(deck, taken, shares, strategy=other)
+    assert found.step_s is None and f"with jaccl, not as strategy {other} connects" in (found.why_not or "")
+    alone = calibration({"a": 1.0}, all_ranks=None, connected_as=())
+    assert predict_throughput(config(["a"]), alone, divide_batch(config(["a"]), alone)).step_s is not None
 
 
 def test_an_unknown_prediction_has_a_reason() -> None:
