@@ -98,6 +98,9 @@ class Calibration(FrozenModel):
     synthetic_model: bool = False
     """A synthetic model was trained, since the job runs a custom command."""
     backend: str | None = None
+    connected_as: tuple[Literal["data", "local"], ...] = ("data",)
+    """The strategies whose ranks are connected as they were when the links were measured: "data" stands for all but
+    "local"."""
     nodes: tuple[NodeMeasure, ...] = ()
     """In rank order."""
     links: tuple[LinkMeasure, ...] = ()

@@ -10,16 +10,16 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from engine import api
-from engine.api import ExitCode
+from engine.api import ExitCode, Strategy
 from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound
 from tui.commands.terminal import DEFAULT_FILE, check_terminal
 
 Commands = Any
 """The type that add_subparsers returns, which argparse does not name."""
-_STRATEGIES = ("data", "sharded", "pipeline", "local")
+_STRATEGIES = get_args(Strategy)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

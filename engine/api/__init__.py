@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine.plan.network import NetworkPlan
     from engine.plan.prediction import Prediction
     from engine.protocol.exit_codes import ExitCode
+    from engine.protocol.job import Strategy
     from engine.run.logs.pattern import ERRORS, LogPattern
     from engine.run.logs.reader import LogFilter, LogLine, LogReader
     from engine.run.metrics import decimate
@@ -43,6 +44,7 @@ _NAMES: Final = {
     "engine.plan.network": "NetworkPlan",
     "engine.plan.prediction": "Prediction",
     "engine.protocol.exit_codes": "ExitCode",
+    "engine.protocol.job": "Strategy",
     "engine.run.logs.pattern": "ERRORS LogPattern",
     "engine.run.logs.reader": "LogFilter LogLine LogReader",
     "engine.run.metrics": "decimate",

@@ -14,10 +14,11 @@ from engine.api.session import Session
 from engine.checks.context import CheckContext
 from engine.checks.runner import make_training_plan, validate_skip
 from engine.cluster.host_locks import shared_hosts
-from engine.config.models import Config, Strategy
+from engine.config.models import Config
 from engine.errors import StateError
 from engine.models import NodeFacts, RunRecord
 from engine.plan.document import TrainingPlan
+from engine.protocol.job import Strategy
 from engine.run.history import fold
 from engine.run.journal import read_journal
 from engine.run.run_plan import RunPlan, read_plan, write_plan

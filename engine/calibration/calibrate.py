@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
+from typing import Literal
 
 from engine.calibration.throughput import measure_nodes
 from engine.checks.context import CheckContext
 from engine.checks.gradient import AllSumOutcome, evaluate, run_all_sum
 from engine.checks.plan_inputs import last_known_facts, shared_plan, shared_plan_inputs
 from engine.cluster.staging import HostLayout
+from engine.cluster.topology import topology
 from engine.config.models import Config, select_nodes
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, LaunchError
 from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import CheckStatus, NodeFacts
 from engine.plan.document import ChosenSettings
 from engine.plan.fingerprint import fingerprint, node_fingerprints
 from engine.plan.memory.choice import is_open, resolved
 from engine.plan.memory.shape import trained_element_bytes
+from engine.plan.network import NetworkPlan, plan_network
 
 QUICK_S = 10.0
 ALL_RANKS = "all ranks"
@@ -48,9 +51,10 @@ async def calibrate(
         nodes, gradient_bytes, leftovers = await measure_nodes(reachable, measured_job, seconds, on_progress)
         model = (await shared_plan_inputs(reachable)).model
         links, all_ranks = await measure_links(reachable, on_progress)
-        backend = None
+        network = None
         with contextlib.suppress(FlightDeckError):
-            backend = (await reachable.network_plan()).backend
+            network = await reachable.network_plan()
+        probed = tuple((await reachable.facts()).values())
     measured = {measure.node: measure for measure in nodes}
     if unreachable:
         why = f"{', '.join(unreachable)} was not measured"
@@ -65,7 +69,8 @@ async def calibrate(
         taken_at=datetime.now(UTC),
         quick=quick,
         synthetic_model=config.job.command is not None,
-        backend=backend,
+        backend=network.backend if network is not None else None,
+        connected_as=connected_as(kept, probed, network) if network is not None else (),
         nodes=tuple(
             measured.get(node.name) or NodeMeasure(node=node.name, host=node.ssh, problem=str(unreachable[node.name]))
             for node in config.nodes
@@ -77,6 +82,20 @@ async def calibrate(
         settings=chosen.model_dump() if isinstance(chosen, ChosenSettings) else {},
         notes=_notes(config, leftovers),
     )
+
+
+def connected_as(
+    config: Config, facts: Sequence[NodeFacts], network: NetworkPlan
+) -> tuple[Literal["data", "local"], ...]:
+    """The strategies that connect the ranks as `network` does."""
+    found: list[Literal["data", "local"]] = []
+    strategies: tuple[Literal["data", "local"], ...] = ("data", "local")
+    for strategy in strategies:
+        with contextlib.suppress(LaunchError):
+            planned = plan_network(config, facts, topology(facts), strategy)
+            if (planned.backend, planned.hosts) == (network.backend, network.hosts):
+                found.append(strategy)
+    return tuple(found)
 
 
 def is_complete(calibration: Calibration) -> bool:

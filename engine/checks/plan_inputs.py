@@ -19,7 +19,7 @@ from engine.checks.context import CheckContext, once
 from engine.cluster.probe_results import ExampleCount, ModelConfiguration
 from engine.cluster.topology import topology
 from engine.config.formats import resolved
-from engine.config.models import Config, NodeConfig, Strategy, select_nodes
+from engine.config.models import Config, NodeConfig, select_nodes
 from engine.errors import FlightDeckError, InputError, LaunchError, StateError
 from engine.launch.hostfile import hostfile_document, write_hostfile
 from engine.launch.manual_launch import JobSizes, manual_launch
@@ -45,6 +45,7 @@ from engine.plan.memory.shape import ModelShape
 from engine.plan.network import plan_network
 from engine.plan.planner import make_plan
 from engine.plan.shares import divide_batch
+from engine.protocol.job import Strategy
 from engine.security.paths import default_roots, make_home, validate_path
 from engine.security.redact import REDACTED, is_secret
 from engine.store.store import Store

@@ -31,7 +31,6 @@ from engine.checks import (
 from engine.checks.check import Check, verdict, worst
 from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import cluster_history, collect_plan_inputs, with_example_count
-from engine.config.models import Strategy
 from engine.errors import FlightDeckError, InputError
 from engine.models import (
     OVERRIDDEN,
@@ -45,6 +44,7 @@ from engine.models import (
 from engine.plan.context import PlanInputs
 from engine.plan.document import PlannedCheck, TrainingPlan
 from engine.plan.planner import make_plan
+from engine.protocol.job import Strategy
 from engine.security.audit import audit_log
 from engine.security.identifiers import safe_repr
 

@@ -15,12 +15,13 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from engine.config.faults import accepts
 from engine.config.formats import address_form, device_form, path_form, remote_path_form, resolved, split_form
+from engine.config.mlx_lm_keys import LOCAL_KEYS
 from engine.errors import InputError
 from engine.models import FrozenModel
+from engine.protocol.job import Strategy
 from engine.security.identifiers import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
-Strategy = Literal["data", "sharded", "pipeline", "local"]
 PARTITIONED: Final = ("sharded", "pipeline")
 """The strategies in which no rank has the whole training state."""
 
@@ -306,6 +307,12 @@ def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | 
         raise InputError("--strategy pipeline is not possible", why="a pipeline needs at least two nodes")
     if chosen == "local" and len(config.nodes) < 2:
         raise InputError("--strategy local is not possible", why="it averages the weights of at least two nodes")
+    if chosen in PARTITIONED and config.job.mlx_lm.get("wire") == "int8":
+        todo = 'set wire = "auto" or "float32" in [job]'
+        raise InputError(f"--strategy {chosen} is not possible", why="it sends no int8, which wire asks for", todo=todo)
+    if chosen != "local" and (own := [key for key in LOCAL_KEYS if key in config.job.given]):
+        why, todo = f"{', '.join(own)} are of strategy local alone", "remove them from [job]"
+        raise InputError(f"--strategy {chosen} is not possible", why=why, todo=todo)
     if layer_split is not None:
         what = f"--layer-split {layer_split} is not possible"
         if chosen != "pipeline":

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.config.models import PARTITIONED, Strategy
+from engine.config.models import PARTITIONED
 from engine.measurements import ThroughputPrediction
 from engine.plan.context import PlanContext
 from engine.plan.document import ChosenSettings, PlannedAdvice
 from engine.plan.memory.choice import choose
 from engine.plan.memory.fit import WORKING_SET, MemoryFit
 from engine.plan.prediction import predict_throughput
-from engine.protocol.job import AUTO
+from engine.protocol.job import AUTO, Strategy
 
 USER_REPORTS = "reported by users of M4 Max and M3 Ultra"
 MAINTAINERS = "MLX's maintainers"
@@ -106,7 +106,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "local_gains_nothing",
         lambda plan, _: local_gains_nothing(plan),
-        "local gains nothing here with these local_steps: {local}. The other two have the losses of one process",
+        "local gains nothing here with these local_steps, save_every and steps_per_eval: {local}. The other two have "
+        "the losses of one process",
         "the calibrated nodes and links",
     ),
     Rule(

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import PARTITIONED, Config, JobConfig, Strategy
+from engine.config.models import PARTITIONED, Config, JobConfig
 from engine.measurements import Calibration, Division, Shares, ThroughputPrediction
 from engine.models import NodeFacts, Topology
 from engine.plan.data_report import DataReport
@@ -19,6 +19,7 @@ from engine.plan.fingerprint import age_days, is_stale
 from engine.plan.network import NetworkPlan
 from engine.plan.prediction import predict_throughput
 from engine.plan.shares import divide_batch
+from engine.protocol.job import Strategy
 from engine.protocol.partition import epoch_iterations
 
 _M4_MAX_BYTES = 136 * 10**9

@@ -71,7 +71,7 @@ def _strategy(section: StrategySection) -> str:
     if section.bubble is not None:
         text += f", waiting {section.bubble:.0%} of each step"
     if section.local_steps is not None:
-        text += f", the weights averaged every {plural(section.local_steps, 'update')}"
+        text += f", the weights averaged at least every {plural(section.local_steps, 'update')}"
     if section.averaging_bytes is not None:
         text += f" ({section.averaging_bytes / 1e6:,.2f} MB each way)"
     return text if section.launchable else f"{text}; {section.not_launchable}"

@@ -39,7 +39,7 @@ def fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
             "command": job.command,
             "model": job.model,
             "fine_tune_type": job.fine_tune_type,
-            # What is measured of it is a step of one rank alone, as of "data".
+            # A step of one rank alone is as of "data"; for the links there is Calibration.connected_as.
             "strategy": "data" if job.strategy == "local" else job.strategy,
             "env": job.env,
             **{key: job.mlx_lm.get(key) for key in STEP_KEYS},

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from engine.cluster import hardware
 from engine.cluster.topology import ring_order
-from engine.config.models import Config, NodeConfig, Strategy
+from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError
 from engine.models import FrozenModel, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
+from engine.protocol.job import Strategy
 from engine.security.identifiers import SshTarget
 
 RdmaRow = tuple[str | tuple[str, ...] | None, ...]
@@ -248,8 +249,8 @@ def plan_network(
     else:
         choice = _configured_backend(config.cluster.backend, nodes, known, topology)
     # A cable between two of more ranks is no way to rank 0 for the others.
-    over_cables = choice.backend == "ring" and (not local or len(nodes) == 2)
-    addresses = choose_addresses(nodes, known, topology, ring=over_cables)
+    cabling = topology.model_copy(update={"cables": ()}) if local and len(nodes) > 2 else topology
+    addresses = choose_addresses(nodes, known, cabling, ring=choice.backend == "ring")
     rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
     return NetworkPlan(
         backend=choice.backend,

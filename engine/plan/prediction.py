@@ -7,13 +7,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import Config, Strategy
+from engine.config.models import Config
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure, Shares, ThroughputPrediction
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
-from engine.protocol.exchange import BUCKETS, Averaging, Exchange, averaging, buckets, exchange
+from engine.protocol.exchange import (
+    BUCKETS,
+    Averaging,
+    AveragingSchedule,
+    Exchange,
+    averaging,
+    buckets,
+    exchange,
+)
+from engine.protocol.job import Strategy
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 
 
@@ -53,19 +63,30 @@ def _exchange_of(
     chosen, accumulation = wire or str(settings["wire"]), int(settings["grad_accumulation_steps"])
     link, size = calibration.all_ranks, calibration.gradient_bytes
     local = strategy == "local"
-    if local and calibration.backend not in (None, "ring"):
-        raise ValueError(f"the links were measured with {calibration.backend}, and strategy local sends over TCP")
     if local:
         seconds = averaging_s(link, size, averaging(chosen, ranks))
     else:
         seconds = exchange_s(link, size, exchange(chosen, ranks, calibration.element_bytes, accumulation))
     if seconds is None:
         raise ValueError("the all_sum over all ranks was not measured")
+    if ranks > 1 and (name := "local" if local else "data") not in calibration.connected_as:
+        backend = f" with {calibration.backend}" if calibration.backend else ""
+        raise ValueError(f"the links were measured{backend}, not as strategy {name} connects the ranks: calibrate it")
     if not local:
         return UpdateExchange(seconds, buckets((size or 0) // _FLOAT32_BYTES), accumulation)
     # After each update a message goes to rank 0 and back, for about as long as an all_sum of one number.
     message_s = link.latency_s if link is not None and link.latency_s is not None else 0.0
-    return UpdateExchange(seconds, 1, accumulation, int(settings["local_steps"]), message_s)
+    return UpdateExchange(seconds, 1, accumulation, mean_updates(settings), message_s)
+
+
+def mean_updates(settings: Mapping[str, Any]) -> float:
+    """Updates from one averaging of strategy "local" to the next, with these mlx-lm keys. With epochs, which need the
+    number of examples, over as many iterations as are the default."""
+    known = {**DEFAULTS, **settings}
+    numbers = {key: int(known[key]) for key in ("iters", "grad_accumulation_steps", "local_steps", "save_every")}
+    return AveragingSchedule(
+        **numbers, steps_per_eval=int(known["steps_per_eval"]) if known["val_batches"] else None
+    ).updates
 
 
 _FLOAT32_BYTES = 4
@@ -85,8 +106,8 @@ class UpdateExchange:
     """Buckets, one after the other; 1: nothing of it is beside the backward pass."""
     accumulation: int = 1
     """Iterations of an update."""
-    updates: int = 1
-    """Updates from one exchange to the next."""
+    updates: float = 1
+    """Updates from one exchange to the next, in the mean."""
     message_s: float = 0.0
     """Seconds of what each update waits for besides."""
 

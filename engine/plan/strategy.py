@@ -11,6 +11,7 @@ from engine.errors import plural
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
+from engine.plan.prediction import mean_updates
 from engine.protocol.exchange import averaging, exchange
 from engine.protocol.partition import (
     SPLITTABLE_MODULES,
@@ -95,14 +96,15 @@ def _averaging(context: PlanContext, trained: int | None, rationale: Rationale) 
     """The fields of strategy "local": how often the weights are averaged, and what that costs."""
     settings = context.settings
     steps, wire = int(settings["local_steps"]), str(settings["wire"])
+    updates = mean_updates(settings)
     form = averaging(wire, context.ranks)
     rationale.explain(
         "strategy.local_steps",
         Source.USER if context.given("local_steps") else Source.DEFAULT,
         "updates of each rank by itself from one averaging to the next; there is also one before each validation and "
-        "save, and at the end. The averaged change is applied with outer_learning_rate = "
-        f"{settings['outer_learning_rate']:g} and outer_momentum = {settings['outer_momentum']:g}: 1 and 0 is plain "
-        "averaging",
+        f"save, and at the end: one for {updates:.3g} updates in the mean. The averaged change is applied with "
+        f"outer_learning_rate = {settings['outer_learning_rate']:g} and outer_momentum = "
+        f"{settings['outer_momentum']:g}: 1 and 0 is plain averaging",
     )
     size, source, reason = None, Source.UNKNOWN, "the number of trained parameters is not known"
     if trained is not None:
@@ -111,8 +113,8 @@ def _averaging(context: PlanContext, trained: int | None, rationale: Rationale) 
         size, source = math.ceil(trained * form.element_bytes), Source.RULE
         reason = (
             f"{8 * form.element_bytes:.3g} bits for each of {trained:,} trained parameters, to rank 0 and back; rank 0 "
-            f"receives and sends {context.ranks - 1} times that. That is {size / steps / 1e6:,.2f} MB for each update, "
-            f"where a rank sends {by_data / 1e6:,.2f} MB with data"
+            f"receives and sends {context.ranks - 1} times that. That is {size / updates / 1e6:,.2f} MB for each "
+            f"update, where a rank sends {by_data / 1e6:,.2f} MB with data"
         )
     rationale.explain("strategy.averaging_bytes", source, reason)
     seconds = context.throughput.exchange_s

@@ -3,7 +3,7 @@ plan and trainer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BUCKETS = 64
 """An update's gradients travel in about so many, each of whole parameters: one is small beside the model, and large
@@ -19,6 +19,8 @@ _INT8_BYTES = 1 + _FLOAT32_BYTES / INT8_BLOCK
 """An int8, and its part of a block's scale."""
 INT4_BLOCK = 64
 """Values that share one float32 scale in int4."""
+AVERAGING_PIECE = 2**26
+"""Elements of whole parameters that are averaged at once, about."""
 _INT4_BYTES = 0.5 + _FLOAT32_BYTES / INT4_BLOCK
 
 
@@ -81,3 +83,37 @@ class Averaging:
 def averaging(wire: str, ranks: int) -> Averaging:
     """`wire`: of [job]."""
     return Averaging(ranks, {"auto": _INT4_BYTES, "int8": _INT8_BYTES}.get(wire, _FLOAT32_BYTES))
+
+
+_COUNTED = 100_000
+"""Iterations over which averagings are counted, at most."""
+
+
+@dataclass(frozen=True)
+class AveragingSchedule:
+    """When the ranks average. It depends on the job's numbers alone, so that a resumed training averages where an
+    undisturbed one does."""
+
+    iters: int
+    grad_accumulation_steps: int
+    local_steps: int
+    save_every: int
+    steps_per_eval: int | None
+    """None without validation."""
+
+    def averaging_due(self, iteration: int) -> bool:
+        """The ranks average after the update that ends with `iteration`."""
+        accumulation = self.grad_accumulation_steps
+        if iteration == self.iters or -(-iteration // accumulation) % self.local_steps == 0:
+            return True
+        # A save follows an iteration and a validation comes before one, until the next update ends.
+        end, every = min(iteration + accumulation, self.iters), self.steps_per_eval
+        validates = every is not None and (end == self.iters or end // every > iteration // every)
+        return validates or (end - 1) // self.save_every > (iteration - 1) // self.save_every
+
+    @property
+    def updates(self) -> float:
+        """The mean number of updates from one averaging to the next."""
+        job = replace(self, iters=min(self.iters, _COUNTED))
+        ends = [*range(job.grad_accumulation_steps, job.iters, job.grad_accumulation_steps), job.iters]
+        return len(ends) / sum(map(job.averaging_due, ends))

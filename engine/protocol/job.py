@@ -6,10 +6,11 @@ import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.protocol.partition import COORDINATOR_CHUNK_SIZE
 
+Strategy = Literal["data", "sharded", "pipeline", "local"]
 AUTO = "auto"
 """The plan chooses."""
 OPTIMIZER_PRECISIONS = ("float32", "kahan", "stochastic", "parameter")

@@ -348,6 +348,11 @@ Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each ba
   sum (a bucket is 1/64 of the trained parameters, at least 262,144 of them, and at least the largest parameter); with
   `sharded` two sections gathered whole, and one layer's gradients with their sums. `wire = "int8"` keeps 2 bytes more
   per trained parameter.
+- With `local` each rank needs what one rank does, and for each trained parameter the weight after the last averaging
+  and its momentum (4 bytes each, or 2 with `stochastic` and `parameter`). During an averaging no gradients are alive,
+  but what is sent of all parameters (0.56 bytes each; 1.02 with `wire = "int8"`, 4 with `"float32"`), N + 4 times that
+  of a piece (67 million parameters, or the largest) with N ranks, and N + 5 float32 arrays of the largest parameter.
+  That is rank 0's, which needs the most.
 - An update is computed in pieces of 1/256 of the trained parameters, at least the largest one, for which it needs 5
   (`parameter`), 7 (`float32`) or 12 float32 arrays (`kahan`, `stochastic`), and at least 18 with moments in bfloat16,
   22 in 8 bits; and two arrays of the rest of the piece. If the update is the peak (many trained parameters, few

@@ -9,7 +9,7 @@ from engine.config.mlx_lm_keys import DEFAULTS
 from engine.measurements import LinkMeasure
 from engine.plan.memory.estimate import RankWorkload, estimate
 from engine.plan.memory.shape import ModelShape, trained_element_bytes
-from engine.plan.prediction import averaging_s, exchange_s
+from engine.plan.prediction import averaging_s, exchange_s, mean_updates
 from engine.protocol.exchange import Averaging, Exchange, averaging, exchange
 from tests.bench.known_sizes import QWEN3_4B, QWEN3_14B
 
@@ -21,7 +21,8 @@ LINKS: Final = {
 }
 """Bytes per second in each direction."""
 SLOW_LINKS: Final = {"20 Mbit/s": 20e6 / 8, "100 Mbit/s": 100e6 / 8, "1 Gbit/s": 1e9 / 8}
-LOCAL_STEPS: Final = DEFAULTS["local_steps"]
+UPDATES: Final = mean_updates(DEFAULTS)
+"""Of a job of the default length."""
 _LORA: Final = RankWorkload(num_layers=16)
 _FULL: Final = RankWorkload(fine_tune_type="full")
 CASES: Final = (
@@ -67,11 +68,11 @@ def averaging_table() -> str:
         trained = estimate(ModelShape.from_config(config), workload).trainable_parameters
         data = exchange("auto", RANKS, trained_element_bytes(config, workload.fine_tune_type))
         local = averaging("auto", RANKS)
-        forms: list[tuple[str, Exchange | Averaging, float, int]] = [
+        forms: list[tuple[str, Exchange | Averaging, float, float]] = [
             ("data, auto", data, data.sent, 1),
             ("data, int8", int8 := exchange("int8", RANKS, 4), int8.sent, 1),
             ("local, auto: an averaging", local, local.element_bytes, 1),
-            ("local, auto: for each update", local, local.element_bytes, LOCAL_STEPS),
+            ("local, auto: for each update", local, local.element_bytes, UPDATES),
         ]
         for title, form, sent, updates in forms:
             found = [_seconds(seconds(trained, form, speed) / updates) for speed in SLOW_LINKS.values()]

@@ -105,6 +105,7 @@ async def test_every_node_and_the_link_are_measured_and_kept(cluster: Cluster, c
     (link,) = taken.links
     assert link == taken.all_ranks and link.problem is None and link.latency_s and link.bandwidth_bytes_per_s
     assert taken.backend == "ring" and taken.gradient_bytes
+    assert taken.connected_as == ("data", "local")
     assert Engine(tmp_path / "home").calibrations.latest(config) == taken
     # At the same time: the second has begun to load before the first was measured.
     first, second = (node.name for node in config.nodes)

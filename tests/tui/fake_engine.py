@@ -15,7 +15,7 @@ from engine.api import Engine
 from engine.cluster.topology import topology
 from engine.cluster.transport.base import Completed
 from engine.config.mlx_lm_keys import with_defaults
-from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, Strategy
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import FlightDeckError, RunNotFound
 from engine.measurements import Calibration, CalibrationProgress, Division, LinkMeasure, MemoryProbe, NodeMeasure
 from engine.models import (
@@ -34,6 +34,7 @@ from engine.plan.document import Launching, TrainingPlan
 from engine.plan.network import NetworkPlan, plan_network
 from engine.plan.planner import make_plan
 from engine.plan.prediction import Prediction, predict
+from engine.protocol.job import Strategy
 from engine.run.logs.mirror import Mirror
 from engine.snapshots import Diagnosis, RankStatus, RunSnapshot, Series, SeriesMark, StopProgress
 from engine.store.layout import RunDir

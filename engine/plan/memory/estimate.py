@@ -19,14 +19,14 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from engine.config.models import PARTITIONED, Strategy
+from engine.config.models import PARTITIONED
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
-from engine.protocol.exchange import BUCKETS, LEAST_BUCKET, averaging, exchange
-from engine.protocol.job import state_bytes
+from engine.protocol.exchange import AVERAGING_PIECE, BUCKETS, LEAST_BUCKET, averaging, exchange
+from engine.protocol.job import Strategy, state_bytes
 from engine.protocol.partition import loss_tokens
 
 
@@ -132,9 +132,11 @@ _MOMENT_ARRAYS = {"float32": 0, "bfloat16": 18, "8bit": 22}
 moments'. Measured with AdamW on one parameter, without mx.compile, with which there are 3, 3, 7, 12 and 15."""
 _WAITING_ARRAYS = 2
 """The same of the other parameters of the piece."""
-_AVERAGING_ARRAYS = 6
-"""Float32 arrays of a parameter alive at once in an averaging: its weight, the last averaged one, their difference,
-what is encoded and decoded of it, and the result."""
+_AVERAGING_COPIES = 4
+"""Encoded copies of a piece alive at once in an averaging on rank 0, beside the one of each rank."""
+_AVERAGING_ARRAYS = 5
+"""The same of float32 arrays of a parameter: its weight, the last averaged one, their difference, what is encoded of
+it, and the result."""
 _REST_BYTES = 2
 """The rest of an element that int8 has rounded away, in bfloat16."""
 
@@ -258,11 +260,15 @@ class _Rank:
     def communication(self) -> int:
         """Buffers of the exchange, bytes. data: two buckets, one computed while the other is sent, all ranks' of it,
         and its sum. sharded: the section that is computed and the next one, gathered whole, and one section's gradients
-        with their sums. local: what is sent of all parameters, and copies of the largest."""
+        with their sums. local, on rank 0, which needs the most: the encoded means of all parameters, all ranks' changes
+        of a piece, and of the largest parameter decoded."""
         workload, own = self.workload, self.element_bytes
         if workload.strategy == "local":
-            sent = self.trained.parameters * averaging(workload.wire, workload.world_size).element_bytes
-            return math.ceil(sent) + self.trained.largest * _AVERAGING_ARRAYS * _FLOAT32_BYTES
+            trained, ranks = self.trained, workload.world_size
+            piece = min(trained.parameters, max(AVERAGING_PIECE, trained.largest))
+            encoded = trained.parameters + piece * (ranks + _AVERAGING_COPIES)
+            arrays = trained.largest * (ranks + _AVERAGING_ARRAYS)
+            return math.ceil(encoded * averaging(workload.wire, ranks).element_bytes) + arrays * _FLOAT32_BYTES
         if self.exchanges:
             bucket = self.trained.piece(BUCKETS, LEAST_BUCKET)
             form = exchange(workload.wire, workload.world_size, own, workload.accumulation)

@@ -219,6 +219,8 @@ def _rank_memory(
 def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, found: MemoryEstimate) -> int | None:
     """None where the probe steps were taken with other settings."""
     calibration = usable_calibration(context.inputs)
+    # A probe's step is of one rank alone: with local it would lack the averaging, which may be the peak, and the
+    # averaged weights with their momentum.
     if calibration is None or calibration.synthetic_model or context.strategy != "data":
         return None
     measured = calibration.measure_of(node)

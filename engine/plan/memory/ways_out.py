@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from engine.config.models import PARTITIONED, Strategy
+from engine.config.models import PARTITIONED
 from engine.plan.document import ChosenSettings, WayOut
 from engine.plan.memory.choice import Choice, choose, settings_of
 from engine.plan.memory.estimate import RankWorkload
 from engine.plan.memory.shape import ModelShape
-from engine.protocol.job import AUTO
+from engine.protocol.job import AUTO, Strategy
 from engine.protocol.partition import share_counts
 
 _SYSTEM_BYTES = 2**33

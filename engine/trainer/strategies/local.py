@@ -23,6 +23,7 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from engine.protocol.exchange import AVERAGING_PIECE, AveragingSchedule
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import TensorSpec, all_gather_object, broadcast_arrays, packed
@@ -41,19 +42,6 @@ _ANCHOR, _MOMENTUM = ":anchor", ":v"
 _TOKENS = ":tokens"
 """The targets that this rank was trained on since the last averaging."""
 _WEIGHT = "!d"
-_PIECE_ELEMENTS = 2**26
-
-
-def averaging_due(job: Job, iteration: int) -> bool:
-    """The ranks average after the update that ends with `iteration`. It depends on nothing else, so that a resumed
-    training averages where an undisturbed one does."""
-    if iteration == job.iters or -(-iteration // job.grad_accumulation_steps) % job.local_steps == 0:
-        return True
-    for done in range(iteration, min(iteration + job.grad_accumulation_steps, job.iters)):
-        validates = job.val_batches != 0 and (done + 1 == job.iters or (done + 1) % job.steps_per_eval == 0)
-        if validates or done % job.save_every == 0:
-            return True
-    return False
 
 
 class LocalSteps(Strategy):
@@ -62,8 +50,14 @@ class LocalSteps(Strategy):
 
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, group: ElasticGroup) -> None:
         super().__init__(job, model, loader, group)
-        self._job = job
         self._group = group
+        self._schedule = AveragingSchedule(
+            iters=job.iters,
+            grad_accumulation_steps=job.grad_accumulation_steps,
+            local_steps=job.local_steps,
+            save_every=job.save_every,
+            steps_per_eval=job.steps_per_eval if job.val_batches else None,
+        )
         self._gradients = Gradients(model, held=job.max_grad_norm is not None)
         self._quantization = {"auto": INT4, "int8": INT8}.get(job.wire)
         self._outer = optim.SGD(job.outer_learning_rate, job.outer_momentum, nesterov=job.outer_momentum > 0)
@@ -84,7 +78,7 @@ class LocalSteps(Strategy):
         self._norm = 0.0
         self._due = False
         """The last update ended with an averaging."""
-        self._pieces = packed(self._dtypes, lambda name: self._updater.masters[name].size, _PIECE_ELEMENTS)
+        self._pieces = packed(self._dtypes, lambda name: self._updater.masters[name].size, AVERAGING_PIECE)
 
     def accumulate(self, position: int, *, last: bool, exact: bool = False) -> LocalStep:
         self._iteration = position + 1
@@ -108,7 +102,7 @@ class LocalSteps(Strategy):
         self._norm = self._gradients.apply(self._updater, own) if own else 0.0
         if math.isfinite(self._norm):
             self._averaged[_TOKENS] = mx.array(scalar(self._averaged[_TOKENS]) + own)
-            self._due = averaging_due(self._job, self._iteration)
+            self._due = self._schedule.averaging_due(self._iteration)
         elif self._group.rank > 0:
             # It goes on from the others' weights; without rank 0's there would be none.
             self._group.leave()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from engine.config.models import ClusterConfig, Strategy, needs_all_nodes, select_nodes, with_strategy
+from engine.config.models import ClusterConfig, needs_all_nodes, select_nodes, with_strategy
 from engine.errors import InputError
+from engine.protocol.job import Strategy
 from tests.unit.plan.calibrations import config
 
 
@@ -77,6 +78,27 @@ def test_impossible_strategies_are_refused() -> None:
     command = deck.model_copy(update={"job": deck.job.model_copy(update={"command": ("x",)})})
     with pytest.raises(InputError, match="a custom command"):
         with_strategy(command, "sharded", None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "strategy", "why"),
+    [
+        ({"wire": "int8"}, "sharded", "sends no int8"),
+        ({"wire": "int8"}, "pipeline", "sends no int8"),
+        ({"local_steps": 4, "outer_momentum": 0.0}, "data", "local_steps, outer_momentum are of strategy local alone"),
+        ({"outer_learning_rate": 1.0}, "sharded", "outer_learning_rate"),
+    ],
+)
+def test_keys_that_the_strategy_has_no_use_for_are_refused_as_in_the_file(
+    keys: dict[str, Any], strategy: Strategy, why: str
+) -> None:
+    deck = config(["a", "b"])
+    job = deck.job.model_copy(update={"mlx_lm": {**deck.job.mlx_lm, **keys}, "given": tuple(keys)})
+    deck = deck.model_copy(update={"job": job})
+    with pytest.raises(InputError, match=why) as refusal:
+        with_strategy(deck, strategy, None)
+    assert refusal.value.todo is not None and "[job]" in refusal.value.todo
+    assert with_strategy(deck, "local", None).job.mlx_lm == job.mlx_lm
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def calibration(speeds: Mapping[str, float | None], *, age: timedelta = timedelt
         ),
         "all_ranks": LinkMeasure(nodes=tuple(speeds), latency_s=5e-5, bandwidth_bytes_per_s=5e9),
         "gradient_bytes": 50_000_000,
+        "connected_as": ("data", "local"),
     }
     return Calibration(**(given | more))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.calibration.calibrate import connected_as
 from engine.cluster.topology import topology
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
@@ -361,6 +362,10 @@ def test_local_takes_tcp_although_rdma_is_there(ranks: int) -> None:
     job = deck.job.model_copy(update={"strategy": "local"})
     assert local == wired(deck.model_copy(update={"job": job}), *facts)
     assert [host.rdma for host in local.hosts] == [None] * ranks
+    assert connected_as(deck, facts, local) == ("local",)
+    assert connected_as(deck, facts, wired(deck, *facts)) == ("data",)
+    tcp = with_tcp(facts)
+    assert connected_as(deck, tcp, wired(deck, *tcp)) == ("data", "local")
 
 
 def test_of_three_local_ranks_none_is_at_an_address_that_one_neighbour_alone_reaches() -> None:
@@ -374,8 +379,32 @@ def test_of_three_local_ranks_none_is_at_an_address_that_one_neighbour_alone_rea
     ]
     deck = config(*(node(name) for name in macs.names))
     assert all(ip.startswith("192.168.") for host in wired(deck, *with_tcp(shared)).hosts for ip in host.ips)
-    hosts = plan_network(deck, shared, topology(shared), "local").hosts
-    assert [host.ips for host in hosts] == [("10.0.0.1",), ("10.0.0.2",), ("10.0.0.3",)]
+    assert connected_as(deck, with_tcp(shared), wired(deck, *with_tcp(shared))) == ("data",)
+    local = plan_network(deck, shared, topology(shared), "local")
+    assert [host.ips for host in local.hosts] == [("10.0.0.1",), ("10.0.0.2",), ("10.0.0.3",)]
+    assert not local.warnings
+
+
+def test_three_local_ranks_take_the_thunderbolt_network_that_all_of_them_share() -> None:
+    macs = mesh(3)
+    facts = [
+        fact.model_copy(
+            update={
+                "interfaces": (
+                    *(Interface(name=port.device, bridge="bridge0") for port in fact.thunderbolt if port.device),
+                    Interface(name="bridge0", ipv4=(f"10.1.0.{rank}/24",), bridge="bridge0", active=True),
+                    Interface(name="en0", ipv4=(f"10.0.0.{rank}/24",), active=True),
+                )
+            }
+        )
+        for rank, fact in enumerate(macs.facts(), start=1)
+    ]
+    deck = config(*(node(name) for name in macs.names))
+    local = plan_network(deck, facts, topology(facts), "local")
+    assert [host.ips for host in local.hosts] == [("10.1.0.1",), ("10.1.0.2",), ("10.1.0.3",)]
+    uneven = config(*(node(name, ips=["10.0.0.1", "10.0.0.9"][: 1 + (name == macs.names[0])]) for name in macs.names))
+    with pytest.raises(LaunchError, match="the same number of addresses on every node"):
+        plan_network(uneven, facts, topology(facts), "local")
 
 
 def with_tcp(facts: Sequence[NodeFacts]) -> list[NodeFacts]:

@@ -14,12 +14,14 @@ from engine.plan.prediction import (
     UpdateExchange,
     averaging_s,
     exchange_s,
+    mean_updates,
     predict_iteration,
     predict_throughput,
     step_s,
 )
 from engine.plan.shares import divide_batch
-from engine.protocol.exchange import BUCKETS, averaging, exchange
+from engine.protocol.exchange import BUCKETS, AveragingSchedule, averaging, exchange
+from engine.protocol.job import Strategy
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 from engine.protocol.partition import share_counts
 from tests.unit.plan.calibrations import calibration, config, measure
@@ -178,21 +180,62 @@ def test_an_averaging_of_float32_takes_as_long_as_rank_0_needs_for_all_messages(
     assert found is not None and small is not None and found / small == pytest.approx(32 / 4.5)
 
 
-@given(SPEEDS.filter(lambda speeds: len(speeds) > 1), st.integers(1, 10_000), st.integers(1, 8), st.floats(1e6, 1e10))
+@given(SPEEDS.filter(lambda speeds: len(speeds) > 1), st.integers(1, 500), st.integers(1, 8), st.floats(1e6, 1e10))
 def test_a_local_step_is_the_slowest_ranks_and_its_part_of_an_averaging(
     speeds: list[float], steps: int, accumulation: int, bandwidth: float
 ) -> None:
     names = [f"n{number}" for number in range(len(speeds))]
     link = LinkMeasure(nodes=tuple(names), latency_s=1e-3, bandwidth_bytes_per_s=bandwidth)
     taken = calibration(dict(zip(names, speeds, strict=True)), all_ranks=link)
-    deck = local(config(names, batch=64), local_steps=steps, grad_accumulation_steps=accumulation)
+    # No averaging is for a save or a validation alone.
+    whole = {"iters": 16 * steps * accumulation, "save_every": steps * accumulation, "val_batches": 0}
+    deck = local(config(names, batch=64), local_steps=steps, grad_accumulation_steps=accumulation, **whole)
     found = predict_throughput(deck, taken, divide_batch(deck, taken))
     assert found.exchange_s == averaging_s(link, taken.gradient_bytes, averaging("auto", len(names)))
     assert found.exchange_s is not None and found.step_s is not None
     update = accumulation * max(found.compute_s.values()) + found.exchange_s / steps + 1e-3
     assert found.step_s * accumulation == pytest.approx(update)
-    rarer = predict_throughput(local(deck, local_steps=steps + 1), taken, divide_batch(deck, taken))
+    rarer = predict_throughput(
+        local(deck, local_steps=2 * steps, save_every=2 * steps * accumulation), taken, divide_batch(deck, taken)
+    )
     assert rarer.step_s is not None and rarer.step_s < found.step_s
+
+
+def test_saves_and_validations_make_averagings_more_frequent() -> None:
+    rare = {"local_steps": 500, "save_every": 1000, "val_batches": 0}
+    assert mean_updates(rare) == 500
+    assert mean_updates({**rare, "save_every": 100}) == 100
+    assert mean_updates({**rare, "epochs": 3.0}) == 500
+    # Before the iterations 200, 400, 600, 800 and 1000, too.
+    assert mean_updates({**rare, "val_batches": 25, "steps_per_eval": 200}) == pytest.approx(1000 / 7)
+    assert mean_updates({**rare, "grad_accumulation_steps": 4, "save_every": 400, "local_steps": 100}) == 250 / 3
+
+
+COUNTS = st.integers(1, 60)
+
+
+@given(st.integers(1, 400), st.integers(1, 8), COUNTS, COUNTS, st.none() | COUNTS)
+def test_an_averaging_precedes_each_save_and_validation_and_follows_local_steps_updates(
+    iters: int, accumulation: int, local_steps: int, save_every: int, steps_per_eval: int | None
+) -> None:
+    schedule = AveragingSchedule(iters, accumulation, local_steps, save_every, steps_per_eval)
+    ends = [*range(accumulation, iters, accumulation), iters]
+    states = set(range(save_every, iters, save_every))
+    if steps_per_eval is not None:
+        states |= {done - 1 for done in (*range(steps_per_eval, iters, steps_per_eval), iters)}
+    expected = {*ends[local_steps - 1 :: local_steps], iters, *(done // accumulation * accumulation for done in states)}
+    found = {end for end in ends if schedule.averaging_due(end)}
+    assert found == expected - {0}
+    assert schedule.updates == len(ends) / len(found) <= local_steps
+
+
+@given(st.integers(1, 50), st.integers(1, 8), COUNTS, st.integers(1, 5))
+def test_there_are_no_more_averagings_where_saves_fall_together_with_them(
+    averagings: int, accumulation: int, local_steps: int, saves: int
+) -> None:
+    period = accumulation * local_steps
+    schedule = AveragingSchedule(averagings * period, accumulation, local_steps, saves * period, None)
+    assert schedule.updates == local_steps
 
 
 def test_a_strategy_can_be_predicted_in_place_of_the_jobs() -> None:
@@ -202,12 +245,18 @@ def test_a_strategy_can_be_predicted_in_place_of_the_jobs() -> None:
     assert predict_throughput(local(deck), taken, shares, strategy="data") == predict_throughput(deck, taken, shares)
 
 
-def test_a_link_measured_over_rdma_says_nothing_of_tcp() -> None:
-    deck, taken = local(config(["a", "b"])), calibration({"a": 1.0, "b": 1.0}, backend="jaccl")
-    found = predict_throughput(deck, taken, divide_batch(deck, taken))
-    assert found.step_s is None and "measured with jaccl" in (found.why_not or "")
-    ring = taken.model_copy(update={"backend": "ring"})
-    assert predict_throughput(deck, ring, divide_batch(deck, ring)).step_s is not None
+@pytest.mark.parametrize(("connected", "other"), [("data", "local"), ("local", "data")])
+def test_a_link_says_nothing_of_a_strategy_that_connects_the_ranks_otherwise(
+    connected: Strategy, other: Strategy
+) -> None:
+    deck = config(["a", "b"])
+    taken = calibration({"a": 1.0, "b": 1.0}, backend="jaccl", connected_as=(connected,))
+    shares = divide_batch(deck, taken)
+    assert predict_throughput(deck, taken, shares, strategy=connected).step_s is not None
+    found = predict_throughput(deck, taken, shares, strategy=other)
+    assert found.step_s is None and f"with jaccl, not as strategy {other} connects" in (found.why_not or "")
+    alone = calibration({"a": 1.0}, all_ranks=None, connected_as=())
+    assert predict_throughput(config(["a"]), alone, divide_batch(config(["a"]), alone)).step_s is not None
 
 
 def test_an_unknown_prediction_has_a_reason() -> None:

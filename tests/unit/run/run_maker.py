@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.cluster.staging import HostLayout
-from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, Strategy
+from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
+from engine.protocol.job import Strategy
 from engine.run.attempt import new_attempt
 from engine.run.events import Attempt, AttemptPlanned, Event, Figures, RunPlanned, StateChanged, Verdict
 from engine.run.history import RunHistory

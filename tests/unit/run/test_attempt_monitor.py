@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from engine.cluster.host_connection import ConnectionState
-from engine.config.models import Strategy
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
 from engine.protocol.attempt import END, ExitRecord, Identity, write_atomic
 from engine.protocol.exit_codes import TrainerExit
+from engine.protocol.job import Strategy
 from engine.run import attempt_monitor, decide, shutdown
 from engine.run.attempt import AttemptOrigin
 from engine.run.attempt_monitor import AttemptMonitor

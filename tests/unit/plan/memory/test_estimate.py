@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from engine.measurements import MemoryProbe
 from engine.plan.memory.estimate import MOST_SEQUENCES, RankWorkload, estimate, largest_batch, peak_from_probes
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import MOMENTS, MOST_PRECISE_FIRST, OPTIMIZER_PRECISIONS
+from tests.bench.known_sizes import QWEN3_4B
 from tests.unit.plan.memory.tiny import TINY
 
 SIXTEEN_BITS = ModelShape.from_config({**TINY["llama"], "torch_dtype": "bfloat16"})
@@ -204,10 +206,26 @@ def test_local_keeps_what_one_rank_does_and_the_averaged_weights(
     kept = found.trainable_parameters * (2 if momentum else 1) * (4 if precise else shape.dtype_bytes)
     assert found.optimizer_bytes == alone.optimizer_bytes + kept
     assert (found.weights_bytes, found.gradients_bytes) == (alone.weights_bytes, alone.gradients_bytes)
-    assert found.communication_bytes >= 4.5 / 8 * found.trainable_parameters
+    # Each model is smaller than a piece: the means, all ranks' changes and four more.
+    copies = 4.5 / 8 * found.trainable_parameters * (1 + ranks + 4)
+    arrays, rest = divmod(found.communication_bytes - math.ceil(copies), 4 * (ranks + 5))
+    assert rest == 0 and arrays <= found.trainable_parameters
     # An averaging is no more than what it needs itself, since no gradient is alive.
     averaging = found.weights_bytes + found.optimizer_bytes + found.communication_bytes
     assert found.peak_bytes == max(alone.peak_bytes + kept, averaging)
+
+
+@pytest.mark.parametrize(("wire", "each"), [("auto", 4.5 / 8), ("int8", 1 + 4 / 256), ("float32", 4)])
+def test_rank_0_of_many_averages_a_large_model_in_pieces(wire: str, each: float) -> None:
+    large = ModelShape.from_config(QWEN3_4B)
+    ask = RankWorkload(fine_tune_type="full", strategy="local", wire=wire)
+    few, many = (estimate(large, replace(ask, world_size=ranks)) for ranks in (2, 8))
+    # The largest parameter of Qwen3-4B has 2560 × 9728 elements.
+    largest = 2560 * 9728
+    expected = few.trainable_parameters * each + 2**26 * each * (2 + 4) + largest * 4 * (2 + 5)
+    assert few.communication_bytes == math.ceil(expected)
+    added = many.communication_bytes - few.communication_bytes
+    assert added == pytest.approx(6 * (2**26 * each + largest * 4), abs=1)
 
 
 @pytest.mark.parametrize("part", [(0, 0), (2, 1), (-1, 2), (0, 99)])
