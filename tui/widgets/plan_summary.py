@@ -83,7 +83,8 @@ def job_rows(config: Config, state: DeckState) -> list[tuple[str, str]]:
         if "learning_rate" in settings:
             sizes.append(f"learning rate {settings['learning_rate']:g}")
         kind = {"full": "full fine-tuning"}.get(job.fine_tune_type, job.fine_tune_type)
-        rows.append(("training", separator.join([kind, *sizes])))
+        kinds = [kind] if job.strategy == "data" else [kind, f"strategy {job.strategy}"]
+        rows.append(("training", separator.join([*kinds, *sizes])))
     parts = shares(state) or {}
     shared = [node.name for node in config.nodes if node.name in parts]
     names = [f"{name} {parts[name]:.0%}" for name in shared[:NAMED_NODES]]
