@@ -90,7 +90,9 @@ def cpu_seconds(pid: int) -> float:
 
 def test_ranks_get_the_environment_and_the_output_is_appended(tmp_path: Path) -> None:
     (tmp_path / "launcher.log").write_text("before\n")
-    launcher = launch(tmp_path, 'echo "rank $MLX_RANK says $GREETING"; exit $MLX_RANK')
+    # A failure ends the others, however little they have said by then.
+    patient = "until grep -q 'rank 0 says' launcher.log; do sleep 0.05; done"
+    launcher = launch(tmp_path, f'echo "rank $MLX_RANK says $GREETING"; {patient}; exit $MLX_RANK')
     assert os.getpgid(launcher.pid) == launcher.pid
     assert launcher.process is not None and launcher.process.wait(30) == 0
     output = (tmp_path / "launcher.log").read_text()
