@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -97,9 +98,8 @@ class AttemptMonitor:
         self._launcher_noted = False
         self._failing_since: float | None = None
         self._completed_at: float | None = None
-        # What an earlier supervisor has seen is noted.
-        self.intake.poll()
-        self._starts_noted = self.intake.progress.starts.copy()
+        self._starts_noted: Counter[int] | None = None
+        """None before the first look: what an earlier supervisor has seen is noted."""
         self._losses: list[tuple[float, str]] = []
         """When the loss of a dispensable rank was noticed, and its note for the journal."""
         self._shutdown: Shutdown | None = None
@@ -196,7 +196,8 @@ class AttemptMonitor:
         for rank in self._ranks.all if self._outlives_ranks and self.intake.progress.steps else ():
             # Until the first update every rank is needed.
             rank.dispensable = rank.started and rank.number != 0
-            if self.intake.progress.starts[rank.number] > max(1, self._starts_noted[rank.number]):
+            noted = self._starts_noted
+            if noted is not None and self.intake.progress.starts[rank.number] > max(1, noted[rank.number]):
                 self._recorder.append(Note(message=f"rank {rank.number} on {rank.node} was started again"))
         self._starts_noted = self.intake.progress.starts.copy()
         self._record_changes(changed)
