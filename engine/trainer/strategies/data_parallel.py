@@ -151,6 +151,13 @@ class Gradients:
         """The sum of cross-entropies over `batch`."""
         return scalar(self._forward(*Rows.of(batch).inputs))
 
+    def share_loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
+        """The sum of cross-entropies over these `examples`, perhaps none, and the number of their targets."""
+        if not len(indices):
+            return 0.0, 0
+        batch = examples.batch(indices)
+        return self.loss(batch), batch.targets
+
     def _unpacked(self, names: list[str], bucket: mx.array) -> dict[str, mx.array]:
         gradients, start = {}, 0
         for name in names:
@@ -276,11 +283,7 @@ class DataParallel(Strategy):
         return self._norm
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        mine = self.loader.local_share(indices)
-        if not len(mine):
-            return 0.0, 0
-        batch = examples.batch(mine)
-        return self._gradients.loss(batch), batch.targets
+        return self._gradients.share_loss(examples, self.loader.local_share(indices))
 
     def trained_weights(self) -> WeightStream:
         return WeightStream.of(dict(tree_flatten(self.model.trainable_parameters())))

@@ -42,6 +42,8 @@ _ANCHOR, _MOMENTUM = ":anchor", ":v"
 _TOKENS = ":tokens"
 """The targets that this rank was trained on since the last averaging."""
 _WEIGHT = "!d"
+QUANTIZATIONS = {"auto": INT4, "int8": INT8}
+"""By `wire`, as engine.protocol.exchange.averaging plans it; others send float32."""
 
 
 class LocalSteps(Strategy):
@@ -59,7 +61,7 @@ class LocalSteps(Strategy):
             steps_per_eval=job.steps_per_eval if job.val_batches else None,
         )
         self._gradients = Gradients(model, held=job.max_grad_norm is not None)
-        self._quantization = {"auto": INT4, "int8": INT8}.get(job.wire)
+        self._quantization = QUANTIZATIONS.get(job.wire)
         self._outer = optim.SGD(job.outer_learning_rate, job.outer_momentum, nesterov=job.outer_momentum > 0)
         precise = StateForm.of(job).precision in ("float32", "kahan")
         self._dtypes = {name: value.dtype for name, value in tree_flatten(model.trainable_parameters())}
@@ -110,11 +112,7 @@ class LocalSteps(Strategy):
         return self._norm if tokens else None
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        mine = self.loader.local_share(indices)
-        if not len(mine):
-            return 0.0, 0
-        batch = examples.batch(mine)
-        return self._gradients.loss(batch), batch.targets
+        return self._gradients.share_loss(examples, self.loader.local_share(indices))
 
     def trained_weights(self) -> WeightStream:
         """Those of the last averaging."""

@@ -7,9 +7,10 @@ from unittest.mock import Mock
 import mlx.core as mx
 import pytest
 
-from engine.protocol.exchange import BUCKETS, buckets, exchange
+from engine.protocol.exchange import BUCKETS, averaging, buckets, exchange
 from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.strategies.data_parallel import _bucketed
+from engine.trainer.strategies.local import QUANTIZATIONS
 
 
 @pytest.mark.parametrize("wire", ["auto", "float32", "int8"])
@@ -25,6 +26,13 @@ def test_a_bucket_travels_in_the_planned_form(wire: str, dtype: mx.Dtype, ranks:
     other.assert_not_called()
     ((sent,), _) = started.call_args
     assert sent.nbytes == bucket.size * form.element_bytes
+
+
+@pytest.mark.parametrize("wire", ["auto", "float32", "int8"])
+def test_a_change_of_weights_travels_in_the_planned_size(wire: str) -> None:
+    size = 2**12
+    encoded = size * 4 if (form := QUANTIZATIONS.get(wire)) is None else form.encode(mx.zeros(size)).nbytes
+    assert encoded == size * averaging(wire, 2).element_bytes
 
 
 @pytest.mark.parametrize(("parameters", "planned"), [(8, 1), (160, 10), (1280, BUCKETS)])
