@@ -51,6 +51,13 @@ def steps(run: Launched, rank: int) -> list[int]:
     return [event["iteration"] for event in run.events(rank, "step")]
 
 
+def await_joined(run: Launched, rank: int) -> None:
+    """Until it has joined again, and made more steps than from one averaging to the next."""
+    wait_until(lambda: f"rank {rank} has joined again" in run.log(0), LIMIT_S)
+    joined = steps(run, 0)[-1]
+    wait_until(lambda: steps(run, rank)[-1] > joined + 8, LIMIT_S)
+
+
 def test_averaged_updates_of_plain_descent_are_those_of_one_rank(tiny: Tiny, tmp_path: Path) -> None:
     """Such an update is linear in the gradient: the mean of the weights is the step of the mean."""
     keys = {"optimizer": "sgd", "iters": 12, "learning_rate": 0.5, "lr_schedule": None}
@@ -93,9 +100,7 @@ def test_a_rank_that_stands_still_is_left_out_and_joins_again(tiny: Tiny, tmp_pa
         identity = read_identity(run.files.identity(2))
         assert identity is not None
         os.kill(identity.trainer_pid, signal.SIGCONT)
-        wait_until(lambda: "rank 2 has joined again" in run.log(0), LIMIT_S)
-        joined = steps(run, 0)[-1]
-        wait_until(lambda: steps(run, 2)[-1] > joined + 8, LIMIT_S)
+        await_joined(run, 2)
     finally:
         run.send(STOP)
     run.succeeded()
@@ -133,9 +138,7 @@ def test_a_killed_rank_is_started_again_by_its_keeper_and_joins(tiny: Tiny, tmp_
     try:
         wait_until(lambda: len(steps(run, 0)) > 5, LIMIT_S)
         run.kill(1)
-        wait_until(lambda: "rank 1 has joined again" in run.log(0), LIMIT_S)
-        joined = steps(run, 0)[-1]
-        wait_until(lambda: steps(run, 1)[-1] > joined + 8, LIMIT_S)
+        await_joined(run, 1)
     finally:
         run.send(STOP)
     run.succeeded()
