@@ -113,6 +113,8 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
     for key in ("save_best", "patience"):
         if settings.pop(key, None):
             notes.append(f"mlx-lm has no {key}: it is left out")
+    # It always does.
+    settings.pop("compile_on_cpu", None)
     if settings.pop("wire", "auto") != "auto":
         notes.append("mlx-lm sends gradients in their own type: wire is left out")
     return settings

@@ -34,6 +34,9 @@ before, and no other pair is as small and more precise."""
 MOMENT_BLOCK = 64
 """Neighbouring elements of an 8-bit moment that share one float32 scale."""
 
+ELEMENTWISE = ("adam", "adamw", "sgd")
+"""Optimizers whose step of one element does not depend on the others, so that a parameter is updated in parts."""
+
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
 
 
@@ -83,6 +86,8 @@ class Job:
     grad_accumulation_steps: int = 1
     clear_cache_threshold: int = 0
     """Bytes of freed memory that MLX may keep; 0: 1 GiB."""
+    compile_on_cpu: bool = False
+    """Ours: as on a GPU, have MLX build fused kernels, with g++ where it is installed."""
     lr_schedule: dict[str, Any] | None = None
     lora_parameters: dict[str, Any] = field(default_factory=lambda: dict(_LORA))
     mask_prompt: bool = False
@@ -153,9 +158,16 @@ def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_el
     return beside + moments_per_element * each
 
 
+def update_elements(elements: int) -> int:
+    """Of so many trained elements, those that an update computes at once: enough to be worth an evaluation, and few
+    beside the model, since each takes up to 22 float32 numbers meanwhile."""
+    return min(max(elements // 256, 2**16), 2**24) // MOMENT_BLOCK * MOMENT_BLOCK
+
+
 def config_hash(raw: dict[str, Any]) -> str:
     """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
     split, so that another number of ranks can resume with another split; nor on the form of the optimizer's state,
-    which a saved state shows itself."""
-    job = {key: value for key, value in raw.items() if key not in ("layer_split", "optimizer_precision", "moments")}
+    which a saved state shows itself; nor on what changes no bit."""
+    others = ("layer_split", "optimizer_precision", "moments", "compile_on_cpu")
+    job = {key: value for key, value in raw.items() if key not in others}
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

@@ -44,8 +44,6 @@ def main() -> int:
 
 
 def _run(spec: AttemptSpec, home: Path, rank: int, control: Control, events: EventWriter) -> None:
-    import mlx.core as mx
-
     from engine.trainer.collective import Collective
     from engine.trainer.elastic_group import ElasticGroup
     from engine.trainer.reporting import Reporter
@@ -54,9 +52,6 @@ def _run(spec: AttemptSpec, home: Path, rank: int, control: Control, events: Eve
     os.chdir(node.workdir)
     reporter = Reporter(events)
     reporter.phase("loading")
-    if mx.default_device() == mx.Device(mx.cpu):
-        # On the CPU each fused kernel is built by the system's C++ compiler, which costs more than it gains.
-        mx.disable_compile()
     backend = spec.backend
     collective: Collective
     if (spec.job or {}).get("strategy") == "local":

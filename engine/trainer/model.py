@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,25 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import load
+from mlx_lm.utils import load, maybe_set_recommended_wired_limit
 
 from engine.protocol.job import Job, JobError
 
 _PIECE, _PIECES = 2**12, 2**9
 """Bytes of one read, and about how many reads per file."""
+
+
+def set_up_device(job: Job) -> None:
+    """Compile functions or not, and wire as much of the memory as Metal recommends."""
+    if not compiles(job):
+        mx.disable_compile()
+    maybe_set_recommended_wired_limit()
+
+
+def compiles(job: Job) -> bool:
+    """A GPU compiles as it goes; on the CPU each kernel takes g++ a third of a second."""
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return not on_cpu or (job.compile_on_cpu and shutil.which("g++") is not None)
 
 
 def load_model(job: Job) -> tuple[nn.Module, Any]:

@@ -19,9 +19,9 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import build_schedule
 
-from engine.protocol.job import Job, JobError
+from engine.protocol.job import ELEMENTWISE, Job, JobError, update_elements
 from engine.trainer.collective import packed
-from engine.trainer.optimizer_state import COMPENSATION, SCALE, StateForm
+from engine.trainer.optimizer_state import COMPENSATION, SCALE, StateForm, sliced
 from engine.trainer.weights import scalar
 
 _OPTIMIZERS = {
@@ -34,11 +34,7 @@ _OPTIMIZERS = {
 
 _SEPARATOR = ":"
 """Between the name of a parameter and of its moment; occurs in neither."""
-_PARTS = 256
-"""An update evaluates about this part of all trained elements at once, for float32 intermediates that are small beside
-the model: each takes 4 / 256 bytes per trained element."""
-_LEAST_ELEMENTS = 2**16
-"""A smaller part saves nothing worth an evaluation."""
+_WEIGHT = "weight"
 _Step = Callable[..., tuple[mx.array, mx.array, dict[str, mx.array], mx.array]]
 """Updater._step of one type."""
 
@@ -56,7 +52,8 @@ class Updater:
         self._dtypes = {name: value.dtype for name, value in trainable.items()}
         self._seed = job.seed
         self._keys = {name: _random_key(job.seed, name) for name in trainable}
-        self._most_elements = max(sum(value.size for value in trainable.values()) // _PARTS, _LEAST_ELEMENTS)
+        self._room = update_elements(sum(value.size for value in trainable.values()))
+        self._elementwise = job.optimizer in ELEMENTWISE
         self.masters = {name: self._form.keep(value) for name, value in trainable.items()}
         """The trained weights as they are kept between updates: float32 masters, or the model's own."""
         self._scalars: dict[str, mx.array] = dict(self._optimizer.state)
@@ -101,9 +98,12 @@ class Updater:
             gradients = dict(piece)
             del piece
             # From the last layer backwards, as the backward pass has them, and each part in the model's order.
-            for names in packed(list(gradients)[::-1], lambda name: self.masters[name].size, self._most_elements):
+            for names in packed(list(gradients)[::-1], lambda name: self.masters[name].size, self._room):
                 part = {name: gradients.pop(name) for name in names[::-1]}
-                weights, square = self._advance(self._compiled, part, scale, clip)
+                if self._elementwise and self.masters[names[0]].size > self._room:
+                    weights, square = self._advance_in_slices(names[0], part.pop(names[0]), scale, clip)
+                else:
+                    weights, square = self._advance(self._compiled, part, scale, clip)
                 # The last references: each array is freed as soon as it has been used.
                 del part
                 if norm is None:
@@ -232,6 +232,33 @@ class Updater:
             squares.append(square)
         self._update_model(weights)
         return weights, mx.stack(squares).sum()
+
+    def _advance_in_slices(
+        self, name: str, gradient: mx.array, divisor: mx.array | None, clip: mx.array | None
+    ) -> tuple[dict[str, mx.array], mx.array]:
+        """The same for one parameter that is larger than what is computed at once, evaluated."""
+        step, stored = self._compiled[self._dtypes[name]], self._stored[name]
+        old, flat, square = self.masters[name].reshape(-1), gradient.reshape(-1), mx.array(0.0)
+        del gradient
+        found: dict[str, list[mx.array]] = {_WEIGHT: [], **{kind: [] for kind in stored}}
+        for start in range(0, old.size, self._room):
+            part = slice(start, start + self._room)
+            own = old[part], sliced(stored, part), self._keys[name] + mx.array([0, start], mx.uint32)
+            _, kept, stepped, more = step(flat[part], own, self._scalars, (divisor, clip))
+            square = square + more
+            mx.eval(square, kept, stepped)
+            for kind, value in {_WEIGHT: kept, **stepped}.items():
+                found[kind].append(value)
+            del own, kept, stepped
+        del flat, old
+        for kind, values in found.items():
+            arrays, key = (self.masters, name) if kind == _WEIGHT else (stored, kind)
+            arrays[key] = mx.concatenate(values).reshape(arrays[key].shape)
+            mx.eval(arrays[key])
+            values.clear()
+        weights = {name: self.masters[name].astype(self._dtypes[name])}
+        self._update_model(weights)
+        return weights, square
 
     def _step(
         self,

@@ -120,6 +120,12 @@ class StateForm:
         return self.moments if moment.shape == shape else "float32"
 
 
+def sliced(stored: Mapping[str, mx.array], part: slice) -> dict[str, mx.array]:
+    """What is stored of a `part` of a parameter's elements, flat; it begins at a multiple of MOMENT_BLOCK."""
+    blocks = slice(part.start // MOMENT_BLOCK, -(-part.stop // MOMENT_BLOCK))
+    return {kind: value.reshape(-1)[blocks if kind.endswith(SCALE) else part] for kind, value in stored.items()}
+
+
 def split_remainder(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """A float32 `value` as its nearest value in `dtype` and the rest, int16: see `compensated`."""
     if dtype == mx.bfloat16:

@@ -16,14 +16,13 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer.collective import Collective
 from engine.trainer.data import Batch, load_train_split
 from engine.trainer.gradient_wire import GradientWire
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, set_up_device
 from engine.trainer.optimizer import Updater
 from engine.trainer.optimizer_state import StateForm
 from engine.trainer.sampler import Indices
@@ -77,15 +76,14 @@ def synthetic_model(batch_size: int, home: Path) -> tuple[Job, nn.Module]:
 def load_trainer(spec: MeasureSpec, home: Path) -> SingleNodeTrainer:
     """Loads model and data as the trainer does. `home`: for what is indexed. Raises JobError."""
     os.chdir(spec.workdir)
-    if mx.default_device() == mx.Device(mx.cpu):
-        mx.disable_compile()
-    maybe_set_recommended_wired_limit()
     if spec.job is None:
         job, model = synthetic_model(spec.batch, home)
+        set_up_device(job)
         return SingleNodeTrainer(
             job, model, SyntheticData(), lambda position: np.arange(spec.batch) + position * spec.batch, spec.ranks
         )
     job = Job.from_spec(spec.job, model=spec.model, data=spec.data, workdir=Path(spec.workdir), home=home)
+    set_up_device(job)
     model, tokenizer = load_model(job)
     train = load_train_split(job, tokenizer, lambda longest: None)
     return SingleNodeTrainer(job, model, train, train.sampler(job.batch_size, job.seed).batch, spec.ranks)

@@ -14,7 +14,6 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.job import Job, JobError, config_hash
@@ -30,7 +29,7 @@ from engine.trainer.control import Control
 from engine.trainer.data import DataLoader, Split, load_split, load_train_split
 from engine.trainer.elastic_group import ElasticGroup
 from engine.trainer.loop import Loop
-from engine.trainer.model import count_parameters, files_checksum, load_model
+from engine.trainer.model import count_parameters, files_checksum, load_model, set_up_device
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.reporting import Reporter
 from engine.trainer.saver import save_adapter_config
@@ -49,7 +48,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     raw = spec.job or {}
     job = _rank_job(raw, spec.rank(collective.rank), home)
     setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
-    maybe_set_recommended_wired_limit()
+    set_up_device(job)
     model, tokenizer = load_model(job)
     examples, valid, test = setup.load_splits(tokenizer)
     if job.epochs is not None:

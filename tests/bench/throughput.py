@@ -100,22 +100,21 @@ class Workspace:
         _to_bfloat16(self._model("bfloat16") / "model.safetensors")
         write_data(root / "unlike")
         write_equal_data(root / "equal", demo / "model", TOKENS, EXAMPLES)
-        self._kernels = root / "kernels"
-        self._kernels.mkdir()
+        (root / "kernels").mkdir()
+        # The kernels of compiled steps, by the system's C++ compiler for half a minute, are built once.
+        self._environment = {"TMPDIR": str(root / "kernels")}
 
     def ours(self, case: Case, shares: tuple[float, ...], cores: Sequence[int] = (0, 1)) -> Counted:
         """Our trainer, strategy data."""
         directory = self._directory()
-        job = self._job(case, directory) | {"optimizer_precision": "parameter"}
-        run = run_ours(directory, job, shares, cores[: case.ranks])
+        job = self._job(case, directory) | {"optimizer_precision": "parameter", "compile_on_cpu": True}
+        run = run_ours(directory, job, shares, cores[: case.ranks], self._environment)
         return self._counted(run.events(0, "report"), padding=0)
 
     def stock(self, case: Case) -> Counted:
         """mlx_lm.lora."""
         directory = self._directory()
-        # The kernels that its compiled step is made of, by the system's C++ compiler for minutes, are built once.
-        environment = {"TMPDIR": str(self._kernels)}
-        reports = run_stock(directory, self._job(case, directory), case.ranks, environment, pinned=True)
+        reports = run_stock(directory, self._job(case, directory), case.ranks, self._environment, pinned=True)
         # Its mask takes the first token of padding of each document for a target, and equal ones have none.
         padding = 0 if case.equal else EXAMPLES * self._epochs
         return self._counted(reports, padding=padding)

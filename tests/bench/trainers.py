@@ -28,9 +28,16 @@ RUN_LIMIT_S: Final = 1800.0
 _STOCK = Path(__file__).with_name("stock.py")
 
 
-def run_ours(directory: Path, job: dict[str, Any], shares: Sequence[float], cores: Sequence[int] = ()) -> Launched:
-    """Our trainer on a rank per share, each held to its core of `cores` if there are any. Raises AssertionError."""
-    overrides = {rank: {"python": str(_pinned(directory, core))} for rank, core in enumerate(cores)}
+def run_ours(
+    directory: Path,
+    job: dict[str, Any],
+    shares: Sequence[float],
+    cores: Sequence[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Launched:
+    """Our trainer on a rank per share, each held to its core of `cores` if there are any, and with this `environment`
+    then. Raises AssertionError."""
+    overrides = {rank: {"python": str(_pinned(directory, core, environment or {}))} for rank, core in enumerate(cores)}
     # Nobody says a word to the keepers meanwhile.
     run = launch(directory, job, shares=tuple(shares), overrides=overrides, spec_fields={"lease_s": RUN_LIMIT_S})
     try:
@@ -75,10 +82,11 @@ def run_stock(
     return reports
 
 
-def _pinned(directory: Path, core: int) -> Path:
+def _pinned(directory: Path, core: int, environment: Mapping[str, str]) -> Path:
     """A python held to one core."""
     path = directory / f"python{core}"
-    path.write_text(f'#!/bin/sh\nexec taskset -c {core} {shlex.quote(sys.executable)} "$@"\n')
+    words = ["env", *(f"{name}={value}" for name, value in environment.items()), "taskset", "-c", str(core)]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([*words, sys.executable])} "$@"\n')
     path.chmod(0o755)
     return path
 

@@ -14,7 +14,7 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from engine.protocol.job import MOMENTS, OPTIMIZER_PRECISIONS, Job, state_bytes
+from engine.protocol.job import ELEMENTWISE, MOMENT_BLOCK, MOMENTS, OPTIMIZER_PRECISIONS, Job, state_bytes
 from engine.trainer import optimizer
 from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.store import Snapshot
@@ -197,7 +197,8 @@ def test_factored_moments_stay_float32() -> None:
 def test_pieces_and_parts_make_the_same_step(form: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, model = make(form)
     norm = whole.update([gradients(model, 1)], DIVISOR)
-    monkeypatch.setattr(optimizer, "_LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(optimizer, "update_elements", lambda elements: 1)
+    monkeypatch.setattr(optimizer, "ELEMENTWISE", ())
     parts, other = make(form)
     assert parts.update([gradients(model, 1)], DIVISOR) == pytest.approx(norm, rel=1e-6)
     pieces, third = make(form)
@@ -205,6 +206,29 @@ def test_pieces_and_parts_make_the_same_step(form: tuple[str, str], monkeypatch:
     for updater, copied in ((parts, other), (pieces, third)):
         assert_same(whole.state(), updater.state())
         assert_same(weights(model), weights(copied))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_a_large_parameter_is_updated_in_slices(
+    form: tuple[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of them shorter; the same but for what is rounded at random."""
+    whole, model = make(form, kind, learning_rate=1e-2)
+    before = exact(whole)
+    monkeypatch.setattr(optimizer, "update_elements", lambda elements: 3 * MOMENT_BLOCK)
+    slices, other = make(form, kind, learning_rate=1e-2)
+    for update in range(2):
+        found = gradients(model, update)
+        norm = whole.update([found], DIVISOR)
+        assert slices.update([found], DIVISOR) == pytest.approx(norm, rel=1e-6)
+    assert slices.fits(whole.state())
+    if form[0] != "stochastic" and form[1] == "float32":
+        assert_same(whole.state(), slices.state())
+        assert_same(weights(model), weights(other))
+    for name, weight in exact(whole).items():
+        moved, apart = (scalar(mx.abs(weight - each).mean()) for each in (before[name], exact(slices)[name]))
+        assert apart < moved / 5
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])

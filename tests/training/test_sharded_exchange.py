@@ -48,8 +48,8 @@ def model(dtype: mx.Dtype) -> nn.Module:
     return made
 
 
-def sharded(tiny: Tiny, home: Path, collective: Collective, dtype: mx.Dtype) -> Sharded:
-    job = make_job(tiny, home, strategy="sharded")
+def sharded(tiny: Tiny, home: Path, collective: Collective, dtype: mx.Dtype, **keys: Any) -> Sharded:
+    job = make_job(tiny, home, strategy="sharded", **keys)
     return Sharded(job, model(dtype), cast("DataLoader", Share(collective.rank)), collective)
 
 
@@ -158,6 +158,22 @@ def test_a_single_contribution_keeps_its_own_type(tiny: Tiny, tmp_path: Path) ->
     for name, value in once.items():
         assert training.sums[name].dtype == mx.float32
         assert mx.array_equal(training.sums[name], 2 * value.astype(mx.float32)).item()
+
+
+@pytest.mark.parametrize("ranks", [2, 7])
+def test_sums_wait_in_bfloat16_where_the_step_rounds_them(tiny: Tiny, tmp_path: Path, ranks: int) -> None:
+    def one(collective: Collective) -> list[dict[str, mx.array]]:
+        found = []
+        for keys in ({}, {"optimizer_precision": "parameter"}):
+            training = sharded(tiny, tmp_path, collective, mx.bfloat16, **keys)
+            training.accumulate(0, last=True)
+            found.append(training.sums)
+        return found
+
+    for exact, rounded in together(ranks, one):
+        for name, value in exact.items():
+            assert (value.dtype, rounded[name].dtype) == (mx.float32, mx.bfloat16)
+            assert mx.array_equal(value.astype(mx.bfloat16), rounded[name]).item()
 
 
 @pytest.mark.parametrize("trained", [1, 2, 4])

@@ -60,7 +60,7 @@ def test_its_steps_are_the_trainers_to_the_bit(tiny: Tiny, tmp_path: Path, keys:
 def test_on_a_gpu_it_takes_whole_steps_as_the_trainer_does(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_parallel, "_compiles", lambda: True)
+    monkeypatch.setattr(data_parallel, "compiles", lambda job: True)
     widths: list[int] = []
     run = WholeStep.run
 

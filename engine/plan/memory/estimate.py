@@ -25,8 +25,8 @@ from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
-from engine.protocol.exchange import AVERAGING_PIECE, BUCKETS, LEAST_BUCKET, averaging, exchange
-from engine.protocol.job import Strategy, state_bytes
+from engine.protocol.exchange import AVERAGING_PIECE, averaging, bucket_elements, exchange
+from engine.protocol.job import ELEMENTWISE, Strategy, state_bytes, update_elements
 from engine.protocol.partition import loss_tokens
 
 
@@ -83,9 +83,9 @@ class TrainedParameters:
         """Elements of the largest parameter."""
         return max((copies * rows * columns for copies, rows, columns in self.tables), default=0)
 
-    def piece(self, parts: int, least: int) -> int:
-        """Elements of a piece of whole parameters: one of `parts`, but at least `least`, and the largest parameter."""
-        return min(self.parameters, max(self.parameters // parts, least, self.largest))
+    def piece(self, room: int) -> int:
+        """Elements of a piece of whole parameters with `room` for so many, but at least the largest parameter."""
+        return min(self.parameters, max(room, self.largest))
 
     @property
     def rows_and_columns(self) -> int:
@@ -124,8 +124,6 @@ _LOSS_ARRAYS = 3
 softmax, and its difference from the targets."""
 _WAITING_LOSS_ARRAYS = 0
 """Arrays of those still alive during the layers' backward pass."""
-_UPDATE_PARTS, _LEAST_UPDATE = 256, 2**16
-"""An update computes pieces of so many parts, or of so many elements."""
 _UPDATE_ARRAYS = {"parameter": 5, "float32": 7, "kahan": 12, "stochastic": 12}
 _MOMENT_ARRAYS = {"float32": 0, "bfloat16": 18, "8bit": 22}
 """Float32 arrays of a parameter alive at once, gradient included: the larger of the optimizer_precision's and the
@@ -242,18 +240,22 @@ class _Rank:
         is applied as it is computed."""
         workload, trained = self.workload, self.trained.parameters
         in_own_type = (workload.optimizer_precision, workload.moments) == ("parameter", "float32")
-        if self.exchanges and workload.accumulation == 1 and in_own_type and self.shape.dtype == "bfloat16":
-            return trained * self.element_bytes
         if self.exchanges or self.share > 1 or workload.accumulation > 1:
-            return -(-trained * _FLOAT32_BYTES // self.share)
+            rounded = workload.accumulation == 1 and in_own_type and self.shape.dtype == "bfloat16"
+            return -(-trained * (self.element_bytes if rounded else _FLOAT32_BYTES) // self.share)
         return trained * self.element_bytes if workload.strategy in PARTITIONED or workload.clipping else 0
 
     @cached_property
     def update(self) -> int:
         """Working memory of the update."""
         trained, workload = self.trained, self.workload
-        others = trained.piece(_UPDATE_PARTS, _LEAST_UPDATE) - trained.largest
+        room = update_elements(trained.parameters)
         arrays = max(_UPDATE_ARRAYS[workload.optimizer_precision], _MOMENT_ARRAYS[workload.moments])
+        if workload.optimizer in ELEMENTWISE and trained.largest > room:
+            # Its gradient, and its new state beside the old one; what is computed of it at once.
+            kept = self.element_bytes + state_bytes(workload.optimizer_precision, workload.moments, self.element_bytes)
+            return math.ceil(trained.largest * (_FLOAT32_BYTES + kept)) + room * arrays * _FLOAT32_BYTES
+        others = trained.piece(room) - trained.largest
         return (trained.largest * arrays + others * _WAITING_ARRAYS) * _FLOAT32_BYTES
 
     @cached_property
@@ -265,12 +267,12 @@ class _Rank:
         workload, own = self.workload, self.element_bytes
         if workload.strategy == "local":
             trained, ranks = self.trained, workload.world_size
-            piece = min(trained.parameters, max(AVERAGING_PIECE, trained.largest))
+            piece = trained.piece(AVERAGING_PIECE)
             encoded = trained.parameters + piece * (ranks + _AVERAGING_COPIES)
             arrays = trained.largest * (ranks + _AVERAGING_ARRAYS)
             return math.ceil(encoded * averaging(workload.wire, ranks).element_bytes) + arrays * _FLOAT32_BYTES
         if self.exchanges:
-            bucket = self.trained.piece(BUCKETS, LEAST_BUCKET)
+            bucket = self.trained.piece(bucket_elements(self.trained.parameters))
             form = exchange(workload.wire, workload.world_size, own, workload.accumulation)
             computed = own if workload.accumulation == 1 else _FLOAT32_BYTES
             return round(bucket * (2 * computed + form.received + 2 * _FLOAT32_BYTES))

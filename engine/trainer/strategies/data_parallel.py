@@ -21,6 +21,7 @@ from engine.protocol.job import Job
 from engine.trainer.collective import Collective, packed
 from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.gradient_wire import GradientWire, unscaled
+from engine.trainer.model import compiles
 from engine.trainer.optimizer import Updater
 from engine.trainer.optimizer_state import StateForm
 from engine.trainer.sampler import Indices
@@ -181,7 +182,7 @@ class WholeStep:
     @classmethod
     def of(cls, job: Job, model: nn.Module, updater: Updater, ranks: int) -> WholeStep | None:
         """None where a step has to be done in parts."""
-        return cls(model, updater) if ranks == 1 and job.grad_accumulation_steps == 1 and _compiles() else None
+        return cls(model, updater) if ranks == 1 and job.grad_accumulation_steps == 1 and compiles(job) else None
 
     def run(self, batch: Batch) -> tuple[float, float]:
         """One step with the mean gradient over `batch`: the sum of cross-entropies, and the gradient's norm before
@@ -201,11 +202,6 @@ def _loss_and_gradients(
     """The sum of cross-entropies, and the gradients of `scale` times that sum by parameter."""
     loss, gradients = nn.value_and_grad(model, loss_sum)(model, tokens, bounds, scale, trained=trained)
     return loss / scale, dict(tree_flatten(gradients))
-
-
-def _compiles() -> bool:
-    """As the trainer sets it: on the CPU each kernel would cost seconds of the C++ compiler."""
-    return mx.default_device() != mx.Device(mx.cpu)
 
 
 def _bucketed(trainable: dict[str, mx.array]) -> list[list[str]]:

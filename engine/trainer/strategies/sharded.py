@@ -89,6 +89,10 @@ class Shards:
         ]
         """The gradients that each rank has for others, by section."""
         self._sent_words = [max(sum(v.words for v in gradients.values()) for gradients in sent) for sent in self._sent]
+        summed = StateForm.of(job).summed
+        alone = job.grad_accumulation_steps == 1
+        self._rounded = {v.name for v in self.placed if alone and summed(v.dtype) == mx.bfloat16}
+        """Tensors whose gradients' sums wait for the update in bfloat16."""
         _keep_owned(model, {name for name, owner in owners.items() if owner == collective.rank})
 
     @property
@@ -149,15 +153,16 @@ class Shards:
             self._collective.start_sum(reduction.packed)
 
     def finish_reduce(self, reduction: Reduction) -> dict[str, mx.array]:
-        """The sums for this rank's own tensors, float32 (but on one rank, its own gradients). Lazy. Raises PeerLost."""
+        """The sums for this rank's own tensors (float32, where they are not rounded; on one rank, its own gradients).
+        Lazy. Raises PeerLost."""
         section, rank = reduction.section, self._collective.rank
         total = self._collective.finish()
         if self._is_gathered(section):
             received = [from_words(row, sent) for row, sent in zip(total, self._sent[section], strict=True)]
             # In the order of the ranks, so that a run repeated has the same bits.
             return {
-                name: reduce(
-                    float32_sum, (mine if source == rank else others[name] for source, others in enumerate(received))
+                name: self._kept(
+                    name, [mine if source == rank else others[name] for source, others in enumerate(received)]
                 )
                 for name, mine in reduction.own.items()
             }
@@ -166,9 +171,13 @@ class Shards:
             tensor = self._tensors[section][name]
             if rank in tensor.ranks:
                 # The sum makes it a copy: a slice would keep all of `total`.
-                found[name] = total[start : start + tensor.size].reshape(tensor.shape) + 0.0
+                found[name] = self._kept(name, [total[start : start + tensor.size].reshape(tensor.shape) + 0.0])
             start += tensor.size
         return found
+
+    def _kept(self, name: str, contributions: Sequence[mx.array]) -> mx.array:
+        total = reduce(float32_sum, contributions)
+        return total.astype(mx.bfloat16) if name in self._rounded else total
 
     def _is_gathered(self, section: int) -> bool:
         ranks = self._collective.size

@@ -98,7 +98,8 @@ def test_ranks_get_the_environment_and_the_output_is_appended(tmp_path: Path) ->
     output = (tmp_path / "launcher.log").read_text()
     assert output.startswith("before\n")
     assert "rank 0 says it's $HOME" in output
-    assert mlx_launch.rank_ends(output) == [(1, 1)]
+    # The other one has ended by then, or is ended for it.
+    assert mlx_launch.rank_ends(output)[0] == (1, 1)
 
 
 @pytest.mark.needs("linux")
