@@ -159,7 +159,7 @@ def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_el
 
 
 def update_elements(elements: int) -> int:
-    """Of so many trained elements, those that an update computes at once: enough to be worth an evaluation, and few
+    """How many of so many trained elements an update computes at once: enough to be worth an evaluation, and few
     beside the model, since each takes up to 22 float32 numbers meanwhile."""
     return min(max(elements // 256, 2**16), 2**24) // MOMENT_BLOCK * MOMENT_BLOCK
 

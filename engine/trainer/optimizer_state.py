@@ -121,7 +121,7 @@ class StateForm:
 
 
 def sliced(stored: Mapping[str, mx.array], part: slice) -> dict[str, mx.array]:
-    """What is stored of a `part` of a parameter's elements, flat; it begins at a multiple of MOMENT_BLOCK."""
+    """The arrays stored of a `part` of a parameter's elements, flat; it begins at a multiple of MOMENT_BLOCK."""
     blocks = slice(part.start // MOMENT_BLOCK, -(-part.stop // MOMENT_BLOCK))
     return {kind: value.reshape(-1)[blocks if kind.endswith(SCALE) else part] for kind, value in stored.items()}
 

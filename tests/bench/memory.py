@@ -292,7 +292,7 @@ Written by `python -m tests.bench.memory --write` on {date.today().isoformat()}:
 
 ## Bytes per parameter
 
-Each line is a real training by `mlx.launch`: full fine-tuning with AdamW of a bfloat16 Llama of 48 layers, 160 wide (15
+Each line is a real training by `mlx.launch`: full fine-tuning with AdamW of a bfloat16 Llama of 32 layers, 192 wide (14
 million parameters), one sequence of 33 tokens on each rank, so that weights, gradients and the optimizer's state are
 nearly all of it. Measured is MLX's own peak (`mx.get_peak_memory()`, which stock mlx-lm reports too) of the rank with
 the highest, over the parameters of the whole model. Our trainer and stock mlx-lm without `mx.compile`, if not said
@@ -335,15 +335,16 @@ Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each ba
 - The peak is the largest of the moments of a step: the gradient of the loss, the backward pass of the layers that keep
   their activations, that of the recomputed layers, and the update. Each is counted with the weights, the optimizer's
   state and the gradients that are alive by then.
-- The backward pass of a layer needs as much working memory as the layer keeps. A recomputed layer keeps its input until
-  then, and needs 2.05 times what it would have kept, since it repeats the forward pass first; 3.6 times with adapters
-  and in a pipeline, where MLX starts the next layers early.
-- The loss needs six arrays of tokens × vocabulary, of which two wait until the layers' backward pass has ended. The
-  tokens are those of one chunk: all of them where their logits take 128 MiB in float32 or less, else only the gradient
-  of the head's input waits.
+- The backward pass of a layer needs as much working memory as the layer keeps in full fine-tuning, its scores once
+  more, and three arrays of its width; 0.7 times for experts, and 0.25 times for Mamba-2, whose arrays do not live at
+  once. A recomputed layer keeps its input until then, and needs 2.4 times what it would have kept, since it repeats the
+  forward pass first; 3.6 times in a pipeline, where MLX starts the next layers early.
+- The loss needs three arrays of tokens × vocabulary. The tokens are those of one chunk: all of them where their logits
+  take 128 MiB in float32 or less, else the gradient of the head's input waits until the layers' backward pass has
+  ended.
 - One rank holds no set of gradients: each is applied as it is computed, beside the activations of the other layers.
   With clipping alone, and in a pipeline of one micro-batch, all are held in their own type; with accumulation or
-  several ranks as sums in float32 (sharded: of the rank's part).
+  several ranks as sums in float32 (sharded: of the rank's part), or in bfloat16 where the step rounds them to it.
 - Several ranks need buffers for the exchange: with `data` two buckets of gradients, what is received of one, and its
   sum (a bucket is 1/64 of the trained parameters, at least 262,144 of them, and at least the largest parameter); with
   `sharded` two sections gathered whole, and one layer's gradients with their sums. `wire = "int8"` keeps 2 bytes more
@@ -353,9 +354,10 @@ Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each ba
   but what is sent of all parameters (0.56 bytes each; 1.02 with `wire = "int8"`, 4 with `"float32"`), N + 4 times that
   of a piece (67 million parameters, or the largest) with N ranks, and N + 5 float32 arrays of the largest parameter.
   That is rank 0's, which needs the most.
-- An update is computed in pieces of 1/256 of the trained parameters, at least the largest one, for which it needs 5
+- An update is computed in pieces of 1/256 of the trained parameters, from 65,536 to 16.8 million, for which it needs 5
   (`parameter`), 7 (`float32`) or 12 float32 arrays (`kahan`, `stochastic`), and at least 18 with moments in bfloat16,
-  22 in 8 bits; and two arrays of the rest of the piece. If the update is the peak (many trained parameters, few
+  22 in 8 bits. A larger parameter is updated in slices, beside its gradient and its new state, but by Muon and
+  Adafactor as one. If the update is the peak (many trained parameters, few
   tokens), the peak does not grow with small batches; so the extrapolation starts at the part that no batch changes.
 - Beside a trained 16-bit weight are 4 bytes of master (`float32`), 2 of compensation (`kahan`) or none, and each moment
   takes 4 bytes, 2 (`bfloat16`) or 1.06 (`8bit`). mlx-lm's adapters are always float32, and in a 16-bit model each makes

@@ -57,6 +57,8 @@ class Sublayer:
     """Elements per pair of tokens kept for the backward pass: heads × arrays of the size of the scores."""
     window: int | None = None
     """Most tokens that each token is paired with; None means the whole sequence."""
+    backward: float = 1.0
+    """Working memory of its backward pass over what it keeps."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -112,13 +112,12 @@ class Activations:
 
 
 _FLOAT32_BYTES = 4
-_WORKING = 1.0
-"""Working memory of a layer's backward pass over what the layer keeps: one gradient for each kept array. Recurrent
-states do not count: the backward pass visits them one token at a time and frees each gradient."""
+_WORKING_WIDTHS = 3
+"""Arrays of the layer's width alive in its backward pass beside those of its sublayers."""
 _RECOMPUTED, _RECOMPUTED_AT_ONCE = 2.4, 3.6
-"""The same ratio for recomputed layers, which first repeat their forward pass: what the layer keeps, and about as much
-again for its backward pass. More where the gradients of several layers are evaluated at once, since MLX then starts the
-next ones early: in a pipeline. Measured: 2.2 to 2.7, and 3.6."""
+"""Working memory of a recomputed layer over what it keeps, since it first repeats its forward pass: that, and about as
+much again for the backward pass. More where the gradients of several layers are evaluated at once, since MLX then
+starts the next ones early: in a pipeline. Measured: 2.2 to 2.7, and 3.6."""
 _LOSS_ARRAYS = 3
 """Arrays of tokens × vocabulary alive while the gradient of the loss, whose value is known, is computed: logits,
 softmax, and its difference from the targets."""
@@ -286,9 +285,10 @@ class _Rank:
         return gathered + reduced * (own + _FLOAT32_BYTES)
 
     @cached_property
-    def _kept(self) -> list[tuple[int, int, int]]:
-        """Bytes per token of each trained layer: all that it keeps, its recurrent states, its adapters' outputs."""
-        known: dict[int, tuple[int, int, int]] = {}
+    def _kept(self) -> list[tuple[int, int, int, float]]:
+        """Bytes per token of each trained layer: all that it keeps, its recurrent states, its adapters' outputs, and
+        the working memory of its backward pass."""
+        known: dict[int, tuple[int, int, int, float]] = {}
         for layer in self.trained_layers:
             # Most layers of a model are one object.
             if id(layer) not in known:
@@ -297,6 +297,7 @@ class _Rank:
                     kept_per_token(self.shape, layer, self.workload),
                     states,
                     self._adapter_outputs(layer),
+                    _working_per_token(self.shape, layer, self.workload),
                 )
         return [known[id(layer)] for layer in self.trained_layers]
 
@@ -306,16 +307,17 @@ class _Rank:
         tokens = batch * self.workload.sequence
         one = shape.dtype_bytes
         inputs = recomputed * tokens * shape.hidden * one
-        most = max((whole - states for whole, states, _ in kept[recomputed:]), default=0)
+        most = max((working for *_, working in kept[recomputed:]), default=0)
         ratio = _RECOMPUTED_AT_ONCE if self.workload.strategy == "pipeline" else _RECOMPUTED
         recomputing = max(
             (
-                (ratio - _WORKING) * whole + _WORKING * (whole - states) + outputs
-                for whole, states, outputs in kept[:recomputed]
+                # The backward pass visits states one token at a time, and frees each one's gradient.
+                ratio * whole - states + outputs
+                for whole, states, outputs, _ in kept[:recomputed]
             ),
             default=0,
         )
-        held = inputs + tokens * sum(whole for whole, _, _ in kept[recomputed:])
+        held = inputs + tokens * sum(whole for whole, *_ in kept[recomputed:])
         loss = waiting = 0
         if self.is_last:
             counted = loss_tokens(tokens, shape.vocabulary)
@@ -324,7 +326,7 @@ class _Rank:
             logits = counted * shape.vocabulary * one
             loss = last_norm + _LOSS_ARRAYS * logits + hidden
             waiting = last_norm + (hidden or _WAITING_LOSS_ARRAYS * logits)
-        return Activations(held, inputs, int(tokens * _WORKING * most), int(tokens * recomputing), loss, waiting)
+        return Activations(held, inputs, int(tokens * most), int(tokens * recomputing), loss, waiting)
 
     def _adapter_outputs(self, layer: Layer) -> int:
         """Short-lived float32 outputs of a 16-bit layer's adapters, bytes per token."""
@@ -337,13 +339,34 @@ class _Rank:
 def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
     """Bytes per token that one trained layer keeps for the backward pass."""
     one = shape.dtype_bytes
-    normed = layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)
-    # A norm is computed in float32 and needs its input; a trained norm needs its output too.
-    kept = normed * (_FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
+    kept = _norms(layer, workload, one)
     for sublayer in layer.sublayers:
         kept += sublayer.kept * one + sublayer.kept_float32 * _FLOAT32_BYTES + _inputs(sublayer, workload, one)
-        kept += sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
+        kept += _scores(sublayer, workload, one)
     return kept
+
+
+def _working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
+    """Bytes per token of the backward pass of a trained layer, beside what it keeps: whatever is trained, a gradient
+    for each array that full fine-tuning would keep, but for recurrent states, which it visits one token at a time; and
+    the largest scores once more."""
+    one, full = shape.dtype_bytes, replace(workload, fine_tune_type="full")
+    each = [
+        sublayer.backward * (sublayer.kept * one + _inputs(sublayer, full, one) + _scores(sublayer, workload, one))
+        for sublayer in layer.sublayers
+    ]
+    scores = max((sublayer.backward * _scores(sublayer, workload, one) for sublayer in layer.sublayers), default=0)
+    return _norms(layer, full, one) + sum(each) + scores + _WORKING_WIDTHS * shape.hidden * one
+
+
+def _norms(layer: Layer, workload: RankWorkload, one: int) -> int:
+    """Bytes per token: a norm is computed in float32 and needs its input; a trained norm needs its output too."""
+    normed = layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)
+    return normed * (_FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
+
+
+def _scores(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
+    return sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
 
 
 def _inputs(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:

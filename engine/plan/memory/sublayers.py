@@ -108,6 +108,8 @@ def experts(hidden: int, inner: int, count: int, active: int, *, prefix: str = "
             Matrix(down, inner, hidden, copies=count, active=active, source="inner"),
         ),
         kept=active * (SILU * inner + 2 * hidden) + count,
+        # Measured: by their gradients, its copies are no longer needed.
+        backward=0.7,
     )
 
 
@@ -190,6 +192,8 @@ def mamba2(config: ConfigReader, keys: Mamba2) -> Sublayer:
         kept=10 * inner + 4 * channels + heads * state,
         scores=2 * heads + groups,
         window=_CHUNK,
+        # Measured: its arrays are used and freed one after the other.
+        backward=0.25,
     )
 
 

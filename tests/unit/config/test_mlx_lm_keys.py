@@ -22,7 +22,10 @@ kinds = {"adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon, "sgd": op
 arguments = {name: list(inspect.signature(kind.__init__).parameters) for name, kind in kinds.items()}
 print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": dir(schedulers), "arguments": arguments}))
 """
-OURS = {"optimizer_precision", "moments", "max_grad_norm", "wire", *LOCAL_KEYS, "epochs", "save_best", "patience"}
+OURS = {
+    *("optimizer_precision", "moments", "max_grad_norm", "wire", *LOCAL_KEYS),
+    *("epochs", "save_best", "patience", "compile_on_cpu"),
+}
 DIFFERENT = {"model", "data", "train", "adapter_path", "grad_checkpoint"}
 
 
