@@ -132,15 +132,17 @@ MORE = {
     "bfloat16": Case("bfloat16", tolerance=0.02, gradients=0.02),
     "float16": Case("float16", tolerance=0.01, gradients=0.01),
 }
+DEEP = {"four layers": Case("deep")}
 
 
 def make_models(tiny: Tiny, home: Path) -> dict[str, Path]:
-    """Three layers each, with sizes that no number of ranks divides."""
+    """Three layers each, if not said otherwise, with sizes that no number of ranks divides."""
     shape = {"hidden_size": 36, "intermediate_size": 54, "num_attention_heads": 3, "num_key_value_heads": 3}
     config = json.loads((tiny.model / "config.json").read_text()) | shape | {"num_hidden_layers": 3, "vocab_size": 385}
     for name, own in {
         "untied": {},
         "tied": {"tie_word_embeddings": True},
+        "deep": {"num_hidden_layers": 4},
         "wide": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
     }.items():
         directory = home / name
@@ -185,7 +187,7 @@ class PartitionedBench:
     home: Path
 
     def cases(self, names: Iterable[str], strategy: str, iters: int, **more: Any) -> list[dict[str, Any]]:
-        every = {**CASES, **MORE}
+        every = {**CASES, **MORE, **DEEP}
         return [
             {
                 "name": name,
@@ -204,7 +206,7 @@ class PartitionedBench:
 
 def compare(name: str, alone: Ran, ran: Ran) -> None:
     """Losses, norms, the first update's gradients, validation and what is saved at the end."""
-    case = {**CASES, **MORE}[name]
+    case = {**CASES, **MORE, **DEEP}[name]
     assert np.abs(np.array(alone.losses) - ran.losses).max() < case.tolerance
     assert all(rank["losses"] == ran.losses for rank in ran.ranks)
     assert ran.ranks[0]["norms"] == [rank["norms"] for rank in ran.ranks][-1]

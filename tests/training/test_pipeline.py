@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.partitioned_cases import CASES, MORE, PartitionedBench, compare
+from tests.training.partitioned_cases import CASES, DEEP, MORE, PartitionedBench, compare
 
 pytestmark = pytest.mark.busy
 
@@ -34,7 +34,13 @@ def test_a_stage_holds_and_reads_only_its_own_layers(one_process: Any, run: Any)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("split", "names"), [("0-1,1-3", ("full", "tied")), ("0-2,2-3", ("full",)), ("0-1,1-2,2-3", tuple(CASES))]
+    ("split", "names"),
+    [
+        ("0-1,1-3", ("full", "tied")),
+        ("0-2,2-3", ("full",)),
+        ("0-1,1-2,2-3", tuple(CASES)),
+        ("0-1,1-2,2-3,3-4", tuple(DEEP)),
+    ],
 )
 def test_fifty_steps(split: str, names: tuple[str, ...], bench: PartitionedBench) -> None:
     alone = bench.run(f"alone for {split}", bench.cases(names, "data", STEPS), 1)

@@ -42,7 +42,7 @@ def test_a_rank_holds_and_reads_its_part_alone(one_process: Any, run: Any) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "names"), [(2, ("full", "tied")), (3, tuple(CASES))])
+@pytest.mark.parametrize(("ranks", "names"), [(2, ("full", "tied")), (3, tuple(CASES)), (4, ("full",))])
 def test_fifty_steps(ranks: int, names: tuple[str, ...], bench: PartitionedBench) -> None:
     alone = bench.run(f"alone for sharded {ranks}", bench.cases(names, "data", STEPS), 1)
     ran = bench.run(f"sharded {ranks}", bench.cases(names, "sharded", STEPS), ranks)
