@@ -258,6 +258,8 @@ class Workspace:
             "fine_tune_type": kind,
             "optimizer": "adamw",
             "optimizer_precision": "parameter",
+            # As stock does. In 16 bits, a compiled update of all weights would take longer.
+            "compile_on_cpu": kind == "lora",
             "num_layers": -1,
             "batch_size": rows * ranks,
             "max_seq_length": length + 1,

@@ -28,6 +28,17 @@ def test_fifty_steps(tiny: Tiny, tmp_path: Path, shares: tuple[float, ...]) -> N
     train_alike(train(tiny, tmp_path / "alone", **job), both, 50)
 
 
+@pytest.mark.slow
+@pytest.mark.needs("g++")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compiled_on_the_cpu_it_is_the_same_bit_for_bit(tiny: Tiny, tmp_path: Path, ranks: int) -> None:
+    """In half a minute of g++, on a machine that has not built these kernels yet."""
+    job = undisturbed_job(tiny, iters=4, val_batches=0)
+    plain = launch(tmp_path / "plain", job, shares=(1.0,) * ranks).succeeded()
+    compiled = launch(tmp_path / "compiled", {**job, "compile_on_cpu": True}, shares=(1.0,) * ranks).succeeded()
+    assert plain.losses() == compiled.losses()
+
+
 def train_alike(alone: Trained, both: Launched, steps: int) -> None:
     expected, losses = np.array([event["loss"] for event in alone.of("step")]), np.array(both.losses())
     assert len(losses) == steps
