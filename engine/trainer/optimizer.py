@@ -131,7 +131,7 @@ class Updater:
     def replace(self, name: str, weight: mx.array, number: int) -> None:
         """Keep `weight` (float32) in place of a trained one, its moments as they are. `number`: of its random rounding,
         another each time. Lazy."""
-        key = _random_key(self._seed, f"{name} {number}")
+        key = mx.concatenate([_random_key(self._seed, f"{name} {number}"), mx.array([0], mx.uint32)])
         self.masters[name], rest = self._form.encode(weight, {}, self._dtypes[name], key)
         self._stored[name].update(rest)
         self._update_model({name: self.masters[name].astype(self._dtypes[name])})
@@ -280,7 +280,8 @@ class Updater:
         optimizer.state = dict(scalars)
         clipped = mean if clip is None else mean.astype(mx.float32) * clip
         parameter = optimizer.apply_single(clipped.astype(parameter.dtype), parameter, moments)
-        kept, stepped = self._form.encode(parameter, moments, dtype, key + scalars["step"].astype(mx.uint32))
+        turn = scalars["step"].astype(mx.uint32).reshape(1)
+        kept, stepped = self._form.encode(parameter, moments, dtype, mx.concatenate([key, turn]))
         # The gradient must not wait in memory for the squares of all others.
         weight = kept.astype(dtype)
         square = mx.depends(square, [weight, kept, *stepped.values()])

