@@ -205,8 +205,9 @@ KEYS: dict[str, Key] = {
     "compile_on_cpu": Key(
         FLAG,
         False,
-        "Have MLX build fused kernels with g++ where it computes on the CPU, too. That takes about half a minute, once "
-        "on each machine; results are the same bits, in float32 about 5 % sooner. Not in mlx-lm, which always does.",
+        "Have MLX build fused kernels where it computes on the CPU, too, if g++ is installed there. That takes about "
+        "half a minute, once for each rank of a machine; then steps in float32 are about 5 % faster. Not in mlx-lm, "
+        "which always does.",
     ),
     "val_batches": Key(
         Form(Annotated[int, Field(ge=-1, lt=_BELOW)], "a whole number, -1 for all, 0 for none"),

@@ -14,6 +14,7 @@ from engine.models import NodeFacts
 
 STEP_KEYS = (
     "batch_size",
+    "compile_on_cpu",
     "grad_accumulation_steps",
     "grad_checkpoint",
     "lora_parameters",

@@ -158,6 +158,11 @@ def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_el
     return beside + moments_per_element * each
 
 
+def is_plain(precision: str, moments: str) -> bool:
+    """An optimizer's state of this form is neither packed nor rounded at random."""
+    return precision in ("float32", "parameter") and moments == "float32"
+
+
 def update_elements(elements: int) -> int:
     """How many of so many trained elements an update computes at once: enough to be worth an evaluation, and few
     beside the model, since each takes up to 22 float32 numbers meanwhile."""
@@ -167,7 +172,6 @@ def update_elements(elements: int) -> int:
 def config_hash(raw: dict[str, Any]) -> str:
     """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
     split, so that another number of ranks can resume with another split; nor on the form of the optimizer's state,
-    which a saved state shows itself; nor on what changes no bit."""
-    others = ("layer_split", "optimizer_precision", "moments", "compile_on_cpu")
-    job = {key: value for key, value in raw.items() if key not in others}
+    which a saved state shows itself."""
+    job = {key: value for key, value in raw.items() if key not in ("layer_split", "optimizer_precision", "moments")}
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

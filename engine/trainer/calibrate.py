@@ -20,8 +20,9 @@ from pathlib import Path
 from engine.node.processes import end_with_parent, raise_priority, stay_awake
 from engine.protocol.measurements import MeasureProgress, MeasureReport, MeasureSpec
 
-_STEP_LIMIT_S = 60.0
-"""Per step, or three times the measuring time: a node that does not finish its first step counts as offline."""
+_STEP_LIMIT_S, _COMPILE_LIMIT_S = 60.0, 300.0
+"""Per step, or three times the measuring time: a node that does not finish its first step counts as offline. More
+where g++ may have to build kernels first."""
 _POLL_S = 0.5
 
 
@@ -49,7 +50,8 @@ def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
     training = load_trainer(spec, home)
     result.gradient_bytes = training.gradient_bytes
     result.batch = spec.batch
-    limit_s = max(_STEP_LIMIT_S, 3 * spec.seconds)
+    compiled = (spec.job or {}).get("compile_on_cpu")
+    limit_s = max(_COMPILE_LIMIT_S if compiled else _STEP_LIMIT_S, 3 * spec.seconds)
     watchdog = _StepWatchdog(limit_s, lambda stepped: _give_up(result, limit_s, stepped))
 
     def step(batch: int) -> tuple[float, int]:

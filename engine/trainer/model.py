@@ -1,10 +1,14 @@
-"""The model on this rank: loads it, freezes all but the trained part, and computes a checksum of its files."""
+"""The device and the model on this rank: loads the model, freezes all but the trained part, and computes a checksum of
+its files.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +25,27 @@ _PIECE, _PIECES = 2**12, 2**9
 """Bytes of one read, and about how many reads per file."""
 
 
-def set_up_device(job: Job) -> None:
-    """Compile functions or not, and wire as much of the memory as Metal recommends."""
+def set_up_device(job: Job, rank: int = 0) -> None:
+    """Let MLX compile functions or not, and wire as much of the memory as Metal recommends."""
     if not compiles(job):
         mx.disable_compile()
+    elif _on_cpu():
+        # MLX builds kernels below the system's directory for temporary files, in which ranks of one host would find
+        # each other's half-written ones.
+        kernels = Path(tempfile.gettempdir(), f"mlx-kernels-{os.getuid()}-{rank}")
+        kernels.mkdir(mode=0o700, exist_ok=True)
+        os.environ["TMPDIR"] = str(kernels)
     maybe_set_recommended_wired_limit()
 
 
 def compiles(job: Job) -> bool:
-    """A GPU compiles as it goes; on the CPU each kernel takes g++ a third of a second."""
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return not on_cpu or (job.compile_on_cpu and shutil.which("g++") is not None)
+    """MLX compiles functions: always on a GPU; on the CPU if the job asks for it, and there is g++, which takes a third
+    of a second for each kernel."""
+    return not _on_cpu() or (job.compile_on_cpu and shutil.which("g++") is not None)
+
+
+def _on_cpu() -> bool:
+    return mx.default_device() == mx.Device(mx.cpu)
 
 
 def load_model(job: Job) -> tuple[nn.Module, Any]:

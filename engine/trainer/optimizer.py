@@ -42,8 +42,10 @@ _Step = Callable[..., tuple[mx.array, mx.array, dict[str, mx.array], mx.array]]
 class Updater:
     """Applies global gradients to a model's trainable parameters."""
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
-        """Raises JobError for settings that the optimizer or its schedule rejects."""
+    def __init__(self, job: Job, model: nn.Module, elements: int | None = None) -> None:
+        """`elements`: trained ones of a rank, about, equal on ranks that have a parameter in common, whose random
+        rounding depends on it; None: the model's. Raises JobError for settings that the optimizer or its schedule
+        rejects."""
         self._optimizer = _make_optimizer(job)
         self._form = StateForm.of(job)
         self._model = model
@@ -52,8 +54,11 @@ class Updater:
         self._dtypes = {name: value.dtype for name, value in trainable.items()}
         self._seed = job.seed
         self._keys = {name: _random_key(job.seed, name) for name in trainable}
-        self._room = update_elements(sum(value.size for value in trainable.values()))
-        self._elementwise = job.optimizer in ELEMENTWISE
+        self._room = update_elements(elements or sum(value.size for value in trainable.values()))
+        self._sliced = {
+            name for name, value in trainable.items() if job.optimizer in ELEMENTWISE and value.size > self._room
+        }
+        """Parameters that are updated slice by slice."""
         self.masters = {name: self._form.keep(value) for name, value in trainable.items()}
         """The trained weights as they are kept between updates: float32 masters, or the model's own."""
         self._scalars: dict[str, mx.array] = dict(self._optimizer.state)
@@ -73,6 +78,11 @@ class Updater:
     def arrays(self) -> list[Any]:
         """The containers of everything that an update changes beside the model, for mx.compile's inputs and outputs."""
         return [self._scalars, self.masters, self._stored]
+
+    @property
+    def needs_slices(self) -> bool:
+        """The step of a whole parameter would take much more memory than that of its slices."""
+        return bool(self._sliced) and not self._form.is_plain
 
     @property
     def learning_rate(self) -> float:
@@ -100,7 +110,7 @@ class Updater:
             # From the last layer backwards, as the backward pass has them, and each part in the model's order.
             for names in packed(list(gradients)[::-1], lambda name: self.masters[name].size, self._room):
                 part = {name: gradients.pop(name) for name in names[::-1]}
-                if self._elementwise and self.masters[names[0]].size > self._room:
+                if names[0] in self._sliced:
                     weights, square = self._advance_in_slices(names[0], part.pop(names[0]), scale, clip)
                 else:
                     weights, square = self._advance(self._compiled, part, scale, clip)
@@ -236,7 +246,7 @@ class Updater:
     def _advance_in_slices(
         self, name: str, gradient: mx.array, divisor: mx.array | None, clip: mx.array | None
     ) -> tuple[dict[str, mx.array], mx.array]:
-        """The same for one parameter that is larger than what is computed at once, evaluated."""
+        """The same for one parameter that is larger than what is computed at once; its state is evaluated."""
         step, stored = self._compiled[self._dtypes[name]], self._stored[name]
         old, flat, square = self.masters[name].reshape(-1), gradient.reshape(-1), mx.array(0.0)
         del gradient
@@ -244,12 +254,12 @@ class Updater:
         for start in range(0, old.size, self._room):
             part = slice(start, start + self._room)
             own = old[part], sliced(stored, part), self._keys[name] + mx.array([0, start], mx.uint32)
-            _, kept, stepped, more = step(flat[part], own, self._scalars, (divisor, clip))
-            square = square + more
+            _, kept, stepped, part_square = step(flat[part], own, self._scalars, (divisor, clip))
+            square = square + part_square
             mx.eval(square, kept, stepped)
             for kind, value in {_WEIGHT: kept, **stepped}.items():
                 found[kind].append(value)
-            del own, kept, stepped
+            del own, kept, stepped, value, _
         del flat, old
         for kind, values in found.items():
             arrays, key = (self.masters, name) if kind == _WEIGHT else (stored, kind)
@@ -280,8 +290,8 @@ class Updater:
         optimizer.state = dict(scalars)
         clipped = mean if clip is None else mean.astype(mx.float32) * clip
         parameter = optimizer.apply_single(clipped.astype(parameter.dtype), parameter, moments)
-        turn = scalars["step"].astype(mx.uint32).reshape(1)
-        kept, stepped = self._form.encode(parameter, moments, dtype, mx.concatenate([key, turn]))
+        update = scalars["step"].astype(mx.uint32).reshape(1)
+        kept, stepped = self._form.encode(parameter, moments, dtype, mx.concatenate([key, update]))
         # The gradient must not wait in memory for the squares of all others.
         weight = kept.astype(dtype)
         square = mx.depends(square, [weight, kept, *stepped.values()])

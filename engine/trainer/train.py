@@ -48,7 +48,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     raw = spec.job or {}
     job = _rank_job(raw, spec.rank(collective.rank), home)
     setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
-    set_up_device(job)
+    set_up_device(job, collective.rank)
     model, tokenizer = load_model(job)
     examples, valid, test = setup.load_splits(tokenizer)
     if job.epochs is not None:

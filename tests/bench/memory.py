@@ -296,7 +296,7 @@ Each line is a real training by `mlx.launch`: full fine-tuning with AdamW of a b
 million parameters), one sequence of 33 tokens on each rank, so that weights, gradients and the optimizer's state are
 nearly all of it. Measured is MLX's own peak (`mx.get_peak_memory()`, which stock mlx-lm reports too) of the rank with
 the highest, over the parameters of the whole model. Our trainer and stock mlx-lm without `mx.compile`, if not said
-otherwise: on the CPU ours does not compile.
+otherwise: on the CPU ours compiles only if asked to.
 
 {_figure_table(peaks, "measured")}
 
@@ -356,8 +356,9 @@ Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each ba
   That is rank 0's, which needs the most.
 - An update is computed in pieces of 1/256 of the trained parameters, from 65,536 to 16.8 million, for which it needs 5
   (`parameter`), 7 (`float32`) or 12 float32 arrays (`kahan`, `stochastic`), and at least 18 with moments in bfloat16,
-  22 in 8 bits. A larger parameter is updated in slices, beside its gradient and its new state, but by Muon and
-  Adafactor as one. If the update is the peak (many trained parameters, few
+  22 in 8 bits; and two arrays of the rest of the piece. A larger parameter is updated in slices, beside its gradient
+  and its new state; but as one by Muon and Adafactor, and on one rank with `parameter` or `float32` and moments in
+  float32, where a GPU takes the whole step at once. If the update is the peak (many trained parameters, few
   tokens), the peak does not grow with small batches; so the extrapolation starts at the part that no batch changes.
 - Beside a trained 16-bit weight are 4 bytes of master (`float32`), 2 of compensation (`kahan`) or none, and each moment
   takes 4 bytes, 2 (`bfloat16`) or 1.06 (`8bit`). mlx-lm's adapters are always float32, and in a 16-bit model each makes

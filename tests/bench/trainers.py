@@ -35,8 +35,9 @@ def run_ours(
     cores: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Launched:
-    """Our trainer on a rank per share, each held to its core of `cores` if there are any, and with this `environment`
-    then. Raises AssertionError."""
+    """Our trainer on a rank per share, each held to its core of `cores` if there are any; only then it can have an
+    `environment`. Raises AssertionError."""
+    assert cores or not environment
     overrides = {rank: {"python": str(_pinned(directory, core, environment or {}))} for rank, core in enumerate(cores)}
     # Nobody says a word to the keepers meanwhile.
     run = launch(directory, job, shares=tuple(shares), overrides=overrides, spec_fields={"lease_s": RUN_LIMIT_S})

@@ -219,11 +219,21 @@ def test_a_large_parameter_is_updated_in_slices(
     before = exact(whole)
     monkeypatch.setattr(optimizer, "update_elements", lambda elements: 3 * MOMENT_BLOCK)
     slices, other = make(form, kind, learning_rate=1e-2)
+    assert slices.needs_slices is (form not in (("parameter", "float32"), ("float32", "float32")))
+    taken: list[str] = []
+    original = Updater._advance_in_slices
+
+    def noted(updater: Updater, name: str, *rest: Any) -> Any:
+        taken.append(name)
+        return original(updater, name, *rest)
+
+    monkeypatch.setattr(Updater, "_advance_in_slices", noted)
     for update in range(2):
         found = gradients(model, update)
         norm = whole.update([found], DIVISOR)
         assert slices.update([found], DIVISOR) == pytest.approx(norm, rel=1e-6)
     assert slices.fits(whole.state())
+    assert sorted(taken) == ["layers.1.weight"] * 2 + ["layers.2.weight"] * 2
     if form[0] != "stochastic" and form[1] == "float32":
         assert_same(whole.state(), slices.state())
         assert_same(weights(model), weights(other))
@@ -305,10 +315,14 @@ def test_a_state_of_another_form_is_refused_by_its_key(saved: tuple[str, str], k
 @pytest.mark.parametrize(
     ("form", "most"), [(("parameter", "float32"), 0.3), (("float32", "float32"), 0.5), (("kahan", "8bit"), 0.9)]
 )
-def test_an_update_holds_one_part_at_a_time(form: tuple[str, str], most: float) -> None:
+@pytest.mark.parametrize(("layers", "width"), [(129, 256), (33, 512)], ids=["whole", "slices"])
+def test_an_update_holds_one_part_at_a_time(form: tuple[str, str], most: float, layers: int, width: int) -> None:
     """Bytes per trained element above the state, with gradients that are computed as they are asked for: a part, here
-    of 1/128 of the elements, takes up to 20, 26 and 82 for each of its own."""
-    updater, model = make(form, layers=129, width=256)
+    of 1/128 of the elements, takes up to 20, 26 and 82 for each of its own. A parameter of 1/32 of them is updated in
+    four slices, beside its gradient and its new state: 8, 16 and 9 for each of its own."""
+    updater, model = make(form, layers=layers, width=width)
+    if width == 512:
+        most += {"parameter": 8, "float32": 16, "kahan": 9}[form[0]] / 32
     elements = sum(value.size for value in weights(model).values())
     shapes = {name: value.shape for name, value in weights(model).items()}
 

@@ -164,14 +164,16 @@ def test_a_single_contribution_keeps_its_own_type(tiny: Tiny, tmp_path: Path) ->
 def test_sums_wait_in_bfloat16_where_the_step_rounds_them(tiny: Tiny, tmp_path: Path, ranks: int) -> None:
     def one(collective: Collective) -> list[dict[str, mx.array]]:
         found = []
-        for keys in ({}, {"optimizer_precision": "parameter"}):
+        plain = {"optimizer_precision": "parameter"}
+        for keys in ({}, plain, {**plain, "grad_accumulation_steps": 2}):
             training = sharded(tiny, tmp_path, collective, mx.bfloat16, **keys)
             training.accumulate(0, last=True)
             found.append(training.sums)
         return found
 
-    for exact, rounded in together(ranks, one):
+    for exact, rounded, first_of_two in together(ranks, one):
         for name, value in exact.items():
+            assert mx.array_equal(value, first_of_two[name]).item()
             assert (value.dtype, rounded[name].dtype) == (mx.float32, mx.bfloat16)
             assert mx.array_equal(value.astype(mx.bfloat16), rounded[name]).item()
 

@@ -5,8 +5,8 @@ for a Mac's GPU that is an upper bound.
 The peak is the largest of four moments, each with the weights, the optimizer's state and the gradients alive by then:
 the gradient of the loss, the backward pass of the layers that keep their activations, that of the recomputed layers,
 and the update. Gradients live as in engine.trainer: one rank applies each as it is computed, unless it clips or
-accumulates; several ranks keep the float32 sums of all of them until the last has arrived, but not with strategy
-"local", whose ranks update as one alone.
+accumulates; several ranks keep the sums of all of them until the last has arrived, but not with strategy "local", whose
+ranks update as one alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.exchange import AVERAGING_PIECE, averaging, bucket_elements, exchange
-from engine.protocol.job import ELEMENTWISE, Strategy, state_bytes, update_elements
+from engine.protocol.job import ELEMENTWISE, Strategy, is_plain, state_bytes, update_elements
 from engine.protocol.partition import loss_tokens
 
 
@@ -204,14 +204,19 @@ class _Rank:
             stored += self.shape.architecture.last_norm * self.shape.dtype_bytes
         return stored if self.full else stored + self.trained.parameters * _FLOAT32_BYTES
 
+    @property
+    def _state_bytes(self) -> float:
+        """Bytes of the optimizer's state per trained element, without factored moments."""
+        workload = self.workload
+        moments = {"adam": 2, "adamw": 2, "adafactor": 0}.get(workload.optimizer, 1)
+        return state_bytes(workload.optimizer_precision, workload.moments, self.element_bytes, moments)
+
     @cached_property
     def optimizer_state(self) -> int:
         """Bytes of masters or compensation, and of moments: first and second, a momentum, or factored second ones; of
         what the exchange in int8 has rounded away, in bfloat16; and of the last averaged weights and their momentum."""
         trained, workload = self.trained, self.workload
-        moments = {"adam": 2, "adamw": 2, "adafactor": 0}.get(workload.optimizer, 1)
-        each = state_bytes(workload.optimizer_precision, workload.moments, self.element_bytes, moments)
-        state = round(trained.parameters * each)
+        state = round(trained.parameters * self._state_bytes)
         if workload.optimizer == "adafactor":
             # Its moments are never in 16 bits or less: they are small.
             in_own_type = workload.optimizer_precision == "parameter"
@@ -248,12 +253,15 @@ class _Rank:
     def update(self) -> int:
         """Working memory of the update."""
         trained, workload = self.trained, self.workload
-        room = update_elements(trained.parameters)
+        room = update_elements(trained.parameters // self.share)
         arrays = max(_UPDATE_ARRAYS[workload.optimizer_precision], _MOMENT_ARRAYS[workload.moments])
-        if workload.optimizer in ELEMENTWISE and trained.largest > room:
-            # Its gradient, and its new state beside the old one; what is computed of it at once.
-            kept = self.element_bytes + state_bytes(workload.optimizer_precision, workload.moments, self.element_bytes)
-            return math.ceil(trained.largest * (_FLOAT32_BYTES + kept)) + room * arrays * _FLOAT32_BYTES
+        alone = workload.strategy == "data" and workload.world_size == 1 and workload.accumulation == 1
+        # On a GPU.
+        whole_step = alone and is_plain(workload.optimizer_precision, workload.moments)
+        if workload.optimizer in ELEMENTWISE and trained.largest > room and not whole_step:
+            # Its gradient, if all are not there anyway, and its new state beside the old one; what is computed of it.
+            beside = self._state_bytes + self.element_bytes * (1 if self.gradients else 2)
+            return math.ceil(trained.largest * beside) + room * arrays * _FLOAT32_BYTES
         others = trained.piece(room) - trained.largest
         return (trained.largest * arrays + others * _WAITING_ARRAYS) * _FLOAT32_BYTES
 

@@ -52,12 +52,15 @@ class Strategy(ABC):
     any_part = False
     """Each part is enough to go on."""
 
-    def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
-        """`model`: this rank's part. Raises JobError for settings that the optimizer rejects."""
+    def __init__(
+        self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, elements: int | None = None
+    ) -> None:
+        """`model`: this rank's part. `elements`: see Updater. Raises JobError for settings that the optimizer
+        rejects."""
         self.model = model
         self.loader = loader
         self._collective = collective
-        self._updater = Updater(job, model)
+        self._updater = Updater(job, model, elements)
         self._waited_s = 0.0
         """Seconds spent waiting for other ranks in the iteration under way."""
 
@@ -187,14 +190,15 @@ class PartitionedStrategy(Strategy):
     ) -> None:
         """`model`: this rank's part, with no trainable parameters but its own; `placed`: the whole model's parameters,
         the same on each rank. Raises JobError for settings that the optimizer rejects."""
-        super().__init__(job, model, loader, collective)
         self._placed = placed
         self._trained = [parameter for parameter in placed if parameter.trained]
+        elements = sum(parameter.size for parameter in self._trained) // collective.size
+        super().__init__(job, model, loader, collective, elements)
         self._half = any(parameter.dtype == mx.float16 for parameter in self._trained)
         self._norm = 0.0
         self._found: State = {}
         self.sums: dict[str, mx.array] = {}
-        """The gradients' sums so far: float32, or a single contribution in its own type."""
+        """The gradients' sums so far: float32, or a single contribution in its own type, or rounded as Shards says."""
         self._contributions = 0
         self._wire = GradientWire(collective, "auto")
 

@@ -181,8 +181,9 @@ class WholeStep:
 
     @classmethod
     def of(cls, job: Job, model: nn.Module, updater: Updater, ranks: int) -> WholeStep | None:
-        """None where a step has to be done in parts."""
-        return cls(model, updater) if ranks == 1 and job.grad_accumulation_steps == 1 and compiles(job) else None
+        """None where a step is done in parts."""
+        whole = ranks == 1 and job.grad_accumulation_steps == 1 and compiles(job) and not updater.needs_slices
+        return cls(model, updater) if whole else None
 
     def run(self, batch: Batch) -> tuple[float, float]:
         """One step with the mean gradient over `batch`: the sum of cross-entropies, and the gradient's norm before

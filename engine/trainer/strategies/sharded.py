@@ -92,7 +92,7 @@ class Shards:
         summed = StateForm.of(job).summed
         alone = job.grad_accumulation_steps == 1
         self._rounded = {v.name for v in self.placed if alone and summed(v.dtype) == mx.bfloat16}
-        """Tensors whose gradients' sums wait for the update in bfloat16."""
+        """Tensors whose gradients' sums wait for the update in bfloat16, in which the step is computed."""
         _keep_owned(model, {name for name, owner in owners.items() if owner == collective.rank})
 
     @property
