@@ -48,7 +48,7 @@ def make(
     width: int = 40,
     **keys: Any,
 ) -> tuple[Updater, nn.Module]:
-    home = Path()
+    home, elements = Path(), keys.pop("elements", None)
     mx.random.seed(1)
     model = Layers(layers, width)
     model.set_dtype(dtype)
@@ -59,7 +59,7 @@ def make(
         optimizer_precision=precision,
         moments=moments,
     )
-    updater = Updater(job, model)
+    updater = Updater(job, model, elements)
     updater.evaluate()
     return updater, model
 
@@ -240,6 +240,21 @@ def test_a_large_parameter_is_updated_in_slices(
     for name, weight in exact(whole).items():
         moved, apart = (scalar(mx.abs(weight - each).mean()) for each in (before[name], exact(slices)[name]))
         assert apart < moved / 5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_that_have_a_parameter_in_common_update_it_alike(
+    form: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many others each of them has."""
+    monkeypatch.setattr(optimizer, "update_elements", lambda elements: elements // (20 * MOMENT_BLOCK) * MOMENT_BLOCK)
+    few, model = make(form, layers=2, elements=4000)
+    many, other = make(form, layers=6, elements=4000)
+    found = gradients(other, 0)
+    few.update([{name: found[name] for name in weights(model)}], DIVISOR)
+    many.update([found], DIVISOR)
+    assert_same(weights(model), {name: weights(other)[name] for name in weights(model)})
+    assert_same(few.state(), few.own_part(many.state()))
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
