@@ -43,7 +43,7 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 def corrupt(updater: Any) -> None:
-    """Flip the lowest bit of an element in the middle."""
+    """Flip a low bit of an element in the middle; the next update could round away the lowest."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_unflatten
 
@@ -55,7 +55,7 @@ def corrupt(updater: Any) -> None:
         name, value = next(entry for entry in tree_flatten(model.parameters()) if entry[0] not in trained)
     bits = value.reshape(-1).view(mx.uint32)
     place = mx.arange(bits.size) == bits.size // 2
-    flipped = mx.where(place, bits ^ 1, bits).view(value.dtype).reshape(value.shape)
+    flipped = mx.where(place, bits ^ 256, bits).view(value.dtype).reshape(value.shape)
     mx.eval(flipped)
     if PART == "trained":
         updater.masters[name] = flipped
