@@ -14,12 +14,19 @@ import asyncssh
 
 from engine.cluster.transport.ssh import ConnectionLimiter
 from engine.cluster.transport.ssh.transport import SshTransport
+from engine.node.probes.leases import WATCHED
 from engine.node.processes import Process, with_variables
 from engine.security.identifiers import SshTarget
 from tests.machine import LOOPBACK, free_port
 
 SSHD = "/usr/sbin/sshd"
 TAG = "FLIGHTDECK_TEST_SSHD"
+
+
+def marked(nonce: str, script: str) -> list[str]:
+    """A shell script whose processes are found by the nonce. With a keeper's name among them, the preflight of another
+    test on this machine does not take them for what an earlier run has left."""
+    return ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", f"{script}\n# {WATCHED[0]}"]
 
 
 class Sshd:

@@ -14,7 +14,7 @@ import pytest
 from engine.cluster.transport.base import Channel, Transport
 from engine.cluster.transport.local import LocalTransport
 from engine.errors import NodeUnreachable
-from tests.ssh.bench import SshBench, Sshd
+from tests.ssh.bench import SshBench, Sshd, marked
 from tests.waiting import until
 
 MEGABYTES = 24
@@ -97,7 +97,7 @@ async def test_a_writer_waits_for_a_program_that_does_not_read(bench: SshBench, 
 async def test_a_program_that_does_not_leave_is_ended_with_its_children(bench: SshBench, sshd: Sshd) -> None:
     nonce = uuid.uuid4().hex
     script = "trap '' HUP TERM; sleep 600 & while :; do sleep 600; done"
-    channel = await bench.to(sshd).open(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", script])
+    channel = await bench.to(sshd).open(marked(nonce, script))
     await until(lambda: len(sshd.processes(FLIGHTDECK_NONCE=nonce)) == 3)
     assert await channel.close() == -9
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
@@ -185,7 +185,7 @@ async def test_opening_that_is_cancelled_leaves_nothing(bench: SshBench, sshd: S
     await transport.run(["true"], timeout_s=10)
     nonce = uuid.uuid4().hex
     for number in range(12):
-        opening = asyncio.create_task(transport.open(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "sleep", "600"]))
+        opening = asyncio.create_task(transport.open(marked(nonce, "sleep 600")))
         await asyncio.sleep(number * 0.001)
         opening.cancel()
         (opened,) = await asyncio.gather(opening, return_exceptions=True)

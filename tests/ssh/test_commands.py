@@ -9,7 +9,7 @@ import time
 import pytest
 
 from engine.errors import InputError, NodeUnreachable
-from tests.ssh.bench import SshBench, Sshd
+from tests.ssh.bench import SshBench, Sshd, marked
 from tests.waiting import until
 
 HOSTILE = [
@@ -31,11 +31,6 @@ HOSTILE = [
     "#",
 ]
 LEAVES_CHILDREN = "sleep 600 & (sleep 600; :) & sleep 600; :"
-
-
-def marked(nonce: str, script: str) -> list[str]:
-    """A shell script whose processes are found by the nonce."""
-    return ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", script]
 
 
 async def gone(sshd: Sshd, nonce: str) -> None:
@@ -109,7 +104,7 @@ async def test_a_program_that_never_stops_talking_is_ended(
     monkeypatch.setattr("engine.cluster.transport.ssh.channel._STDOUT_LIMIT", 1 << 20)
     sshd = bench.sshd()
     with pytest.raises(NodeUnreachable, match="env printed more than 1,048,576 bytes"):
-        await bench.to(sshd).run(["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "yes"], timeout_s=60)
+        await bench.to(sshd).run(marked(nonce, "yes"), timeout_s=60)
     assert sshd.processes(FLIGHTDECK_NONCE=nonce) == []
 
 
