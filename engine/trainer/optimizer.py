@@ -19,7 +19,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import build_schedule
 
-from engine.protocol.job import ELEMENTWISE, Job, JobError, update_elements
+from engine.protocol.job import ELEMENTWISE, Job, JobError, is_plain, update_elements
 from engine.trainer.collective import packed
 from engine.trainer.optimizer_state import COMPENSATION, SCALE, StateForm, sliced
 from engine.trainer.weights import scalar
@@ -82,7 +82,7 @@ class Updater:
     @property
     def needs_slices(self) -> bool:
         """The step of a whole parameter would take much more memory than that of its slices."""
-        return bool(self._sliced) and not self._form.is_plain
+        return bool(self._sliced) and not is_plain(self._form.precision, self._form.moments)
 
     @property
     def learning_rate(self) -> float:

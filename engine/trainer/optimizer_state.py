@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from engine.protocol.job import AUTO, MOMENT_BLOCK, Job, is_plain
+from engine.protocol.job import AUTO, MOMENT_BLOCK, Job
 
 COMPENSATION = "compensation"
 SCALE = "_scale"
@@ -53,11 +53,6 @@ class StateForm:
     def of(cls, job: Job) -> StateForm:
         precision, moments = ("float32" if key == AUTO else key for key in (job.optimizer_precision, job.moments))
         return cls(precision, moments, _SECOND_MOMENTS.get(job.optimizer, ()))
-
-    @property
-    def is_plain(self) -> bool:
-        """State is neither packed nor rounded at random, which would take many float32 arrays of a parameter."""
-        return is_plain(self.precision, self.moments)
 
     def keep(self, weight: mx.array) -> mx.array:
         """The weight between updates: a float32 master, or itself."""

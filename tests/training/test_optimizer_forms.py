@@ -141,17 +141,16 @@ def test_kahan_keeps_what_float32_masters_keep(kind: str, dtype: mx.Dtype) -> No
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_step_of_each_form_is_float32s_but_for_its_rounding(form: tuple[str, str], kind: str) -> None:
     """The first step: moments begin at zero, so that their form does not matter yet."""
-    before = exact(make(form, kind)[0])
-    reference, model = make(("float32", "float32"), kind)
-    updater, other = make(form, kind)
+    before = exact(make(form, kind, learning_rate=1e-2)[0])
+    reference, model = make(("float32", "float32"), kind, learning_rate=1e-2)
+    updater, other = make(form, kind, learning_rate=1e-2)
     steps(reference, model, range(1))
     steps(updater, other, range(1))
     for name, value in exact(updater).items():
         spacing = mx.maximum(mx.abs(before[name]), mx.abs(value)) * 2.0**-7 + 1e-6
         assert mx.all(mx.abs(value - exact(reference)[name]) <= spacing).item()
-    # Of a small step rounded at random, a few biases may show nothing.
-    if form[0] != "parameter":
-        assert not all(mx.array_equal(value, before[name]).item() for name, value in exact(updater).items())
+        if form[0] != "parameter":
+            assert not mx.array_equal(value, before[name]).item()
 
 
 @pytest.mark.parametrize("form", [("parameter", "float32"), ("float32", "float32")])

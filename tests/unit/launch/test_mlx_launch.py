@@ -90,16 +90,17 @@ def cpu_seconds(pid: int) -> float:
 
 def test_ranks_get_the_environment_and_the_output_is_appended(tmp_path: Path) -> None:
     (tmp_path / "launcher.log").write_text("before\n")
-    # A failure ends the others, however little they have said by then.
-    patient = "until grep -q 'rank 0 says' launcher.log; do sleep 0.05; done"
+    # A failure ends the others: rank 1 awaits that the launcher has rank 0's line and its end.
+    printed = "until grep -q 'rank 0 says' launcher.log; do sleep 0.05; done"
+    ended = "until [ -s pid0 ] && ! kill -0 $(cat pid0) 2>/dev/null; do sleep 0.05; done"
+    patient = f"{printed}; echo $$ >pid$MLX_RANK; [ $MLX_RANK = 0 ] || {ended}"
     launcher = launch(tmp_path, f'echo "rank $MLX_RANK says $GREETING"; {patient}; exit $MLX_RANK')
     assert os.getpgid(launcher.pid) == launcher.pid
     assert launcher.process is not None and launcher.process.wait(30) == 0
     output = (tmp_path / "launcher.log").read_text()
     assert output.startswith("before\n")
     assert "rank 0 says it's $HOME" in output
-    # The other one has ended by then, or is ended for it.
-    assert mlx_launch.rank_ends(output)[0] == (1, 1)
+    assert mlx_launch.rank_ends(output) == [(1, 1)]
 
 
 @pytest.mark.needs("linux")
