@@ -1,11 +1,13 @@
 """A training whose ranks are joined by a slow link, beside stock mlx_lm.lora's: `uv run python -m tests.bench.links`.
 
 Two network namespaces with a veth pair between them, held to a rate by `tc tbf` at both ends; a rank in each, held to a
-core of its own. In turns on the same model, data and batch: stock mlx_lm.lora, our trainer, and ours with wire = "int8"
-(and strategy = "sharded", if asked for). The tokens of a step are chosen so that the exchange of the gradients takes
-the wanted multiple of the time to compute them. Reported are seconds of a step (median), bytes per trained parameter
-and step by the interfaces' counters, what computing takes alone (both ranks at once, each without a peer), and what
-the exchange takes alone (as many bytes, gathered by both).
+core of its own. In turns on the same model, data and batch: stock mlx_lm.lora, our trainer, and ours with wire =
+"int8". The tokens of a step are chosen so that the exchange of the gradients takes the wanted multiple of the time to
+compute them. Reported are seconds of a step (median), bytes per trained parameter and step by the interfaces' counters,
+what computing takes alone (both ranks at once, each without a peer), and what the exchange takes alone (as many bytes,
+gathered by both).
+
+With `--before FOLDER`, a checkout of an earlier commit, instead: strategy = "sharded" of both, in turns.
 
 With `--local`, instead: strategy = "local" at 20 Mbit/s, beside itself on an unlimited link and beside stock's.
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -63,7 +66,7 @@ LOCAL_TOKENS: Final = 512
 LOCAL_STEPS: Final = 16
 SLOWED: Final = 1.15
 """The most of strategy "local", over the unlimited link."""
-BYTES, INT8_RATIO, RATIO, NEVER_SLOWER, OVERLAP = 2.02, 2.4, 1.7, 1.0, 1.15
+BYTES, INT8_RATIO, RATIO, NEVER_SLOWER, OVERLAP, SHARDED_RATIO = 2.02, 2.4, 1.7, 1.0, 1.15, 1.5
 _ROOT: Final = Path(__file__).parents[2]
 _LIMIT_S: Final = 900.0
 _SAMPLE_S: Final = 0.05
@@ -103,12 +106,14 @@ class Trainer:
     name: str
     job: dict[str, Any] | None = field(default=None, hash=False)
     """Keys of ours; None: stock."""
+    checkout: Path = _ROOT
+    """Of ours."""
 
 
 STOCK: Final = Trainer("stock mlx_lm.lora")
 AUTO: Final = Trainer("ours", {})
 INT8: Final = Trainer("ours, int8", {"wire": "int8"})
-SHARDED: Final = Trainer("ours, sharded", {"strategy": "sharded"})
+SHARDED: Final = {"strategy": "sharded"}
 LOCAL: Final = Trainer("ours, local", {"strategy": "local", "local_steps": LOCAL_STEPS})
 
 
@@ -218,7 +223,7 @@ class Workspace:
     def exchange(self, size: int) -> float:
         """Seconds of the exchange of so many bytes of each rank."""
         log = self._directory() / "seconds.json"
-        with self._started(["exchange", str(size), str(log)], log.parent, 2) as ranks:
+        with self._started(["exchange", str(size), str(log)], log.parent) as ranks:
             ranks.wait()
         seconds: list[float] = json.loads(log.read_text())
         return statistics.median(seconds[1:])
@@ -234,11 +239,11 @@ class Workspace:
         if trainer.job is None:
             config, log = directory / "options.json", directory / "reports.jsonl"
             config.write_text(json.dumps(job | {"train": True}))
-            with self._started(["stock", str(config), str(log)], directory, 2) as ranks:
+            with self._started(["stock", str(config), str(log)], directory) as ranks:
                 ranks.wait()
             reports = [json.loads(line) for line in log.read_text().splitlines()]
         else:
-            with self._ours(directory, job | trainer.job, 2) as ranks:
+            with self._ours(directory, job | trainer.job, 2, checkout=trainer.checkout) as ranks:
                 ranks.wait()
             reports = _events(directory, "report")
         sent = ranks.sent(reports[windows]["t"]) - ranks.sent(reports[0]["t"])
@@ -259,7 +264,7 @@ class Workspace:
             "optimizer": "adamw",
             "optimizer_precision": "parameter",
             # As stock does. In 16 bits, a compiled update of all weights would take longer.
-            "compile_on_cpu": kind == "lora",
+            **({"compile_on_cpu": True} if kind == "lora" else {}),
             "num_layers": -1,
             "batch_size": rows * ranks,
             "max_seq_length": length + 1,
@@ -270,7 +275,9 @@ class Workspace:
         }
 
     @contextlib.contextmanager
-    def _ours(self, directory: Path, job: dict[str, Any], ranks: int, core: int = 0) -> Iterator[Ranks]:
+    def _ours(
+        self, directory: Path, job: dict[str, Any], ranks: int, core: int = 0, checkout: Path = _ROOT
+    ) -> Iterator[Ranks]:
         files = _files(directory)
         files.directory.mkdir(parents=True)
         specs = [
@@ -278,9 +285,13 @@ class Workspace:
             for rank in range(ranks)
         ]
         fields: dict[str, Any] = {"run_id": "run", "attempt": 1, "nonce": "0" * 32, "backend": "ring"}
-        files.spec.write_text(AttemptSpec(world_size=ranks, ranks=specs, job=job, **fields).to_json())
+        spec = AttemptSpec(world_size=ranks, ranks=specs, job=job, **fields)
+        # An earlier commit has not all fields: those left at their defaults are not written.
+        defaults = {item.name: item.default for item in dataclasses.fields(spec) if item.name != "version"}
+        given = {name: value for name, value in dataclasses.asdict(spec).items() if value != defaults.get(name)}
+        files.spec.write_text(json.dumps(given))
         own = [{SPEC_ENV: str(files.spec), EVENTS_ENV: str(files.events(rank))} for rank in range(ranks)]
-        with self._started(["ours"], directory, ranks, own, core) as started:
+        with self._started(["ours"], directory, own, core, checkout) as started:
             yield started
 
     @contextlib.contextmanager
@@ -288,27 +299,35 @@ class Workspace:
         self,
         arguments: Sequence[str],
         directory: Path,
-        ranks: int,
         environments: Sequence[dict[str, str]] = ({}, {}),
         core: int = 0,
+        checkout: Path = _ROOT,
     ) -> Iterator[Ranks]:
-        """tests.bench.link_rank on the cores from `core`, in the namespace of each; ended at the end."""
+        """tests.bench.link_rank with the modules of `checkout`, on the cores from `core`, in the namespace of each;
+        ended at the end.
+        """
+        ranks = len(environments)
         self._port += ranks
         hosts = directory / "hosts.json"
         hosts.write_text(json.dumps([[f"{_ADDRESSES[rank]}:{self._port + rank}"] for rank in range(ranks)]))
-        shared = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(self._root / "kernels")}
+        shared = {
+            "HF_HUB_OFFLINE": "1",
+            "TMPDIR": str(self._root / "kernels"),
+            "PYTHONPATH": str(checkout),
+            "PYTHONSAFEPATH": "1",
+        }
         if ranks > 1:
             shared["MLX_HOSTFILE"] = str(hosts)
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
                 place = ["ip", "netns", "exec", self.link.namespaces[core + rank], "taskset", "-c", str(core + rank)]
-                program = [sys.executable, "-m", "tests.bench.link_rank", *arguments]
+                program = [sys.executable, str(_ROOT / "tests" / "bench" / "link_rank.py"), *arguments]
                 with (directory / f"rank{rank}.log").open("wb") as log:
                     processes.append(
                         subprocess.Popen(
                             [*place, *program],
-                            cwd=_ROOT,
+                            cwd=checkout,
                             env={**os.environ, **shared, **environments[rank], "MLX_RANK": str(rank)},
                             stdin=subprocess.DEVNULL,
                             stdout=log,
@@ -375,11 +394,11 @@ class Compute:
         return max(2, round((exchange_s / row.ratio - self.overhead_s) / self.per_token_s))
 
 
-def compared(workspace: Workspace, row: Row, tokens: int, trainers: Sequence[Trainer], rounds: int) -> Iterator[Figure]:
-    """All trainers in turns, with so many tokens a step on each rank."""
+def compared(workspace: Workspace, row: Row, tokens: int, rounds: int) -> Iterator[Figure]:
+    """Stock and ours in turns, with so many tokens a step on each rank."""
     compute_s, parameters = workspace.compute(row.kind, tokens)
     workspace.link.hold(row.rate)
-    runs: dict[Trainer, list[Measured]] = {trainer: [] for trainer in trainers}
+    runs: dict[Trainer, list[Measured]] = {trainer: [] for trainer in (STOCK, AUTO, INT8)}
     for _ in range(rounds):
         for trainer, measured in runs.items():
             measured.append(workspace.run(trainer, row.kind, tokens))
@@ -408,8 +427,6 @@ def compared(workspace: Workspace, row: Row, tokens: int, trainers: Sequence[Tra
 
 def _least(trainer: Trainer, row: Row) -> float:
     """The least speed over stock's; 0 where none is asked for."""
-    if trainer is SHARDED:
-        return 0.0
     if row.rate == UNLIMITED or row.ratio != 1.0 or row.kind != "full":
         return NEVER_SLOWER if trainer is AUTO else 0.0
     return INT8_RATIO if trainer is INT8 else RATIO
@@ -435,15 +452,39 @@ def local_figures(workspace: Workspace, rounds: int) -> Iterator[Figure]:
     yield Figure("  through the link over unlimited", f"{ratio:.2f} ×", f"<= {SLOWED} ×", ratio <= SLOWED)
 
 
-def figures(rows: Sequence[Row], trainers: Sequence[Trainer], rounds: int) -> Iterator[Figure]:
+def sharded_figures(workspace: Workspace, row: Row, tokens: int, before: Path, rounds: int) -> Iterator[Figure]:
+    """Strategy "sharded" of the checkout `before` and of this one, in turns."""
+    workspace.link.hold(row.rate)
+    trainers = [Trainer("before", SHARDED, before), Trainer("sharded", SHARDED)]
+    runs: dict[Trainer, list[Measured]] = {trainer: [] for trainer in trainers}
+    for _ in range(rounds):
+        for trainer, measured in runs.items():
+            measured.append(workspace.run(trainer, row.kind, tokens))
+    before_s, sharded_s = (statistics.median(run.step_s for run in measured) for measured in runs.values())
+    ratio = before_s / sharded_s
+    yield Figure(f"{row.name}, sharded, {tokens} tokens: a step of the earlier commit", f"{before_s:.3f} s")
+    bounded = row.ratio >= 1.0
+    yield Figure(
+        "  a step",
+        f"{sharded_s:.3f} s, {ratio:.2f} × as fast",
+        f">= {SHARDED_RATIO} ×" if bounded else "",
+        not bounded or ratio >= SHARDED_RATIO,
+    )
+
+
+def figures(rows: Sequence[Row], rounds: int, local: bool, before: Path | None) -> Iterator[Figure]:
     with contextlib.closing(Link()) as link, TemporaryDirectory() as directory:
         workspace = Workspace(Path(directory), link)
-        if not rows:
+        if local:
             yield from local_figures(workspace, rounds)
             return
         compute = Compute.measured(workspace)
         for row in rows:
-            yield from compared(workspace, row, compute.tokens(row), trainers, rounds)
+            tokens = compute.tokens(row)
+            if before is not None:
+                yield from sharded_figures(workspace, row, tokens, before, rounds)
+            else:
+                yield from compared(workspace, row, tokens, rounds)
 
 
 def main() -> int:
@@ -451,7 +492,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="runs of each, in turns")
     parser.add_argument("--rates", type=int, nargs="*", help="Mbit/s of the rows to run; 0 is unlimited")
     parser.add_argument("--ratios", type=float, nargs="*", help="exchange over compute of the rows to run")
-    parser.add_argument("--sharded", action="store_true", help="ours with strategy sharded, too")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="only strategy sharded, beside this checkout's")
     parser.add_argument("--local", action="store_true", help="only strategy local, at 20 Mbit/s")
     options = parser.parse_args()
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")) or (os.cpu_count() or 1) < 2:
@@ -463,14 +504,12 @@ def main() -> int:
     rows = [
         row
         for row in ROWS
-        if not options.local
-        and (options.rates is None or row.rate in options.rates)
+        if (options.rates is None or row.rate in options.rates)
         and (options.ratios is None or row.ratio in options.ratios)
     ]
-    trainers = (STOCK, AUTO, INT8, *([SHARDED] if options.sharded else []))
     print(machine())
     print(f"Llama, bfloat16, AdamW; medians of {options.rounds} rounds of {WINDOW * WINDOWS} steps, in turns")
-    return report(figures(rows, trainers, options.rounds))
+    return report(figures(rows, options.rounds, options.local, options.before and options.before.resolve()))
 
 
 if __name__ == "__main__":
