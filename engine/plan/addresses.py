@@ -18,6 +18,7 @@ from engine.security.identifiers import LOCAL, SshTarget
 
 Network = ipaddress.IPv4Network
 _SET_IPS = 'set ips = ["…"] in its [[node]]'
+_NO_CABLE_ADDRESSES = "their ends have no addresses in a common network: `flightdeck nodes --setup` gives them some"
 _POINT_TO_POINT = 31
 """Networks with this prefix length or a longer one have no room for two hosts."""
 _WIFI_NAMES = frozenset({"Wi-Fi", "WLAN", "AirPort"})
@@ -41,10 +42,11 @@ class _Address:
 
 
 def choose_addresses(
-    nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology, *, ring: bool
+    nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology, *, backend: str
 ) -> Addresses:
-    """In a `ring` every rank listens, on the cables to its neighbours if possible; with the other backends all ranks
+    """In a ring every rank listens, on the cables to its neighbours if possible; with the other backends all ranks
     connect to rank 0. Raises LaunchError that names each node without a known address."""
+    ring = backend == "ring"
     if len({node.ssh for node in nodes}) == 1:
         reasons = () if all(node.ips for node in nodes) else (f"all ranks run on one machine, at {LOCAL}",)
         return Addresses(tuple(node.ips or (LOCAL,) for node in nodes), reasons)
@@ -58,7 +60,7 @@ def choose_addresses(
     if unknown:
         why = "; ".join(f"{name}: {_problem(facts.get(name))}" for name in unknown)
         raise LaunchError("no address is known", where=", ".join(unknown), why=why, todo=_SET_IPS)
-    chosen = _shared_network(nodes, facts, topology, given, ring=ring)
+    chosen = _shared_network(nodes, facts, topology, given, backend)
     ips = _equally_many(nodes, chosen.ips, ring=ring)
     return Addresses(ips, chosen.reasons, warnings + chosen.warnings)
 
@@ -116,9 +118,9 @@ def _shared_network(
     facts: Mapping[str, NodeFacts],
     topology: Topology,
     given: Sequence[tuple[str, ...]],
-    *,
-    ring: bool,
+    backend: str,
 ) -> Addresses:
+    ring = backend == "ring"
     own: dict[str, list[_Address]] = {}
     for node in nodes:
         own.setdefault(node.ssh, list(_addresses(facts.get(node.name))))
@@ -140,10 +142,13 @@ def _shared_network(
     best, *others = sorted(shared, key=lambda network: (worse(network), network))
     found = shared[best]
     warnings = []
-    if any(address.wifi for address in found.values()):
+    # Through RDMA go the gradients themselves: the ranks only find each other on this network.
+    if any(address.wifi for address in found.values()) and not backend.startswith("jaccl"):
         warnings.append(f"{best} is Wi-Fi, which is slow for training")
     if ring and topology.cables and not all(address.thunderbolt for address in found.values()):
-        warnings.append("the Thunderbolt cables are not used: their ends have no addresses in a common network")
+        addressed = all(shared_addresses(cable, facts.values()) for cable in topology.cables)
+        why = "they do not join each rank with the next" if addressed else _NO_CABLE_ADDRESSES
+        warnings.append(f"the Thunderbolt cables are not used: {why}")
     ips = tuple(ips or (str(found[node.ssh].ip),) for node, ips in zip(nodes, given, strict=True))
     equally_good = [str(network) for network in others if worse(network) == worse(best)]
     return Addresses(ips, _reasons(best, found, equally_good, nodes), tuple(warnings))

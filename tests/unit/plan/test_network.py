@@ -192,6 +192,23 @@ def test_the_network_by_which_ssh_goes_is_preferred_then_one_without_a_radio() -
     assert network.warnings == ("10.1.0.0/24 is Wi-Fi, which is slow for training",)
 
 
+def test_a_wifi_on_which_ranks_only_find_each_other_is_no_warning() -> None:
+    macs = addressed(mesh(2))
+    facts = [
+        fact.model_copy(
+            update={
+                "interfaces": tuple(
+                    port.model_copy(update={"port_name": "Wi-Fi"}) if port.name == "en0" else port
+                    for port in fact.interfaces
+                )
+            }
+        )
+        for fact in macs.facts()
+    ]
+    network = macs_wired(macs, facts)
+    assert (network.backend, network.hosts[0].ips, network.warnings) == ("jaccl", ("10.0.0.1",), ())
+
+
 def test_equally_good_networks_are_named_in_the_reason() -> None:
     two = ("eth0 10.0.0.{}/24", "eth1 10.1.0.{}/24")
     a, b = (linux(name, *(text.format(k) for text in two)) for k, name in ((1, "a"), (2, "b")))
@@ -261,7 +278,15 @@ def test_cables_without_addresses_are_not_used_with_a_warning() -> None:
     macs = mesh(2)
     network = macs_wired(macs, macs.facts(rdma_enabled=False))
     assert [host.ips for host in network.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
-    assert any("the Thunderbolt cables are not used" in text for text in network.warnings)
+    assert any("their ends have no addresses in a common network" in text for text in network.warnings)
+
+
+def test_cables_with_addresses_in_another_order_are_not_said_to_have_none() -> None:
+    macs = addressed(ring(4, [0, 2, 1, 3]))
+    network = macs_wired(macs, with_tcp(macs.facts()))
+    assert network.hosts[0].ips == ("10.0.0.1",)
+    assert "the Thunderbolt cables are not used: they do not join each rank with the next" in network.warnings
+    assert any("form a ring in the order mac0, mac2, mac1, mac3" in text for text in network.warnings)
 
 
 def test_cuda_is_nccl_and_says_whether_there_is_infiniband() -> None:
