@@ -8,6 +8,7 @@ all nodes are in, a network that all nodes share. Addresses in the configuration
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -128,7 +129,7 @@ def _shared_network(
     shared = _common(own, named)
     if not shared:
         _check_known(nodes, facts, given)
-        raise _nothing_shared(nodes, own, named)
+        raise _nothing_shared(nodes, own, named, cabled=bool(topology.cables))
     targets = [_address_of(SshTarget.parse(node.ssh).host) for node in nodes]
     reached = [ip for ip in targets if ip is not None and not ip.is_loopback]
 
@@ -208,6 +209,8 @@ def _nothing_shared(
     nodes: Sequence[NodeConfig],
     own: Mapping[str, Sequence[_Address]],
     named: Mapping[str, Sequence[ipaddress.IPv4Address]],
+    *,
+    cabled: bool,
 ) -> LaunchError:
     ips = {host: {address.ip for address in addresses} for host, addresses in own.items()}
     same = [node for node in nodes if ips[node.ssh] and list(ips.values()).count(ips[node.ssh]) > 1]
@@ -221,9 +224,10 @@ def _nothing_shared(
     for node in nodes:
         networks = [f"{address.network} ({address.interface})" for address in own[node.ssh]]
         networks = [str(ip) for ip in named.get(node.ssh, ())] or networks
-        found.append(f"{node.name}: {', '.join(dict.fromkeys(networks)) or 'only loopback addresses'}")
+        found.append(f"{node.name}: {', '.join(dict.fromkeys(networks)) or 'only loopback and link-local addresses'}")
     where = ", ".join(node.name for node in nodes if node.ssh not in named)
-    return LaunchError("the nodes have no network in common", where=where, why="; ".join(found), todo=_SET_IPS)
+    todo = f"`flightdeck nodes --setup` gives each Thunderbolt cable one; else {_SET_IPS}" if cabled else _SET_IPS
+    return LaunchError("the nodes have no network in common", where=where, why="; ".join(found), todo=todo)
 
 
 def _addresses(fact: NodeFacts | None) -> Iterator[_Address]:
@@ -279,9 +283,11 @@ def assign_subnets(topology: Topology, facts: Iterable[NodeFacts] = ()) -> tuple
 
 def setup_commands(topology: Topology, facts: Sequence[NodeFacts] = ()) -> dict[str, list[str]]:
     """Commands to run on each node, in order, that give each cable its own addresses, which RDMA and TCP over the cable
-    both need; none for a node without cables, or when every cable has addresses. They are those of MLX's
-    `mlx.distributed_config`, and last until the Mac restarts."""
+    both need; none for a node without cables, when every cable has addresses, or where some node's addresses are not
+    known. They are those of MLX's `mlx.distributed_config`, and last until the Mac restarts."""
     if topology.cables and all(shared_addresses(cable, facts) for cable in topology.cables):
+        return {}
+    if any(fact.problem or "ifconfig" in fact.unknown for fact in facts):
         return {}
     found = assign_subnets(topology, facts)
     commands: dict[str, list[str]] = {}
@@ -290,6 +296,13 @@ def setup_commands(topology: Topology, facts: Sequence[NodeFacts] = ()) -> dict[
         if lines:
             commands[node] = [f"sudo ifconfig {_BRIDGE} down", *lines]
     return commands
+
+
+def setup_script(commands: Sequence[str]) -> str:
+    """Set-up commands as one that asks for a password once. It goes on when the connection that it came over is cut,
+    as one over the bridge is, and past `route change`, which fails where there is no such route yet."""
+    lines = ["trap '' HUP", *(line.removeprefix("sudo ") for line in commands)]
+    return f"sudo /bin/sh -c {shlex.quote('; '.join(lines))}"
 
 
 def shared_addresses(cable: Cable, facts: Iterable[NodeFacts]) -> tuple[str, str] | None:

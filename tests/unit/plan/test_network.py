@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from engine.cluster.topology import topology
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
 from engine.models import Failed, Interface, Late, NodeFacts, RdmaDevice, Topology, Unparsable
-from engine.plan.addresses import setup_commands
+from engine.plan.addresses import setup_commands, setup_script
 from engine.plan.network import NetworkPlan, plan_network
 from tests.unit.cluster.macs import NOW, Macs, mesh, ring
 from tests.unit.plan.test_against_mlx import addressed
@@ -235,7 +237,7 @@ def test_no_shared_network_names_each_nodes_networks() -> None:
     with pytest.raises(LaunchError) as refusal:
         wired(config(node("a"), node("b")), linux("a", "eth0 10.0.0.1/24"), linux("b", "lo 127.0.0.1/8"))
     text = str(refusal.value)
-    assert "a: 10.0.0.0/24 (eth0)" in text and "b: only loopback addresses" in text
+    assert "a: 10.0.0.0/24 (eth0)" in text and "b: only loopback and link-local addresses" in text
     assert 'ips = ["…"] in its [[node]]' in text
 
 
@@ -313,6 +315,50 @@ def test_set_up_commands_leave_networks_alone_that_are_there_and_what_is_set_up(
     ]
     done = addressed(macs).facts()
     assert setup_commands(topology(done), done) == {}
+
+
+def test_a_bridge_with_link_local_addresses_only_is_no_network_and_comes_with_the_set_up() -> None:
+    """As macOS gives a bridge without DHCP (RFC 3927): two of them need not be one network."""
+    macs = mesh(2)
+    facts = [
+        fact.model_copy(
+            update={
+                "rdma_enabled": False,
+                "interfaces": (
+                    *(port.model_copy(update={"bridge": "bridge0"}) for port in fact.interfaces if port.name != "en0"),
+                    Interface(name="bridge0", ipv4=(f"169.254.7.{number + 1}/16",), active=True, bridge="bridge0"),
+                ),
+            }
+        )
+        for number, fact in enumerate(macs.facts())
+    ]
+    with pytest.raises(LaunchError, match=r"no network in common.*flightdeck nodes --setup"):
+        macs_wired(macs, facts)
+    assert list(setup_commands(topology(facts), facts)) == ["mac0", "mac1"]
+
+
+def test_where_addresses_are_not_known_none_are_given() -> None:
+    macs = mesh(2)
+    late = changed(macs.facts(), 1, interfaces=(), unknown={"ifconfig": Late(command="ifconfig -a", after_s=4)})
+    assert setup_commands(topology(late), late) == {}
+
+
+def test_the_set_up_asks_for_a_password_once_and_goes_on_without_its_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    for name, text in {
+        "sudo": f'echo sudo >>{log}\nexec "$@"',
+        "ifconfig": f'kill -HUP $PPID\necho ifconfig "$@" >>{log}',
+        "route": f'echo route "$@" >>{log}\nexit 1',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    macs = mesh(2)
+    commands = setup_commands(topology(macs.facts()), macs.facts())["mac0"]
+    subprocess.run(["/bin/sh", "-c", setup_script(commands)], check=False)
+    assert log.read_text().splitlines() == ["sudo", *(line.removeprefix("sudo ") for line in commands)]
 
 
 LATE = Late(command="system_profiler SPThunderboltDataType -json", after_s=4)
