@@ -385,6 +385,8 @@ class Topology(FrozenModel):
     """Computers at the other end of a cable that are not nodes of this cluster, as "node en5: name"."""
     unknown: dict[str, str] = {}
     """Node -> why its cables are not known."""
+    setup: dict[str, tuple[str, ...]] = {}
+    """Node -> commands, in order, that give each of its cables a network of its own; empty where all have one."""
 
 
 class RankUse(FrozenModel):

@@ -39,6 +39,13 @@ class HostKeyFix:
     facts: NodeFacts
 
 
+@dataclass(frozen=True)
+class CableSetup:
+    """`Topology.setup`: commands by node, which need a terminal for their password."""
+
+    commands: dict[str, tuple[str, ...]]
+
+
 @dataclass
 class FixCommand:
     """One fix command on one node, running or ended; `output` has a plain string for each line."""
@@ -61,14 +68,14 @@ class FixCommand:
         return self.problem or ("succeeded" if self.code == 0 else f"exit {self.code}")
 
 
-def fix_for(state: DeckState) -> Fix | HostKeyFix | str:
+def fix_for(state: DeckState) -> Fix | HostKeyFix | CableSetup | str:
     """The fix for the selected node or check; else why there is none, in a few words."""
     if state.config is None:
         return "there is no configuration"
     return _check_fix(state) if state.pane == "preflight" else _node_fix(state)
 
 
-def _node_fix(state: DeckState) -> Fix | HostKeyFix | str:
+def _node_fix(state: DeckState) -> Fix | HostKeyFix | CableSetup | str:
     facts = state.selected_facts
     if state.node is None or facts is None:
         return "the node has not been probed"
@@ -80,6 +87,8 @@ def _node_fix(state: DeckState) -> Fix | HostKeyFix | str:
         command = _commands(check).get(state.node)
         if command is not None:
             return Fix(check.name, {state.node: command})
+    if state.topology is not None and state.node in state.topology.setup:
+        return CableSetup(state.topology.setup)
     return f"no known problem on {state.node} has a fix command"
 
 
@@ -253,7 +262,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
            panes=("calibration",), why_not=_calibrate),
     Action("calibrate_quick", ("C",), "quick", "Measure every node and link, 10 s a node", "nodes",
            panes=("calibration",), why_not=_calibrate, when=lambda state: state.calibrating is None),
-    Action("fix", ("x",), "fix", "Fix what is selected: run the fix on its node, or compare a host key; asks first",
+    Action("fix", ("x",), "fix", "Fix what is selected: run a fix, set up cables, or compare a host key; asks first",
            "nodes", panes=("nodes", "preflight"), why_not=_first(_loading, _fix)),
     Action("shell", ("s",), "shell", "Open a shell on the selected node; the console waits for its end", "nodes",
            panes=("nodes",), why_not=_first(_loading, _shell)),
@@ -356,7 +365,8 @@ def bar(state: DeckState) -> list[Action]:
 def label(action: Action, state: DeckState, *, short: bool = False) -> str:
     """The action's name in the key bar, which may depend on the state."""
     if action.id == "fix":
-        return "host key" if isinstance(fix_for(state), HostKeyFix) else "run the fix"
+        names = {HostKeyFix: "host key", CableSetup: "set up cables"}
+        return names.get(type(fix_for(state)), "run the fix")
     special = {
         "quit": "quit (the run goes on)" if state.running is not None and not short else None,
         "back": "plan" if state.view == "dashboard" else None,

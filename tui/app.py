@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from textual.app import App, SuspendNotSupported
 from textual.worker import Worker
 
 from engine.errors import plural
-from tui.actions import ACTIONS, Action, Fix, FixCommand, HostKeyFix, fix_for
+from tui.actions import ACTIONS, Action, CableSetup, Fix, FixCommand, HostKeyFix, fix_for
 from tui.engine_client import (
     BATCH_S,
     AbortProgressed,
@@ -40,7 +41,7 @@ from tui.glyphs import Glyphs, utf8_terminal
 from tui.poller import POLL_S, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import Welcome, confirm_abort, confirm_launch, text_width
-from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix
+from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix, confirm_setup
 from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.stopping import Stopping
 from tui.state import DeckState, StateStore
@@ -343,6 +344,8 @@ class FlightDeckApp(App[None]):
         found = fix_for(self.state)
         if isinstance(found, Fix):
             self._ask_fix(found)
+        elif isinstance(found, CableSetup):
+            self._ask_setup(found)
         elif isinstance(found, HostKeyFix):
             self._ask_key(found.facts)
 
@@ -377,21 +380,40 @@ class FlightDeckApp(App[None]):
 
         self.push_screen(confirm_fix(found.check, found.commands, hosts, width), answered)
 
+    def _ask_setup(self, found: CableSetup) -> None:
+        config, engine = self.state.config, self.client.engine
+        assert config is not None
+
+        def answered(go: bool | None) -> None:
+            if not go:
+                return
+            for node, commands in found.commands.items():
+                notice = f"giving the Thunderbolt cables of {node} networks of their own"
+                self._in_terminal("the set-up", node, notice, partial(engine.nodes.setup_argv, config, node, commands))
+            self.do_recheck()
+
+        self.push_screen(confirm_setup(found.commands, text_width(self.size.width)), answered)
+
     def do_shell(self) -> None:
         config, node, engine = self.state.config, self.state.node, self.client.engine
         assert config is not None and node is not None
+        notice = f"a shell on {node}; leave it (exit, ctrl+d) to come back to Flight Deck"
+        self._in_terminal("the shell", node, notice, partial(engine.nodes.shell_argv, config, node))
+
+    def _in_terminal(self, what: str, node: str, notice: str, program: Callable[[], list[str]]) -> None:
+        """Hand the terminal over to a program until it ends."""
         try:
-            argv = engine.nodes.shell_argv(config, node)
+            argv = program()
             with self._suspended():
-                print(f"a shell on {node}; leave it (exit, ctrl+d) to come back to Flight Deck", flush=True)
+                print(notice, flush=True)
                 code = subprocess.call(argv)
         except SuspendNotSupported:
-            self.say(f"this terminal cannot be handed over; in another one: {' '.join(argv)}", severity="warning")
+            self.say(f"this terminal cannot be handed over; in another one: {shlex.join(argv)}", severity="warning")
         except Exception as error:  # InputError, or no such program: the console stays
-            self.say(f"shell: {error}", severity="error")
+            self.say(f"{what.removeprefix('the ')}: {error}", severity="error")
         else:
             if code:
-                self.say(f"the shell on {node} ended with {code}", severity="warning")
+                self.say(f"{what} on {node} ended with {code}", severity="warning")
         self.refresh(layout=True)
 
     @contextlib.contextmanager

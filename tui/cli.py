@@ -190,6 +190,7 @@ def _cluster(commands: Commands) -> None:
         "each node's chip, memory, disk, versions and links",
         ("flightdeck nodes -c flightdeck.toml", "probes every node now; - is not measured"),
         ("flightdeck nodes --trust SHA256:…", "accepts exactly that host key, where a node shows it"),
+        ("flightdeck nodes --setup", "gives each Thunderbolt cable a network of its own, after a question"),
         ("flightdeck nodes --json | jq .topology", "nodes, topology and network plan in one document"),
         adopts=False,
     )
@@ -203,6 +204,12 @@ def _cluster(commands: Commands) -> None:
         metavar="FINGERPRINT",
         help="accept the new host key of this fingerprint, compared on the node itself; may be repeated; "
         "alone: ask for each new key, as without --json on a terminal",
+    )
+    nodes.add_argument(
+        "--setup",
+        action="store_true",
+        help="where Thunderbolt cables have no network of their own: show the commands that give them some, ask, run "
+        "them on each node over ssh -t (sudo asks for the password), and probe again; they last until a restart",
     )
     _command(
         commands,

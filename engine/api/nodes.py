@@ -17,6 +17,7 @@ from engine.cluster.transport.ssh_config import shell_argv, write_openssh_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import HostKeyChanged, InputError, LaunchError, StateError
 from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
+from engine.plan.addresses import setup_commands, setup_script
 from engine.plan.network import NetworkPlan, plan_network
 from engine.security.audit import audit_log
 from engine.security.identifiers import SshTarget
@@ -58,7 +59,10 @@ class NodesApi:
         return [facts for node in config.nodes if (facts := known.get((node.name, node.ssh))) is not None]
 
     def topology(self, facts: Sequence[NodeFacts]) -> Topology:
-        return topology(facts)
+        """The cables, with the commands that give them networks where they have none."""
+        found = topology(facts)
+        setup = {node: tuple(commands) for node, commands in setup_commands(found, facts).items()}
+        return found.model_copy(update={"setup": setup})
 
     def network_plan(self, config: Config, facts: Sequence[NodeFacts]) -> NetworkPlan:
         """The backend and each rank's addresses and RDMA devices. Raises LaunchError, naming each node in the way."""
@@ -101,14 +105,19 @@ class NodesApi:
             # An agent needs the node's python, and the command may be the one that installs it.
             return await fleet.to(found).run(argv, timeout_s=timeout_s)
 
-    def shell_argv(self, config: Config, node: str) -> list[str]:
-        """The program of an interactive shell on a node. Raises InputError, OSError."""
+    def setup_argv(self, config: Config, node: str, commands: Sequence[str]) -> list[str]:
+        """The program that runs a node's `Topology.setup`, and may ask for a password. Raises InputError, OSError."""
+        audit_log("command", "asked", {"node": node, "command": " ; ".join(commands)}, home=self._home)
+        return self.shell_argv(config, node, setup_script(commands))
+
+    def shell_argv(self, config: Config, node: str, command: str | None = None) -> list[str]:
+        """The program of an interactive shell on a node, or of a command in a terminal. Raises InputError, OSError."""
         target = SshTarget.parse(_node(config, node).ssh)
         file = self._home / "ssh_config"
         if not target.local:
             make_home(self._home)
             write_openssh_config(file, self._home, unattended=False)
-        return shell_argv(target, file)
+        return shell_argv(target, file, command)
 
 
 def _node(config: Config, name: str) -> NodeConfig:

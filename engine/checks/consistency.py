@@ -192,7 +192,8 @@ def _short(value: str | None) -> str:
 def _fix(
     config: Config, compared: Agreement, workers: Mapping[str, ItemHashes], models: Mapping[str, str | None]
 ) -> str | None:
-    """A line for this machine's shell that copies the reference to the divergent nodes; None where there is none."""
+    """A line for this machine's shell that moves what differs aside and copies the reference to the divergent nodes;
+    None where there is none."""
     reference, source = compared.reference, _source(config, compared)
     if reference is None or source is None:
         return None
@@ -202,6 +203,8 @@ def _fix(
         if node.name not in compared.divergent:
             continue
         differing = differing_items(workers[node.name], reference)
+        files = {name: _file(config, node, models[node.name], name) for name in differing}
+        lines += [move_aside(node, file, workers[node.name].get(name)) for name, file in files.items() if file]
         wanted = [name for name in differing if reference.get(name) is not None]
         for word in command_files(config):
             if word in wanted:
@@ -209,8 +212,6 @@ def _fix(
                 lines.append(copy_file(source, here, node, there.parent))
         if {source.name, node.name} <= known.keys() and any(name.startswith(_MODEL) for name in wanted):
             lines.append(copy_folder(source, [node], known))
-        unwanted = (_file(config, node, models[node.name], name) for name in differing if name not in wanted)
-        lines += [move_aside(node, file) for file in unwanted if file is not None]
     return chained(lines)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath
@@ -16,7 +15,7 @@ from typing import Any
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
 from engine.checks.context import CheckContext
-from engine.checks.fixes import copy_folder
+from engine.checks.fixes import chained, copy_folder, move_aside
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
 from engine.cluster.transport.base import quoted
@@ -28,6 +27,9 @@ _READ_LIMIT_S = 110.0
 _DEFAULT_KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
 _VALIDATION_SHARE = 20
 """For a missing valid.jsonl the fix takes every 20th part of train.jsonl, the last lines."""
+_CORRECTED = "-corrected"
+"""Suffix of the folder that a fix makes beside the data's: the data itself is changed by nobody but its owner."""
+_SHOWN_FAULTS = 5
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,12 @@ class DataFile:
     path: PurePath
     seen: JsonlSummary
     fault: str | None = None
-    fix: str | None = None
+
+    @property
+    def cleanable(self) -> bool:
+        """All its bad lines are known, and it has others."""
+        seen = self.seen
+        return seen.form is not None and 0 < seen.fault_count == len(seen.faults) < seen.examples
 
     @property
     def absent(self) -> bool:
@@ -45,8 +52,15 @@ class DataFile:
         return self.seen.absent or (self.seen.problem is None and self.seen.examples == 0)
 
     def describe(self) -> str:
+        """With the first bad lines, and the command that opens the file at the first of them."""
         seen = f"{self.seen.examples:,} examples, {self.seen.form}, sha256 {self.seen.sha256[:12]}"
-        return self.fault or f"{self.path.name} {seen}"
+        if not self.seen.faults:
+            return self.fault or f"{self.path.name} {seen}"
+        lines = [f"line {number} {why}" for number, why in self.seen.faults[:_SHOWN_FAULTS]]
+        more = self.seen.fault_count - len(lines)
+        lines += [f"{more:,} more"] if more else []
+        editor = f'"${{EDITOR:-vi}}" +{self.seen.faults[0][0]} {quoted(self.path)}'
+        return f"{self.path}: {'; '.join(lines)}; to correct them there: {editor}"
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -83,12 +97,17 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
 
     answers = await context.on_all_nodes(read)
     found.evidence = {name: f"{folder}: {answers[name]}" for name, folder in folders.items()}
-    complete: dict[str, list[DataFile]] = {}
+    read_files = {name: files for name, files in answers.items() if isinstance(files, list)}
+    # Where some node has sound data, the others get a copy of that.
+    sound = any(all(file.fault is None for file in files) for files in read_files.values())
     for node, files in found.answered(answers):
-        _check_node(files, settings, found.on(node))
+        _check_node(files, settings, found.on(node), correct=not sound)
         found.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
-        if not found.on(node).faults:
-            complete[node.name] = files
+    complete = {
+        node.name: read_files[node.name]
+        for node in config.nodes
+        if node.name in read_files and not found.on(node).faults
+    }
     if not complete:
         return found.verdict()
     first = next(node for node in config.nodes if node.name in complete)
@@ -96,38 +115,57 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     for node in config.nodes:
         if differing := _differing(ours, complete.get(node.name, ours)):
             found.fault(node, f"the data on {node.name} differs from {first.name}: {differing}")
-    lacking = [node for node in found.faulty if isinstance(answers[node.name], list)]
+    lacking = [node for node in found.faulty if node.name in read_files]
+    hashes = {file.path.name: file.seen.sha256 for file in ours}
+    aside = [
+        move_aside(node, str(file.path), file.seen.sha256)
+        for node in lacking
+        for file in read_files[node.name]
+        if file.seen.sha256 not in ("", hashes[file.path.name])
+    ]
+    fix = chained([*aside, copy_folder(first, lacking, folders)])
     summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours)
-    return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix_command=copy_folder(first, lacking, folders))
+    return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix_command=fix)
 
 
-def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: NodeFindings) -> None:
+def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: NodeFindings, *, correct: bool) -> None:
     """`files` are train, valid and test, as far as they are used. A missing valid.jsonl only warns, as long as no key
-    needs it: mlx-lm then trains without validation."""
+    needs it: mlx-lm then trains without validation. `correct`: with a fix that corrects them on this node."""
     train, batch_size = files[0], int(settings.get("batch_size", 1))
     needed_by = next((key for key in ("patience", "save_best") if settings.get(key)), None)
+    fix, advice = _corrected_copy(files) if correct else None, f'set data = "{train.path.parent}{_CORRECTED}"'
     for file in files:
         if file.fault is None:
             continue
         missing_validation = file.path.stem == "valid" and file.absent
-        fix = file.fix
-        if missing_validation and not train.fault and train.seen.lines > 1:
-            fix = _split_off(train, file.path)
-        if missing_validation and needed_by is not None:
-            findings.fault(f"{file.fault}, and {needed_by} needs it", fix)
-        else:
-            (findings.warn if missing_validation else findings.fault)(file.fault, fix)
+        message = f"{file.fault}, and {needed_by} needs it" if missing_validation and needed_by else file.fault
+        report = findings.warn if missing_validation and needed_by is None else findings.fault
+        report(f"{message}; the fix writes a corrected copy, then {advice}" if fix else message, fix)
     examples = train.seen.examples
     if train.fault is None and examples < batch_size:
         findings.fault(f"{train.path} has fewer examples ({examples}) than batch_size = {batch_size}")
 
 
-def _split_off(train: DataFile, valid: PurePath) -> str:
-    """A command that moves the last lines of train.jsonl into valid.jsonl."""
-    lines = train.seen.lines
-    count = max(1, lines // _VALIDATION_SHARE)
-    source, target = quoted(train.path), quoted(valid)
-    return f"tail -n {count} {source} > {target} && sed -i.bak '{lines - count + 1},$d' {source}"
+def _corrected_copy(files: list[DataFile]) -> str | None:
+    """A command that writes the files without their bad lines into a folder beside theirs, which must not exist, and
+    the last lines of a sound train.jsonl as a missing valid.jsonl. None where that is not possible."""
+    train = files[0]
+    target = PurePosixPath(f"{train.path.parent}{_CORRECTED}")
+    count = max(1, train.seen.lines // _VALIDATION_SHARE)
+    copies, corrections = list[str](), list[str]()
+    for file in files:
+        source, copy = quoted(file.path), quoted(target / file.path.name)
+        if file.fault is None:
+            copies.append(f"cp {source} {copy}")
+        elif file.cleanable:
+            lines = ";".join(f"{number}d" for number, _ in file.seen.faults)
+            corrections.append(f"sed '{lines}' {source} > {copy}")
+        elif file.path.stem != "valid" or not file.absent:
+            return None
+        elif train.fault is None and train.seen.lines > 1:
+            rest = f"sed '{train.seen.lines - count + 1},$d' {quoted(train.path)} > {quoted(target / train.path.name)}"
+            corrections += [rest, f"tail -n {count} {quoted(train.path)} > {copy}"]
+    return " && ".join([f"mkdir {quoted(target)}", *copies, *corrections]) if corrections else None
 
 
 def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:
@@ -139,22 +177,19 @@ def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:
 
 
 def interpret_file(path: PurePath, summary: JsonlSummary, *, mask_prompt: bool) -> DataFile:
-    """The file with its fault as a message, and a command that takes bad lines out."""
+    """The file with its fault as a message."""
     if summary.problem is not None:
         return DataFile(path, summary, summary.problem)
-    fault = fix = None
+    fault = None
     if summary.examples == 0:
         fault = f"{path} is empty"
     elif summary.faults:
         number, why = summary.faults[0]
         more = summary.fault_count - 1
         fault = f"{path}: line {number} {why}" + (f", and {more:,} more lines" if more else "")
-        if summary.form is not None and summary.fault_count == len(summary.faults) < summary.examples:
-            deletions = ";".join(f"{number}d" for number, _ in summary.faults)
-            fix = f"sed -i.bak {shlex.quote(deletions)} {quoted(path)}"
     elif mask_prompt and summary.form == "text":
         fault = f"{path}: mask_prompt = true needs prompt/completion or chat lines, these are text"
-    return DataFile(path, summary, fault, fix)
+    return DataFile(path, summary, fault)
 
 
 CHECK = Check(

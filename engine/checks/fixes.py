@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
@@ -14,9 +15,10 @@ from engine.security.identifiers import SshTarget
 FLIGHTDECK = "flightdeck "
 """A fix that begins with it runs on this machine, whichever node it is for."""
 ASIDE = ".aside"
-"""Suffix of a file that was moved out of the way."""
+"""Suffix of a file that was moved out of the way, before its hash."""
+_NOT_HEX = re.compile(r"[^0-9a-f]")
 _DEFAULT_CONFIG = "flightdeck.toml"
-_FROM_PROFILE = ("uv ", "hf ")
+_FROM_PROFILE = ("uv", "hf")
 """Programs that may be on a login shell's PATH only: on a Mac its profile names the folders of Homebrew and of uv."""
 _ESCAPED = "\\ud"
 """In a path from a node: a byte of its name is not UTF-8, and was replaced by this escape (security.sanitise.plain)."""
@@ -76,11 +78,14 @@ def copy_file(source: NodeConfig, file: PurePosixPath, target: NodeConfig, folde
     return f"{pack} | {_unpack(target, folder)}"
 
 
-def move_aside(node: NodeConfig, file: str) -> str | None:
-    """A line for this machine's shell that renames a file on its node; nothing is deleted. None where it cannot name
-    it."""
-    move = on_path("mv -f", file)
-    return move and _on(node, f"{move} {quoted(f'{file}{ASIDE}')}")
+def move_aside(node: NodeConfig, file: str, seen: str | None) -> str | None:
+    """A line for this machine's shell that renames a file on its node, so that a copy does not overwrite it; `seen` is
+    its hash, which becomes part of its new name. None for a file that is not there (`seen` is None) or cannot be named.
+    """
+    if seen is None or (move := on_path("mv", file)) is None:
+        return None
+    aside = quoted(f"{file}{ASIDE}-{_NOT_HEX.sub('', seen)[:12]}")
+    return _on(node, f"test ! -e {aside} && {move} {aside}")
 
 
 def _for_each(
@@ -115,18 +120,18 @@ def _on(node: NodeConfig, command: str) -> str:
     if node.local or command.startswith(FLIGHTDECK):
         return command
     # It may ask for a password.
-    terminal = "-t " if _runs_sudo(command) else ""
-    if command.startswith(_FROM_PROFILE):
+    terminal = "-t " if _runs(command, "sudo") else ""
+    if _runs(command, *_FROM_PROFILE):
         command = f'"$SHELL" -lc {shlex.quote(command)}'
     return f"ssh {terminal}{SshTarget.parse(node.ssh).openssh} {shlex.quote(command)}"
 
 
-def _runs_sudo(command: str) -> bool:
-    """sudo is a program of this command, one of ours without subshells, and not part of a path in it."""
+def _runs(command: str, *programs: str) -> bool:
+    """One of them is a program of this command, one of ours without subshells, and not part of a path in it."""
     words = shlex.shlex(command, posix=True, punctuation_chars="|&;")
     words.whitespace_split, words.commenters = True, ""
     return any(
-        word == "sudo" and before and set(before) <= set("|&;") for before, word in itertools.pairwise((";", *words))
+        word in programs and before and set(before) <= set("|&;") for before, word in itertools.pairwise((";", *words))
     )
 
 

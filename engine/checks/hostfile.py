@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings, verdict
 from engine.checks.context import CheckContext
-from engine.cluster.agent_client import AgentRequest, value_of
+from engine.cluster.agent_client import AgentRequest, InterpreterMissing, value_of
 from engine.cluster.probe_results import AddressProblems, ListeningPorts
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
@@ -29,6 +29,7 @@ NAME = "hostfile_valid"
 _PARSE_LIMIT_S = 20.0
 _LIMIT_S = 20.0
 _LISTEN_S = 10.0
+_OWN_ADDRESS = "give the node's own address as `ips` in its [[node]]"
 
 _PARSE_HOSTFILE = """
 import json, sys
@@ -74,7 +75,7 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
     if not found.faulty:
         await _check_ownership(context, ips, found)
     if found.faulty:
-        return found.verdict(advice="give the node's own address as `ips` in its [[node]]")
+        return found.verdict()
     if not all(node.local for node in nodes):
         await _check_connections(context, neighbours(network), ips, found)
     passed = f"MLX reads {plural(len(nodes), 'rank')}, {network.backend}"
@@ -87,7 +88,8 @@ def _form_problem(ips: list[str]) -> str | None:
         try:
             ipaddress.IPv4Address(ip)
         except ValueError:
-            return f"{ip} is no IPv4 address: MLX's ring takes no names, and splits IPv6 at its first colon"
+            why = "MLX's ring takes no names, and splits IPv6 at its first colon"
+            return f"{ip} is no IPv4 address: {why}; {_OWN_ADDRESS}"
     return None
 
 
@@ -110,7 +112,12 @@ async def _check_ownership(context: CheckContext, ips: Mapping[str, list[str]], 
     answers = await context.on_all_nodes(probe)
     for node in context.config.nodes:
         problems = answers[node.name]
-        problem = str(problems) if isinstance(problems, FlightDeckError) else next(filter(None, problems), None)
+        if isinstance(problems, InterpreterMissing):
+            problem: str | None = f"its address is not checked: {problems.what}, see versions_match"
+        elif isinstance(problems, FlightDeckError):
+            problem = str(problems)
+        else:
+            problem = next((f"{why}; {_OWN_ADDRESS}" for why in problems if why), None)
         if problem is not None:
             found.evidence[node.name] += f", but {problem}"
             found.fault(node, problem)

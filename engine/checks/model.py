@@ -37,15 +37,16 @@ async def run(context: CheckContext) -> CheckResult:
     if not complete:
         return found.verdict(advice="" if any(found.on(node).fixes for node in nodes) else _SET_ANOTHER)
     first = next(node for node in nodes if node.name in complete)
-    reference, extra = complete[first.name].hashes, list[str | None]()
+    reference, aside = complete[first.name].hashes, list[str | None]()
     for node in nodes:
         hashes = complete[node.name].hashes if node.name in complete else reference
-        if differing := differing_items(hashes, reference):
+        differing = differing_items(hashes, reference)
+        if differing:
             found.fault(node, f"the model on {node.name} differs from {first.name}: {first_of(differing)}")
-        own = sorted(set(hashes) - set(reference))
-        extra += [move_aside(node, posixpath.join(folders[node.name], name)) for name in own]
+        folder = folders[node.name]
+        aside += [move_aside(node, posixpath.join(folder, name), hashes.get(name)) for name in differing]
     lacking = [node for node in found.faulty if isinstance(answers[node.name], ModelFiles)]
-    fix = chained([copy_folder(first, lacking, folders), *extra])
+    fix = chained([*aside, copy_folder(first, lacking, folders)])
     return found.verdict(complete[first.name].describe(), fix_command=fix)
 
 

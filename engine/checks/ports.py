@@ -77,7 +77,8 @@ async def held_ports(context: CheckContext) -> HeldPorts:
 
 
 def held_fix(held: Mapping[str, PortHolder]) -> str | None:
-    pids = dict.fromkeys(str(who.pid) for who in held.values() if who.pid is not None)
+    """Ends ranks of earlier runs; any other program is its owner's to end."""
+    pids = dict.fromkeys(str(who.pid) for who in held.values() if who.orphan and who.pid is not None)
     return f"kill {' '.join(pids)}" if pids else None
 
 

@@ -17,7 +17,7 @@ from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext, once
 from engine.checks.interpreter import IMPORT_LIMIT_S, Interpreter, probe_mlx_lm
 from engine.cluster.transport.base import quoted
-from engine.config.models import Config
+from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError
 from engine.models import CheckResult
 
@@ -59,7 +59,7 @@ def mlx_name(backend: str) -> str:
 
 
 def evaluate(config: Config, interpreters: dict[str, Interpreter], backend: str = "ring") -> CheckResult:
-    """Rank 0's versions are what the others are compared with."""
+    """Rank 0's versions are what the others are compared with; another patch version of Python only warns."""
     first = interpreters[config.nodes[0].name]
     found = Findings(NAME, config)
     for node in config.nodes:
@@ -67,7 +67,10 @@ def evaluate(config: Config, interpreters: dict[str, Interpreter], backend: str 
         found.evidence[node.name] = interpreter.describe()
         if (problem := _problem(interpreter, first, backend)) is not None:
             fault, wanted = problem
-            found.fault(node, fault, _fix(node.python, interpreter, wanted))
+            advice, fix = _fix(node, interpreter, first, wanted)
+            found.fault(node, f"{fault}{advice}", fix)
+        elif first.python not in (None, interpreter.python):
+            found.warn(node, f"python {interpreter.python}, rank 0 has {first.python}")
     return found.verdict(f"the same on all nodes: {first.describe()}")
 
 
@@ -80,6 +83,8 @@ def _problem(seen: Interpreter, first: Interpreter, backend: str) -> tuple[str, 
     problem: tuple[str, dict[str, str]] | None = None
     if seen.python is None:
         problem = seen.problem or "the interpreter did not answer", both
+    elif first.python is not None and _minor(first.python) != _minor(seen.python):
+        problem = f"python {seen.python}, rank 0 has {first.python}", both
     elif seen.problem:
         missing = {"mlx": seen.mlx, "mlx-lm": seen.mlx_lm}
         problem = seen.problem, {name: both[name] for name, version in missing.items() if version is None}
@@ -93,22 +98,39 @@ def _problem(seen: Interpreter, first: Interpreter, backend: str) -> tuple[str, 
         problem = f"mlx {seen.mlx}, rank 0 has {first.mlx}", {"mlx": mlx}
     elif first.mlx_lm not in (None, seen.mlx_lm):
         problem = f"mlx-lm {seen.mlx_lm}, rank 0 has {first.mlx_lm}", {"mlx-lm": mlx_lm}
-    elif first.python not in (None, seen.python):
-        problem = f"python {seen.python}, rank 0 has {first.python}", {"python": first.python or "", **both}
     return problem
 
 
-def _fix(python: str, seen: Interpreter, wanted: dict[str, str]) -> str | None:
-    """A command to be pasted on the node; uv makes the interpreter where there is none."""
-    environment = quoted(str(PurePosixPath(python).parent.parent))
-    version = wanted.pop("python", None)
+def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[str, str]) -> tuple[str, str | None]:
+    """Advice for the message, and a command to be pasted on the node.
+
+    Packages are installed into the environment that is there. Another interpreter is put into a new environment, never
+    into one that exists, which may be the one that Flight Deck itself runs from: `mkdir` refuses that.
+    """
+    if seen.python is None and not seen.absent:
+        return "", None
+    minor = _minor(first.python or "")
+    if seen.python is not None and (first.python is None or _minor(seen.python) == minor):
+        return "", install_command(node.python, wanted, linux=seen.linux)
+    path = PurePosixPath(node.python)
+    environment = path.parent.parent if path.parent.name == "bin" else path.parent / ".venv"
+    if seen.python is not None:
+        environment = environment if seen.venv else PurePosixPath("~/.venv")
+        environment = environment.with_name(f"{environment.name}-{minor}")
+    python, advice = node.python, ""
+    if path not in (environment / "bin" / name for name in ("python", "python3", f"python{minor}")):
+        python = f"{environment}/bin/python"
+        advice = f': the fix makes {environment} and changes nothing else; then set python = "{python}" in its [[node]]'
+    make = f"mkdir -p {quoted(environment.parent)} && mkdir {quoted(environment)}"
+    version = f"--python {minor} " if minor else ""
     install = install_command(python, wanted, linux=seen.linux)
-    if version is not None:
-        # Another interpreter at the same path: only a venv can be made again without touching the system's.
-        return f"uv venv --clear --python {version} {environment} && {install}" if seen.venv else None
-    if seen.python is None:
-        return f"uv venv {environment} && {install}" if seen.absent else None
-    return install
+    return advice, f"{make} && uv venv {version}{quoted(environment)} && {install}"
+
+
+def _minor(version: str) -> str:
+    """For example "3.11"; "" where that is not how it begins. Nothing else of a node's text enters a command."""
+    found = re.match(r"[0-9]{1,3}\.[0-9]{1,3}(?![0-9])", version)
+    return found[0] if found else ""
 
 
 def install_command(python: str, wanted: dict[str, str], *, linux: bool = sys.platform.startswith("linux")) -> str:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
     from zeroconf.asyncio import AsyncServiceInfo
 
+    from engine.config.models import RdmaRow
+
 
 BONJOUR_SERVICE = "_ssh._tcp.local."
 BONJOUR_VARIABLE = "FLIGHTDECK_BONJOUR"
@@ -55,7 +57,7 @@ class FoundHost:
     """Other known details, one line, safe to show."""
     ips: tuple[str, ...] = ()
     """Where a hostfile gives them; else they are chosen at launch."""
-    rdma: tuple[str | None, ...] | None = None
+    rdma: RdmaRow | None = None
 
     @property
     def here(self) -> bool:

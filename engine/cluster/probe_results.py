@@ -20,6 +20,8 @@ PathText = Annotated[
 WholeText = Annotated[str, AfterValidator(lambda text: plain(text, 30_000))]
 """A path that is compared with those of other nodes: the longest one with each byte escaped is not cut."""
 Pid = Annotated[int, Field(gt=1)]
+VersionText = Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+!_-]{0,63}$")]
+"""It may become part of a command."""
 
 
 class ModelFiles(FrozenModel):
@@ -217,14 +219,14 @@ class WriteReport(FrozenModel):
 
 
 class MlxReport(FrozenModel):
-    python: ShortText
+    python: VersionText
     linux: bool
     venv: bool
-    mlx: ShortText | None = None
+    mlx: VersionText | None = None
     mlx_error: ShortText | None = None
     backends: list[ShortText] = Field(default_factory=list, max_length=8)
 
 
 class MlxLmReport(FrozenModel):
-    mlx_lm: ShortText | None = None
+    mlx_lm: VersionText | None = None
     mlx_lm_error: ShortText | None = None

@@ -118,7 +118,8 @@ class _NodeReader:
         if not isinstance(row, list):
             return
         # TOML has no null.
-        devices = values["rdma"] = [None if device == "" else device for device in row]
+        given = [None if device == "" else device for device in row]
+        devices = values["rdma"] = [tuple(device) if isinstance(device, list) else device for device in given]
         if len(devices) != self.size:
             self.faults.add(location, "rdma", row, f"{self.size} entries, {_MATRIX}")
         elif devices[rank] is not None:

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.config.documents import DocumentError, read_yaml
 from engine.config.formats import address_form, device_form, host_form, path_form
@@ -18,6 +19,9 @@ from engine.errors import InputError, StateError
 from engine.protocol.attempt import replacing
 from engine.security.identifiers import SshTarget, make_identifier, safe_repr
 from engine.security.sanitise import sanitise
+
+if TYPE_CHECKING:
+    from engine.config.models import RdmaRow
 
 PYTHON_GUESS = "~/mlx/.venv/bin/python"
 """Where docs/quickstart.md creates it."""
@@ -39,7 +43,7 @@ class DraftNode:
     """Why `python` is unknown, in one line."""
     ips: tuple[str, ...] = ()
     """Empty: chosen from the nodes' interfaces at launch."""
-    rdma: tuple[str | None, ...] | None = None
+    rdma: RdmaRow | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def already_there(path: Path) -> InputError:
 def _check(node: DraftNode) -> None:
     checked_host(node.ssh)
     given = [(address, address_form(address), "an address") for address in node.ips]
-    given += [(device, device_form(device), "a device") for device in node.rdma or () if device is not None]
+    devices = [device for device in node.rdma or () if device is not None]
+    given += [(str(device), device_form(device), "a device") for device in devices]
     for value, accepted, what in given:
         if accepted is not None:
             raise InputError(f"{node.name}: {safe_repr(value)} is not {what}", todo=f"give {accepted}")
@@ -176,12 +181,12 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
     return lines
 
 
-def _set(key: str, value: str | int | list[str], comment: str = "") -> str:
+def _set(key: str, value: str | int | Sequence[str | Sequence[str]], comment: str = "") -> str:
     return _commented(f"{key} = {_toml(value)}", comment)
 
 
-def _toml(value: str | int | list[str]) -> str:
-    if isinstance(value, list):
+def _toml(value: str | int | Sequence[str | Sequence[str]]) -> str:
+    if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
     # JSON strings are TOML strings, except that TOML requires DEL to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

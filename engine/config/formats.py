@@ -76,10 +76,12 @@ def address_form(text: object) -> str | None:
     return None
 
 
-def device_form(text: object) -> str | None:
-    if isinstance(text, str) and _DEVICE.fullmatch(text):
+def device_form(device: object) -> str | None:
+    """A list is one device for each of several cables."""
+    names = device if isinstance(device, (list, tuple)) and device else [device]
+    if all(isinstance(name, str) and _DEVICE.fullmatch(name) for name in names) and len(set(names)) == len(names):
         return None
-    return 'the name of an RDMA device such as "rdma_en5", or "" for none'
+    return 'the name of an RDMA device such as "rdma_en5", a list of several, or "" for none'
 
 
 def split_form(text: str, nodes: int | None = None) -> str | None:

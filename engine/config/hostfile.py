@@ -12,7 +12,7 @@ from engine.config.cluster_tables import NODE_LIMIT, NodeTable
 from engine.config.documents import DocumentError, file_text, read_json, read_text
 from engine.config.faults import Faults, Location
 from engine.config.job_table import environment_fault
-from engine.config.models import ClusterConfig
+from engine.config.models import MAX_ADDRESSES, ClusterConfig
 from engine.errors import ConfigFault, InputError
 from engine.security.identifiers import MAX_IDENTIFIER_LENGTH, SshTarget, make_identifier
 
@@ -45,11 +45,12 @@ def read_hostfile(faults: Faults, path: Path) -> ImportedHosts:
 
 def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:
     found = ImportedHosts()
-    hosts = document
+    hosts, repeats = document, 1
     if isinstance(document, dict):
         hosts = document.get("hosts")
         found.backend = _backend(faults, here, document.get("backend"))
         found.env = _environment(faults, here, document.get("envs"))
+        repeats = _repeats(faults, here, document.get("connections_per_ip", 1))
     if not isinstance(hosts, list) or not hosts:
         faults.add(here, "hosts", hosts, f"a list with one entry per rank: [{_ENTRY}, …]")
     elif len(hosts) > NODE_LIMIT:
@@ -57,7 +58,25 @@ def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:
     else:
         names: set[str] = set()
         found.tables = [_entry(faults, here, rank, entry, names) for rank, entry in enumerate(hosts)]
+        if repeats > 1:
+            found.tables = [_repeated(table, repeats) for table in found.tables]
     return found
+
+
+def _repeats(faults: Faults, here: Location, count: Any) -> int:
+    """How many connections the ring makes to each address (mlx.launch's option --connections-per-ip)."""
+    if isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MAX_ADDRESSES:
+        return count
+    faults.add(here, "connections_per_ip", count, f"a number of connections, 1 to {MAX_ADDRESSES}")
+    return 1
+
+
+def _repeated(table: NodeTable, repeats: int) -> NodeTable:
+    """With each address as often as there are connections to it: each has a port of its own."""
+    ips = table.known.get("ips")
+    if not isinstance(ips, list):
+        return table
+    return NodeTable(table.location, {**table.known, "ips": [ip for ip in ips for _ in range(repeats)]})
 
 
 def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str]) -> NodeTable:
@@ -66,7 +85,9 @@ def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str
         faults.add(here, f"hosts[{rank}]", entry, f"an entry such as {_ENTRY}")
         return NodeTable(location, None)
     values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": entry.get("ips") or []}
-    return NodeTable(location, values | ({"rdma": entry["rdma"]} if entry.get("rdma") else {}))
+    if isinstance(rdma := entry.get("rdma"), list):
+        rdma = [tuple(devices) if isinstance(devices, list) else devices for devices in rdma]
+    return NodeTable(location, values | ({"rdma": rdma} if rdma else {}))
 
 
 def _backend(faults: Faults, here: Location, name: Any) -> str | None:

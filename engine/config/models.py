@@ -26,6 +26,11 @@ PARTITIONED: Final = ("sharded", "pipeline")
 """The strategies in which no rank has the whole training state."""
 
 
+MAX_ADDRESSES: Final = 8
+"""The most of one rank."""
+RdmaRow = tuple[Annotated[str | tuple[str, ...], BeforeValidator(accepts(device_form))] | None, ...]
+"""RDMA device to each rank (several devices with several cables); None for the rank itself and without a cable."""
+
 _HeadPath = Annotated[str, AfterValidator(accepts(path_form))]
 _NodePath = Annotated[str, AfterValidator(accepts(remote_path_form))]
 
@@ -60,7 +65,9 @@ class NodeConfig(_Section):
     """Unique name of the node. Default: `node0`, `node1`, …"""
     ssh: str = "127.0.0.1"
     """How to reach the node: `[user@]host[:port]`. `127.0.0.1` is this machine, without ssh."""
-    ips: tuple[Annotated[str, AfterValidator(accepts(address_form))], ...] = Field(default=("127.0.0.1",), max_length=8)
+    ips: tuple[Annotated[str, AfterValidator(accepts(address_form))], ...] = Field(
+        default=("127.0.0.1",), max_length=MAX_ADDRESSES
+    )
     """Up to 8 IPv4 addresses on which the rank listens. Default: chosen from the network interfaces of the nodes."""
     python: str
     """Python interpreter that has mlx and mlx-lm; required for a remote node. Default: on this machine, the interpreter
@@ -71,9 +78,9 @@ class NodeConfig(_Section):
     """Where the model is on this node. Default: `model` in `[job]`."""
     data: str | None = None
     """Where the training data is on this node. Default: `data` in `[job]`."""
-    rdma: tuple[Annotated[str, BeforeValidator(accepts(device_form))] | None, ...] | None = None
-    """RDMA device towards each rank, in their order, and `""` for the node itself: `["", "rdma_en5"]`. Default: chosen
-    from the Thunderbolt cables."""
+    rdma: RdmaRow | None = None
+    """RDMA device towards each rank, in their order, a list of them with several cables, and `""` for the node itself:
+    `["", "rdma_en5"]`. Default: chosen from the Thunderbolt cables."""
     share: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Relative share of the global batch. Default: by the calibration, or equal shares."""
 

@@ -380,6 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
         rank = spec.rank(number)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return _refuse(files, number, f"{options.spec}: {error}")
+    processes.allow_open_files()
     notifier = daemonize(files.keeper_log(number)) if options.detach else StartupNotifier()
     code: int = KeeperExit.CANNOT_START
     try:

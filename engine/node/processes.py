@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -42,6 +43,20 @@ def raise_priority() -> str:
 
     code = ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INTERACTIVE, 0)
     return "QOS_CLASS_USER_INTERACTIVE" if code == 0 else f"QOS_CLASS_USER_INTERACTIVE was refused with {code}"
+
+
+OPEN_FILES = 10_240
+"""macOS's OPEN_MAX: its setrlimit(2) refuses more. A login over ssh begins there with 256, which a model in many files
+and the connections to many nodes exceed."""
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, which its children inherit, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def stay_awake(pid: int) -> str:

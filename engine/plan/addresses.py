@@ -8,6 +8,7 @@ all nodes are in, a network that all nodes share. Addresses in the configuration
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from engine.security.identifiers import LOCAL, SshTarget
 
 Network = ipaddress.IPv4Network
 _SET_IPS = 'set ips = ["…"] in its [[node]]'
+_NO_CABLE_ADDRESSES = "their ends have no addresses in a common network: `flightdeck nodes --setup` gives them some"
 _POINT_TO_POINT = 31
 """Networks with this prefix length or a longer one have no room for two hosts."""
 _WIFI_NAMES = frozenset({"Wi-Fi", "WLAN", "AirPort"})
@@ -41,10 +43,11 @@ class _Address:
 
 
 def choose_addresses(
-    nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology, *, ring: bool
+    nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology, *, backend: str
 ) -> Addresses:
-    """In a `ring` every rank listens, on the cables to its neighbours if possible; with the other backends all ranks
+    """In a ring every rank listens, on the cables to its neighbours if possible; with the other backends all ranks
     connect to rank 0. Raises LaunchError that names each node without a known address."""
+    ring = backend == "ring"
     if len({node.ssh for node in nodes}) == 1:
         reasons = () if all(node.ips for node in nodes) else (f"all ranks run on one machine, at {LOCAL}",)
         return Addresses(tuple(node.ips or (LOCAL,) for node in nodes), reasons)
@@ -58,7 +61,7 @@ def choose_addresses(
     if unknown:
         why = "; ".join(f"{name}: {_problem(facts.get(name))}" for name in unknown)
         raise LaunchError("no address is known", where=", ".join(unknown), why=why, todo=_SET_IPS)
-    chosen = _shared_network(nodes, facts, topology, given, ring=ring)
+    chosen = _shared_network(nodes, facts, topology, given, backend)
     ips = _equally_many(nodes, chosen.ips, ring=ring)
     return Addresses(ips, chosen.reasons, warnings + chosen.warnings)
 
@@ -116,9 +119,9 @@ def _shared_network(
     facts: Mapping[str, NodeFacts],
     topology: Topology,
     given: Sequence[tuple[str, ...]],
-    *,
-    ring: bool,
+    backend: str,
 ) -> Addresses:
+    ring = backend == "ring"
     own: dict[str, list[_Address]] = {}
     for node in nodes:
         own.setdefault(node.ssh, list(_addresses(facts.get(node.name))))
@@ -126,7 +129,7 @@ def _shared_network(
     shared = _common(own, named)
     if not shared:
         _check_known(nodes, facts, given)
-        raise _nothing_shared(nodes, own, named)
+        raise _nothing_shared(nodes, own, named, cabled=bool(topology.cables))
     targets = [_address_of(SshTarget.parse(node.ssh).host) for node in nodes]
     reached = [ip for ip in targets if ip is not None and not ip.is_loopback]
 
@@ -140,10 +143,13 @@ def _shared_network(
     best, *others = sorted(shared, key=lambda network: (worse(network), network))
     found = shared[best]
     warnings = []
-    if any(address.wifi for address in found.values()):
+    # Through RDMA go the gradients themselves: the ranks only find each other on this network.
+    if any(address.wifi for address in found.values()) and not backend.startswith("jaccl"):
         warnings.append(f"{best} is Wi-Fi, which is slow for training")
     if ring and topology.cables and not all(address.thunderbolt for address in found.values()):
-        warnings.append("the Thunderbolt cables are not used: their ends have no addresses in a common network")
+        addressed = all(shared_addresses(cable, facts.values()) for cable in topology.cables)
+        why = "they do not join each rank with the next" if addressed else _NO_CABLE_ADDRESSES
+        warnings.append(f"the Thunderbolt cables are not used: {why}")
     ips = tuple(ips or (str(found[node.ssh].ip),) for node, ips in zip(nodes, given, strict=True))
     equally_good = [str(network) for network in others if worse(network) == worse(best)]
     return Addresses(ips, _reasons(best, found, equally_good, nodes), tuple(warnings))
@@ -203,6 +209,8 @@ def _nothing_shared(
     nodes: Sequence[NodeConfig],
     own: Mapping[str, Sequence[_Address]],
     named: Mapping[str, Sequence[ipaddress.IPv4Address]],
+    *,
+    cabled: bool,
 ) -> LaunchError:
     ips = {host: {address.ip for address in addresses} for host, addresses in own.items()}
     same = [node for node in nodes if ips[node.ssh] and list(ips.values()).count(ips[node.ssh]) > 1]
@@ -216,9 +224,10 @@ def _nothing_shared(
     for node in nodes:
         networks = [f"{address.network} ({address.interface})" for address in own[node.ssh]]
         networks = [str(ip) for ip in named.get(node.ssh, ())] or networks
-        found.append(f"{node.name}: {', '.join(dict.fromkeys(networks)) or 'only loopback addresses'}")
+        found.append(f"{node.name}: {', '.join(dict.fromkeys(networks)) or 'only loopback and link-local addresses'}")
     where = ", ".join(node.name for node in nodes if node.ssh not in named)
-    return LaunchError("the nodes have no network in common", where=where, why="; ".join(found), todo=_SET_IPS)
+    todo = f"`flightdeck nodes --setup` gives each Thunderbolt cable one; else {_SET_IPS}" if cabled else _SET_IPS
+    return LaunchError("the nodes have no network in common", where=where, why="; ".join(found), todo=todo)
 
 
 def _addresses(fact: NodeFacts | None) -> Iterator[_Address]:
@@ -274,9 +283,11 @@ def assign_subnets(topology: Topology, facts: Iterable[NodeFacts] = ()) -> tuple
 
 def setup_commands(topology: Topology, facts: Sequence[NodeFacts] = ()) -> dict[str, list[str]]:
     """Commands to run on each node, in order, that give each cable its own addresses, which RDMA and TCP over the cable
-    both need; none for a node without cables, or when every cable has addresses. They are those of MLX's
-    `mlx.distributed_config`, and last until the Mac restarts."""
+    both need; none for a node without cables, when every cable has addresses, or where some node's addresses are not
+    known. They are those of MLX's `mlx.distributed_config`, and last until the Mac restarts."""
     if topology.cables and all(shared_addresses(cable, facts) for cable in topology.cables):
+        return {}
+    if any(fact.problem or "ifconfig" in fact.unknown for fact in facts):
         return {}
     found = assign_subnets(topology, facts)
     commands: dict[str, list[str]] = {}
@@ -285,6 +296,13 @@ def setup_commands(topology: Topology, facts: Sequence[NodeFacts] = ()) -> dict[
         if lines:
             commands[node] = [f"sudo ifconfig {_BRIDGE} down", *lines]
     return commands
+
+
+def setup_script(commands: Sequence[str]) -> str:
+    """Set-up commands as one that asks for a password once. It goes on when the connection that it came over is cut,
+    as one over the bridge is, and past `route change`, which fails where there is no such route yet."""
+    lines = ["trap '' HUP", *(line.removeprefix("sudo ") for line in commands)]
+    return f"sudo /bin/sh -c {shlex.quote('; '.join(lines))}"
 
 
 def shared_addresses(cable: Cable, facts: Iterable[NodeFacts]) -> tuple[str, str] | None:

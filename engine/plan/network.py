@@ -10,15 +10,12 @@ from dataclasses import dataclass
 
 from engine.cluster import hardware
 from engine.cluster.topology import ring_order
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, NodeConfig, RdmaRow
 from engine.errors import LaunchError
 from engine.models import FrozenModel, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
 from engine.protocol.job import Strategy
 from engine.security.identifiers import SshTarget
-
-RdmaRow = tuple[str | tuple[str, ...] | None, ...]
-"""RDMA device to each rank (several devices with several cables); None for the rank itself and without a cable."""
 
 
 class LaunchHost(FrozenModel):
@@ -250,7 +247,7 @@ def plan_network(
         choice = _configured_backend(config.cluster.backend, nodes, known, topology)
     # A cable between two of more ranks is no way to rank 0 for the others.
     cabling = topology.model_copy(update={"cables": ()}) if local and len(nodes) > 2 else topology
-    addresses = choose_addresses(nodes, known, cabling, ring=choice.backend == "ring")
+    addresses = choose_addresses(nodes, known, cabling, backend=choice.backend)
     rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
     return NetworkPlan(
         backend=choice.backend,

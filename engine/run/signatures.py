@@ -79,6 +79,11 @@ _LAUNCH: Final = "mlx/_distributed_utils/launch.py"
 _CONFIG: Final = "mlx/_distributed_utils/config.py"
 _RING_SOURCE: Final = "mlx/distributed/ring"
 _JACCL_SOURCE: Final = "mlx/distributed/jaccl"
+_MLX_MODULE: Final = (
+    r"(?:mlx(?:\.(?:core|nn|optimizers|utils|extension|_distributed_utils)(?:\.[\w.]{0,80})?)?"
+    r"|mlx_lm(?:\.[\w.]{0,80})?)"
+)
+"""A module of the packages mlx and mlx-lm; mlx.data, for one, is of another package."""
 _METAL_FAILED: Final = "[METAL] Command buffer execution failed: "
 
 SIGNATURES: Final[tuple[Signature, ...]] = (
@@ -504,15 +509,23 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     Signature(
         "import.mlx",
-        r"ModuleNotFoundError: No module named '(?P<module>mlx(?:_lm)?(?:\.[\w.]{0,80})?)'",
+        rf"ModuleNotFoundError: No module named '(?P<module>{_MLX_MODULE})'",
         "{module} is not installed in this host's environment: it is another one than on the other hosts",
         "install the same mlx and mlx-lm on every node, from the same lock file",
         "ModuleNotFoundError: No module named 'mlx.core'",
         Citation("Python", Provenance.ASSUMED),
     ),
     Signature(
+        "import.mlx_distributed",
+        r"ModuleNotFoundError: No module named '(?P<module>mlx\.distributed)(?:\.[\w.]{0,80})?'",
+        "the program imports {module}, which is no module: it is an attribute of mlx.core",
+        "write `import mlx.core as mx` and `mx.distributed`",
+        "ModuleNotFoundError: No module named 'mlx.distributed'",
+        Citation("Python with mlx 0.32.4", Provenance.REPRODUCED),
+    ),
+    Signature(
         "import.other",
-        r"ModuleNotFoundError: No module named '(?P<module>(?!mlx(?:_lm)?['.])[\w.]{1,100})'",
+        rf"ModuleNotFoundError: No module named '(?P<module>(?!{_MLX_MODULE}'|mlx\.distributed['.])[\w.]{{1,100}})'",
         "the Python module {module} is missing on this host",
         "install it in that node's environment",
         "ModuleNotFoundError: No module named 'datasets'",
@@ -553,6 +566,16 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "write to another place, or mount it writable",
         "OSError: [Errno 30] Read-only file system: '/Volumes/models/adapters'",
         Citation("errno(3)", Provenance.ASSUMED),
+    ),
+    Signature(
+        "os.full_disk_access",
+        r"Operation not permitted: '(?P<path>/(?:Users/[^/']{1,255}/(?:Documents|Desktop|Downloads|Library/Mobile Doc"
+        r"uments)|Volumes)/[^']{0,1000})",
+        "macOS does not let a program that came over ssh read {path}",
+        "in System Settings, General, Sharing, Remote Login of that Mac: allow full disk access for remote users; "
+        "or move the files out of Documents, Desktop and Downloads",
+        "PermissionError: [Errno 1] Operation not permitted: '/Users/ana/Documents/data/train.jsonl'",
+        Citation("Apple, Mac User Guide: Allow a remote computer to access your Mac", Provenance.SOURCE),
     ),
     Signature(
         "ssh.refused",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -53,6 +54,17 @@ def test_an_exit_code_is_recorded_and_passed_on(tmp_path: Path, code: int) -> No
     assert (record.rank, record.attempt, record.dropped_bytes) == (0, 1, 0)
     assert kept.process.returncode == code
     assert kept.output() == b"hello\n"
+
+
+def test_the_program_may_open_more_files_than_a_login_on_a_mac(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        kept = start_keeper(tmp_path, python("import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert kept.ended().code == 0
+    assert int(kept.output()) == min(processes.OPEN_FILES, before[1] if before[1] > 0 else processes.OPEN_FILES)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])

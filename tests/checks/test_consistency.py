@@ -152,6 +152,7 @@ async def test_another_script_is_named_with_both_hashes_and_its_fix_works(script
     assert "1 of 2 agree, 0.50 against 0.95" in result.summary
     await run_fix(result.fix_command)
     assert (await run_check(check.run, script)).status is CheckStatus.PASS
+    assert (theirs.parent / f"train.py.aside-{other[:12]}").read_text() == "print(2)\n"
 
 
 async def test_a_missing_settings_file_differs_too(script: Config) -> None:
@@ -172,6 +173,7 @@ async def test_another_tokenizer_is_fixed_by_copying_the_model(config: Config, m
     assert "node1: model tokenizer.json is " in result.summary
     await run_fix(result.fix_command)
     assert (await run_check(check.run, two)).status is CheckStatus.PASS
+    assert [json.loads(file.read_text()) for file in copy.glob("tokenizer.json.aside-*")] == [{"other": 1}]
 
 
 async def test_a_divergent_minority_is_left_out_when_the_configuration_says_so(script: Config) -> None:

@@ -23,8 +23,22 @@ KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "tex
 
 
 def apply(result: CheckResult) -> None:
+    failed = refused(result)
+    assert failed is None, failed
+
+
+def refused(result: CheckResult) -> str | None:
+    """What the fix says when it fails."""
     assert result.fix_command is not None
-    subprocess.run(result.fix_command, shell=True, check=True)
+    finished = subprocess.run(result.fix_command, shell=True, check=False, capture_output=True, text=True)
+    return finished.stderr if finished.returncode else None
+
+
+def corrected(config: Config, data: Path) -> Config:
+    """What a person writes after the fix."""
+    job = config.job.model_copy(update={"data": f"{data}-corrected"})
+    nodes = tuple(node.model_copy(update={"data": None}) for node in config.nodes)
+    return config.model_copy(update={"job": job, "nodes": nodes})
 
 
 async def test_good_data_passes_with_its_line_counts(config: Config) -> None:
@@ -63,16 +77,46 @@ async def test_a_report_that_is_not_ready_or_cannot_be_read_warns(config: Config
 
 
 @pytest.mark.parametrize("bad", ["{not json", '{"txt": "other key"}', "[1, 2]", '{"text": 7}'])
-async def test_a_bad_line_is_named_by_number_and_its_fix_takes_it_out(config: Config, data: Path, bad: str) -> None:
+async def test_a_bad_line_is_shown_and_its_fix_writes_a_copy_without_it(config: Config, data: Path, bad: str) -> None:
     train = data / "train.jsonl"
     lines = train.read_text().splitlines()
     train.write_text("\n".join([*lines[:6], bad, *lines[6:]]) + "\n")
+    before = {file.name: file.read_bytes() for file in data.iterdir()}
     result = await run_check(check.run, config)
     assert result.status is CheckStatus.FAIL
     assert f"{train}: line 7 " in result.summary
+    assert f'then set data = "{data}-corrected"' in result.summary
+    assert bad in result.evidence["node0"]
+    assert f'"${{EDITOR:-vi}}" +7 {train}' in result.evidence["node0"]
     apply(result)
-    assert train.read_text().splitlines() == lines
-    assert (await run_check(check.run, config)).status is CheckStatus.PASS
+    assert {file.name: file.read_bytes() for file in data.iterdir()} == before
+    assert Path(f"{data}-corrected/train.jsonl").read_text().splitlines() == lines
+    assert (await run_check(check.run, corrected(config, data))).status is CheckStatus.PASS
+
+
+async def test_the_fix_of_bad_lines_overwrites_no_folder(config: Config, data: Path) -> None:
+    with (data / "train.jsonl").open("a") as file:
+        file.write("{bad\n")
+    own = Path(f"{data}-corrected")
+    own.mkdir()
+    (own / "train.jsonl").write_text("mine\n")
+    result = await run_check(check.run, config)
+    assert "File exists" in (refused(result) or "")
+    assert (own / "train.jsonl").read_text() == "mine\n"
+
+
+async def test_bad_lines_with_no_validation_data_beside_them_are_corrected_first(config: Config, data: Path) -> None:
+    (data / "valid.jsonl").unlink()
+    with (data / "train.jsonl").open("a") as file:
+        file.write("{bad\n")
+    apply(await run_check(check.run, config))
+    result = await run_check(check.run, corrected(config, data))
+    assert (result.status, "valid.jsonl is missing" in result.summary) == (CheckStatus.WARN, True)
+
+
+async def test_an_empty_file_that_no_copy_corrects_has_no_fix(config: Config, data: Path) -> None:
+    (data / "train.jsonl").write_text("")
+    assert (await run_check(check.run, config)).fix_command is None
 
 
 async def test_a_line_of_another_form_than_the_first_is_a_fault(config: Config, data: Path) -> None:
@@ -88,9 +132,11 @@ async def test_missing_validation_only_warns_and_its_fix_splits_the_training_lin
     assert result.status is CheckStatus.WARN
     lines = (data / "train.jsonl").read_text().splitlines()
     apply(result)
-    assert (data / "train.jsonl").read_text().splitlines() == lines[:38]
-    assert (data / "valid.jsonl").read_text().splitlines() == lines[38:]
-    assert (await run_check(check.run, config)).status is CheckStatus.PASS
+    assert (data / "train.jsonl").read_text().splitlines() == lines
+    copy = Path(f"{data}-corrected")
+    assert (copy / "train.jsonl").read_text().splitlines() == lines[:38]
+    assert (copy / "valid.jsonl").read_text().splitlines() == lines[38:]
+    assert (await run_check(check.run, corrected(config, data))).status is CheckStatus.PASS
 
 
 @pytest.mark.parametrize("keys", [{"patience": 2}, {"save_best": True}])
@@ -102,7 +148,7 @@ async def test_missing_validation_blocks_a_job_that_needs_it(
     result = await run_check(check.run, config)
     assert (result.status, f"and {next(iter(keys))} needs it" in result.summary) == (CheckStatus.FAIL, True)
     apply(result)
-    assert (await run_check(check.run, config)).status is CheckStatus.PASS
+    assert (await run_check(check.run, corrected(config, data))).status is CheckStatus.PASS
 
 
 async def test_validation_data_is_not_required_when_there_is_none(model: Path, data: Path, tmp_path: Path) -> None:
@@ -129,19 +175,22 @@ async def test_masking_prompts_needs_prompts(model: Path, data: Path, tmp_path: 
     assert "mask_prompt" in result.summary
 
 
-async def test_other_data_on_another_node_is_named_and_its_fix_copies_it(
-    config: Config, data: Path, tmp_path: Path
+@pytest.mark.parametrize("line", ['{"text": "one more"}', "{bad"])
+async def test_other_data_on_another_node_is_named_and_its_fix_copies_it_and_keeps_what_was_there(
+    config: Config, data: Path, tmp_path: Path, line: str
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(data, copy)
     with (copy / "train.jsonl").open("a") as file:
-        file.write('{"text": "one more"}\n')
+        file.write(f"{line}\n")
+    before = (copy / "train.jsonl").read_text()
     nodes = (config.nodes[0], config.nodes[1].model_copy(update={"data": str(copy)}))
     changed = config.model_copy(update={"nodes": nodes})
     result = await run_check(check.run, changed)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
     apply(result)
     assert (await run_check(check.run, changed)).status is CheckStatus.PASS
+    assert [file.read_text() for file in copy.glob("train.jsonl.aside-*")] == [before]
 
 
 def test_invalid_utf8_and_a_byte_order_mark_are_faults_of_their_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,14 @@ async def test_an_address_that_a_rank_could_not_listen_on_is_named(config: Confi
     result = await run_check(check.run, config.model_copy(update={"nodes": nodes}))
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
     assert problem.rsplit(maxsplit=1)[-1] in result.summary
+
+
+async def test_a_missing_interpreter_is_not_taken_for_a_wrong_address(config: Config, tmp_path: Path) -> None:
+    missing = config.nodes[1].model_copy(update={"python": str(tmp_path / "python")})
+    result = await run_check(check.run, config.model_copy(update={"nodes": (config.nodes[0], missing)}))
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
+    assert "cannot be run on node1, see versions_match" in result.summary
+    assert "give the node's own address" not in result.summary
 
 
 def wired(backend: str, ranks: int) -> NetworkPlan:

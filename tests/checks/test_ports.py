@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,15 @@ def squatter() -> Iterator[tuple[subprocess.Popen[str], int]]:
             yield process, int(process.stdout.readline())
         finally:
             process.kill()
+
+
+async def test_another_program_at_a_port_is_not_ended_by_a_fix(model: Path, data: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as theirs:
+        config = make_config(model, data, tmp_path, starting_port=theirs.getsockname()[1])
+        result = await run_check(check.run, config)
+    assert (result.status, result.fix_command) == (CheckStatus.FAIL, None)
+    assert f"held by pid {os.getpid()}" in result.summary
+    assert "leave starting_port out" in result.summary
 
 
 async def test_fresh_ports_per_attempt_need_no_fixed_one(model: Path, data: Path, tmp_path: Path) -> None:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from engine.checks import versions as check
 from engine.checks.interpreter import Interpreter
 from engine.checks.versions import evaluate
-from engine.models import CheckStatus
+from engine.cluster.probe_results import MlxReport
+from engine.models import CheckResult, CheckStatus
 from tests.checks.conftest import make_config, run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
+
+MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def interpreter_with(directory: Path, package: str, source: str) -> str:
@@ -65,7 +76,49 @@ async def test_a_missing_interpreter_is_made_by_its_fix(model: Path, data: Path,
     missing = str(tmp_path / "venv" / "bin" / "python")
     result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable, missing)))
     assert f"no such interpreter: {missing}" in result.summary
-    assert (result.fix_command or "").startswith(f"uv venv {tmp_path / 'venv'} && uv pip install --python {missing} ")
+    make = f"mkdir -p {tmp_path} && mkdir {tmp_path / 'venv'} && uv venv --python {MINOR} {tmp_path / 'venv'}"
+    assert (result.fix_command or "").startswith(f"{make} && uv pip install --python {missing} ")
+
+
+async def test_a_missing_interpreter_outside_of_bin_is_made_in_a_folder_of_its_own(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "env" / "python")
+    result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable, missing)))
+    made = tmp_path / "env" / ".venv"
+    assert f"mkdir {made} && uv venv --python {MINOR} {made} && uv pip install --python {made}/bin/python " in (
+        result.fix_command or ""
+    )
+    assert f'set python = "{made}/bin/python" in its [[node]]' in result.summary
+
+
+async def test_a_fix_writes_into_no_folder_that_is_there(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Say, an environment whose interpreter Homebrew has removed; or the one that Flight Deck runs from."""
+    environment = tmp_path / "venv"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "mine").write_text("mine")
+    called = interpreters_called(tmp_path, monkeypatch)
+    missing = str(environment / "bin" / "python")
+    result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable, missing)))
+    finished = pasted(result)
+    assert (finished.returncode != 0, "File exists" in finished.stderr, called()) == (True, True, "")
+
+
+def pasted(result: CheckResult) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(result.fix_command or "false", shell=True, check=False, capture_output=True, text=True)
+
+
+def interpreters_called(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """A `uv` that only notes how it was called."""
+    log, uv = folder / "called", folder / "programs" / "uv"
+    log.write_text("")
+    uv.parent.mkdir()
+    uv.write_text(f'#!/bin/sh\necho "$@" >>{log}\n')
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{uv.parent}:{os.environ['PATH']}")
+    return log.read_text
 
 
 async def test_a_program_that_is_no_python_is_not_believed(model: Path, data: Path, tmp_path: Path) -> None:
@@ -91,9 +144,50 @@ def test_a_build_without_the_ring_is_refused(model: Path, data: Path, tmp_path: 
     assert "no ring backend" in result.summary
 
 
-def test_another_python_is_a_difference_too(model: Path, data: Path, tmp_path: Path) -> None:
-    first = Interpreter("3.11.9", "0.32.4", "0.32.2", backends=("ring",))
-    second = Interpreter("3.12.1", "0.32.4", "0.32.2", backends=("ring",))
-    result = evaluate(make_config(model, data, tmp_path), {"node0": first, "node1": second})
+FIRST = Interpreter("3.11.9", "0.32.4", "0.32.2", backends=("ring",), venv=True, linux=False)
+
+
+def test_another_python_is_a_difference_too_and_its_fix_makes_an_environment_beside_the_nodes_own(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / ".venv"
+    (own / "bin").mkdir(parents=True)
+    called = interpreters_called(tmp_path, monkeypatch)
+    config = make_config(model, data, tmp_path, pythons=(sys.executable, f"{own}/bin/python"))
+    result = evaluate(config, {"node0": FIRST, "node1": replace(FIRST, python="3.12.1")})
     assert result.blames == (1, "node1")
     assert "python 3.12.1, rank 0 has 3.11.9" in result.summary
+    assert f'then set python = "{own}-3.11/bin/python" in its [[node]]' in result.summary
+    assert "--clear" not in (result.fix_command or "")
+    assert pasted(result).returncode == 0
+    install = f"pip install --python {own}-3.11/bin/python mlx==0.32.4 mlx-lm==0.32.2"
+    assert called() == f"venv --python 3.11 {own}-3.11\n{install}\n"
+
+
+def test_a_system_python_gets_an_environment_in_the_home(model: Path, data: Path, tmp_path: Path) -> None:
+    config = make_config(model, data, tmp_path, pythons=(sys.executable, "/usr/bin/python3"))
+    result = evaluate(config, {"node0": FIRST, "node1": replace(FIRST, python="3.9.6", venv=False)})
+    assert 'uv venv --python 3.11 "$HOME"/.venv-3.11 && ' in (result.fix_command or "")
+
+
+def test_another_patch_version_of_python_only_warns(model: Path, data: Path, tmp_path: Path) -> None:
+    result = evaluate(make_config(model, data, tmp_path), {"node0": FIRST, "node1": replace(FIRST, python="3.11.4")})
+    assert (result.status, result.fix_command) == (CheckStatus.WARN, None)
+    assert "python 3.11.4, rank 0 has 3.11.9" in result.summary
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_no_text_of_a_node_enters_a_command(python: str, mlx: str) -> None:
+    report = {"python": python, "mlx": mlx, "linux": False, "venv": True}
+    try:
+        seen = MlxReport.model_validate(report)
+    except ValidationError:
+        return
+    assert re.fullmatch(r"[0-9][0-9A-Za-z.+!_-]*", seen.python) and re.fullmatch(r"[0-9A-Za-z.+!_-]+", seen.mlx or "")
+
+
+@pytest.mark.parametrize("version", ["3.11; rm -rf ~", "$(id)", "3.11\n", "", "x"])
+def test_a_version_that_is_none_is_refused(version: str) -> None:
+    for report in ({"python": version}, {"python": "3.11.9", "mlx": version}):
+        with pytest.raises(ValidationError):
+            MlxReport.model_validate({"linux": False, "venv": True, **report})

@@ -223,13 +223,13 @@ async def test_a_file_too_many_and_a_program_that_is_missing_are_fixed_by_the_fi
         assert f"{name} is " in result.summary and "missing on most workers" in result.summary
         await paste(cluster, result.fix_command)
         assert (await run_check_on(check, config, fleet)).status is CheckStatus.PASS
-    assert shell(third, 'cd "$HOME/my project" && test -x "run it.sh" && cat own.yaml.aside') == "1\n"
-    shell(third, "mv ~/models/tiny/vocab.json.aside ~/models/tiny/vocab.json")
+    assert shell(third, 'cd "$HOME/my project" && test -x "run it.sh" && cat own.yaml.aside-*') == "1\n"
+    shell(third, "mv ~/models/tiny/vocab.json.aside-* ~/models/tiny/vocab.json")
     another = await run_check_on(model.run, three_nodes, fleet)
     assert (another.status, another.blames) == (CheckStatus.FAIL, (2, third.name)), another
     await paste(cluster, another.fix_command)
     assert (await run_check_on(model.run, three_nodes, fleet)).status is CheckStatus.PASS
-    assert shell(third, "cat ~/models/tiny/vocab.json.aside") == "{}"
+    assert shell(third, "cat ~/models/tiny/vocab.json.aside-*") == "{}"
 
 
 async def test_a_place_that_cannot_be_written_or_entered_is_fixed_by_the_fix(

@@ -10,6 +10,7 @@ import re
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,13 @@ async def test_what_people_set_for_their_own_shells_changes_nothing(bench: SshBe
     bench.alias("ana", sshd, *options.split("|"))
     done = await bench.to("ana").run(["printf", r"a\nb"], timeout_s=5)
     assert done.stdout == b"a\nb"
+
+
+async def test_values_that_only_openssh_reads_change_nothing(bench: SshBench) -> None:
+    sshd = bench.sshd()
+    options = "ConnectTimeout 1m|ServerAliveInterval none|RekeyLimit none|PubkeyAuthentication host-bound"
+    bench.alias("ana", sshd, *options.split("|"), "CertificateFile ~/.ssh/missing-cert.pub")
+    assert await reached(bench.to("ana")) == sshd.home
 
 
 async def test_a_broken_configuration_is_named(bench: SshBench) -> None:
@@ -212,6 +220,31 @@ async def test_a_user_certificate_beside_the_key_opens(bench: SshBench) -> None:
     certificate.write_certificate(f"{bench.key_file}-cert.pub")
     sshd = bench.sshd(TrustedUserCAKeys=str(bench.folder / "ca.pub"))
     assert await reached(bench.to(sshd)) == sshd.home
+
+
+async def test_a_user_certificate_that_the_configuration_names_opens(bench: SshBench) -> None:
+    authority = asyncssh.generate_private_key("ssh-ed25519")
+    bench.authorized.write_text("")
+    (bench.folder / "ca.pub").write_text(public(authority) + "\n")
+    certificate = authority.generate_user_certificate(bench.key, "me", principals=[getpass.getuser()])
+    certificate.write_certificate(str(bench.folder / "mine-cert.pub"))
+    sshd = bench.sshd(TrustedUserCAKeys=str(bench.folder / "ca.pub"))
+    bench.alias("ana", sshd, f"CertificateFile {bench.folder / 'mine-cert.pub'}", "CertificateFile ~/.ssh/missing")
+    assert await reached(bench.to("ana")) == sshd.home
+
+
+@pytest.mark.parametrize(
+    ("platform", "command"), [("darwin", "(unlock the key: ssh-add --apple-load-keychain)"), ("linux", "ssh-add)")]
+)
+async def test_a_locked_key_is_to_be_unlocked_for_the_agent(
+    bench: SshBench, monkeypatch: pytest.MonkeyPatch, platform: str, command: str
+) -> None:
+    sshd = bench.sshd()
+    lock(bench.key_file)
+    monkeypatch.setattr(sys, "platform", platform)
+    error = await login_error(bench.to(sshd))
+    assert isinstance(error, LoginRefused)
+    assert str(error).endswith(command)
 
 
 async def test_nobody_listens(bench: SshBench) -> None:

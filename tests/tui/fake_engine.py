@@ -338,6 +338,7 @@ class FakeEngine:
     accepted: list[HostKeyOffer] = field(default_factory=list)
     commands: list[tuple[str, str]] = field(default_factory=list)
     shells: list[str] = field(default_factory=list)
+    setup: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Their nodes."""
     model: dict[str, Any] = field(default_factory=lambda: dict(MODEL))
     """Its config.json."""
@@ -438,7 +439,7 @@ class FakeEngine:
             raise
 
     def topology(self, facts: Sequence[NodeFacts]) -> Topology:
-        return topology(facts)
+        return topology(facts).model_copy(update={"setup": self.setup})
 
     def network_plan(self, config: Config, facts: Sequence[NodeFacts]) -> NetworkPlan:
         return plan_network(config, facts, topology(facts))
@@ -490,6 +491,10 @@ class FakeEngine:
     def shell_argv(self, config: Config, node: str) -> list[str]:
         self.shells.append(node)
         return self.shell
+
+    def setup_argv(self, config: Config, node: str, commands: Sequence[str]) -> list[str]:
+        self.setup = {other: lines for other, lines in self.setup.items() if other != node}
+        return ["/bin/sh", "-c", f"mkdir -p {self.home}; echo {node} >> {self.home / 'setup'}"]
 
     async def preflight(self, config: Config, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
         for result in self.results:

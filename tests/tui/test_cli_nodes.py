@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -36,6 +36,9 @@ class FakeCluster:
     found: list[NodeFacts]
     unwired: str | None = None
     accepted: list[str] = field(default_factory=list)
+    setup: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    ran: Path | None = None
+    """Where the set-up commands note that they ran."""
     closed: int = 0
 
     def load_config(self, path: Path) -> Config:
@@ -58,7 +61,12 @@ class FakeCluster:
         ]
 
     def topology(self, found: list[NodeFacts]) -> Topology:
-        return Topology(nodes=tuple(f.node for f in found))
+        ran = self.ran.read_text().split() if self.ran is not None and self.ran.exists() else []
+        setup = {node: commands for node, commands in self.setup.items() if node not in ran}
+        return Topology(nodes=tuple(f.node for f in found), setup=setup)
+
+    def setup_argv(self, config: Config, node: str, commands: Sequence[str]) -> list[str]:
+        return ["/bin/sh", "-c", f"echo {node} >>{self.ran}; exit {len(commands) - 1}"]
 
     def network_plan(self, config: Config, found: list[NodeFacts]) -> NetworkPlan:
         if self.unwired:
@@ -81,8 +89,8 @@ class FakeCluster:
 
     nodes = part
 
-    def run(self, *trust: str, json: bool = False) -> int:
-        options = argparse.Namespace(config=Path("x.toml"), trust=list(trust), json=json)
+    def run(self, *trust: str, json: bool = False, setup: bool = False) -> int:
+        options = argparse.Namespace(config=Path("x.toml"), trust=list(trust), json=json, setup=setup)
         return nodes(options, cast("Engine", self))
 
 
@@ -192,3 +200,43 @@ def test_nodes_that_cannot_be_wired_are_a_failure_that_says_why(capsys: pytest.C
     cluster = FakeCluster([facts("a"), facts("b")], unwired="a and b share no network")
     assert cluster.run() == 1
     assert "not wired: a and b share no network" in capsys.readouterr().out
+
+
+@pytest.fixture
+def cabled(tmp_path: Path) -> FakeCluster:
+    """Two Macs whose cable has no network of its own; the second's commands end with 1."""
+    setup = {"a": ("sudo ifconfig bridge0 down",), "b": ("sudo ifconfig bridge0 down", "sudo ifconfig en3 inet …")}
+    return FakeCluster([facts("a"), facts("b")], setup=setup, ran=tmp_path / "ran")
+
+
+def test_the_commands_that_give_cables_a_network_are_shown(
+    cabled: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cabled.run() == 0
+    output = capsys.readouterr().out
+    assert "`flightdeck nodes --setup` runs these commands" in output
+    assert "on b:\n  sudo ifconfig bridge0 down\n  sudo ifconfig en3 inet …\n" in output
+
+
+def test_setup_asks_runs_on_every_node_and_probes_again(
+    cabled: FakeCluster, person: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    person.append("y")
+    assert cabled.run(setup=True) == 0
+    assert cabled.ran is not None and cabled.ran.read_text() == "a\nb\n"
+    shown = capsys.readouterr()
+    assert "run these commands on the nodes, with sudo? [y/N]" in shown.err and "ended with 1" in shown.err
+    assert "no network of their own" not in shown.out
+    assert cabled.run(setup=True) == 0
+    assert "nothing to set up" in capsys.readouterr().err
+
+
+def test_a_setup_that_is_declined_runs_nothing_and_is_not_done(cabled: FakeCluster, person: list[str]) -> None:
+    person.append("")
+    assert cabled.run(setup=True) == 1
+    assert cabled.ran is not None and not cabled.ran.exists()
+
+
+def test_setup_without_a_terminal_is_bad_usage(cabled: FakeCluster) -> None:
+    with pytest.raises(InputError, match="there is no terminal"):
+        cabled.run(setup=True)

@@ -279,6 +279,26 @@ async def test_a_shell_has_the_terminal_until_it_ends(
         assert console.app.state.view == "dashboard"
 
 
+async def test_x_gives_cables_a_network_after_a_confirmation_in_the_terminal(fake: FakeEngine) -> None:
+    fake.setup = {"local-0": ("sudo ifconfig bridge0 down",), "local-1": ("sudo ifconfig bridge0 down",)}
+
+    async with opened(fake) as console:
+        console.app.suspend = contextlib.nullcontext  # type: ignore[assignment]
+        await console.press("1")
+        await console.shows("Thunderbolt cables have no network")
+        await console.press("x")
+        dialog = console.app.screen
+        assert isinstance(dialog, Confirm) and "sudo ifconfig bridge0 down" in dialog.body
+        assert console.app.focused is not None and console.app.focused.id == "cancel"
+        await console.press("enter")
+        assert not (fake.home / "setup").exists()
+        await console.press("x", "right", "enter")
+        await console.until((fake.home / "setup").exists)
+        assert (fake.home / "setup").read_text() == "local-0\nlocal-1\n"
+        await console.until(lambda: console.app.state.topology is not None and not console.app.state.topology.setup)
+        assert "cables have no network" not in console.screen
+
+
 async def test_a_key_right_behind_a_movement_means_what_was_moved_to(studio: FakeEngine) -> None:
     async with opened(studio, config=macs.configuration()) as console:
         await console.press("1")

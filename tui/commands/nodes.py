@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import subprocess
 import sys
 import termios
 from collections.abc import Iterable, Sequence
@@ -45,14 +46,20 @@ def nodes(options: argparse.Namespace, engine: Engine) -> int:
     progress = Lines(sys.stderr)
     if ASK in options.trust and not is_person(sys.stdin):
         raise InputError("--trust without a fingerprint asks, and there is no terminal", todo="--trust SHA256:…")
+    if options.setup and not is_person(sys.stdin):
+        raise InputError("--setup asks, and there is no terminal", todo="run the commands that flightdeck nodes prints")
     asks = is_person(sys.stdin) and is_person(progress.stream) and (ASK in options.trust or not options.json)
-    seen = asyncio.run(_probe(engine, config, [key for key in options.trust if key != ASK], progress, asks=asks))
+    trusted = [key for key in options.trust if key != ASK]
+    seen = asyncio.run(_probe(engine, config, trusted, progress, asks=asks))
+    if options.setup and _set_up(engine, config, seen.topology, progress):
+        seen = asyncio.run(_probe(engine, config, (), progress, asks=False))
     if options.json:
         document = {"nodes": seen.facts, "topology": seen.topology, "network": seen.network}
         print_json(document | {"network_problem": seen.problem})
     else:
         _print(Lines(), config, engine, seen)
-    return ExitCode.FAILED if seen.problem or any(fact.problem for fact in seen.facts) else ExitCode.OK
+    left = options.setup and seen.topology.setup
+    return ExitCode.FAILED if seen.problem or left or any(fact.problem for fact in seen.facts) else ExitCode.OK
 
 
 async def _probe(
@@ -79,6 +86,30 @@ async def _probe(
             return ClusterProbe(facts, found, None, str(error))
 
 
+def _set_up(engine: Engine, config: Config, found: Topology, progress: Lines) -> bool:
+    """Run the set-up commands that a person agrees to, node by node; their effect is what the next probe finds."""
+    if not found.setup:
+        progress.say("every Thunderbolt cable has a network of its own, or there is none: nothing to set up")
+        return False
+    _print_setup(progress, found)
+    if not _agreed_to("run these commands on the nodes, with sudo?", progress):
+        return False
+    for node, commands in found.setup.items():
+        progress.say(f"{node}:")
+        code = subprocess.call(engine.nodes.setup_argv(config, node, commands))
+        if code:
+            progress.say(f"  ended with {code}")
+    return True
+
+
+def _print_setup(lines: Lines, found: Topology) -> None:
+    for node, commands in found.setup.items():
+        lines.say(f"on {node}:")
+        for command in commands:
+            lines.say(f"  {command}")
+    lines.say("They take the Thunderbolt bridge down, and last until the Mac restarts, which also takes them back.")
+
+
 def unique_offers(facts: Iterable[NodeFacts]) -> list[HostKeyOffer]:
     """Each new key once, however many nodes are behind it."""
     return list(dict.fromkeys(fact.host_key for fact in facts if fact.host_key is not None))
@@ -88,8 +119,12 @@ def _agreed(offer: HostKeyOffer, progress: Lines) -> bool:
     kind = offer.key.partition(" ")[0]
     progress.say(f"{offer.target} shows a host key ({kind}) that nobody has accepted. On the node itself,")
     progress.say("  ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub  must print the same fingerprint.")
+    return _agreed_to(f"accept {offer.fingerprint} for {offer.target}?", progress)
+
+
+def _agreed_to(question: str, progress: Lines) -> bool:
     flush_input()
-    progress.stream.write(f"accept {offer.fingerprint} for {offer.target}? [y/N] ")
+    progress.stream.write(f"{question} [y/N] ")
     progress.stream.flush()
     try:
         return input().strip().lower() in ("y", "yes")
@@ -173,6 +208,10 @@ def _print_links(lines: Lines, seen: ClusterProbe, glyphs: Glyphs) -> None:
             lines.say(f"{label}: {text}")
         for line in topology.draw(seen.topology, _WIDTH, glyphs):
             lines.say(f"  {line}")
+    if seen.topology.setup:
+        lines.say(lines.ink("the Thunderbolt cables have no network of their own", "yellow"))
+        lines.say("`flightdeck nodes --setup` runs these commands, after a question:")
+        _print_setup(lines, seen.topology)
     if seen.network is None:
         lines.say(f"{lines.ink('not wired', 'red')}: {seen.problem}")
         return

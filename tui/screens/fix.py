@@ -4,7 +4,7 @@ their output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -89,6 +89,18 @@ def confirm_fix(check: str, commands: dict[str, str], hosts: dict[str, str], wid
         pair("then", "its output and exit code are shown, and the check can be run again", width),
     ]
     return Confirm(f"run the fix on {', '.join(commands)}?", lines, "Run it", dangerous=True)
+
+
+def confirm_setup(commands: Mapping[str, Sequence[str]], width: int) -> Confirm:
+    """The commands that give each Thunderbolt cable a network of its own; the focus is on Cancel."""
+    lines = [pair(f"on {node}"[:13], "\n".join(lines), width) for node, lines in commands.items()]
+    effect = "takes the Thunderbolt bridge down, and gives each cable a network of its own; a restart takes it back"
+    lines += [
+        pair("effect", effect, width),
+        pair("asks for", "the password of sudo, on each Mac in turn, in this terminal", width),
+        pair("then", "the nodes are probed again", width),
+    ]
+    return Confirm(f"set up the cables of {', '.join(commands)}?", lines, "Set up", dangerous=True)
 
 
 class FixDialog(Dialog[str]):

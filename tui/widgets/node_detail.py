@@ -80,6 +80,10 @@ def _node(state: DeckState, node: str, width: int) -> list[Content]:
     lines += [
         pair(state.glyphs.shape(WARN), text, width, style="$warning") for text in node_state.warnings(facts, versions)
     ]
+    if state.topology is not None and (setup := state.topology.setup.get(node)):
+        text = "its Thunderbolt cables have no network of their own: x sets up those of all nodes, by"
+        lines.append(pair(state.glyphs.shape(WARN), text, width, style="$warning"))
+        lines += [pair("", command, width, style=MUTED) for command in setup]
     unknown: list[str] = []
     lines += _rank(state, rank, width)
     lines += _now(state, state.telemetry.get(node), width)

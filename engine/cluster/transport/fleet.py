@@ -16,6 +16,7 @@ from engine.cluster.transport.local import LocalTransport
 from engine.cluster.transport.ssh import ConnectionLimiter
 from engine.config.models import NodeConfig
 from engine.errors import InputError
+from engine.node.processes import allow_open_files
 from engine.security.identifiers import SshTarget
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Fleet:
 
     def __init__(self, nodes: Iterable[NodeConfig], home: Path) -> None:
         """`home` is the state directory: accepted host keys lie there."""
+        allow_open_files()
         self.home = home
         self._transports: dict[str, Transport] = {}
         self._agents: dict[tuple[str, str], AgentClient] = {}

@@ -200,11 +200,12 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     write_atomic(path, "\n".join(lines) + "\n")
 
 
-def shell_argv(target: SshTarget, config: Path) -> list[str]:
-    """A person's own login shell on a node; `config` is such an ssh_config, written with `unattended=False`."""
+def shell_argv(target: SshTarget, config: Path, command: str | None = None) -> list[str]:
+    """A person's own login shell on a node, or a command with their terminal; `config` is such an ssh_config, written
+    with `unattended=False`."""
     if target.local:
-        return [os.environ.get("SHELL", "/bin/sh"), "-l"]
-    return ["ssh", "-t", "-F", str(config), "--", target.openssh]
+        return ["/bin/sh", "-c", command] if command else [os.environ.get("SHELL", "/bin/sh"), "-l"]
+    return ["ssh", "-t", "-F", str(config), "--", target.openssh, *([command] if command else [])]
 
 
 def _known_hosts_of(configs: list[Path]) -> list[str]:

@@ -8,6 +8,7 @@ Python's standard library alone, with the node's own python.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import json
 import os
@@ -81,6 +82,22 @@ def nearest(path: Path) -> Path:
     """The path, or what there is of the way to it."""
     # Path.exists raises PermissionError below a folder that may not be entered (before Python 3.14).
     return next(each for each in (path, *path.parents) if os.path.exists(each))  # noqa: PTH110
+
+
+_PRIVATE = ("Documents", "Desktop", "Downloads", "Library/Mobile Documents")
+_ACCESS = (
+    "allow full disk access for remote users in System Settings, General, Sharing, Remote Login, or keep it elsewhere"
+)
+
+
+def reason_of(error: OSError, path: Path) -> str:
+    """An error's reason as words. macOS answers EPERM to what came over ssh and has no full disk access, in the home's
+    private folders and on other volumes (Mac User Guide, "Allow a remote computer to access your Mac")."""
+    words = error.strerror or str(error)
+    private = {Path("/Volumes"), *(Path.home() / name for name in _PRIVATE)}
+    if sys.platform == "darwin" and error.errno == errno.EPERM and not private.isdisjoint((path, *path.parents)):
+        words += f": {_ACCESS}"
+    return words
 
 
 def mac_gpu_statistics(limit: int) -> str:

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes import did_you_mean
+from engine.node.probes import did_you_mean, reason_of
 
 FAULT_LIMIT = 50
+SHOWN = 60
+"""Characters of a bad line."""
 
 
 def form_of(sample: dict[str, Any], keys: dict[str, str]) -> str | None:
@@ -49,7 +51,7 @@ def fault_of(sample: Any, form: str | None, keys: dict[str, str]) -> str | None:
 
 def read_lines(path: Path, keys: dict[str, str]) -> dict[str, Any]:
     """`lines`, `examples` (lines that are not blank: the trainer skips those), `sha256`, `form`, and `faults` as
-    [line number from 1, what is wrong], at most FAULT_LIMIT of `fault_count`."""
+    [line number from 1, what is wrong and how the line begins], at most FAULT_LIMIT of `fault_count`."""
     digest = hashlib.sha256()
     faults: list[tuple[int, str]] = []
     lines = examples = fault_count = 0
@@ -77,7 +79,7 @@ def read_lines(path: Path, keys: dict[str, str]) -> dict[str, Any]:
             if fault is not None:
                 fault_count += 1
                 if len(faults) < FAULT_LIMIT:
-                    faults.append((number, fault))
+                    faults.append((number, f"{fault}: {line.decode(errors='replace').strip()[:SHOWN]}"))
     return {
         "lines": lines,
         "examples": examples,
@@ -90,17 +92,15 @@ def read_lines(path: Path, keys: dict[str, str]) -> dict[str, Any]:
 
 def check_file(path: Path, keys: dict[str, str]) -> dict[str, Any]:
     """`read_lines`, or the `problem` that prevents it, and whether the file is `absent`."""
-    if not path.parent.is_dir():
-        return {
-            "problem": f"no such directory: {path.parent}{did_you_mean(path.parent, 'train.jsonl')}",
-            "absent": False,
-        }
-    if not path.is_file():
-        return {"problem": f"{path} is missing{did_you_mean(path)}", "absent": True}
     try:
+        if not path.parent.is_dir():
+            hint = did_you_mean(path.parent, "train.jsonl")
+            return {"problem": f"no such directory: {path.parent}{hint}", "absent": False}
+        if not path.is_file():
+            return {"problem": f"{path} is missing{did_you_mean(path)}", "absent": True}
         return read_lines(path, keys)
     except OSError as error:
-        return {"problem": f"{path} cannot be read: {error.strerror}", "absent": False}
+        return {"problem": f"{path} cannot be read: {reason_of(error, path)}", "absent": False}
 
 
 def probe_jsonl(keys: str, *files: str) -> dict[str, Any]:
@@ -114,4 +114,4 @@ def probe_examples(file: str) -> dict[str, Any]:
         with Path(file).open("rb") as lines:
             return {"examples": sum(1 for line in lines if not line.isspace())}
     except OSError as error:
-        return {"problem": f"{file}: {error.strerror}"}
+        return {"problem": f"{file}: {reason_of(error, Path(file))}"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.bootstrap import bundle_hash
-from engine.node.probes import did_you_mean
+from engine.node.probes import did_you_mean, reason_of
 from engine.node.probes.model import HASHED, file_hash, sha256
 from engine.protocol.attempt import write_atomic
 
@@ -55,8 +55,9 @@ def probe_tree(folder_path: str, request_text: str) -> dict[str, Any]:
             return {"absent": True, "problem": f"{folder} is not there{did_you_mean(folder)}"}
         if folder.resolve() == Path.home().resolve():
             return {"home": True}
+        os.listdir(folder)  # noqa: PTH208
     except OSError as error:
-        return {"problem": f"{folder}: {error.strerror}"}
+        return {"problem": f"{folder}: {reason_of(error, folder)}"}
     left = int(request["all_bytes"])
     entries: dict[str, list[Any]] = {}
     report: dict[str, Any] = {"entries": entries}
@@ -68,8 +69,11 @@ def probe_tree(folder_path: str, request_text: str) -> dict[str, Any]:
         try:
             entry = _entry(path, min(int(request["whole_bytes"]), left))
         except OSError as error:
-            report["problem"] = f"{path} cannot be read: {error.strerror}"
-            report["permit"] = str(path) if isinstance(error, PermissionError) else None
+            why = reason_of(error, path)
+            report["problem"] = f"{path} cannot be read: {why}"
+            # Where macOS's privacy forbids it, no mode allows it.
+            permits = isinstance(error, PermissionError) and why == error.strerror
+            report["permit"] = str(path) if permits else None
             break
         if entry is not None:
             entries[path.relative_to(folder).as_posix()] = entry
@@ -117,7 +121,8 @@ def _entry(path: Path, hashed: int) -> list[Any] | None:
         return [LINK, os.readlink(path)]  # noqa: PTH115
     if not path.is_file():
         if path.is_dir():
-            raise PermissionError(13, "permission denied")
+            # Raises why it was not entered.
+            os.listdir(path)  # noqa: PTH208
         return None
     size = path.stat().st_size
     if size > hashed:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes import did_you_mean
+from engine.node.probes import did_you_mean, reason_of
 
 CONFIGURATION = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -71,7 +71,7 @@ def file_hash(path: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        return f"{error.strerror}"
+        return reason_of(error, path)
 
 
 def sha256(path: Path) -> str:
@@ -93,7 +93,7 @@ def probe_configuration(directory: str) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(LIMIT_BYTES + 1)
     except OSError as error:
-        return {"problem": f"{path}: {error.strerror}{did_you_mean(path.parent, CONFIGURATION)}"}
+        return {"problem": f"{path}: {reason_of(error, path)}{did_you_mean(path.parent, CONFIGURATION)}"}
     if len(content) > LIMIT_BYTES:
         return {"problem": f"{path} is no model configuration: more than {LIMIT_BYTES >> 10} KiB"}
     try:

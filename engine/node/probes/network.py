@@ -36,9 +36,11 @@ def find_port_holder(ip: str, port: int) -> dict[str, Any] | None:
 
 
 def bindable(ip: str, port: int) -> bool:
-    """As MLX's ring listens: with SO_REUSEADDR. `ip` "" is every address."""
+    """As MLX's ring listens on an address: with SO_REUSEADDR. `ip` "" is every address, and then without: on BSD
+    (XNU, in_pcbbind) it would hide a socket that is bound to one of them."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if ip:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((ip, port))
             # On Linux two sockets may be bound with SO_REUSEADDR; only one may listen.

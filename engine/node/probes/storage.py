@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes import did_you_mean, nearest
+from engine.node.probes import did_you_mean, nearest, reason_of
 from engine.protocol.attempt import write_atomic
 from engine.protocol.safetensors import CheckpointError, check_header
 
@@ -25,7 +25,7 @@ def safetensors_fault(path: Path) -> str | None:
     except CheckpointError as refused:
         return str(refused)
     except OSError as error:
-        return f"it cannot be read: {error.strerror}"
+        return f"it cannot be read: {reason_of(error, path)}"
     return None
 
 
@@ -89,7 +89,8 @@ def probe_storage(request: str) -> dict[str, Any]:
             report["free"] = shutil.disk_usage(nearest(directory)).free
             report["damaged"] = _damaged(directory)
     except (OSError, RuntimeError) as error:
-        report["fault"] = f"{directory} cannot be looked at: {getattr(error, 'strerror', None) or error}"
+        why = reason_of(error, directory) if isinstance(error, OSError) else error
+        report["fault"] = f"{directory} cannot be looked at: {why}"
     if question["resume"] is not None:
         report |= _resume(Path(question["resume"]).expanduser(), roots)
     if report["free"] is not None and report["free"] < question["needed"]:
@@ -114,8 +115,10 @@ def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
     try:
         write(place)
     except OSError as error:
-        fault = f"{place} cannot be {'written' if entered else 'entered'}: {error.strerror}"
-        if error.errno in (errno.EACCES, errno.EPERM):
+        why = reason_of(error, place)
+        fault = f"{place} cannot be {'written' if entered else 'entered'}: {why}"
+        # Where macOS's privacy forbids it, no mode and no owner allows it.
+        if error.errno in (errno.EACCES, errno.EPERM) and why == error.strerror:
             key = "permit" if place.stat().st_uid == os.getuid() else "own"
             return {"fault": fault, key: str(place)}
         return {"fault": fault}
@@ -159,7 +162,7 @@ def _resume(path: Path, roots: list[Path]) -> dict[str, Any]:
     except CheckpointError as refused:
         return {"resume_fault": f"{path} is damaged: {refused}"}
     except OSError as error:
-        return {"resume_fault": f"{path} cannot be read: {error.strerror}"}
+        return {"resume_fault": f"{path} cannot be read: {reason_of(error, path)}"}
 
 
 def _largest(runs: Path) -> list[list[Any]]:

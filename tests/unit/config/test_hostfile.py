@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.config.draft import DraftNode, draft
 from engine.config.load import load_config
 from engine.config.models import Config
 from engine.errors import ConfigError
@@ -45,6 +46,21 @@ def test_mlxs_json_gives_the_nodes_the_backend_and_the_variables(tmp_path: Path)
     assert {node.python for node in config.nodes} == {"~/mlx/bin/python"}
     assert config.cluster.backend == "jaccl"
     assert config.job.env == {"NCCL_DEBUG": "INFO", "A": "b=c"}
+
+
+def test_several_cables_and_connections_are_read_as_mlx_writes_them(tmp_path: Path) -> None:
+    """The form of mlx.distributed_config with two cables between two Macs, and of --connections-per-ip."""
+    hosts = [
+        {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [None, ["rdma_en5", "rdma_en4"]]},
+        {"ssh": "b", "ips": ["10.0.0.2"], "rdma": [["rdma_en3", "rdma_en2"], None]},
+    ]
+    config = imported(tmp_path, {"backend": "jaccl", "envs": [], "connections_per_ip": 2, "hosts": hosts})
+    assert [(node.ips, node.rdma) for node in config.nodes] == [
+        (("10.0.0.1", "10.0.0.1"), (None, ("rdma_en5", "rdma_en4"))),
+        (("10.0.0.2", "10.0.0.2"), (("rdma_en3", "rdma_en2"), None)),
+    ]
+    drafted = draft([DraftNode(node.name, node.ssh, python="/p", rdma=node.rdma) for node in config.nodes])
+    assert 'rdma = ["", ["rdma_en5", "rdma_en4"]]' in drafted
 
 
 def test_what_flightdeck_toml_says_wins(tmp_path: Path) -> None:
@@ -95,7 +111,11 @@ HOSTILE: list[tuple[str, str | bytes | dict[str, Any] | list[Any], str, str]] = 
     ("addresses that are no list", [{"ssh": "h", "ips": "10.0.0.1"}], "hosts[0].ips", "a list"),
     ("a short matrix", [{"ssh": "h", "rdma": [None]}, {"ssh": "i", "rdma": ROWS[1]}], "hosts[0].rdma", "2 entries"),
     ("no null for itself", [{"ssh": "h", "rdma": ROWS[1]}, {"ssh": "i"}], "hosts[0].rdma[0]", "the node itself"),
-    ("several devices", [{"ssh": "h", "rdma": [None, ["a", "b"]]}, {"ssh": "i"}], "hosts[0].rdma[1]", "RDMA device"),
+    ("a device twice", [{"ssh": "h", "rdma": [None, ["a", "a"]]}, {"ssh": "i"}], "hosts[0].rdma[1]", "RDMA device"),
+    ("no device", [{"ssh": "h", "rdma": [None, []]}, {"ssh": "i"}], "hosts[0].rdma[1]", "RDMA device"),
+    ("a device that is none", [{"ssh": "h", "rdma": [None, [1]]}, {"ssh": "i"}], "hosts[0].rdma[1]", "RDMA device"),
+    ("no connections", {"connections_per_ip": 0, "hosts": [{"ssh": "h"}]}, "connections_per_ip", "1 to 8"),
+    ("a true number", {"connections_per_ip": True, "hosts": [{"ssh": "h"}]}, "connections_per_ip", "1 to 8"),
     ("another backend", {"backend": "mpi", "hosts": [{"ssh": "h"}]}, "backend", "ring, jaccl, jaccl-ring, nccl"),
     ("a backend that is a list", {"backend": [], "hosts": [{"ssh": "h"}]}, "backend", "ring"),
     ("our variables", {"envs": ["MLX_RANK=3"], "hosts": [{"ssh": "h"}]}, "envs[0]", "are reserved"),

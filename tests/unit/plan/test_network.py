@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from engine.cluster.topology import topology
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
 from engine.models import Failed, Interface, Late, NodeFacts, RdmaDevice, Topology, Unparsable
-from engine.plan.addresses import setup_commands
+from engine.plan.addresses import setup_commands, setup_script
 from engine.plan.network import NetworkPlan, plan_network
 from tests.unit.cluster.macs import NOW, Macs, mesh, ring
 from tests.unit.plan.test_against_mlx import addressed
@@ -192,6 +194,23 @@ def test_the_network_by_which_ssh_goes_is_preferred_then_one_without_a_radio() -
     assert network.warnings == ("10.1.0.0/24 is Wi-Fi, which is slow for training",)
 
 
+def test_a_wifi_on_which_ranks_only_find_each_other_is_no_warning() -> None:
+    macs = addressed(mesh(2))
+    facts = [
+        fact.model_copy(
+            update={
+                "interfaces": tuple(
+                    port.model_copy(update={"port_name": "Wi-Fi"}) if port.name == "en0" else port
+                    for port in fact.interfaces
+                )
+            }
+        )
+        for fact in macs.facts()
+    ]
+    network = macs_wired(macs, facts)
+    assert (network.backend, network.hosts[0].ips, network.warnings) == ("jaccl", ("10.0.0.1",), ())
+
+
 def test_equally_good_networks_are_named_in_the_reason() -> None:
     two = ("eth0 10.0.0.{}/24", "eth1 10.1.0.{}/24")
     a, b = (linux(name, *(text.format(k) for text in two)) for k, name in ((1, "a"), (2, "b")))
@@ -218,7 +237,7 @@ def test_no_shared_network_names_each_nodes_networks() -> None:
     with pytest.raises(LaunchError) as refusal:
         wired(config(node("a"), node("b")), linux("a", "eth0 10.0.0.1/24"), linux("b", "lo 127.0.0.1/8"))
     text = str(refusal.value)
-    assert "a: 10.0.0.0/24 (eth0)" in text and "b: only loopback addresses" in text
+    assert "a: 10.0.0.0/24 (eth0)" in text and "b: only loopback and link-local addresses" in text
     assert 'ips = ["…"] in its [[node]]' in text
 
 
@@ -261,7 +280,15 @@ def test_cables_without_addresses_are_not_used_with_a_warning() -> None:
     macs = mesh(2)
     network = macs_wired(macs, macs.facts(rdma_enabled=False))
     assert [host.ips for host in network.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
-    assert any("the Thunderbolt cables are not used" in text for text in network.warnings)
+    assert any("their ends have no addresses in a common network" in text for text in network.warnings)
+
+
+def test_cables_with_addresses_in_another_order_are_not_said_to_have_none() -> None:
+    macs = addressed(ring(4, [0, 2, 1, 3]))
+    network = macs_wired(macs, with_tcp(macs.facts()))
+    assert network.hosts[0].ips == ("10.0.0.1",)
+    assert "the Thunderbolt cables are not used: they do not join each rank with the next" in network.warnings
+    assert any("form a ring in the order mac0, mac2, mac1, mac3" in text for text in network.warnings)
 
 
 def test_cuda_is_nccl_and_says_whether_there_is_infiniband() -> None:
@@ -288,6 +315,50 @@ def test_set_up_commands_leave_networks_alone_that_are_there_and_what_is_set_up(
     ]
     done = addressed(macs).facts()
     assert setup_commands(topology(done), done) == {}
+
+
+def test_a_bridge_with_link_local_addresses_only_is_no_network_and_comes_with_the_set_up() -> None:
+    """As macOS gives a bridge without DHCP (RFC 3927): two of them need not be one network."""
+    macs = mesh(2)
+    facts = [
+        fact.model_copy(
+            update={
+                "rdma_enabled": False,
+                "interfaces": (
+                    *(port.model_copy(update={"bridge": "bridge0"}) for port in fact.interfaces if port.name != "en0"),
+                    Interface(name="bridge0", ipv4=(f"169.254.7.{number + 1}/16",), active=True, bridge="bridge0"),
+                ),
+            }
+        )
+        for number, fact in enumerate(macs.facts())
+    ]
+    with pytest.raises(LaunchError, match=r"no network in common.*flightdeck nodes --setup"):
+        macs_wired(macs, facts)
+    assert list(setup_commands(topology(facts), facts)) == ["mac0", "mac1"]
+
+
+def test_where_addresses_are_not_known_none_are_given() -> None:
+    macs = mesh(2)
+    late = changed(macs.facts(), 1, interfaces=(), unknown={"ifconfig": Late(command="ifconfig -a", after_s=4)})
+    assert setup_commands(topology(late), late) == {}
+
+
+def test_the_set_up_asks_for_a_password_once_and_goes_on_without_its_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    for name, text in {
+        "sudo": f'echo sudo >>{log}\nexec "$@"',
+        "ifconfig": f'kill -HUP $PPID\necho ifconfig "$@" >>{log}',
+        "route": f'echo route "$@" >>{log}\nexit 1',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    macs = mesh(2)
+    commands = setup_commands(topology(macs.facts()), macs.facts())["mac0"]
+    subprocess.run(["/bin/sh", "-c", setup_script(commands)], check=False)
+    assert log.read_text().splitlines() == ["sudo", *(line.removeprefix("sudo ") for line in commands)]
 
 
 LATE = Late(command="system_profiler SPThunderboltDataType -json", after_s=4)

@@ -54,3 +54,28 @@ def test_a_failure_on_file_matches_its_own_signature_and_no_other(failure: dict[
     (found,) = findings([failure["text"]])
     assert (found.kind is SignatureKind.NOISE) == (failure["severity"] == "noise")
     assert "{" not in found.cause + (found.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("module", "signature"),
+    [
+        ("mlx", "import.mlx"),
+        ("mlx.core", "import.mlx"),
+        ("mlx.nn.layers", "import.mlx"),
+        ("mlx_lm.tuner", "import.mlx"),
+        ("mlx.data", "import.other"),
+        ("mlx.launch", "import.other"),
+        ("mlxtend", "import.other"),
+        ("mlx.distributed", "import.mlx_distributed"),
+        ("mlx.distributed.ring", "import.mlx_distributed"),
+    ],
+)
+def test_only_modules_of_mlx_and_mlx_lm_tell_of_another_environment(module: str, signature: str) -> None:
+    (found,) = findings([f"ModuleNotFoundError: No module named '{module}'"])
+    assert found.signature is BY_ID[signature]
+
+
+def test_a_folder_that_macos_keeps_private_names_full_disk_access_and_others_do_not() -> None:
+    for path, private in (("/Users/ana/Documents/a.jsonl", True), ("/Volumes/ext/a", True), ("/Users/ana/a", False)):
+        found = known(f"PermissionError: [Errno 1] Operation not permitted: '{path}'")
+        assert (found == ["os.full_disk_access"]) is private

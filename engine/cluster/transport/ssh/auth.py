@@ -118,6 +118,7 @@ def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: s
     return unknown
 
 
+LOCKED = "locked by a passphrase, and not in the agent"
 _USUAL = ("id_ed25519_sk", "id_ecdsa_sk", "id_ed25519", "id_ecdsa", "id_rsa")
 
 
@@ -143,12 +144,16 @@ class _KeyFile:
 
 
 @contextlib.asynccontextmanager
-async def identities(named: Sequence[str] | None, agent: str, *, only_named: bool) -> AsyncIterator[Identities]:
-    """`named` are the configuration's IdentityFiles, None for ssh's usual ones; `agent` is its socket, "" for none.
-    The pairs of an agent can be used within. Raises NodeUnreachable for a private key that others can read."""
+async def identities(
+    named: Sequence[str] | None, agent: str, certificates: Sequence[str] = (), *, only_named: bool
+) -> AsyncIterator[Identities]:
+    """`named` are the configuration's IdentityFiles, None for ssh's usual ones; `agent` is its socket, "" for none;
+    `certificates` its CertificateFiles, of which those that cannot be read are passed over, as ssh does. The pairs of
+    an agent can be used within. Raises NodeUnreachable for a private key that others can read."""
     usual = [str(Path.home() / ".ssh" / name) for name in _USUAL]
     files = [Path(name).expanduser() for name in (usual if named is None else named)]
-    found = [key for file in files if (key := _read_key_file(file, quiet=named is None)) is not None]
+    certs = [cert for name in certificates for cert in _read_certificates(Path(name).expanduser())]
+    found = [key for file in files if (key := _read_key_file(file, certs, quiet=named is None)) is not None]
     client, held = None, list[asyncssh.SSHKeyPair]()
     with contextlib.suppress(OSError, asyncssh.Error, ValueError):
         if agent:
@@ -168,7 +173,14 @@ async def identities(named: Sequence[str] | None, agent: str, *, only_named: boo
             client.close()
 
 
-def _read_key_file(file: Path, *, quiet: bool) -> _KeyFile | None:
+def _read_certificates(file: Path) -> Sequence[asyncssh.SSHCertificate]:
+    try:
+        return asyncssh.load_certificates(str(file))
+    except (asyncssh.KeyImportError, OSError):
+        return ()
+
+
+def _read_key_file(file: Path, certificates: Sequence[asyncssh.SSHCertificate], *, quiet: bool) -> _KeyFile | None:
     """None for a file that is not there and need not be."""
     public = _read_public_key(file.with_name(f"{file.name}.pub"))
     try:
@@ -182,11 +194,11 @@ def _read_key_file(file: Path, *, quiet: bool) -> _KeyFile | None:
             "a private key can be read by others", where=str(file), todo=f"chmod 600 {shlex.quote(str(file))}"
         )
     try:
-        pairs = asyncssh.load_keypairs(str(file), ignore_encrypted=True)
+        pairs = asyncssh.load_keypairs(str(file), certlist=certificates, ignore_encrypted=True)
     except (asyncssh.KeyImportError, OSError) as error:
         return _KeyFile(file, (), public, str(error))
     if not pairs:
-        return _KeyFile(file, (), public, "locked by a passphrase, and not in the agent")
+        return _KeyFile(file, (), public, LOCKED)
     return _KeyFile(file, tuple(pairs), pairs[0].key_public_data)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import asyncssh
+from asyncssh.config import SSHClientConfig
 
 from engine.cluster.transport.ssh import ConnectionLimiter
 from engine.cluster.transport.ssh.auth import (
@@ -42,6 +43,13 @@ from engine.cluster.transport.ssh_config import (
 from engine.errors import InputError, NodeUnreachable
 from engine.security.identifiers import SshTarget
 from engine.security.sanitise import plain
+
+for _option in (
+    *("connecttimeout", "serveraliveinterval", "serveralivecountmax", "rekeylimit", "pubkeyauthentication"),
+    *("setenv", "sendenv", "requesttty", "remotecommand"),
+):
+    # Ours are used in place of these, and asyncssh refuses values that ssh accepts: "1m", "none", "host-bound".
+    SSHClientConfig._handlers.pop(_option, None)
 
 _TRIES = 5
 _JUMPS = 4
@@ -183,6 +191,7 @@ def _set_up(target: SshTarget, home: Path) -> _Setup:
         port=target.port if target.port is not None else (),
         username=target.user if target.user is not None else (),
         client_keys=iter(()),
+        client_certs=[],
         known_hosts=None,
     )
     user, system = (_files(options, f"{owner}KnownHostsFile") for owner in ("User", "Global"))
@@ -198,7 +207,8 @@ async def _log_in(
 ) -> asyncssh.SSHClientConnection:
     """Connect to what `setup` says, through `tunnel` if that is given."""
     only_named = bool(setup.options.config.get("IdentitiesOnly"))
-    offered = identities(_files(setup.options, "IdentityFile"), setup.agent, only_named=only_named)
+    files, certificates = (_files(setup.options, f"{kind}File") for kind in ("Identity", "Certificate"))
+    offered = identities(files, setup.agent, certificates or (), only_named=only_named)
     async with admission.at(setup.options.host, setup.options.port), offered as keys:
         recorder = HostKeyRecorder(setup.known, setup.options.host_key_alias)
         try:

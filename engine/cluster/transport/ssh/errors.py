@@ -8,9 +8,11 @@ import errno
 import os
 import re
 import socket
+import sys
 
 import asyncssh
 
+from engine.cluster.transport.ssh.auth import LOCKED
 from engine.cluster.transport.ssh_config import CONNECT_TIMEOUT_S
 from engine.errors import LoginRefused, NodeUnreachable
 from engine.security.sanitise import plain
@@ -42,6 +44,9 @@ def unreachable_error(error: Exception, where: str, *, tried: str = "") -> NodeU
             todo = "make one by ssh-keygen and put it there by ssh-copy-id"
             return LoginRefused("login refused", where=where, why="there is no key to offer", todo=todo)
         why, todo = f"none of our keys is accepted there: {tried}", "is the user right? Else ssh-copy-id puts a key"
+        if LOCKED in tried:
+            # macOS's own ssh takes the passphrase from the keychain, asyncssh only from an agent: its ssh-add(1).
+            todo = f"unlock the key: ssh-add{' --apple-load-keychain' if sys.platform == 'darwin' else ''}"
         return LoginRefused("login refused", where=where, why=why, todo=todo)
     why, todo = _why_and_fix(error)
     kind = ConnectionDropped if isinstance(error, CONNECTION_DROPS) else NodeUnreachable

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from engine.node.probes import model, nearest, network
+from engine.node.probes import dataset, model, nearest, network, storage
 from engine.node.processes import start_time
 from engine.protocol.attempt import NONCE_ENV
 from tests.machine import NONCE, WATCHED
@@ -194,3 +194,58 @@ def test_only_listeners_count_in_the_kernels_table() -> None:
 def test_lsofs_pid_is_read_from_its_field_output() -> None:
     assert network.lsof_pid("p812\nf5\nf6\n") == 812
     assert network.lsof_pid("") is None
+
+
+def test_a_port_that_is_bound_at_one_address_is_not_free_at_all_of_them() -> None:
+    """On BSD SO_REUSEADDR hides even one that listens; on Linux one that does not listen yet."""
+    with socket.socket() as theirs:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        theirs.bind(("127.0.0.1", 0))
+        port = theirs.getsockname()[1]
+        assert not network.bindable("", port)
+    assert network.bindable("", port)
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (("darwin", errno.EPERM, "Documents/data"), True),
+        (("darwin", errno.EPERM, "Library/Mobile Documents/x"), True),
+        (("darwin", errno.EACCES, "Documents/data"), False),
+        (("darwin", errno.EPERM, "mlx/data"), False),
+        (("linux", errno.EPERM, "Documents/data"), False),
+    ],
+)
+def test_what_macos_keeps_private_names_full_disk_access(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: tuple[str, int, str], named: bool
+) -> None:
+    """Simulated: macOS answers EPERM there."""
+    platform, code, below = case
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / below / "train.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+
+    def refusing(*_: object, **__: object) -> None:
+        raise PermissionError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "open", refusing)
+    problem = dataset.check_file(path, {})["problem"]
+    assert problem.startswith(f"{path} cannot be read: {os.strerror(code)}")
+    assert ("allow full disk access for remote users" in problem) is named
+
+
+def test_a_private_folder_of_macos_is_not_permitted_by_a_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "Documents").mkdir()
+
+    def refusing(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(storage, "write", refusing)
+    request = {"directory": str(tmp_path / "Documents/out"), "roots": [str(tmp_path)], "runs": str(tmp_path)}
+    report = storage.probe_storage(json.dumps({**request, "resume": None, "needed": 0}))
+    assert "allow full disk access" in report["fault"]
+    assert (report["permit"], report["own"]) == (None, None)
