@@ -21,7 +21,8 @@ _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _HINTS = {"hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported'}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_RESERVED = ("MLX_", "FLIGHTDECK_")
+_RESERVED = re.compile(r"FLIGHTDECK_.*|MLX_(RANK|HOSTFILE|IBV_DEVICES|WORLD_SIZE|JACCL_.*)")
+_RESERVED_NAMES = "FLIGHTDECK_*, MLX_RANK, MLX_HOSTFILE, MLX_IBV_DEVICES, MLX_WORLD_SIZE and MLX_JACCL_*"
 _SAME = {"epochs": "iters", "iters": "epochs"}
 _REQUIRED = {
     "model": "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors",
@@ -147,8 +148,10 @@ def _check_environment(faults: Faults, location: Location, env: object) -> None:
 
 def environment_fault(name: str, value: object) -> str | None:
     """Description of an accepted variable; None if this one can be set."""
-    if not _VARIABLE.fullmatch(name) or name.startswith(_RESERVED):
-        return "a variable name; names that begin with MLX_ or FLIGHTDECK_ are reserved"
+    if not _VARIABLE.fullmatch(name):
+        return "a variable name"
+    if _RESERVED.fullmatch(name):
+        return f"another name: {_RESERVED_NAMES} are reserved, since a launch sets them"
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= character <= "\udfff" for character in value)):
         return "a string of valid characters without NUL"
     return None

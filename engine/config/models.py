@@ -107,8 +107,8 @@ class JobConfig(_Section):
     given: tuple[str, ...] = ()
     """The keys of `mlx_lm` that the configuration sets; the others are defaults."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables for every rank. Names that begin with `MLX_` or `FLIGHTDECK_` are reserved. Default:
-    none."""
+    """Environment variables for every rank, also `MLX_*` that a launch does not set itself: `FLIGHTDECK_*`, `MLX_RANK`,
+    `MLX_HOSTFILE`, `MLX_IBV_DEVICES`, `MLX_WORLD_SIZE` and `MLX_JACCL_*` are reserved. Default: none."""
     data_quality_report: _HeadPath | None = None
     """JSON report on the training data, on this machine: its number of examples, and whether training on it is allowed.
     Default: none."""

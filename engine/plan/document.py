@@ -211,7 +211,7 @@ class RdmaSection(FrozenModel):
     expected_speedup: float | None
     """Throughput of all ranks over that of the fastest node alone, calibrated with this backend."""
     env_vars: dict[str, str]
-    """NCCL variables that `flightdeck launch` sets for every rank."""
+    """NCCL variables that `flightdeck launch` sets for every rank, and MLX's own that the job sets."""
     setup: tuple[str, ...]
     """Manual steps to run once."""
     reason: str
