@@ -76,6 +76,12 @@ class NodeConfig(_Section):
     from the Thunderbolt cables."""
     share: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Relative share of the global batch. Default: by the calibration, or equal shares."""
+    validates: bool | None = Field(default=None, alias="validate")
+    """Take part in validation and test, with strategy `data` or `local`. `false`: the node waits while the others
+    compute them. Default: `false` for an M4 Max in full fine-tuning of 4B parameters or more, if another node takes
+    part."""
+
+    model_config = ConfigDict(populate_by_name=True)
 
     @property
     def local(self) -> bool:
@@ -224,7 +230,7 @@ class RecoveryConfig(_Section):
     hang_s: float = Field(default=60.0, ge=1)
     """A run without a step for this long, and for 5 times its longest steps, is hung."""
     stall_s: float = Field(default=600.0, ge=1)
-    """The same limit while a rank loads, validates or saves, and for the first steps."""
+    """The same limit while a rank loads or saves, for a batch of a validation, and for the first steps."""
     restart_commands: bool = False
     """Restart a custom `command` too. It must restore its own state."""
 

@@ -22,8 +22,8 @@ from engine.plan.shares import divide_batch
 from engine.protocol.job import Strategy
 from engine.protocol.partition import epoch_iterations
 
-_M4_MAX_BYTES = 136 * 10**9
-"""Above the largest M4 Max (128 GiB)."""
+_M4_MAX_BYTES = 128 * 2**30
+"""hw.memsize of the largest M4 Max."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,11 @@ class PlanContext:
 
     @property
     def full(self) -> bool:
+    @property
+    def validates(self) -> bool:
+        """The job computes a loss on examples that it does not train on."""
+        return bool(self.settings) and bool(self.settings.get("val_batches") or self.settings.get("test"))
+
         return bool(self.settings) and self.job.fine_tune_type == "full"
 
     @property

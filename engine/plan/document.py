@@ -411,6 +411,8 @@ class DataQualitySection(DataFindings, IfdScore):
 
 
 class TrainingPlan(FrozenModel):
+    validates: bool = True
+    """Takes part in validation and test."""
     version: Literal["2.0.0"] = VERSION
     strategy: StrategySection
     batch_configuration: BatchSection

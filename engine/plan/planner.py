@@ -4,7 +4,10 @@ here: performance_targets, hardware_calibration, coordinator_chunking, data, dat
 
 from __future__ import annotations
 
-from engine.plan.advice import advice_section
+from collections.abc import Collection
+
+from engine.config.models import PARTITIONED
+from engine.plan.advice import advice_section, without_validation
 from engine.plan.batch import batch_section
 from engine.plan.checkpoints import checkpoint_section
 from engine.plan.context import PlanContext, PlanInputs, make_context
@@ -146,7 +149,8 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
     needed = memory_fit(context, rationale)
-    advised = advice_section(context, needed)
+    not_validating = without_validation(context, needed, rationale)
+    advised = advice_section(context, needed, not_validating)
     return TrainingPlan(
         strategy=strategy_section(context, needed.split, needed.trained, rationale),
         batch_configuration=batch_section(context, needed.largest_batch, rationale),
@@ -163,7 +167,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         cluster=inputs.config.cluster.name,
         job=inputs.config.job.name,
         made_at=inputs.now,
-        nodes=_nodes(context),
+        nodes=_nodes(context, not_validating),
         settings=needed.settings,
         memory=needed.section,
         data=DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
@@ -191,7 +195,7 @@ def _ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} seconds ago"
 
 
-def _nodes(context: PlanContext) -> tuple[PlannedNode, ...]:
+def _nodes(context: PlanContext, not_validating: Collection[str]) -> tuple[PlannedNode, ...]:
     inputs = context.inputs
     rows = []
     for rank, node in enumerate(inputs.config.nodes):
@@ -209,3 +213,4 @@ def _nodes(context: PlanContext) -> tuple[PlannedNode, ...]:
             )
         )
     return tuple(rows)
+                validates=node.name not in not_validating,
