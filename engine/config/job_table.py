@@ -12,8 +12,9 @@ from typing import Any
 from engine.config.documents import DocumentError, file_text, read_yaml
 from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
-from engine.config.mlx_lm_keys import DEFAULTS, KEYS, with_defaults
+from engine.config.mlx_lm_keys import DEFAULTS, KEYS, scaled_rate, scaling_rule, with_defaults
 from engine.config.models import JobConfig
+from engine.protocol.job import AUTO
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = ("name", "command", "env", "strategy", "layer_split", "data_quality_report", "chunking", "chunk_size")
@@ -59,7 +60,11 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
         del own["command"]
     own.setdefault("name", _name(own.get("command"), settings.get("model")))
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
-    config = faults.validated(location, JobConfig, {**own, **named, "mlx_lm": settings, "given": sorted(locations)})
+    if by_rule := settings.get("learning_rate") == AUTO and {"batch_size", "optimizer"} <= settings.keys():
+        total = settings["batch_size"] * settings.get("grad_accumulation_steps", 1)
+        settings["learning_rate"] = scaled_rate(total, scaling_rule(settings["optimizer"]))
+    known = {**own, **named, "mlx_lm": settings, "given": sorted(locations), "rate_by_rule": by_rule}
+    config = faults.validated(location, JobConfig, known)
     return ReadJob(config if len(faults.found) == before else None, settings, locations, command)
 
 

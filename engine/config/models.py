@@ -112,6 +112,8 @@ class JobConfig(_Section):
     """All keys of an mlx-lm training YAML with defaults filled in; [job] has priority over the YAML file."""
     given: tuple[str, ...] = ()
     """The keys of `mlx_lm` that the configuration sets; the others are defaults."""
+    rate_by_rule: bool = False
+    """learning_rate = "auto": its value in `mlx_lm` is the rule's."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for every rank, also `MLX_*` that a launch does not set itself: `FLIGHTDECK_*`, `MLX_RANK`,
     `MLX_HOSTFILE`, `MLX_IBV_DEVICES`, `MLX_WORLD_SIZE` and `MLX_JACCL_*` are reserved. Default: none."""

@@ -63,6 +63,8 @@ class PlanInputs:
     calibration: Calibration | None = None
     division: Division | None = None
     """How the batch was divided when the run was created; None before that, when the calibration decides."""
+    recoveries_s: tuple[float, ...] = ()
+    """From a failure to the first step after it, in earlier runs of this job on this cluster, newest first."""
     left_out: tuple[str, ...] = ()
     """Nodes of the configuration that would not take part."""
     launching: Launching = field(default_factory=Launching)

@@ -78,7 +78,8 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
     if calibration.quick:
         notes.append("quick calibration: 10 s per node")
     return CalibrationSection(
-        measured_performance={measure.node: MeasuredNode(**dict(measure)) for measure in calibration.nodes},
+        measured_performance={measure.node: measure.examples_per_s for measure in calibration.nodes},
+        measured_details={measure.node: MeasuredNode(**dict(measure)) for measure in calibration.nodes},
         workload_distribution=shares,
         macos_qos_api=qos,
         calibration_notes=tuple(dict.fromkeys(notes)),
@@ -119,7 +120,8 @@ def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSect
         dataset_size=size,
         chunk_size=found.chunk_size,
         num_chunks=found.num_chunks,
-        progress=progress_text(1, found.num_chunks),
+        memory_management="gc.collect() and mx.clear_cache() after each chunk",
+        progress_reporting=progress_text(1, found.num_chunks),
     )
 
 
@@ -163,7 +165,10 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         hardware_calibration=calibration_section(context, rationale),
         worker_consistency=consistency_section(context, rationale),
         coordinator_chunking=chunking_section(context, rationale),
-        pre_flight_checklist=ChecklistSection(checks=inputs.checks),
+        pre_flight_checklist=ChecklistSection(
+            validation_layers=tuple(check.name for check in inputs.checks if not check.overridden),
+            checks=inputs.checks,
+        ),
         cluster=inputs.config.cluster.name,
         job=inputs.config.job.name,
         made_at=inputs.now,

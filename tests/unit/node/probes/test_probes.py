@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -194,3 +195,17 @@ def test_only_listeners_count_in_the_kernels_table() -> None:
 def test_lsofs_pid_is_read_from_its_field_output() -> None:
     assert network.lsof_pid("p812\nf5\nf6\n") == 812
     assert network.lsof_pid("") is None
+
+
+def test_the_weights_own_type_is_in_their_files_whatever_the_configuration_says(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
+    assert model.probe_configuration(str(tmp_path))["dtype"] is None, "there are no weights yet"
+    tensors = {"norm": ("F32", 4, 4), "packed": ("U32", 400, 4), "a": ("BF16", 10, 2)}
+    header, at = {}, 0
+    for name, (dtype, elements, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": [elements], "data_offsets": [at, at := at + elements * size]}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
+    assert model.probe_configuration(str(tmp_path))["dtype"] == "bfloat16"
+    (tmp_path / "model-2.safetensors").write_bytes(b"cut")
+    assert model.probe_configuration(str(tmp_path))["dtype"] is None
