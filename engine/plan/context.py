@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import PARTITIONED, Config, JobConfig
+from engine.config.models import Config, JobConfig
 from engine.measurements import Calibration, Division, Shares, ThroughputPrediction
 from engine.models import NodeFacts, Topology
 from engine.plan.data_report import DataReport
@@ -152,12 +152,12 @@ class PlanContext:
         ]
 
     @property
-    def full(self) -> bool:
-    @property
     def validates(self) -> bool:
         """The job computes a loss on examples that it does not train on."""
         return bool(self.settings) and bool(self.settings.get("val_batches") or self.settings.get("test"))
 
+    @property
+    def full(self) -> bool:
         return bool(self.settings) and self.job.fine_tune_type == "full"
 
     @property
@@ -211,8 +211,6 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
 
 
 def _throughput(inputs: PlanInputs, shares: Shares) -> ThroughputPrediction:
-    if inputs.strategy in PARTITIONED:
-        return ThroughputPrediction(why_not=f"calibration measures strategy data, not {inputs.strategy}")
     why_not = (inputs.division and inputs.division.why_not) or why_unused(inputs)
     if why_not is not None:
         return ThroughputPrediction(why_not=why_not)

@@ -43,6 +43,8 @@ def performance_section(context: PlanContext, rationale: Rationale) -> Performan
     reason = (
         "the slowest node's measured step at its micro-batch, and what its backward pass does not cover of the exchange"
     )
+    if context.strategy in PARTITIONED:
+        reason = "real iterations of all ranks together, measured by calibrate"
     if context.strategy == "local":
         reason = "the slowest node's measured step at its micro-batch, and its part of the messages and of an averaging"
     if found.examples_per_s is None:
@@ -213,9 +215,9 @@ def _nodes(context: PlanContext, not_validating: Collection[str]) -> tuple[Plann
                 chip=seen.chip if seen else None,
                 memory_bytes=seen.memory_total_bytes if seen else None,
                 share=context.shares.parts.get(node.name),
+                validates=node.name not in not_validating,
                 facts_age_s=max(0.0, (inputs.now - seen.probed_at).total_seconds()) if seen else None,
                 problem=inputs.problems.get(node.name),
             )
         )
     return tuple(rows)
-                validates=node.name not in not_validating,

@@ -83,6 +83,16 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     reporter.print(outcome.early or f"{how} at iteration {outcome.iteration}")
 
 
+def load_strategy(spec: AttemptSpec, home: Path, collective: Collective, reporter: Reporter) -> tuple[Job, Strategy]:
+    """One rank's job and strategy as `train` makes them, and nothing around them. Raises JobError, PeerLost."""
+    raw = spec.job or {}
+    job = _rank_job(raw, spec.rank(collective.rank), home)
+    set_up_device(job, collective.rank)
+    model, tokenizer = load_model(job)
+    setup = _Setup(spec, config_hash(raw), job, collective, Control(), reporter)
+    return job, setup.build_strategy(model, load_train_split(job, tokenizer, lambda longest: None))
+
+
 def _rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
     """The job with this rank's own paths. Raises JobError."""
     own = {"adapter_path": rank.adapter_path, "resume_adapter_file": rank.resume_adapter_file}
