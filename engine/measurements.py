@@ -70,6 +70,30 @@ class LinkMeasure(FrozenModel):
     problem: str | None = None
 
 
+class GroupMeasure(FrozenModel):
+    """Real iterations of all ranks together, with a strategy of which no node can make a step alone."""
+
+    strategy: Literal["sharded", "pipeline"]
+    batch: Batch
+    """Sequences of an iteration over all ranks."""
+    steps: Count = 0
+    step_s: Figure | None = None
+    """Mean duration of an iteration."""
+    tokens_per_s: Figure | None = None
+    compute_s: dict[str, Figure] = Field(default_factory=dict)
+    """By node, its own part of an iteration: a pipeline's stage."""
+    peak_bytes: dict[str, Count] = Field(default_factory=dict)
+    """By node."""
+    problem: str | None = None
+
+    @property
+    def waiting(self) -> float | None:
+        """The share of an iteration that the ranks spend waiting and exchanging, in the mean."""
+        if not self.step_s or not self.compute_s:
+            return None
+        return max(0.0, 1 - sum(self.compute_s.values()) / len(self.compute_s) / self.step_s)
+
+
 @dataclass(frozen=True)
 class CalibrationProgress:
     """How far a calibration has come, in memory only."""
@@ -106,6 +130,8 @@ class Calibration(FrozenModel):
     links: tuple[LinkMeasure, ...] = ()
     """One for each pair of neighbours."""
     all_ranks: LinkMeasure | None = None
+    group: GroupMeasure | None = None
+    """With strategy "sharded" and "pipeline"."""
     gradient_bytes: int | None = None
     """Size of an all_sum of one step in float32."""
     element_bytes: int = 4

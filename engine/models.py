@@ -129,6 +129,9 @@ class RunRecord(FrozenModel):
     attempts: int = 0
     world_size: int
     backend: str
+    cluster: str = ""
+    recovery_s: float | None = None
+    """From the last failure that the run recovered from to the first step after it."""
     iteration: int | None = None
     iterations: int | None = None
     train_loss: float | None = None
@@ -175,8 +178,12 @@ class WorkerConsistency(FrozenModel):
     kind: Literal["worker_consistency"] = "worker_consistency"
     enabled: bool
     reason: str | None = None
-    threshold: float
+    consistency_threshold: float
     """Smallest share of workers that must agree."""
+    is_consistent: bool | None = None
+    """All workers that are not excluded agree with the reference; null if nothing was compared."""
+    script_hash: str | None = None
+    """SHA-256 of the training script in the reference: of the trainer's files, or of the command's own first file."""
     agreement: float | None = None
     """0 to 1; null if nothing was compared, or there is no reference."""
     reference: Literal["head", "plurality"] | None = None

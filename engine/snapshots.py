@@ -40,6 +40,10 @@ class RankReport:
     replicas_agree: bool | None = None
     saved_bytes: int | None = None
     """Size of the last committed checkpoint."""
+    saving_s: float = 0.0
+    """How long its training has waited for saves and checkpoints in this attempt."""
+    training_s: float | None = None
+    """Since the start event."""
     chunk: ChunkProgress | None = None
     """The last one that was finished of data that is streamed."""
 

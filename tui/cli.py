@@ -231,12 +231,18 @@ def _planning(commands: Commands) -> None:
         ("flightdeck plan --explain", "the reason of each choice, and where its figure came from"),
         ("flightdeck plan --json | jq .batch_configuration", "the document, version 2.0.0"),
         ("flightdeck plan --format v1", "the older document"),
+        ("flightdeck plan --apply", "write the suggested batch, learning rate and warm-up into flightdeck.toml"),
         adopts=False,
     )
     _config(plan)
     plan.add_argument("--explain", action="store_true", help="why each choice was made, in prose")
     plan.add_argument("--format", choices=("v1", "v2"), help="print the document of this version, as --json does")
     plan.add_argument("--strategy", choices=_STRATEGIES, help="plan as if the job said so")
+    plan.add_argument(
+        "--apply",
+        action="store_true",
+        help="write the suggested batch, learning rate and warm-up into [job]; the former file is kept as FILE.bak",
+    )
     _layer_split(plan)
     calibrate = _command(
         commands,

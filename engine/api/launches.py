@@ -7,6 +7,7 @@ import contextlib
 import secrets
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from engine.api.calibrations import CalibrationsApi
 from engine.api.runs import RunsApi
@@ -14,8 +15,9 @@ from engine.api.session import Session
 from engine.checks.context import CheckContext
 from engine.checks.runner import make_training_plan, validate_skip
 from engine.cluster.host_locks import shared_hosts
+from engine.config.draft import set_job_keys
 from engine.config.models import Config
-from engine.errors import StateError
+from engine.errors import InputError, StateError
 from engine.models import NodeFacts, RunRecord
 from engine.plan.document import TrainingPlan
 from engine.protocol.job import Strategy
@@ -48,6 +50,17 @@ class PlansApi:
         with contextlib.suppress(StateError):
             await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, seen)
         return plan
+
+    def apply(self, config: Config, plan: TrainingPlan) -> tuple[list[str], Path]:
+        """Write the plan's suggested batch, learning rate and warm-up into the configuration's file: the lines of
+        [job], and the file in which the former text is kept. Blocking. Raises InputError where there is no suggestion,
+        StateError."""
+        suggested = plan.batch_configuration.suggested
+        if suggested is None or config.file is None:
+            why = "the job runs a command of its own" if config.job.command is not None else "no batch fits every node"
+            raise InputError("there is nothing to apply", why=why)
+        lines = suggested.job_keys.splitlines()
+        return lines, set_job_keys(config.file, lines)
 
 
 class LaunchesApi:

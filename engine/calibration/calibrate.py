@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Literal
 
+from engine.calibration.group import measure_group
 from engine.calibration.throughput import measure_nodes
 from engine.checks.context import CheckContext
 from engine.checks.gradient import AllSumOutcome, evaluate, run_all_sum
 from engine.checks.plan_inputs import last_known_facts, shared_plan, shared_plan_inputs
 from engine.cluster.staging import HostLayout
 from engine.cluster.topology import topology
-from engine.config.models import Config, select_nodes
+from engine.config.models import Config, select_nodes, with_strategy
 from engine.errors import FlightDeckError, LaunchError
 from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import CheckStatus, NodeFacts
-from engine.plan.document import ChosenSettings
+from engine.plan.context import PlanInputs, make_context
+from engine.plan.document import ChosenSettings, MemorySection, Rationale
 from engine.plan.fingerprint import fingerprint, node_fingerprints
 from engine.plan.memory.choice import is_open, resolved
+from engine.plan.memory.fit import memory_fit
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.network import NetworkPlan, plan_network
 
 QUICK_S = 10.0
+GROUP_S = 20.0
+"""At most, for the steps of all ranks together."""
 ALL_RANKS = "all ranks"
 SYNTHETIC_MODEL = "the job runs a command of its own: the same tiny Llama was trained on every node instead"
 
@@ -48,9 +55,11 @@ async def calibrate(
         seconds = QUICK_S if quick else config.calibration.seconds
         chosen = (await shared_plan(reachable)).settings if is_open(kept) else None
         measured_job = resolved(kept, chosen) if isinstance(chosen, ChosenSettings) else kept
-        nodes, gradient_bytes, leftovers = await measure_nodes(reachable, measured_job, seconds, on_progress)
-        model = (await shared_plan_inputs(reachable)).model
+        inputs = await shared_plan_inputs(reachable)
+        too_large = await asyncio.to_thread(nodes_too_small, replace(inputs, config=measured_job))
+        nodes, gradient_bytes, leftovers = await measure_nodes(reachable, measured_job, seconds, on_progress, too_large)
         links, all_ranks = await measure_links(reachable, on_progress)
+        group = await measure_group(reachable, measured_job, min(seconds, GROUP_S), on_progress)
         network = None
         with contextlib.suppress(FlightDeckError):
             network = await reachable.network_plan()
@@ -77,8 +86,9 @@ async def calibrate(
         ),
         links=links,
         all_ranks=all_ranks,
+        group=group,
         gradient_bytes=gradient_bytes,
-        element_bytes=trained_element_bytes(model, config.job.fine_tune_type),
+        element_bytes=trained_element_bytes(inputs.model, config.job.fine_tune_type),
         settings=chosen.model_dump() if isinstance(chosen, ChosenSettings) else {},
         notes=_notes(config, leftovers),
     )
@@ -98,8 +108,25 @@ def connected_as(
     return tuple(found)
 
 
+def nodes_too_small(inputs: PlanInputs) -> dict[str, str]:
+    """The nodes that the whole job would not fit by the estimate, each with why: to load it there could bring down the
+    machine."""
+    alone = replace(inputs, strategy="data", config=with_strategy(inputs.config, "data", None), calibration=None)
+    if alone.config.job.command is not None:
+        return {}
+    section = memory_fit(make_context(alone, Rationale()), Rationale()).section
+    return {
+        rank.node: f"not measured by itself: the whole job needs {rank.needed_bytes / 1e9:,.1f} GB by the estimate, of "
+        f"{rank.limit_bytes / 1e9:,.1f} GB"
+        for rank in (section.ranks if isinstance(section, MemorySection) else ())
+        if rank.fits is False and rank.limit_bytes is not None
+    }
+
+
 def is_complete(calibration: Calibration) -> bool:
     """A complete calibration replaces an earlier one in the store."""
+    if calibration.group is not None and calibration.group.step_s is not None:
+        return True
     return all(measure.examples_per_s is not None for measure in calibration.nodes)
 
 

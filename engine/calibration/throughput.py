@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from engine.checks.context import CheckContext
@@ -70,14 +70,15 @@ def step_batch(config: Config) -> int:
 
 
 async def measure_nodes(
-    context: CheckContext, config: Config, seconds: float, on_progress: OnProgress
+    context: CheckContext, config: Config, seconds: float, on_progress: OnProgress, too_large: Mapping[str, str]
 ) -> tuple[list[NodeMeasure], int | None, str]:
     """Measure every node for `seconds` with the job of `config`, in which nothing is "auto"; one that cannot be
-    measured has a problem instead. The measures in rank order, the bytes of the gradients (None where they differ, or
-    no node was measured), and a message about processes that could not be ended ("" for none). Cancelled, it first ends
-    what it has started. Raises LaunchError, NodeUnreachable when nothing can be started on one of them."""
+    measured has a problem instead, as has one for which the job is `too_large`, by its name. The measures in rank
+    order, the bytes of the gradients (None where they differ, or no node was measured), and a message about processes
+    that could not be ended ("" for none). Cancelled, it first ends what it has started. Raises LaunchError,
+    NodeUnreachable when nothing can be started on one of them."""
     async with leased(context) as leases:
-        measurement = _Measurement(context, config, seconds, on_progress, leases)
+        measurement = _Measurement(context, config, seconds, on_progress, leases, too_large)
         await leases.acquire()
         await gather_all(measurement.put(layout) for layout in await context.layouts())
         hosts = hosts_of(context.config.nodes).values()
@@ -95,6 +96,7 @@ class _Measurement:
     seconds: float
     on_progress: OnProgress
     leases: Leases
+    too_large: Mapping[str, str] = field(default_factory=dict)
 
     async def put(self, layout: HostLayout) -> None:
         files = {f"rank{rank}.json": self._spec(rank, layout).to_json() for rank in layout.ranks}
@@ -106,6 +108,9 @@ class _Measurement:
 
     async def _rank(self, rank: int) -> tuple[NodeMeasure, int | None]:
         node = self.context.config.nodes[rank]
+        if (why := self.too_large.get(node.name)) is not None:
+            self._report(node, "not measured", 0.0, None, why)
+            return NodeMeasure(node=node.name, host=node.ssh, problem=why), None
         try:
             figures = await self._measured(rank, node)
         except (FlightDeckError, OSError, TimeoutError) as error:
@@ -119,17 +124,17 @@ class _Measurement:
         spec = self._folder(layout) / f"rank{rank}.json"
         argv = ["/usr/bin/env", f"{NONCE_ENV}={self.leases.nonce}", layout.expanded(node.python)]
         argv += ["-m", "engine.trainer.calibrate", str(spec)]
+        # From one report to the next: the node reports every step, and ends late ones itself.
         limit_s = _LOAD_LIMIT_S + 5 * self.seconds
         started = await self.context.agent(node).start_command(argv, directory=layout.bundle)
         with contextlib.closing(started) as request:
             try:
-                async with asyncio.timeout(limit_s):
-                    while isinstance(line := await request.next_line(limit_s), bytes):
-                        output = parse_line(line, MeasureOutput)
-                        if output is not None and output.measured is not None:
-                            return output.measured
-                        if output is not None and (now := output.progress) is not None:
-                            self._report(node, now.phase, now.elapsed_s, now.examples_per_s)
+                while isinstance(line := await request.next_line(limit_s), bytes):
+                    output = parse_line(line, MeasureOutput)
+                    if output is not None and output.measured is not None:
+                        return output.measured
+                    if output is not None and (now := output.progress) is not None:
+                        self._report(node, now.phase, now.elapsed_s, now.examples_per_s)
                 output_at_end = line.stderr.strip() if isinstance(line, RequestEnded) else str(line)
                 why = plain(output_at_end.rpartition("\n")[2])
                 raise LaunchError("the measurement ended without a result", where=node.name, why=why)

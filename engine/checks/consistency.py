@@ -29,6 +29,8 @@ NAME = "worker_consistency"
 _LIMIT_S = 60.0
 _MODEL = "model "
 """Prefix of the names of the model's files."""
+_SCRIPT = "worker"
+"""The probe's name for the bundle, in which the trainer is."""
 _SHOWN = 12
 """Characters of a hash in a message."""
 _NAMED = 3
@@ -146,7 +148,9 @@ def evaluate(
             found.evidence[node.name] = message
     detail = WorkerConsistency(
         enabled=True,
-        threshold=settings.consistency_threshold,
+        consistency_threshold=settings.consistency_threshold,
+        is_consistent=set(compared.divergent) <= set(excluded),
+        script_hash=(compared.reference or {}).get(next(iter(command_files(config)), _SCRIPT)),
         agreement=compared.ratio if compared.reference is not None else None,
         reference=compared.source,
         divergent=compared.divergent,

@@ -8,12 +8,14 @@ is compared with the configuration, and every sum must be exact. Everything it s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -54,13 +56,29 @@ _ATTEMPT = 1
 _RESULT_BYTES = 1 << 20
 _OUTPUT_BYTES = 4096
 _RESULT = TypeAdapter(AllSumResult)
+_ALL_SUM = "engine.trainer.allreduce_check"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class AllSumOutcome:
+class GroupProgram:
+    """A module of the trainer that every rank runs once, all of them in one group. `--out` is added, the file for its
+    result, a JSON object."""
+
+    module: str
+    arguments: Sequence[str]
+    """ "{folder}" is replaced by the folder of `files` on the node."""
+    limit_s: float
+    environment: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    """By name, the same on every host."""
+
+
+@dataclass(frozen=True)
+class GroupOutcome(Generic[Result]):
     """How each rank ended."""
 
-    results: Mapping[int, AllSumResult | None]
+    results: Mapping[int, Result | None]
     """None for one that wrote no result."""
     messages: Mapping[int, str]
     """The last line of its output, else what was reported about it."""
@@ -70,31 +88,56 @@ class AllSumOutcome:
     """Processes that could not be ended, as a message; "" for none."""
 
 
+AllSumOutcome = GroupOutcome[AllSumResult]
+
+
 async def run_all_sum(context: CheckContext) -> AllSumOutcome:
     """Run an all_sum on all ranks. Cancelled, it ends them first. Raises LaunchError, NodeUnreachable when they could
     not be started."""
+    config = context.config
+
+    def program(network: NetworkPlan, _: Sequence[HostLayout]) -> GroupProgram:
+        seconds = config.preflight.all_sum_s
+        arguments = ["--seconds", str(seconds), "--world-size", str(len(config.nodes)), "--backend", network.backend]
+        limit_s = START_ALLOWANCE_S + 5 * seconds
+        return GroupProgram(_ALL_SUM, arguments, limit_s, network_environment(network, config.job.env))
+
+    return await run_group(context, program, _RESULT)
+
+
+async def run_group(
+    context: CheckContext,
+    make: Callable[[NetworkPlan, Sequence[HostLayout]], GroupProgram],
+    result_type: TypeAdapter[Result],
+) -> GroupOutcome[Result]:
+    """Run a program on all ranks, started the way an attempt starts them. Cancelled, it ends them first. Raises
+    LaunchError, NodeUnreachable when they could not be started."""
     async with leased(context) as leases:
         network, layouts = await context.network_plan(), await context.layouts()
-        all_sum = _AllSum(context, leases, network, layouts)
+        group = _Group(context, leases, network, layouts, make(network, layouts))
         starting_port, *_ = await gather_all([fresh_block(context, network), leases.acquire()])
         assert starting_port is not None
-        codes, ssh_output = await all_sum.run(starting_port)
-        found = await context.on_all_nodes(all_sum.read)
-    results: dict[int, AllSumResult | None] = {}
+        codes, ssh_output = await group.run(starting_port)
+        found = await context.on_all_nodes(group.read)
+    results: dict[int, Result | None] = {}
     messages: dict[int, str] = {}
     for rank, node in enumerate(context.config.nodes):
         answer = found[node.name]
-        results[rank], output = (None, str(answer)) if isinstance(answer, FlightDeckError) else answer
+        result, output = (b"", str(answer)) if isinstance(answer, FlightDeckError) else answer
         messages[rank] = output or ssh_output.get(rank, "")
-    return AllSumOutcome(results, messages, codes, leases.leftovers)
+        results[rank] = None
+        with contextlib.suppress(ValidationError):
+            results[rank] = result_type.validate_json(result)
+    return GroupOutcome(results, messages, codes, leases.leftovers)
 
 
 @dataclass(frozen=True)
-class _AllSum:
+class _Group:
     context: CheckContext
     leases: Leases
     network: NetworkPlan
     layouts: tuple[HostLayout, ...]
+    program: GroupProgram
 
     async def run(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
         """Write the files and run all ranks to their end: their exit codes, and what ssh or the launcher reported."""
@@ -105,16 +148,12 @@ class _AllSum:
             return await self._run_direct(environment)
         return await self._with_launcher(starting_port)
 
-    async def read(self, node: NodeConfig) -> tuple[AllSumResult | None, str]:
-        """The result of the node's rank, None where it wrote none; and the last line of its output."""
+    async def read(self, node: NodeConfig) -> tuple[bytes, str]:
+        """The result that the node's rank wrote, and the last line of its output."""
         layout, rank = await self.context.layout_of(node), self.context.config.nodes.index(node)
         agent, folder = self._agent(layout), self._folder(layout)
         result = await agent.read_end(folder / f"rank{rank}.json", _RESULT_BYTES)
-        output = _last_line(await agent.read_end(folder / f"rank{rank}.log", _OUTPUT_BYTES))
-        try:
-            return _RESULT.validate_json(result), output
-        except ValidationError:
-            return None, output
+        return result, _last_line(await agent.read_end(folder / f"rank{rank}.log", _OUTPUT_BYTES))
 
     async def _put(self, layout: HostLayout, environment: RankEnvironment | None) -> None:
         """Write start.sh, and without mlx.launch the files that it would have written."""
@@ -125,20 +164,20 @@ class _AllSum:
             backend=self.network.backend,
             world_size=len(self.context.config.nodes),
             environment={
-                **network_environment(self.network, self.context.config.job.env),
+                **self.program.environment,
                 **({"PATH": os.environ.get("PATH")} if launcher_here else {}),
             },
         )
-        files = {"start.sh": script}
+        files = {"start.sh": script, **self.program.files}
         if environment is not None:
             files |= {file_name(name): content + "\n" for name, content in environment.files.items()}
         await self.leases.write(layout, self._folder(layout), files)
 
     def _program(self, rank: int, layout: HostLayout) -> RankProgram:
-        config, folder = self.context.config, self._folder(layout)
-        argv = [layout.expanded(config.nodes[rank].python), "-m", "engine.trainer.allreduce_check"]
-        argv += ["--seconds", str(config.preflight.all_sum_s), "--world-size", str(len(config.nodes))]
-        argv += ["--backend", self.network.backend, "--out", str(folder / "rank{rank}.json")]
+        folder, python = self._folder(layout), layout.expanded(self.context.config.nodes[rank].python)
+        argv = [python, "-m", self.program.module]
+        argv += [word.replace("{folder}", str(folder)) for word in self.program.arguments]
+        argv += ["--out", str(folder / "rank{rank}.json")]
         return RankProgram(argv, f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1")
 
     async def _with_launcher(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
@@ -157,7 +196,7 @@ class _AllSum:
             here, nodes, self.layouts, home=home, run_id=check_id, attempt=_ATTEMPT
         )
         program = LocalProgram(argv, environment={**nonce, **launcher_variables}, newlines=True)
-        finished = await program.run(self._limit_s)
+        finished = await program.run(self.program.limit_s)
         last = _last_line(finished.stderr)
         by_ssh = {rank: plain(last_line(tail(ssh_shim.ssh_log_path(here, rank)))) for rank in range(len(nodes))}
         messages = {rank: printed or last for rank, printed in by_ssh.items()}
@@ -175,17 +214,13 @@ class _AllSum:
         variables = {NONCE_ENV: self.leases.nonce, **rank_variables(environment, self.network, rank)}
         variables |= {name: str(folder / file_name(name)) for name in environment.files}
         try:
-            return await run_start_script(self._agent(layout), folder / "start.sh", variables, self._limit_s)
+            return await run_start_script(self._agent(layout), folder / "start.sh", variables, self.program.limit_s)
         except FlightDeckError as error:
             return Completed(None, b"", str(error).encode())
 
     def _agent(self, layout: HostLayout) -> AgentClient:
         """The host's first node's: a rank's own python may be missing, which start.sh reports."""
         return self.context.agent(self.context.config.nodes[layout.ranks[0]])
-
-    @property
-    def _limit_s(self) -> float:
-        return START_ALLOWANCE_S + 5 * self.context.config.preflight.all_sum_s
 
     def _folder(self, layout: HostLayout) -> PurePosixPath:
         # Like an attempt's, so that what starts an attempt's ranks starts these.

@@ -75,7 +75,8 @@ def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, Mem
             found.overall.fault(str(error), fix)
         else:
             _check_overall(calibration, status.division, predicted, found.overall, fix)
-            slowness = _slowness(calibration, predicted)
+            # What a rank of a partitioned strategy computes is no share of a node's own step.
+            slowness = {} if config.job.partitioned else _slowness(calibration, predicted)
             stale = is_stale(config, calibration, now)
             for node in config.nodes:
                 name, findings = node.name, found.on(node)

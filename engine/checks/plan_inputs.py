@@ -25,7 +25,7 @@ from engine.launch.hostfile import hostfile_document, write_hostfile
 from engine.launch.manual_launch import JobSizes, manual_launch
 from engine.launch.rank_environment import common_environment
 from engine.measurements import Calibration
-from engine.models import NodeFacts
+from engine.models import NodeFacts, RunRecord
 from engine.plan.context import PlanInputs, Tools, make_context
 from engine.plan.data_report import DataReport, read_data_report
 from engine.plan.document import (
@@ -76,6 +76,8 @@ class ClusterHistory:
 
     facts: Sequence[NodeFacts] = ()
     calibrations: Sequence[Calibration] = ()
+    runs: Sequence[RunRecord] = ()
+    """Newest first."""
     problem: str | None = None
     """Why the state cannot be read; all is empty then."""
 
@@ -127,6 +129,9 @@ async def collect_plan_inputs(
         report_problem=report_problem,
         calibration=calibration,
         division=context.division,
+        recoveries_s=tuple(
+            run.recovery_s for run in history.runs if run.name == config.job.name and run.recovery_s is not None
+        ),
         left_out=left_out,
         rank_environment=common_environment(network, redacted, gradient_bytes=gradient),
     )
@@ -138,7 +143,9 @@ async def cluster_history(context: CheckContext) -> ClusterHistory:
     store, cluster = Store(context.fleet.home), context.config.cluster.name
     try:
         facts = await asyncio.to_thread(store.last_facts, cluster)
-        return ClusterHistory(facts, await asyncio.to_thread(store.calibrations, cluster))
+        calibrations = await asyncio.to_thread(store.calibrations, cluster)
+        runs = [run for run in await asyncio.to_thread(store.runs) if run.cluster == cluster]
+        return ClusterHistory(facts, calibrations, runs)
     except StateError as error:
         return ClusterHistory(problem=str(error))
 
@@ -231,7 +238,11 @@ async def _model(context: CheckContext, nodes: list[NodeConfig]) -> tuple[dict[s
         result = await context.probe(node, "configuration", path, result_type=ModelConfiguration, timeout_s=_LIMIT_S)
         if result.configuration is None:
             raise InputError(result.problem or "no model configuration", where=node.name)
-        return result.configuration, f"config.json of {path} on {node.name}"
+        source = f"config.json of {path} on {node.name}"
+        if result.dtype is None:
+            return result.configuration, source
+        # As the weights are stored: config.json may tell of another conversion.
+        return {**result.configuration, "torch_dtype": result.dtype}, f"{source}, type of the weights from their files"
 
     return await _first_answer(context, nodes, lambda node: node.model or job.model, read)
 

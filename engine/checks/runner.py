@@ -177,8 +177,16 @@ def plan_with_checks(inputs: PlanInputs, skip: Collection[str] = ()) -> Training
 
 
 def plan_with_results(plan: TrainingPlan, report: PreflightReport) -> TrainingPlan:
-    """The plan of a launch whose checks have ended, with the results of the sync and of the comparison."""
+    """The plan of a launch whose checks have ended, with their results."""
     results = {result.name: result for result in report.checks}
+    checklist = plan.pre_flight_checklist
+    checks = tuple(
+        check.model_copy(update={"status": result.status, "summary": result.summary})
+        if (result := results.get(check.name)) is not None
+        else check
+        for check in checklist.checks
+    )
+    checked = checklist.model_copy(update={"overall_status": report.overall_status, "checks": checks})
     synced, compared = plan.pre_rdma_sync, plan.worker_consistency
     if synced.enabled and (result := results.get(sync.NAME)) is not None:
         detail = result.detail
@@ -187,4 +195,5 @@ def plan_with_results(plan: TrainingPlan, report: PreflightReport) -> TrainingPl
         detail = result.detail
         known = dict(detail) if isinstance(detail, WorkerConsistency) else {"reason": result.summary}
         compared = compared.model_copy(update=known)
-    return plan.model_copy(update={"pre_rdma_sync": synced, "worker_consistency": compared})
+    sections = {"pre_rdma_sync": synced, "worker_consistency": compared, "pre_flight_checklist": checked}
+    return plan.model_copy(update=sections)

@@ -149,6 +149,7 @@ class ModelConfiguration(FrozenModel):
     """`configuration`: its figures are used; its texts are not safe to show."""
 
     configuration: Annotated[dict[str, Any], Field(max_length=1_000)] | None = None
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
     problem: ShortText | None = None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.faults import Faults, Location
+from engine.config.faults import Faults, Location, keys_of
 from engine.config.formats import ON_NODE, host_form, interpreter, path_form, remote_path_form, resolved
 from engine.config.models import ClusterConfig, NodeConfig
 from engine.security.identifiers import LOCAL, SshTarget
@@ -94,7 +94,7 @@ class _NodeReader:
         if table.values is None:
             return None
         faults, location, values, before = self.faults, table.location, dict(table.values), len(self.faults.found)
-        faults.unknown(location, values, NodeConfig.model_fields, {})
+        faults.unknown(location, values, keys_of(NodeConfig), {})
         local = self._check_host(location, values)
         self._check_devices(location, values, rank)
         for key in NODE_PATHS:

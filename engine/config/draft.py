@@ -1,21 +1,24 @@
 """Writes a first flightdeck.toml from the hosts that were found and the job in a folder (an mlx-lm YAML, or data), with
-a comment wherever the user has to decide.
+a comment wherever the user has to decide; and sets keys of [job] in one that there is.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
+import stat
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config.documents import DocumentError, read_yaml
+from engine.config.documents import DocumentError, read_text, read_yaml
 from engine.config.formats import address_form, device_form, host_form, path_form
 from engine.config.mlx_lm_keys import KEYS
-from engine.errors import InputError, StateError
+from engine.errors import ConfigError, InputError, StateError
 from engine.protocol.attempt import replacing
 from engine.security.identifiers import SshTarget, make_identifier, safe_repr
 from engine.security.sanitise import sanitise
@@ -128,6 +131,55 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
         raise already_there(path) from there
     except OSError as error:
         raise StateError("cannot be written", where=str(path), why=error) from error
+
+
+_TABLE = re.compile(r"\s*\[")
+_JOB = re.compile(r"\s*\[\s*job\s*\]\s*(#.*)?")
+_COMMENT = re.compile(r"[^\"'#]*(?P<comment>\s+#.*)")
+
+
+def set_job_keys(path: Path, lines: Sequence[str]) -> Path:
+    """Write `lines`, each "key = value", into [job] of the flightdeck.toml at `path`: in place of the key's own line,
+    or at the end of the table; all else stays as it is. What was there before is in the file whose path is returned.
+    Raises InputError where [job] is written in a way that is only for a person to change, ConfigError, StateError."""
+    path = path.resolve()
+    try:
+        before = read_text(path, "a flightdeck.toml")
+    except DocumentError as error:
+        raise ConfigError([error.fault]) from error
+    text = before.splitlines()
+    first = next((number for number, line in enumerate(text, 1) if _JOB.fullmatch(line)), len(text))
+    end = next((number for number in range(first, len(text)) if _TABLE.match(text[number])), len(text))
+    while end > first and not text[end - 1].strip():
+        end -= 1
+    added = []
+    for line in lines:
+        key = line.partition(" = ")[0]
+        own = re.compile(rf"\s*{re.escape(key)}\s*=(?P<value>.*)")
+        place = next((number for number in range(first, end) if own.match(text[number])), None)
+        if place is None:
+            added.append(line)
+            continue
+        comment = _COMMENT.fullmatch(text[place])
+        text[place] = line + (comment["comment"] if comment is not None else "")
+    after = "\n".join([*text[:end], *added, *text[end:]]) + "\n"
+    kept = path.with_name(f"{path.name}.bak")
+    try:
+        wanted = tomllib.loads(before)
+        wanted["job"] = {**wanted.get("job", {}), **tomllib.loads("\n".join(lines))}
+        as_wanted = tomllib.loads(after) == wanted
+    except tomllib.TOMLDecodeError:
+        as_wanted = False
+    if not as_wanted:
+        todo = "write into [job]: " + "; ".join(lines)
+        raise InputError("the keys cannot be set", where=str(path), why="[job] has an unusual form", todo=todo)
+    try:
+        for file, content in ((kept, before), (path, after)):
+            with replacing(file, stat.S_IMODE(path.stat().st_mode)) as written:
+                written.write(content.encode())
+    except OSError as error:
+        raise StateError("cannot be written", where=str(path), why=error) from error
+    return kept
 
 
 def already_there(path: Path) -> InputError:

@@ -85,10 +85,9 @@ class Faults:
         keys are ignored."""
         if isinstance(name := values.get("name"), str) and not is_identifier(name):
             self.add(location, "name", name, IDENTIFIER_FORM)
+        known = keys_of(kind)
         chosen = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in values.items()
-            if key in kind.model_fields
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known
         }
         try:
             return kind.model_validate(chosen, strict=True)
@@ -99,6 +98,11 @@ class Faults:
                 value = _NOT_SET if problem["type"] == "missing" else value_text(problem["input"])
                 self.found.append(ConfigFault(location.file, f"{location.table}.{key}", value, accepted_form(problem)))
             return None
+
+
+def keys_of(kind: type[BaseModel]) -> list[str]:
+    """The fields, as a document names them."""
+    return [field.alias or name for name, field in kind.model_fields.items()]
 
 
 def accepted_form(problem: ErrorDetails) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 from engine.config.documents import DocumentError, file_text, read_yaml
 from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
-from engine.config.mlx_lm_keys import DEFAULTS, KEYS, with_defaults
+from engine.config.mlx_lm_keys import DEFAULTS, KEYS, scaled_rate, scaling_rule, with_defaults
 from engine.config.models import JobConfig
+from engine.protocol.job import AUTO
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = ("name", "command", "env", "strategy", "layer_split", "data_quality_report", "chunking", "chunk_size")
@@ -21,7 +22,8 @@ _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _HINTS = {"hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported'}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_RESERVED = ("MLX_", "FLIGHTDECK_")
+_RESERVED = re.compile(r"FLIGHTDECK_.*|MLX_(RANK|HOSTFILE|IBV_DEVICES|WORLD_SIZE|JACCL_.*)")
+_RESERVED_NAMES = "FLIGHTDECK_*, MLX_RANK, MLX_HOSTFILE, MLX_IBV_DEVICES, MLX_WORLD_SIZE and MLX_JACCL_*"
 _SAME = {"epochs": "iters", "iters": "epochs"}
 _REQUIRED = {
     "model": "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors",
@@ -58,7 +60,11 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
         del own["command"]
     own.setdefault("name", _name(own.get("command"), settings.get("model")))
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
-    config = faults.validated(location, JobConfig, {**own, **named, "mlx_lm": settings, "given": sorted(locations)})
+    if by_rule := settings.get("learning_rate") == AUTO and {"batch_size", "optimizer"} <= settings.keys():
+        total = settings["batch_size"] * settings.get("grad_accumulation_steps", 1)
+        settings["learning_rate"] = scaled_rate(total, scaling_rule(settings["optimizer"]))
+    known = {**own, **named, "mlx_lm": settings, "given": sorted(locations), "rate_by_rule": by_rule}
+    config = faults.validated(location, JobConfig, known)
     return ReadJob(config if len(faults.found) == before else None, settings, locations, command)
 
 
@@ -147,8 +153,10 @@ def _check_environment(faults: Faults, location: Location, env: object) -> None:
 
 def environment_fault(name: str, value: object) -> str | None:
     """Description of an accepted variable; None if this one can be set."""
-    if not _VARIABLE.fullmatch(name) or name.startswith(_RESERVED):
-        return "a variable name; names that begin with MLX_ or FLIGHTDECK_ are reserved"
+    if not _VARIABLE.fullmatch(name):
+        return "a variable name"
+    if _RESERVED.fullmatch(name):
+        return f"another name: {_RESERVED_NAMES} are reserved, since a launch sets them"
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= character <= "\udfff" for character in value)):
         return "a string of valid characters without NUL"
     return None

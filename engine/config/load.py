@@ -76,14 +76,14 @@ def _listed(node: NodeTable, key: str) -> list[object]:
 
 def _check_command(faults: Faults, tables: Sequence[NodeTable]) -> None:
     accepted = "no value here: the job is a command, which has its own"
-    for key in ("model", "data", "share"):
+    for key in ("model", "data", "share", "validate"):
         for table in tables:
             if key in table.known:
                 faults.add(table.location, key, table.known[key], accepted)
 
 
-def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) -> None:
-    settings, config = job.settings, job.config
+def _check_training(faults: Faults, inline: Location, tables: Sequence[NodeTable], job: ReadJob) -> None:
+    nodes, settings, config = len(tables), job.settings, job.config
     batch_size = settings.get("batch_size")
     strategy = config.strategy if config is not None else None
     pipeline = strategy == "pipeline"
@@ -97,6 +97,7 @@ def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) 
     for key in LOCAL_KEYS if strategy not in (None, "local") else ():
         if key in job.locations:
             faults.add(job.locations[key], key, settings[key], 'no value here, unless strategy = "local"')
+    _check_validation(faults, tables, strategy, settings)
     split = config.layer_split if config is not None else None
     if split is not None and (accepted := split_form(split, nodes)) is not None:
         faults.add(inline, "layer_split", split, accepted)
@@ -115,6 +116,18 @@ def _check_training(faults: Faults, inline: Location, nodes: int, job: ReadJob) 
         if settings.get(key) and settings.get("val_batches") == 0:
             accepted = "no value here: val_batches = 0, so that there is no validation to judge by"
             faults.add(job.locations.get(key, inline), key, settings[key], accepted)
+
+
+def _check_validation(
+    faults: Faults, tables: Sequence[NodeTable], strategy: str | None, settings: Mapping[str, Any]
+) -> None:
+    kept_out = [table for table in tables if table.known.get("validate") is False]
+    if strategy in PARTITIONED and kept_out:
+        accepted = f'no value here: with strategy = "{strategy}" every node computes a part of each validation'
+        faults.add(kept_out[0].location, "validate", False, accepted)
+    elif len(kept_out) == len(tables) and (settings.get("val_batches") or settings.get("test")):
+        accepted = "true on one node at least, or val_batches = 0 and no test in [job]"
+        faults.add(kept_out[0].location, "validate", False, accepted)
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {
@@ -155,7 +168,7 @@ def load_config(path: Path) -> Config:
     if job.is_command:
         _check_command(faults, [*tables, defaults])
     elif tables:
-        _check_training(faults, Location(name, "job"), len(tables), job)
+        _check_training(faults, Location(name, "job"), tables, job)
     good = tuple(node for node in nodes if node is not None)
     _check_job_paths(faults, job, good)
     config = job.config

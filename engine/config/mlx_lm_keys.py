@@ -3,12 +3,14 @@
 Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's process must not import mlx_lm; a test
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
-`optimizer_precision`, `moments`, `max_grad_norm`, `wire`, LOCAL_KEYS, `epochs`, `save_best`, `patience` and
-`compile_on_cpu` are ours, model and data have no default, and Hugging Face data sets are not read.
+`learning_rate` "auto" (the rule is here), `optimizer_precision`, `moments`, `max_grad_norm`, `wire`, LOCAL_KEYS,
+`epochs`, `save_best`, `patience` and `compile_on_cpu` are ours, model and data have no default, and Hugging Face data
+sets are not read.
 """
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,7 +146,12 @@ KEYS: dict[str, Key] = {
         "Passes over the training data, in place of iters; fractions are allowed. Not in mlx-lm.",
     ),
     "grad_accumulation_steps": Key(COUNT, 1, "Iterations whose gradients are accumulated for one update."),
-    "learning_rate": Key(POSITIVE, 1e-5, "Learning rate without a schedule."),
+    "learning_rate": Key(
+        Form(Literal["auto"] | POSITIVE.type, f"{POSITIVE.accepted}, or {AUTO}"),
+        1e-5,
+        "Learning rate without a schedule. auto: by the scaling rule of the optimizer for this batch_size and "
+        "grad_accumulation_steps, as `flightdeck plan` shows it. Not in mlx-lm.",
+    ),
     "lr_schedule": Key(
         Form(
             _Schedule, f"name (one of {', '.join(SCHEDULES)}), arguments (numbers), and optionally warmup, warmup_init"
@@ -258,3 +265,36 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     if "epochs" in present:
         fill = {key: value for key, value in fill.items() if key != "iters"}
     return deepcopy(fill) | present
+
+
+ScalingRule = Literal["linear", "sqrt"]
+
+
+@dataclass(frozen=True)
+class BaseRate:
+    """A learning rate that is known to work at a total batch size."""
+
+    batch: int
+    learning_rate: float
+    source: str
+
+
+BASE_RATES: dict[ScalingRule, BaseRate] = {
+    "linear": BaseRate(64, 1e-3, "Goyal et al. 2017, Accurate, Large Minibatch SGD: the rate grows with the batch"),
+    "sqrt": BaseRate(1, 1e-5, "Krizhevsky 2014; Malladi et al. 2022 for Adam: the rate grows with the batch's root"),
+}
+
+
+def scaling_rule(optimizer: str) -> ScalingRule:
+    """Optimizers that normalise by the gradient's magnitude scale with the square root of the batch."""
+    return "linear" if optimizer == "sgd" else "sqrt"
+
+
+def scaled_rate(total: int, rule: ScalingRule) -> float:
+    """The rule's learning rate at a batch of `total` sequences.
+
+    linear: lr · total/batch (64 at 0.001 → 512 at 0.008). sqrt: lr · √(total/batch) (1 at 1e-5 → 8 at 2.8e-5).
+    """
+    base = BASE_RATES[rule]
+    ratio = total / base.batch
+    return base.learning_rate * (ratio if rule == "linear" else math.sqrt(ratio))

@@ -83,6 +83,12 @@ class NodeConfig(_Section):
     `["", "rdma_en5"]`. Default: chosen from the Thunderbolt cables."""
     share: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Relative share of the global batch. Default: by the calibration, or equal shares."""
+    validates: bool | None = Field(default=None, alias="validate")
+    """Take part in validation and test, with strategy `data` or `local`. `false`: the node waits while the others
+    compute them. Default: `false` for an M4 Max in full fine-tuning of 4B parameters or more, if another node takes
+    part."""
+
+    model_config = ConfigDict(populate_by_name=True)
 
     @property
     def local(self) -> bool:
@@ -113,9 +119,11 @@ class JobConfig(_Section):
     """All keys of an mlx-lm training YAML with defaults filled in; [job] has priority over the YAML file."""
     given: tuple[str, ...] = ()
     """The keys of `mlx_lm` that the configuration sets; the others are defaults."""
+    rate_by_rule: bool = False
+    """learning_rate = "auto": its value in `mlx_lm` is the rule's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables for every rank. Names that begin with `MLX_` or `FLIGHTDECK_` are reserved. Default:
-    none."""
+    """Environment variables for every rank, also `MLX_*` that a launch does not set itself: `FLIGHTDECK_*`, `MLX_RANK`,
+    `MLX_HOSTFILE`, `MLX_IBV_DEVICES`, `MLX_WORLD_SIZE` and `MLX_JACCL_*` are reserved. Default: none."""
     data_quality_report: _HeadPath | None = None
     """JSON report on the training data, on this machine: its number of examples, and whether training on it is allowed.
     Default: none."""
@@ -231,7 +239,7 @@ class RecoveryConfig(_Section):
     hang_s: float = Field(default=60.0, ge=1)
     """A run without a step for this long, and for 5 times its longest steps, is hung."""
     stall_s: float = Field(default=600.0, ge=1)
-    """The same limit while a rank loads, validates or saves, and for the first steps."""
+    """The same limit while a rank loads or saves, for a batch of a validation, and for the first steps."""
     restart_commands: bool = False
     """Restart a custom `command` too. It must restore its own state."""
 

@@ -3,13 +3,13 @@ marked as such, and what the memory estimate says about other Macs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from engine.config.models import PARTITIONED
 from engine.measurements import ThroughputPrediction
 from engine.plan.context import PlanContext
-from engine.plan.document import ChosenSettings, PlannedAdvice
+from engine.plan.document import ChosenSettings, PlannedAdvice, Rationale, Source
 from engine.plan.memory.choice import choose
 from engine.plan.memory.fit import WORKING_SET, MemoryFit
 from engine.plan.prediction import predict_throughput
@@ -28,15 +28,39 @@ class Rule:
     name: str
     applies: Callable[[PlanContext, MemoryFit], bool]
     text: str
-    """May contain {nodes}, the M4 Max among them; {share}, the trainable share; {sizes}, what one Mac of each size can
-    train; {exchange}, what other forms of the exchange would change; and {local}, the steps of data and local."""
+    """May contain {nodes}, the M4 Max among them; {validation}, what is done about them in validation; {share}, the
+    trainable share; {sizes}, what one Mac of each size can train; {exchange}, what other forms of the exchange would
+    change; and {local}, the steps of data and local."""
     source: str
     disputed: bool = False
 
 
-def _whole_on_m4_max(plan: PlanContext) -> bool:
-    """Full fine-tuning, with the whole model on an M4 Max."""
-    return bool(plan.m4_max) and plan.full and plan.strategy not in PARTITIONED
+_WATCHDOG_BILLIONS = 3.5
+"""Parameters of what is called a 4B model: Gemma 3 has 3.9, Qwen3 4.0."""
+
+
+def _whole_on_m4_max(plan: PlanContext, memory: MemoryFit) -> bool:
+    """Full fine-tuning of 4B or more, with the whole model on an M4 Max."""
+    known = plan.full and plan.strategy not in PARTITIONED and memory.billions(_WATCHDOG_BILLIONS)
+    return known and bool(plan.m4_max)
+
+
+def without_validation(context: PlanContext, memory: MemoryFit, rationale: Rationale) -> tuple[str, ...]:
+    """The nodes that are kept out of validation: those that the configuration names, and by rule an M4 Max in full
+    fine-tuning of 4B or more, as long as another node takes part."""
+    if not context.validates or context.strategy in PARTITIONED:
+        return ()
+    nodes = context.inputs.config.nodes
+    named = tuple(node.name for node in nodes if node.validates is False)
+    ruled = context.m4_max if _whole_on_m4_max(context, memory) else []
+    ruled = [node.name for node in nodes if node.validates is None and node.name in ruled]
+    if named:
+        rationale.explain("nodes", Source.USER, f"{', '.join(named)}: [[node]] validate = false, no validation there")
+    if ruled and len(named) + len(ruled) < len(nodes):
+        text = f"{', '.join(ruled)}: no validation on an M4 Max in full fine-tuning of 4B or more; the others do it"
+        rationale.explain("nodes", Source.RULE, f"{text} ([[node]] validate = true overrides)")
+        named = (*named, *ruled)
+    return named
 
 
 RULES: tuple[Rule, ...] = (
@@ -54,15 +78,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gpu_watchdog_validation",
-        lambda plan, memory: _whole_on_m4_max(plan) and memory.billions(3, 4.6),
+        lambda plan, memory: plan.validates and _whole_on_m4_max(plan, memory),
         "{nodes}: an M4 Max with 128 GB has hit the GPU watchdog while validating a 4B model in full fine-tuning. "
-        f"Turn validation off (val_batches = 0), or give it at most 8 layers of a pipeline. {_DISPUTED}",
+        f"{{validation}}. {_DISPUTED}",
         f"{USER_REPORTS}; {MAINTAINERS}",
         disputed=True,
     ),
     Rule(
         "gpu_watchdog_training",
-        lambda plan, memory: _whole_on_m4_max(plan) and memory.billions(4.6),
+        lambda plan, memory: _whole_on_m4_max(plan, memory) and memory.billions(4.6),
         "{nodes}: an M4 Max with 128 GB has hit the GPU watchdog while training 7B in full fine-tuning, even "
         "with gradient checkpointing and a batch of 2. Leave it out, or give it at most 8 layers of a pipeline. "
         f"{_DISPUTED}",
@@ -129,6 +153,7 @@ RULES: tuple[Rule, ...] = (
 
 
 _MACS_GB = (64, 128, 512)
+"""As Apple names them: 2^30 bytes each."""
 
 
 def exchange_dominates(context: PlanContext) -> bool:
@@ -169,10 +194,14 @@ def _predicted(context: PlanContext, strategy: Strategy, wire: str | None = None
     return predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, wire, strategy)
 
 
-def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvice, ...]:
+def advice_section(
+    context: PlanContext, memory: MemoryFit, not_validating: Collection[str]
+) -> tuple[PlannedAdvice, ...]:
     """The rules that apply, in the order of the table."""
+    validating = [name for name in context.m4_max if name not in not_validating]
     values = {
         "nodes": ", ".join(context.m4_max),
+        "validation": _validation(context, validating),
         "share": f"{memory.trainable_share:.2%}" if memory.trainable_share is not None else "",
         "sizes": _sizes(context, memory) if context.full else "",
         "exchange": _exchange(context) if exchange_dominates(context) else "",
@@ -183,6 +212,16 @@ def advice_section(context: PlanContext, memory: MemoryFit) -> tuple[PlannedAdvi
         for rule in RULES
         if rule.applies(context, memory)
     )
+
+
+def _validation(context: PlanContext, validating: Sequence[str]) -> str:
+    """The sentence on an M4 Max in validation: left out already, or how to leave it out."""
+    if not validating:
+        return "It is kept out of validation"
+    off = "Turn validation off (val_batches = 0)"
+    if len(validating) == context.ranks:
+        return off
+    return f"{off}, or leave it to the others ([[node]] validate = false on {', '.join(validating)})"
 
 
 def _sizes(context: PlanContext, memory: MemoryFit) -> str:
@@ -197,7 +236,7 @@ def _sizes(context: PlanContext, memory: MemoryFit) -> str:
     alone = replace(first, strategy="data", world_size=1, layers=None, batch=batch, accumulation=context.accumulation)
     found = []
     for size in _MACS_GB:
-        limit = int(size * 10**9 * WORKING_SET)
+        limit = int(size * 2**30 * WORKING_SET)
         choice = choose(memory.shape, [alone], [limit], dict.fromkeys(ChosenSettings.model_fields, AUTO))
         needed = f"{choice.needed_bytes[0] / 1e9:,.1f} of {limit / 1e9:,.1f} GB"
         found.append(f"{size} GB: {choice.settings.text if choice.fits else 'too small'} ({needed})")

@@ -1,17 +1,14 @@
-"""Batch size, gradient accumulation, learning rate and warm-up: the scaling rules, and the plan's
+"""Batch size, gradient accumulation, learning rate and warm-up: the rules, and the plan's
 batch_configuration section.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
+from engine.config.mlx_lm_keys import BASE_RATES, scaled_rate, scaling_rule
 from engine.plan.context import PlanContext, job_iterations
 from engine.plan.document import BatchSection, Rationale, Source, SuggestedBatch
-
-ScalingRule = Literal["linear", "sqrt"]
 
 START_PER_RANK = {"apple": 4, "cuda": 64, "cpu": 4}
 """Initial sequences per rank. On Apple silicon measured throughput does not depend on the batch (about 340 tokens/s at
@@ -22,36 +19,6 @@ batch."""
 WARMUP_EPOCHS = 5
 WARMUP_SHARE = (0.05, 0.10)
 """Shortest and longest warm-up, as a share of all updates."""
-
-
-@dataclass(frozen=True)
-class BaseRate:
-    """A learning rate that is known to work at a total batch size."""
-
-    batch: int
-    learning_rate: float
-    source: str
-
-
-BASE_RATES: dict[ScalingRule, BaseRate] = {
-    "linear": BaseRate(64, 1e-3, "Goyal et al. 2017, Accurate, Large Minibatch SGD: the rate grows with the batch"),
-    "sqrt": BaseRate(1, 1e-5, "Krizhevsky 2014; Malladi et al. 2022 for Adam: the rate grows with the batch's root"),
-}
-
-
-def scaling_rule(optimizer: str) -> ScalingRule:
-    """Optimizers that normalise by the gradient's magnitude scale with the square root of the batch."""
-    return "linear" if optimizer == "sgd" else "sqrt"
-
-
-def scaled_rate(total: int, rule: ScalingRule) -> float:
-    """The rule's learning rate at a batch of `total` sequences.
-
-    linear: lr · total/batch (64 at 0.001 → 512 at 0.008). sqrt: lr · √(total/batch) (1 at 1e-5 → 8 at 2.8e-5).
-    """
-    base = BASE_RATES[rule]
-    ratio = total / base.batch
-    return base.learning_rate * (ratio if rule == "linear" else math.sqrt(ratio))
 
 
 def warmup_steps(updates: int, per_epoch: float | None) -> int:
@@ -139,6 +106,8 @@ def _explain_rate(context: PlanContext, rationale: Rationale) -> None:
     source, reason = Source.DEFAULT, "mlx-lm's default; the job sets none"
     if context.settings.get("lr_schedule"):
         source, reason = Source.USER, "the highest rate in lr_schedule"
+    elif context.job.rate_by_rule:
+        source, reason = Source.RULE, 'learning_rate = "auto": as rule_learning_rate'
     elif context.given("learning_rate"):
         source, reason = Source.USER, "the job sets it"
     rationale.explain(_KEY + "learning_rate", source, reason)
@@ -156,11 +125,11 @@ def _peak_rate(context: PlanContext) -> float | None:
 
 
 def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> SuggestedBatch | None:
-    """None when nothing fits, or when the user set a batch that fits."""
-    given = context.given("batch_size", "grad_accumulation_steps")
-    too_large = fits is not None and context.micro_batches is not None and max(context.micro_batches.values()) > fits
-    if (given and not too_large) or fits == 0:
+    """None when nothing fits."""
+    if fits == 0:
         return None
+    settings, examples = context.settings, context.inputs.examples
+    given = context.given("batch_size", "grad_accumulation_steps")
     platform = context.platform if context.platform in START_PER_RANK else "cpu"
     start = START_PER_RANK[platform]
     target = context.total_batch if given and context.total_batch is not None else ROBUST_TOTAL[0]
@@ -171,16 +140,23 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
         Source.RULE,
         f"{aim}; starts with {start} per rank on {platform}"
         + (f", at most the {fits} that fit" if fits is not None and fits < start else "")
-        + ", and accumulates the rest. The launch uses the job's own settings",
+        + ", and accumulates the rest. The launch uses the job's own settings; flightdeck plan --apply writes these",
     )
     per_rank, steps = suggest_batch(ranks=context.ranks, start=start, fits=fits, target=target)
-    total = per_rank * context.ranks * steps
-    rule = scaling_rule(str(context.settings["optimizer"]))
-    rate = scaled_rate(total, rule)
-    per_epoch = context.inputs.examples / total if context.inputs.examples else None
-    iterations = job_iterations({**context.settings, "batch_size": per_rank * context.ranks}, context.inputs.examples)
-    warm = warmup_steps(math.ceil(iterations / steps), per_epoch) if iterations is not None else None
-    keys = {"batch_size": per_rank * context.ranks, "grad_accumulation_steps": steps, "learning_rate": f"{rate:.2g}"}
+    batch, total = per_rank * context.ranks, per_rank * context.ranks * steps
+    rule = scaling_rule(str(settings["optimizer"]))
+    rate = float(f"{scaled_rate(total, rule):.2g}")
+    per_epoch = examples / total if examples else None
+    iterations = job_iterations({**settings, "batch_size": batch}, examples)
+    updates = math.ceil(iterations / steps) if iterations is not None else None
+    warm = warmup_steps(updates, per_epoch) if updates is not None else None
+    keys = [f"batch_size = {batch}", f"grad_accumulation_steps = {steps}"]
+    if not settings.get("lr_schedule"):
+        keys.append(f"learning_rate = {rate:g}")
+        if warm is not None:
+            # The schedule of mlx-lm that stays at one rate once it is warm.
+            constant = f'name = "linear_schedule", arguments = [{rate:g}, {rate:g}, {updates}], warmup = {warm}'
+            keys.append(f"lr_schedule = {{{constant}}}")
     return SuggestedBatch(
         per_gpu_batch_size=per_rank,
         gradient_accumulation_steps=steps,
@@ -189,5 +165,5 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
         learning_rate_rule=rule,
         warmup_steps=warm,
         warmup_epochs=warm / per_epoch if warm is not None and per_epoch else None,
-        job_keys="\n".join(f"{key} = {value}" for key, value in keys.items()),
+        job_keys="\n".join(keys),
     )

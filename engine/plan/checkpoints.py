@@ -3,6 +3,8 @@ stored."""
 
 from __future__ import annotations
 
+import statistics
+
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import PARTITIONED, Config
 from engine.plan.context import PlanContext
@@ -37,13 +39,20 @@ def max_save_every(*, full: bool) -> int:
 
 
 _KEY = "checkpoint_strategy."
-_RECOVERY_TIME = "null: it depends on how fast the nodes load the model, which is not measured before a launch"
+_RECOVERIES = 5
+"""The newest recoveries that count."""
+_NO_RECOVERY = "null: no run of this job on this cluster has recovered from a failure yet"
 _NO_STATE = "no training state: [checkpoint] enabled = false"
 _COMMAND = "the job runs a custom command, which saves by itself"
 
 
 def checkpoint_section(context: PlanContext, rationale: Rationale) -> CheckpointSection:
-    rationale.explain(_KEY + "expected_recovery_time", Source.UNKNOWN, _RECOVERY_TIME)
+    measured = context.inputs.recoveries_s[:_RECOVERIES]
+    source, reason = Source.UNKNOWN, _NO_RECOVERY
+    if measured:
+        times = ", ".join(f"{seconds:.1f} s" for seconds in measured)
+        source, reason = Source.FACT, f"the median of the newest recoveries of this job on this cluster: {times}"
+    rationale.explain(_KEY + "expected_recovery_time", source, reason)
     frequency = suggested = storage = None
     checkpoint = context.inputs.config.checkpoint
     if not context.settings:
@@ -65,7 +74,7 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
         storage=storage,
         frequency=frequency,
         retention=f"last_{checkpoint.keep}_checkpoints",
-        expected_recovery_time=None,
+        expected_recovery_time=statistics.median(measured) if measured else None,
         suggested_frequency=suggested,
     )
 

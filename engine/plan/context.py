@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import PARTITIONED, Config, JobConfig
+from engine.config.models import Config, JobConfig
 from engine.measurements import Calibration, Division, Shares, ThroughputPrediction
 from engine.models import NodeFacts, Topology
 from engine.plan.data_report import DataReport
@@ -22,8 +22,8 @@ from engine.plan.shares import divide_batch
 from engine.protocol.job import Strategy
 from engine.protocol.partition import epoch_iterations
 
-_M4_MAX_BYTES = 136 * 10**9
-"""Above the largest M4 Max (128 GiB)."""
+_M4_MAX_BYTES = 128 * 2**30
+"""hw.memsize of the largest M4 Max."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class PlanInputs:
     calibration: Calibration | None = None
     division: Division | None = None
     """How the batch was divided when the run was created; None before that, when the calibration decides."""
+    recoveries_s: tuple[float, ...] = ()
+    """From a failure to the first step after it, in earlier runs of this job on this cluster, newest first."""
     left_out: tuple[str, ...] = ()
     """Nodes of the configuration that would not take part."""
     launching: Launching = field(default_factory=Launching)
@@ -150,6 +152,11 @@ class PlanContext:
         ]
 
     @property
+    def validates(self) -> bool:
+        """The job computes a loss on examples that it does not train on."""
+        return bool(self.settings) and bool(self.settings.get("val_batches") or self.settings.get("test"))
+
+    @property
     def full(self) -> bool:
         return bool(self.settings) and self.job.fine_tune_type == "full"
 
@@ -204,8 +211,6 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
 
 
 def _throughput(inputs: PlanInputs, shares: Shares) -> ThroughputPrediction:
-    if inputs.strategy in PARTITIONED:
-        return ThroughputPrediction(why_not=f"calibration measures strategy data, not {inputs.strategy}")
     why_not = (inputs.division and inputs.division.why_not) or why_unused(inputs)
     if why_not is not None:
         return ThroughputPrediction(why_not=why_not)

@@ -58,7 +58,8 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
 _OVER_RDMA = ("jaccl", "jaccl-ring")
 _RECOVERY = "once per Mac: boot into Recovery OS, open Terminal, run rdma_ctl enable"
 _RDMA_GAIN = "users report about 50 µs instead of 300 µs with TCP, and about 5 GB/s"
-_FAST_SYNCH = "MLX_METAL_FAST_SYNCH=1 is not set: MLX documents that it can deadlock the GPU; set it in [job] env"
+_FAST_SYNCH = "MLX_METAL_FAST_SYNCH"
+_DEADLOCK = "MLX documents that it can deadlock the GPU, until the Mac is restarted"
 
 
 def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
@@ -86,17 +87,27 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
     # The gradient's size does not change with the calibration's age.
     gradient = inputs.calibration.gradient_bytes if inputs.calibration is not None else None
     wanted = network.nccl_environment(infiniband=infiniband, gradient_bytes=gradient) if backend == "nccl" else {}
+    of_mlx = {name: value for name, value in context.job.env.items() if name.startswith("MLX_")}
+    if _sets_fast_synch(context):
+        rationale.warn("rdma_config", f"[job] env sets {_FAST_SYNCH}={of_mlx[_FAST_SYNCH]}: {_DEADLOCK}")
     return RdmaSection(
         enabled=enabled,
         platform=context.platform,
         backend=backend if context.ranks > 1 else "none",
+        network=_network_name(backend, infiniband=infiniband) if context.ranks > 1 else "none",
         expected_speedup=speed_up,
-        env_vars={name: inputs.rank_environment.get(name, value) for name, value in wanted.items()},
+        env_vars={name: inputs.rank_environment.get(name, value) for name, value in wanted.items()} | of_mlx,
         setup=_setup(context, enabled=enabled),
         reason=reason,
         latency_s=measured.latency_s if measured is not None else None,
         bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s if measured is not None else None,
     )
+
+
+def _network_name(backend: str | None, *, infiniband: bool) -> str | None:
+    if backend in _OVER_RDMA:
+        return "Thunderbolt"
+    return ("InfiniBand" if infiniband else "TCP") if backend is not None else None
 
 
 def _setup(context: PlanContext, *, enabled: bool) -> tuple[str, ...]:
@@ -117,7 +128,13 @@ def _setup(context: PlanContext, *, enabled: bool) -> tuple[str, ...]:
     facts = [fact for name in context.names if (fact := inputs.facts.get(name)) is not None]
     for node, commands in setup_commands(inputs.topology, facts).items():
         steps.append(f"{node}: {' && '.join(commands)}")
-    return (*steps, _FAST_SYNCH)
+    if not _sets_fast_synch(context):
+        steps.append(f"{_FAST_SYNCH}=1 is not set: {_DEADLOCK}; [job] env can set it")
+    return tuple(steps)
+
+
+def _sets_fast_synch(context: PlanContext) -> bool:
+    return context.job.env.get(_FAST_SYNCH, "0") not in ("", "0")
 
 
 _VERSIONS = "import mlx.core as mx, mlx_lm; print(mx.__version__, mlx_lm.__version__, mx.default_device())"

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, computed_field
 
-from engine.models import FrozenModel, PreRdmaSync, WorkerConsistency
+from engine.models import CheckStatus, FrozenModel, PreRdmaSync, WorkerConsistency
 from engine.plan.data_report import DataFindings, IfdScore
 
 
@@ -131,7 +131,7 @@ class SuggestedBatch(FrozenModel):
     warmup_steps: int | None
     warmup_epochs: float | None
     job_keys: str
-    """Lines for [job]."""
+    """Lines for [job], which `flightdeck plan --apply` writes. A job's own lr_schedule stays."""
 
 
 class ChosenSettings(FrozenModel):
@@ -208,10 +208,12 @@ class RdmaSection(FrozenModel):
     platform: str
     """ "apple", "cuda" or "cpu"."""
     backend: str | None
+    network: str | None
+    """ "Thunderbolt" (RDMA), "InfiniBand", "TCP" or "none"; null if the ranks cannot be connected."""
     expected_speedup: float | None
     """Throughput of all ranks over that of the fastest node alone, calibrated with this backend."""
     env_vars: dict[str, str]
-    """NCCL variables that `flightdeck launch` sets for every rank."""
+    """NCCL variables that `flightdeck launch` sets for every rank, and MLX's own that the job sets."""
     setup: tuple[str, ...]
     """Manual steps to run once."""
     reason: str
@@ -229,6 +231,7 @@ class CheckpointSection(FrozenModel):
     """Iterations between two saves, as set in the job."""
     retention: str = "last_3_checkpoints"
     expected_recovery_time: float | None
+    """Seconds from a failure to the first step after it, as measured in earlier runs of this job on this cluster."""
     suggested_frequency: int | None
 
     model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"), populate_by_name=True)
@@ -252,7 +255,6 @@ class PerformanceSection(FrozenModel):
 class MeasuredNode(FrozenModel):
     """The part of engine.measurements.NodeMeasure that a plan shows."""
 
-    examples_per_s: float | None
     spread: float | None
     tokens_per_s: float | None
     problem: str | None
@@ -260,7 +262,9 @@ class MeasuredNode(FrozenModel):
 
 class CalibrationSection(FrozenModel):
     enabled: Literal[True] = True
-    measured_performance: dict[str, MeasuredNode]
+    measured_performance: dict[str, float | None]
+    """Examples per second of each node alone; null if it was not measured."""
+    measured_details: dict[str, MeasuredNode]
     workload_distribution: dict[str, float]
     """Share of the batch by node; they sum to 1."""
     macos_qos_api: str
@@ -295,7 +299,10 @@ class ConsistencySection(WorkerConsistency):
     """Comparison of the workers before the launch and during training."""
 
     workers: int
-    compared: tuple[str, ...]
+    validation_checks: tuple[str, ...]
+    """The compared files."""
+    byzantine_detection: bool
+    """The ranks' losses and gradient norms are compared while they train."""
     while_training: ReplicaWatch | Disabled
 
 
@@ -304,7 +311,8 @@ class ChunkingSection(FrozenModel):
     dataset_size: int
     chunk_size: int
     num_chunks: int
-    progress: str
+    memory_management: str
+    progress_reporting: str
     """Progress text of the first chunk."""
 
 
@@ -312,9 +320,17 @@ class PlannedCheck(FrozenModel):
     name: str
     what: str
     overridden: bool
+    status: CheckStatus = CheckStatus.PENDING
+    """ "pending" in a plan that is not a run's, and before its preflight has ended."""
+    summary: str = ""
 
 
 class ChecklistSection(FrozenModel):
+    validation_layers: tuple[str, ...]
+    """Names of the checks that are not overridden."""
+    block_on_failure: Literal[True] = True
+    """A check that fails and is not overridden blocks the launch."""
+    overall_status: CheckStatus = CheckStatus.PENDING
     checks: tuple[PlannedCheck, ...]
 
 
@@ -395,6 +411,8 @@ class PlannedNode(FrozenModel):
     chip: str | None
     memory_bytes: int | None
     share: float | None
+    validates: bool = True
+    """Takes part in validation and test."""
     facts_age_s: float | None
     """null if the node was never probed."""
     problem: str | None

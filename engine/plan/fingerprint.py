@@ -42,6 +42,7 @@ def fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
             "fine_tune_type": job.fine_tune_type,
             # A step of one rank alone is as of "data"; for the links there is Calibration.connected_as.
             "strategy": "data" if job.strategy == "local" else job.strategy,
+            "layer_split": job.layer_split,
             "env": job.env,
             **{key: job.mlx_lm.get(key) for key in STEP_KEYS},
         },

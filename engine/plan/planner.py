@@ -4,7 +4,10 @@ here: performance_targets, hardware_calibration, coordinator_chunking, data, dat
 
 from __future__ import annotations
 
-from engine.plan.advice import advice_section
+from collections.abc import Collection
+
+from engine.config.models import PARTITIONED
+from engine.plan.advice import advice_section, without_validation
 from engine.plan.batch import batch_section
 from engine.plan.checkpoints import checkpoint_section
 from engine.plan.context import PlanContext, PlanInputs, make_context
@@ -40,6 +43,8 @@ def performance_section(context: PlanContext, rationale: Rationale) -> Performan
     reason = (
         "the slowest node's measured step at its micro-batch, and what its backward pass does not cover of the exchange"
     )
+    if context.strategy in PARTITIONED:
+        reason = "real iterations of all ranks together, measured by calibrate"
     if context.strategy == "local":
         reason = "the slowest node's measured step at its micro-batch, and its part of the messages and of an averaging"
     if found.examples_per_s is None:
@@ -75,7 +80,8 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
     if calibration.quick:
         notes.append("quick calibration: 10 s per node")
     return CalibrationSection(
-        measured_performance={measure.node: MeasuredNode(**dict(measure)) for measure in calibration.nodes},
+        measured_performance={measure.node: measure.examples_per_s for measure in calibration.nodes},
+        measured_details={measure.node: MeasuredNode(**dict(measure)) for measure in calibration.nodes},
         workload_distribution=shares,
         macos_qos_api=qos,
         calibration_notes=tuple(dict.fromkeys(notes)),
@@ -116,7 +122,8 @@ def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSect
         dataset_size=size,
         chunk_size=found.chunk_size,
         num_chunks=found.num_chunks,
-        progress=progress_text(1, found.num_chunks),
+        memory_management="gc.collect() and mx.clear_cache() after each chunk",
+        progress_reporting=progress_text(1, found.num_chunks),
     )
 
 
@@ -146,7 +153,8 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
     needed = memory_fit(context, rationale)
-    advised = advice_section(context, needed)
+    not_validating = without_validation(context, needed, rationale)
+    advised = advice_section(context, needed, not_validating)
     return TrainingPlan(
         strategy=strategy_section(context, needed.split, needed.trained, rationale),
         batch_configuration=batch_section(context, needed.largest_batch, rationale),
@@ -159,11 +167,14 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         hardware_calibration=calibration_section(context, rationale),
         worker_consistency=consistency_section(context, rationale),
         coordinator_chunking=chunking_section(context, rationale),
-        pre_flight_checklist=ChecklistSection(checks=inputs.checks),
+        pre_flight_checklist=ChecklistSection(
+            validation_layers=tuple(check.name for check in inputs.checks if not check.overridden),
+            checks=inputs.checks,
+        ),
         cluster=inputs.config.cluster.name,
         job=inputs.config.job.name,
         made_at=inputs.now,
-        nodes=_nodes(context),
+        nodes=_nodes(context, not_validating),
         settings=needed.settings,
         memory=needed.section,
         data=DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
@@ -191,7 +202,7 @@ def _ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} seconds ago"
 
 
-def _nodes(context: PlanContext) -> tuple[PlannedNode, ...]:
+def _nodes(context: PlanContext, not_validating: Collection[str]) -> tuple[PlannedNode, ...]:
     inputs = context.inputs
     rows = []
     for rank, node in enumerate(inputs.config.nodes):
@@ -204,6 +215,7 @@ def _nodes(context: PlanContext) -> tuple[PlannedNode, ...]:
                 chip=seen.chip if seen else None,
                 memory_bytes=seen.memory_total_bytes if seen else None,
                 share=context.shares.parts.get(node.name),
+                validates=node.name not in not_validating,
                 facts_age_s=max(0.0, (inputs.now - seen.probed_at).total_seconds()) if seen else None,
                 problem=inputs.problems.get(node.name),
             )

@@ -4,14 +4,22 @@ batch, and what another form of the exchange would change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import Config
-from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure, Shares, ThroughputPrediction
+from engine.config.models import PARTITIONED, Config
+from engine.measurements import (
+    Calibration,
+    Division,
+    GroupMeasure,
+    LinkMeasure,
+    NodeMeasure,
+    Shares,
+    ThroughputPrediction,
+)
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
 from engine.protocol.exchange import (
@@ -34,14 +42,16 @@ def predict_throughput(
     wire: str | None = None,
     strategy: Strategy | None = None,
 ) -> ThroughputPrediction:
-    """Predict the job's global batch, divided by `shares`; with `wire` and `strategy`, as if the job set them. All
-    strategies but "local" are predicted as "data", which the calibration measures."""
+    """Predict the job's global batch, divided by `shares`; with `wire` and `strategy`, as if the job set them: "data"
+    and "local" from each node's own step, the others from the steps of all ranks together."""
     if calibration is None:
         return ThroughputPrediction(why_not="not calibrated")
     if calibration.synthetic_model:
         why_not = "calibrated with a synthetic model: the throughput of the job's command is unknown"
         return ThroughputPrediction(why_not=why_not)
     measures = [measure for measure in calibration.nodes if measure.node in shares.parts and measure.examples_per_s]
+    if (asked := strategy or config.job.strategy) in PARTITIONED:
+        return _of_group(calibration.group, asked, shares, measures)
     measured = {measure.node for measure in measures}
     if missing := [name for name in shares.parts if name not in measured]:
         return ThroughputPrediction(why_not=f"not measured: {', '.join(missing)}")
@@ -53,6 +63,33 @@ def predict_throughput(
         return ThroughputPrediction(why_not=str(error))
     backward = _FULL_BACKWARD if config.job.fine_tune_type == "full" else _ADAPTER_BACKWARD
     return predict_iteration(measures, counts, exchanged, backward)
+
+
+def _of_group(
+    group: GroupMeasure | None, strategy: str, shares: Shares, measures: Sequence[NodeMeasure]
+) -> ThroughputPrediction:
+    """Speed-up and efficiency are known where every node was measured by itself too."""
+    why_not = None
+    if group is None or group.strategy != strategy:
+        why_not = f"the steps of all ranks together were not measured with strategy {strategy}: calibrate with it"
+    elif group.step_s is None:
+        why_not = f"the steps of all ranks together were not measured: {group.problem}"
+    elif group.compute_s.keys() != shares.parts.keys():
+        why_not = f"the steps were measured on {', '.join(group.compute_s)} together"
+    if why_not is not None or group is None or not group.step_s:
+        return ThroughputPrediction(why_not=why_not)
+    throughput = group.batch / group.step_s
+    alone = [group.batch / step_s(measure, group.batch) for measure in measures]
+    known = len(alone) == len(shares.parts)
+    return ThroughputPrediction(
+        examples_per_s=throughput,
+        tokens_per_s=group.tokens_per_s,
+        step_s=group.step_s,
+        compute_s=dict(group.compute_s),
+        communicate_s=max(0.0, group.step_s - max(group.compute_s.values())),
+        speed_up=throughput / max(alone) if known else None,
+        efficiency=throughput / sum(alone) if known else None,
+    )
 
 
 def _exchange_of(

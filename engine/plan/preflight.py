@@ -99,13 +99,15 @@ def consistency_section(context: PlanContext, rationale: Rationale) -> Consisten
     if left_out is None:
         text = f"at least {settings.consistency_threshold:g} of the workers must agree"
         rationale.explain("worker_consistency", Source.RULE, text)
+    watched = _while_training(context, rationale)
     return ConsistencySection(
         enabled=left_out is None,
         reason=left_out,
-        threshold=settings.consistency_threshold,
+        consistency_threshold=settings.consistency_threshold,
         workers=context.ranks,
-        compared=compared_files(config) if left_out is None else (),
-        while_training=_while_training(context, rationale),
+        validation_checks=compared_files(config) if left_out is None else (),
+        byzantine_detection=isinstance(watched, ReplicaWatch),
+        while_training=watched,
     )
 
 

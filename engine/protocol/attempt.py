@@ -47,6 +47,8 @@ class RankSpec:
     resume_adapter_file: str | None = None
     share: float = 1.0
     """Relative share of the global batch, > 0."""
+    validates: bool = True
+    """Takes part in validation and test, where each rank has the whole model."""
     checkpoint_folder: str | None = None
     """Path on the node or fsspec URL; None: below the run's folder on the node."""
 

@@ -10,6 +10,10 @@ ALL_SUM_LARGE_BYTES = 4 * 2**20
 """The largest array that `engine.trainer.allreduce_check` sums; its bandwidth is that array's."""
 
 
+GROUP_LIMIT_S = 900.0
+"""For the ranks of `engine.trainer.group_bench` to load a large model from a slow disk."""
+
+
 @dataclass
 class AllSumResult:
     """One rank's result of `engine.trainer.allreduce_check`."""
@@ -23,6 +27,23 @@ class AllSumResult:
     """Median of one number's all_sum."""
     bandwidth_bytes_per_s: float | None = None
     """Median, payload bytes over time, of the largest array."""
+    error: str | None = None
+    """One line."""
+
+
+@dataclass
+class GroupStepReport:
+    """One rank's result of `engine.trainer.group_bench`; seconds are means over the iterations."""
+
+    rank: int
+    steps: int = 0
+    """Iterations that were timed."""
+    step_s: float | None = None
+    compute_s: float | None = None
+    """Without waiting for other ranks."""
+    tokens: float | None = None
+    """Targets of an iteration, over all ranks."""
+    peak_bytes: int | None = None
     error: str | None = None
     """One line."""
 

@@ -81,6 +81,14 @@ def share_counts(total: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
+def share_counts_among(total: int, shares: Sequence[float], taking_part: Sequence[bool] | None) -> list[int]:
+    """As `share_counts`, over the ranks that are `taking_part`, one at least (None: all); 0 for the others. Raises
+    ValueError as it does."""
+    parts = taking_part if taking_part is not None else [True] * len(shares)
+    counts = iter(share_counts(total, [share for share, part in zip(shares, parts, strict=True) if part]))
+    return [next(counts) if part else 0 for part in parts]
+
+
 def share_slice(length: int, counts: Sequence[int], rank: int) -> slice:
     """The rank's slice of a batch of `length`, which may be less than the counts' sum (the last one of a
     validation)."""

@@ -52,6 +52,20 @@ def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
     return None
 
 
+def planned_validation(run_dir: RunDir, plan: RunPlan) -> RunPlan:
+    """`plan` with the training plan's decision which nodes take part in validation, where the configuration leaves it
+    open; without one all of them do. Blocking."""
+    found: dict[str, bool] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        nodes = json.loads(run_dir.training_plan.read_bytes())["nodes"]
+        found = {node["node"]: node["validates"] is not False for node in nodes}
+    decided = tuple(
+        node.model_copy(update={"validates": found.get(node.name, True)}) if node.validates is None else node
+        for node in plan.config.nodes
+    )
+    return plan.model_copy(update={"config": plan.config.model_copy(update={"nodes": decided})})
+
+
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 """Variables of the supervisor's environment that the ranks of every node get."""
 
@@ -104,7 +118,8 @@ async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: Transp
     Cancelled, it leaves no mlx.launch behind, but perhaps ranks.
     """
     layers = await asyncio.to_thread(planned_layers, run_dir, plan)
-    spec = attempt_spec(plan, attempt, os.environ, layer_split=layers)
+    decided = await asyncio.to_thread(planned_validation, run_dir, plan)
+    spec = attempt_spec(decided, attempt, os.environ, layer_split=layers)
     environment = rank_environment(attempt.network, attempt.starting_port, os.environ)
     files = environment.files if plan.config.starts_directly else {}
     await gather_all(
@@ -261,6 +276,7 @@ def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout) -> RankSpec:
         adapter_path=there(config.job.mlx_lm.get("adapter_path")),
         resume_adapter_file=there(config.job.mlx_lm.get("resume_adapter_file")),
         share=plan.shares[rank],
+        validates=node.validates is not False,
         checkpoint_folder=there(destination) if destination and "://" not in destination else destination,
     )
 

@@ -207,6 +207,8 @@ def _record(record: RunRecord, event: Event) -> RunRecord:
             started = datetime.fromtimestamp(event.identity.started_at, UTC)
             earliest = min(started, record.started_at or started)
             return record.model_copy(update={"started_at": earliest})
+        case AttemptResumed(seconds=float()):
+            return record.model_copy(update={"recovery_s": event.seconds})
     return record
 
 

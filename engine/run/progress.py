@@ -52,8 +52,8 @@ class AttemptProgress:
         """Rank → size of its emergency checkpoint."""
         self.resumed: Resumed | None = None
         self.moved_at: dict[int, float] = {}
-        """Rank → when its last step or change of phase came, or any event while loading, monotonic seconds of the
-        head."""
+        """Rank → when its last step or change of phase came, or any event while loading or validating, monotonic
+        seconds of the head."""
         self.starts: Counter[int] = Counter()
         """Rank → how often its trainer was started."""
         self.steps = 0
@@ -108,8 +108,8 @@ class AttemptProgress:
             case "resumed" if self.resumed is None:
                 self.resumed = _resumed(event)
                 self.moved_at[rank] = now
-        if self.phases.get(rank) == "loading":
-            # What it fetches may be large: as long as it reports anything, it makes progress.
+        if self.phases.get(rank) in ("loading", "validating"):
+            # What it fetches or validates may be large: as long as it reports anything, it makes progress.
             self.moved_at[rank] = now
 
     def long_step_s(self) -> float | None:

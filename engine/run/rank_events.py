@@ -29,6 +29,8 @@ class RankEvents:
         self.checkpoints: list[int] = []
         """Iterations at which a checkpoint was committed, ascending."""
         self._step_times: deque[float] = deque(maxlen=_TYPICAL_OF)
+        self._started_at: float | None = None
+        """The start event's time, on the node's monotonic clock."""
 
     def poll(self) -> RankReport:
         waiting = b""
@@ -53,8 +55,14 @@ class RankEvents:
             # A new attempt begins with a new process: no earlier report holds for it.
             self.report = RankReport(phase="loading", attempt=attempt, seen_at=self.report.seen_at)
             self._step_times.clear()
+            self._started_at = None
+        changes = self._changes(event)
+        if (clock := finite_or_none(event.get("t"))) is not None:
+            self._started_at = clock if event.get("event") == "start" else self._started_at
+            if self._started_at is not None:
+                changes["training_s"] = max(0.0, clock - self._started_at)
         seen_at = moment_or_none(event.get("at")) or self.report.seen_at
-        self.report = replace(self.report, **self._changes(event), seen_at=seen_at)
+        self.report = replace(self.report, **changes, seen_at=seen_at)
 
     def _changes(self, event: dict[str, Any]) -> dict[str, Any]:
         """The fields of the report that `event` changes."""
@@ -75,7 +83,10 @@ class RankEvents:
             case "step":
                 changes = self._step(event)
             case "checkpoint" if event.get("phase") == "committed":
+                # One that is written in the background only holds the training up in part.
+                waited = finite_or_none(event.get("blocking_seconds" if event.get("background") else "seconds"))
                 changes = {"saved_bytes": count_or_none(event.get("bytes"))}
+                changes["saving_s"] = self.report.saving_s + max(0.0, waited or 0.0)
                 iteration = count_or_none(event.get("iteration"))
                 # One that was written in the background may be reported after a newer one.
                 if iteration is not None and iteration > max(self.checkpoints[-1:], default=-1):

@@ -74,6 +74,7 @@ class RunPlan(FrozenModel):
             state=RunState.PLANNED,
             created_at=self.created_at,
             world_size=len(self.nodes),
+            cluster=self.config.cluster.name,
             backend=backend,
             iterations=int(iterations) if iterations is not None else None,
         )

@@ -14,6 +14,9 @@ from engine.snapshots import RankReport, Verification
 PREDICTION_SHARE: Final = 0.8
 """The share of the predicted throughput that is good enough: predictions are good to a fifth."""
 GPU_USE: Final = 0.8
+OVERHEAD: Final = 0.05
+"""The share of the time that saves and checkpoints may hold the training up."""
+_JUDGED_AFTER_S: Final = 60.0
 GPU: Final = "GPU use"
 NOT_MEASURED: Final = "not measured"
 _ENDS: Final = 5
@@ -36,6 +39,7 @@ def verify(
         _loss(series.train.points),
         _replicas(ranks, plan.config),
         _checkpoint(ranks, checkpoint),
+        _overhead(ranks),
     )
 
 
@@ -117,3 +121,15 @@ def _checkpoint(ranks: Sequence[RankReport], iteration: int | None) -> Verificat
     if iteration is None or size is None:
         return Verification("checkpoint", None, "none written yet")
     return Verification("checkpoint", size > 0, f"written at iteration {iteration}, {size:,} bytes")
+
+
+def _overhead(ranks: Sequence[RankReport]) -> Verification:
+    """The plan's performance_targets.checkpoint_overhead."""
+    shares = [each.saving_s / each.training_s for each in ranks if each.training_s]
+    known = [each.training_s for each in ranks if each.training_s is not None and each.saved_bytes is not None]
+    if not known or not shares:
+        return Verification("saving", None, "nothing saved yet")
+    text = f"{max(shares):.1%} of the time so far, of less than {OVERHEAD:.0%}"
+    if max(known) < _JUDGED_AFTER_S:
+        return Verification("saving", None, f"{text}; not judged in the first {_JUDGED_AFTER_S:.0f} s")
+    return Verification("saving", max(shares) < OVERHEAD, text)

@@ -20,10 +20,13 @@ from pathlib import Path
 from engine.node.processes import end_with_parent, raise_priority, stay_awake
 from engine.protocol.measurements import MeasureProgress, MeasureReport, MeasureSpec
 
-_STEP_LIMIT_S, _COMPILE_LIMIT_S = 60.0, 300.0
-"""Per step, or three times the measuring time: a node that does not finish its first step counts as offline. More
-where g++ may have to build kernels first."""
+_FIRST_STEP_LIMIT_S, _STEP_LIMIT_S = 600.0, 60.0
+"""A node that does not finish its first step within the first counts as offline; g++ may have to build kernels before
+it. A later step may take the second, or _TIMES as long as the longest one so far."""
+_TIMES = 5.0
 _POLL_S = 0.5
+_PROGRESS_S = 2.0
+"""Between two reports of steps; the head waits for one after another."""
 
 
 def main(arguments: list[str]) -> int:
@@ -50,39 +53,49 @@ def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
     training = load_trainer(spec, home)
     result.gradient_bytes = training.gradient_bytes
     result.batch = spec.batch
-    compiled = (spec.job or {}).get("compile_on_cpu")
-    limit_s = max(_COMPILE_LIMIT_S if compiled else _STEP_LIMIT_S, 3 * spec.seconds)
-    watchdog = _StepWatchdog(limit_s, lambda stepped: _give_up(result, limit_s, stepped))
+    watchdog = _StepWatchdog(lambda limit_s, stepped: _give_up(result, limit_s, stepped))
+    phase, printed_at = "probing", 0.0
+
+    def report() -> None:
+        nonlocal printed_at
+        printed_at = time.monotonic()
+        _print_progress(MeasureProgress(phase, result.measured_s, result.examples_per_s))
+
+    def step_done() -> None:
+        watchdog.step_done()
+        if time.monotonic() - printed_at > _PROGRESS_S:
+            report()
 
     def step(batch: int) -> tuple[float, int]:
         taken = training.step(batch)
-        watchdog.step_done()
+        step_done()
         return taken
 
-    def report() -> None:
-        _print_progress(MeasureProgress("measuring", result.measured_s, result.examples_per_s))
-
-    _print_progress(MeasureProgress("probing"))
+    report()
     for batch in PROBE_BATCHES:
-        state, peak = training.probe(batch)
+        state, peak = training.probe(batch, spec.seconds / len(PROBE_BATCHES), step_done)
         # The smallest batch leaves the least besides the state.
         result.state_bytes = result.state_bytes or state
         result.probes.append({"batch": batch, "peak_bytes": peak})
-        watchdog.step_done()
-    _print_progress(MeasureProgress("warming up"))
+    phase = "warming up"
+    report()
+    started = time.monotonic()
     for batch in (second_batch(spec.batch), *[spec.batch] * WARM_UP_STEPS):
         step(batch)
+        if time.monotonic() - started > spec.seconds:
+            # Each is longer than the whole measurement: the probes' steps have warmed it up.
+            break
+    phase = "measuring"
     measure(step, spec.seconds, result, report)
     watchdog.end()
 
 
 class _StepWatchdog:
-    """Calls `on_late(stepped)` when no step has ended for `limit_s`; `stepped`: at least one has before."""
+    """Calls `on_late(limit_s, stepped)` when no step has ended for the limit; `stepped`: at least one has before."""
 
-    def __init__(
-        self, limit_s: float, on_late: Callable[[bool], object], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._limit_s = limit_s
+    def __init__(self, on_late: Callable[[float, bool], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = _FIRST_STEP_LIMIT_S
+        self._longest_s = 0.0
         self._on_late = on_late
         self._clock = clock
         self._stepped_at = clock()
@@ -91,7 +104,10 @@ class _StepWatchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def step_done(self) -> None:
-        self._stepped, self._stepped_at = True, self._clock()
+        now = self._clock()
+        self._longest_s = max(self._longest_s, now - self._stepped_at)
+        self._limit_s = max(_STEP_LIMIT_S, _TIMES * self._longest_s)
+        self._stepped, self._stepped_at = True, now
 
     def end(self) -> None:
         self._over.set()
@@ -99,7 +115,7 @@ class _StepWatchdog:
     def _run(self) -> None:
         while not self._over.wait(_POLL_S):
             if self._clock() - self._stepped_at > self._limit_s:
-                self._on_late(self._stepped)
+                self._on_late(self._limit_s, self._stepped)
 
 
 def _give_up(result: MeasureReport, limit_s: float, stepped: bool) -> None:

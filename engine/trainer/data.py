@@ -21,7 +21,15 @@ from mlx_lm.tuner.datasets import CacheDataset, create_dataset
 from numpy.typing import NDArray
 
 from engine.protocol.job import Job, JobError
-from engine.protocol.partition import ChunkPlan, chunk_plan, padded_width, progress_text, share_counts, share_slice
+from engine.protocol.partition import (
+    ChunkPlan,
+    chunk_plan,
+    padded_width,
+    progress_text,
+    share_counts,
+    share_counts_among,
+    share_slice,
+)
 from engine.trainer.jsonl import JsonlIndex, has_examples, parse_row
 from engine.trainer.reporting import Reporter
 from engine.trainer.sampler import Indices, Sampler, fixed_batches
@@ -185,11 +193,21 @@ def _length(value: Any) -> int:
 class DataLoader:
     """This rank's share of each global batch, by its position alone: resuming needs no other state."""
 
-    def __init__(self, train: Split, job: Job, shares: Sequence[float], rank: int, reporter: Reporter) -> None:
-        """`shares`: relative. Raises JobError for a batch too small for the ranks or too large for the data."""
+    def __init__(
+        self,
+        train: Split,
+        job: Job,
+        shares: Sequence[float],
+        rank: int,
+        reporter: Reporter,
+        validates: Sequence[bool] | None = None,
+    ) -> None:
+        """`shares`: relative. `validates`: the ranks that take part in validation, all by default. Raises JobError for
+        a batch too small for the ranks or too large for the data."""
         self._train = train
         try:
             self._counts = share_counts(job.batch_size, shares)
+            self._validation_counts = share_counts_among(job.batch_size, shares, validates)
         except ValueError as error:
             raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
         self._sampler = train.sampler(job.batch_size, job.seed)
@@ -203,6 +221,10 @@ class DataLoader:
     def local_share(self, batch: Indices) -> Indices:
         """This rank's examples of a global batch; perhaps none of a short one."""
         return batch[share_slice(len(batch), self._counts, self._rank)]
+
+    def validation_share(self, batch: Indices) -> Indices:
+        """This rank's examples of a batch of a validation or test; perhaps none."""
+        return batch[share_slice(len(batch), self._validation_counts, self._rank)]
 
     def end_batch(self, position: int) -> None:
         """Called after training on the batch at `position`: if a chunk ends with it, free its memory and report it."""

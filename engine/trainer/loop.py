@@ -146,6 +146,7 @@ class Loop:
             # A whole validation may take longer than a stop has time: every batch carries the request.
             sums = mx.array([local_loss, float(local_tokens), float(self.control.stop_requested)])
             total = floats(self.collective.all_sum(sums))
+            self.reporter.going_on()
             loss, tokens = loss + total[0], tokens + total[1]
             if total[2]:
                 self._stop = True

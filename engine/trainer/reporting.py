@@ -4,6 +4,7 @@ configured.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from engine.protocol.events import EventWriter
 if TYPE_CHECKING:
     from mlx_lm.tuner.callbacks import TrainingCallback
 
+_GOING_ON_S = 10.0
+
 
 class Reporter:
     """One rank's reports. The lines on standard output are for people only: nothing parses them."""
@@ -23,6 +26,7 @@ class Reporter:
         self.callback: TrainingCallback | None = None
         """mlx-lm's, on the rank that has one."""
         self._phase: str | None = None
+        self._reported_at = time.monotonic()
         self._warned: set[str] = set()
 
     def print(self, text: str) -> None:
@@ -35,6 +39,12 @@ class Reporter:
         if phase != self._phase:
             self._phase = phase
             self._events.write("phase", phase=phase)
+
+    def going_on(self) -> None:
+        """Report that a long phase makes progress, at most every _GOING_ON_S."""
+        if time.monotonic() - self._reported_at > _GOING_ON_S:
+            self._reported_at = time.monotonic()
+            self._events.write("going_on", phase=self._phase)
 
     def warn(self, message: str) -> None:
         """Report `message` once."""

@@ -4,6 +4,7 @@ that are measured for a job with its own command.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -96,9 +97,9 @@ WINDOWS = 10
 """The spread is over their throughputs."""
 _SECOND_BATCH_FRACTION = 0.2
 """Share of a window for steps of the second batch."""
-_PROBE_STEPS = 5
-"""Steps of a memory probe: MLX frees a step's memory while the next operation runs, so that a single step may
-show less than the peak."""
+_LEAST_PROBE_STEPS, _PROBE_STEPS = 2, 5
+"""Steps of a memory probe, the fewest where they are slow: MLX frees a step's memory while the next operation runs, so
+that a single step may show less than the peak."""
 _CACHE_BYTES = 2**30
 
 
@@ -147,25 +148,29 @@ class SingleNodeTrainer:
             mx.clear_cache()
         return time.perf_counter() - started, batch.targets
 
-    def probe(self, batch_size: int) -> tuple[int, int]:
-        """Steps of full length; MLX's bytes of the state (weights, moments, and the gradients held until the update) in
-        the first, and the peak."""
+    def probe(
+        self, batch_size: int, seconds: float = math.inf, on_step: Callable[[], object] = lambda: None
+    ) -> tuple[int, int]:
+        """Steps of full length, as many as begin within `seconds`; MLX's bytes of the state (weights, moments, and the
+        gradients held until the update) in the first, and the peak. `on_step` is called after each."""
         batch = self._full(batch_size)
-        states = []
+        states = list[int]()
         mx.clear_cache()
         mx.reset_peak_memory()
-        for _ in range(_PROBE_STEPS):
+        started = time.monotonic()
+        while len(states) < _LEAST_PROBE_STEPS or (len(states) < _PROBE_STEPS and time.monotonic() - started < seconds):
             before = mx.get_active_memory()
             if self._whole_step is not None:
                 states.append(before)
                 self._whole_step.run(batch)
-                continue
-            if self._job.grad_accumulation_steps > 1:
-                self._accumulate(batch, last=False)
-            self._accumulate(batch, last=True)
-            self._gradients.finish()
-            states.append(before + self._gradients.nbytes)
-            self._update()
+            else:
+                if self._job.grad_accumulation_steps > 1:
+                    self._accumulate(batch, last=False)
+                self._accumulate(batch, last=True)
+                self._gradients.finish()
+                states.append(before + self._gradients.nbytes)
+                self._update()
+            on_step()
         return states[0], mx.get_peak_memory()
 
     def _accumulate(self, batch: Batch, *, last: bool) -> None:

@@ -47,6 +47,9 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     PeerLost, Diverged, Corrupted, OSError."""
     raw = spec.job or {}
     job = _rank_job(raw, spec.rank(collective.rank), home)
+    if not any(rank.validates for rank in spec.ranks):
+        reporter.warn("no node of this attempt takes part in validation ([[node]] validate): there is none")
+        job = replace(job, val_batches=0, test=False)
     setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
     set_up_device(job, collective.rank)
     model, tokenizer = load_model(job)
@@ -78,6 +81,16 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     reporter.event("end", **asdict(outcome))
     how = "completed" if outcome.completed else "stopped"
     reporter.print(outcome.early or f"{how} at iteration {outcome.iteration}")
+
+
+def load_strategy(spec: AttemptSpec, home: Path, collective: Collective, reporter: Reporter) -> tuple[Job, Strategy]:
+    """One rank's job and strategy as `train` makes them, and nothing around them. Raises JobError, PeerLost."""
+    raw = spec.job or {}
+    job = _rank_job(raw, spec.rank(collective.rank), home)
+    set_up_device(job, collective.rank)
+    model, tokenizer = load_model(job)
+    setup = _Setup(spec, config_hash(raw), job, collective, Control(), reporter)
+    return job, setup.build_strategy(model, load_train_split(job, tokenizer, lambda longest: None))
 
 
 def _rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
@@ -167,7 +180,8 @@ class _Setup:
             # Every stage reads the whole batch.
             return Pipeline(job, model, DataLoader(train, job, [1.0], 0, self.reporter), collective, layers)
         shares = [rank.share for rank in self.spec.ranks]
-        loader = DataLoader(train, job, shares, collective.rank, self.reporter)
+        validates = [rank.validates for rank in self.spec.ranks]
+        loader = DataLoader(train, job, shares, collective.rank, self.reporter, validates if any(validates) else None)
         if isinstance(collective, ElasticGroup):
             return LocalSteps(job, model, loader, collective)
         return (Sharded if job.strategy == "sharded" else DataParallel)(job, model, loader, collective)

@@ -46,7 +46,7 @@ def configuration() -> str:
 def _table(title: str, model: type[BaseModel]) -> str:
     names: Iterable[str] = OWN_KEYS if title == "[job]" else model.model_fields
     meanings = field_docstrings(model)
-    rows = [_row(name, model.model_fields[name], meanings[name]) for name in names]
+    rows = [_row(model.model_fields[name].alias or name, model.model_fields[name], meanings[name]) for name in names]
     parts = [f"## `{title}`", inspect.cleandoc(model.__doc__ or "").replace("\n", " "), "\n".join([*_HEADER, *rows])]
     if title == "[[node]]":
         paths = ", ".join(f"`{name}`" for name in NODE_PATHS)

@@ -208,3 +208,22 @@ async def test_while_a_run_goes_on_there_nothing_is_measured(config: Config, tmp
     with pytest.raises(NodesInUse, match=f"run {run.id} is going on there"):
         await calibrated(engine, config.model_copy(update={"nodes": local}))
     await engine.close()
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+async def test_all_ranks_are_measured_together_with_a_strategy_of_which_no_node_makes_a_step(
+    cluster: Cluster, config: Config, tmp_path: Path, strategy: str
+) -> None:
+    job = config.job.model_copy(update={"strategy": strategy})
+    config = config.model_copy(update={"job": job})
+    async with Engine(tmp_path / "home") as engine:
+        taken, _ = await calibrated(engine, config)
+        found = engine.calibrations.predict(config, taken).throughput
+    group = taken.group
+    assert group is not None and group.problem is None and group.step_s is not None and group.steps >= 2
+    assert group.compute_s.keys() == group.peak_bytes.keys() == {node.name for node in config.nodes}
+    assert all(0 < seconds <= group.step_s for seconds in group.compute_s.values())
+    assert found.step_s == group.step_s and found.tokens_per_s == group.tokens_per_s
+    assert found.examples_per_s == pytest.approx(int(job.mlx_lm["batch_size"]) / group.step_s)
+    for node in cluster.nodes[:2]:
+        assert_nothing_left(node)

@@ -278,3 +278,20 @@ def test_without_validation_data_the_job_is_refused(tiny: Tiny, tmp_path: Path, 
     (failure,) = run.events(0, "failure")
     assert failure["error_type"] == JobError.__name__
     assert failure["message"] == f"{data}/valid.jsonl is missing or empty, and {next(iter(keys))} needs it"
+
+
+def test_a_rank_that_is_kept_out_leaves_the_validation_to_the_others(tiny: Tiny, tmp_path: Path) -> None:
+    """The losses are those of both ranks, and where nobody is left there is no validation."""
+    job = tiny.job(iters=4, steps_per_eval=2, val_batches=2, test=True, test_batches=1)
+
+    def run(name: str, *kept_out: int) -> Launched:
+        out = {rank: {"validates": False} for rank in kept_out}
+        return launch(tmp_path / name, job, shares=(1.0, 1.0), overrides=out).succeeded()
+
+    everybody, one, nobody = run("everybody"), run("one", 0), run("nobody", 0, 1)
+    for kind, key in (("validation", "val_loss"), ("test", "test_loss")):
+        losses = [event[key] for event in everybody.events(kind=kind)]
+        assert losses and [event[key] for event in one.events(kind=kind)] == pytest.approx(losses, rel=1e-5)
+        assert nobody.events(kind=kind) == []
+    assert any("takes part in validation" in event["message"] for event in nobody.events(kind="warning"))
+    assert nobody.losses() == everybody.losses() == one.losses()

@@ -29,6 +29,7 @@ from engine.trainer.single_node_bench import (
     WINDOWS,
     SingleNodeTrainer,
     SyntheticData,
+    load_trainer,
     measure,
     synthetic_model,
 )
@@ -232,31 +233,39 @@ def test_only_a_node_that_finishes_no_step_at_all_counts_as_offline(
     assert (found["examples_per_s"], found["problem"]) == (speed, problem)
 
 
-def test_the_limit_is_of_each_step_and_not_of_all_together() -> None:
+def test_the_limit_is_of_each_step_and_follows_the_longest_one() -> None:
     now, polled = [0.0], threading.Semaphore(0)
 
     def clock() -> float:
         polled.release()
         return now[0]
 
-    late: list[bool] = []
+    late: list[tuple[float, bool]] = []
     reported = threading.Event()
 
-    def on_late(stepped: bool) -> None:
-        late.append(stepped)
+    def on_late(limit_s: float, stepped: bool) -> None:
+        late.append((limit_s, stepped))
         reported.set()
 
-    watch = calibrate._StepWatchdog(60.0, on_late, clock)
-    for _ in range(3):
-        now[0] += 50.0
+    watch = calibrate._StepWatchdog(on_late, clock)
+    for seconds in (500.0, 1200.0, 2400.0):
+        now[0] += seconds
         watch.step_done()
-    for _ in range(6):
-        polled.acquire()
-    assert late == [], "150 s in steps of 50 s"
-    now[0] += 61.0
+        for _ in range(6):
+            polled.acquire()
+        assert late == [], "the first step is long, and so are those after it"
+    now[0] += 12_001.0
     assert reported.wait(30)
     watch.end()
-    assert late[:1] == [True]
+    assert late[:1] == [(12_000.0, True)]
+
+
+def test_a_probe_of_slow_steps_makes_few_and_reports_each(tiny: Tiny, tmp_path: Path) -> None:
+    trainer, steps = load_trainer(spec(tiny, tmp_path, tiny.job()), tmp_path), list[int]()
+    for seconds, made in ((0.0, 2), (3600.0, 5)):
+        steps.clear()
+        trainer.probe(1, seconds, lambda: steps.append(1))
+        assert len(steps) == made
 
 
 def test_every_node_has_the_same_synthetic_model(tmp_path: Path) -> None:

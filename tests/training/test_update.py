@@ -494,3 +494,25 @@ def test_how_many_layers_are_trained(
 ) -> None:
     kind, number = requested
     assert make_job(tiny, tmp_path, fine_tune_type=kind, num_layers=number).layers(available) == layers
+
+
+def test_a_validation_is_computed_in_pieces_that_are_halved_after_a_late_one(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tiny, tmp_path)
+    model, tokenizer = load_model(job)
+    examples = load_split(job, "train", tokenizer, lambda _: None)
+    gradients, rows = Gradients(model), list[int]()
+    compute = gradients.loss
+
+    def loss(batch: Batch) -> float:
+        rows.append(len(batch.tokens))
+        return compute(batch)
+
+    monkeypatch.setattr(gradients, "loss", loss)
+    whole = gradients.share_loss(examples, np.arange(8))
+    monkeypatch.setattr(data_parallel, "PIECE_S", 0.0)
+    pieces = [gradients.share_loss(examples, np.arange(8)) for _ in range(2)]
+    assert rows == [8, 8, 4, 2, 1, 1]
+    assert [loss for loss, _ in pieces] == pytest.approx([whole[0]] * 2, rel=1e-5)
+    assert {targets for _, targets in pieces} == {whole[1]}

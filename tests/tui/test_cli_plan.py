@@ -144,3 +144,24 @@ def test_a_model_that_is_not_there_leaves_the_memory_open(home: Path, studio: Pa
 
 def test_without_a_configuration_it_is_bad_usage(home: Path, tmp_path: Path) -> None:
     assert plan(home, tmp_path).code == 2
+
+
+def test_what_the_rules_suggest_is_written_into_the_configuration(home: Path, studio: Path) -> None:
+    write(studio, "batch_size = 6  # mine", "iters = 100")
+    before = (studio / "flightdeck.toml").read_text()
+    suggested = json.loads(plan(home, studio, "--json").out)["batch_configuration"]["suggested"]
+    done = plan(home, studio, "--apply")
+    assert done.code == 0 and "flightdeck.toml.bak" in done.out, done.err
+    text = (studio / "flightdeck.toml").read_text()
+    for line in suggested["job_keys"].splitlines():
+        assert line in text and line in done.out
+    assert "# mine" in text and (studio / "flightdeck.toml.bak").read_text() == before
+    batch = json.loads(plan(home, studio, "--json").out)["batch_configuration"]
+    assert batch["total_batch_size"] == suggested["total_batch_size"]
+    assert batch["learning_rate"] == suggested["learning_rate"] and batch["warmup_steps"] == suggested["warmup_steps"]
+
+
+def test_a_command_of_ones_own_has_nothing_to_apply(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "flightdeck.toml").write_text('[[node]]\n[job]\ncommand = ["true"]\n')
+    done = plan(home, tmp_path, "--apply")
+    assert done.code == 2 and "there is nothing to apply: the job runs a command of its own" in done.err

@@ -8,7 +8,17 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from engine.api import Calibration, CalibrationProgress, Config, Engine, ExitCode, LinkMeasure, NodeMeasure, Prediction
+from engine.api import (
+    Calibration,
+    CalibrationProgress,
+    Config,
+    Engine,
+    ExitCode,
+    GroupMeasure,
+    LinkMeasure,
+    NodeMeasure,
+    Prediction,
+)
 from tui.commands.terminal import Lines, config_file, print_json
 from tui.formatting import NOT_MEASURED, ago, bandwidth, latency, rate, size, spread, table, throughput
 
@@ -70,6 +80,8 @@ class _Progress:
 
 def _problems(taken: Calibration) -> list[str]:
     problems = [f"{measure.node}: {measure.problem}" for measure in taken.nodes if measure.problem]
+    if taken.group is not None and taken.group.problem:
+        problems.append(f"all ranks' steps: {taken.group.problem}")
     return problems + [f"{' - '.join(link.nodes)}: {link.problem}" for link in taken.sums if link.problem]
 
 
@@ -85,6 +97,8 @@ def _print(lines: Lines, config: Config, found: Prediction) -> None:
         for link in taken.sums:
             what = "link" if link in taken.links else "all ranks"
             lines.say(f"{what} {' - '.join(link.nodes)}: {_link(link)}")
+        if taken.group is not None and taken.group.step_s is not None:
+            lines.say(_group(taken.group))
         qos = {measure.qos for measure in taken.nodes if measure.qos}
         lines.say(f"priority: {'; '.join(sorted(qos)) or NOT_MEASURED}")
         for problem in _problems(taken):
@@ -117,11 +131,17 @@ def _link(link: LinkMeasure) -> str:
     return f"{latency(link.latency_s)}, {bandwidth(link.bandwidth_bytes_per_s)}"
 
 
+def _group(group: GroupMeasure) -> str:
+    parts = ", ".join(f"{node} {latency(seconds)}" for node, seconds in group.compute_s.items())
+    text = f"all ranks' steps ({group.strategy}): {latency(group.step_s)}, of which computation: {parts}"
+    return text + (f"; waiting {group.waiting:.0%}" if group.waiting is not None else "")
+
+
 def _predicted(found: Prediction) -> str:
     prediction = found.throughput
-    if prediction.examples_per_s is None or prediction.speed_up is None or prediction.efficiency is None:
+    if prediction.examples_per_s is None:
         return f"prediction: none, {prediction.why_not}"
-    return (
-        f"prediction: {throughput(prediction.examples_per_s)}, {rate(prediction.tokens_per_s)}, "
-        f"{prediction.speed_up:.2f} times the fastest node alone, efficiency {prediction.efficiency:.0%}"
-    )
+    text = f"prediction: {throughput(prediction.examples_per_s)}, {rate(prediction.tokens_per_s)}"
+    if prediction.speed_up is None or prediction.efficiency is None:
+        return text
+    return f"{text}, {prediction.speed_up:.2f} times the fastest node alone, efficiency {prediction.efficiency:.0%}"

@@ -16,7 +16,8 @@ _WIDEST = 120
 
 
 def plan(options: argparse.Namespace, engine: Engine) -> int:
-    """Make the plan; 1 when it could not be launched as it stands, or not by this release."""
+    """Make the plan; 1 when it could not be launched as it stands, or not by this release. With --apply, 0 when the
+    suggestion was written: it is another job's plan that counts then."""
     config = engine.load_config(config_file(options))
     strategy = options.strategy
     if options.layer_split is not None:
@@ -32,6 +33,13 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         _say_refusals(Lines(sys.stderr), made)
     else:
         _print(Lines(), made, explain=options.explain)
+    if options.apply:
+        written, kept = engine.plans.apply(config, made)
+        lines = Lines(sys.stderr if options.json or options.format is not None else sys.stdout)
+        lines.say(f"written into [job] of {config.file}, whose former text is in {kept}:")
+        for line in written:
+            lines.say(f"  {line}")
+        return ExitCode.OK
     return ExitCode.OK if made.strategy.launchable and not made.refused else ExitCode.FAILED
 
 

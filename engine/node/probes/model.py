@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from engine.node.probes import did_you_mean, reason_of
+from engine.protocol.safetensors import CheckpointError, check_header
 
 CONFIGURATION = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -84,10 +87,13 @@ def sha256(path: Path) -> str:
 
 
 LIMIT_BYTES = 256 << 10
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def probe_configuration(directory: str) -> dict[str, Any]:
-    """The model's config.json as `configuration`, or `problem`."""
+    """The model's config.json as `configuration`, or `problem`; `dtype`, in which most of its unquantized weights are
+    stored, where their safetensors files have readable headers: mlx-lm trains in that type, whatever config.json says.
+    """
     path = Path(directory) / CONFIGURATION
     try:
         with path.open("rb") as file:
@@ -102,4 +108,16 @@ def probe_configuration(directory: str) -> dict[str, Any]:
         configuration = None
     if not isinstance(configuration, dict):
         return {"problem": f"{path} is no model configuration: no JSON object"}
-    return {"configuration": configuration}
+    return {"configuration": configuration, "dtype": _stored_dtype(path.parent)}
+
+
+def _stored_dtype(directory: Path) -> str | None:
+    elements: Counter[str] = Counter()
+    try:
+        for shard in sorted(directory.glob("model*.safetensors")):
+            for dtype, shape in check_header(shard).tensors.values():
+                if dtype in _DTYPES:
+                    elements[_DTYPES[dtype]] += prod(shape)
+    except (OSError, CheckpointError):
+        return None
+    return max(elements, key=elements.__getitem__, default=None)

@@ -5,6 +5,7 @@ limit of its node.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,14 @@ from engine.plan.document import (
     WayOut,
 )
 from engine.plan.memory.choice import Choice, choose, settings_of, unresolved, with_settings
-from engine.plan.memory.estimate import MemoryEstimate, RankWorkload, estimate, largest_batch, peak_from_probes
+from engine.plan.memory.estimate import (
+    MOST_SEQUENCES,
+    MemoryEstimate,
+    RankWorkload,
+    estimate,
+    largest_batch,
+    peak_from_probes,
+)
 from engine.plan.memory.shape import ModelShape
 from engine.plan.memory.ways_out import RankPlace, describe_ways, ways_out
 from engine.plan.strategy import split_layers
@@ -79,8 +87,11 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         choice = choose(shape, asked, sizes, context.settings)
         workloads = tuple(with_settings(workload, choice.settings) for workload in asked)
         estimates = [estimate(shape, workload) for workload in workloads]
-        limited = [(workload, size) for workload, size in zip(workloads, sizes, strict=True) if size is not None]
-        most = [largest_batch(shape, workload, size) for workload, size in limited]
+        most = [
+            _largest_batch(context, node, shape, workload, size)
+            for node, workload, size in zip(nodes, workloads, sizes, strict=True)
+            if size is not None
+        ]
     except InputError as error:
         rationale.warn("memory", str(error))
         return MemoryFit(_unknown(str(error), rationale), known)
@@ -214,6 +225,20 @@ def _rank_memory(
         limit_from=limit_from,
         fits=needed <= limit_bytes if limit_bytes is not None else None,
     )
+
+
+def _largest_batch(context: PlanContext, node: NodeConfig, shape: ModelShape, workload: RankWorkload, size: int) -> int:
+    """Most sequences that fit `size` bytes, by the measured peak as `_rank_memory` has it, or else by the estimate."""
+    if _measured_peak(context, node.name, workload, estimate(shape, workload)) is None:
+        return largest_batch(shape, workload, size)
+
+    def needed(batch: int) -> int:
+        asked = replace(workload, batch=batch)
+        found = estimate(shape, asked)
+        peak = _measured_peak(context, node.name, asked, found)
+        return (found.peak_bytes if peak is None else peak) + found.reserve_bytes
+
+    return bisect_right(range(1, MOST_SEQUENCES + 1), size, key=needed)
 
 
 def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, found: MemoryEstimate) -> int | None:

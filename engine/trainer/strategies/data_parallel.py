@@ -8,6 +8,7 @@ rest of the backward pass.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -30,6 +31,9 @@ from engine.trainer.strategies.loss import Rows, loss_sum
 from engine.trainer.weights import WeightStream, floats, scalar
 
 _PIECE_ELEMENTS = 2**20
+PIECE_S = 2.0
+"""Longest time for which a validation keeps the device busy at once: macOS ends GPU work that does not return for some
+seconds (kIOGPUCommandBufferCallbackErrorTimeout)."""
 
 
 class Gradients:
@@ -67,6 +71,8 @@ class Gradients:
         self.divided_by = 1
         self._own_squares: list[mx.array] = []
         self._squares: list[mx.array] = []
+        self._piece_rows: int | None = None
+        """Rows of a validation that are computed at once; None: all of a batch."""
 
     def add(self, batch: Batch, *, last: bool = True, exact: bool = False) -> float:
         """The sum of cross-entropies over `batch`; its gradients are added to the update's. With its `last` batch, the
@@ -153,11 +159,16 @@ class Gradients:
         return scalar(self._forward(*Rows.of(batch).inputs))
 
     def share_loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        """The sum of cross-entropies over these `examples`, perhaps none, and the number of their targets."""
-        if not len(indices):
-            return 0.0, 0
-        batch = examples.batch(indices)
-        return self.loss(batch), batch.targets
+        """The sum of cross-entropies over these `examples`, perhaps none, and the number of their targets, in pieces:
+        after one that took longer than PIECE_S all are half as large."""
+        loss, targets, start = 0.0, 0, 0
+        while start < len(indices):
+            rows = min(self._piece_rows or len(indices), len(indices) - start)
+            batch, started = examples.batch(indices[start : start + rows]), time.perf_counter()
+            loss, targets, start = loss + self.loss(batch), targets + batch.targets, start + rows
+            if time.perf_counter() - started > PIECE_S and rows > 1:
+                self._piece_rows = rows // 2
+        return loss, targets
 
     def _unpacked(self, names: list[str], bucket: mx.array) -> dict[str, mx.array]:
         gradients, start = {}, 0
@@ -280,7 +291,7 @@ class DataParallel(Strategy):
         return self._norm
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        return self._gradients.share_loss(examples, self.loader.local_share(indices))
+        return self._gradients.share_loss(examples, self.loader.validation_share(indices))
 
     def trained_weights(self) -> WeightStream:
         return WeightStream.of(dict(tree_flatten(self.model.trainable_parameters())))

@@ -112,7 +112,7 @@ class LocalSteps(Strategy):
         return self._norm if tokens else None
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        return self._gradients.share_loss(examples, self.loader.local_share(indices))
+        return self._gradients.share_loss(examples, self.loader.validation_share(indices))
 
     def trained_weights(self) -> WeightStream:
         """Those of the last averaging."""

@@ -12,13 +12,17 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from engine.calibration.calibrate import ring_pairs
+from engine.calibration.calibrate import nodes_too_small, ring_pairs
+from engine.calibration.group import group_measure
 from engine.calibration.throughput import MeasureOutput, _measure, _Measurement, step_batch
+from engine.checks.gradient import GroupOutcome
 from engine.cluster.replies import parse_line
 from engine.cluster.staging import HostLayout
 from engine.config.models import JobConfig
-from engine.protocol.measurements import MeasureProgress, MeasureReport
+from engine.measurements import GroupMeasure
+from engine.protocol.measurements import GroupStepReport, MeasureProgress, MeasureReport
 from tests.unit.plan.calibrations import config
+from tests.unit.plan.clusters import QWEN3_32B, inputs, ultra_and_max
 
 
 def output(document: Mapping[str, Any]) -> MeasureOutput | None:
@@ -115,3 +119,27 @@ async def test_a_measurement_that_is_cancelled_twice_is_given_up() -> None:
     with pytest.raises(asyncio.CancelledError):
         await measuring
     assert request.closed
+
+
+def test_a_node_that_the_whole_job_does_not_fit_is_not_measured_whole() -> None:
+    """Two Macs share the state of 32B in full fine-tuning; neither could load all of it."""
+    settings = {"fine_tune_type": "full", "batch_size": 2}
+    split = inputs(ultra_and_max(), settings=settings, model=QWEN3_32B, strategy="sharded", job={"strategy": "sharded"})
+    found = nodes_too_small(split)
+    assert found.keys() == {"max"} and "needs" in found["max"] and "of 103.1 GB" in found["max"]
+    assert nodes_too_small(inputs(ultra_and_max(), settings={"batch_size": 2})) == {}
+
+
+def test_an_iteration_of_all_ranks_ends_with_its_slowest_and_a_failed_rank_is_named() -> None:
+    of, asked = config(["a", "b"]), GroupMeasure(strategy="pipeline", batch=8)
+    reports = {
+        0: GroupStepReport(0, 6, 0.4, 0.3, 100.0, 2**30),
+        1: GroupStepReport(1, 6, 0.5, 0.2, 100.0, 2**29),
+    }
+    found = group_measure(of, asked, GroupOutcome(reports, {}, {}, ""))
+    assert (found.step_s, found.tokens_per_s, found.compute_s) == (0.5, 200.0, {"a": 0.3, "b": 0.2})
+    assert found.waiting == pytest.approx(0.5) and found.problem is None
+    lost = {**reports, 1: GroupStepReport(1, error="JobError: no data")}
+    assert group_measure(of, asked, GroupOutcome(lost, {}, {}, "")).problem == "rank 1 on b: JobError: no data"
+    silent = group_measure(of, asked, GroupOutcome({**reports, 1: None}, {1: "Killed"}, {}, ""))
+    assert silent.problem == "rank 1 on b: Killed" and silent.step_s is None

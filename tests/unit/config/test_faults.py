@@ -233,6 +233,11 @@ CASES = [
     (NODES + "[job]\ncommand = ['a']\nenv = {A = 1}\n", "job.env[A]", "a string in quotes"),
     ("[[node]]\nshare = 2\n[job]\ncommand = ['a']\n", "node[0].share", "the job is a command"),
     ("[[node]]\nmodel = 'm'\n[job]\ncommand = ['a']\n", "node[0].model", "the job is a command"),
+    (NODES + JOB + "learning_rate = 'much'", "job.learning_rate", "above 0, or auto"),
+    ("[[node]]\nvalidate = 1\n" + JOB, "node[0].validate", "true or false"),
+    ("[[node]]\nvalidates = false\n" + JOB, "node[0].validates", "did you mean validate?"),
+    ("[[node]]\nvalidate = false\n" + JOB, "node[0].validate", "true on one node at least, or val_batches = 0"),
+    ("[[node]]\nvalidate = false\n[[node]]\n" + JOB + "strategy = 'sharded'", "node[0].validate", "no value here"),
     # the rest
     (NODES + JOB + "[preflight]\nall_sum_s = 0", "preflight.all_sum_s", "above 0"),
     (NODES + JOB + "[preflight]\nskip = 'ports'", "preflight.skip", "a list"),

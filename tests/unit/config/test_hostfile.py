@@ -119,6 +119,7 @@ HOSTILE: list[tuple[str, str | bytes | dict[str, Any] | list[Any], str, str]] = 
     ("another backend", {"backend": "mpi", "hosts": [{"ssh": "h"}]}, "backend", "ring, jaccl, jaccl-ring, nccl"),
     ("a backend that is a list", {"backend": [], "hosts": [{"ssh": "h"}]}, "backend", "ring"),
     ("our variables", {"envs": ["MLX_RANK=3"], "hosts": [{"ssh": "h"}]}, "envs[0]", "are reserved"),
+    ("a launch's own", {"envs": ["MLX_JACCL_RING=1"], "hosts": [{"ssh": "h"}]}, "envs[0]", "are reserved"),
     ("half a character", {"envs": ["A=\ud800"], "hosts": [{"ssh": "h"}]}, "envs[0]", "valid characters"),
     ("no variable", {"envs": ["A"], "hosts": [{"ssh": "h"}]}, "envs[0]", "NAME=value"),
     ("variables in a table", {"envs": {"A": "b"}, "hosts": [{"ssh": "h"}]}, "envs", "a list"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -185,3 +186,29 @@ def test_local_training_goes_with_all_that_ends_a_training(tmp_path: Path) -> No
     job = load(tmp_path, NODES + JOB + "strategy = 'local'\n" + own + more).job
     assert (job.strategy, job.mlx_lm["local_steps"], job.mlx_lm["wire"]) == ("local", 10_000, "int8")
     assert (job.mlx_lm["outer_learning_rate"], job.mlx_lm["outer_momentum"]) == (2, 0)
+
+
+def test_mlxs_own_variables_can_be_set_but_for_those_that_a_launch_sets(tmp_path: Path) -> None:
+    own = {"MLX_METAL_FAST_SYNCH": "1", "MLX_MAX_OPS_PER_BUFFER": "8", "MLX_JACCLX": "as it is"}
+    table = ", ".join(f"{name} = '{value}'" for name, value in own.items())
+    assert load(tmp_path, "[[node]]\n" + JOB + f"env = {{{table}}}\n").job.env == own
+    # As mlx.distributed_config writes it.
+    hosts = {"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [{"ssh": "127.0.0.1"}]}
+    (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+    imported = load(tmp_path, "[cluster]\nhostfile = 'hosts.json'\n" + JOB)
+    assert imported.job.env == {"MLX_METAL_FAST_SYNCH": "1"}
+
+
+def test_a_node_is_kept_out_of_validation(tmp_path: Path) -> None:
+    nodes = "[[node]]\nvalidate = false\n[[node]]\nvalidate = true\n[[node]]\n"
+    assert [node.validates for node in load(tmp_path, nodes + JOB).nodes] == [False, True, None]
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [("adam", 1e-5 * 32**0.5), ("sgd", 1e-3 * 32 / 64)])
+def test_a_learning_rate_is_chosen_by_the_rule_for_all_that_an_update_sees(
+    tmp_path: Path, optimizer: str, rate: float
+) -> None:
+    keys = f"optimizer = '{optimizer}'\nbatch_size = 8\ngrad_accumulation_steps = 4\n"
+    job = load(tmp_path, "[[node]]\n" + JOB + keys + "learning_rate = 'auto'\n").job
+    assert job.mlx_lm["learning_rate"] == pytest.approx(rate) and job.rate_by_rule
+    assert not load(tmp_path, "[[node]]\n" + JOB + keys).job.rate_by_rule

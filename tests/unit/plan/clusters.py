@@ -62,8 +62,9 @@ def mac(name: str, rank: int, chip: str, gb: int, **more: Any) -> NodeFacts:
         "system": "Darwin",
         "chip": chip,
         "gpu": "gpu",
-        "memory_total_bytes": gb * GB,
-        "gpu_limit_bytes": gb * GB * 3 // 4,
+        # hw.memsize as Macs report it.
+        "memory_total_bytes": gb * 2**30,
+        "gpu_limit_bytes": gb * 2**30 * 3 // 4,
         "backends": ("ring", "jaccl"),
         "interfaces": (Interface(name="en0", ipv4=(f"10.0.0.{rank + 1}/24",), active=True),),
     }

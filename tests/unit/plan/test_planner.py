@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,7 @@ from engine.plan.document import (
     ChunkingSection,
     Disabled,
     MemorySection,
+    PlannedCheck,
     Source,
     TrainingPlan,
 )
@@ -72,6 +74,9 @@ SECTIONS = {
     "pre_rdma_sync": {"sync_script", "validation_checks", "block_on_failure", "sync_status", "sync_output"},
     "hardware_calibration": {"workload_distribution", "macos_qos_api", "calibration_notes"},
 }
+
+
+FULL: dict[str, Any] = {"fine_tune_type": "full", "batch_size": 8}
 
 
 def names(plan: TrainingPlan, kind: str) -> list[str]:
@@ -149,6 +154,85 @@ def test_the_document_has_the_keys_that_others_read() -> None:
         assert keys <= document[section].keys(), section
     assert isinstance(document["verification_steps"], list)
     assert {"worker_consistency", "coordinator_chunking", "pre_flight_checklist"} <= document.keys()
+
+
+def test_the_sections_of_preflight_have_the_keys_that_others_read() -> None:
+    checks = (
+        PlannedCheck(name="hardware_layer", what="hardware", overridden=False),
+        PlannedCheck(name="ports", what="ports", overridden=True),
+    )
+    plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": 8}, checks=checks, examples=150_000))
+    document = plan.document()
+    compared = document["worker_consistency"]
+    keys = ("consistency_threshold", "is_consistent", "script_hash", "byzantine_detection")
+    assert [compared[key] for key in keys] == [0.95, None, None, True] and "tokenizer" in compared["validation_checks"]
+    chunks = document["coordinator_chunking"]
+    assert "gc.collect()" in chunks["memory_management"]
+    assert chunks["progress_reporting"] == "Processing chunk 1/3 (33% complete)"
+    checklist = document["pre_flight_checklist"]
+    assert (checklist["block_on_failure"], checklist["overall_status"]) == (True, "pending")
+    assert checklist["validation_layers"] == ["hardware_layer"]
+    assert document["rdma_config"]["network"] == plan.document("v1")["rdma_config"]["network"] == "TCP"
+    report = PreflightReport(
+        checks=[
+            verdict("hardware_layer", CheckStatus.FAIL, "no GPU"),
+            verdict("ports", CheckStatus.SKIP, "overridden"),
+        ],
+        overall_status=CheckStatus.FAIL,
+        finished_at=NOW,
+    )
+    after = plan_with_results(plan, report).document()["pre_flight_checklist"]
+    assert after["overall_status"] == "fail"
+    assert [(check["status"], check["summary"]) for check in after["checks"]] == [
+        ("fail", "no GPU"),
+        ("skip", "overridden"),
+    ]
+
+
+def test_a_recovery_takes_as_long_as_the_newest_ones_have_taken() -> None:
+    measured = make_plan(inputs(ultra_and_max(), recoveries_s=(9.0, 30.0, 12.0, 11.0, 10.0, 500.0)))
+    assert measured.checkpoint_strategy.expected_recovery_time == 11.0
+    unknown = make_plan(inputs(ultra_and_max()))
+    assert unknown.checkpoint_strategy.expected_recovery_time is None
+
+
+def test_the_largest_batch_agrees_with_a_measured_peak() -> None:
+    """The estimate names another batch than what is measured to fit."""
+    taken = calibration({}, **PROBED)
+    for batch, fits in ((8, True), (400, True), (800, False)):
+        plan = make_plan(inputs(ultra_and_max(), settings={"batch_size": batch}, calibration=taken))
+        assert isinstance(plan.memory, MemorySection)
+        largest = plan.batch_configuration.largest_per_gpu_batch_size
+        assert largest is not None and all(rank.source == "calibration" for rank in plan.memory.ranks)
+        assert (batch // 2 <= largest) == fits == all(rank.fits for rank in plan.memory.ranks)
+
+
+def test_the_advice_on_sizes_agrees_with_the_verdict_on_that_mac() -> None:
+    """A Mac of 128 GB has 2^37 bytes: what fits three quarters of them is not called too small beside the verdict."""
+    for batch in range(1, 80):
+        plan = make_plan(inputs([mac("max", 0, "Apple M4 Max", 128)], settings=FULL | {"batch_size": batch}))
+        (sizes,) = (each.text for each in plan.advice if each.name == "sizes")
+        too_small = "128 GB: too small" in sizes
+        assert too_small == ("memory" in names(plan, "refusals")), batch
+
+
+@pytest.mark.parametrize("given", [{}, {"batch_size": 8}, {"batch_size": 6, "grad_accumulation_steps": 3}])
+def test_a_suggestion_is_made_whatever_the_job_names(given: dict[str, int]) -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings={"iters": 1000, **given}))
+    suggested = plan.batch_configuration.suggested
+    assert suggested is not None and suggested.warmup_steps is not None
+    keys = tomllib.loads(suggested.job_keys)
+    assert keys["batch_size"] * keys["grad_accumulation_steps"] == suggested.total_batch_size
+    assert (
+        keys["learning_rate"] == suggested.learning_rate == pytest.approx(1e-5 * suggested.total_batch_size**0.5, 0.05)
+    )
+    assert keys["lr_schedule"]["warmup"] == suggested.warmup_steps
+    if given:
+        assert suggested.total_batch_size >= given["batch_size"] * given.get("grad_accumulation_steps", 1)
+    applied = make_plan(inputs(ultra_and_max(), settings={"iters": 1000, **keys})).batch_configuration
+    assert (applied.total_batch_size, applied.warmup_steps) == (suggested.total_batch_size, suggested.warmup_steps)
+    assert applied.learning_rate == suggested.learning_rate
+    assert applied.suggested is not None and "lr_schedule" not in applied.suggested.job_keys, "the job's own stays"
 
 
 def test_the_older_document_has_the_first_seven_sections_alone() -> None:
@@ -240,10 +324,71 @@ def test_nothing_fits_a_node_whose_gpu_may_use_no_memory() -> None:
     assert plan.batch_configuration.largest_per_gpu_batch_size == 0 and "memory" in names(plan, "refusals")
 
 
-def test_the_advice_on_the_m4_max_watchdog_is_disputed() -> None:
-    plan = make_plan(inputs(ultra_and_max(), settings={"fine_tune_type": "full"}))
+def validating(plan: TrainingPlan) -> dict[str, bool]:
+    return {node.node: node.validates for node in plan.nodes}
+
+
+def with_validate(drawn: PlanInputs, **named: bool) -> PlanInputs:
+    nodes = tuple(node.model_copy(update={"validates": named.get(node.name)}) for node in drawn.config.nodes)
+    return replace(drawn, config=drawn.config.model_copy(update={"nodes": nodes}))
+
+
+def test_an_m4_max_is_kept_out_of_the_validation_of_4b_in_full_fine_tuning() -> None:
+    """hw.memsize of an M4 Max with 128 GB is 137,438,953,472."""
+    drawn = inputs(ultra_and_max(), settings=FULL)
+    assert drawn.facts["max"].memory_total_bytes == 137_438_953_472
+    plan = make_plan(drawn)
+    assert validating(plan) == {"ultra": True, "max": False}
     advice = next(each for each in plan.advice if each.name == "gpu_watchdog_validation")
     assert advice.disputed and "max: an M4 Max" in advice.text and "disputed" in advice.text
+    assert "It is kept out of validation" in advice.text and "Turn validation off" not in advice.text
+    assert "validate = true overrides" in next(each.reason for each in plan.reasons if each.key == "nodes")
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "named", "expected"),
+    [
+        ({}, {}, {}, {"ultra": True, "max": True}),
+        (FULL, {"model": QWEN3_4B | {"num_hidden_layers": 12}}, {}, {"ultra": True, "max": True}),
+        (FULL, {}, {"max": True}, {"ultra": True, "max": True}),
+        (FULL, {}, {"ultra": False}, {"ultra": False, "max": True}),
+        ({}, {}, {"ultra": False}, {"ultra": False, "max": True}),
+        (FULL | {"val_batches": 0}, {}, {}, {"ultra": True, "max": True}),
+        (FULL | {"val_batches": 0, "test": True}, {}, {}, {"ultra": True, "max": False}),
+        (FULL, {"strategy": "sharded"}, {}, {"ultra": True, "max": True}),
+        (FULL, {"strategy": "local"}, {}, {"ultra": True, "max": False}),
+    ],
+    ids=["lora", "1.5B", "overridden", "nobody else", "by hand", "none", "test", "sharded", "local"],
+)
+def test_who_validates(
+    settings: dict[str, Any], more: dict[str, Any], named: dict[str, bool], expected: dict[str, bool]
+) -> None:
+    plan = make_plan(with_validate(inputs(ultra_and_max(), settings=settings, **more), **named))
+    assert validating(plan) == expected
+    if settings.get("val_batches") == 0 and "test" not in settings:
+        assert "gpu_watchdog_validation" not in names(plan, "advice"), "there is none to turn off"
+
+
+def test_on_one_machine_alone_nobody_can_validate_in_its_place() -> None:
+    plan = make_plan(inputs([mac("max", 0, "Apple M4 Max", 128)], settings=FULL))
+    assert validating(plan) == {"max": True}
+    advice = next(each for each in plan.advice if each.name == "gpu_watchdog_validation")
+    assert "Turn validation off (val_batches = 0). " in advice.text
+
+
+def test_training_7b_on_an_m4_max_is_advised_against() -> None:
+    large = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12_288}
+    plan = make_plan(inputs(ultra_and_max(), settings=FULL, model=large))
+    assert {"gpu_watchdog_training", "gpu_watchdog_validation"} <= set(names(plan, "advice"))
+
+
+@pytest.mark.parametrize(("value", "warned"), [("1", True), ("0", False), (None, False)])
+def test_mlxs_fast_synchronisation_is_the_jobs_choice_with_a_warning(value: str | None, *, warned: bool) -> None:
+    env = {"A": "b"} | ({} if value is None else {"MLX_METAL_FAST_SYNCH": value})
+    plan = make_plan(inputs(ultra_and_max(), job={"env": env}))
+    assert plan.rdma_config.env_vars == ({} if value is None else {"MLX_METAL_FAST_SYNCH": value})
+    assert any("deadlock the GPU" in each.text for each in plan.warnings) == warned
+    assert any("MLX_METAL_FAST_SYNCH=1 is not set" in step for step in plan.rdma_config.setup) != warned
 
 
 def test_what_is_chosen_is_in_the_document_with_its_reason() -> None:
@@ -291,9 +436,6 @@ def test_the_summary_names_settings_that_were_chosen_to_fit() -> None:
     ]
     assert "optimizer_precision" not in texts[0]
     assert "; with optimizer_precision kahan, moments bfloat16, " in texts[1] and " layers recomputed" in texts[1]
-
-
-FULL: dict[str, Any] = {"fine_tune_type": "full", "batch_size": 8}
 
 
 def over(bytes_per_s: float, **more: Any) -> Calibration:
@@ -431,8 +573,9 @@ def test_measured_nodes_share_by_what_they_do_and_the_throughput_follows() -> No
     )
     assert plan.batch_configuration.micro_batch == {"ultra": 6, "max": 2}
     assert isinstance(plan.hardware_calibration, CalibrationSection)
-    measured = plan.hardware_calibration.model_dump()["measured_performance"]["max"]
-    assert measured == {"examples_per_s": 1, "spread": 0.02, "tokens_per_s": None, "problem": None}
+    section = plan.hardware_calibration.model_dump()
+    assert section["measured_performance"] == {"ultra": 3, "max": 1}
+    assert section["measured_details"]["max"] == {"spread": 0.02, "tokens_per_s": None, "problem": None}
     assert plan.performance_targets.throughput == pytest.approx(4, rel=0.05)
     assert "hardware_calibration" in names(plan, "warnings"), "they vary by half"
 
@@ -610,9 +753,9 @@ def test_a_plan_after_preflight_has_the_result_of_the_sync(result: CheckResult, 
 
 def test_a_custom_command_compares_its_files_and_the_worker() -> None:
     command = {"command": ("python", "train.py", "--config", "{workdir}/lora.yaml", "out.txt"), "mlx_lm": {}}
-    own = make_plan(inputs(ultra_and_max(), job=command, model=None)).worker_consistency.compared
+    own = make_plan(inputs(ultra_and_max(), job=command, model=None)).worker_consistency.validation_checks
     assert own == ("train.py", "{workdir}/lora.yaml", "worker bundle")
-    assert "tokenizer" in make_plan(inputs(ultra_and_max())).worker_consistency.compared
+    assert "tokenizer" in make_plan(inputs(ultra_and_max())).worker_consistency.validation_checks
 
 
 @pytest.mark.parametrize(

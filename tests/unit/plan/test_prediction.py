@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config.models import Config
-from engine.measurements import LinkMeasure, ThroughputPrediction
+from engine.measurements import Calibration, GroupMeasure, LinkMeasure, Shares, ThroughputPrediction
 from engine.plan.prediction import (
     UpdateExchange,
     averaging_s,
@@ -276,3 +276,27 @@ def test_an_unknown_prediction_has_a_reason() -> None:
 def test_a_node_alone_needs_no_link() -> None:
     deck, taken = config(["a"]), calibration({"a": 2.0}, all_ranks=None)
     assert predict_throughput(deck, taken, divide_batch(deck, taken)).speed_up == pytest.approx(1.0)
+
+
+def test_a_partitioned_strategy_is_predicted_by_its_own_steps_or_not_at_all() -> None:
+    """A node's step of the whole model says nothing of it: by that, a run was at twice of what was predicted."""
+    group = GroupMeasure(strategy="sharded", batch=8, step_s=2.0, tokens_per_s=400.0, compute_s={"a": 1.5, "b": 1.0})
+    deck = config(["a", "b"])
+    deck = deck.model_copy(update={"job": deck.job.model_copy(update={"strategy": "sharded"})})
+    speeds = {"a": 4.0, "b": 4.0}
+
+    def predicted(taken: Calibration, names: tuple[str, ...] = ("a", "b")) -> ThroughputPrediction:
+        parts = dict.fromkeys(names, 1 / len(names))
+        return predict_throughput(deck, taken, Shares(parts=parts, source="equal", reason=""))
+
+    found = predicted(calibration(speeds, group=group))
+    assert (found.examples_per_s, found.tokens_per_s, found.communicate_s) == (4.0, 400.0, 0.5)
+    assert (found.speed_up, found.efficiency) == (1.0, 0.5)
+    alone = predicted(calibration({"a": None, "b": None}, group=group))
+    assert (alone.examples_per_s, alone.speed_up) == (4.0, None), "the whole model fits none of them"
+    other = group.model_copy(update={"strategy": "pipeline"})
+    failed = GroupMeasure(strategy="sharded", batch=8, problem="rank 1 on b: Killed")
+    for taken, why in ((None, "strategy sharded"), (other, "strategy sharded"), (failed, "rank 1 on b: Killed")):
+        none = predicted(calibration(speeds, group=taken))
+        assert none.examples_per_s is None and why in (none.why_not or "")
+    assert "measured on a, b together" in (predicted(calibration(speeds, group=group), ("a",)).why_not or "")

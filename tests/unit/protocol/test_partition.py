@@ -23,6 +23,7 @@ from engine.protocol.partition import (
     progress_text,
     schedule,
     share_counts,
+    share_counts_among,
     share_slice,
 )
 
@@ -290,3 +291,12 @@ def test_the_logits_of_a_chunk_are_limited(tokens: int, vocabulary: int) -> None
 )
 def test_a_small_vocabulary_is_one_chunk_and_a_large_one_many(tokens: int, vocabulary: int, size: int) -> None:
     assert loss_tokens(tokens, vocabulary) == size
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.booleans()), min_size=1, max_size=8), st.integers(8, 100))
+def test_only_those_that_take_part_get_a_share(ranks: list[tuple[float, bool]], total: int) -> None:
+    shares, parts = [share for share, _ in ranks], [part for _, part in ranks]
+    parts[0] = True
+    counts = share_counts_among(total, shares, parts)
+    assert sum(counts) == total and all((count > 0) == part for count, part in zip(counts, parts, strict=True))
+    assert share_counts_among(total, shares, None) == share_counts(total, shares)

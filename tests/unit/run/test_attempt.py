@@ -13,7 +13,7 @@ import pytest
 from engine.cluster.staging import HostLayout
 from engine.config.models import CheckpointConfig, ClusterConfig, Config, JobConfig, NodeConfig
 from engine.plan import network
-from engine.run.attempt import attempt_spec, planned_layers
+from engine.run.attempt import attempt_spec, planned_layers, planned_validation
 from engine.run.events import Attempt
 from engine.run.run_plan import RunPlan
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
@@ -166,3 +166,20 @@ def test_secrets_of_the_head_go_into_the_spec_and_nowhere_else(tmp_path: Path) -
 def test_the_iteration_reached_is_passed_to_the_trainers_also_after_an_adoption(tmp_path: Path) -> None:
     made = attempt(tmp_path, plan()).model_copy(update={"reached": 37})
     assert attempt_spec(plan(), Attempt.model_validate_json(made.model_dump_json()), {}).reached == 37
+
+
+def test_who_validates_is_as_configured_else_as_planned_else_everybody(tmp_path: Path) -> None:
+    directory, of = RunDir(tmp_path), plan()
+
+    def validating(chosen: RunPlan) -> list[bool]:
+        return [rank.validates for rank in attempt_spec(chosen, attempt(tmp_path, chosen), {}).ranks]
+
+    assert validating(planned_validation(directory, of)) == [True, True]
+    nodes = [{"node": "left", "validates": False}, {"node": "right", "validates": True}]
+    directory.training_plan.write_text(json.dumps({"nodes": nodes}))
+    assert validating(planned_validation(directory, of)) == [False, True]
+    assert validating(planned_validation(directory, plan(validates=False))) == [False, False]
+    directory.training_plan.write_text(json.dumps({"nodes": [{"node": "right", "validates": False}]}))
+    assert validating(planned_validation(directory, plan(validates=True))) == [True, True]
+    stored = RunPlan.model_validate_json(plan(validates=False).model_dump_json())
+    assert stored.config.nodes[1].validates is False

@@ -230,3 +230,9 @@ def test_settings_are_those_of_the_run_in_every_life() -> None:
     chosen = ChosenSettings(optimizer_precision="kahan", grad_checkpoint=3)
     journal = [PLANNED, SettingsChosen(settings=chosen), attempt(), failed(1), RunReopened()]
     assert fold(journal).settings == chosen
+
+
+def test_the_last_recovery_is_in_the_record_with_its_cluster() -> None:
+    resumed = [AttemptResumed(at=at(9), attempt=1, resumed=Resumed("none"), seconds=seconds) for seconds in (None, 7.5)]
+    record = fold([PLANNED, attempt(), *resumed]).record
+    assert record.recovery_s == 7.5

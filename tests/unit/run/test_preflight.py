@@ -96,7 +96,7 @@ async def test_it_has_the_shares_of_the_run_and_names_the_checks_that_were_left_
 
 async def test_the_plan_has_the_result_of_the_comparison(run_dir: RunDir, plan: RunPlan, home: Path) -> None:
     before = (await checked(run_dir, plan, home))["worker_consistency"]
-    assert (before["enabled"], before["agreement"], before["compared"]) == (False, None, [])
+    assert (before["enabled"], before["agreement"], before["validation_checks"]) == (False, None, [])
     comparing = plan.model_copy(update={"skip": tuple(name for name in CHECKS if name != "worker_consistency")})
     part = (await checked(run_dir, comparing, home))["worker_consistency"]
     assert (part["enabled"], part["agreement"], part["reference"]) == (True, 1.0, "head")

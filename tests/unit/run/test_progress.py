@@ -325,3 +325,13 @@ def test_what_an_attempt_went_on_from_and_what_its_ranks_save() -> None:
     assert (progress.resumed.source, progress.resumed.from_rank, progress.furthest) == ("emergency", 1, 37)
     assert progress.checkpoint_phases == {0: "begin", 1: "committed"}
     assert progress.checkpoint_bytes == {0: 512}
+
+
+def test_a_validation_that_goes_on_does_not_hang_however_long_it_is() -> None:
+    training = Training()
+    training.steps(1, 10)
+    training.event(0, event="phase", phase="validating")
+    for _ in range(3):
+        assert training.wait(STALL_S - 1.0) is None
+        training.event(0, event="going_on", phase="validating")
+    assert training.wait(STALL_S + 1.0).doing == "validating", "one of its batches has the whole limit"

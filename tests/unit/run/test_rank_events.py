@@ -110,3 +110,15 @@ def test_a_long_history_is_passed_over_without_parsing(tmp_path: Path) -> None:
         again.append(time.perf_counter() - began)
     # Not a speed test: a second look costs next to nothing compared with the first, since nothing is new.
     assert min(again) < first / 10
+
+
+def test_what_saving_costs_is_counted_within_one_attempt(tmp_path: Path) -> None:
+    """What is written in the background holds the training up for a part of its time only."""
+    path = tmp_path / "events"
+    save: dict[str, object] = {"event": "checkpoint", "phase": "committed", "iteration": 4, "seconds": 8.0}
+    write(path, {"event": "start", "t": 100.0}, {**save, "t": 120.0})
+    write(path, {**save, "background": True, "blocking_seconds": 0.5, "t": 150.0}, step(9) | {"t": 160.0})
+    rank = RankEvents(path)
+    assert (rank.poll().saving_s, rank.report.training_s) == (8.5, 60.0)
+    write(path, {"event": "phase", "phase": "loading", "attempt": 2, "t": 5.0})
+    assert (rank.poll().saving_s, rank.report.training_s) == (0.0, None)

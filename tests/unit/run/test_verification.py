@@ -47,6 +47,7 @@ def test_a_good_run_is_verified_and_what_is_not_measured_is_not_known() -> None:
         "loss": True,
         "replicas": True,
         "checkpoint": True,
+        "saving": None,
     }
     assert "nothing predicted" in found["throughput"].text
 
@@ -97,3 +98,12 @@ def test_gpu_use_is_good_only_where_all_are_measured_and_busy() -> None:
     assert gpu_line({"a": None}) == Verification("GPU use", None, "not measured")
     on_cpu = replace(STARTED, device="Device(cpu, 0)")
     assert "CPU" in lines(on_cpu, on_cpu)["GPU use"].text
+
+
+@pytest.mark.parametrize(
+    ("saving_s", "training_s", "good"), [(4.9, 100.0, True), (5.0, 100.0, False), (50.0, 59.0, None), (0.0, None, None)]
+)
+def test_saving_is_held_against_the_plans_target(saving_s: float, training_s: float | None, *, good: bool) -> None:
+    line = lines(replace(STARTED, saving_s=saving_s, training_s=training_s), STARTED)["saving"]
+    assert line.good is good
+    assert training_s is None or "of less than 5%" in line.text

@@ -239,6 +239,7 @@ def test_alarms_are_those_of_the_last_attempt_and_what_is_verified_comes_from_th
         "loss": None,
         "replicas": True,
         "checkpoint": None,
+        "saving": None,
     }
     run.attempt()
     again = watch.poll()

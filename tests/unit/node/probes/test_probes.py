@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -249,3 +250,17 @@ def test_a_private_folder_of_macos_is_not_permitted_by_a_mode(monkeypatch: pytes
     report = storage.probe_storage(json.dumps({**request, "resume": None, "needed": 0}))
     assert "allow full disk access" in report["fault"]
     assert (report["permit"], report["own"]) == (None, None)
+
+
+def test_the_weights_own_type_is_in_their_files_whatever_the_configuration_says(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
+    assert model.probe_configuration(str(tmp_path))["dtype"] is None, "there are no weights yet"
+    tensors = {"norm": ("F32", 4, 4), "packed": ("U32", 400, 4), "a": ("BF16", 10, 2)}
+    header, at = {}, 0
+    for name, (dtype, elements, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": [elements], "data_offsets": [at, at := at + elements * size]}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
+    assert model.probe_configuration(str(tmp_path))["dtype"] == "bfloat16"
+    (tmp_path / "model-2.safetensors").write_bytes(b"cut")
+    assert model.probe_configuration(str(tmp_path))["dtype"] is None

@@ -1,0 +1,116 @@
+"""Real iterations of all ranks together, for the strategies of which no node can make a step alone (sharded, pipeline):
+each rank's computation, and the iteration that follows from it, the exchange and the stages' waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pydantic import TypeAdapter
+
+from engine.checks.context import CheckContext
+from engine.checks.gradient import GroupOutcome, GroupProgram, run_group
+from engine.checks.plan_inputs import shared_plan
+from engine.cluster.staging import HostLayout
+from engine.config.models import PARTITIONED, Config
+from engine.errors import FlightDeckError
+from engine.launch.rank_environment import common_environment, trainer_job
+from engine.measurements import CalibrationProgress, GroupMeasure
+from engine.plan.network import NetworkPlan
+from engine.protocol.attempt import AttemptSpec, RankSpec
+from engine.protocol.measurements import GROUP_LIMIT_S, GroupStepReport
+from engine.security.sanitise import plain
+
+TOGETHER = "all ranks' steps"
+_REPORT = TypeAdapter(GroupStepReport)
+
+
+async def measure_group(
+    context: CheckContext, config: Config, seconds: float, on_progress: Callable[[CalibrationProgress], None]
+) -> GroupMeasure | None:
+    """Measure for about `seconds` with the job of `config`, in which nothing is "auto"; with a problem instead where
+    that failed. None where a node's own step says it all: for other strategies, and for one node."""
+    job = config.job
+    if job.command is not None or job.strategy not in PARTITIONED or len(config.nodes) < 2:
+        return None
+    on_progress(CalibrationProgress(TOGETHER, "measuring", seconds=seconds))
+    split = job.layer_split or (await shared_plan(context)).strategy.layer_split
+
+    def program(network: NetworkPlan, layouts: Sequence[HostLayout]) -> GroupProgram:
+        spec = _spec(context, config, split, network, layouts)
+        return GroupProgram(
+            "engine.trainer.group_bench",
+            ["{folder}/spec.json", "--seconds", str(seconds)],
+            GROUP_LIMIT_S + 5 * seconds + 60,
+            common_environment(network, job.env),
+            {"spec.json": spec.to_json()},
+        )
+
+    found = GroupMeasure(strategy=job.strategy, batch=int(job.mlx_lm["batch_size"]))
+    try:
+        found = group_measure(config, found, await run_group(context, program, _REPORT))
+    except (FlightDeckError, OSError) as error:
+        found = found.model_copy(update={"problem": str(error)})
+    on_progress(
+        CalibrationProgress(TOGETHER, "not measured" if found.problem else "measured", note=found.problem or "")
+    )
+    return found
+
+
+def group_measure(config: Config, asked: GroupMeasure, outcome: GroupOutcome[GroupStepReport]) -> GroupMeasure:
+    """`asked` with what the ranks have reported: an iteration has ended when its slowest rank has."""
+    faults, reports = [], dict[str, GroupStepReport]()
+    for rank, node in enumerate(config.nodes):
+        report = outcome.results[rank]
+        if report is None or report.error is not None or not report.step_s:
+            why = report.error if report is not None and report.error else outcome.messages[rank]
+            faults.append(f"rank {rank} on {node.name}: {plain(why or 'wrote no result', 200)}")
+        else:
+            reports[node.name] = report
+    if faults:
+        return asked.model_copy(update={"problem": faults[0]})
+    step_s = max(report.step_s or 0.0 for report in reports.values())
+    tokens = max(report.tokens or 0.0 for report in reports.values())
+    values = {
+        "steps": min(report.steps for report in reports.values()),
+        "step_s": step_s,
+        "tokens_per_s": tokens / step_s,
+        "compute_s": {name: report.compute_s or 0.0 for name, report in reports.items()},
+        "peak_bytes": {name: report.peak_bytes or 0 for name, report in reports.items()},
+    }
+    return GroupMeasure.model_validate({**dict(asked), **values})
+
+
+def _spec(
+    context: CheckContext, config: Config, split: str | None, network: NetworkPlan, layouts: Sequence[HostLayout]
+) -> AttemptSpec:
+    ranks = []
+    for layout in layouts:
+        for rank in layout.ranks:
+            node = config.nodes[rank]
+
+            def there(path: str | None, layout: HostLayout = layout, rank: int = rank) -> str | None:
+                return layout.expanded(context.path(config.nodes[rank], path)) if path is not None else None
+
+            ranks.append(
+                RankSpec(
+                    rank=rank,
+                    node=node.name,
+                    host=node.ssh,
+                    python=layout.expanded(node.python),
+                    workdir=layout.expanded(node.workdir),
+                    model=there(node.model or config.job.model),
+                    data=there(node.data or config.job.data),
+                    resume_adapter_file=there(config.job.mlx_lm.get("resume_adapter_file")),
+                    share=node.share or 1.0,
+                )
+            )
+    return AttemptSpec(
+        run_id="calibration",
+        attempt=1,
+        nonce="",
+        backend=network.backend,
+        world_size=len(config.nodes),
+        ranks=sorted(ranks, key=lambda rank: rank.rank),
+        job=trainer_job(config, split),
+    )
