@@ -119,5 +119,6 @@ def _read(path: Path) -> RunPlan:
         raise StateError("the plan cannot be read", where=str(path), why=error) from error
     except ValidationError as error:
         first = error.errors()[0]
-        why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        place = ".".join(map(str, first["loc"]))
+        why = f"{place}: {first['msg']}" if place else first["msg"]
         raise StateError("the plan is not valid", where=str(path), why=why) from error
