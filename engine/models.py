@@ -66,7 +66,7 @@ NoValue = Late | Failed | Unparsable
 
 
 class RunState(StrEnum):
-    """The states of a run, in order; the last four are final."""
+    """The states of a run, in order; in the last five it has ended."""
 
     PLANNED = "planned"
     PREFLIGHT = "preflight"
@@ -74,6 +74,9 @@ class RunState(StrEnum):
     RUNNING = "running"
     RECOVERING = "recovering"
     FINISHING = "finishing"
+    COMPLETED = "completed"
+    """Every rank that can be asked has completed; the exit records of the others lie on nodes that do not answer. Once
+    they are read, the run has succeeded, or failed."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ABORTED = "aborted"
@@ -84,7 +87,7 @@ class RunState(StrEnum):
         return self in ENDED
 
 
-ENDED = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.ABORTED, RunState.LOST})
+ENDED = frozenset({RunState.COMPLETED, RunState.SUCCEEDED, RunState.FAILED, RunState.ABORTED, RunState.LOST})
 
 
 class Reason(StrEnum):

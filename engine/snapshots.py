@@ -211,8 +211,8 @@ class RunSnapshot:
     """Shares of the batch, and the prediction from the creation of the run."""
     chunk: ChunkProgress | None = None
     """None before the first chunk is finished, and for data that is kept in memory."""
-    journal_damage: str | None = None
-    """Which lines of the journal are damaged and were skipped."""
+    damage: tuple[str, ...] = ()
+    """The run's files that are missing or damaged, one line each."""
 
     @property
     def cause(self) -> str | None:

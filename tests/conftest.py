@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from engine.run.history import fold
-from engine.run.journal import read_journal
+from engine.run.journal import read_history
 from engine.store.layout import RunDir
 from tests.machine import used
 from tests.needs import require, required
@@ -81,5 +80,5 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FLIGHTDECK_HOME", str(path))
     yield path
     for run in map(RunDir, (path / "runs").glob("*")):
-        if run.supervisor.exists() and not fold(read_journal(run.journal)).record.state.ended:
+        if run.supervisor.exists() and not read_history(run).record.state.ended:
             subprocess.run([FLIGHTDECK, "abort", run.id, "--now"], check=False, capture_output=True, timeout=60)

@@ -45,6 +45,7 @@ STATES: Final[dict[str, Glyph]] = {
     "running": RUNNING,
     "recovering": WARN,
     "finishing": RUNNING,
+    "completed": UNKNOWN,
     "succeeded": OK,
     "failed": FAIL,
     "aborted": STOPPED,

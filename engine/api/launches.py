@@ -21,8 +21,7 @@ from engine.errors import InputError, StateError
 from engine.models import NodeFacts, RunRecord
 from engine.plan.document import TrainingPlan
 from engine.protocol.job import Strategy
-from engine.run.history import fold
-from engine.run.journal import read_journal
+from engine.run.journal import read_history
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.run.supervisor_process import resume_run, start_supervisor
 from engine.run.watch import RunWatch
@@ -88,7 +87,7 @@ class LaunchesApi:
         return await asyncio.to_thread(_record, directory)
 
     def _resume(self, directory: RunDir) -> None:
-        plan = read_plan(directory.plan).without(fold(read_journal(directory.journal)).record.excluded)
+        plan = read_plan(directory.plan).without(read_history(directory).record.excluded)
         with shared_hosts(self._session.home, [node.ssh for node in plan.config.nodes]):
             resume_run(directory)
 
@@ -103,6 +102,7 @@ class LaunchesApi:
             directory = self._runs.directory(run_id(config.job.name, created))
             plan = RunPlan(
                 run_id=directory.id,
+                nonce=secrets.token_hex(16),
                 created_at=created,
                 config=config,
                 skip=skip,

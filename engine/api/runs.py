@@ -12,12 +12,12 @@ from typing import Any
 
 from engine.api.session import Session
 from engine.errors import LaunchError, RunNotFound, StateError
-from engine.models import RunRecord
+from engine.models import RunRecord, RunState
 from engine.run.failure_cause import diagnose
 from engine.run.json_lines import LineTail
 from engine.run.logs.reader import LogReader
 from engine.run.supervisor_process import adopt_orphans, request_abort, start_supervisor
-from engine.run.watch import RunWatch
+from engine.run.watch import RunWatch, supervisor_alive
 from engine.security.audit import audit_log
 from engine.security.identifiers import safe_repr
 from engine.snapshots import RunSnapshot, StopProgress
@@ -128,8 +128,8 @@ class RunsApi:
         store = self._session.store
         records = {record.id: record for record in store.runs()}
         known = len(records)
-        for plan in (self._session.home / "runs").glob("*/plan.json"):
-            directory = RunDir(plan.parent)
+        for path in (self._session.home / "runs").glob("*"):
+            directory = RunDir(path)
             if directory.id not in records:
                 with contextlib.suppress(StateError):
                     records[directory.id] = RunWatch(directory).poll().record
@@ -148,9 +148,20 @@ class RunsApi:
             watch = self._watches.get(record.id)
             if watch is None:
                 watch = self._watches[record.id] = RunWatch(self.directory(record.id))
-            live = watch.poll().record
-        except StateError:
-            return record
+            snapshot = watch.poll()
+        except StateError as error:
+            if supervisor_alive(self.directory(record.id)):
+                return record
+            self._notify(record.id, str(error))
+            return record.model_copy(update={"state": RunState.LOST, "cause": str(error)})
+        live = snapshot.record
+        for text in snapshot.damage:
+            self._notify(record.id, text)
         if live.state.ended:
             self._watches.pop(record.id, None)
         return live
+
+    def _notify(self, run: str, damage: str) -> None:
+        notice = f"{run}: {damage}"
+        if notice not in self._session.notices:
+            self._session.notices.append(notice)

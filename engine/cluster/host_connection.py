@@ -442,8 +442,9 @@ class HostConnection:
         self.facts = HostFacts(message.boot_id, message.memory_kills, ahead)
         for rank, seen in self._observations.items():
             if seen.identity is not None and seen.identity.boot_id != message.boot_id:
-                # A restart of this machine ended the supervisor, too: the next one knows it from the journal.
-                self._update(rank, vanished=seen.record is None, restarted=not self.local)
+                # A restart of this machine ended the supervisor, too: the next one knows it from the journal. That its
+                # keeper is gone, and whether it has left an exit record, the agent reports.
+                self._update(rank, restarted=not self.local)
 
     def _take_ack(self, message: HeartbeatAck) -> None:
         sent_at = self._session.sent_at.get(message.number) if self._session is not None else None

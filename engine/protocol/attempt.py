@@ -221,15 +221,15 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def read_identity(path: Path) -> Identity | None:
-    """None while there is no file."""
-    with contextlib.suppress(FileNotFoundError):
+    """None while there is no file, and for one that is damaged."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return Identity(**json.loads(path.read_text()))
     return None
 
 
 def read_exit(path: Path) -> ExitRecord | None:
-    """None while there is no file."""
-    with contextlib.suppress(FileNotFoundError):
+    """None while there is no file, and for one that is damaged."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return ExitRecord(**json.loads(path.read_text()))
     return None
 

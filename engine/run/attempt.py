@@ -95,7 +95,7 @@ def new_attempt(
 ) -> Attempt:
     """The attempt that follows those of `history`; it begins at the end of the head's files."""
     ranks = range(len(plan.nodes))
-    number = history.record.attempts + 1
+    number = max(history.record.attempts, run_dir.newest_attempt()) + 1
     return Attempt(
         number=number,
         nonce=f"{history.nonce}.{number}",

@@ -45,9 +45,9 @@ from engine.security.audit import audit_log
 TICK_S = 0.1
 _CHECK_PIDS_S = 1.0
 """Between two checks that the processes are alive, which cost more than the others."""
-_UNSOUND: Final = frozenset({Reason.CORRUPTED, Reason.DIVERGED})
-"""Reasons that speak against the state itself. After all others an emergency checkpoint is what the user may go on
-from, whether the run restarts by itself or not."""
+_UNSOUND: Final = frozenset({Reason.COMPLETED, Reason.CORRUPTED, Reason.DIVERGED})
+"""Reasons after which the state itself is wrong, or saved already. After all others an emergency checkpoint is what the
+user may go on from, whether the run restarts by itself or not."""
 _PURPOSES: Final[Mapping[Trigger, Literal["abort", "fence", "end"]]] = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
 
 AbortSource = Callable[[], RequestReceived | None]
@@ -108,6 +108,8 @@ class AttemptMonitor:
         """When the failure was noticed, on the head."""
         self.aborted_in_recovery = False
         """An abort was requested while the attempt was being ended for a restart."""
+        self._ends_judged = 0
+        """How many ranks' ends were known when the evidence was last collected."""
         self.unsent: list[HostConnection] = []
         """Nodes on which nothing is left but the rest of their logs."""
 
@@ -129,7 +131,11 @@ class AttemptMonitor:
             self._recorder.append(Note(message=lacking))
             self.unsent = [connection for connection in proved if self._mirror.incomplete(connection)]
         self.intake.poll()
-        return await self._in_thread(self._evidence.collect, self._ranks.all, self._trigger, self._context.history.hang)
+        return await self._in_thread(self._collect)
+
+    async def new_evidence(self) -> FailureEvidence | None:
+        """After `run`: the evidence again, once the end of another rank is known; else None."""
+        return await self._in_thread(self._collect_again)
 
     async def confirm(self) -> None:
         """After `run`: poll the nodes on which the end could not be proved, or that have unsent logs."""
@@ -253,10 +259,7 @@ class AttemptMonitor:
 
     def _failed(self, rank: Rank) -> bool:
         """A rank that has ended was not meant to end so."""
-        if rank.record is None or rank.record.code != 0 or rank.record.stopped_by is not None:
-            return True
-        # A command may leave with 0 before the others do; our trainer may not, unless it has completed.
-        return self._trainer and not self._evidence.completed(rank)
+        return not self._evidence.succeeded(rank)
 
     def _check_hang(self, now: float) -> Hang | None:
         """Recorded when it is found; one that an earlier supervisor found counts too."""
@@ -298,16 +301,14 @@ class AttemptMonitor:
     def _end(self) -> None:
         if self._trigger is Trigger.HUNG:
             self.failed_at = datetime.now(UTC)
-        so_far = self.verdict(
-            self._evidence.collect(self._ranks.all, self._trigger, self._context.history.hang, over=False)
-        )
+        so_far = self.verdict(self._collect(over=False))
         progress = self.intake.progress
         finishing = self._recorder.state is RunState.FINISHING
         recovering = not finishing and self._may_restart(so_far, progress.furthest)
         # The surviving ranks may save their state, if one of them has enough of it. Who goes on after a success saves
         # nothing that counts.
         whole = self._trainer and not self._context.plan.config.job.partitioned
-        of_use = so_far.state is not RunState.SUCCEEDED and so_far.reason not in _UNSOUND
+        of_use = so_far.reason not in _UNSOUND
         saves = whole and progress.steps > 0 and of_use
         state = RunState.RECOVERING if recovering else RunState.FINISHING
         self._begin_shutdown(state, save_state=saves, first_failure=so_far.rank)
@@ -336,10 +337,18 @@ class AttemptMonitor:
         )
         self._recorder.append(StopStageReached(stage=stage, purpose=purpose, acknowledged=acknowledged, left=left))
 
+    def _collect(self, *, over: bool = True) -> FailureEvidence:
+        self._ends_judged = self._ranks.ends_known
+        return self._evidence.collect(self._ranks.all, self._trigger, self._context.history.hang, over=over)
+
+    def _collect_again(self) -> FailureEvidence | None:
+        self._record_changes(self._ranks.poll())
+        return self._collect(over=False) if self._ranks.ends_known != self._ends_judged else None
+
     def _try_to_confirm(self) -> None:
         now = time.monotonic()
         self._health.poll()
-        self._ranks.poll()
+        self._record_changes(self._ranks.poll())
         self._mirror.pump()
         for connection in [each for each in self.unsent if not self._mirror.incomplete(each)]:
             self.unsent.remove(connection)
@@ -358,6 +367,7 @@ class AttemptMonitor:
         if not proof.found:
             return
         self._mirror.await_the_rest([connection])
+        self.intake.poll()
         # One that goes away again in the middle of its log is waited for once more.
         proof.found = connection.state.answering
         if proof.found:

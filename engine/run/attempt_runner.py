@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import shared_plan
+from engine.cluster.agent_client import THIS_MACHINE
+from engine.cluster.host_connection import AttemptOnHost, HostConnection
 from engine.cluster.transport.fleet import Fleet
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.hostfile import fresh_ports
@@ -25,7 +27,7 @@ from engine.models import Reason, RunState
 from engine.node import processes
 from engine.plan.document import ChosenSettings
 from engine.plan.memory.choice import is_open
-from engine.protocol.attempt import END
+from engine.protocol.attempt import END, NodeFiles
 from engine.run.attempt import AttemptOrigin, launch, new_attempt
 from engine.run.attempt_monitor import TICK_S, AbortSource, AttemptMonitor
 from engine.run.decide import NodePresence, describe_failure, failed_run, refusal
@@ -87,6 +89,12 @@ class RunContext:
         return self.recorder.history
 
     @property
+    def unknown_attempt(self) -> str | None:
+        """Why an attempt that was launched is not known, in one line; None when all are."""
+        number = self.run_dir.newest_attempt()
+        return f"attempt {number} is not in journal.jsonl" if number > self.history.record.attempts else None
+
+    @property
     def plan(self) -> RunPlan:
         """Without the nodes that preflight has excluded, and with the settings that were chosen."""
         return self.whole_plan.with_settings(self.history.settings).without(self.history.record.excluded)
@@ -123,8 +131,11 @@ class AttemptRunner:
         """The first attempt since the run was launched or reopened, to its end. Raises Aborted before anything of it
         has started."""
         try:
-            if self._run.history.attempts:
+            if self._run.history.attempts or self._run.unknown_attempt is not None:
                 await until_abort(self._prove_last_attempt(), self._abort)
+                known = await self.reconsider()
+                if known is not None and known.state is RunState.SUCCEEDED:
+                    return known
             self._recorder.change(RunState.LAUNCHING)
             await until_abort(self._choose_settings(checks), self._abort)
             plan = self._run.plan
@@ -169,10 +180,37 @@ class AttemptRunner:
             return self._record_failure(attempt.number, lost)
         return await self._observe(context, AttemptOrigin(launcher, adopted=True, rebooted=rebooted))
 
+    async def end_unknown(self) -> None:
+        """Kill all that carries the run's nonce on any of its nodes, for an attempt of which nothing else is known, and
+        seek the proof for a while; `confirm_all` goes on."""
+        nodes = self._run.whole_plan.config.nodes
+        # There is no attempt 0: its ranks get no heartbeat.
+        nowhere = NodeFiles.for_attempt(self._run.node_root, self._run.whole_plan.run_id, 0)
+        for node in (THIS_MACHINE, *{node.ssh: node for node in nodes if not node.local}.values()):
+            names = {
+                rank: each.name
+                for rank, each in enumerate(nodes)
+                if each.ssh == node.ssh or (node is THIS_MACHINE and each.local)
+            }
+            part = AttemptOnHost(nowhere, self._run.history.nonce, names)
+            connection = HostConnection(node, self._run.fleet.to(node), part)
+            connection.start()
+            self._left_behind.append(CleanupProof(connection))
+        await self._confirm_while(lambda: self.unconfirmed, _PROOF_LIMIT_S)
+
     async def prove_ended(self, attempt: AttemptHistory, unconfirmed: Sequence[str]) -> None:
         """In place of an attempt: the run has ended, and on `unconfirmed` that is not proved yet. Follow with
         `confirm_all`."""
         await self._prove_again(self._connect_adopted(attempt), unconfirmed)
+
+    async def reconsider(self) -> Verdict | None:
+        """Another verdict on the last attempt, once the end of a rank is known that was not known before; else None.
+        Follow `confirm` or `confirm_all` with it: a node that was away may have the record of a rank that completed."""
+        evidence = await self._monitor.new_evidence() if self._monitor is not None else None
+        if self._monitor is None or evidence is None:
+            return None
+        self.figures = self._monitor.intake.latest
+        return await asyncio.to_thread(self._monitor.verdict, evidence)
 
     async def confirm(self) -> None:
         """Poll once the nodes on which it is not proved that nothing is left, or that have unsent logs."""
@@ -214,8 +252,10 @@ class AttemptRunner:
 
     async def _prove_last_attempt(self) -> None:
         """Nothing of a run that is taken up again may be left anywhere. Raises LaunchError."""
-        attempt = self._run.history.attempts[-1]
-        await self.prove_ended(attempt, self._run.whole_plan.nodes)
+        if self._run.history.attempts:
+            await self.prove_ended(self._run.history.attempts[-1], self._run.whole_plan.nodes)
+        if self._run.unknown_attempt is not None:
+            await self.end_unknown()
         await self._confirm_while(lambda: self.unconfirmed, _PROOF_LIMIT_S)
         if self.unconfirmed:
             where = ", ".join(self.unconfirmed)

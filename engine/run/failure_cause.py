@@ -17,8 +17,8 @@ from typing import Final
 from engine.errors import StateError
 from engine.models import Reason, RunRecord
 from engine.run.events import Verdict
-from engine.run.history import RunHistory, fold
-from engine.run.journal import read_journal
+from engine.run.history import RunHistory
+from engine.run.journal import read_history
 from engine.run.logs.line_index import LogIndex
 from engine.run.signatures import BY_ID, ERRNO_NAMES, SIGNATURES, Signature, SignatureKind
 from engine.security.redact import redact
@@ -171,7 +171,7 @@ def diagnose(run_dir: RunDir) -> Diagnosis | None:
     """The first cause of this run's end, from its journal and the ends of its logs; None when it is not known."""
     hosts: dict[int | None, str] = {}
     try:
-        history = fold(read_journal(run_dir.journal))
+        history = read_history(run_dir)
     except StateError:
         found = first_cause(run_dir, None, {})
     else:

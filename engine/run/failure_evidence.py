@@ -110,6 +110,14 @@ class FailureEvidence:
     hang: Hang | None = None
 
 
+def succeeded(record: ExitRecord | None, end: Mapping[str, Any] | None, *, trainer: bool) -> bool:
+    """The rank has done its work. Our `trainer` reports that in its last event: its keeper may have lost its lease, or
+    been told to end it, while it left. A command that was told to end has not done its work."""
+    if record is None or record.code != 0:
+        return False
+    return end is not None and end.get("completed") is True if trainer else record.stopped_by is None
+
+
 _ANSWER_LIMIT_S = 10.0
 _POLL_S = 0.02
 
@@ -126,9 +134,9 @@ class EvidenceCollector:
         # Secrets that a rank has printed must not be quoted.
         self._environment = {**os.environ, **config.job.env}
 
-    def completed(self, rank: Rank) -> bool:
+    def succeeded(self, rank: Rank) -> bool:
         end = self._connection(rank.number).exit_output(rank.number).end
-        return end is not None and end.get("completed") is True
+        return succeeded(rank.record, end, trainer=self._trainer)
 
     def rank_evidence(self, rank: Rank) -> RankEvidence:
         connection = self._connection(rank.number)

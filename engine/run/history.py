@@ -4,13 +4,13 @@ adoption alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from engine.errors import StateError
-from engine.models import RunRecord, RunState
+from engine.models import Reason, RunRecord, RunState
 from engine.plan.document import ChosenSettings
 from engine.run.events import (
     AlarmRaised,
@@ -39,6 +39,7 @@ from engine.run.events import (
     StopStageReached,
     SupervisorStarted,
 )
+from engine.run.run_plan import RunPlan
 from engine.snapshots import Alarm, AttemptStatus, NodeCondition, StopProgress
 
 ALARMS_SHOWN = 20
@@ -117,6 +118,14 @@ class RunHistory:
         return self.attempts[-1] if self.attempts else None
 
     @property
+    def end_unseen(self) -> bool:
+        """The run may have ended otherwise than recorded, or may have failed otherwise: how a rank of its last attempt
+        ended was not known, because a node or the supervisor was away."""
+        last = self.failures[-1].verdict if self.failures else self.record
+        unseen = self.record.state is RunState.COMPLETED or last.reason in (Reason.NODE_LOST, Reason.SUPERVISOR_LOST)
+        return unseen and self.record.state not in (RunState.SUCCEEDED, RunState.ABORTED)
+
+    @property
     def newest_reached(self) -> int:
         """The iteration that the run goes on from at best; 0 for none."""
         return self.failures[-1].reached if self.failures else self.reached
@@ -124,6 +133,12 @@ class RunHistory:
     def attempt(self, number: int) -> AttemptHistory:
         """The attempt of this number, which was planned."""
         return next(attempt for attempt in reversed(self.attempts) if attempt.number == number)
+
+
+def run_history(events: Sequence[Event], plan: RunPlan) -> RunHistory:
+    """The state of a run by its whole journal; `plan` stands in for the journal's first line where that is missing."""
+    began = events and isinstance(events[0], RunPlanned)
+    return fold(events, None if began else RunHistory(plan.record(), plan.nonce, plan.created_at))
 
 
 def fold(events: Iterable[Event], history: RunHistory | None = None) -> RunHistory:
@@ -196,7 +211,7 @@ def _record(record: RunRecord, event: Event) -> RunRecord:
     """The same object when `event` does not change it."""
     match event:
         case StateChanged():
-            return record.model_copy(update=_end(event))
+            return record.model_copy(update=_end(event, record))
         case NodesExcluded():
             changes = {"excluded": [*record.excluded, *event.nodes], "world_size": event.world_size}
             return record.model_copy(update=changes)
@@ -212,8 +227,10 @@ def _record(record: RunRecord, event: Event) -> RunRecord:
     return record
 
 
-def _end(event: StateChanged) -> dict[str, Any]:
-    changes: dict[str, Any] = {"state": event.state, "ended_at": event.at if event.state.ended else None}
+def _end(event: StateChanged, record: RunRecord) -> dict[str, Any]:
+    # An end that is known only later was then all the same.
+    ended_at = record.ended_at or event.at if event.state.ended else None
+    changes: dict[str, Any] = {"state": event.state, "ended_at": ended_at}
     if event.verdict is not None:
         changes |= {name: getattr(event.verdict, name) for name in _CLEARED if name != "ended_at"}
         changes["unconfirmed"] = list(event.unconfirmed)
@@ -249,6 +266,8 @@ def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
     match event:
         case StateChanged():
             changes = {"state_since": event.at, "reached": max(history.reached, event.figures.iteration or 0)}
+            if event.state is RunState.SUCCEEDED:
+                changes["restart_refused"] = None
         case AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
         case SettingsChosen():

@@ -6,7 +6,6 @@ which.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +30,10 @@ from engine.run.events import (
     SyncedEvent,
     Verdict,
 )
-from engine.run.history import fold
+from engine.run.history import RunHistory, fold, run_history
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
-from engine.run.run_plan import RunPlan
+from engine.run.run_plan import RunPlan, read_plan
+from engine.store.layout import RunDir
 
 E = TypeVar("E", bound=Event)
 Clock = Callable[[], datetime]
@@ -109,6 +109,16 @@ def read_journal(path: Path) -> tuple[Event, ...]:
     return tuple(JournalTail(path).events())
 
 
+def read_history(run_dir: RunDir) -> RunHistory:
+    """The run as its journal has it; its plan is read where the journal's first line is missing. Raises StateError
+    without both, or for a newer format."""
+    events = read_journal(run_dir.journal)
+    try:
+        return fold(events)
+    except StateError:
+        return run_history(events, read_plan(run_dir.plan))
+
+
 def read_journal_end(path: Path, size: int) -> list[Event]:
     """The whole events in the last `size` bytes. Raises FileNotFoundError."""
     with path.open("rb") as file:
@@ -135,7 +145,7 @@ def _event(fields: dict[str, Any] | None) -> Event | None:
         return None
 
 
-_UNSUCCESSFUL = ENDED - {RunState.SUCCEEDED}
+_UNSUCCESSFUL = ENDED - {RunState.COMPLETED, RunState.SUCCEEDED}
 
 FOLLOWERS: Mapping[RunState, frozenset[RunState]] = {
     RunState.PLANNED: frozenset({RunState.PREFLIGHT, RunState.FINISHING}) | _UNSUCCESSFUL,
@@ -144,9 +154,13 @@ FOLLOWERS: Mapping[RunState, frozenset[RunState]] = {
     RunState.RUNNING: frozenset({RunState.RECOVERING, RunState.FINISHING}),
     RunState.RECOVERING: frozenset({RunState.LAUNCHING, RunState.FINISHING}),
     RunState.FINISHING: ENDED,
-    **{state: frozenset() for state in ENDED},
+    RunState.COMPLETED: frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.LOST}),
+    RunState.SUCCEEDED: frozenset(),
+    RunState.FAILED: frozenset({RunState.COMPLETED, RunState.SUCCEEDED}),
+    RunState.ABORTED: frozenset(),
+    RunState.LOST: frozenset({RunState.COMPLETED, RunState.SUCCEEDED}),
 }
-"""Success is decided after the ranks are gone, so it follows FINISHING alone."""
+"""Success is decided after the ranks are gone, so it follows FINISHING, or an end that was not known of every rank."""
 
 _RESERVE_BYTES = 32_768
 _ROOM_LIMIT_S = 600.0
@@ -170,14 +184,14 @@ class RunRecorder:
         self._problems: deque[str] = deque()
         self._reserve = path.with_name(f".{path.name}.reserve")
         _reserve_room(self._reserve)
-        planned = RunPlanned(run=plan.record(), nonce=os.urandom(16).hex())
-        self.history = fold(events or [self._journal.append(planned)])
+        planned = RunPlanned(run=plan.record(), nonce=plan.nonce)
+        self.history = run_history(events or [self._journal.append(planned)], plan)
         """With everything that was appended so far."""
         if not events:
             self._store.submit(self._put_newest, self.history.record)
             if plan.division is not None:
                 self.append(SharesChosen(division=plan.division))
-        elif (damage := describe_damage(tail.damaged)) is not None:
+        if (damage := describe_damage(tail.damaged)) is not None:
             self.append(Note(message=damage))
 
     @property

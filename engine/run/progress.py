@@ -213,8 +213,11 @@ class EventIntake:
         self.progress = AttemptProgress()
         self._attempt = attempt
         self._file = LineFile(run_dir.metrics)
-        rows = list(LineTail(run_dir.metrics).objects())
-        self._written = sum(1 for row in rows if row.get("attempt") == attempt)
+        lines = [parse_json_line(line) for line in LineTail(run_dir.metrics).lines() if line.strip()]
+        # A damaged row was written, too.
+        own = next((place for place, row in enumerate(lines) if row and row.get("attempt") == attempt), len(lines))
+        rows = [row for row in lines if row is not None]
+        self._written = len(lines) - own
         self.latest = functools.reduce(_updated, rows, Figures())
         self._tails = {rank: LineTail(run_dir.events(rank), base) for rank, base in bases.items()}
 

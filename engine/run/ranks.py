@@ -90,7 +90,8 @@ class Rank:
     restarted: bool = False
     """Its node has been restarted since it started."""
     lost: bool = False
-    """Its node has been away for longer than its lease, which has ended it there."""
+    """Its node has been away for longer than its lease: by now it has ended there, and only its exit record tells
+    how."""
     launcher_code: int | None = None
     """The exit code of its start, where no keeper has reported another."""
     dispensable: bool = False
@@ -113,17 +114,22 @@ class Ranks:
         self.connections = connections
         self.all = [Rank(number, node) for number, node in enumerate(nodes)]
 
+    @property
+    def ends_known(self) -> int:
+        """How many ranks have left an exit record, or will leave none."""
+        return sum(rank.record is not None or rank.vanished for rank in self.all)
+
     def poll(self) -> list[Rank]:
-        """Update all ranks; those that have changed."""
+        """Update all ranks; those that have changed. One that is lost changes when its exit record comes."""
         changed = []
         for rank in (rank for rank in self.all if rank.record is None):
-            before = rank.started, rank.ended
+            before = rank.started, rank.ended, rank.record
             seen = self.connections.to(rank.number).observe(rank.number)
             rank.identity = rank.identity or seen.identity
             rank.record = seen.record
             rank.vanished = rank.record is None and (rank.vanished or seen.vanished)
             rank.restarted = rank.restarted or seen.restarted
-            if (rank.started, rank.ended) != before:
+            if (rank.started, rank.ended, rank.record) != before:
                 changed.append(rank)
         return changed
 
@@ -153,17 +159,23 @@ class Ranks:
         return lost
 
 
+NODE_LOST = "its node is lost"
+"""The end of a rank whose exit record has not been read yet."""
+
+
 def record_rank_changes(context: AttemptContext, changed: Sequence[Rank]) -> None:
-    """Enter the starts and ends of these ranks, each once, also over supervisors."""
+    """Enter the starts and ends of these ranks, each once, also over supervisors; the end of a lost one again once it
+    is known."""
     record = context.recorder.append
     for rank in changed:
         number, node = rank.number, rank.node
         if rank.identity is not None and number not in context.history.started:
             record(RankLaunched(rank=number, node=node, identity=rank.identity))
-        if not rank.ended or number in context.history.ended:
+        before = context.history.ended.get(number)
+        if not rank.ended or (before is not None and (before.error != NODE_LOST or rank.record is None)):
             continue
         if (end := rank.record) is None:
-            why = "its node is lost" if rank.lost else "no exit record"
+            why = NODE_LOST if rank.lost else "no exit record"
             record(RankExited(rank=number, node=node, code=rank.launcher_code, error=why))
             continue
         record(RankExited.model_validate({**vars(end), "rank": number, "node": node}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,8 @@ class RunPlan(FrozenModel):
     since are in the journal."""
 
     run_id: str
+    nonce: str
+    """In the environment of every process of the run, followed by the number of its attempt."""
     created_at: datetime
     config: Config
     skip: tuple[str, ...] = ()
@@ -80,18 +83,43 @@ class RunPlan(FrozenModel):
         )
 
 
+def copy_of(path: Path) -> Path:
+    """The copy of a plan, which is read when the plan cannot be."""
+    return path.with_name(f"{path.name}.copy")
+
+
 def write_plan(path: Path, plan: RunPlan) -> None:
-    """Write `plan` atomically, readable by its owner alone: it holds the job's environment."""
-    write_atomic(path, plan.model_dump_json(indent=1) + "\n")
+    """Write `plan` and its copy atomically, readable by their owner alone: they hold the job's environment."""
+    for each in (copy_of(path), path):
+        write_atomic(each, plan.model_dump_json(indent=1) + "\n")
 
 
 def read_plan(path: Path) -> RunPlan:
-    """Raises StateError when there is none, or none that this version reads."""
+    """The plan, or else its copy. Raises StateError when there is neither, or none that this version reads."""
+    try:
+        return _read(path)
+    except StateError:
+        with contextlib.suppress(StateError):
+            return _read(copy_of(path))
+        raise
+
+
+def plan_damage(path: Path) -> str | None:
+    """Why the plan itself cannot be read, in one line; None when it can."""
+    try:
+        _read(path)
+    except StateError as error:
+        return f"{path.name}: {error.what}: {error.why}; its copy is used"
+    return None
+
+
+def _read(path: Path) -> RunPlan:
     try:
         return RunPlan.model_validate_json(path.read_bytes())
     except OSError as error:
         raise StateError("the plan cannot be read", where=str(path), why=error) from error
     except ValidationError as error:
         first = error.errors()[0]
-        why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        place = ".".join(map(str, first["loc"]))
+        why = f"{place}: {first['msg']}" if place else first["msg"]
         raise StateError("the plan is not valid", where=str(path), why=why) from error

@@ -45,12 +45,15 @@ from engine.run.events import (
 from engine.run.history import RunHistory
 from engine.run.journal import FOLLOWERS, RunRecorder
 from engine.run.preflight import excluded_nodes, preflight_context, preflight_verdict, replan, run_preflight
-from engine.run.run_plan import RunPlan, read_plan
+from engine.run.run_plan import RunPlan, plan_damage, read_plan, write_plan
 from engine.run.shutdown import kill_everywhere
 from engine.run.supervisor_process import AFTERMATH_S, take_requests
 from engine.store.layout import RunDir, node_root
 from engine.store.store import Store
 
+_SHORT_AFTERMATH_S = 30.0
+"""For a run that has waited for its nodes before."""
+_RESUME = "`flightdeck resume` goes on from the newest state that the nodes have"
 _ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested, before anything was launched")
 
 
@@ -106,6 +109,7 @@ class Supervisor:
             else:
                 self._record_end(await self._run_attempts(adopt=adopt))
             await self._runner.confirm_all(self._aftermath_s)
+            await self._correct_end()
         finally:
             await self._runner.close()
             await self._checks.close()
@@ -121,6 +125,8 @@ class Supervisor:
             while verdict.state is RunState.FAILED and self._history.failures:
                 recovering = self._recorder.state is RunState.RECOVERING
                 decision = await self._decide() if recovering else refusal(failed_run(self._run.plan, self._history))
+                if isinstance(decision, Verdict):
+                    return decision
                 if not isinstance(decision, Restart):
                     return self._refuse_restart(decision) if decision is not None else verdict
                 verdict = await self._restart(decision)
@@ -142,6 +148,13 @@ class Supervisor:
 
     async def _adopt(self) -> Verdict:
         """The rest of an earlier supervisor's last attempt. Raises Aborted before anything has started."""
+        if (unknown := self._run.unknown_attempt) is not None:
+            # Nothing of it can be watched: it must not train on unseen.
+            await self._runner.end_unknown()
+            cause = f"{unknown}: what was left of it has been ended, and how far it came is not known"
+            if self._requested_abort() is not None:
+                return Verdict(RunState.ABORTED, Reason.USER_ABORT, cause)
+            return Verdict(RunState.LOST, Reason.SUPERVISOR_LOST, cause, fix=_RESUME)
         attempt = self._history.last_attempt
         if attempt is not None and self._history.launched:
             return await self._runner.adopt(attempt)
@@ -150,11 +163,15 @@ class Supervisor:
         # Nobody waits for it any more, and what was checked then is not true now: it is not launched by surprise.
         return Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched")
 
-    async def _decide(self) -> Restart | Finish:
-        """Wait until it is decided what follows a failed attempt. Raises Aborted."""
+    async def _decide(self) -> Restart | Finish | Verdict:
+        """Wait until it is decided what follows a failed attempt; a verdict where it has not failed, as its nodes show
+        only now. Raises Aborted."""
         began, reported = time.monotonic(), None
         while True:
             await self._tick()
+            known = await self._runner.reconsider()
+            if known is not None and known.reason is Reason.COMPLETED and self._history.end_unseen:
+                return known
             state = replace(
                 failed_run(self._run.plan, self._history),
                 nodes=self._runner.presence(),
@@ -208,11 +225,23 @@ class Supervisor:
     async def _prove_end(self) -> None:
         """The run has ended: go on with the nodes on which an earlier supervisor could not prove that."""
         record, attempt = self._history.record, self._history.last_attempt
-        if not record.unconfirmed or attempt is None:
+        if self._run.unknown_attempt is not None:
+            await self._runner.end_unknown()
             return
-        await self._runner.prove_ended(attempt, record.unconfirmed)
+        # The verdict that may follow needs the ends of all ranks.
+        nodes = attempt.plan.nodes if attempt is not None and self._history.end_unseen else record.unconfirmed
+        if not nodes or attempt is None:
+            return
+        await self._runner.prove_ended(attempt, nodes)
         if record.ended_at is not None:
-            self._aftermath_s -= (datetime.now(UTC) - record.ended_at).total_seconds()
+            age_s = (datetime.now(UTC) - record.ended_at).total_seconds()
+            self._aftermath_s = max(self._aftermath_s - age_s, _SHORT_AFTERMATH_S)
+
+    async def _correct_end(self) -> None:
+        """The ends of all ranks may be known only now."""
+        known = await self._runner.reconsider() if self._history.end_unseen else None
+        if known is not None and known.state in FOLLOWERS[self._recorder.state]:
+            self._record_end(known)
 
     def _record_fault(self, fault: Exception) -> None:
         traceback.print_exception(fault, chain=False)
@@ -283,8 +312,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         # An upgrade of this package must not change what the run's nodes get.
         node_bundle()
-        plan = read_plan(run_dir.plan)
+        plan, damage = read_plan(run_dir.plan), plan_damage(run_dir.plan)
         recorder = RunRecorder(run_dir.journal, plan, Store(run_dir.home).put_run)
+        if damage is not None:
+            write_plan(run_dir.plan, plan)
+            recorder.append(Note(message=damage))
         if options.resume:
             reopen(recorder)
         supervisor = Supervisor(run_dir, plan, recorder, node_root())

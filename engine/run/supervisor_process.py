@@ -25,8 +25,8 @@ from engine.errors import InputError, LaunchError, StateError
 from engine.models import RunState
 from engine.protocol.attempt import write_atomic
 from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, StateChanged
-from engine.run.history import fold
-from engine.run.journal import read_journal, read_journal_end
+from engine.run.journal import read_history, read_journal_end
+from engine.run.run_plan import copy_of
 from engine.run.watch import newest_supervisor, supervisor_alive
 from engine.security.sanitise import last_line
 from engine.store.layout import RunDir
@@ -35,7 +35,7 @@ from engine.store.layout import RunDir
 def take_lock(run_dir: RunDir) -> int | None:
     """Take the lock; its open descriptor, or None when another supervisor lives. A child gets it only when it is passed
     on."""
-    descriptor = os.open(run_dir.path / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(run_dir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -120,10 +120,12 @@ def _is_its_own(run_dir: RunDir, pid: int) -> bool:
 
 def resume_run(run_dir: RunDir) -> None:
     """Start a supervisor that takes the run up again: preflight first, then the next attempt. Returns when it is in
-    charge. Raises InputError for a run that has not ended or has succeeded, LaunchError, StateError."""
-    record = fold(read_journal(run_dir.journal)).record
+    charge. Raises InputError for a run that has not ended, has completed or has succeeded, LaunchError, StateError."""
+    record = read_history(run_dir).record
     if not record.state.ended:
         raise InputError(f"{record.id} has not ended", why=f"it is {record.state}", todo="nothing: it goes on")
+    if record.state is RunState.COMPLETED:
+        raise InputError(f"{record.id} has completed", why=record.cause or "", todo=record.fix or "")
     if record.state is RunState.SUCCEEDED:
         raise InputError(f"{record.id} has succeeded", why="there is nothing left to train", todo="launch a new run")
     if supervisor_alive(run_dir):
@@ -138,6 +140,8 @@ _BEING_LAUNCHED_S = 20.0
 """The launch of a younger plan may be under way."""
 AFTERMATH_S = 3600.0
 """How long a node on which the stop could not be proved is waited for after the run's end."""
+_AWAITED_S = 30 * 86_400.0
+"""The same for the exit records of a run that has completed, which each command looks for again."""
 _TAIL_BYTES = 65_536
 
 
@@ -165,11 +169,11 @@ def adopt_orphans(home: Path) -> list[str]:
 
 
 def _is_orphan(run_dir: RunDir) -> bool:
-    try:
-        age_s = time.time() - run_dir.plan.stat().st_mtime
-    except FileNotFoundError:
+    written = [path.stat().st_mtime for path in (run_dir.plan, copy_of(run_dir.plan)) if path.exists()]
+    if not written:
         return False
-    if not run_dir.journal.exists() and age_s < _BEING_LAUNCHED_S:
+    nothing_yet = not run_dir.journal.exists() and run_dir.newest_attempt() == 0
+    if nothing_yet and time.time() - max(written) < _BEING_LAUNCHED_S:
         return False
     return not _is_done(run_dir) and not supervisor_alive(run_dir)
 
@@ -187,9 +191,10 @@ def _is_done(run_dir: RunDir) -> bool:
         elif isinstance(event, RunReopened):
             return False
         elif isinstance(event, StateChanged):
-            missing = set(event.unconfirmed) - confirmed
+            missing = event.state is RunState.COMPLETED or set(event.unconfirmed) - confirmed
+            limit_s = _AWAITED_S if event.state is RunState.COMPLETED else AFTERMATH_S
             age_s = (datetime.now(UTC) - event.at).total_seconds()
-            return event.state.ended and not (missing and age_s < AFTERMATH_S)
+            return event.state.ended and not (missing and age_s < limit_s)
     return False
 
 

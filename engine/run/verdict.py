@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -19,7 +19,7 @@ from engine.protocol.exit_codes import ShellExit
 from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
 from engine.run.failure_cause import CAUSE_CHARACTERS, findings, first_cause
-from engine.run.failure_evidence import FailureEvidence, RankEvidence
+from engine.run.failure_evidence import FailureEvidence, RankEvidence, succeeded
 from engine.run.signatures import SignatureKind
 from engine.security.redact import redact
 from engine.security.sanitise import last_line, plain, sanitise, text_or_none
@@ -54,6 +54,8 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
     if all(_succeeded(rank, evidence.trainer) for rank in needed):
         # Also when an abort was requested: it came too late to change anything.
         return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, _cut("; ".join(_notes_on_success(evidence))) or None)
+    if awaited := _awaited(needed, evidence):
+        return _completed_but_for(awaited, evidence.trainer)
     evidence = replace(evidence, ranks=needed)
     if evidence.trigger is Trigger.ABORT:
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
@@ -67,6 +69,29 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
     if of_attempt is None and first is not None:
         return _of_rank(first, evidence)
     return of_attempt or _unexplained(evidence)
+
+
+def _awaited(needed: Sequence[RankEvidence], evidence: FailureEvidence) -> Sequence[RankEvidence]:
+    """The needed ranks whose end is not known because their nodes do not answer, where the others have completed."""
+    left = [rank for rank in needed if not _succeeded(rank, evidence.trainer)]
+    if len(left) == len(evidence.ranks) or not all(map(_is_unknown, left)):
+        return ()
+    # A command's rank may never have started; our trainers only complete together.
+    return left if evidence.trainer or all(rank.started for rank in left) else ()
+
+
+def _is_unknown(rank: RankEvidence) -> bool:
+    return rank.record is None and not rank.vanished and rank.unreachable_s is not None
+
+
+def _completed_but_for(awaited: Sequence[RankEvidence], trainer: bool) -> Verdict:
+    nodes = ", ".join(dict.fromkeys(rank.node for rank in awaited))
+    where = ", ".join(f"rank {rank.rank} on {rank.node}, silent for {_silence(rank)}" for rank in awaited)
+    missing = "the exit record" if len(awaited) == 1 else "the exit records"
+    adapters = "; the adapters are on its node, too" if trainer and awaited[0].rank == 0 else ""
+    cause = f"every rank that answers has completed; not known yet is {missing} of {where}{adapters}"
+    fix = f"see that {nodes} can be reached: the run then becomes succeeded by itself, and is not trained again"
+    return Verdict(RunState.COMPLETED, Reason.COMPLETED, _cut(" ".join(cause.split())), fix=fix)
 
 
 def _notes_on_success(evidence: FailureEvidence) -> Iterator[str]:
@@ -106,13 +131,13 @@ def _weight(rank: RankEvidence, trainer: bool, rebooted: bool) -> Weight | None:
     record = rank.record
     if record is None:
         return _weight_without_record(rank, rebooted)
+    if trainer and _succeeded(rank, trainer):
+        return None
     if record.stopped_by is not None:
         return _weight_of_stopped(rank, record.stopped_by)
     if _lost_its_peers(rank) or _left_together(rank):
         return Weight.CONSEQUENCE
-    if record.code == 0:
-        return None if _succeeded(rank, trainer) and trainer else Weight.EARLY
-    return Weight.OWN
+    return Weight.EARLY if record.code == 0 else Weight.OWN
 
 
 def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
@@ -138,10 +163,7 @@ def _weight_of_stopped(rank: RankEvidence, stopped_by: str) -> Weight | None:
 
 
 def _succeeded(rank: RankEvidence, trainer: bool) -> bool:
-    """The rank completed its work; our `trainer` reports that itself."""
-    if rank.record is None or rank.record.code != 0 or rank.record.stopped_by is not None:
-        return False
-    return not trainer or (rank.end is not None and rank.end.get("completed") is True)
+    return succeeded(rank.record, rank.end, trainer=trainer)
 
 
 def _left_together(rank: RankEvidence) -> bool:
@@ -206,7 +228,8 @@ def _reason_and_cause(fault: Fault, evidence: FailureEvidence) -> tuple[Reason, 
     if fault.weight is Weight.LEASE:
         if rank.cut_off_s <= rank.lease_s - _LEASE_MARGIN_S:
             return Reason.SUPERVISOR_LOST, "no supervisor was there for longer than the ranks' lease"
-        return Reason.NODE_LOST, f"{rank.node} was cut off for {rank.cut_off_s:.0f} s{_lease_over(rank)}"
+        lease = f"its lease of {rank.lease_s:g} s has ended its rank"
+        return Reason.NODE_LOST, f"{rank.node} was cut off for {rank.cut_off_s:.0f} s; {lease}"
     if fault.weight is Weight.OUTSIDE:
         return Reason.RANK_KILLED, f"its keeper was stopped from outside ({record.stopped_by})"
     if record.error is not None or rank.bind_error is not None:
@@ -254,14 +277,13 @@ def _without_record(rank: RankEvidence) -> tuple[Reason, str]:
 def _node_lost(rank: RankEvidence) -> tuple[Reason, str]:
     if rank.restarted:
         return Reason.NODE_LOST, f"{rank.node} was restarted while its rank was running"
-    silent_s = rank.unreachable_s or 0.0
+    over = f", longer than its lease of {rank.lease_s:g} s" if (rank.unreachable_s or 0.0) > rank.lease_s else ""
+    return Reason.NODE_LOST, f"{rank.node} has not answered for {_silence(rank)}{over}"
+
+
+def _silence(rank: RankEvidence) -> str:
     why = f" ({rank.unreachable_why})" if rank.unreachable_why else ""
-    over = _lease_over(rank) if silent_s > rank.lease_s else ""
-    return Reason.NODE_LOST, f"{rank.node} has not answered for {silent_s:.0f} s{why}{over}"
-
-
-def _lease_over(rank: RankEvidence) -> str:
-    return f"; its lease of {rank.lease_s:g} s has ended its rank"
+    return f"{rank.unreachable_s or 0.0:.0f} s{why}"
 
 
 _NOT_OUR_ADDRESS = frozenset({"49", "99"})

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from engine.models import CheckResult, PreflightReport, RunRecord, RunState
+from engine.errors import plural
+from engine.models import CheckResult, PreflightReport, Reason, RunRecord, RunState
 from engine.node.processes import alive, boot_id
 from engine.run.events import RunPlanned, SupervisorStarted
-from engine.run.history import AttemptHistory, RunHistory, fold
+from engine.run.history import AttemptHistory, fold, run_history
 from engine.run.journal import JournalTail, describe_damage
-from engine.run.json_lines import LineTail
+from engine.run.json_lines import LineTail, parse_json_line
 from engine.run.metrics import SeriesBuilder
 from engine.run.rank_events import RankEvents
-from engine.run.run_plan import read_plan
+from engine.run.run_plan import plan_damage, read_plan
 from engine.run.verification import verify
 from engine.snapshots import ChunkProgress, Diagnosis, RankReport, RankStatus, RunSnapshot, Verification
 from engine.store.layout import RunDir
@@ -38,10 +41,11 @@ class RunWatch:
         self._diagnose = diagnose
         self._diagnosis: Diagnosis | None = None
         self._diagnosed = False
+        self._plan_damage = plan_damage(rundir.plan)
         self._journal = JournalTail(rundir.journal)
-        self._history = RunHistory(self._plan.record(), "", self._plan.created_at)
-        self._started = False
+        self._history = run_history((), self._plan)
         self._metrics = LineTail(rundir.metrics)
+        self._damaged_metrics = 0
         self._series = SeriesBuilder()
         self._ranks = self._rank_events()
         self._checks: tuple[CheckResult, ...] = ()
@@ -52,17 +56,18 @@ class RunWatch:
     def poll(self) -> RunSnapshot:
         # Liveness first: a supervisor that leaves after this has written everything that is read below.
         supervised = self._supervisor_alive()
+        # Before the journal, which has an attempt before it has a folder.
+        newest_attempt = self._rundir.newest_attempt()
         self._poll_journal()
         self._follow_plan()
-        for row in self._metrics.objects():
-            self._series.add(row)
+        self._poll_metrics()
         reports = [events.poll() for events in self._ranks]
         self._read_checks()
         record = self._record(reports)
-        if not record.state.ended:
-            # A run that had ended may have been reopened.
+        ended_badly = record.state.ended and record.reason is not Reason.COMPLETED
+        if not ended_badly:
+            # A run that had failed may have been reopened, or have succeeded as is known now.
             self._diagnosed, self._diagnosis = False, None
-        ended_badly = record.state.ended and record.state is not RunState.SUCCEEDED
         if ended_badly and not self._diagnosed and self._diagnose is not None:
             self._diagnosed = True
             self._diagnosis = self._diagnose(self._rundir)
@@ -89,15 +94,37 @@ class RunWatch:
             given_up=history.restart_refused,
             division=self._plan.division,
             chunk=_chunk(reports, record),
-            journal_damage=describe_damage(self._journal.damaged),
+            damage=tuple(self._damage(newest_attempt, supervised=supervised)),
         )
 
     def _poll_journal(self) -> None:
         for event in self._journal.events():
-            # Without a readable first event the plan is what there is to show.
-            if self._started or isinstance(event, RunPlanned):
-                self._history = fold([event], self._history if self._started else None)
-                self._started = True
+            self._history = fold([event], None if isinstance(event, RunPlanned) else self._history)
+
+    def _poll_metrics(self) -> None:
+        for line in self._metrics.lines():
+            if (row := parse_json_line(line)) is not None:
+                self._series.add(row)
+            elif line.strip():
+                self._damaged_metrics += 1
+
+    def _damage(self, newest_attempt: int, *, supervised: bool) -> Iterator[str]:
+        """The run's files that are missing or damaged, one line each."""
+        if self._plan_damage is not None:
+            yield self._plan_damage
+        if newest_attempt and not self._rundir.journal.exists():
+            yield "journal.jsonl is missing"
+        if (lines := describe_damage(self._journal.damaged)) is not None:
+            yield lines
+        if newest_attempt > self._history.record.attempts:
+            yield f"journal.jsonl lacks attempt {newest_attempt}, which was launched"
+        if self._damaged_metrics:
+            yield f"metrics.jsonl: {plural(self._damaged_metrics, 'damaged line')} skipped"
+        attempt = self._history.last_attempt
+        if attempt is not None and attempt.started and not self._rundir.metrics.exists():
+            yield "metrics.jsonl is missing: the next supervisor writes it again"
+        if supervised and newest_attempt and newest_supervisor(self._rundir) is None:
+            yield "supervisor.json cannot be read; its supervisor lives, since it holds supervisor.lock"
 
     def _follow_plan(self) -> None:
         """A run from which preflight has excluded nodes has fewer, renumbered ranks; so has an attempt that leaves a
@@ -187,9 +214,16 @@ def _chunk(reports: Sequence[RankReport], record: RunRecord) -> ChunkProgress | 
 
 
 def supervisor_alive(rundir: RunDir) -> bool:
-    """The process that wrote supervisor.json is still that process."""
+    """The process that wrote supervisor.json is still that process; without that file, one holds the run's lock."""
     who = newest_supervisor(rundir)
-    return who is not None and who.boot_id == boot_id() and alive(who.pid, who.start)
+    if who is not None:
+        return who.boot_id == boot_id() and alive(who.pid, who.start)
+    with contextlib.suppress(FileNotFoundError), rundir.lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def newest_supervisor(rundir: RunDir) -> SupervisorStarted | None:

@@ -25,7 +25,8 @@ class RunDir:
         self.home = path.parent.parent
         """The state directory that the run lies in, whatever FLIGHTDECK_HOME is by now."""
         self.plan = path / "plan.json"
-        """The run as launched: resolved config and shares; written before anything starts."""
+        """The run as launched: resolved config, shares, nonce; written before anything starts, and its copy beside it.
+        """
         self.training_plan = path / "training_plan.json"
         """The training plan as `flightdeck plan` makes it; written while the checks run."""
         self.journal = path / "journal.jsonl"
@@ -36,6 +37,8 @@ class RunDir:
         """PreflightReport as far as it has come."""
         self.supervisor = path / "supervisor.json"
         """The pid, start time and boot id of the supervisor."""
+        self.lock = path / "supervisor.lock"
+        """Its supervisor holds a lock on it for life."""
         self.supervisor_log = path / "supervisor.log"
         """Its stderr."""
         self.requests = path / "requests"
@@ -46,6 +49,11 @@ class RunDir:
     def attempt(self, number: int) -> Path:
         """The folder of an attempt: hostfile.json, launcher.in (FIFO)."""
         return self.path / "attempts" / str(number)
+
+    def newest_attempt(self) -> int:
+        """The number of the newest attempt with a folder, which is made before a rank of it starts; 0 for none."""
+        names = (path.name for path in (self.path / "attempts").glob("*"))
+        return max((int(name) for name in names if name.isdecimal()), default=0)
 
     def log(self, source: int) -> Path:
         """The mirror of a rank's log, or what mlx.launch itself printed; attempts one after the other."""

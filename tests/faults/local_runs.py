@@ -126,7 +126,7 @@ class Run:
 
     @property
     def nonce(self) -> str:
-        return self.history.nonce
+        return self.plan.nonce
 
     @property
     def supervisor(self) -> int:
@@ -269,7 +269,9 @@ def plan_config(home: Path, config: Config, *, workdir: Path | None = None, skip
     run_dir = RunDir(home / "runs" / f"r{uuid.uuid4().hex[:8]}")
     run_dir.path.mkdir(mode=0o700, parents=True)
     left_out = tuple(CHECKS) if skip is None else skip
-    plan = RunPlan(config=config, run_id=run_dir.id, created_at=datetime.now(UTC), skip=left_out)
+    plan = RunPlan(
+        nonce=uuid.uuid4().hex, config=config, run_id=run_dir.id, created_at=datetime.now(UTC), skip=left_out
+    )
     write_plan(run_dir.plan, plan)
     run = Run(run_dir, plan, workdir or Path(config.nodes[0].workdir))
     PLANNED.append(run)

@@ -23,6 +23,7 @@ from engine.protocol.attempt import write_atomic
 from engine.run import supervisor_process
 from engine.run.events import Event, LauncherStarted, RankLaunched, RequestReceived
 from engine.run.journal import Journal
+from engine.run.run_plan import copy_of
 from engine.run.supervisor_process import adopt_orphans, orphans, request_abort
 from tests.faults.local_runs import SHORT_GRACES, Run, kill_and_await, plan_run, ring, start_run
 
@@ -163,7 +164,8 @@ def test_a_plan_whose_supervisor_never_came_is_reported_and_not_launched(home: P
 
 def test_a_plan_that_cannot_be_read_is_a_launch_error(home: Path, tmp_path: Path) -> None:
     run = plan_run(home, tmp_path, script=ring())
-    run.dir.plan.write_text("{")
+    for path in (run.dir.plan, copy_of(run.dir.plan)):
+        path.write_text("{")
     with pytest.raises(LaunchError, match="the plan is not valid"):
         supervisor_process.start_supervisor(run.dir)
 

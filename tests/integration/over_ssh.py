@@ -54,7 +54,7 @@ def plan_of(
         job=JobConfig(name="test", command=tuple(command), **job),
     )
     now = datetime.now(UTC)
-    return RunPlan(config=config, run_id=f"{launcher.replace('.', '-')}-{now:%H%M%S%f}", created_at=now)
+    return RunPlan(nonce="n", config=config, run_id=f"{launcher.replace('.', '-')}-{now:%H%M%S%f}", created_at=now)
 
 
 class StartedAttempt:

@@ -153,6 +153,35 @@ def test_show_tells_why_a_run_stopped_early(home: Path) -> None:
     assert f"  note       {why}" in done.out
 
 
+def test_show_explains_a_completed_run(home: Path) -> None:
+    run = MadeRun(home).state("preflight", "launching").attempt().state("running", "finishing")
+    how = {"cause": "not known yet is the exit record of rank 1", "fix": "see that node1 can be reached"}
+    run.state("completed", reason="completed", iteration=60, unconfirmed=("node1",), **how).close()
+    done = flightdeck(home, "show")
+    assert "completed: completed, iteration 60/60" in done.out
+    for line in ("note       not known yet", "fix        see that node1", "unconfirmed node1"):
+        assert line in done.out
+    assert "  completed  " in flightdeck(home, "runs").out
+    resumed = flightdeck(home, "resume", "last")
+    assert resumed.code == 2 and "has completed" in resumed.err and "node1 can be reached" in resumed.err
+
+
+def test_runs_and_show_report_damaged_files(home: Path) -> None:
+    run = MadeRun(home).state("preflight", "launching").attempt().state("running").supervised_by()
+    run.metrics([report(1, 4.0)])
+    run.directory.attempt(2).mkdir(parents=True)
+    run.directory.plan.write_text("{")
+    with run.directory.metrics.open("a") as file:
+        file.write("\0\0\n")
+    found = ["plan.json: the plan is not valid", "lacks attempt 2", "metrics.jsonl: 1 damaged line"]
+    listed, shown = flightdeck(home, "runs"), flightdeck(home, "show")
+    for text in found:
+        assert text in listed.err and text in shown.out
+    assert shown.out.count("  damage     ") == 3
+    assert len(json.loads(flightdeck(home, "show", "--json").out)["damage"]) == 3
+    run.state("failed").close()
+
+
 def test_a_run_without_its_supervisor_is_taken_over_by_the_next_command(home: Path) -> None:
     run = MadeRun(home).state("preflight", "launching").attempt().close()
     listed = shell(home, "runs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models import NodeTelemetry
+from engine.models import NodeTelemetry, RunState
 from engine.run.verification import gpu_line
 from engine.snapshots import Alarm, RunSnapshot, Verification
 from tests.tui import fake_engine
@@ -50,6 +50,15 @@ def test_a_run_that_stopped_early_tells_how_far_it_came_and_why() -> None:
     early = replace(ended, record=ended.record.model_copy(update={"iteration": 40, "cause": why}))
     first, second = text(outcome(state(early), early, 120)).splitlines()
     assert "40 of 60 iterations in" in first and why in second
+
+
+def test_a_completed_run_tells_what_it_waits_for() -> None:
+    ended = fake_engine.succeeded()
+    how = {"state": RunState.COMPLETED, "cause": "not known yet is a record", "fix": "reach it", "unconfirmed": ["bea"]}
+    waiting = replace(ended, record=ended.record.model_copy(update=how))
+    first, *others = text(outcome(state(waiting), waiting, 120)).splitlines()
+    assert first.split() == ["?", "completed"]
+    assert [line.split()[0] for line in others] == ["cause", "fix", "unconfirmed"]
 
 
 def test_where_there_is_little_room_only_what_is_wrong_is_told() -> None:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from engine.api import LAUNCHER_SOURCE, Engine, ExitCode, LogLine, LogReader, RunDir, RunWatch
 from engine.errors import InputError, plural
-from engine.models import RunRecord, RunState
+from engine.models import Reason, RunRecord
 from engine.snapshots import RunSnapshot
 from tui.commands.follow import SupervisorRestart, ending, lasted
 from tui.commands.terminal import Lines, print_json
@@ -96,6 +96,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
             "alarms": snapshot.alarms,
             "attempt_list": snapshot.attempts,
             "given_up": snapshot.given_up,
+            "damage": snapshot.damage,
             "verification": snapshot.verification,
         }
         print_json({**record.model_dump(mode="json"), **more})
@@ -105,7 +106,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     lines.say(f"{record.id}   {state}" + (f": {ending(record)}" if record.state.ended else ""))
     if not record.state.ended and not snapshot.supervised:
         lines.say(lines.ink("its supervisor is gone: the next `flightdeck` or `flightdeck abort` takes it over", "red"))
-    cause = "note" if record.state is RunState.SUCCEEDED else "cause"
+    cause = "note" if record.reason is Reason.COMPLETED else "cause"
     for label, text in ((cause, snapshot.cause), ("fix", snapshot.fix)):
         if text:
             lines.say(f"  {label:<10} {text}")
@@ -115,6 +116,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
         lines.say(f"  {'unconfirmed':<10} {', '.join(record.unconfirmed)}")
     if record.excluded:
         lines.say(f"  {'left out':<10} {', '.join(record.excluded)}: the files there differ (worker_consistency)")
+    for text in snapshot.damage:
+        lines.say(f"  {'damage':<10} {text}")
     _show_figures(lines, snapshot)
     _show_attempts(lines, snapshot)
     _show_ranks(lines, snapshot)
@@ -147,8 +150,6 @@ def _show_attempts(lines: Lines, snapshot: RunSnapshot) -> None:
         before = attempt
     if snapshot.given_up is not None:
         lines.say(f"  {'no restart':<10} {snapshot.given_up}")
-    if snapshot.journal_damage is not None:
-        lines.say(f"  {'journal':<10} {snapshot.journal_damage}")
 
 
 def _show_ranks(lines: Lines, snapshot: RunSnapshot) -> None:

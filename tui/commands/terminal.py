@@ -22,6 +22,7 @@ WORD_COLOURS = {
     "warn": "yellow",
     "fail": "red",
     "skip": "dim",
+    "completed": "yellow",
     "succeeded": "green",
     "failed": "red",
     "aborted": "yellow",

@@ -106,7 +106,7 @@ def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
         pair("created", f"{run.created_at.astimezone():%Y-%m-%d %H:%M:%S}", width),
     ]
     if run.cause:
-        lines.append(pair("note" if run.state == "succeeded" else "first cause", run.cause, width))
+        lines.append(pair("note" if run.reason == "completed" else "first cause", run.cause, width))
     if run.fix:
         lines.append(pair("fix", run.fix, width))
     if run.excluded:

@@ -243,13 +243,14 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
         lines = [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
         return [*lines, *([pair("note", record.cause, width)] if record.cause else [])]
     diagnosis = snapshot.diagnosis
-    if record.state not in ("failed", "lost", "aborted") and diagnosis is None:
+    if not record.state.ended and diagnosis is None:
         if not snapshot.supervised and not snapshot.record.ended_at:
             return _unsupervised(state)
         return _away(state, snapshot, width)
-    word = " ".join(part for part in (record.state, record.reason and f"({record.reason})") if part)
+    unexplained = record.reason in (None, "completed")
+    why = record.state.value if unexplained else f"{record.state} ({record.reason})"
     place = _place(snapshot)
-    lines = [Content.assemble(glyphs.state(STATES[record.state], word), (f"  {place}" if place else "", "bold"))]
+    lines = [Content.assemble(glyphs.state(STATES[record.state], why), (f"  {place}" if place else "", "bold"))]
     if snapshot.cause:
         lines.append(pair("first cause" if record.state == "failed" else "cause", snapshot.cause, width))
     if snapshot.fix:

@@ -62,7 +62,7 @@ class MadeRun:
         self.directory = RunDir(home / "runs" / f"{created:%Y%m%d-%H%M%S}-{name}-{number:04x}")
         self.directory.path.mkdir(parents=True)
         config = make_run_config(ranks, iters, name, strategy)
-        self.plan = RunPlan(config=config, run_id=self.directory.id, created_at=created)
+        self.plan = RunPlan(nonce="n", config=config, run_id=self.directory.id, created_at=created)
         write_plan(self.directory.plan, self.plan)
         self.journal = Journal(self.directory.journal, Clock(created))
         self.journal.append(RunPlanned(run=self.plan.record(), nonce="n"))

@@ -30,7 +30,7 @@ def plan(job: JobConfig = TRAINING, **node: Any) -> RunPlan:
         NodeConfig(**{"name": "right", "python": sys.executable, "workdir": "/w", **node}),
     )
     config = Config(cluster=ClusterConfig(), nodes=nodes, job=job)
-    return RunPlan(config=config, run_id="r", created_at=datetime(2026, 1, 1, tzinfo=UTC))
+    return RunPlan(nonce="n", config=config, run_id="r", created_at=datetime(2026, 1, 1, tzinfo=UTC))
 
 
 def attempt(directory: Path, of: RunPlan) -> Attempt:

@@ -327,7 +327,7 @@ def plan(home: Path, strategy: str, min_nodes: int | None, destination: str | No
     job = config.job.model_copy(update={"strategy": strategy})
     recovery = config.recovery.model_copy(update={"min_nodes": min_nodes})
     changed = {"job": job, "recovery": recovery, "checkpoint": CheckpointConfig(destination=destination)}
-    return RunPlan(config=config.model_copy(update=changed), run_id="run", created_at=START)
+    return RunPlan(nonce="n", config=config.model_copy(update=changed), run_id="run", created_at=START)
 
 
 @pytest.mark.parametrize(

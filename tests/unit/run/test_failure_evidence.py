@@ -59,7 +59,7 @@ def collector(directory: Path, hosts: Sequence[FileHost], ranks: int = 1) -> Ite
         NodeConfig(name=f"node{rank}", python="/python", ips=("127.0.0.1",), workdir="/") for rank in range(ranks)
     )
     config = Config(cluster=ClusterConfig(), nodes=nodes, job=JobConfig(name="test"))
-    plan = RunPlan(config=config, run_id="r", created_at=datetime.now(UTC))
+    plan = RunPlan(nonce="n", config=config, run_id="r", created_at=datetime.now(UTC))
     attempt = Attempt(
         number=1,
         nonce="nonce",

@@ -149,7 +149,7 @@ def test_a_full_disk_keeps_the_event_until_there_is_room(tmp_path: Path, monkeyp
     assert [type(event) for event in read_journal(path)] == [Note, StateChanged]
 
 
-PLAN = RunPlan(config=make_run_config(), run_id="r", created_at=START)
+PLAN = RunPlan(nonce="n", config=make_run_config(), run_id="r", created_at=START)
 COMPLETED = Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
 
 
@@ -238,13 +238,20 @@ def test_a_whole_life() -> None:
         assert following in FOLLOWERS[state]
 
 
-@pytest.mark.parametrize("end", sorted(ENDED))
-def test_an_end_is_final(end: RunState) -> None:
+@pytest.mark.parametrize("end", [RunState.SUCCEEDED, RunState.ABORTED])
+def test_an_end_that_is_known_is_final(end: RunState) -> None:
     assert FOLLOWERS[end] == frozenset()
 
 
+def test_an_end_that_was_not_known_of_every_rank_may_turn_out_to_be_another_but_the_run_does_not_go_on() -> None:
+    for end in ENDED:
+        assert FOLLOWERS[end] < ENDED
+    assert FOLLOWERS[RunState.COMPLETED] == {RunState.SUCCEEDED, RunState.FAILED, RunState.LOST}
+
+
 def test_success_is_decided_after_the_ranks_are_gone() -> None:
-    assert [state for state in RunState if RunState.SUCCEEDED in FOLLOWERS[state]] == [RunState.FINISHING]
+    before = {state for state in RunState if RunState.SUCCEEDED in FOLLOWERS[state]}
+    assert before - ENDED == {RunState.FINISHING}
 
 
 def test_every_state_leads_to_an_end() -> None:
@@ -253,3 +260,24 @@ def test_every_state_leads_to_an_end() -> None:
         while more := {follower for each in reached for follower in FOLLOWERS[each]} - reached:
             reached |= more
         assert reached & ENDED
+
+
+def test_a_journal_without_its_first_line_is_that_of_its_plan(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    recorder = RunRecorder(path, PLAN, lambda _record: None)
+    recorder.change(RunState.PREFLIGHT)
+    recorder.close()
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"x" * (len(first) - 1) + b"\n" + b"".join(rest))
+    recorder = RunRecorder(path, PLAN, lambda _record: None)
+    recorder.close()
+    assert (recorder.history.record.state, recorder.history.nonce) == (RunState.PREFLIGHT, PLAN.nonce)
+    assert messages(path) == ["journal.jsonl: line 1 is damaged and was skipped"]
+
+
+def test_a_journal_that_is_gone_begins_anew_with_the_nonce_of_its_plan(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    for _ in range(2):
+        RunRecorder(path, PLAN, lambda _record: None).close()
+        assert fold(read_journal(path)).nonce == PLAN.nonce
+        path.unlink()

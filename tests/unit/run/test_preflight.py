@@ -58,7 +58,9 @@ def plan(train: Path, tmp_path: Path) -> RunPlan:
         taken_at=now,
         nodes=tuple(NodeMeasure(node=name, host="127.0.0.1", examples_per_s=speed) for name, speed in SPEEDS.items()),
     )
-    return RunPlan(config=config, run_id="r1", created_at=now, skip=tuple(CHECKS), division=division, calibration=taken)
+    return RunPlan(
+        nonce="n", config=config, run_id="r1", created_at=now, skip=tuple(CHECKS), division=division, calibration=taken
+    )
 
 
 @pytest.fixture(autouse=True)

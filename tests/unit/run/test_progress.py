@@ -82,6 +82,20 @@ def test_a_successor_goes_on_where_the_first_was_killed(tmp_path: Path, torn: in
     successor.close()
 
 
+def test_a_row_that_was_damaged_since_is_not_written_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    intake = intake_of(run_dir, {0: 0})
+    write(run_dir, 0, report(1), report(2), report(3))
+    intake.poll()
+    intake.close()
+    first, second, third = run_dir.metrics.read_bytes().splitlines()
+    run_dir.metrics.write_bytes(b"\n".join([first, b"\0" * len(second), third, b""]))
+    successor = intake_of(run_dir, {0: 0})
+    successor.poll()
+    successor.close()
+    assert run_dir.metrics.read_bytes().splitlines() == [first, b"\0" * len(second), third]
+
+
 def test_a_rank_is_saving_from_begin_to_commit(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     intake = intake_of(run_dir, {0: 0, 1: 0})

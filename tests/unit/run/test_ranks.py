@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.node import processes
-from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, write_atomic
+from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, read_exit, read_identity, write_atomic
 from engine.run.ranks import HostConnections, Ranks
 from tests.unit.run.file_host import FileHost
 
@@ -66,6 +66,24 @@ def test_the_record_of_a_keeper_that_has_left_is_what_counts(tmp_path: Path, kee
     write_atomic(files.exit(0), json.dumps(asdict(ExitRecord(0, 1, 0, None, 0.0, 0))))
     ranks.poll()
     assert ranks.all[0].record is not None and not ranks.all[0].vanished
+
+
+def test_a_lost_rank_changes_once_more_when_its_record_comes(tmp_path: Path, keeper: subprocess.Popen[bytes]) -> None:
+    files, ranks = one_rank(tmp_path)
+    identify(files, keeper)
+    ranks.poll()
+    assert (ranks.lose([0]), ranks.ends_known) == (ranks.all, 0)
+    assert ranks.poll() == []
+    write_atomic(files.exit(0), json.dumps(asdict(ExitRecord(0, 1, 0, None, 0.0, 0))))
+    assert (ranks.poll(), ranks.ends_known) == (ranks.all, 1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": 0}', "\0\0"])
+def test_a_damaged_identity_or_record_is_none(tmp_path: Path, text: str) -> None:
+    files = NodeFiles(tmp_path)
+    for path in (files.identity(0), files.exit(0)):
+        path.write_text(text)
+    assert (read_identity(files.identity(0)), read_exit(files.exit(0))) == (None, None)
 
 
 def test_the_launchers_exit_code_counts_for_ranks_without_a_keeper_only(

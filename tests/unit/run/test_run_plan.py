@@ -26,7 +26,7 @@ CONFIG = Config(
 
 
 def plan(config: Config = CONFIG, skip: tuple[str, ...] = ()) -> RunPlan:
-    return RunPlan(config=config, run_id="r1", created_at=datetime(2026, 1, 2, tzinfo=UTC), skip=skip)
+    return RunPlan(nonce="n", config=config, run_id="r1", created_at=datetime(2026, 1, 2, tzinfo=UTC), skip=skip)
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
+from engine.errors import InputError
 from engine.run import supervisor_process
-from engine.run.supervisor_process import request_abort, take_requests
+from engine.run.events import CleanupConfirmed
+from engine.run.supervisor_process import orphans, request_abort, resume_run, take_requests
 from engine.store.layout import RunDir
+from tests.unit.run.run_maker import MadeRun
 
 HOLDER = """
 import sys
@@ -87,3 +93,32 @@ def test_a_half_written_one_is_left_alone(tmp_path: Path) -> None:
     (run_dir.requests / ".x.json.123").write_text("{")
     assert list(take_requests(run_dir)) == []
     assert len(list(run_dir.requests.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "hours", "waits"),
+    [
+        ("completed", "completed", 0, True),
+        ("completed", "completed", 24, True),
+        ("completed", "completed", 24 * 31, False),
+        ("failed", "node_lost", 0, True),
+        ("failed", "node_lost", 24, False),
+    ],
+)
+def test_how_long_the_nodes_of_a_run_that_has_ended_are_looked_for(
+    tmp_path: Path, state: str, reason: str, hours: int, waits: bool
+) -> None:
+    run = MadeRun(tmp_path, created=datetime.now(UTC) - timedelta(hours=hours))
+    run.state("preflight", "launching", "running", "finishing", state, reason=reason, unconfirmed=("node1",)).close()
+    assert bool(orphans(tmp_path)) is waits
+
+
+def test_a_completed_run_is_looked_after_until_its_records_are_read(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, created=datetime.now(UTC))
+    run.state("finishing", "completed", reason="completed", unconfirmed=("node1",), cause="of rank 1", fix="reach it")
+    run.append(CleanupConfirmed(node="node1"))
+    assert orphans(tmp_path), "its supervisor died before it read them"
+    with pytest.raises(InputError, match=r"has completed: of rank 1 \(reach it\)"):
+        resume_run(run.directory)
+    run.state("succeeded", reason="completed").close()
+    assert not orphans(tmp_path)

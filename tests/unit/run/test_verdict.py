@@ -30,7 +30,8 @@ def rank(number: int, code: int | None = 0, sig: int | None = None, at: float = 
     """A rank that has ended with a record; `stopped_by` and `error` go into the record."""
     fields = {key: more.pop(key) for key in ("stopped_by", "error") if key in more}
     record = ExitRecord(number, 1, code if sig is None else None, sig, ended_at=at, log_bytes=0, **fields)
-    more.setdefault("end", COMPLETED if code == 0 and sig is None else None)
+    done = code == 0 and sig is None and "stopped_by" not in fields
+    more.setdefault("end", COMPLETED if done else None)
     return RankEvidence(number, NODES[number], "/py", started=True, record=record, **more)
 
 
@@ -50,6 +51,55 @@ def test_a_run_that_stopped_early_is_complete_and_says_why() -> None:
     verdict = verdict_on(evidence(rank(0, end=early), rank(1, end=early), trigger=Trigger.ENDED))
     assert (verdict.state, verdict.reason) == (RunState.SUCCEEDED, Reason.COMPLETED)
     assert verdict.cause == "stopped early at iteration 40: no better"
+
+
+AWAY = RankEvidence(1, "right", "/py", started=True, unreachable_s=93.0, unreachable_why="no answer")
+
+
+@pytest.mark.parametrize("trigger", Trigger)
+@pytest.mark.parametrize("trainer", [True, False])
+def test_a_run_is_completed_when_only_the_records_of_nodes_that_are_away_are_missing(
+    trigger: Trigger, trainer: bool
+) -> None:
+    end = COMPLETED if trainer else None
+    verdict = verdict_on(evidence(rank(0, end=end), AWAY, rank(2, end=end), trigger=trigger, trainer=trainer))
+    assert (verdict.state, verdict.reason, verdict.rank) == (RunState.COMPLETED, Reason.COMPLETED, None)
+    missing = "the exit record of rank 1 on right, silent for 93 s (no answer)"
+    assert verdict.cause == f"every rank that answers has completed; not known yet is {missing}"
+    assert verdict.fix is not None and "right can be reached" in verdict.fix
+
+
+def test_the_adapters_are_where_rank_0_is() -> None:
+    away = replace(AWAY, rank=0, node="left")
+    cause = verdict_on(evidence(away, rank(1), trigger=Trigger.ENDED)).cause or ""
+    assert cause.endswith("; the adapters are on its node, too")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(AWAY, vanished=True),
+        replace(AWAY, unreachable_s=None),
+        rank(1, 1),
+        rank(1, sig=signal.SIGKILL),
+        rank(1, stopped_by="lease"),
+    ],
+)
+def test_a_rank_that_is_known_not_to_have_completed_makes_it_a_failure(other: RankEvidence) -> None:
+    assert verdict_on(evidence(rank(0), other, trigger=Trigger.ENDED)).state is not RunState.COMPLETED
+
+
+def test_nothing_is_completed_when_no_rank_is_known_to_have_completed() -> None:
+    verdict = verdict_on(evidence(replace(AWAY, rank=0, node="left"), AWAY, trigger=Trigger.ENDED))
+    assert (verdict.state, verdict.reason) == (RunState.FAILED, Reason.NODE_LOST)
+
+
+@pytest.mark.parametrize("stopped_by", ["lease", "stop", "end", "signal TERM"])
+def test_a_trainer_that_has_completed_has_done_so_whatever_its_keeper_was_told_meanwhile(stopped_by: str) -> None:
+    ranks = (rank(0, end=COMPLETED, stopped_by=stopped_by), rank(1, end=COMPLETED, stopped_by=stopped_by))
+    assert verdict_on(evidence(*ranks, trigger=Trigger.ENDED)).state is RunState.SUCCEEDED
+    commands = verdict_on(evidence(*ranks, trigger=Trigger.ENDED, trainer=False))
+    assert commands.state is not RunState.SUCCEEDED
 
 
 @pytest.mark.parametrize("end", [None, {"completed": False, "stopped": False, "iteration": 7}])
@@ -305,7 +355,7 @@ def test_a_node_that_does_not_answer_is_the_cause_and_its_peers_are_not() -> Non
         1,
         "right",
     )
-    assert verdict.cause == ("right has not answered for 93 s (No route to host); its lease of 60 s has ended its rank")
+    assert verdict.cause == ("right has not answered for 93 s (No route to host), longer than its lease of 60 s")
 
 
 def test_a_fault_of_a_ranks_own_comes_before_a_node_that_is_away() -> None:

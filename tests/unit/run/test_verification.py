@@ -31,7 +31,7 @@ def lines(
     config: Config = CONFIG,
 ) -> dict[str, Verification]:
     division = Division(source="calibrated", reason="", parts={}, tokens_per_s=predicted)
-    plan = RunPlan(run_id="r", created_at=START, config=config, division=division)
+    plan = RunPlan(nonce="n", run_id="r", created_at=START, config=config, division=division)
     series = SeriesBuilder()
     for iteration, loss in losses:
         series.add(report(iteration, loss, tokens_per_second=1840.0))

@@ -279,7 +279,7 @@ class JournaledRun:
         job = JobConfig(name="t", model="/m", mlx_lm={"iters": 60})
         recovery = RecoveryConfig(max_restarts=3, min_nodes=2)
         config = Config(cluster=ClusterConfig(), nodes=nodes, job=job, recovery=recovery)
-        plan = RunPlan(config=config, run_id=path.name, created_at=datetime(2026, 1, 1, tzinfo=UTC))
+        plan = RunPlan(nonce="n", config=config, run_id=path.name, created_at=datetime(2026, 1, 1, tzinfo=UTC))
         write_plan(self.dir.plan, plan)
         self._journal = Journal(self.dir.journal)
         self.append(RunPlanned(run=plan.record(), nonce="n"))
@@ -410,4 +410,4 @@ def test_damaged_lines_are_reported_and_skipped(run: MadeRun) -> None:
     run.state("launching")
     snapshot = watched(run).poll()
     assert snapshot.record.state is RunState.LAUNCHING
-    assert snapshot.journal_damage == "journal.jsonl: line 3 is damaged and was skipped"
+    assert snapshot.damage == ("journal.jsonl: line 3 is damaged and was skipped",)
