@@ -18,6 +18,7 @@ from engine.launch import mlx_launch, ssh_shim
 from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import Launcher
 from engine.launch.rank_environment import (
+    SECRETS,
     RankEnvironment,
     common_environment,
     file_name,
@@ -50,10 +51,6 @@ def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
         if isinstance(split, str) and len(parse_split(split)) == len(plan.nodes):
             return split
     return None
-
-
-SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
-"""Variables of the supervisor's environment that the ranks of every node get."""
 
 
 @dataclass(frozen=True)
