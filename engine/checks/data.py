@@ -16,15 +16,16 @@ from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
 from engine.checks.context import CheckContext
 from engine.checks.fixes import chained, copy_folder, move_aside
+from engine.checks.obstacles import TRIAL_LIMIT_S, data_features, data_files, describe_refused, refused_rows
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
+from engine.errors import FlightDeckError
 from engine.models import CheckResult
 
 NAME = "data_matches"
 _READ_LIMIT_S = 110.0
-_DEFAULT_KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
 _VALIDATION_SHARE = 20
 """For a missing valid.jsonl the fix takes every 20th part of train.jsonl, the last lines."""
 _CORRECTED = "-corrected"
@@ -81,13 +82,10 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     config = context.config
     settings = config.job.mlx_lm
     folders = {node.name: context.path(node, node.data or config.job.data or "") for node in config.nodes}
-    names = ["train", *(["test"] if settings.get("test") else [])]
-    if int(settings.get("val_batches", 25)) != 0:
-        names.insert(1, "valid")
-    keys = json.dumps({name: str(settings.get(f"{name}_feature", default)) for name, default in _DEFAULT_KEYS.items()})
+    keys = json.dumps(data_features(settings))
 
     async def read(node: NodeConfig) -> list[DataFile]:
-        files = [f"{folders[node.name]}/{name}.jsonl" for name in names]
+        files = data_files(settings, folders[node.name])
         read = await context.probe(node, "jsonl", keys, *files, result_type=JsonlSummaries, timeout_s=_READ_LIMIT_S)
         mask_prompt = bool(settings.get("mask_prompt"))
         return [
@@ -112,6 +110,12 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         return found.verdict()
     first = next(node for node in config.nodes if node.name in complete)
     ours = complete[first.name]
+    if any(file.seen.form not in (None, "text") for file in ours):
+        try:
+            for rows in await refused_rows(context, first, [str(file.path) for file in ours]):
+                found.overall.fault(describe_refused(rows))
+        except FlightDeckError as error:
+            found.overall.warn(str(error))
     for node in config.nodes:
         if differing := _differing(ours, complete.get(node.name, ours)):
             found.fault(node, f"the data on {node.name} differs from {first.name}: {differing}")
@@ -194,9 +198,9 @@ def interpret_file(path: PurePath, summary: JsonlSummary, *, mask_prompt: bool) 
 
 CHECK = Check(
     NAME,
-    "train, valid and test JSONL: there, readable by mlx-lm, the same on all nodes",
+    "train, valid and test JSONL: there, readable by mlx-lm, taken by the chat template, the same on all nodes",
     run,
-    time_limit_s=_READ_LIMIT_S + 30,
+    time_limit_s=_READ_LIMIT_S + TRIAL_LIMIT_S + 30,
     needs=(connectivity.NAME,),
     after=(sync.NAME,),
     # A command brings its own data, but a data quality report still applies.

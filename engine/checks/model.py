@@ -1,4 +1,5 @@
-"""model_present: config.json, the tokenizer and all safetensors shards exist on each node and are the same."""
+"""model_present: config.json, the tokenizer and all safetensors shards exist on each node and are the same, and mlx-lm
+can adapt the model."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, differing_items, first_of, skip_for_command
 from engine.checks.context import CheckContext
 from engine.checks.fixes import chained, copy_folder, move_aside
+from engine.checks.obstacles import TRIAL_LIMIT_S, adapter_obstacles, depends_on_matrices
+from engine.checks.plan_inputs import shared_plan_inputs
 from engine.cluster.probe_results import ModelFiles
 from engine.cluster.transport.base import quoted
+from engine.errors import FlightDeckError
 from engine.models import CheckResult
 
 NAME = "model_present"
@@ -37,6 +41,12 @@ async def run(context: CheckContext) -> CheckResult:
     if not complete:
         return found.verdict(advice="" if any(found.on(node).fixes for node in nodes) else _SET_ANOTHER)
     first = next(node for node in nodes if node.name in complete)
+    try:
+        known = depends_on_matrices(context.config.job)
+        configuration = (await shared_plan_inputs(context)).model if known else None
+        found.overall.faults += [each.text for each in await adapter_obstacles(context, first, configuration)]
+    except FlightDeckError as error:
+        found.overall.warn(str(error))
     reference, aside = complete[first.name].hashes, list[str | None]()
     for node in nodes:
         hashes = complete[node.name].hashes if node.name in complete else reference
@@ -54,7 +64,7 @@ CHECK = Check(
     NAME,
     "config.json, tokenizer and all safetensors shards, the same on all nodes",
     run,
-    time_limit_s=_LIMIT_S + 30,
+    time_limit_s=_LIMIT_S + TRIAL_LIMIT_S + 30,
     needs=(connectivity.NAME,),
     after=(sync.NAME,),
     not_applicable=skip_for_command,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext, once
+from engine.checks.obstacles import reporting_obstacles
 from engine.cluster.probe_results import ExampleCount, ModelConfiguration
 from engine.cluster.topology import topology
 from engine.config.formats import resolved
@@ -108,6 +109,7 @@ async def collect_plan_inputs(
         unwired = str(error)
     report, report_problem = await asyncio.to_thread(load_data_report, config)
     model, model_source = await _model(context, [node for node in planned.nodes if node.name not in problems])
+    obstacles = await reporting_obstacles(context, planned.nodes[0], problems)
     examples, examples_source = _known_examples(config, report)
     gradient = calibration.gradient_bytes if calibration is not None else None
     redacted = {name: REDACTED if is_secret(name) else text for name, text in config.job.env.items()}
@@ -134,6 +136,7 @@ async def collect_plan_inputs(
         ),
         left_out=left_out,
         rank_environment=common_environment(network, redacted, gradient_bytes=gradient),
+        obstacles=obstacles,
     )
     return replace(inputs, launching=await asyncio.to_thread(_launching, inputs, context.fleet.home))
 

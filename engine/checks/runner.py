@@ -30,6 +30,7 @@ from engine.checks import (
 )
 from engine.checks.check import Check, verdict, worst
 from engine.checks.context import CheckContext
+from engine.checks.obstacles import with_obstacles
 from engine.checks.plan_inputs import cluster_history, collect_plan_inputs, with_example_count
 from engine.errors import FlightDeckError, InputError
 from engine.models import (
@@ -164,7 +165,8 @@ async def make_training_plan(
     """The plan of what would be launched now; `facts` are those of a probe just made."""
     fresh, history = {fact.node: fact for fact in facts}, await cluster_history(context)
     inputs = await collect_plan_inputs(context, fresh, history, strategy=strategy)
-    return await asyncio.to_thread(plan_with_checks, await with_example_count(context, inputs))
+    found, counted = await asyncio.gather(with_obstacles(context, inputs), with_example_count(context, inputs))
+    return await asyncio.to_thread(plan_with_checks, replace(counted, obstacles=found.obstacles))
 
 
 def plan_with_checks(inputs: PlanInputs, skip: Collection[str] = ()) -> TrainingPlan:

@@ -60,6 +60,44 @@ class JsonlSummaries(FrozenModel):
     """In the order of the request."""
 
 
+class RefusedRows(FrozenModel):
+    """Rows of one file that the chat template refuses for the same reason."""
+
+    file: PathText
+    line: Annotated[int, Field(gt=0)]
+    """The first of them, from 1."""
+    count: Annotated[int, Field(gt=0)]
+    why: ShortText
+
+
+class TemplateReport(FrozenModel):
+    refused: Annotated[list[RefusedRows], Field(max_length=100)] = Field(default_factory=list)
+    problem: ShortText | None = None
+    """Why the rows were not tried."""
+
+
+class AdapterReport(FrozenModel):
+    names: Annotated[list[ShortText], Field(max_length=1_000)] = Field(default_factory=list)
+    """Matrices of the last layer."""
+    trained: Count = 0
+    problem: ShortText | None = None
+    """Why mlx-lm cannot adapt the model."""
+    untried: ShortText | None = None
+    """Why it is not known."""
+
+
+class ReporterState(FrozenModel):
+    """One service of `reporters`."""
+
+    installed: bool
+    key: bool
+    """The node has an API key for it, or sends nothing."""
+
+
+class Reporters(FrozenModel):
+    services: Annotated[dict[ShortText, ReporterState], Field(max_length=10)]
+
+
 class ProgramLocation(FrozenModel):
     program: ShortText | None
     """The program that would run."""

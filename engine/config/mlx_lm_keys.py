@@ -14,9 +14,9 @@ import math
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError, model_validator
 
 from engine.protocol.job import AUTO, MOMENTS, OPTIMIZER_PRECISIONS
 
@@ -46,12 +46,30 @@ class OptimizerConfig(_Table):
     ] = {}
 
 
+_STEPS = "steps"
+SCHEDULE_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "cosine_decay": ("rate", _STEPS, "last rate"),
+    "exponential_decay": ("rate", "factor"),
+    "linear_schedule": ("rate", "last rate", _STEPS),
+    "step_decay": ("rate", "factor", _STEPS),
+}
+"""Those of the schedules of mlx.optimizers.schedulers that take only numbers; cosine_decay's third one is optional."""
+
+
 class _Schedule(_Table):
     name: Literal["cosine_decay", "exponential_decay", "linear_schedule", "step_decay"]
-    """The schedules of mlx.optimizers.schedulers that take only numbers."""
-    arguments: Annotated[list[FiniteFloat], Field(min_length=1, max_length=8)]
+    arguments: list[FiniteFloat]
     warmup: _NotNegative = 0
     warmup_init: FiniteFloat = 0.0
+
+    @model_validator(mode="after")
+    def _as_mlx_takes_them(self) -> _Schedule:
+        names = SCHEDULE_ARGUMENTS[self.name]
+        if not len(names) - (self.name == "cosine_decay") <= len(self.arguments) <= len(names):
+            raise ValueError("too few or too many")
+        if any(value < 1 for name, value in zip(names, self.arguments, strict=False) if name == _STEPS):
+            raise ValueError("steps below 1")
+        return self
 
 
 class _LoraParameters(_Table):
@@ -62,7 +80,6 @@ class _LoraParameters(_Table):
 
 
 OPTIMIZERS = tuple(OptimizerConfig.model_fields)
-SCHEDULES: tuple[str, ...] = get_args(_Schedule.model_fields["name"].annotation)
 
 
 @dataclass(frozen=True)
@@ -154,7 +171,10 @@ KEYS: dict[str, Key] = {
     ),
     "lr_schedule": Key(
         Form(
-            _Schedule, f"name (one of {', '.join(SCHEDULES)}), arguments (numbers), and optionally warmup, warmup_init"
+            _Schedule,
+            "name and arguments ("
+            + "; ".join(f"{name}: [{', '.join(each)}]" for name, each in SCHEDULE_ARGUMENTS.items())
+            + "; cosine_decay also without the last rate; steps are 1 or more), and optionally warmup, warmup_init",
         ),
         None,
         'Schedule, as in `{name = "cosine_decay", arguments = [1e-5, 1000], warmup = 100}`.',

@@ -13,6 +13,8 @@ from engine.plan.network import NetworkPlan, nccl_environment
 
 RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 """Set for every rank, whatever the backend; the job's own variables win."""
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY")
+"""Variables of the supervisor's environment that the ranks of every node get."""
 _NCCL = "NCCL_"
 NEEDED_FILE = {RING: "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "jaccl-ring": "MLX_IBV_DEVICES"}
 """The variable that names the file without which MLX silently makes a group of size 1."""

@@ -14,7 +14,7 @@ from engine.config.models import Config, JobConfig
 from engine.measurements import Calibration, Division, Shares, ThroughputPrediction
 from engine.models import NodeFacts, Topology
 from engine.plan.data_report import DataReport
-from engine.plan.document import Launching, PlannedCheck, Rationale, Source
+from engine.plan.document import Launching, PlanIssue, PlannedCheck, Rationale, Source
 from engine.plan.fingerprint import age_days, is_stale
 from engine.plan.network import NetworkPlan
 from engine.plan.prediction import predict_throughput
@@ -70,6 +70,8 @@ class PlanInputs:
     launching: Launching = field(default_factory=Launching)
     rank_environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that `flightdeck launch` sets for every rank, without secrets."""
+    obstacles: tuple[PlanIssue, ...] = ()
+    """Reported by nodes, and refused."""
     checks: tuple[PlannedCheck, ...] = ()
 
 

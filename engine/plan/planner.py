@@ -29,6 +29,7 @@ from engine.plan.document import (
 )
 from engine.plan.fingerprint import age_days
 from engine.plan.memory.fit import memory_fit
+from engine.plan.obstacles import refuse_obstacles
 from engine.plan.preflight import consistency_section, sync_section
 from engine.plan.shares import MISSING
 from engine.plan.strategy import strategy_section
@@ -152,6 +153,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     rationale = Rationale()
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
+    refuse_obstacles(context, rationale)
     needed = memory_fit(context, rationale)
     not_validating = without_validation(context, needed, rationale)
     advised = advice_section(context, needed, not_validating)

@@ -62,7 +62,8 @@ def strategy_section(
     kind = mlx_module(str((context.inputs.model or {}).get("model_type", "")))
     if name in PARTITIONED and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
         only = ", ".join(SPLITTABLE_MODULES)
-        rationale.refuse("strategy", f"{name} does not support model_type {plain(kind, 60)}, only {only}")
+        why = f"{name} does not support model_type {plain(kind, 60)}, only {only}"
+        rationale.refuse("strategy", why, todo='set strategy = "data" or "local"')
     if name == "pipeline" and context.ranks < 2:
         rationale.refuse("strategy", "a pipeline needs at least two nodes")
     if name == "local" and context.ranks < 2:

@@ -18,6 +18,7 @@ from engine.launch import mlx_launch, ssh_shim
 from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import Launcher
 from engine.launch.rank_environment import (
+    SECRETS,
     RankEnvironment,
     common_environment,
     file_name,
@@ -64,10 +65,6 @@ def planned_validation(run_dir: RunDir, plan: RunPlan) -> RunPlan:
         for node in plan.config.nodes
     )
     return plan.model_copy(update={"config": plan.config.model_copy(update={"nodes": decided})})
-
-
-SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
-"""Variables of the supervisor's environment that the ranks of every node get."""
 
 
 @dataclass(frozen=True)

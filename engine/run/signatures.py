@@ -492,6 +492,14 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         Citation("mlx_lm/tuner/datasets.py", Provenance.REPRODUCED),
     ),
     Signature(
+        "lora.quantized",
+        r"\[(?:QuantizedMatmul|GatherQMM)::vjp\] no gradient wrt the quantized weights",
+        "the model is quantized, and MLX has no gradients for quantized weights",
+        "set fine_tune_type to lora, or use the unquantized model",
+        "RuntimeError: [GatherQMM::vjp] no gradient wrt the quantized weights.",
+        Citation("full fine-tuning of a quantized model, mlx 0.32.4", Provenance.REPRODUCED),
+    ),
+    Signature(
         "hf.offline",
         r"LocalEntryNotFoundError|OfflineModeIsEnabled",
         "the model is not on this host, and runs do not download",

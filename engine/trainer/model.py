@@ -75,7 +75,7 @@ def load_model(job: Job) -> tuple[nn.Module, Any]:
         except (RuntimeError, ValueError) as error:
             raise JobError(f"[job] resume_adapter_file = {job.resume_adapter_file!r}: {error}") from error
     if not tree_flatten(model.trainable_parameters()):
-        raise JobError(f"[job] num_layers = {job.num_layers}: there is nothing to train")
+        raise JobError(f"[job] num_layers = {job.num_layers}, lora_parameters.keys: there is nothing to train")
     if job.strategy == "data":
         recompute_layers(model.layers, job.grad_checkpoint)
         mx.eval(model.parameters())

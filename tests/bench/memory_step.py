@@ -45,7 +45,9 @@ def write_weights(directory: Path) -> None:
         model.sanitize({})
     model.set_dtype(getattr(mx, config["torch_dtype"]))
     if packing := config.get("quantization"):
-        nn.quantize(model, group_size=packing["group_size"], bits=packing["bits"])
+        size = packing["group_size"]
+        divides = lambda _, part: hasattr(part, "to_quantized") and part.weight.shape[-1] % size == 0  # noqa: E731
+        nn.quantize(model, group_size=size, bits=packing["bits"], class_predicate=divides)
     mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
 
 

@@ -16,6 +16,7 @@ from engine.config.models import Config
 from engine.models import CheckResult, CheckStatus
 from engine.node.probes import dataset
 from tests.checks.conftest import make_config, run_check
+from tests.demo_copies import made_demo
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 
@@ -211,3 +212,60 @@ def test_each_of_the_three_forms_is_recognised(tmp_path_factory: pytest.TempPath
     path.write_text((json.dumps(samples[form]) + "\n") * n)
     summary = dataset.read_lines(path, KEYS)
     assert (summary["form"], summary["lines"], summary["faults"]) == (form, n, [])
+
+
+ALTERNATING = (
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "{{ message['content'] }}{% endfor %}"
+)
+
+
+def chat(*roles: str) -> dict[str, object]:
+    return {"messages": [{"role": role, "content": f"said by {role}"} for role in roles]}
+
+
+@pytest.fixture
+def templated(tmp_path: Path) -> Path:
+    """A model whose tokenizer has a template that takes user and assistant in turns."""
+    folder = tmp_path / "templated"
+    shutil.copytree(made_demo() / "model", folder)
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": ALTERNATING}))
+    return folder
+
+
+async def test_rows_that_the_chat_template_refuses_block_with_their_line(
+    templated: Path, data: Path, tmp_path: Path
+) -> None:
+    config, good = make_config(templated, data, tmp_path), chat("user", "assistant")
+    for name in ("train", "valid"):
+        (data / f"{name}.jsonl").write_text("".join(f"{json.dumps(good)}\n" for _ in range(8)))
+    assert (await run_check(check.run, config)).status is CheckStatus.PASS
+    bad = [chat("user", "user"), chat("system", "user"), chat("user", "user")]
+    with (data / "train.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in bad)
+    result = await run_check(check.run, config)
+    assert (result.status, result.fix_command) == (CheckStatus.FAIL, None)
+    assert f"{data}/train.jsonl: line 9 is refused by the model's chat template" in result.summary
+    assert "(Conversation roles must alternate user/assistant), and 2 more lines: change them" in result.summary
+
+
+async def test_a_tokenizer_without_a_chat_template_takes_no_prompts(
+    templated: Path, data: Path, tmp_path: Path
+) -> None:
+    tokenizer = json.loads((templated / "tokenizer_config.json").read_text())
+    del tokenizer["chat_template"]
+    (templated / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    for name in ("train", "valid"):
+        (data / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n" * 4)
+    result = await run_check(check.run, make_config(templated, data, tmp_path, settings={"batch_size": 1}))
+    assert (result.status, "chat_template is not set" in result.summary) == (CheckStatus.FAIL, True)
+
+
+async def test_rows_that_cannot_be_tried_warn_with_the_reason(config: Config, model: Path, data: Path) -> None:
+    for name in ("train", "valid"):
+        (data / f"{name}.jsonl").write_text(f"{json.dumps(chat('user', 'assistant'))}\n" * 4)
+    result = await run_check(check.run, config)
+    assert result.status is CheckStatus.WARN and f"{model} on node0" in result.summary
+    assert "the chat template was not tried" in result.summary

@@ -11,6 +11,7 @@ import pytest
 from engine.checks import model as check
 from engine.config.models import Config
 from engine.models import CheckStatus
+from tests.bench.models import MODELS
 from tests.checks.conftest import run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
@@ -60,3 +61,39 @@ async def test_only_the_node_whose_copy_is_broken_is_blamed(config: Config, mode
     result = await run_check(check.run, config.model_copy(update={"nodes": nodes}))
     assert result.blames == (1, "node1")
     assert "no model configuration" in result.evidence["node1"]
+
+
+def adapting(config: Config, kind: str, *keys: str) -> Config:
+    settings = {**config.job.mlx_lm, "lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0, "keys": list(keys)}}
+    return config.model_copy(update={"job": config.job.model_copy(update={"fine_tune_type": kind, "mlx_lm": settings})})
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "expected"),
+    [
+        ("lora", ["self_attn.o_proj"], None),
+        (
+            "lora",
+            ["self_attn.q_prj"],
+            "(self_attn.q_prj) name no matrix of the trained layers, so that nothing is trained",
+        ),
+        ("dora", ["mlp.switch_mlp.up_proj"], "mlx-lm cannot adapt the model: SwitchLinear doesn't support DoRA yet"),
+    ],
+)
+async def test_adapters_of_an_architecture_that_the_plan_does_not_know_are_tried_on_a_node(
+    config: Config, model: Path, kind: str, keys: list[str], expected: str | None
+) -> None:
+    (model / "config.json").write_text(json.dumps(MODELS["deepseek_v3"]))
+    result = await run_check(check.run, adapting(config, kind, *keys))
+    if expected is None:
+        assert result.status is CheckStatus.PASS, result.summary
+    else:
+        assert result.status is CheckStatus.FAIL and expected in result.summary
+        assert "self_attn.o_proj" in result.summary
+
+
+async def test_adapters_that_cannot_be_tried_warn_with_the_reason(config: Config, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "of_next_year"}))
+    result = await run_check(check.run, adapting(config, "lora", "self_attn.o_proj"))
+    assert result.status is CheckStatus.WARN
+    assert "adapters were not tried" in result.summary and "of_next_year" in result.summary

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
+import sysconfig
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.checks import runner
 from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import (
     ClusterHistory,
@@ -25,11 +29,12 @@ from engine.config.models import Config
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure
 from engine.models import NodeFacts
 from engine.plan.context import PlanInputs
-from engine.plan.document import ChosenSettings, RankMemory
+from engine.plan.document import ChosenSettings, PlanIssue, RankMemory
 from engine.plan.fingerprint import fingerprint
 from engine.plan.planner import make_plan
-from tests.checks.conftest import fleet_of
+from tests.checks.conftest import fleet_of, make_config
 from tests.checks.recorded import RANK
+from tests.demo_copies import made_demo
 from tests.unit.plan.clusters import QWEN3_4B
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
@@ -215,3 +220,63 @@ async def test_a_report_through_a_link_that_leads_out_is_refused(config: Config,
     placed = config.model_copy(update={"job": job, "file": tmp_path / "flightdeck.toml"})
     inputs = await collected(placed)
     assert inputs.report is None and "outside of the allowed directories" in (inputs.report_problem or "")
+
+
+@pytest.fixture
+def wandb(tmp_path: Path) -> Path:
+    """An interpreter with the libraries of this one and, as its tests write it, a package wandb."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "this.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return site / "wandb"
+
+
+async def obstacles(config: Config) -> tuple[PlanIssue, ...]:
+    """By an agent whose environment is as it is now."""
+    async with fleet_of(config, own_agent=True) as fleet:
+        context = CheckContext(config, fleet)
+        try:
+            return (await collect_plan_inputs(context, seen(config), ClusterHistory())).obstacles
+        finally:
+            await context.close()
+
+
+async def test_a_reporter_without_its_package_or_key_is_refused(
+    model: Path, data: Path, tmp_path: Path, wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    python = str(tmp_path / "venv" / "bin" / "python")
+    config = make_config(model, data, tmp_path, pythons=(python, sys.executable), settings={"report_to": "wandb"})
+    (missing,) = await obstacles(config)
+    assert missing.text == (
+        f"report_to names wandb, which {python} on node0 cannot import; "
+        f"`uv pip install --python {python} wandb` there, or remove it from report_to"
+    )
+    wandb.mkdir()
+    (wandb / "__init__.py").write_text("")
+    (keyless,) = await obstacles(config)
+    assert "for which node0 has no API key; `wandb login` there, or set WANDB_API_KEY here" in keyless.text
+    offline = config.job.model_copy(update={"env": {"WANDB_MODE": "offline"}})
+    assert await obstacles(config.model_copy(update={"job": offline})) == ()
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    assert await obstacles(config) == ()
+    monkeypatch.delenv("WANDB_API_KEY")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
+    assert await obstacles(config) == ()
+
+
+async def test_the_plan_names_rows_that_the_chat_template_refuses(data: Path, tmp_path: Path) -> None:
+    config = make_config(made_demo() / "model", data, tmp_path)
+    # The demo's template reads the content of each message.
+    rows = [{"messages": [{"role": "user", "content": None}]}, {"messages": [{"role": "user", "content": "a"}]}]
+    (data / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    async with fleet_of(config) as fleet:
+        context = CheckContext(config, fleet)
+        try:
+            plan = await runner.make_training_plan(context, seen(config).values())
+        finally:
+            await context.close()
+    assert [issue.text.split(" (")[0] for issue in plan.refusals] == [
+        f"{data}/train.jsonl: line 1 is refused by the model's chat template"
+    ]

@@ -35,6 +35,7 @@ class Probe:
 
 
 PROBES = {
+    "adapters": Probe("job", own_process=True),
     "addresses": Probe("network"),
     "bundle": Probe("files"),
     "configuration": Probe("model"),
@@ -52,9 +53,11 @@ PROBES = {
     "ports": Probe("network"),
     "program": Probe("files"),
     "reach": Probe("network"),
+    "reporters": Probe("job", own_process=True),
     "stale": Probe("leases"),
     "storage": Probe("storage"),
     "telemetry": Probe("telemetry", streams=True),
+    "template": Probe("job", own_process=True),
     "tree": Probe("files"),
     "write": Probe("files"),
 }

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from engine.config.mlx_lm_keys import DEFAULTS, KEYS, LOCAL_KEYS, SCHEDULES, OptimizerConfig
+from engine.config.mlx_lm_keys import DEFAULTS, KEYS, LOCAL_KEYS, SCHEDULE_ARGUMENTS, OptimizerConfig
 from engine.protocol.job import Job
 
 _ASK = """
@@ -20,7 +20,9 @@ from mlx.optimizers import schedulers
 from mlx_lm.lora import CONFIG_DEFAULTS
 kinds = {"adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon, "sgd": optim.SGD, "adafactor": optim.Adafactor}
 arguments = {name: list(inspect.signature(kind.__init__).parameters) for name, kind in kinds.items()}
-print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": dir(schedulers), "arguments": arguments}))
+schedules = {name: [value.default is value.empty for value in inspect.signature(each).parameters.values()]
+             for name, each in vars(schedulers).items() if inspect.isfunction(each)}
+print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": schedules, "arguments": arguments}))
 """
 OURS = {
     *("optimizer_precision", "moments", "max_grad_norm", "wire", *LOCAL_KEYS),
@@ -59,4 +61,30 @@ def test_optimizers_take_the_arguments_that_are_accepted(installed: dict[str, An
 
 
 def test_schedules_are_mlxs(installed: dict[str, Any]) -> None:
-    assert set(SCHEDULES) <= set(installed["schedules"])
+    """Each takes as many arguments as are accepted, of which cosine_decay's last one alone has a default."""
+    accepted = {
+        name: [(name, argument) != ("cosine_decay", "last rate") for argument in arguments]
+        for name, arguments in SCHEDULE_ARGUMENTS.items()
+    }
+    assert accepted == {name: installed["schedules"][name] for name in accepted}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "accepted"),
+    [
+        ("cosine_decay", [1e-5, 1000], True),
+        ("cosine_decay", [1e-5, 1000, 1e-7], True),
+        ("cosine_decay", [1e-5], False),
+        ("cosine_decay", [1e-5, 0], False),
+        ("exponential_decay", [1e-5, 0.9], True),
+        ("exponential_decay", [1e-5, 0.9, 10], False),
+        ("linear_schedule", [0, 1e-5, 100], True),
+        ("linear_schedule", [0, 1e-5], False),
+        ("step_decay", [1e-5, 0.9, 0.5], False),
+        ("step_decay", [1e-5, 0.9, 10], True),
+    ],
+)
+def test_a_schedule_is_accepted_with_arguments_that_mlx_takes(
+    name: str, arguments: list[float], accepted: bool
+) -> None:
+    assert KEYS["lr_schedule"].form.check({"name": name, "arguments": arguments}) is accepted

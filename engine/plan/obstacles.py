@@ -1,0 +1,137 @@
+"""Obstacles that would end a rank after it has loaded its model, refused before the launch: from the job's keys,
+config.json, and what the nodes report."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from engine.errors import InputError
+from engine.plan.context import PlanContext
+from engine.plan.document import Rationale
+from engine.plan.memory.architecture import Architecture, Layer, Matrix
+from engine.plan.memory.shape import ModelShape, trained_element_bytes
+from engine.security.sanitise import plain
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json in mlx-lm's models of experts."""
+_PACKED = ("mxfp4", "mxfp8", "compressed-tensors", "modelopt", "awq", "gptq", "bitnet")
+"""Values of quant_method whose weights mlx-lm keeps quantized (mlx_lm.utils.load_model)."""
+_OF_LAYER = re.compile(r"(?:^|\.)layers\.(?P<number>[0-9]{1,6})\.(?P<name>.+)$")
+_LORA = 'set fine_tune_type = "lora"'
+
+
+def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
+    rationale.refusals += context.inputs.obstacles
+    config = context.inputs.model
+    if config is None or not context.settings:
+        return
+    packed = quantized_as(config)
+    if context.full and packed is not None:
+        rationale.refuse(
+            "fine_tune_type",
+            f'fine_tune_type = "full" cannot train a quantized model ({packed}): MLX has no gradients for quantized '
+            "weights",
+            todo=f"{_LORA}, or name the unquantized model",
+        )
+    architecture = _architecture(config)
+    has_experts = _expert_count(config) > 1
+    if architecture is not None:
+        has_experts = any(matrix.copies > 1 for layer in architecture.layers for matrix in layer.matrices)
+    if not context.full:
+        _check_adapters(context, architecture, rationale, has_experts=has_experts)
+    facts = context.inputs.facts
+    on_cpu = [name for name in context.names if name in facts and facts[name].gpu == "cpu"]
+    if has_experts and packed is None and on_cpu and trained_element_bytes(config, "full") < 4:
+        rationale.refuse(
+            "model",
+            f"the model has experts in 16 bits, which MLX computes on a GPU alone, and {', '.join(on_cpu)} has none",
+            todo="use the model in float32 or quantized there (`mlx_lm.convert`), or nodes with a GPU",
+        )
+
+
+def knows_matrices(config: Mapping[str, Any]) -> bool:
+    """The names of the model's matrices follow from its config.json; else only a node can tell them."""
+    return _architecture(config) is not None
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture | None:
+    with contextlib.suppress(InputError):
+        return ModelShape.from_config(config).architecture
+    return None
+
+
+def quantized_as(config: Mapping[str, Any]) -> str | None:
+    """How the weights are quantized once mlx-lm has loaded them; None if they are not."""
+    table = config.get("quantization")
+    if isinstance(table, Mapping) and table:
+        return f"{plain(str(table.get('bits', 'unknown')), 20)} bits"
+    text = config.get("text_config")
+    foreign = config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
+    if not isinstance(foreign, Mapping):
+        return None
+    method = foreign.get("quant_method")
+    packed = method in _PACKED or (method == "fp8" and foreign.get("scale_fmt") == "ue8m0")
+    return str(method) if packed else None
+
+
+def _expert_count(config: Mapping[str, Any]) -> int:
+    text = config.get("text_config")
+    tables = (config, text) if isinstance(text, Mapping) else (config,)
+    return max((value for table in tables for key in _EXPERTS if isinstance(value := table.get(key), int)), default=0)
+
+
+def _check_adapters(
+    context: PlanContext, architecture: Architecture | None, rationale: Rationale, *, has_experts: bool
+) -> None:
+    """Refuse DoRA for experts, and keys that name no matrix."""
+    keys: Sequence[str] | None = (context.settings.get("lora_parameters") or {}).get("keys")
+    dora = context.job.fine_tune_type == "dora"
+    if architecture is None:
+        # Where the names of the matrices are not known, keys are taken at their word.
+        if dora and keys is None and has_experts:
+            _refuse_dora(rationale, "self_attn.o_proj")
+        return
+    trained = architecture.layers[-max(int(context.settings["num_layers"]), 0) :]
+    names = {matrix.name: matrix for layer in trained for matrix in layer.matrices}
+    found = {key: _matrices(architecture, trained, key) for key in (names if keys is None else keys)}
+    if dora and any(matrix.copies > 1 for matrices in found.values() for matrix in matrices):
+        _refuse_dora(rationale, *(name for name, matrix in names.items() if matrix.copies == 1))
+    missing = [key for key, matrices in found.items() if not matrices]
+    if len(missing) == len(found):
+        rationale.refuse("lora_parameters", *nothing_trained(missing, names))
+    elif missing:
+        text = f"no matrix is called {_listed(missing)}, as lora_parameters.keys says: the trained layers have"
+        rationale.warn("lora_parameters", f"{text} {', '.join(names)}")
+
+
+def nothing_trained(keys: Iterable[str], names: Iterable[str]) -> tuple[str, None, str]:
+    """The arguments of a refusal. `names`: of the trained layers' matrices."""
+    listed = f" ({_listed(keys)})" if keys else ""
+    text = f"lora_parameters.keys{listed} name no matrix of the trained layers, so that nothing is trained"
+    return text, None, f"remove keys to adapt all matrices, or choose some: the trained layers have {', '.join(names)}"
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(plain(key, 60) for key in keys)
+
+
+def _refuse_dora(rationale: Rationale, *names: str) -> None:
+    others = ", ".join(f'"{name}"' for name in names)
+    rationale.refuse(
+        "fine_tune_type",
+        'fine_tune_type = "dora" cannot adapt a mixture of experts: mlx-lm has no DoRA for them',
+        todo=f"{_LORA}, or name other matrices in lora_parameters.keys, such as [{others}]",
+    )
+
+
+def _matrices(architecture: Architecture, trained: Sequence[Layer], key: str) -> list[Matrix]:
+    """Those that mlx-lm adapts for a key: by a name within a trained layer, or by a path in the whole model."""
+    found = [matrix for layer in trained for matrix in layer.matrices if matrix.name == key]
+    path = _OF_LAYER.search(key)
+    if path is not None and int(path["number"]) < len(architecture.layers):
+        found += [each for each in architecture.layers[int(path["number"])].matrices if each.name == path["name"]]
+    outside = filter(None, (architecture.embedding, architecture.head))
+    return found + [matrix for matrix in outside if f".{key}".endswith(f".{matrix.name}")]
