@@ -19,10 +19,10 @@ from engine.node.processes import oom_kill_count
 from engine.protocol.attempt import (
     EMERGENCY_CHECKPOINT,
     END,
-    HEARTBEAT,
     STOP,
     Identity,
     NodeFiles,
+    heartbeat,
     read_exit,
     read_identity,
     size_of,
@@ -175,12 +175,12 @@ class AttemptWatch:
             if message is not None:
                 yield message
 
-    def pass_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Waits for no disk."""
-        if heartbeat.number - heartbeat.answered <= MAX_UNANSWERED_HEARTBEATS:
+    def pass_heartbeat(self, received: Heartbeat, at: float) -> None:
+        """Renew the leases as of `at` (`lease_clock`). Waits for no disk."""
+        if received.number - received.answered <= MAX_UNANSWERED_HEARTBEATS:
             for rank in self._ranks.values():
                 if not rank.ended:
-                    rank.send_command(HEARTBEAT)
+                    rank.send_command(heartbeat(at))
 
     def send_command(self, message: RankCommand) -> None:
         if message.rank in self._ranks and message.command in _COMMANDS:

@@ -44,20 +44,21 @@ def raise_priority() -> str:
     return "QOS_CLASS_USER_INTERACTIVE" if code == 0 else f"QOS_CLASS_USER_INTERACTIVE was refused with {code}"
 
 
-def stay_awake(pid: int) -> str:
-    """macOS: keep the machine from sleeping while `pid` lives. Returns a message for the log."""
+def stay_awake(pid: int, what: str) -> str:
+    """macOS: keep the machine from sleeping while `pid` lives; `what` are options of caffeinate(8), "-i" against idle
+    sleep. A lid that is closed, or the menu, sends it to sleep all the same. Returns a message for the log."""
     if sys.platform != "darwin":
         return "not on macOS"
     try:
         subprocess.Popen(
-            ["/usr/bin/caffeinate", "-ims", "-w", str(pid)],
+            ["/usr/bin/caffeinate", what, "-w", str(pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
     except OSError as error:
         return f"caffeinate: {error}"
-    return "caffeinate -ims"
+    return f"caffeinate {what}"
 
 
 _PARENT_POLL_S = 1.0

@@ -40,6 +40,8 @@ class Heartbeat:
     number: int
     answered: int
     """The last heartbeat that had been sent when the head last received anything."""
+    acknowledged: int = 0
+    """The last heartbeat of which the head has the acknowledgement."""
 
 
 @dataclass(frozen=True)

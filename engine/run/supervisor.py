@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import sys
-import time
 import traceback
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -87,16 +86,24 @@ class Supervisor:
         """Take the run to its end, also when a fault of ours comes in between: what was launched is then adopted from
         the journal, once; after a second fault everything of the run is killed, and that is how it ended."""
         async with self._run.fleet:
-            for adopting in (adopt, True):
-                try:
-                    await self._supervise(adopt=adopting)
-                    return
-                except Exception as fault:
-                    self._record_fault(fault)
-                    cause = f"the supervisor failed: {type(fault).__name__}: {fault}"
-            await self._kill_everywhere()
-            if not self._recorder.state.ended:
-                self._record_end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
+            reading = asyncio.create_task(self._run.clock.run(), name="clock")
+            try:
+                await self._supervise_twice(adopt=adopt)
+            finally:
+                reading.cancel()
+                await asyncio.wait({reading})
+
+    async def _supervise_twice(self, *, adopt: bool) -> None:
+        for adopting in (adopt, True):
+            try:
+                await self._supervise(adopt=adopting)
+                return
+            except Exception as fault:
+                self._record_fault(fault)
+                cause = f"the supervisor failed: {type(fault).__name__}: {fault}"
+        await self._kill_everywhere()
+        if not self._recorder.state.ended:
+            self._record_end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
 
     async def _supervise(self, *, adopt: bool) -> None:
         """From the plan, or from where an earlier supervisor stopped, to the run's end and what is left to do then."""
@@ -152,13 +159,13 @@ class Supervisor:
 
     async def _decide(self) -> Restart | Finish:
         """Wait until it is decided what follows a failed attempt. Raises Aborted."""
-        began, reported = time.monotonic(), None
+        began, reported = self._run.clock(), None
         while True:
             await self._tick()
             state = replace(
                 failed_run(self._run.plan, self._history),
                 nodes=self._runner.presence(),
-                waited_s=time.monotonic() - began,
+                waited_s=self._run.clock() - began,
                 jitter=self._rng.uniform(0.5, 1.0),
             )
             decision = decide(state)
@@ -180,8 +187,8 @@ class Supervisor:
             why=restart.why,
         )
         self._recorder.append(planned)
-        deadline = time.monotonic() + restart.delay_s
-        while (left := deadline - time.monotonic()) > 0:
+        deadline = self._run.clock() + restart.delay_s
+        while (left := deadline - self._run.clock()) > 0:
             await self._tick()
             await asyncio.sleep(min(TICK_S, left))
         return await self._runner.relaunch(self._run.plan.among(restart.members))
@@ -292,6 +299,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (FlightDeckError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
+    # Also where no rank runs on this machine, whose keeper would do the same.
+    print(f"sleep prevented: {processes.stay_awake(os.getpid(), '-i')}", flush=True)
     asyncio.run(_supervise(supervisor, adopt=options.adopt))
     recorder.close()
     return 0

@@ -178,11 +178,11 @@ def test_the_trainer_is_user_interactive_on_a_mac_alone(
 @pytest.mark.parametrize(
     ("platform", "argv", "output"),
     [
-        ("darwin", ["/usr/bin/caffeinate", "-ims", "-w", "77"], "caffeinate -ims"),
+        ("darwin", ["/usr/bin/caffeinate", "-i", "-w", "77"], "caffeinate -i"),
         ("linux", None, "not on macOS"),
     ],
 )
-def test_a_mac_stays_awake_while_the_rank_lives(
+def test_a_mac_stays_awake_while_the_process_lives(
     platform: str, argv: list[str] | None, output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
@@ -192,7 +192,7 @@ def test_a_mac_stays_awake_while_the_rank_lives(
 
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert processes.stay_awake(77) == output
+    assert processes.stay_awake(77, "-i") == output
     assert started == ([argv] if argv else [])
 
 
@@ -202,4 +202,4 @@ def test_a_mac_without_caffeinate_is_reported_and_not_an_error(monkeypatch: pyte
 
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert "caffeinate" in processes.stay_awake(77)
+    assert "caffeinate" in processes.stay_awake(77, "-i")
