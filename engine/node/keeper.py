@@ -299,19 +299,18 @@ class Keeper:
         program.signal_group(signal.SIGTERM)
 
     def _sweep(self, program: RankProcess) -> None:
-        """Kill what the program left behind: its group, and processes outside it with the rank's environment
-        variables."""
+        """Kill what the program left behind: its group, its session, processes with the rank's environment variables,
+        and their descendants."""
         program.signal_group(signal.SIGKILL)
+        # The process in front has the rank's variables too, until it has exited.
+        ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid}
         try:
-            left = processes.with_variables({NONCE_ENV: self._spec.nonce, "MLX_RANK": str(self._rank.rank)})
+            marked = processes.with_variables({NONCE_ENV: self._spec.nonce, "MLX_RANK": str(self._rank.rank)})
+            left = processes.with_family([each for each in marked if each.pid not in ours], {program.pid: ""})
         except (OSError, subprocess.SubprocessError) as error:
             _log(f"processes left behind could not be listed: {error}")
             return
-        # The process in front has the rank's variables too, until it has exited.
-        ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid}
         for process in left:
-            if process.pid in ours:
-                continue
             _log(f"KILL to {process.pid}, left behind: {process.command[:200]}")
             try:
                 os.kill(process.pid, signal.SIGKILL)

@@ -68,7 +68,8 @@ class ReadFile:
 
 @dataclass(frozen=True)
 class ListProcesses:
-    """List what carries the attempt's nonce. With `kill`, fence the attempt first and kill what was listed."""
+    """List the attempt's processes, as engine.node.processes.of_attempt finds them. With `kill`, fence the attempt
+    first and kill what was listed."""
 
     number: int
     kill: bool

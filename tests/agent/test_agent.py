@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 from unittest.mock import ANY
@@ -189,7 +189,6 @@ def test_heartbeats_that_lay_unread_while_the_node_slept_renew_no_lease(head: He
     head.send(Heartbeat(1, 0))
     assert head.receive(HeartbeatAck).number == 1
     slept_at = lease_clock()
-    assert heartbeat_time(read_within(fifo, 20)) is not None
     head.process.send_signal(signal.SIGSTOP)
     head.send(Heartbeat(2, 1, 1))
     time.sleep(2.5)
@@ -198,7 +197,11 @@ def test_heartbeats_that_lay_unread_while_the_node_slept_renew_no_lease(head: He
     head.send(Heartbeat(3, 1, 1), Heartbeat(4, 2, 1))
     assert [head.receive(HeartbeatAck).number for _ in range(3)] == [2, 3, 4]
     head.send(RankCommand(0, "stop"))
-    assert read_within(fifo, 20) == b"stop\n"
+    received = b""
+    while not received.endswith(b"stop\n"):
+        received += read_within(fifo, 20)
+    renewed = [heartbeat_time(line) for line in received.splitlines()[:-1]]
+    assert renewed and all(at is not None and at <= slept_at for at in renewed)
     head.send(Heartbeat(5, 4, 4))
     renewed_at = heartbeat_time(read_within(fifo, 20))
     assert renewed_at is not None and renewed_at > slept_at + 2.5
@@ -242,6 +245,17 @@ def test_what_is_left_is_listed_and_killed_and_nothing_starts_any_more(
     sleeper.wait(20)
     assert head.files.fenced.exists()
     assert head.list_processes(3, kill=True).processes == []
+
+
+def test_what_shows_no_nonce_is_listed_by_its_ranks_session(head: Head, sleeper: subprocess.Popen[bytes]) -> None:
+    hidden = subprocess.Popen(["sleep", "60"], env={}, start_new_session=True)
+    known = replace(identity_of(hidden, head.nonce), keeper_pid=sleeper.pid)
+    known = replace(known, keeper_start=processes.start_time(sleeper.pid) or "")
+    head.watch(0, known=(known,))
+    assert {pid for pid, _ in head.list_processes(1).processes} == {sleeper.pid, hidden.pid}
+    head.list_processes(2, kill=True)
+    assert hidden.wait(20) == -signal.SIGKILL and sleeper.wait(20) == -signal.SIGKILL
+    assert head.list_processes(3).processes == []
 
 
 def test_a_file_comes_as_far_as_was_requested_and_byte_for_byte(head: Head) -> None:

@@ -307,6 +307,14 @@ def test_a_child_left_in_the_group_is_killed_when_the_program_has_ended(tmp_path
     assert time.monotonic() - started < 30
 
 
+def test_a_child_without_environment_in_a_group_of_its_own_is_killed(tmp_path: Path) -> None:
+    source = "import subprocess; print(subprocess.Popen(['sleep', '60'], env={}, process_group=0).pid)"
+    kept = start_keeper(tmp_path, python(source))
+    assert kept.ended().code == 0
+    child = int(kept.output())
+    wait_until(lambda: processes.start_time(child) is None)
+
+
 def test_a_double_forked_child_in_an_own_session_is_found_and_killed(tmp_path: Path) -> None:
     source = (
         "import os, time\n"
