@@ -27,6 +27,7 @@ from engine.errors import FlightDeckError, LaunchError, StateError
 from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.node import processes
 from engine.protocol.attempt import write_atomic
+from engine.run.attempt import keep_secrets
 from engine.run.attempt_monitor import TICK_S
 from engine.run.attempt_runner import Aborted, AttemptRunner, RunContext, until_abort
 from engine.run.decide import Finish, Restart, Wait, decide, failed_run, original_failure, refusal
@@ -211,6 +212,8 @@ class Supervisor:
             self._recorder.change(RunState.FINISHING)
         unconfirmed = self._unconfirmed or tuple(self._runner.unconfirmed)
         self._recorder.change(verdict.state, verdict, self._runner.figures, unconfirmed)
+        with contextlib.suppress(OSError):
+            self._run.run_dir.secrets.unlink(missing_ok=True)
 
     async def _prove_end(self) -> None:
         """The run has ended: go on with the nodes on which an earlier supervisor could not prove that."""
@@ -291,6 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         # An upgrade of this package must not change what the run's nodes get.
         node_bundle()
         plan = read_plan(run_dir.plan)
+        keep_secrets(run_dir, os.environ, adopted=options.adopt)
         recorder = RunRecorder(run_dir.journal, plan, Store(run_dir.home).put_run)
         if options.resume:
             reopen(recorder)

@@ -36,6 +36,8 @@ class RunDir:
         """PreflightReport as far as it has come."""
         self.supervisor = path / "supervisor.json"
         """The pid, start time and boot id of the supervisor."""
+        self.secrets = path / "secrets.json"
+        """Secrets of the launch's environment, for an adopter; gone with the run's end."""
         self.supervisor_log = path / "supervisor.log"
         """Its stderr."""
         self.requests = path / "requests"
