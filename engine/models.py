@@ -107,6 +107,8 @@ class Reason(StrEnum):
     CORRUPTED = "corrupted"
     """Replicas of the parameters differ, because of bad memory or a bug."""
     SUPERVISOR_LOST = "supervisor_lost"
+    HEAD_SLEPT = "head_slept"
+    """This machine slept for longer than the ranks' lease, which has ended them."""
 
 
 class RunRecord(FrozenModel):

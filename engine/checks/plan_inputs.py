@@ -48,7 +48,7 @@ from engine.plan.planner import make_plan
 from engine.plan.shares import divide_batch
 from engine.protocol.job import Strategy
 from engine.security.paths import default_roots, make_home, validate_path
-from engine.security.redact import REDACTED, is_secret
+from engine.security.redact import REDACTED, is_public
 from engine.store.store import Store
 
 _LIMIT_S = 20.0
@@ -112,7 +112,7 @@ async def collect_plan_inputs(
     obstacles = await reporting_obstacles(context, planned.nodes[0], problems)
     examples, examples_source = _known_examples(config, report)
     gradient = calibration.gradient_bytes if calibration is not None else None
-    redacted = {name: REDACTED if is_secret(name) else text for name, text in config.job.env.items()}
+    redacted = {name: text if is_public(name) else REDACTED for name, text in config.job.env.items()}
     inputs = PlanInputs(
         config=planned,
         strategy=strategy or config.job.strategy,

@@ -81,6 +81,9 @@ def _check_leftovers(stale: StaleProcesses | FlightDeckError, findings: NodeFind
         findings.fault(f"a rank of an earlier run is alive: pid {pids} ({stale.stale[0].command})", f"kill -9 {pids}")
     else:
         findings.passed.append("no processes of earlier runs")
+    if isinstance(stale, StaleProcesses) and not stale.marked_seen:
+        hidden = "its system shows no environment of a process that was just started"
+        findings.warn(f"{hidden}: that a run has ended is proved there only for its ranks' own sessions and children")
 
 
 CHECK = Check(

@@ -23,6 +23,7 @@ from engine.cluster.transport.base import Channel, Completed, Transport, expande
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.models import Late, NoValue
+from engine.protocol.attempt import lease_clock
 from engine.protocol.exit_codes import ShellExit
 from engine.protocol.messages import (
     VERSION,
@@ -114,7 +115,7 @@ class AgentSession:
         self.home, received = started
         self.sent_at: dict[int, float] = {}
         """Heartbeat under way -> when it was sent (wall clock)."""
-        self.received_at = time.monotonic()
+        self.received_at = lease_clock()
         self.ending = False
         """No request is to begin any more: it was idle, or its connection has ended."""
         self.why_ended: str | None = None
@@ -129,7 +130,7 @@ class AgentSession:
         self._acknowledged = asyncio.Event()
         self._numbers = itertools.count(1)
         self._pending: dict[int, AgentRequest] = {}
-        self._heartbeat = self._answered = 0
+        self._heartbeat = self._answered = self._acknowledged_number = 0
         self._idle_since = time.monotonic()
         self._take(received)
         self._ended = asyncio.create_task(self._run(), name=f"agent of {where}")
@@ -221,9 +222,10 @@ class AgentSession:
                 self._on_message(message)
             if isinstance(message, HeartbeatAck):
                 self.sent_at.pop(message.number, None)
+                self._acknowledged_number = message.number
                 self._acknowledged.set()
             # Whatever it was: on a slow line the acknowledgements come late, behind a megabyte of somebody's log.
-            self.received_at = time.monotonic()
+            self.received_at = lease_clock()
             self._answered = self._heartbeat
 
     def _take_reply(self, message: RequestOutput | RequestEnded) -> None:
@@ -249,7 +251,7 @@ class AgentSession:
             await self._channel.write(data)
 
     async def _send_heartbeats(self) -> str:
-        while time.monotonic() - self.received_at < SILENCE_LIMIT_S:
+        while lease_clock() - self.received_at < SILENCE_LIMIT_S:
             if self._pending:
                 self._idle_since = time.monotonic()
             elif time.monotonic() - self._idle_since > self._limits.idle_s:
@@ -263,7 +265,7 @@ class AgentSession:
     def _send_heartbeat(self) -> int:
         self._heartbeat += 1
         self.sent_at[self._heartbeat] = time.time()
-        self.send(Heartbeat(self._heartbeat, self._answered))
+        self.send(Heartbeat(self._heartbeat, self._answered, self._acknowledged_number))
         return self._heartbeat
 
 

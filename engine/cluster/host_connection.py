@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.cluster.agent_client import AgentSession, SessionLimits, open_session
+from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.probe_results import PortHolders
 from engine.cluster.replies import last_json
 from engine.cluster.transport.base import Transport
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.node.processes import Process
-from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, size_of
+from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, lease_clock, size_of
 from engine.protocol.events import ExitOutput
 from engine.protocol.messages import (
     ExitOutputReply,
@@ -67,7 +68,8 @@ class RankObservation:
 @dataclass(frozen=True)
 class ConnectionState:
     silent_s: float
-    """Since it last answered; before its first answer, since the connection was started."""
+    """Since it last answered, also while the head slept; before its first answer, since the connection was started.
+    Soon after such a sleep, since its end."""
     answered: bool
     """It has answered at least once."""
     problem: str | None = None
@@ -241,6 +243,8 @@ class HostConnection:
         self.ranks = tuple(part.nodes)
         self.local = node.local
         """It is this machine."""
+        self.clock = AwakeClock()
+        """The head's."""
         self.facts: HostFacts | None = None
         """None until it has answered."""
         self.on_news: Callable[[], None] = lambda: None
@@ -254,7 +258,7 @@ class HostConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._session: AgentSession | None = None
-        self._answered_at = time.monotonic()
+        self._answered_at = lease_clock()
         self._answered = False
         self._problem: str | None = None
         self._observations = {rank: RankObservation(identity=part.known.get(rank)) for rank in self.ranks}
@@ -272,7 +276,7 @@ class HostConnection:
     def state(self) -> ConnectionState:
         session = self._session
         answered_at = max(self._answered_at, session.received_at) if session is not None else self._answered_at
-        return ConnectionState(time.monotonic() - answered_at, self._answered, self._problem)
+        return ConnectionState(self.clock.silence_s(lease_clock() - answered_at), self._answered, self._problem)
 
     def observe(self, rank: int) -> RankObservation:
         return self._observations[rank]
@@ -330,7 +334,7 @@ class HostConnection:
     def start(self) -> None:
         """On the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._answered_at = time.monotonic()
+        self._answered_at = lease_clock()
         self._task = asyncio.create_task(self._stay_connected(), name=f"connection to {self._node.ssh}")
 
     async def close(self) -> None:

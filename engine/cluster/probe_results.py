@@ -148,6 +148,8 @@ class StaleProcessGroup(FrozenModel):
 
 class StaleProcesses(FrozenModel):
     stale: Annotated[list[StaleProcessGroup], Field(max_length=1_000)]
+    marked_seen: bool
+    """The node finds a process by the nonce in its environment, as a proof of end does."""
 
 
 class LeaseHeld(FrozenModel):

@@ -24,7 +24,7 @@ from engine.plan.document import Launching, PlannedHostfile
 from engine.plan.network import NetworkPlan
 from engine.protocol.job import AUTO
 from engine.protocol.partition import epoch_iterations
-from engine.security.redact import is_secret
+from engine.security.redact import is_public, redact
 
 STARTING_PORT = 32323
 """mlx.launch's own default."""
@@ -63,10 +63,10 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
     cases = " ".join(f"{'|'.join(map(str, which))}) {line} ;;" for line, which in distinct.items())
     # For a single rank mlx.launch names an empty hostfile, which MLX cannot parse.
     script = f'{"unset MLX_HOSTFILE; " if ranks == 1 else ""}case "$MLX_RANK" in {cases} esac'
-    secrets = sorted(name for name in config.job.env if is_secret(name))
-    if secrets:
-        notes.append(f"{', '.join(secrets)} of [job] env is left out: --env is visible in ps on every node")
-    environment = {name: text for name, text in config.job.env.items() if not is_secret(name)}
+    left_out = sorted(name for name in config.job.env if not is_public(name))
+    if left_out:
+        notes.append(f"{', '.join(left_out)} of [job] env is left out: --env is visible in ps on every node")
+    environment = {name: text for name, text in config.job.env.items() if is_public(name)}
     argv = arguments(
         hostfile=hostfile,
         starting_port=config.cluster.starting_port or STARTING_PORT,
@@ -78,7 +78,10 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
     if any(not node.local for node in config.nodes):
         notes.append("your own ssh must reach every node without a prompt")
     written = PlannedHostfile(path=str(hostfile), document=hostfile_document(network))
-    return Launching(mlx_launch_command=shlex.join(argv), launch_notes=tuple(notes), hostfile=written)
+    command = shlex.join(argv)
+    if redact(command, {}) != command:
+        notes.append("the command's credentials are left out: it does not run as it is shown")
+    return Launching(mlx_launch_command=redact(command, {}), launch_notes=tuple(notes), hostfile=written)
 
 
 def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> dict[str, Any]:

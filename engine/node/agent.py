@@ -7,6 +7,10 @@ SILENCE_S, it ends what it has started and leaves. It does not carry an attempt'
 Its main thread never waits for the head: what the connection does not take stays in a bounded buffer, and files and
 children are read only while there is room in it. So a head that is slow, or whose disk is full, slows nothing here. A
 second thread receives, and renews the ranks' leases by itself: a disk here that stalls ends no rank.
+
+It vouches for the age of the heartbeats that it passes on. What it finds in its pipe after it did not run for a while
+(the machine slept, or it was stopped) may be as old as that: such heartbeats renew no lease, until the head shows that
+it has heard of this agent since.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 from engine.node import probes, processes
 from engine.node.attempt_watch import POLL_INTERVAL_S, AttemptWatch
 from engine.node.requests import Requests
+from engine.protocol.attempt import lease_clock
 from engine.protocol.messages import (
     VERSION,
     CancelRequest,
@@ -46,6 +51,9 @@ from engine.protocol.messages import (
 )
 
 SILENCE_S = 30.0
+_RECEIVE_S = 0.2
+_GAP_S = 2.0
+"""Longer between two readings of the clock: the receiving thread did not run. A head waits longer beyond a lease."""
 _MAX_OUTGOING_BYTES = 256 * 1024
 
 
@@ -60,7 +68,12 @@ class Agent:
         self._sending = threading.Lock()
         self._received: deque[Message | None] = deque()
         """For the main thread; None when the head is gone."""
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: tuple[Heartbeat, float] | None = None
+        """The last one that counts, and when it came (`lease_clock`) at the earliest."""
+        self._asked_at = self._ran_at = lease_clock()
+        self._trusted_from: int | None = 0
+        """The first heartbeat since this process last did not run, None until it comes: those count again from which
+        the head shows that it has the acknowledgement of that one."""
         self._wake_read, self._wake_write = os.pipe()
         self._boot_id = processes.boot_id()
         self._watch: AttemptWatch | None = None
@@ -72,7 +85,7 @@ class Agent:
             RequestInput: requests.feed,
             CancelRequest: requests.cancel,
         }
-        self._received_at = time.monotonic()
+        self._received_at = lease_clock()
         self._polled_at = float("-inf")
 
     def run(self) -> int:
@@ -85,7 +98,7 @@ class Agent:
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         try:
             with contextlib.suppress(BrokenPipeError):
-                while time.monotonic() - self._received_at < SILENCE_S:
+                while lease_clock() - self._received_at < SILENCE_S:
                     self._flush()
                     if not self._serve():
                         break
@@ -131,10 +144,10 @@ class Agent:
         return len(self._outgoing) < _MAX_OUTGOING_BYTES
 
     def _timeout_s(self) -> float:
-        due = min(self._received_at + SILENCE_S, self._requests.due_at)
+        due = self._requests.due_at
         if self._watch is not None:
             due = min(due, self._polled_at + POLL_INTERVAL_S)
-        return max(0.0, due - time.monotonic())
+        return max(0.0, min(due - time.monotonic(), self._received_at + SILENCE_S - lease_clock()))
 
     def _receive(self) -> None:
         """Until the head is gone. Nothing here waits for a disk."""
@@ -144,11 +157,10 @@ class Agent:
         try:
             with contextlib.suppress(BrokenPipeError):
                 while received := self._read():
-                    self._received_at = time.monotonic()
+                    self._received_at = lease_clock()
                     for message in decoder.feed(received):
                         if isinstance(message, Heartbeat):
-                            self._heartbeat = message
-                            self._renew_leases()
+                            self._take_heartbeat(message)
                             self._send(HeartbeatAck(message.number, time.time()))
                         else:
                             self._hand_over(message)
@@ -162,14 +174,32 @@ class Agent:
             os.write(self._wake_write, b".")
 
     def _read(self) -> bytes:
-        # sshd may give us one socket for both directions, and that is not blocking.
-        select.select([self._receive_pipe], [], [])
+        ready: list[int] = []
+        while not ready:
+            self._asked_at = self._notice_gap()
+            # sshd may give us one socket for both directions, and that is not blocking.
+            ready, _, _ = select.select([self._receive_pipe], [], [], _RECEIVE_S)
+            self._notice_gap()
         return os.read(self._receive_pipe, 65_536)
+
+    def _notice_gap(self) -> float:
+        now = lease_clock()
+        if now - self._ran_at > _GAP_S:
+            self._trusted_from = None
+        self._ran_at = now
+        return now
+
+    def _take_heartbeat(self, heartbeat: Heartbeat) -> None:
+        if self._trusted_from is None:
+            self._trusted_from = heartbeat.number
+        if heartbeat.acknowledged >= self._trusted_from:
+            self._heartbeat = heartbeat, self._asked_at
+            self._renew_leases()
 
     def _renew_leases(self) -> None:
         # Called by both threads: the first heartbeat may come before its attempt is watched.
         if self._watch is not None and self._heartbeat is not None:
-            self._watch.pass_heartbeat(self._heartbeat)
+            self._watch.pass_heartbeat(*self._heartbeat)
 
     def _begin_watch(self, message: Watch) -> None:
         self._watch = watch = AttemptWatch(message, self._boot_id, self._send)

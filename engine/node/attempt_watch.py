@@ -19,10 +19,10 @@ from engine.node.processes import oom_kill_count
 from engine.protocol.attempt import (
     EMERGENCY_CHECKPOINT,
     END,
-    HEARTBEAT,
     STOP,
     Identity,
     NodeFiles,
+    heartbeat,
     read_exit,
     read_identity,
     size_of,
@@ -175,12 +175,12 @@ class AttemptWatch:
             if message is not None:
                 yield message
 
-    def pass_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Waits for no disk."""
-        if heartbeat.number - heartbeat.answered <= MAX_UNANSWERED_HEARTBEATS:
+    def pass_heartbeat(self, received: Heartbeat, at: float) -> None:
+        """Renew the leases as of `at` (`lease_clock`). Waits for no disk."""
+        if received.number - received.answered <= MAX_UNANSWERED_HEARTBEATS:
             for rank in self._ranks.values():
                 if not rank.ended:
-                    rank.send_command(HEARTBEAT)
+                    rank.send_command(heartbeat(at))
 
     def send_command(self, message: RankCommand) -> None:
         if message.rank in self._ranks and message.command in _COMMANDS:
@@ -200,7 +200,7 @@ class AttemptWatch:
         if message.kill:
             self._files.fence()
         try:
-            found = processes.with_nonce(self._nonce)
+            found = processes.of_attempt(self._nonce, self._leaders())
         except (OSError, ValueError, subprocess.SubprocessError):
             # Without a reply the head has no proof that nothing is left.
             return
@@ -210,6 +210,18 @@ class AttemptWatch:
         for process in found if message.kill else ():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
+
+    def _leaders(self) -> dict[int, str]:
+        """The keepers and programs that are known by now, also where a keeper has started another program since."""
+        leaders: dict[int, str] = {}
+        for rank in self._ranks.values():
+            identities = [rank.identity]
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                identities.append(read_identity(self._files.identity(rank.rank)))
+            for known in identities:
+                if known is not None and known.boot_id == self._boot_id:
+                    leaders |= {known.keeper_pid: known.keeper_start, known.trainer_pid: known.trainer_start}
+        return leaders
 
     def send_exit_output(self, message: ExitOutputRequest) -> None:
         self._send(ExitOutputReply(message.rank, exit_output(self._files, message.rank)))

@@ -11,7 +11,9 @@ is not read. It writes the files that protocol.attempt names: the log while the 
 started, the exit record last of all, when no process of the rank is left but the keeper. Its own exit code is the
 program's, or 128 + signal.
 
-Commands on the FIFO (each renews the lease): "heartbeat" does nothing else. "stop" asks the trainer for a last
+Commands on the FIFO: "heartbeat", with the time at which it arrived on this node, renews the lease as of then: time
+in which the machine slept, or this process was stopped, counts, and what lay unread meanwhile renews no more than it
+did. "stop" asks the trainer for a last
 checkpoint and, when it has not exited after `stop_grace_s` (`save_grace_s` while its events show that it is saving),
 sends TERM to the group and after `term_grace_s` KILL. "end" sends TERM at once. "emergency_checkpoint" asks the trainer
 to save the state of its last finished update and to exit, because a peer is lost. A user's own command knows no such
@@ -42,6 +44,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -53,7 +56,6 @@ from engine.node.rank_process import Pump, RankLog, RankProcess
 from engine.protocol.attempt import (
     EMERGENCY_CHECKPOINT,
     END,
-    HEARTBEAT,
     NONCE_ENV,
     STOP,
     AttemptSpec,
@@ -61,6 +63,8 @@ from engine.protocol.attempt import (
     Identity,
     NodeFiles,
     RankSpec,
+    heartbeat_time,
+    lease_clock,
     size_of,
     write_atomic,
 )
@@ -72,8 +76,43 @@ _DRAIN_S = 2.0
 _SAVING_POLL_S = 0.1
 _RESERVE_BYTES = 4096
 _LONGEST_BACKOFF_S = 30.0
+_LONGEST_WAIT_S = 1.0
 STEADY_S = 600.0
 """A program that ran for so long has not failed because of the failure before it."""
+
+
+class Lease:
+    """For how long a rank goes on without a heartbeat, s. One that has run out stays so for a rank that ends by it,
+    whoever is back: the head may have gone on without that rank."""
+
+    def __init__(self, length_s: float, clock: Callable[[], float] = lease_clock) -> None:
+        self._length_s = length_s
+        self._clock = clock
+        self._renewed_at = clock()
+        self._over = False
+
+    @property
+    def left_s(self) -> float:
+        """Infinite when it has run out."""
+        return float("inf") if self._over else self._renewed_at + self._length_s - self._clock()
+
+    def renew(self, at: float) -> bool:
+        """A heartbeat came at `at`; True when the lease had run out before it."""
+        at = min(at, self._clock())
+        ran_out = self._ran_out_by(at)
+        if at > self._renewed_at:
+            self._renewed_at, self._over = at, False
+        return ran_out
+
+    def ran_out(self) -> bool:
+        """True once."""
+        return self._ran_out_by(self._clock())
+
+    def _ran_out_by(self, now: float) -> bool:
+        if self._over or now - self._renewed_at <= self._length_s:
+            return False
+        self._over = True
+        return True
 
 
 class Keeper:
@@ -97,8 +136,7 @@ class Keeper:
         self._received = b""
         self._signals: list[int] = []
         self._wake = _catch_signals(self._signals)
-        self._renewed_at = time.monotonic()
-        self._lease_over = False
+        self._lease = Lease(spec.lease_s)
         self._stopped_by: str | None = None
         self._asked_to_leave = False
         self._restarts = 0
@@ -139,7 +177,7 @@ class Keeper:
         pump = Pump(program.output, self._log)
         self._identify(program)
         self._notifier.notify(STARTED)
-        _log(f"sleep prevented: {processes.stay_awake(program.pid)}")
+        _log(f"sleep prevented: {processes.stay_awake(program.pid, '-ims')}")
         while (code := program.returncode()) is None:
             self._wait()
             self._handle_input(program)
@@ -181,9 +219,9 @@ class Keeper:
 
     def _wait(self) -> None:
         """Wait for a command, a signal or the next deadline, and read the FIFO."""
-        lease = float("inf") if self._lease_over else self._renewed_at + self._spec.lease_s + 0.01
-        deadline = min(lease, self._term_at, self._kill_at, self._restart_at)
-        timeout = max(0.0, min(deadline - time.monotonic(), 3600.0))
+        deadline = min(self._term_at, self._kill_at, self._restart_at)
+        # select does not count time in sleep: the lease is looked at soon after it.
+        timeout = max(0.0, min(deadline - time.monotonic(), self._lease.left_s + 0.01, _LONGEST_WAIT_S))
         ready, _, _ = select.select([self._fifo, self._wake], [], [], timeout)
         if self._wake in ready:
             os.read(self._wake, 4096)
@@ -191,18 +229,15 @@ class Keeper:
             self._received += os.read(self._fifo, 65_536)
 
     def _handle_input(self, program: RankProcess | None) -> None:
-        # The FIFO before the clock: a keeper that was itself suspended finds its heartbeats there.
+        # The FIFO before the clock: a keeper that was itself stopped finds the heartbeats of that time there.
         *commands, self._received = self._received.split(b"\n")
         for command in commands:
             self._handle_command(command + b"\n", program)
         while self._signals:
             self._stop(program, f"signal {signal.Signals(self._signals.pop(0)).name.removeprefix('SIG')}")
+        if self._lease.ran_out():
+            self._end_lease(program)
         now = time.monotonic()
-        if now - self._renewed_at > self._spec.lease_s and not self._lease_over:
-            self._lease_over = True
-            _log(f"no heartbeat from the head for {self._spec.lease_s:g} s: {self._spec.on_lease_expiry}")
-            if self._spec.on_lease_expiry == "end":
-                self._stop(program, "lease")
         if program is not None and now >= self._term_at:
             self._escalate(program, now)
         if program is not None and now >= self._kill_at:
@@ -211,12 +246,12 @@ class Keeper:
             program.signal_group(signal.SIGKILL)
 
     def _handle_command(self, command: bytes, program: RankProcess | None) -> None:
-        if command not in (HEARTBEAT, STOP, EMERGENCY_CHECKPOINT, END):
+        if (renewed_at := heartbeat_time(command)) is not None:
+            if self._lease.renew(renewed_at):
+                self._end_lease(program)
+        elif command not in (STOP, EMERGENCY_CHECKPOINT, END):
             _log(f"unknown command {command[:80]!r}")
-            return
-        self._renewed_at = time.monotonic()
-        self._lease_over = False
-        if command == STOP:
+        elif command == STOP:
             self._stop(program, "stop")
         elif command == END or (command == EMERGENCY_CHECKPOINT and (program is None or not program.cooperative)):
             self._end(program, command.decode().strip())
@@ -224,6 +259,11 @@ class Keeper:
             _log("a peer is lost: asking the trainer to save its state and exit")
             self._asked_to_leave = True
             program.send(EMERGENCY_CHECKPOINT)
+
+    def _end_lease(self, program: RankProcess | None) -> None:
+        _log(f"no heartbeat from the head for {self._spec.lease_s:g} s: {self._spec.on_lease_expiry}")
+        if self._spec.on_lease_expiry == "end":
+            self._stop(program, "lease")
 
     def _stop(self, program: RankProcess | None, reason: str) -> None:
         if self._stopped_by is not None:
@@ -259,19 +299,18 @@ class Keeper:
         program.signal_group(signal.SIGTERM)
 
     def _sweep(self, program: RankProcess) -> None:
-        """Kill what the program left behind: its group, and processes outside it with the rank's environment
-        variables."""
+        """Kill what the program left behind: its group, its session, processes with the rank's environment variables,
+        and their descendants."""
         program.signal_group(signal.SIGKILL)
+        # The process in front has the rank's variables too, until it has exited.
+        ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid}
         try:
-            left = processes.with_variables({NONCE_ENV: self._spec.nonce, "MLX_RANK": str(self._rank.rank)})
+            marked = processes.with_variables({NONCE_ENV: self._spec.nonce, "MLX_RANK": str(self._rank.rank)})
+            left = processes.with_family([each for each in marked if each.pid not in ours], {program.pid: ""})
         except (OSError, subprocess.SubprocessError) as error:
             _log(f"processes left behind could not be listed: {error}")
             return
-        # The process in front has the rank's variables too, until it has exited.
-        ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid}
         for process in left:
-            if process.pid in ours:
-                continue
             _log(f"KILL to {process.pid}, left behind: {process.command[:200]}")
             try:
                 os.kill(process.pid, signal.SIGKILL)

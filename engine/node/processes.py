@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,20 +59,21 @@ def allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def stay_awake(pid: int) -> str:
-    """macOS: keep the machine from sleeping while `pid` lives. Returns a message for the log."""
+def stay_awake(pid: int, what: str) -> str:
+    """macOS: keep the machine from sleeping while `pid` lives; `what` are options of caffeinate(8), "-i" against idle
+    sleep. A lid that is closed, or the menu, sends it to sleep all the same. Returns a message for the log."""
     if sys.platform != "darwin":
         return "not on macOS"
     try:
         subprocess.Popen(
-            ["/usr/bin/caffeinate", "-ims", "-w", str(pid)],
+            ["/usr/bin/caffeinate", what, "-w", str(pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
     except OSError as error:
         return f"caffeinate: {error}"
-    return "caffeinate -ims"
+    return f"caffeinate {what}"
 
 
 _PARENT_POLL_S = 1.0
@@ -95,6 +96,8 @@ NONCE_VARIABLE = "FLIGHTDECK_NONCE"
 _PROC = Path("/proc")
 _LINUX = sys.platform.startswith("linux")
 _TOOL_TIMEOUT_S = 10.0
+_ENDED = (b"Z", b"X", b"x")
+"""States of proc(5)."""
 _MAX_SCANS = 10
 """For processes that are forked while their parent is found and killed."""
 _ENVIRONMENT_IN_PS = re.compile(r" [A-Za-z_][A-Za-z0-9_]*=")
@@ -161,6 +164,37 @@ def with_nonce(nonce: str) -> list[Process]:
     return [each for name, found in carried.items() if name == nonce or name.startswith(f"{nonce}.") for each in found]
 
 
+def of_attempt(nonce: str, leaders: Mapping[int, str]) -> list[Process]:
+    """The processes of an attempt, or of all attempts of a run: those with its nonce, as by `with_nonce`, and
+    `with_family` of these. Raises OSError or subprocess.SubprocessError when the processes could not be listed:
+    that proves nothing."""
+    return with_family(with_nonce(nonce), leaders)
+
+
+def with_family(known: Iterable[Process], leaders: Mapping[int, str]) -> list[Process]:
+    """`known`, the sessions that `leaders` (pid → its start time) lead or led, and all descendants of both; without
+    zombies and the caller. Raises like `of_attempt`.
+
+    Not every process shows its environment: macOS hides those of Apple's own programs, such as /bin/bash (XNU,
+    sysctl KERN_PROCARGS2), and any program may clear its own. What has done so, has a session of its own and has
+    outlived its parent is not found.
+    """
+    found = {process.pid: process for process in known}
+    # A pid that another process has by now leads nothing of ours; a session whose leader is gone keeps its number.
+    sessions = {pid for pid, start in leaders.items() if pid > 1 and start_time(pid) in (None, start)}
+    members, tree = set(found) | sessions, _tree()
+    before = -1
+    while before != len(members):
+        before = len(members)
+        members |= {pid for pid, (parent, session) in tree.items() if parent in members or session in sessions} - {1}
+    network = _network("self") if _LINUX else None
+    for pid in members & tree.keys() - found.keys() - {os.getpid()}:
+        process = _linux_process(_PROC / str(pid), network) if _LINUX else Process(pid, command_of(pid) or "?")
+        if process is not None:
+            found[pid] = process
+    return list(found.values())
+
+
 def with_variables(variables: dict[str, str]) -> list[Process]:
     """The processes whose environment holds all of `variables`, seen as by `with_nonce`."""
     return [process for process, values in _carrying(*variables) if values == variables]
@@ -204,7 +238,7 @@ def kill_group(pgid: int, sig: int) -> bool:
 def kill_with_nonce(nonce: str) -> bool:
     """KILL every process with this nonce; False when some are left all the same."""
     for _ in range(_MAX_SCANS):
-        found = with_nonce(nonce)
+        found = of_attempt(nonce, {})
         for process in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -225,7 +259,7 @@ def linux_stat(pid: int) -> list[bytes]:
 
 def _linux_start(pid: int) -> str | None:
     fields = linux_stat(pid)
-    if not fields or fields[0] in (b"Z", b"X", b"x"):
+    if not fields or fields[0] in _ENDED:
         return None
     return fields[19].decode()
 
@@ -277,19 +311,38 @@ def _network(pid: str) -> str | None:
         return None
 
 
+def _tree() -> dict[int, tuple[int, int]]:
+    """The parent and the session of each process, zombies apart."""
+    if not _LINUX:
+        return {int(pid): (int(parent), _session(int(pid))) for pid, parent, _ in _ps("-ax", "pid=,ppid=,stat=")}
+    stats = {int(entry.name): linux_stat(int(entry.name)) for entry in _PROC.iterdir() if entry.name.isdigit()}
+    return {pid: (int(stat[1]), int(stat[3])) for pid, stat in stats.items() if stat and stat[0] not in _ENDED}
+
+
+def _session(pid: int) -> int:
+    """From the kernel: the `sess` of macOS's ps is an address, and 0 without privileges."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
+
+
 def _ps_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, str]]]:
-    for process, words in _ps():
+    for pid, _, words in _ps("-axEww", "pid=,stat=,command="):
+        process, words = Process(int(pid), _ENVIRONMENT_IN_PS.split(words, maxsplit=1)[0]), " " + words
         values = {name: found[1] for name in names if (found := re.search(rf" {name}=(\S*)", words))}
         if len(values) == len(names):
             yield process, values
 
 
-def _ps() -> Iterator[tuple[Process, str]]:
-    """Each process, and its command with its environment, a space before each word."""
-    for line in _tool("ps", "-axEww", "-o", "pid=,stat=,command=").splitlines():
-        words = line.split(None, 2)
-        if len(words) == 3 and not words[1].startswith("Z"):
-            yield Process(int(words[0]), _ENVIRONMENT_IN_PS.split(words[2], maxsplit=1)[0]), " " + words[2]
+def _ps(options: str, columns: str) -> list[list[str]]:
+    """The rows of `ps` with these three columns, `stat` among them, zombies apart. Raises OSError for a list that lacks
+    the caller itself: what else it lacks may be alive."""
+    listed = [line.split(None, 2) for line in _tool("ps", options, "-o", columns).splitlines()]
+    if not any(row[:1] == [str(os.getpid())] for row in listed):
+        raise OSError(f"ps {options} has not listed all processes")
+    state = columns.split(",").index("stat=")
+    return [row for row in listed if len(row) == 3 and not row[state].startswith("Z")]
 
 
 def tool_output(*command: str) -> str:

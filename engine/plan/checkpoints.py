@@ -9,6 +9,7 @@ from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import PARTITIONED, Config
 from engine.plan.context import PlanContext
 from engine.plan.document import CheckpointSection, Rationale, Source
+from engine.security.redact import redact
 
 MAX_SAVE_EVERY = 1000
 """Most iterations between two saves: with a longer interval a user lost 1,780 iterations twice."""
@@ -67,7 +68,7 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
         where = "each node, which stores its own part"
         if context.strategy not in PARTITIONED:
             where = "the node of rank 0" if context.strategy == "data" else "each node, which stores its own state"
-        storage = checkpoint.destination or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
+        storage = redact(checkpoint.destination or "", {}) or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
     return CheckpointSection(
         async_=bool(context.settings) and checkpoint.enabled,
         compression=checkpoint.compression,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,9 +25,33 @@ SPEC_ENV = "FLIGHTDECK_SPEC"
 CONTROL_FD_ENV = "FLIGHTDECK_CONTROL_FD"
 """File descriptor on which the trainer reads commands; its EOF means that the keeper is gone."""
 
-HEARTBEAT, STOP, END, EMERGENCY_CHECKPOINT = b"heartbeat\n", b"stop\n", b"end\n", b"emergency_checkpoint\n"
-"""The head's commands to a keeper: renew the lease; stop cooperatively; end the group now; a peer is lost, so the
-trainer saves the state of its last finished update and exits."""
+STOP, END, EMERGENCY_CHECKPOINT = b"stop\n", b"end\n", b"emergency_checkpoint\n"
+"""The head's commands to a keeper: stop cooperatively; end the group now; a peer is lost, so the trainer saves the
+state of its last finished update and exits."""
+_HEARTBEAT = b"heartbeat "
+_LEASE_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def lease_clock() -> float:
+    """Seconds on a clock that nobody sets and that also counts while the machine sleeps, the same for all processes of
+    a machine. time.monotonic() stands still in sleep: a lease on it would outlive what the other side waits for.
+
+    CLOCK_BOOTTIME on Linux (clock_gettime(2)). On macOS CLOCK_MONOTONIC, which goes on in sleep (clock_gettime(3));
+    Python's time.monotonic() is mach_absolute_time() there, which does not.
+    """
+    return time.clock_gettime(_LEASE_CLOCK)
+
+
+def heartbeat(at: float) -> bytes:
+    """The command that renews a keeper's lease as of `at`, by the node's `lease_clock`."""
+    return b"%s%.3f\n" % (_HEARTBEAT, at)
+
+
+def heartbeat_time(command: bytes) -> float | None:
+    """The time of a heartbeat; None for another command."""
+    with contextlib.suppress(ValueError):
+        return float(command[len(_HEARTBEAT) :]) if command.startswith(_HEARTBEAT) else None
+    return None
 
 
 @dataclass(frozen=True)

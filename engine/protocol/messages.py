@@ -40,6 +40,8 @@ class Heartbeat:
     number: int
     answered: int
     """The last heartbeat that had been sent when the head last received anything."""
+    acknowledged: int = 0
+    """The last heartbeat of which the head has the acknowledgement."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class ReadFile:
 
 @dataclass(frozen=True)
 class ListProcesses:
-    """List what carries the attempt's nonce. With `kill`, fence the attempt first and kill what was listed."""
+    """List the attempt's processes, as engine.node.processes.of_attempt finds them. With `kill`, fence the attempt
+    first and kill what was listed."""
 
     number: int
     kill: bool

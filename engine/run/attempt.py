@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -32,11 +32,12 @@ from engine.launch.start_script import RankStart, StartFailure, start_ranks, sta
 from engine.node.processes import oom_kill_count
 from engine.plan.checkpoints import state_every
 from engine.plan.network import NetworkPlan
-from engine.protocol.attempt import NONCE_ENV, AttemptSpec, RankSpec
+from engine.protocol.attempt import NONCE_ENV, AttemptSpec, RankSpec, write_atomic
 from engine.protocol.partition import parse_split
 from engine.run.events import Attempt
 from engine.run.history import RunHistory
 from engine.run.run_plan import RunPlan
+from engine.security.sanitise import json_object
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 
@@ -65,6 +66,18 @@ def planned_validation(run_dir: RunDir, plan: RunPlan) -> RunPlan:
         for node in plan.config.nodes
     )
     return plan.model_copy(update={"config": plan.config.model_copy(update={"nodes": decided})})
+
+
+def keep_secrets(run_dir: RunDir, environment: MutableMapping[str, str], *, adopted: bool) -> None:
+    """Give every attempt of the run the secrets of its launch, whoever supervises it. A launch writes those of its
+    `environment` to a file of the run, mode 0600; an adopter takes them from there into its own, by which they are
+    also redacted. Raises OSError when they cannot be written."""
+    if not adopted:
+        write_atomic(run_dir.secrets, json.dumps({name: environment[name] for name in SECRETS if name in environment}))
+        return
+    with contextlib.suppress(OSError, ValueError):
+        kept = json_object(json.loads(run_dir.secrets.read_bytes()))
+        environment.update({name: value for name in SECRETS if isinstance(value := kept.get(name), str)})
 
 
 @dataclass(frozen=True)

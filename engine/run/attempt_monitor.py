@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final, Literal, TypeVar, TypeVarTuple
 
+from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
 from engine.protocol.attempt import END
@@ -64,8 +64,11 @@ class AttemptMonitor:
         context: AttemptContext,
         origin: AttemptOrigin,
         may_restart: Callable[[Verdict, int], bool],
+        clock: AwakeClock | None = None,
     ) -> None:
         """`may_restart`: another attempt may follow such an end, at that iteration."""
+        self._clock = clock or AwakeClock()
+        self._slept_before_s = self._slept_noted_s = self._clock.slept_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attempt")
         self._context = context
         self._recorder = context.recorder
@@ -87,12 +90,13 @@ class AttemptMonitor:
         if self._outlives_ranks:
             # Its ranks are neither in step nor replicas.
             compared = compared.model_copy(update={"enabled": False})
-        consistency = ConsistencyWatch(compared, nodes, self._raise_alarm, history.alarms)
-        self.intake = EventIntake(context.run_dir, context.attempt.number, context.attempt.event_bases, consistency)
+        consistency = ConsistencyWatch(compared, nodes, self._raise_alarm, history.alarms, self._clock)
+        attempt = context.attempt
+        self.intake = EventIntake(context.run_dir, attempt.number, attempt.event_bases, consistency, self._clock)
         self._watched = (0,) if self._outlives_ranks else tuple(nodes)
         """The ranks without whose steps the attempt hangs."""
-        self._watchdog = Watchdog(self.intake.progress, self._watched, self._recovery, time.monotonic())
-        self._began = time.monotonic()
+        self._watchdog = Watchdog(self.intake.progress, self._watched, self._recovery, self._clock())
+        self._began = self._clock()
         self._pids_checked_at = float("-inf")
         self._launcher_gone_at: float | None = None
         self._launcher_noted = False
@@ -177,14 +181,15 @@ class AttemptMonitor:
 
     def _tick(self, requested: AbortSource) -> bool:
         """Observe everything once, decide, act; True when the attempt is over."""
-        abort, now = requested(), time.monotonic()
+        abort, now = requested(), self._clock()
+        self._note_sleep()
         launcher_alive = self._poll(now)
         if self._shutdown is None:
             self._act(abort, now, launcher_alive)
         elif abort is not None:
             self._abort_shutdown(abort)
         if self._shutdown is not None:
-            self._shutdown.advance(time.monotonic())
+            self._shutdown.advance(self._clock())
             return self._shutdown.done
         return False
 
@@ -313,6 +318,14 @@ class AttemptMonitor:
         state = RunState.RECOVERING if recovering else RunState.FINISHING
         self._begin_shutdown(state, save_state=saves, first_failure=so_far.rank)
 
+    def _note_sleep(self) -> None:
+        slept_s, self._slept_noted_s = self._clock.slept_s - self._slept_noted_s, self._clock.slept_s
+        if slept_s > 0:
+            lease_s = self._recovery.lease_s
+            longer = f", longer than the ranks' lease of {lease_s:g} s" if slept_s > lease_s else ""
+            note = f"this machine slept, or its supervisor was stopped, for {slept_s:.0f} s{longer}"
+            self._recorder.append(Note(message=note))
+
     def _begin_shutdown(
         self, state: RunState, *, cooperative: bool = False, save_state: bool = False, first_failure: int | None = None
     ) -> None:
@@ -339,14 +352,15 @@ class AttemptMonitor:
 
     def _collect(self, *, over: bool = True) -> FailureEvidence:
         self._ends_judged = self._ranks.ends_known
-        return self._evidence.collect(self._ranks.all, self._trigger, self._context.history.hang, over=over)
+        found = self._evidence.collect(self._ranks.all, self._trigger, self._context.history.hang, over=over)
+        return replace(found, head_slept_s=self._clock.slept_s - self._slept_before_s)
 
     def _collect_again(self) -> FailureEvidence | None:
         self._record_changes(self._ranks.poll())
         return self._collect(over=False) if self._ranks.ends_known != self._ends_judged else None
 
     def _try_to_confirm(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._health.poll()
         self._record_changes(self._ranks.poll())
         self._mirror.pump()
@@ -383,7 +397,7 @@ class AttemptMonitor:
                 self.failed_at = self.failed_at or datetime.now(UTC)
             elif rank.number not in known:
                 note = f"rank {rank.number} on {rank.node} is lost: the others go on without it"
-                self._losses.append((time.monotonic(), note))
+                self._losses.append((self._clock(), note))
         if changed and all(rank.started for rank in self._ranks.all):
             if self._recorder.state is RunState.LAUNCHING:
                 self._recorder.change(RunState.RUNNING)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import shared_plan
 from engine.cluster.agent_client import THIS_MACHINE
+from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import AttemptOnHost, HostConnection
 from engine.cluster.transport.fleet import Fleet
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
@@ -83,6 +83,7 @@ class RunContext:
     fleet: Fleet
     node_root: Path
     """This machine's own."""
+    clock: AwakeClock = field(default_factory=AwakeClock)
 
     @property
     def history(self) -> RunHistory:
@@ -194,6 +195,7 @@ class AttemptRunner:
             }
             part = AttemptOnHost(nowhere, self._run.history.nonce, names)
             connection = HostConnection(node, self._run.fleet.to(node), part)
+            connection.clock = self._run.clock
             connection.start()
             self._left_behind.append(CleanupProof(connection))
         await self._confirm_while(lambda: self.unconfirmed, _PROOF_LIMIT_S)
@@ -218,7 +220,7 @@ class AttemptRunner:
             await self._monitor.confirm()
         for proof in self._left_behind:
             if not proof.found and proof.connection.state.answering:
-                proof.seek(time.monotonic())
+                proof.seek(self._run.clock())
                 if proof.found:
                     for name in proof.connection.names:
                         self._recorder.append(CleanupConfirmed(node=name))
@@ -358,7 +360,7 @@ class AttemptRunner:
             return verdict.state is RunState.FAILED and refusal(state) is None
 
         # Not on the loop: the indices of a week of logs may have to be repaired, and the ranks want their heartbeats.
-        return await asyncio.to_thread(AttemptMonitor, context, origin, may_restart)
+        return await asyncio.to_thread(AttemptMonitor, context, origin, may_restart, self._run.clock)
 
     def _connect(self, plan: RunPlan, attempt: Attempt) -> AttemptContext:
         connections = self._new_connections(plan, attempt)
@@ -370,7 +372,10 @@ class AttemptRunner:
     def _new_connections(self, plan: RunPlan, attempt: Attempt) -> HostConnections:
         started = self._run.history.attempt(attempt.number).started
         known = {rank: event.identity for rank, event in started.items()}
-        return host_connections(plan, attempt, self._run.fleet, self._run.node_root, known)
+        connections = host_connections(plan, attempt, self._run.fleet, self._run.node_root, known)
+        for connection in connections:
+            connection.clock = self._run.clock
+        return connections
 
     def _connect_adopted(self, attempt: AttemptHistory) -> AttemptContext:
         """An earlier supervisor's attempt. Of the run's nodes that it went on without, the proof is sought anew."""
@@ -391,8 +396,8 @@ class AttemptRunner:
                 self._left_behind.append(CleanupProof(connection))
 
     async def _confirm_while(self, condition: Callable[[], object], limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while condition() and time.monotonic() < deadline:
+        deadline = self._run.clock() + limit_s
+        while condition() and self._run.clock() < deadline:
             await self.confirm()
             await asyncio.sleep(TICK_S)
 

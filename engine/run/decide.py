@@ -176,7 +176,7 @@ TRANSIENT: Final = frozenset(
 )
 """Failure signatures that may be over at the next start: a port that was taken, a peer that came late, a GPU that was
 busy. All other known causes lie in the job, the software or the network."""
-_FROM_OUTSIDE = frozenset({Reason.RANK_KILLED, Reason.NODE_LOST, Reason.HUNG})
+_FROM_OUTSIDE = frozenset({Reason.RANK_KILLED, Reason.NODE_LOST, Reason.HUNG, Reason.HEAD_SLEPT})
 """Reasons that do not count against what was launched, however early they come."""
 _REFUSED_BY_TRAINER = re.compile(r"\bJobError: ")
 
@@ -187,6 +187,7 @@ _FAILURES = {
     Reason.HUNG: "hang",
     Reason.OUT_OF_MEMORY: "death for lack of memory",
     Reason.LAUNCH_FAILED: "failure to start",
+    Reason.HEAD_SLEPT: "sleep of this machine",
 }
 
 

@@ -108,6 +108,8 @@ class FailureEvidence:
     rebooted: bool = False
     """This machine was restarted since."""
     hang: Hang | None = None
+    head_slept_s: float = 0.0
+    """In which this machine slept, or the supervisor was stopped, since it monitors the attempt."""
 
 
 def succeeded(record: ExitRecord | None, end: Mapping[str, Any] | None, *, trainer: bool) -> bool:

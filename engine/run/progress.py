@@ -1,7 +1,7 @@
 """How far an attempt has come, from the trainers' mirrored events; rank 0's reports become the head's metrics.
 
 The watchdog finds a hang: no step for max(`hang_s`, 5 x the 99th percentile of the updates so far). Loading,
-validating, saving and the first steps have their own limit, `stall_s`. Arrival times are the head's monotonic clock;
+validating, saving and the first steps have their own limit, `stall_s`. Arrival times are by the head's clock;
 step durations come from each rank's monotonic clock. So neither a clock that is set nor events that arrive late in one
 burst look like slow steps. Time counts only while events could come: some node of the attempt answers, and the head
 takes what it sends. A node whose disk is full loses its events; as long as one rank's events come, that is no hang.
@@ -14,7 +14,7 @@ import json
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -52,8 +52,8 @@ class AttemptProgress:
         """Rank → size of its emergency checkpoint."""
         self.resumed: Resumed | None = None
         self.moved_at: dict[int, float] = {}
-        """Rank → when its last step or change of phase came, or any event while loading or validating, monotonic
-        seconds of the head."""
+        """Rank → when its last step or change of phase came, or any event while loading or validating, by the head's
+        clock, s."""
         self.starts: Counter[int] = Counter()
         """Rank → how often its trainer was started."""
         self.steps = 0
@@ -207,8 +207,16 @@ _NAME_END = 32
 class EventIntake:
     """Follows the event files of one attempt. Rank 0's reports become metrics.jsonl, each once, over restarts too."""
 
-    def __init__(self, run_dir: RunDir, attempt: int, bases: dict[int, int], consistency: ConsistencyWatch) -> None:
-        """`bases`: rank → where the attempt begins in the head's event file."""
+    def __init__(
+        self,
+        run_dir: RunDir,
+        attempt: int,
+        bases: dict[int, int],
+        consistency: ConsistencyWatch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`bases`: rank → where the attempt begins in the head's event file. `clock`: the head's, s."""
+        self._clock = clock
         self._consistency = consistency
         self.progress = AttemptProgress()
         self._attempt = attempt
@@ -234,7 +242,7 @@ class EventIntake:
             for line in tail.lines():
                 # Most lines are steps, which are only parsed where they are needed.
                 if STEP_FIELD in line[:_NAME_END]:
-                    self.progress.step(rank, line, time.monotonic())
+                    self.progress.step(rank, line, self._clock())
                     self._consistency.step(rank, line)
                 elif (event := parse_json_line(line)) is not None:
                     self._take(rank, event)
@@ -244,7 +252,7 @@ class EventIntake:
         self._file.close()
 
     def _take(self, rank: int, event: dict[str, Any]) -> None:
-        self.progress.take(rank, event, time.monotonic())
+        self.progress.take(rank, event, self._clock())
         match event.get("event"):
             case "start" if rank == 0:
                 self.latest = replace(self.latest, iterations=count_or_none(event.get("iterations")))

@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import sys
-import time
 import traceback
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ from engine.errors import FlightDeckError, LaunchError, StateError
 from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.node import processes
 from engine.protocol.attempt import write_atomic
+from engine.run.attempt import keep_secrets
 from engine.run.attempt_monitor import TICK_S
 from engine.run.attempt_runner import Aborted, AttemptRunner, RunContext, until_abort
 from engine.run.decide import Finish, Restart, Wait, decide, failed_run, original_failure, refusal
@@ -90,16 +90,24 @@ class Supervisor:
         """Take the run to its end, also when a fault of ours comes in between: what was launched is then adopted from
         the journal, once; after a second fault everything of the run is killed, and that is how it ended."""
         async with self._run.fleet:
-            for adopting in (adopt, True):
-                try:
-                    await self._supervise(adopt=adopting)
-                    return
-                except Exception as fault:
-                    self._record_fault(fault)
-                    cause = f"the supervisor failed: {type(fault).__name__}: {fault}"
-            await self._kill_everywhere()
-            if not self._recorder.state.ended:
-                self._record_end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
+            reading = asyncio.create_task(self._run.clock.run(), name="clock")
+            try:
+                await self._supervise_twice(adopt=adopt)
+            finally:
+                reading.cancel()
+                await asyncio.wait({reading})
+
+    async def _supervise_twice(self, *, adopt: bool) -> None:
+        for adopting in (adopt, True):
+            try:
+                await self._supervise(adopt=adopting)
+                return
+            except Exception as fault:
+                self._record_fault(fault)
+                cause = f"the supervisor failed: {type(fault).__name__}: {fault}"
+        await self._kill_everywhere()
+        if not self._recorder.state.ended:
+            self._record_end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
 
     async def _supervise(self, *, adopt: bool) -> None:
         """From the plan, or from where an earlier supervisor stopped, to the run's end and what is left to do then."""
@@ -166,7 +174,7 @@ class Supervisor:
     async def _decide(self) -> Restart | Finish | Verdict:
         """Wait until it is decided what follows a failed attempt; a verdict where it has not failed, as its nodes show
         only now. Raises Aborted."""
-        began, reported = time.monotonic(), None
+        began, reported = self._run.clock(), None
         while True:
             await self._tick()
             known = await self._runner.reconsider()
@@ -175,7 +183,7 @@ class Supervisor:
             state = replace(
                 failed_run(self._run.plan, self._history),
                 nodes=self._runner.presence(),
-                waited_s=time.monotonic() - began,
+                waited_s=self._run.clock() - began,
                 jitter=self._rng.uniform(0.5, 1.0),
             )
             decision = decide(state)
@@ -197,8 +205,8 @@ class Supervisor:
             why=restart.why,
         )
         self._recorder.append(planned)
-        deadline = time.monotonic() + restart.delay_s
-        while (left := deadline - time.monotonic()) > 0:
+        deadline = self._run.clock() + restart.delay_s
+        while (left := deadline - self._run.clock()) > 0:
             await self._tick()
             await asyncio.sleep(min(TICK_S, left))
         return await self._runner.relaunch(self._run.plan.among(restart.members))
@@ -221,6 +229,8 @@ class Supervisor:
             self._recorder.change(RunState.FINISHING)
         unconfirmed = self._unconfirmed or tuple(self._runner.unconfirmed)
         self._recorder.change(verdict.state, verdict, self._runner.figures, unconfirmed)
+        with contextlib.suppress(OSError):
+            self._run.run_dir.secrets.unlink(missing_ok=True)
 
     async def _prove_end(self) -> None:
         """The run has ended: go on with the nodes on which an earlier supervisor could not prove that."""
@@ -313,6 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
         # An upgrade of this package must not change what the run's nodes get.
         node_bundle()
         plan, damage = read_plan(run_dir.plan), plan_damage(run_dir.plan)
+        keep_secrets(run_dir, os.environ, adopted=options.adopt)
         recorder = RunRecorder(run_dir.journal, plan, Store(run_dir.home).put_run)
         if damage is not None:
             write_plan(run_dir.plan, plan)
@@ -324,6 +335,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (FlightDeckError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
+    # Also where no rank runs on this machine, whose keeper would do the same.
+    print(f"sleep prevented: {processes.stay_awake(os.getpid(), '-i')}", flush=True)
     asyncio.run(_supervise(supervisor, adopt=options.adopt))
     recorder.close()
     return 0

@@ -210,7 +210,10 @@ def _of_rank(fault: Fault, evidence: FailureEvidence) -> Verdict:
         # A rank is named only when it is certain.
         verdict = _failed(Reason.CORRUPTED, cause, rank if rank.failure.get("certain") is True else None)
         return replace(verdict, exit_code=record.code if record is not None else None, fix=_CORRUPTED_FIX)
-    verdict = _failed(*_reason_and_cause(fault, evidence), rank)
+    reason, cause = _reason_and_cause(fault, evidence)
+    if reason is Reason.HEAD_SLEPT:
+        return _failed(reason, cause)
+    verdict = _failed(reason, cause, rank)
     if record is None:
         return replace(verdict, exit_code=rank.launcher_code)
     return replace(verdict, exit_code=record.code, signal=record.signal)
@@ -226,15 +229,22 @@ def _reason_and_cause(fault: Fault, evidence: FailureEvidence) -> tuple[Reason, 
     if record is None:
         return _node_lost(rank) if fault.weight is Weight.LOST else _without_record(rank)
     if fault.weight is Weight.LEASE:
-        if rank.cut_off_s <= rank.lease_s - _LEASE_MARGIN_S:
-            return Reason.SUPERVISOR_LOST, "no supervisor was there for longer than the ranks' lease"
-        lease = f"its lease of {rank.lease_s:g} s has ended its rank"
-        return Reason.NODE_LOST, f"{rank.node} was cut off for {rank.cut_off_s:.0f} s; {lease}"
+        return _lease_ended(rank, evidence.head_slept_s)
     if fault.weight is Weight.OUTSIDE:
         return Reason.RANK_KILLED, f"its keeper was stopped from outside ({record.stopped_by})"
     if record.error is not None or rank.bind_error is not None:
         return Reason.LAUNCH_FAILED, record.error or _no_port(rank)
     return _ended_by_itself(rank, record, evidence.trainer)
+
+
+def _lease_ended(rank: RankEvidence, head_slept_s: float) -> tuple[Reason, str]:
+    if rank.cut_off_s > rank.lease_s - _LEASE_MARGIN_S:
+        lease = f"its lease of {rank.lease_s:g} s has ended its rank"
+        return Reason.NODE_LOST, f"{rank.node} was cut off for {rank.cut_off_s:.0f} s; {lease}"
+    if head_slept_s > 0:
+        slept = f"this machine slept, or its supervisor was stopped, for {head_slept_s:.0f} s"
+        return Reason.HEAD_SLEPT, f"{slept}: no heartbeat renewed the ranks' lease of {rank.lease_s:g} s"
+    return Reason.SUPERVISOR_LOST, "no supervisor was there for longer than the ranks' lease"
 
 
 def _ended_by_itself(rank: RankEvidence, record: ExitRecord, trainer: bool) -> tuple[Reason, str]:

@@ -23,6 +23,16 @@ _FORMS = re.compile(
     r"|\bAKIA[0-9A-Z]{16}\b"
     r"|(?<=Bearer )[A-Za-z0-9._~+/-]{16,}=*"
 )
+_IN_URL = re.compile(
+    # A password after any scheme; after http also a token alone, which ssh://git@host is not.
+    r"(?P<before>\bhttps?://(?=[^\s/?#\"'<>]+@)|\b[A-Za-z][A-Za-z0-9+.-]*://(?=[^\s/?#\"'<>:@]*:[^\s/?#\"'<>]+@))"
+    r"[^\s/?#\"'<>]+(?=@)"
+)
+_IN_QUERY = re.compile(
+    r"(?P<before>[?&](?:[A-Za-z0-9_-]*-)?(?:sig|signature|credential|key|password|secret|token)=)[^\s&#\"'<>]+",
+    re.IGNORECASE,
+)
+"""Signed URLs (X-Amz-Signature, Azure's sig) and keys."""
 _SHORTEST = 6
 """Shorter values are not searched for: they would redact ordinary words."""
 
@@ -32,14 +42,22 @@ def is_secret(name: str) -> bool:
     return name.upper() in _SPECIAL_NAMES or SECRET_NAMES.search(name) is not None
 
 
+def is_public(name: str) -> bool:
+    """The value of this variable of [job] env may be shown: a setting of MLX or NCCL. Any other may be a credential,
+    whatever its name."""
+    return name.startswith(("MLX_", "NCCL_")) and not is_secret(name)
+
+
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     """`text` without secrets: values of secret variables in `environment` (by default this process's), assignments to
-    a secret's name, and tokens of known forms."""
+    a secret's name, credentials in URLs, and tokens of known forms."""
     known = os.environ if environment is None else environment
     secrets = {value for name, value in known.items() if is_secret(name) and len(value) >= _SHORTEST}
     # The longest first, so that a value within another leaves no remainder.
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, REDACTED)
+    for place in (_IN_URL, _IN_QUERY):
+        text = place.sub(rf"\g<before>{REDACTED}", text)
     text = _ASSIGNED.sub(rf"\g<name>\g<sign>{REDACTED}", text)
     return _FORMS.sub(REDACTED, text)
 

@@ -39,6 +39,8 @@ class RunDir:
         """The pid, start time and boot id of the supervisor."""
         self.lock = path / "supervisor.lock"
         """Its supervisor holds a lock on it for life."""
+        self.secrets = path / "secrets.json"
+        """Secrets of the launch's environment, for an adopter; gone with the run's end."""
         self.supervisor_log = path / "supervisor.log"
         """Its stderr."""
         self.requests = path / "requests"

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.update(spec.env)
     end_with_parent()
-    result = MeasureReport(qos="; ".join(dict.fromkeys((raise_priority(), stay_awake(os.getpid())))))
+    result = MeasureReport(qos="; ".join(dict.fromkeys((raise_priority(), stay_awake(os.getpid(), "-ims")))))
     try:
         _measure(spec, spec_path.parent, result)
     except Exception as error:

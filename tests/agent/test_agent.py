@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 from unittest.mock import ANY
@@ -22,7 +22,16 @@ import pytest
 from engine.node import agent, processes
 from engine.node.agent import Agent
 from engine.node.attempt_watch import WatchedRank
-from engine.protocol.attempt import HEARTBEAT, NONCE_ENV, ExitRecord, Identity, NodeFiles, write_atomic
+from engine.protocol.attempt import (
+    NONCE_ENV,
+    ExitRecord,
+    Identity,
+    NodeFiles,
+    heartbeat,
+    heartbeat_time,
+    lease_clock,
+    write_atomic,
+)
 from engine.protocol.messages import (
     CancelRequest,
     CommandRequest,
@@ -160,7 +169,7 @@ def test_heartbeats_and_commands_reach_the_keepers_fifo(head: Head) -> None:
     head.watch(0)
     head.send(Heartbeat(1, 0))
     assert head.receive(HeartbeatAck).number == 1
-    assert read_within(fifo, 20) == HEARTBEAT
+    assert heartbeat_time(read_within(fifo, 20)) == pytest.approx(lease_clock(), abs=2.0)
     head.send(RankCommand(0, "stop"))
     assert read_within(fifo, 20) == b"stop\n"
     head.send(RankCommand(7, "stop"), Heartbeat(20, 1))
@@ -169,6 +178,33 @@ def test_heartbeats_and_commands_reach_the_keepers_fifo(head: Head) -> None:
     with pytest.raises(BlockingIOError):
         # A head that has missed nineteen acknowledgements believes that the lease runs out.
         os.read(fifo, 100)
+    os.close(fifo)
+
+
+def test_heartbeats_that_lay_unread_while_the_node_slept_renew_no_lease(head: Head) -> None:
+    head.files.directory.mkdir()
+    os.mkfifo(head.files.control(0))
+    fifo = os.open(head.files.control(0), os.O_RDWR)
+    head.watch(0)
+    head.send(Heartbeat(1, 0))
+    assert head.receive(HeartbeatAck).number == 1
+    slept_at = lease_clock()
+    head.process.send_signal(signal.SIGSTOP)
+    head.send(Heartbeat(2, 1, 1))
+    time.sleep(2.5)
+    head.process.send_signal(signal.SIGCONT)
+    # Sent before the head can know that the node is awake.
+    head.send(Heartbeat(3, 1, 1), Heartbeat(4, 2, 1))
+    assert [head.receive(HeartbeatAck).number for _ in range(3)] == [2, 3, 4]
+    head.send(RankCommand(0, "stop"))
+    received = b""
+    while not received.endswith(b"stop\n"):
+        received += read_within(fifo, 20)
+    renewed = [heartbeat_time(line) for line in received.splitlines()[:-1]]
+    assert renewed and all(at is not None and at <= slept_at for at in renewed)
+    head.send(Heartbeat(5, 4, 4))
+    renewed_at = heartbeat_time(read_within(fifo, 20))
+    assert renewed_at is not None and renewed_at > slept_at + 2.5
     os.close(fifo)
 
 
@@ -211,6 +247,17 @@ def test_what_is_left_is_listed_and_killed_and_nothing_starts_any_more(
     assert head.list_processes(3, kill=True).processes == []
 
 
+def test_what_shows_no_nonce_is_listed_by_its_ranks_session(head: Head, sleeper: subprocess.Popen[bytes]) -> None:
+    hidden = subprocess.Popen(["sleep", "60"], env={}, start_new_session=True)
+    known = replace(identity_of(hidden, head.nonce), keeper_pid=sleeper.pid)
+    known = replace(known, keeper_start=processes.start_time(sleeper.pid) or "")
+    head.watch(0, known=(known,))
+    assert {pid for pid, _ in head.list_processes(1).processes} == {sleeper.pid, hidden.pid}
+    head.list_processes(2, kill=True)
+    assert hidden.wait(20) == -signal.SIGKILL and sleeper.wait(20) == -signal.SIGKILL
+    assert head.list_processes(3).processes == []
+
+
 def test_a_file_comes_as_far_as_was_requested_and_byte_for_byte(head: Head) -> None:
     head.files.directory.mkdir()
     content = bytes(range(256)) * 2000
@@ -247,7 +294,7 @@ def test_a_head_that_takes_nothing_does_not_keep_the_agent_from_its_keepers(head
     head.send(ReadFile("rank0.log", 10_000_000, 0))
     time.sleep(0.5)
     head.send(Heartbeat(1, 0))
-    assert read_within(fifo, 20) == HEARTBEAT
+    assert heartbeat_time(read_within(fifo, 20)) == pytest.approx(lease_clock(), abs=2.0)
     os.close(fifo)
 
 
@@ -264,7 +311,7 @@ def test_a_disk_that_stalls_ends_no_lease(head: Head) -> None:
     for number in range(1, 4):
         head.send(ListProcesses(number, kill=False), Heartbeat(number, number - 1))
         assert head.receive(HeartbeatAck, ProcessList) == HeartbeatAck(number, ANY)
-        assert read_within(fifo, 20) == HEARTBEAT
+        assert heartbeat_time(read_within(fifo, 20)) == pytest.approx(lease_clock(), abs=2.0)
     os.close(fifo)
 
 
@@ -462,8 +509,8 @@ def test_what_a_command_leaves_behind_stays(head: Head) -> None:
 def test_a_keeper_that_does_not_read_blocks_nobody(tmp_path: Path) -> None:
     rank = WatchedRank(0, NodeFiles(tmp_path), None)
     rank.open_fifo()
-    rank.send_command(HEARTBEAT)
+    rank.send_command(heartbeat(1.0))
     os.mkfifo(NodeFiles(tmp_path).control(0))
     rank.open_fifo()
     for _ in range(100_000):
-        rank.send_command(HEARTBEAT)
+        rank.send_command(heartbeat(1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import signal
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.node import processes
 from engine.node.attempt_watch import WatchedRank
-from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, HEARTBEAT, STOP
+from engine.node.keeper import Lease
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP, heartbeat, lease_clock
 from engine.protocol.exit_codes import TrainerExit
 from tests.agent.keeper_runner import WAIT, RunningKeeper, start_keeper
 from tests.needs import mounted_disk
@@ -220,7 +224,7 @@ def test_heartbeats_renew_the_lease(tmp_path: Path) -> None:
     kept = start_keeper(tmp_path, python("import time; time.sleep(3.3)"), spec_fields={"lease_s": 3.0})
     while kept.process.poll() is None:
         if kept.files.control(0).exists():
-            kept.say(HEARTBEAT)
+            kept.say(heartbeat(lease_clock()))
         time.sleep(0.05)
     assert (kept.ended().code, kept.ended().stopped_by) == (0, None)
 
@@ -237,11 +241,65 @@ def test_a_suspended_keeper_reads_the_heartbeats_that_arrived_meanwhile(tmp_path
     kept = start_keeper(tmp_path, python(WAIT), spec_fields={"lease_s": 3.0})
     kept.await_output(b"up")
     kept.process.send_signal(signal.SIGSTOP)
-    time.sleep(3.2)
-    kept.say(HEARTBEAT)
+    for _ in range(32):
+        time.sleep(0.1)
+        kept.say(heartbeat(lease_clock()))
     kept.process.send_signal(signal.SIGCONT)
     kept.say(b"end\n")
     assert kept.ended().stopped_by == "end"
+
+
+def test_heartbeats_from_before_a_sleep_renew_no_lease_after_it(tmp_path: Path) -> None:
+    kept = start_keeper(tmp_path, python(WAIT), spec_fields={"lease_s": 3.0})
+    kept.await_output(b"up")
+    kept.process.send_signal(signal.SIGSTOP)
+    kept.say(heartbeat(lease_clock()))
+    time.sleep(3.2)
+    # Whoever is back first: the head may have gone on without this rank by now.
+    kept.say(heartbeat(lease_clock()))
+    kept.process.send_signal(signal.SIGCONT)
+    assert kept.ended().stopped_by == "lease"
+
+
+class Clock:
+    """One that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_lease_runs_out_once_and_time_asleep_counts() -> None:
+    clock = Clock()
+    lease = Lease(60.0, clock)
+    clock.now += 59
+    assert not lease.ran_out() and lease.left_s == 1
+    clock.now += 3600
+    assert lease.left_s < 0
+    assert lease.ran_out() and not lease.ran_out()
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.floats(0, 30)), max_size=30))
+def test_a_lease_runs_out_exactly_when_its_heartbeats_are_too_far_apart(steps: list[tuple[float, float]]) -> None:
+    """Steps: seconds to the next heartbeat, and for how long it then lies unread."""
+    clock, begun = Clock(), 100.0
+    lease = Lease(20.0, clock)
+    sent = [begun]
+    ran_out = False
+    for apart_s, unread_s in steps:
+        sent.append(sent[-1] + apart_s)
+        clock.now = max(clock.now, sent[-1] + unread_s)
+        ran_out |= lease.renew(sent[-1])
+    assert ran_out == any(later - earlier > 20.0 for earlier, later in itertools.pairwise(sent))
+    assert lease.left_s == pytest.approx(sent[-1] + 20.0 - clock.now)
+
+
+def test_the_lease_clock_counts_sleep_wherever_this_runs() -> None:
+    known = {"linux": "CLOCK_BOOTTIME", "darwin": "CLOCK_MONOTONIC"}[sys.platform]
+    before = time.clock_gettime(getattr(time, known))
+    assert before <= lease_clock() <= time.clock_gettime(getattr(time, known))
 
 
 def test_an_unknown_command_is_logged_and_ignored(tmp_path: Path) -> None:
@@ -259,6 +317,14 @@ def test_a_child_left_in_the_group_is_killed_when_the_program_has_ended(tmp_path
     assert kept.ended().code == 0
     assert kept.output() == b"gone\n"
     assert time.monotonic() - started < 30
+
+
+def test_a_child_without_environment_in_a_group_of_its_own_is_killed(tmp_path: Path) -> None:
+    source = "import subprocess; print(subprocess.Popen(['sleep', '60'], env={}, process_group=0).pid)"
+    kept = start_keeper(tmp_path, python(source))
+    assert kept.ended().code == 0
+    child = int(kept.output())
+    wait_until(lambda: processes.start_time(child) is None)
 
 
 def test_a_double_forked_child_in_an_own_session_is_found_and_killed(tmp_path: Path) -> None:

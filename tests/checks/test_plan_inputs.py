@@ -207,9 +207,12 @@ async def test_no_verdict_waits_for_a_count(config: Config, data: Path) -> None:
 
 
 async def test_secrets_of_the_job_are_not_in_what_is_planned(config: Config) -> None:
-    job = config.job.model_copy(update={"env": {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "LEVEL": "3"}})
+    job = config.job.model_copy(
+        update={"env": {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "DATABASE": "pg://a:b@c", "NCCL_DEBUG": "3"}}
+    )
     inputs = await collected(config.model_copy(update={"job": job}))
-    assert (inputs.rank_environment["HF_TOKEN"], inputs.rank_environment["LEVEL"]) == ("[redacted]", "3")
+    shown = [inputs.rank_environment[name] for name in ("HF_TOKEN", "DATABASE", "NCCL_DEBUG")]
+    assert shown == ["[redacted]", "[redacted]", "3"]
     assert "hf_abcdefghijklmnopqrst" not in (inputs.launching.mlx_launch_command or "")
     assert any("HF_TOKEN" in note for note in inputs.launching.launch_notes)
 

@@ -21,7 +21,7 @@ from tests.checks.conftest import run_check
 from tests.checks.recorded import mac, studio
 
 GOOD = Interpreter("3.12.4", "0.32.4", "0.32.2", backends=("ring", "jaccl"))
-NOTHING = StaleProcesses(stale=[])
+NOTHING = StaleProcesses(stale=[], marked_seen=True)
 
 
 def test_good_workers_pass_and_show_what_the_other_checks_have_found() -> None:
@@ -52,6 +52,15 @@ def test_a_clock_that_is_off_warns_with_what_sets_it(system: str, fix: str) -> N
     assert result.fixes == {"max": fix}
     # sudo asks for a password: it needs a terminal.
     assert (result.fix_command or "").startswith("ssh -t ana@max.local 'sudo ")
+
+
+def test_a_node_that_shows_no_environment_is_said_before_the_launch() -> None:
+    config = studio()
+    seen = {node.name: GOOD for node in config.nodes}
+    stale = dict.fromkeys(seen, NOTHING) | {"max": StaleProcesses(stale=[], marked_seen=False)}
+    result = check.evaluate(config, stale, seen, {name: mac(name) for name in seen}, "ring")
+    assert result.status is CheckStatus.WARN
+    assert result.summary.startswith("max: its system shows no environment of a process that was just started")
 
 
 def test_a_failed_probe_is_no_silent_pass() -> None:

@@ -36,6 +36,7 @@ class Node(Machine):
     def _undoings(self) -> dict[str, Callable[[], None]]:
         return {
             "power": self.power_on,
+            "asleep": self.wake,
             "link": self.link_up,
             "filter": self.flush_rules,
             "speed": self.full_speed,
@@ -57,8 +58,18 @@ class Node(Machine):
         self._harm("power")
         self.pull_the_plug()
         # Rules, speed and a frozen sshd went with the kernel's state.
-        for harm in ("link", "filter", "speed", "frozen"):
+        for harm in ("asleep", "link", "filter", "speed", "frozen"):
             self._healed(harm)
+
+    def sleep(self) -> None:
+        """Stop every process on the node, as a Mac's sleep does; its kernel still takes what is sent."""
+        self._harm("asleep")
+        self._signal_all("STOP")
+
+    def wake(self) -> None:
+        """Undo sleep."""
+        self._signal_all("CONT")
+        self._healed("asleep")
 
     def cut(self, traffic: Traffic = Traffic.EVERYTHING, peer: str | None = None) -> None:
         """Let all packets of `traffic` vanish both ways: a black hole. `peer` is one other address; else everybody."""
@@ -183,6 +194,10 @@ class Node(Machine):
     def _filter(self, rules: Sequence[str]) -> None:
         self._harm("filter")
         self._as_root("iptables-restore", "--noflush", stdin=faults.inserted(rules))
+
+    def _signal_all(self, name: str) -> None:
+        # All but the node's pid 1 and this shell itself, kill(2).
+        attempt(*self.inside(), "sh", "-c", f"kill -{name} -1")
 
     def _signal_sshd(self, name: str) -> None:
         # Not `command`: an sshd that is not there needs no signal.

@@ -9,13 +9,15 @@ import re
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.node.processes import kill_with_nonce, with_any_nonce, with_nonce, with_variables
+from engine.node.processes import NONCE_VARIABLE, kill_with_nonce, with_any_nonce, with_nonce, with_variables
 from engine.protocol.attempt import CHECK_PREFIX
 
 _SWEEP_LIMIT_S = 3.0
@@ -56,20 +58,45 @@ def _await_end(seconds: float) -> bool:
     return True
 
 
-WATCHED = ("engine.node.keeper", "mlx.launch", "engine.trainer.allreduce_check")
+_MARKED_CHILD = "engine.node.probes stale"
+"""In the command of the child that is to be seen."""
+WATCHED = ("engine.node.keeper", "mlx.launch", "engine.trainer.allreduce_check", _MARKED_CHILD)
+_SEEN_WITHIN_S = 5.0
 _LEASE = re.compile(r"engine\.node\.probes lease (\S+)")
 _AGAIN_S = 0.3
 
 
 def probe_stale() -> dict[str, Any]:
-    """`stale`: for each nonce whose processes nobody watches any more, their `pids` and the first one's `command`."""
+    """`stale`: for each nonce whose processes nobody watches any more, their `pids` and the first one's `command`;
+    `marked_seen`: a child that was just started with a nonce is found by it."""
+    marked_seen = _sees_marked_child()
     first = _unwatched()
     if not first:
-        return {"stale": []}
+        return {"stale": [], "marked_seen": marked_seen}
     # What is gone by then was about to leave, or to come.
     time.sleep(_AGAIN_S)
     groups = [processes for nonce, processes in _unwatched().items() if nonce in first]
-    return {"stale": [{"pids": sorted(group), "command": group[min(group)][:200]} for group in groups]}
+    stale = [{"pids": sorted(group), "command": group[min(group)][:200]} for group in groups]
+    return {"stale": stale, "marked_seen": marked_seen}
+
+
+def _sees_marked_child() -> bool:
+    nonce = f"check-{uuid.uuid4().hex}"
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", "input()", _MARKED_CHILD],
+        env={**os.environ, NONCE_VARIABLE: nonce},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until = time.monotonic() + _SEEN_WITHIN_S
+    try:
+        while not (seen := any(each.pid == child.pid for each in with_nonce(nonce))) and time.monotonic() < until:
+            time.sleep(_SWEEP_INTERVAL_S)
+        return seen
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def _unwatched() -> dict[str, dict[int, str]]:

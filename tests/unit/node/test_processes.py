@@ -9,7 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,77 @@ def test_everything_with_a_nonce_is_killed_and_nothing_else() -> None:
         assert bystander.poll() is None
 
 
+HIDDEN = """
+import os, subprocess, sys, time
+# As a shell with job control starts it, without environment: a group of its own in the same session.
+child = subprocess.Popen(["sleep", "60"], env={}, process_group=0)
+print(child.pid, flush=True)
+child.wait() if sys.argv[1:] == ["stay"] else os._exit(0)
+"""
+
+
+@contextmanager
+def hidden_child(nonce: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
+    """A marked leader of a session, when it started, and the pid of its child, whose environment is empty."""
+    argv = [sys.executable, "-c", HIDDEN, *arguments]
+    environment = {**os.environ, processes.NONCE_VARIABLE: nonce}
+    with subprocess.Popen(argv, env=environment, start_new_session=True, stdout=subprocess.PIPE) as leader:
+        assert leader.stdout is not None
+        start = processes.start_time(leader.pid) or ""
+        child = int(leader.stdout.readline())
+        try:
+            yield leader, start, child
+        finally:
+            for pid in (leader.pid, child):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_child_without_environment_is_found_by_its_parent() -> None:
+    nonce = uuid.uuid4().hex
+    with hidden_child(nonce, "stay") as (leader, _, child):
+        wait_until(lambda: processes.start_time(child) is not None)
+        assert [each.pid for each in processes.with_nonce(nonce)] == [leader.pid]
+        assert {each.pid for each in processes.of_attempt(nonce, {})} == {leader.pid, child}
+        assert processes.kill_with_nonce(nonce)
+        wait_until(lambda: processes.start_time(child) is None)
+
+
+def test_an_orphan_without_environment_is_found_by_the_session_that_its_leader_led() -> None:
+    nonce = uuid.uuid4().hex
+    with hidden_child(nonce) as (leader, start, child):
+        assert leader.wait(20) == 0
+        assert processes.with_nonce(nonce) == []
+        assert [each.pid for each in processes.of_attempt(nonce, {leader.pid: start})] == [child]
+
+
+def test_a_pid_that_is_anothers_by_now_leads_nothing() -> None:
+    with sleeper() as bystander:
+        assert processes.of_attempt(uuid.uuid4().hex, {bystander.pid: "another start"}) == []
+
+
+@pytest.mark.needs("linux")
+def test_on_a_mac_that_hides_every_environment_the_session_is_followed(as_on_a_mac: Path) -> None:
+    as_on_a_mac.write_text(
+        '#!/bin/sh\ncase "$1" in -axEww) exec /bin/ps axww -o pid=,stat=,command= ;; *) exec /bin/ps "$@" ;; esac\n'
+    )
+    nonce = uuid.uuid4().hex
+    with hidden_child(nonce, "stay") as (leader, start, child):
+        assert processes.with_nonce(nonce) == []
+        found = processes.of_attempt(nonce, {leader.pid: start})
+        assert {each.pid for each in found} == {leader.pid, child}
+        assert any("sleep 60" in each.command for each in found)
+
+
+@pytest.mark.parametrize("answer", ["", "exit 1", "echo 1 S launchd", "echo '1 S launchd'; exit 1"])
+def test_a_list_without_the_asker_is_no_proof(as_on_a_mac: Path, answer: str) -> None:
+    as_on_a_mac.write_text(f"#!/bin/sh\n{answer}\n")
+    with pytest.raises(OSError, match="has not listed all processes"):
+        processes.with_nonce("nonce")
+    with pytest.raises(OSError, match="has not listed all processes"):
+        processes.of_attempt("nonce", {})
+
+
 class Recorded:
     def __init__(self, code: int = 0) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -178,11 +249,11 @@ def test_the_trainer_is_user_interactive_on_a_mac_alone(
 @pytest.mark.parametrize(
     ("platform", "argv", "output"),
     [
-        ("darwin", ["/usr/bin/caffeinate", "-ims", "-w", "77"], "caffeinate -ims"),
+        ("darwin", ["/usr/bin/caffeinate", "-i", "-w", "77"], "caffeinate -i"),
         ("linux", None, "not on macOS"),
     ],
 )
-def test_a_mac_stays_awake_while_the_rank_lives(
+def test_a_mac_stays_awake_while_the_process_lives(
     platform: str, argv: list[str] | None, output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
@@ -192,7 +263,7 @@ def test_a_mac_stays_awake_while_the_rank_lives(
 
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert processes.stay_awake(77) == output
+    assert processes.stay_awake(77, "-i") == output
     assert started == ([argv] if argv else [])
 
 
@@ -202,4 +273,4 @@ def test_a_mac_without_caffeinate_is_reported_and_not_an_error(monkeypatch: pyte
 
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert "caffeinate" in processes.stay_awake(77)
+    assert "caffeinate" in processes.stay_awake(77, "-i")

@@ -823,6 +823,12 @@ def test_epochs_are_iterations_once_the_examples_are_counted() -> None:
     assert "needs the number of examples" in reasons["checkpoint_strategy.frequency"]
 
 
+def test_the_plan_shows_no_credentials_of_a_destination() -> None:
+    config = {"checkpoint": CheckpointConfig(destination="s3://key:s3cr3t@bucket/runs")}
+    plan = make_plan(inputs(ultra_and_max(), settings={"save_every": 20}, config=config))
+    assert plan.checkpoint_strategy.storage == "s3://[redacted]@bucket/runs"
+
+
 @pytest.mark.parametrize("strategy", ["data", "sharded"])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_plan_names_what_a_run_continues_from(strategy: str, *, enabled: bool) -> None:

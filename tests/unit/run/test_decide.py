@@ -161,6 +161,7 @@ MISTAKE = failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
         (run(failed(Reason.PREFLIGHT_FAILED)), "preflight failed"),
         (run(failed(Reason.DISK_FULL)), "no room on a full disk"),
         (run(failed(Reason.SUPERVISOR_LOST)), "its supervisor was lost"),
+        (run(failed(Reason.HEAD_SLEPT)), None),
         (run(KILLED, REFUSED), "what a trainer refuses"),
         (run(KILLED, changed(REFUSED, cause=None)), None),
         (run(KILLED, changed(REFUSED, reached=60)), None),

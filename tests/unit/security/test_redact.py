@@ -19,6 +19,11 @@ TOKEN = "hf_" + "aB3" * 11
         "password: s3cr3t-value",
         "Authorization: Bearer s3cr3t-value-0123456789",
         "sk-s3cr3t-value-0123456789",
+        "s3://key:s3cr3t@bucket/run",
+        "postgres://ana:p%40s3cr3t@db.local:5432/x?y=a@b",
+        "cloning https://s3cr3t@huggingface.co/ana/model",
+        "GET https://store.example/adapters.safetensors?v=2&sig=s3cr3t%2B&e=1",
+        "https://store.example/a?X-Amz-Credential=s3cr3t%2F2026&X-Amz-Signature=s3cr3t",
     ],
 )
 def test_secrets_are_taken_out(text: str) -> None:
@@ -34,7 +39,17 @@ def test_a_secret_of_the_environment_is_taken_out_wherever_its_value_stands() ->
 
 
 @pytest.mark.parametrize(
-    "text", ["trained_tokens: 1234567", "tokens_per_second=1234.567", "the tokenizer.json is missing"]
+    "text",
+    [
+        "trained_tokens: 1234567",
+        "tokens_per_second=1234.567",
+        "the tokenizer.json is missing",
+        "git clone ssh://git@example.org/ana/model",
+        "http://ana.local:8080/metrics",
+        "s3://bucket/run?region=eu",
+        "https://example.org/issues/1@2",
+        "mail ana@example.org: see https://example.org",
+    ],
 )
 def test_ordinary_text_stays(text: str) -> None:
     assert redact(text, {}) == text

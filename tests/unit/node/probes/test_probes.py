@@ -116,7 +116,9 @@ def test_no_signal_but_kill_takes_a_lease_away() -> None:
 
 def stale() -> list[dict[str, object]]:
     done = subprocess.run([sys.executable, "-m", "engine.node.probes", "stale"], capture_output=True, check=True)
-    found: list[dict[str, object]] = json.loads(done.stdout)["stale"]
+    report = json.loads(done.stdout)
+    assert report["marked_seen"] is True
+    found: list[dict[str, object]] = report["stale"]
     return found
 
 
