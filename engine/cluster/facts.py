@@ -99,9 +99,12 @@ def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], 
             found.pop("ip", None)
         return found
     cables = json_object(json_or_none(answers.get("thunderbolt"))).get(_THUNDERBOLT)
+    ports = {port.device for port in fields["thunderbolt"]}
+    # ifconfig ends each of these with its status: one without has been cut off.
+    whole = all(found.active is not None for found in fields["interfaces"] if found.name in ports)
     for name, command, readable in (
-        ("thunderbolt", f"system_profiler {_THUNDERBOLT} -json", isinstance(cables, list)),
-        ("ifconfig", "ifconfig -a", any(port.ipv4 for port in fields["interfaces"])),
+        ("thunderbolt", f"system_profiler {_THUNDERBOLT} -json", cables == [] or bool(fields["thunderbolt"])),
+        ("ifconfig", "ifconfig -a", whole and any(port.ipv4 for port in fields["interfaces"])),
     ):
         if name in answers and name not in found and not readable:
             output = plain(_text(answers, name).strip(), 200)

@@ -68,11 +68,13 @@ def mac_memory_used(vm_stat: str) -> int | None:
 
 
 def mac_os(sw_vers: str) -> tuple[str | None, str | None, str | None]:
-    """(name, version, build), for example ("macOS 26.4.1 (25E253)", "26.4.1", "25E253")."""
-    fields = _fields(sw_vers, ":")
+    """(name, version, build), for example ("macOS 26.4.1 (25E253)", "26.4.1", "25E253"). A line that does not end has
+    been cut off."""
+    fields = _fields(sw_vers.rpartition("\n")[0], ":")
     version, build = text_or_none(fields.get("ProductVersion"), 20), text_or_none(fields.get("BuildVersion"), 20)
-    name = f"{fields.get('ProductName') or 'macOS'} {version}" + (f" ({build})" if build else "")
-    return name if version is not None else None, version, build
+    if version is None:
+        return None, None, None
+    return f"{fields.get('ProductName') or 'macOS'} {version}" + (f" ({build})" if build else ""), version, build
 
 
 def _fields(text: str, separator: str) -> dict[str, str]:

@@ -37,7 +37,8 @@ def hardware_ports(networksetup: str) -> dict[str, str]:
     """Device → name of its port in the user's language."""
     ports: dict[str, str] = {}
     name = None
-    for line in networksetup.splitlines():
+    # A line that does not end has been cut off.
+    for line in networksetup.rpartition("\n")[0].splitlines():
         # The keys are never translated.
         key, _, value = line.partition(": ")
         if key == "Hardware Port":
@@ -169,6 +170,9 @@ def mac_rdma_devices(ibv_devices: str, ibv_devinfo: str) -> tuple[RdmaDevice, ..
             states.setdefault(device, state[1])
         elif gid := _GID.match(line):
             gids.setdefault(device, []).append(gid[1])
+    if not ibv_devinfo.endswith("\n\n") and not _has_ipv4_gid(gids.get(device)):
+        # A blank line ends each device: the rest of this one's table has been cut off.
+        gids.pop(device, None)
     known = sorted({*rdma_device_names(ibv_devices), *states, *gids} - {""})
     return tuple(
         RdmaDevice(name=name, port_state=states.get(name), ipv4_gid=_has_ipv4_gid(gids.get(name)))

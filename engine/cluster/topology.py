@@ -67,7 +67,8 @@ def topology(facts: Sequence[NodeFacts]) -> Topology:
     """The cables between these nodes, in the configuration's order.
 
     Several ranks on one machine are one node here, named after the first. A cable counts when its ends name each other,
-    as in MLX's check of a mesh; two cables between the same nodes count as two.
+    as in MLX's check of a mesh; two cables between the same nodes count as two. A node that does not report a cable
+    which another one sees is unknown: its output was read wrongly, or before the cable was plugged in.
     """
     first: dict[str, NodeFacts] = {}
     for fact in facts:
@@ -87,7 +88,9 @@ def topology(facts: Sequence[NodeFacts]) -> Topology:
                 if port.peer_uuid is not None and not unknown:
                     place = port.device or f"port {port.receptacle or '?'}"
                     strangers.append(f"{machine.node} {place}: {port.peer_name or 'a computer'}")
-            elif number < peer[0] and peer[1].peer_uuid == port.domain_uuid:
+            elif peer[1].peer_uuid != port.domain_uuid:
+                unknown.setdefault(names[peer[0]], f"{machine.node} sees a cable to it that it does not report")
+            elif number < peer[0]:
                 b, b_device = names[peer[0]], peer[1].device
                 speed = port.speed or peer[1].speed
                 cables.append(Cable(a=machine.node, a_device=port.device, b=b, b_device=b_device, speed=speed))

@@ -21,7 +21,10 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.command import CommandFailed
 from tests.cluster.fallback import LoopbackCluster
 from tests.cluster.faults import Traffic
+from tests.cluster.mac.cluster import PLACES_FILE, MacCluster, MacNode
+from tests.cluster.mac.personality import CABLINGS, PERSONALITIES, USUAL, USUAL_CABLES
 from tests.cluster.node import Node
+from tests.cluster.registry import Record
 
 KINDS = (Cluster, LoopbackCluster)
 BY_HAND = "by-hand"
@@ -61,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="bring a cluster up and hold it until ctrl+c or `down`")
     up.add_argument("size", type=int, nargs="?", default=4)
     up.add_argument("--loopback", action="store_true", help="sshds on loopback ports, without namespaces")
+    macs = f"Macs instead: {', '.join(PERSONALITIES)}, for the nodes in turn ({USUAL} by itself)"
+    up.add_argument("--mac", nargs="*", metavar="PERSONALITY", help=macs)
+    up.add_argument("--cables", choices=CABLINGS, default=USUAL_CABLES, help="how the Macs are cabled (%(default)s)")
     up.add_argument("--bare", action="store_true", help="without the demo's model and data on the nodes")
     up.add_argument("--detach", action="store_true", help="hold it in a process of its own, and return")
     commands.add_parser("down", help="take a cluster away")
@@ -77,6 +83,14 @@ def parser() -> argparse.ArgumentParser:
     slow.add_argument("rate", nargs="?", default="10mbit")
     for name in PLAIN:
         commands.add_parser(name).add_argument("node")
+    fault = commands.add_parser("mac-fault", help="a Mac's command is late, cut or failing; undone by heal")
+    fault.add_argument("node")
+    fault.add_argument("program")
+    fault.add_argument("--late-s", type=float, default=argparse.SUPPRESS)
+    fault.add_argument("--cut", type=int, default=argparse.SUPPRESS, help="of its output so many characters")
+    fault.add_argument("--output", default=argparse.SUPPRESS, help="instead of its own")
+    fault.add_argument("--errors", default=argparse.SUPPRESS, help="on its standard error")
+    fault.add_argument("--exit-code", type=int, default=argparse.SUPPRESS)
     sshd = commands.add_parser("sshd-set", help="restart sshd with options, as MaxSessions=3")
     sshd.add_argument("node")
     sshd.add_argument("options", nargs="+", metavar="KEY=VALUE")
@@ -94,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         case "up" if arguments.detach:
             return detach([word for word in sys.argv[1:] if word != "--detach"])
         case "up":
-            return up(arguments.size, loopback=arguments.loopback, bare=arguments.bare)
+            return up(arguments)
         case "down":
             return down(only(arguments.cluster))
         case "list":
@@ -117,6 +131,11 @@ def run_on_node(cluster: Cluster, arguments: argparse.Namespace) -> int:
             fault(traffic=arguments.traffic or usual, peer=peer)
         case "slow":
             node.slow_link(arguments.rate)
+        case "mac-fault":
+            if not isinstance(node, MacNode):
+                raise LookupError(f"{node.name} is no Mac: up --mac")
+            kinds = ("late_s", "cut", "output", "errors", "exit_code")
+            node.set_fault(arguments.program, **{kind: vars(arguments)[kind] for kind in kinds if kind in arguments})
         case "sshd-set":
             node.configure_sshd(**dict(option.split("=", 1) for option in arguments.options))
         case "processes":
@@ -132,20 +151,27 @@ def run_on_node(cluster: Cluster, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def up(size: int, *, loopback: bool, bare: bool) -> int:
-    """Hold a cluster until a signal ends it."""
+def up(arguments: argparse.Namespace) -> int:
+    """Hold a cluster until a signal ends it. Raises LookupError, ValueError."""
+    size, loopback = arguments.size, arguments.loopback
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if arguments.mac is not None and (loopback or (reason := capability.missing())):
+        raise ValueError(f"--mac needs {'no --loopback' if loopback else reason}")
     if not loopback and (reason := capability.missing()):
         print(f"needs {reason}: sshds on loopback instead; nothing can be cut or switched off", file=sys.stderr)
         loopback = True
     begun = time.monotonic()
-    with LoopbackCluster(size) if loopback else Cluster(size) as cluster:
+    if arguments.mac is not None:
+        made: Cluster = MacCluster(size, arguments.mac, arguments.cables)
+    else:
+        made = LoopbackCluster(size) if loopback else Cluster(size)
+    with made as cluster:
         ready = time.monotonic() - begun
         # Not at the top: this imports the engine's configuration, and the other commands need not wait for that.
         from engine.security.paths import state_home
         from tests.cluster.demo_job import install_demo, write_toml
 
-        if not bare:
+        if not arguments.bare:
             install_demo(cluster, state_home())
         toml = write_toml(cluster)
         (cluster.folder / BY_HAND).touch()
@@ -202,7 +228,7 @@ def show() -> int:
             print(f"cluster {number} was left by a process that is gone: cleared away")
         for record in kind.registry.clusters():
             print(f"cluster {record.number}, held by process {record.owner}; its files: {record.folder}")
-            for node in kind.attach(record.number).nodes:
+            for node in attached(kind, record).nodes:
                 print(f"  {node.name:6} {node.ssh:18} {'on' if node.pid else 'off'}")
     return 0
 
@@ -219,7 +245,11 @@ def only(number: int | None) -> Cluster:
         there = ", ".join(str(record.number) for _, record in found) or "none"
         raise LookupError(f"which cluster? --cluster NUMBER; there are: {there}")
     kind, record = meant[0]
-    return kind.attach(record.number)
+    return attached(kind, record)
+
+
+def attached(kind: type[Cluster], record: Record) -> Cluster:
+    return (MacCluster if (record.folder / PLACES_FILE).exists() else kind).attach(record.number)
 
 
 def address_of(cluster: Cluster, name: str) -> str:

@@ -36,6 +36,8 @@ class Cluster:
     registry: ClassVar[Registry] = Registry(Path("/run/flightdeck-cluster"), clear_namespaces)
     isolated: ClassVar[bool] = True
     """Each node has namespaces of its own, and so a network that can fail."""
+    names_addresses: ClassVar[bool] = True
+    """A configuration names its nodes' addresses."""
 
     def __init__(self, size: int = 4) -> None:
         self._specs = specs(size)

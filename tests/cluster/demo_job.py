@@ -40,7 +40,9 @@ def flightdeck_toml(cluster: Cluster, **job: str | int | float) -> str:
     """A configuration of the demo's training on the cluster's nodes; `job` wins over JOB."""
     lines = ["[cluster]", 'name = "test-cluster"', 'backend = "ring"']
     for node in cluster.nodes:
-        keys = {"name": node.name, "ssh": node.ssh, "ips": [node.ip], "python": node.python}
+        keys: dict[str, str | list[str]] = {"name": node.name, "ssh": node.ssh, "python": node.python}
+        if cluster.names_addresses:
+            keys["ips"] = [node.ip]
         # What JSON writes for these strings, lists and numbers is TOML, too.
         lines += ["", "[[node]]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
     lines += ["", "[job]", *(f"{key} = {json.dumps(value)}" for key, value in {**JOB, **job}.items())]

@@ -28,6 +28,10 @@ UP_LIMIT_S = 30.0
 class Machine:
     """A machine, on or off. Paths are the node's own; `python` is below `~`, as a user would write it."""
 
+    shell = "/bin/bash"
+    kernel = ""
+    """Where Linux's /proc and /sys are."""
+
     @property
     def port(self) -> int:
         """The port of its sshd."""
@@ -71,7 +75,7 @@ class Machine:
         self.disk.mount(self.uid)
         etc = self.disk.root / "etc"
         for file, line in (
-            ("passwd", f"{self.user}:x:{self.uid}:{self.uid}::{self.home}:/bin/bash"),
+            ("passwd", f"{self.user}:x:{self.uid}:{self.uid}::{self.home}:{self.shell}"),
             ("group", f"{self.user}:x:{self.uid}:"),
             ("shadow", f"{self.user}:*:20000:0:99999:7:::"),
         ):
@@ -84,7 +88,7 @@ class Machine:
         shutil.rmtree(self.sshd_folder)
         self.sshd_folder.mkdir()
         sshd.make_key(self.sshd_folder / sshd.KEY_NAME, self.name)
-        (self.sshd_folder / sshd.CONFIG_NAME).write_text(sshd.config({}))
+        (self.sshd_folder / sshd.CONFIG_NAME).write_text(self._sshd_config({}))
         init = self.disk.seen_from_head(system.INIT)
         init.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(__file__).with_name("init.py"), init)
@@ -127,6 +131,7 @@ class Machine:
                 home_on_node=self.home,
                 boot_id=boot_id,
                 owner=owner,
+                kernel=self.kernel,
             )
             (self.folder / "boot.sh").write_text(text)
             namespaces = ("--net", "--mount", "--pid", "--uts", "--ipc", "--kill-child", "--propagation", "private")
@@ -260,6 +265,9 @@ class Machine:
         if pid is None:
             raise CommandFailed(f"{self.name} is off")
         return ["nsenter", "-t", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--root"]
+
+    def _sshd_config(self, changes: dict[str, str]) -> str:
+        return sshd.config(changes)
 
     def _as_root(self, *argv: str, stdin: str = "") -> str:
         return command(*self.inside(), *argv, stdin=stdin)

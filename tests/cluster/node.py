@@ -203,9 +203,6 @@ class Node(Machine):
         # Not `command`: an sshd that is not there needs no signal.
         attempt(*self.inside(), "sh", "-c", f'kill -{name} "$(cat {sshd.PID_FILE})"')
 
-    def _sshd_config(self, changes: dict[str, str]) -> str:
-        return sshd.config(changes)
-
     def _refused(self) -> bool:
         """True if nobody listens on the ssh port, asked from the node itself, where no fault of the network is."""
         listening = self._as_root("ss", "--no-header", "--tcp", "--listening", "--numeric", f"sport = :{self.port}")

@@ -43,9 +43,10 @@ def masked() -> list[str]:
     return [str(path) for path in sorted(wanted) if path.is_dir() and not wanted.intersection(path.parents)]
 
 
-def script(*, name: str, root: Path, home: Path, home_on_node: str, boot_id: Path, owner: int) -> str:
+def script(*, name: str, root: Path, home: Path, home_on_node: str, boot_id: Path, owner: int, kernel: str = "") -> str:
     """The boot script of node `name`. `root` is its merged root, `home` the directory of its home's disk, `boot_id` a
-    file with this boot's id, `owner` the descriptor of a pidfd. Run it with /bin/sh in new namespaces."""
+    file with this boot's id, `owner` the descriptor of a pidfd. Run it with /bin/sh in new namespaces. A node with
+    `kernel` is a Mac: that is where its /proc and /sys lie, and it has macOS's limit of open files."""
     lines = [
         "set -e",
         f"cd {quote(str(root))}",
@@ -60,10 +61,10 @@ def script(*, name: str, root: Path, home: Path, home_on_node: str, boot_id: Pat
         "mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts dev/pts",
         "mount -t tmpfs -o mode=1777,size=256m shm dev/shm",
         "ln -s pts/ptmx dev/ptmx",
-        "ln -s /proc/self/fd dev/fd",
-        "ln -s /proc/self/fd/0 dev/stdin",
-        "ln -s /proc/self/fd/1 dev/stdout",
-        "ln -s /proc/self/fd/2 dev/stderr",
+        f"ln -s {kernel}/proc/self/fd dev/fd",
+        "ln -s fd/0 dev/stdin",
+        "ln -s fd/1 dev/stdout",
+        "ln -s fd/2 dev/stderr",
     ]
     for path in masked():
         mode = "1777" if PurePosixPath(path).name == "tmp" else "0755"
@@ -78,6 +79,11 @@ def script(*, name: str, root: Path, home: Path, home_on_node: str, boot_id: Pat
         f"mount --bind {quote(str(boot_id))} proc/sys/kernel/random/boot_id",
         "pivot_root . .",
         "umount -l .",
+    ]
+    if kernel:
+        lines += [f"mkdir -p {kernel}/sys {kernel}/proc", f"mount --move /sys {kernel}/sys"]
+        lines += [f"mount --move /proc {kernel}/proc", "ulimit -S -n 256"]
+    lines += [
         f"exec {quote(str(interpreter()))} -I -S {INIT} {owner}",
     ]
     return "\n".join(lines) + "\n"

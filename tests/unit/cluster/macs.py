@@ -1,4 +1,4 @@
-"""Macs with Thunderbolt cables, as the commands on them would print it; the form is that of recorded output."""
+"""Macs with Thunderbolt cables, as the commands of the test cluster's Macs print it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from hypothesis import strategies as st
 
 from engine.cluster.facts import read_facts
 from engine.models import NodeFacts
+from engine.node.probes.facts import MAC_COMMANDS
+from tests.cluster.mac import personality
+from tests.cluster.mac.commands import Mac, answer
+from tests.cluster.mac.personality import Document, lacks
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 End = tuple[int, int]
@@ -29,7 +33,6 @@ class Macs:
     """The device of each port, in the order of the receptacles; en3, en4, … where left out."""
     addresses: dict[str, str] = field(default_factory=dict)
     """ "mac0 en5" → "192.168.0.1/30"."""
-    port_words: str = "Thunderbolt"
 
     def __post_init__(self) -> None:
         self.devices = self.devices or [[f"en{3 + port}" for port in range(count)] for count in self.ports]
@@ -44,61 +47,29 @@ class Macs:
                 return b if end == a else a
         return None
 
-    def thunderbolt(self, mac: int) -> str:
-        """`system_profiler SPThunderboltDataType -json`, which lists the buses backwards."""
-        buses = [self._bus((mac, port)) for port in reversed(range(self.ports[mac]))]
-        return json.dumps({"SPThunderboltDataType": buses}, indent=2)
+    def document(self, mac: int) -> Document:
+        """An M3 Ultra whose ports are those of `mac`."""
+        ports = [self._port((mac, port)) for port in range(self.ports[mac])]
+        return personality.document(mac, f"mac{mac}", "m3-ultra-512") | {"ports": ports}
 
-    def _bus(self, end: End) -> dict[str, Any]:
+    def _port(self, end: End) -> Document:
         mac, port = end
-        items: list[dict[str, Any]] = []
-        peer = self.joined(end)
+        device, joined = self.devices[mac][port], self.joined(end)
+        peer = None
         if end in self.docks:
-            items.append({"_name": "Dock", "device_name_key": "Dock", "vendor_name_key": "CalDigit, Inc."})
+            peer = {"product": "Dock", "model": "Dock", "uuid": None}
         if end in self.strangers:
-            items.append({"_name": "MacBook", "domain_uuid_key": f"STRANGER-{mac}-{port}"})
-        if peer is not None:
-            items.append({"_name": "Mac Studio", "device_name_key": "Mac15,14", "domain_uuid_key": uuid(peer)})
-        bus: dict[str, Any] = {
-            "_name": f"thunderboltusb4_bus_{port}",
-            "device_name_key": "Mac Studio",
-            "domain_uuid_key": uuid(end),
-            "receptacle_1_tag": {
-                "current_speed_key": "80 Gb/s" if items else "Up to 120 Gb/s",
-                "receptacle_id_key": str(port + 1),
-                "receptacle_status_key": "receptacle_connected" if items else "receptacle_no_devices_connected",
-            },
-            "switch_uid_key": f"0x{mac:08X}{port:08X}",
-        }
-        return {"_items": items, **bus} if items else bus
+            peer = {"product": "MacBook", "model": "Mac16,1", "uuid": f"STRANGER-{mac}-{port}"}
+        if joined is not None:
+            peer = {"product": "Mac Studio", "model": "Mac15,14", "uuid": uuid(joined)}
+        known = {"receptacle": str(port + 1), "device": device, "uuid": uuid(end), "peer": peer}
+        return known | {"ip": self.addresses.get(f"mac{mac} {device}")}
+
+    def thunderbolt(self, mac: int) -> str:
+        return self.answers(mac)["thunderbolt"]
 
     def networksetup(self, mac: int) -> str:
-        ports = [("Ethernet", "en0"), ("Wi-Fi", "en1")]
-        ports += [(f"{self.port_words} {port + 1}", device) for port, device in enumerate(self.devices[mac])]
-        ports += [("Thunderbolt Bridge", "bridge0")]
-        blocks = [f"\nHardware Port: {name}\nDevice: {device}\nEthernet Address: N/A\n" for name, device in ports]
-        return "".join(blocks) + "\nVLAN Configurations\n===================\n"
-
-    def ifconfig(self, mac: int) -> str:
-        lines = ["en0: flags=8863<UP> mtu 1500", f"\tinet 10.0.0.{mac + 1} netmask 0xffffff00 broadcast 10.0.0.255"]
-        lines += ["\tstatus: active"]
-        for port, device in enumerate(self.devices[mac]):
-            lines.append(f"{device}: flags=8863<UP> mtu 1500")
-            if address := self.addresses.get(f"mac{mac} {device}"):
-                lines.append(f"\tinet {address.partition('/')[0]} netmask 0xfffffffc broadcast 192.168.255.255")
-            lines.append(f"\tstatus: {'active' if self.joined((mac, port)) else 'inactive'}")
-        return "\n".join(lines) + "\n"
-
-    def ibv_devices(self, mac: int) -> str:
-        rows = [f"    rdma_{device}        \t{port:016x}" for port, device in enumerate(self.devices[mac])]
-        return "\n".join(["    device          \t   node GUID", "    ------          \t----------------", *rows, ""])
-
-    def ibv_devinfo(self, mac: int) -> str:
-        blocks = []
-        for port, device in enumerate(self.devices[mac]):
-            state = "PORT_ACTIVE (4)" if self.joined((mac, port)) else "PORT_DOWN (1)"
-            blocks.append(f"hca_id:\trdma_{device}\n\t\tport:\t1\n\t\t\tstate:\t\t\t{state}\n")
-        return "\n".join(blocks)
+        return self.answers(mac)["networksetup"]
 
     def facts(self, **changes: Any) -> list[NodeFacts]:
         """What the probe makes of it: RDMA on, macOS 26.4.1 everywhere."""
@@ -106,21 +77,33 @@ class Macs:
 
     def answers(self, mac: int) -> dict[str, str]:
         """What the facts probe's commands print."""
-        return {
-            "sysctl": "hw.memsize: 549755813888\nmachdep.cpu.brand_string: Apple M3 Ultra\nhw.model: Mac15,14\n",
-            "sw_vers": "ProductName:\t\tmacOS\nProductVersion:\t\t26.4.1\nBuildVersion:\t\t25E253\n",
-            "thunderbolt": self.thunderbolt(mac),
-            "networksetup": self.networksetup(mac),
-            "ifconfig": self.ifconfig(mac),
-            "ibv_devices": self.ibv_devices(mac),
-            "ibv_devinfo": self.ibv_devinfo(mac),
-            "rdma_ctl": "enabled\n",
-            "mlx_import": json.dumps({"gpu": "gpu", "backends": ["ring", "jaccl", "jaccl-ring"], "working_set": 2**38}),
-        }
+        return answers(self.document(mac))
 
     def fact(self, mac: int) -> NodeFacts:
         fields = read_facts({"system": "Darwin", "answers": self.answers(mac)})
         return NodeFacts(node=f"mac{mac}", host=f"mac{mac}.local", probed_at=NOW, **fields)
+
+
+class Cabled(Macs):
+    """The Macs of `documents`."""
+
+    def __init__(self, documents: list[Document]) -> None:
+        super().__init__([len(document["ports"]) for document in documents], [])
+        self._documents = documents
+
+    def document(self, mac: int) -> Document:
+        return self._documents[mac]
+
+
+def answers(document: Document) -> dict[str, str]:
+    """What the facts probe's commands print on a Mac of the test cluster, whose MLX has every backend."""
+    mac = Mac(document)
+    backends = ["ring", "jaccl", "jaccl-ring"] if document.get("rdma") else ["ring"]
+    imported = {"gpu": "gpu", "backends": backends, "working_set": document["working_set_bytes"]}
+    found = {
+        name: answer(mac, argv[0], argv[1:]) for name, argv in MAC_COMMANDS.items() if argv[0] not in lacks(document)
+    }
+    return {name: output for name, (output, _, _) in found.items()} | {"mlx_import": json.dumps(imported)}
 
 
 def uuid(end: End) -> str:

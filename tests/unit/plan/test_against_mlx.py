@@ -22,7 +22,8 @@ from engine.cluster.topology import ring_order, topology
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.plan.addresses import assign_subnets, setup_commands
 from engine.plan.network import plan_network
-from tests.unit.cluster.macs import Macs, cablings, mesh, ring
+from tests.cluster.mac.personality import CABLINGS, documents
+from tests.unit.cluster.macs import Cabled, Macs, cablings, mesh, ring
 
 
 class Upstream:
@@ -49,6 +50,16 @@ class Upstream:
     @property
     def mesh(self) -> bool:
         return bool(mlx_config.check_valid_mesh(self.hosts, self.connectivity, False))
+
+    @property
+    def backend(self) -> str | None:
+        """What it chooses by itself; None where it gives up."""
+        rdma = all("rdma_" in self.macs.answers(mac).get("ibv_devices", "") for mac in range(len(self.hosts)))
+        if rdma and self.mesh:
+            return "jaccl"
+        if self.whole_ring is None:
+            return None
+        return "jaccl-ring" if rdma else "ring"
 
     def setup(self) -> dict[str, list[str]]:
         """Per host, the commands that it asks a person to run."""
@@ -184,3 +195,40 @@ def test_a_ring_in_another_order_than_the_nodes_is_named_in_mlx_order(order: lis
     else:
         assert network.backend == "ring"
         assert any(f"in the order {', '.join(macs.names[at] for at in whole)}" in text for text in network.warnings)
+
+
+STUDIOS = ["m4-max-128"], ["m3-ultra-512"], ["m3-ultra-512", "m4-max-128"], ["m5-max-macos27"], ["m1-air-8"]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("cabling", CABLINGS)
+@pytest.mark.parametrize("kinds", STUDIOS, ids="+".join)
+def test_each_personality_of_the_test_cluster_is_planned_as_mlx_does(
+    kinds: list[str], cabling: str, number: int, tmp_path: Path
+) -> None:
+    names = [f"mac{at}" for at in range(number)]
+    if (kinds, cabling, number) == (["m1-air-8"], "mesh", 4):
+        with pytest.raises(ValueError, match=r"mac0 \(MacBookAir10,1\) has too few Thunderbolt ports"):
+            documents(names, kinds, cabling)
+        return
+    macs = Cabled(documents(names, kinds, cabling))
+    upstream, facts = Upstream(macs), macs.facts()
+    setup = setup_commands(topology(facts), facts)
+    if cabling == "bridge":
+        assert setup == {name: lines for name, lines in upstream.setup().items() if len(lines) > 1}
+        # The same cables, once a person has run these commands.
+        facts = Cabled(documents(names, kinds, "chain")).facts()
+    else:
+        assert setup == {}
+    network = plan_network(config(macs), facts, topology(facts))
+    backend = upstream.backend
+    if backend is None:
+        assert network.backend == "ring"
+        assert [host.ips for host in network.hosts] == [(f"10.0.0.{at + 1}",) for at in range(number)]
+        return
+    theirs = upstream.hostfile(backend, tmp_path)
+    assert network.backend == backend
+    if backend == "ring":
+        assert [list(host.ips) for host in network.hosts] == [host["ips"] for host in theirs]
+    else:
+        assert [list(host.rdma or ()) for host in network.hosts] == [host["rdma"] for host in theirs]
