@@ -62,6 +62,7 @@ from engine.protocol.attempt import (
     NodeFiles,
     RankSpec,
     size_of,
+    sync_file,
     write_atomic,
 )
 from engine.protocol.events import exit_output, has_stepped, last_phase
@@ -331,7 +332,7 @@ class _Reserve:
             with self._path.open("r+b") as file:
                 file.write(text.encode()[:_RESERVE_BYTES])
                 file.truncate()
-                os.fsync(file.fileno())
+                sync_file(file.fileno())
             self._path.replace(self._target)
         else:
             self._path.unlink(missing_ok=True)
