@@ -40,6 +40,8 @@ class RankReport:
     replicas_agree: bool | None = None
     saved_bytes: int | None = None
     """Size of the last committed checkpoint."""
+    saved: SavedFile | None = None
+    """The newest trained weights that can be used by themselves."""
     chunk: ChunkProgress | None = None
     """The last one that was finished of data that is streamed."""
 
@@ -166,6 +168,25 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class SavedFile:
+    """Adapters, or trained weights, or a whole model."""
+
+    path: str
+    """On its node."""
+    size: int | None
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class TrainedFile(SavedFile):
+    """The newest that a run has saved."""
+
+    node: str
+    command: str
+    """Uses it, in a shell of that node."""
+
+
+@dataclass(frozen=True)
 class ChunkProgress:
     """Progress through data that is streamed in chunks."""
 
@@ -207,6 +228,7 @@ class RunSnapshot:
     """Shares of the batch, and the prediction from the creation of the run."""
     chunk: ChunkProgress | None = None
     """None before the first chunk is finished, and for data that is kept in memory."""
+    trained: TrainedFile | None = None
     journal_damage: str | None = None
     """Which lines of the journal are damaged and were skipped."""
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from rich.text import Text
 from textual.app import App, SuspendNotSupported
+from textual.binding import Binding, BindingType
 from textual.worker import Worker
 
 from engine.errors import plural
@@ -67,6 +68,8 @@ class FlightDeckApp(App[None]):
     CSS_PATH = "app.tcss"
     COMMANDS: ClassVar[set[Any]] = {ActionProvider}
     COMMAND_PALETTE_BINDING = "ctrl+p"
+    # In dialogs too.
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+z", "suspend", show=False)]
 
     def __init__(
         self,
@@ -206,9 +209,9 @@ class FlightDeckApp(App[None]):
         if active is not None:
             self.open_run(active.id)
         elif self.state.config is None:
-            self.push_screen(Welcome(), self._welcomed)
+            self.push_screen(Welcome(), self._take_answer)
 
-    def _welcomed(self, answer: str | None) -> None:
+    def _take_answer(self, answer: str | None) -> None:
         if answer == "demo":
             self.do_demo()
         elif answer == "quit":
@@ -308,7 +311,8 @@ class FlightDeckApp(App[None]):
         run = self.state.snapshot.record.id
 
         def show_progress() -> None:
-            self.push_screen(Stopping(self.state, lambda: self._request(self.client.abort(run, now=True))))
+            dialog = Stopping(self.state, lambda: self._request(self.client.abort(run, now=True)))
+            self.push_screen(dialog, self._take_answer)
 
         def answered(go: bool | None) -> None:
             if go and self.state.active:
@@ -458,6 +462,16 @@ class FlightDeckApp(App[None]):
 
     async def action_quit(self) -> None:
         self.do_quit()
+
+    def do_suspend(self) -> None:
+        """As the terminal does for a program that leaves ctrl+z to it: the whole job is stopped, until `fg`."""
+        if self._driver is not None and self._driver.can_suspend:
+            os.killpg(0, signal.SIGTSTP)
+        else:
+            self.say("this terminal cannot suspend a program", severity="warning")
+
+    def action_suspend(self) -> None:
+        self.do_suspend()
 
     def action_help_quit(self) -> None:
         """ctrl+c."""

@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from tests.terminal import Terminal
+from tests.waiting import wait_until
 
 CONSOLE: Final = "import sys; from tui.cli import main; sys.exit(main(sys.argv[1:]))"
 BROKEN: Final = (
@@ -74,6 +75,22 @@ def test_a_crash_restores_the_terminal_and_is_a_failure(config: Path, home: Path
         assert terminal.wait() == 1
         assert_restored(terminal)
         assert b"broken on purpose" in terminal.output
+
+
+@pytest.mark.needs("linux")
+def test_ctrl_z_gives_the_terminal_back_until_the_console_is_continued(config: Path, home: Path) -> None:
+    with console(CONSOLE, home, "-c", str(config)) as terminal:
+        terminal.read_until(b"commands")
+        terminal.press(b"\x1a")
+        terminal.read_until(LEAVE_ALTERNATE_SCREEN)
+        wait_until(lambda: "T" in Path(f"/proc/{terminal.pid}/stat").read_text().rpartition(")")[2].split()[0])
+        assert terminal.cooked
+        terminal.signal(signal.SIGCONT)
+        terminal.read_until(b"commands")
+        assert not terminal.cooked
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+        assert_restored(terminal)
 
 
 @pytest.mark.parametrize("command", [(), ("demo",)], ids=["console", "demo"])

@@ -156,7 +156,11 @@ _INIT: Final = (
 class Welcome(Dialog[str]):
     """Answers "demo", "close" or "quit"."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", show=False)]
+    # "d" is in the key bar below.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "dismiss('quit')", show=False),
+        Binding("d", "dismiss('demo')", show=False),
+    ]
 
     def __init__(self) -> None:
         lines = [
@@ -185,6 +189,3 @@ class Welcome(Dialog[str]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.dismiss(event.button.id)
-
-    def action_quit(self) -> None:
-        self.dismiss("quit")
