@@ -70,6 +70,34 @@ def test_a_signal_in_the_first_moment_does_the_same(config: Path, home: Path, nu
         assert_restored(terminal)
 
 
+def test_a_strangers_python_is_not_run_before_a_question_that_is_asked_once(tmp_path: Path, home: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ntouch "{tmp_path}/ran"\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    file = tmp_path / "flightdeck.toml"
+    file.write_text(f'[[node]]\nname = "local-0"\npython = "{python}"\n\n[job]\ncommand = ["true"]\n')
+    with console(CONSOLE, home, "-c", str(file)) as terminal:
+        terminal.read_until(b"run what this file names?")
+        # Enter is on Cancel: nothing is probed, and the console goes on without the file.
+        terminal.press(b"\r")
+        terminal.read_until(b"was not accepted")
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+    assert not (tmp_path / "ran").exists()
+    with console(CONSOLE, home, "-c", str(file)) as terminal:
+        terminal.read_until(b"run what this file names?")
+        terminal.press(b"l\r")
+        wait_until((tmp_path / "ran").exists)
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+    (tmp_path / "ran").unlink()
+    with console(CONSOLE, home, "-c", str(file)) as terminal:
+        wait_until((tmp_path / "ran").exists)
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+        assert b"run what this file names?" not in terminal.output
+
+
 def test_a_crash_restores_the_terminal_and_is_a_failure(config: Path, home: Path) -> None:
     with console(BROKEN, home, "-c", str(config)) as terminal:
         assert terminal.wait() == 1

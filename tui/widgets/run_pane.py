@@ -15,7 +15,7 @@ from tui.widgets.run_summary import figures, own_program, rank_line, rank_table
 from tui.widgets.text import Text
 
 PLOT_ROWS = 6
-"""What is verified gives way to so many rows of a plot, but for what is wrong."""
+"""Lines of what is verified give way to so many rows of a plot, but for what is wrong."""
 TALL = 12
 """Rows of a pane with room for a line a rank, and for the command that uses what was trained."""
 SCROLLBAR_CELLS = 1
