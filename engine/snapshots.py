@@ -44,6 +44,8 @@ class RankReport:
     """How long its training has waited for saves and checkpoints in this attempt."""
     training_s: float | None = None
     """Since the start event."""
+    saved: SavedFile | None = None
+    """The newest trained weights that can be used by themselves."""
     chunk: ChunkProgress | None = None
     """The last one that was finished of data that is streamed."""
 
@@ -170,6 +172,25 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class SavedFile:
+    """Adapters, or trained weights, or a whole model."""
+
+    path: str
+    """On its node."""
+    size: int | None
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class TrainedFile(SavedFile):
+    """The newest that a run has saved."""
+
+    node: str
+    command: str
+    """Uses it, in a shell of that node."""
+
+
+@dataclass(frozen=True)
 class ChunkProgress:
     """Progress through data that is streamed in chunks."""
 
@@ -213,6 +234,7 @@ class RunSnapshot:
     """None before the first chunk is finished, and for data that is kept in memory."""
     damage: tuple[str, ...] = ()
     """The run's files that are missing or damaged, one line each."""
+    trained: TrainedFile | None = None
 
     @property
     def cause(self) -> str | None:

@@ -308,6 +308,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("save", ("ctrl+s",), "save pane", "Save the pane's text to a file", "display"),
     Action("help", ("question_mark",), "help", "This help", "console"),
     Action("palette", ("ctrl+p", "colon"), "commands", "Find any command by name", "console", palette=False),
+    Action("suspend", ("ctrl+z",), "suspend", "Suspend the console; the shell's fg brings it back", "console"),
     Action("quit", ("q",), "quit", "Quit the console, never the run", "console"),
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from rich.text import Text
 from textual.app import App, SuspendNotSupported
+from textual.binding import Binding, BindingType
 from textual.worker import Worker
 
 from engine.errors import plural
@@ -40,7 +41,7 @@ from tui.gc_pauses import GcScheduler
 from tui.glyphs import Glyphs, utf8_terminal
 from tui.poller import POLL_S, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
 from tui.screens.deck import DeckScreen
-from tui.screens.dialog import Welcome, confirm_abort, confirm_launch, text_width
+from tui.screens.dialog import Welcome, confirm_abort, confirm_interpreters, confirm_launch, text_width
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix, confirm_setup
 from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.stopping import Stopping
@@ -68,6 +69,8 @@ class FlightDeckApp(App[None]):
     CSS_PATH = "app.tcss"
     COMMANDS: ClassVar[set[Any]] = {ActionProvider}
     COMMAND_PALETTE_BINDING = "ctrl+p"
+    # In dialogs too.
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+z", "suspend", show=False)]
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class FlightDeckApp(App[None]):
         self._slow_link = slow_link
         self._start = start
         self._follow = follow
-        self._first_shown = False
+        self._first_shown = self._asked = False
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
         self._due = False
@@ -166,10 +169,39 @@ class FlightDeckApp(App[None]):
 
     def on_engine_ready(self, message: EngineReady) -> None:
         self.client.loaded = message.engine
-        config = message.config
         self._gc.start()
+        self.store.change(ready=True)
+        if message.config is None or message.accepted:
+            self._take_config(message)
+        else:
+            self._ask_config(message, message.config)
+        if self._start is not None:
+            self._first_shown = True
+            self._request(self.client.launch(self._start))
+        elif self._follow is not None:
+            self._first_shown = True
+            self.open_run(self._follow)
+
+    def _ask_config(self, message: EngineReady, config: Config) -> None:
+        """Somebody else may have written the file, and a probe runs the interpreters that it names."""
+        self._asked = True
+
+        def answered(go: bool | None) -> None:
+            if not go or config.file is None:
+                self.store.change(fault=f"{config.file} was not accepted: start again to be asked again")
+                return
+            try:
+                self.client.engine.nodes.accept(config.file)
+            except Exception as error:  # a full disk: it is asked again next time
+                self.say(str(error), severity="warning")
+            self._take_config(message)
+
+        self.push_screen(confirm_interpreters(config, text_width(self.size.width)), answered)
+
+    def _take_config(self, message: EngineReady) -> None:
+        config = message.config
         facts = {facts.node: facts for facts in message.facts}
-        self.store.change(ready=True, config=config, facts=facts, prediction=message.prediction)
+        self.store.change(config=config, facts=facts, prediction=message.prediction)
         if config is not None:
             if config.ui.theme in self.available_themes:
                 self.theme = config.ui.theme
@@ -178,12 +210,6 @@ class FlightDeckApp(App[None]):
             self.set_class(self.state.glyphs.ascii, "-ascii")
             self._request(self.client.probe())
             self._update_telemetry()
-        if self._start is not None:
-            self._first_shown = True
-            self._request(self.client.launch(self._start))
-        elif self._follow is not None:
-            self._first_shown = True
-            self.open_run(self._follow)
 
     def on_engine_failed(self, message: EngineFailed) -> None:
         """The faults go to the terminal, one line each, where they can be read beside the file."""
@@ -206,10 +232,10 @@ class FlightDeckApp(App[None]):
         active = next((run for run in message.runs if not run.state.ended), None)
         if active is not None:
             self.open_run(active.id)
-        elif self.state.config is None:
-            self.push_screen(Welcome(), self._welcomed)
+        elif self.state.config is None and not self._asked:
+            self.push_screen(Welcome(), self._take_answer)
 
-    def _welcomed(self, answer: str | None) -> None:
+    def _take_answer(self, answer: str | None) -> None:
         if answer == "demo":
             self.do_demo()
         elif answer == "quit":
@@ -309,7 +335,8 @@ class FlightDeckApp(App[None]):
         run = self.state.snapshot.record.id
 
         def show_progress() -> None:
-            self.push_screen(Stopping(self.state, lambda: self._request(self.client.abort(run, now=True))))
+            dialog = Stopping(self.state, lambda: self._request(self.client.abort(run, now=True)))
+            self.push_screen(dialog, self._take_answer)
 
         def answered(go: bool | None) -> None:
             if go and self.state.active:
@@ -480,6 +507,16 @@ class FlightDeckApp(App[None]):
 
     async def action_quit(self) -> None:
         self.do_quit()
+
+    def do_suspend(self) -> None:
+        """As the terminal does for a program that leaves ctrl+z to it: the whole job is stopped, until `fg`."""
+        if self._driver is not None and self._driver.can_suspend:
+            os.killpg(0, signal.SIGTSTP)
+        else:
+            self.say("this terminal cannot suspend a program", severity="warning")
+
+    def action_suspend(self) -> None:
+        self.do_suspend()
 
     def action_help_quit(self) -> None:
         """ctrl+c."""

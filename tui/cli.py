@@ -156,6 +156,11 @@ def _starting(commands: Commands) -> None:
         ("flightdeck resume 20260102 --follow", "by id prefix; prints how it goes"),
     )
     _run(resume, required=True)
+    resume.add_argument(
+        "--accept-changed-data",
+        action="store_true",
+        help="go on although the data or the base model are not those that the state was saved with",
+    )
     resume.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
     abort = _command(
         commands,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine.errors import plural
 
 if TYPE_CHECKING:
-    from engine.snapshots import AttemptStatus, RunSnapshot
+    from engine.snapshots import AttemptStatus, RunSnapshot, TrainedFile
 
 NOT_MEASURED = "-"
 """Shown for None: never a guess."""
@@ -52,6 +52,14 @@ def size(count: int | float | None) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" or abs(amount) >= 100 else f"{amount:.1f} {unit}"
         amount /= 1000
     raise AssertionError("unreachable")
+
+
+def memory(count: int | float | None) -> str:
+    """Main memory as it is sold and as Activity Monitor counts it, in powers of 1024: "512 GB", "96.5 GB", "640 MB"."""
+    if count is None:
+        return NOT_MEASURED
+    amount, unit = (count / 2**30, "GB") if abs(count) >= 2**30 else (count / 2**20, "MB")
+    return f"{amount:.0f} {unit}" if abs(amount) >= 100 else f"{amount:.1f} {unit}"
 
 
 def loss(value: float | None) -> str:
@@ -136,6 +144,11 @@ def membership_change(attempt: AttemptStatus, before: AttemptStatus | None) -> s
     ranks = ", ".join(f"rank {rank} on {node}" for rank, node in attempt.members)
     gone = [node for _, node in before.members if node not in [name for _, name in attempt.members]]
     return ranks + (f"; without {', '.join(gone)}" if gone else "")
+
+
+def trained_text(file: TrainedFile) -> str:
+    """ "…/adapters.safetensors (1.5 MB) on ultra"."""
+    return f"{file.path} ({size(file.size)}) on {file.node}"
 
 
 def recovery_summary(snapshot: RunSnapshot) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from tui.formatting import size
+from tui.formatting import memory, size
 from tui.glyphs import FAIL, OK, RUNNING, STALE, UNKNOWN, WARN, Glyph
 from tui.state import FACTS_LIMIT_S, RANK_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
 
@@ -158,9 +158,9 @@ def milliseconds(seconds: float | None) -> str | None:
 
 
 def of_total(used: int | None, total: int) -> str:
-    """ "5.1/24.8 GB"; the total alone when the rest was not measured."""
-    whole = size(total)
+    """Main memory: "5.1/24.8 GB"; the total alone when the rest was not measured."""
+    whole = memory(total)
     if used is None:
         return whole
-    part = size(used)
+    part = memory(used)
     return f"{part.split()[0] if part.split()[-1] == whole.split()[-1] else part}/{whole}"

@@ -38,6 +38,8 @@ class EngineReady(Message):
     config: Config | None
     facts: tuple[NodeFacts, ...] = ()
     prediction: Prediction | None = None
+    accepted: bool = True
+    """Its interpreters may be run without a question."""
 
 
 @dataclass
@@ -185,6 +187,8 @@ class RunPoller:
             self._post(EngineFailed(_error_text(trouble), ExitCode.USAGE))
             return None
         ready = EngineReady(engine, config)
+        if config is not None and isinstance(self._config, Path):
+            ready.accepted = engine.nodes.is_accepted(config)
         if config is not None:
             try:
                 # Shown with their age until the nodes answer.

@@ -116,7 +116,7 @@ class RunsApi:
                     )
                 # Another one may be faster than we are, and is as good.
                 with contextlib.suppress(LaunchError):
-                    await asyncio.to_thread(start_supervisor, directory, adopt=True)
+                    await asyncio.to_thread(start_supervisor, directory, "--adopt")
             await asyncio.sleep(_POLL_S)
             snapshot = await asyncio.to_thread(watch.poll)
             if snapshot.stop is not None and snapshot.stop != reported:

@@ -78,6 +78,11 @@ def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize
             findings.fault("choose another adapter_path, or name its folder in [preflight] roots")
     elif storage.free is not None and storage.free < state.needed_bytes:
         findings.fault(_short_of(storage, state), f"du -sk {quoted('~/.flightdeck/runs')}/* | sort -n | tail -5")
+    if storage.not_durable is not None:
+        findings.warn(
+            f"the volume of {storage.not_durable} has no F_FULLFSYNC (SMB and NFS have none): after a power cut there, "
+            "the newest checkpoints may be gone"
+        )
     for file, why in storage.damaged:
         # Kept, but no longer found by a search for the newest.
         move = on_path("mv", file)
@@ -132,9 +137,13 @@ async def save_size(context: CheckContext) -> SaveSize:
 def state_count(config: Config) -> int:
     """States to make room for: twice those that are kept; one, for an emergency checkpoint, where none are kept or
     they are saved elsewhere."""
-    checkpoint = config.checkpoint
-    elsewhere = checkpoint.destination is not None and "://" not in checkpoint.destination
-    return 2 * checkpoint.keep if checkpoint.enabled and not elsewhere else 1
+    return 2 * config.checkpoint.keep if config.checkpoint.enabled and state_folder(config) is None else 1
+
+
+def state_folder(config: Config) -> str | None:
+    """The path that states are saved below, where [checkpoint] destination names one."""
+    destination = config.checkpoint.destination if config.checkpoint.enabled else None
+    return destination if destination and "://" not in destination else None
 
 
 async def _request(context: CheckContext, node: NodeConfig, state: SaveSize) -> dict[str, Any]:
@@ -142,10 +151,12 @@ async def _request(context: CheckContext, node: NodeConfig, state: SaveSize) -> 
     settings = context.config.job.mlx_lm
     named = {key: settings.get(key) for key in ("adapter_path", "resume_adapter_file")}
     paths = {key: layout.expanded(context.path(node, str(path))) if path else None for key, path in named.items()}
+    elsewhere = state_folder(context.config)
     roots = [layout.home, layout.root, layout.expanded(node.workdir), *context.config.preflight.roots]
     return {
         "directory": paths["adapter_path"] or f"{layout.root}/runs",
         "roots": roots,
+        "states": layout.expanded(context.path(node, elsewhere)) if elsewhere else None,
         "runs": f"{layout.root}/runs",
         "resume": paths["resume_adapter_file"],
         "needed": state.needed_bytes,

@@ -140,7 +140,7 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
 
 
 def describe_busy(process: BusyProcess, memory_bytes: int) -> str:
-    share = f", {process.rss_bytes / 1e9:,.1f} GB" + (f" of {memory_bytes / 1e9:,.0f}" if memory_bytes else "")
+    share = f", {process.rss_bytes / 2**30:,.1f} GB" + (f" of {memory_bytes / 2**30:,.0f}" if memory_bytes else "")
     rank = ", a rank of a Flight Deck run" if process.run else ""
     return f"pid {process.pid} ({process.command[:80]}{rank}) keeps {process.cores:.1f} cores busy{share}"
 

@@ -238,6 +238,8 @@ class CheckpointStorage(FrozenModel):
     permit: PathText | None = None
     own: PathText | None = None
     """A folder of another user's."""
+    not_durable: ShortText | None = None
+    """A folder where what was saved last may be lost with the power."""
     free: Count | None = None
     damaged: list[tuple[PathText, ShortText]] = Field(default_factory=list, max_length=1_000)
     """(file, what is wrong with it)."""

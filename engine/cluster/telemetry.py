@@ -126,6 +126,7 @@ class TelemetryParser:
     def __init__(self) -> None:
         self._ticks: tuple[int, int] | None = None
         self._slow: dict[str, Any] = {}
+        self._tools: dict[str, Any] = {}
 
     def read(self, line: bytes) -> dict[str, Any] | None:
         """Fields of NodeTelemetry; None for a line that is not a sample."""
@@ -157,8 +158,11 @@ class TelemetryParser:
     def _mac(self, sample: dict[str, Any]) -> dict[str, Any]:
         if "macmon" in sample:
             values: dict[str, Any] = {**sensors.parse_macmon(_text(sample["macmon"])), "source": "macmon"}
+        elif "vm_stat" not in sample:
+            # A slow Mac's tools are asked less often.
+            values = self._tools
         else:
-            values = {
+            values = self._tools = {
                 "memory_used_bytes": hardware.mac_memory_used(_text(sample.get("vm_stat"))),
                 "swap_used_bytes": sensors.mac_swap_used(_text(sample.get("swapusage"))),
                 "gpu_use": sensors.mac_gpu_use(_text(sample.get("ioreg"))),

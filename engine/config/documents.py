@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from engine.config.faults import value_text
+from engine.config.faults import key_text, value_text
 from engine.errors import ConfigFault
 from engine.security.paths import MAX_PATH_LENGTH
 
@@ -19,6 +19,14 @@ SIZE_LIMIT = 1_000_000
 """Bytes; larger files are not read."""
 _SCALAR_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """Errors that the parsers do not wrap: for impossible scalars (a 13th month, 5,000 digits) and deep nesting."""
+
+
+_KEY_PARTS = 64
+_KEY_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![\w-]){_KEY_PART}(?:[ \t]*+\.[ \t]*+{_KEY_PART}){{{_KEY_PARTS}}}")
+"""A dotted key of so many parts and more: tomllib's time for one grows with their square."""
+_LARGEST = 2**63 - 1
+"""TOML's own limit of whole numbers, far below the largest float."""
 
 
 class DocumentError(Exception):
@@ -59,8 +67,14 @@ def file_text(path: Path) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of flightdeck.toml. Raises DocumentError."""
     wanted = "a flightdeck.toml: name one with -c FILE, write one with `flightdeck init`, or try `flightdeck demo`"
+    text = read_text(path, wanted)
+    if (long := _LONG_KEY.search(text)) is not None:
+        where = f"line {text.count(chr(10), 0, long.start()) + 1}"
+        raise DocumentError(path, value_text(long[0]), f"keys of at most {_KEY_PARTS} parts", where)
     try:
-        return tomllib.loads(read_text(path, wanted))
+        document = tomllib.loads(text)
+        _check_numbers(path, document)
+        return document
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at (line \d+)", str(error))
         raise DocumentError(path, str(error), "TOML (https://toml.io)", line[1] if line else "the file") from error
@@ -73,6 +87,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     text = read_text(path, "the mlx-lm YAML of [job] config, relative to the folder of flightdeck.toml")
     try:
         document = yaml.load(text, _MlxLmLoader)
+        _check_numbers(path, document)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}" if mark else "the file"
@@ -114,11 +129,30 @@ def read_json(path: Path, text: str) -> Any:
         raise DocumentError(path, constant, "JSON, which does not have such numbers")
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        document = json.loads(text, parse_constant=refuse)
+        _check_numbers(path, document)
+        return document
     except json.JSONDecodeError as error:
         raise DocumentError(path, value_text(error.msg), "JSON", f"line {error.lineno}") from error
     except _SCALAR_FAULTS as error:
         raise DocumentError(path, _unreadable(error), "JSON of plain values") from error
+
+
+def _check_numbers(path: Path, document: Any) -> None:
+    """No whole number is too large. Raises DocumentError."""
+    waiting, seen = [("", document)], set[int]()
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise DocumentError(path, value_text(value), f"a whole number up to {_LARGEST}", key or "the file")
+        # YAML's aliases are one object in many places.
+        if not isinstance(value, dict | list) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            waiting += [(f"{key}.{key_text(name)}" if key else key_text(name), each) for name, each in value.items()]
+        else:
+            waiting += [(f"{key}[{number}]", each) for number, each in enumerate(value)]
 
 
 def _unreadable(error: Exception) -> str:

@@ -128,7 +128,9 @@ def launcher_environment(
 
 
 def temporary_files(here: Path) -> dict[str, str]:
-    """mlx.launch never removes its temporary files: they go into the folder `here` and are removed with it."""
+    """mlx.launch never removes its temporary files: they go into the folder `here`, its working directory, and are
+    removed with it."""
     folder = here / "tmp"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return {"TMPDIR": str(folder), KEPT_TMPDIR_ENV: os.environ.get("TMPDIR", "")}
+    # Relative: its scripts write to $(mktemp) without quotes, and a Mac's state lies in "Application Support".
+    return {"TMPDIR": folder.name, KEPT_TMPDIR_ENV: os.environ.get("TMPDIR", "")}

@@ -78,6 +78,8 @@ def ranks_script(
         f'elif [ -n "${{{KEPT_TMPDIR_ENV}+x}}" ]; then unset TMPDIR; fi',
         f"unset {KEPT_TMPDIR_ENV} {NODE_ROOT_ENV}",
     ]
+    file = NEEDED_FILE.get(backend, "MLX_HOSTFILE")
+    lines.append(f'case "${{{file}-}}" in "" | /*) ;; *) {file}="$PWD/${file}" ;; esac')
     lines.append(f"cd {shlex.quote(str(bundle))} || exit {ShellExit.CANNOT_RUN}")
     if world_size == 1:
         # For a single rank mlx.launch names an empty hostfile, which MLX cannot parse.
@@ -94,13 +96,16 @@ def ranks_script(
 
 
 def _check(backend: str) -> str:
-    """Fail when MLX's file is missing or empty (a full disk): every rank would train in a group of its own."""
+    """Fail when MLX's file is missing or empty: every rank would train in a group of its own."""
     name = NEEDED_FILE.get(backend)
     if name is None:
         return ""
-    message = f"{name} names no file: it could not be written, perhaps because the disk is full"
+    # mktemp has made it, and writing it has failed, or mktemp itself has.
+    full = f'echo "{name} names an empty file: the disk of ${name} is full"'
+    none = f'echo "{name} names no file: temporary files cannot be made, see TMPDIR"'
+    report = f'if [ -e "${name}" ]; then {full}; else {none}; fi >&2'
     missing = f'[ -n "${{{name}+x}}" ] && [ ! -s "${name}" ]'
-    return f'if {missing}; then echo "{message}" >&2; exit {ShellExit.NOT_PREPARED}; fi; '
+    return f"if {missing}; then {report}; exit {ShellExit.NOT_PREPARED}; fi; "
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ from engine.protocol.attempt import (
     heartbeat_time,
     lease_clock,
     size_of,
+    sync_file,
     write_atomic,
 )
 from engine.protocol.events import exit_output, has_stepped, last_phase
@@ -370,7 +371,7 @@ class _Reserve:
             with self._path.open("r+b") as file:
                 file.write(text.encode()[:_RESERVE_BYTES])
                 file.truncate()
-                os.fsync(file.fileno())
+                sync_file(file.fileno())
             self._path.replace(self._target)
         else:
             self._path.unlink(missing_ok=True)

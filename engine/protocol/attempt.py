@@ -4,6 +4,8 @@ commands on a rank's control FIFO."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import time
@@ -117,6 +119,8 @@ class AttemptSpec:
     """How often a keeper of another rank than 0 starts its program again, where the other ranks go on without it."""
     reached: int = 0
     """The iteration that the run reached before this attempt; if above 0, `resume` does not start again at 1."""
+    accept_changed_data: bool = False
+    """Resume although the data or the base model are not those of the state."""
     version: int = SPEC_VERSION
 
     def to_json(self) -> str:
@@ -224,6 +228,26 @@ class NodeFiles:
             self.fenced.touch(mode=0o600)
 
 
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+"""On macOS fsync leaves the data in the drive's cache; fcntl(2)."""
+_NO_FULL_SYNC = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS}
+"""The answers of volumes without F_FULLFSYNC, which is "currently implemented on HFS, MS-DOS (FAT), UDF and APFS"
+(fcntl(2)), so not of SMB, NFS and FUSE."""
+
+
+def sync_file(descriptor: int) -> bool:
+    """Flush to the disk itself; False where the volume can only be asked to store it (fsync). Raises OSError."""
+    if _FULL_SYNC is not None:
+        try:
+            fcntl.fcntl(descriptor, _FULL_SYNC)
+            return True
+        except OSError as error:
+            if error.errno not in _NO_FULL_SYNC:
+                raise
+    os.fsync(descriptor)
+    return _FULL_SYNC is None
+
+
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file for what will be at `path`: a reader sees all of it, on disk, or what was there before. Raises OSError."""
@@ -233,7 +257,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -204,6 +204,8 @@ Message = Union[  # noqa: UP007  (evaluated on nodes with python 3.9)
 
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}  # type: ignore[attr-defined]
 _NESTED: dict[str, Any] = {"Identity": Identity, "ExitRecord": ExitRecord, "ExitOutput": ExitOutput}
+_LARGEST, _LATEST = 2**63, 253_402_300_799
+"""Limits of whole numbers, and of those that are seconds: the year 9999 is the last that datetime knows."""
 _PLAIN: dict[str, Any] = {"int": int, "str": str, "bool": bool, "float": (int, float), "dict": dict}
 
 
@@ -300,4 +302,6 @@ def _value(declared: str, value: Any) -> Any:
     expected = _PLAIN.get(declared.partition("[")[0])
     if expected is not None and (not isinstance(value, expected) or isinstance(value, bool) != (declared == "bool")):
         raise TypeError(f"{value!r:.80} is not {declared}")
+    if isinstance(value, (int, float)) and not abs(value) <= (_LATEST if declared == "float" else _LARGEST):
+        raise TypeError(f"{value!r:.80} is too large")
     return value

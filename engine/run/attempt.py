@@ -117,6 +117,7 @@ def new_attempt(
         memory_kills=oom_kill_count(),
         nodes=plan.nodes,
         reached=history.newest_reached,
+        accept_changed_data=history.accept_changed_data,
     )
 
 
@@ -265,6 +266,7 @@ def attempt_spec(
         resume=attempt.number > 1,
         rank_restarts=recovery.max_restarts if config.job.outlives_ranks else 0,
         reached=attempt.reached,
+        accept_changed_data=attempt.accept_changed_data,
     )
 
 

@@ -57,6 +57,7 @@ class Attempt(FrozenModel):
     """In the order of their ranks: a run that goes on without a node renumbers these."""
     reached: int = 0
     """The iteration that the run had reached before."""
+    accept_changed_data: bool = False
 
     def layout(self, rank: int) -> HostLayout:
         return next(layout for layout in self.layouts if rank in layout.ranks)
@@ -172,6 +173,8 @@ class RunReopened(SyncedEvent):
     """The run had ended and goes on from the state that it saved; preflight comes next."""
 
     event: Literal["reopened"] = "reopened"
+    accept_changed_data: bool = False
+    """Although the data or the base model are others than those of the saved state."""
 
 
 class NodesExcluded(SyncedEvent):

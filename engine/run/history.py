@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from engine.errors import StateError
@@ -40,6 +40,7 @@ from engine.run.events import (
     SupervisorStarted,
 )
 from engine.run.run_plan import RunPlan
+from engine.security.sanitise import moment_or_none
 from engine.snapshots import Alarm, AttemptStatus, NodeCondition, StopProgress
 
 ALARMS_SHOWN = 20
@@ -94,6 +95,8 @@ class RunHistory:
     attempts: tuple[AttemptHistory, ...] = ()
     launched: bool = False
     """An attempt was planned in this life."""
+    accept_changed_data: bool = False
+    """Told so for this life."""
     failures: tuple[AttemptFailed, ...] = ()
     """In this life."""
     reached: int = 0
@@ -160,7 +163,7 @@ def _advance(history: RunHistory, event: Event) -> RunHistory:
     if isinstance(event, AttemptPlanned):
         return _plan_attempt(history, event)
     if isinstance(event, RunReopened):
-        return _reopen(history)
+        return _reopen(history, event)
     record = _record(history.record, event)
     attempts = history.attempts
     if attempts:
@@ -191,7 +194,7 @@ def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
 _CLEARED = ("reason", "rank", "host", "cause", "fix", "exit_code", "signal", "ended_at")
 
 
-def _reopen(history: RunHistory) -> RunHistory:
+def _reopen(history: RunHistory, event: RunReopened) -> RunHistory:
     # It is the same run: it has the same iterations.
     figures = replace(Figures(), iterations=history.record.iterations)
     cleared: dict[str, Any] = {**dict.fromkeys(_CLEARED), **asdict(figures)}
@@ -199,6 +202,7 @@ def _reopen(history: RunHistory) -> RunHistory:
         history,
         record=history.record.model_copy(update={"state": RunState.PLANNED, "unconfirmed": [], **cleared}),
         launched=False,
+        accept_changed_data=event.accept_changed_data,
         failures=(),
         abort=None,
         stop=None,
@@ -219,9 +223,9 @@ def _record(record: RunRecord, event: Event) -> RunRecord:
             left = [node for node in record.unconfirmed if node != event.node]
             return record.model_copy(update={"unconfirmed": left})
         case RankLaunched():
-            started = datetime.fromtimestamp(event.identity.started_at, UTC)
-            earliest = min(started, record.started_at or started)
-            return record.model_copy(update={"started_at": earliest})
+            started = moment_or_none(event.identity.started_at)
+            known = [at for at in (started, record.started_at) if at is not None]
+            return record.model_copy(update={"started_at": min(known, default=None)})
         case AttemptResumed(seconds=float()):
             return record.model_copy(update={"recovery_s": event.seconds})
     return record

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine.protocol.attempt import sync_file
 from engine.security.sanitise import json_or_none
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -59,7 +60,7 @@ class LineFile(DescriptorOwner):
             if os.write(self._descriptor, self._waiting) < len(self._waiting):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if sync:
-                os.fsync(self._descriptor)
+                sync_file(self._descriptor)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

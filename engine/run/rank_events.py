@@ -10,10 +10,11 @@ from typing import Any
 
 from engine.run.json_lines import LineTail, parse_json_line
 from engine.security.sanitise import count_or_none, finite_or_none, moment_or_none, text_or_none
-from engine.snapshots import ChunkProgress, RankReport
+from engine.snapshots import ChunkProgress, RankReport, SavedFile
 
 _STATUS_LINES = 40
 """At the end of the file: enough that a report or validation never hides the last step."""
+_PATH_LIMIT = 4096
 _TYPICAL_OF = 20
 """Steps."""
 _KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"chunk"', b'"failure"', b'"warning"', b'"start"', b'"end"')
@@ -53,7 +54,8 @@ class RankEvents:
         attempt = event.get("attempt")
         if isinstance(attempt, int) and attempt != self.report.attempt:
             # A new attempt begins with a new process: no earlier report holds for it.
-            self.report = RankReport(phase="loading", attempt=attempt, seen_at=self.report.seen_at)
+            before = self.report
+            self.report = RankReport(phase="loading", attempt=attempt, seen_at=before.seen_at, saved=before.saved)
             self._step_times.clear()
             self._started_at = None
         changes = self._changes(event)
@@ -87,6 +89,10 @@ class RankEvents:
                 waited = finite_or_none(event.get("blocking_seconds" if event.get("background") else "seconds"))
                 changes = {"saved_bytes": count_or_none(event.get("bytes"))}
                 changes["saving_s"] = self.report.saving_s + max(0.0, waited or 0.0)
+                path = text_or_none(event.get("path"), _PATH_LIMIT)
+                # Those of a state hold more than the weights, and the best ones lie beside the newest.
+                if path is not None and event.get("kind") != "state" and "val_loss" not in event:
+                    changes["saved"] = SavedFile(path, changes["saved_bytes"])
                 iteration = count_or_none(event.get("iteration"))
                 # One that was written in the background may be reported after a newer one.
                 if iteration is not None and iteration > max(self.checkpoints[-1:], default=-1):

@@ -560,12 +560,20 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     Signature(
         "disk.full",
-        r"No space left on device|Errno 28\b|Disk quota exceeded",
+        r"No space left on device|Errno 28\b|Disk quota exceeded|names an empty file: the disk of",
         "the disk was full",
         "make room where the checkpoints and logs lie, then launch again",
         "OSError: [Errno 28] No space left on device: 'adapters/0000100_adapters.safetensors'",
         Citation("errno(3)", Provenance.REPRODUCED),
         reason=Reason.DISK_FULL,
+    ),
+    Signature(
+        "disk.no_temporary_files",
+        r"names no file: temporary files cannot be made|No usable temporary directory found in",
+        "temporary files could not be made",
+        "on that node, see that the folder of TMPDIR is there and may be written, and that its disk has room",
+        "FileNotFoundError: [Errno 2] No usable temporary directory found in ['/Volumes/scratch', '/tmp', '/var/tmp']",
+        Citation("Python's tempfile, our start.sh", Provenance.REPRODUCED),
     ),
     Signature(
         "disk.read_only",

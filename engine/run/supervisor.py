@@ -1,6 +1,6 @@
 """The supervisor of one run: a detached process that takes it from its plan to its end, or adopts it from a dead one.
 
-`python -m engine.run.supervisor <run directory> --lock FD [--adopt | --resume]`, started by
+`python -m engine.run.supervisor <run directory> --lock FD [--adopt | --resume [--accept-changed-data]]`, started by
 engine.run.supervisor_process. It alone writes the run's journal, its record in the store, preflight.json, the mirrors
 and metrics.jsonl. TERM and INT request an abort; HUP is ignored. Exit code 0 when the run has been brought to an end,
 whatever that end was.
@@ -295,11 +295,11 @@ class Supervisor:
         return self._history.abort
 
 
-def reopen(recorder: RunRecorder) -> None:
+def reopen(recorder: RunRecorder, *, accept_changed_data: bool = False) -> None:
     """Let a run that has ended begin anew, with its next attempt. Raises StateError when it has not ended."""
     if not recorder.state.ended:
         raise StateError("the run has not ended", why=f"it is {recorder.state}")
-    recorder.append(RunReopened())
+    recorder.append(RunReopened(accept_changed_data=accept_changed_data))
 
 
 async def _supervise(supervisor: Supervisor, *, adopt: bool) -> None:
@@ -315,6 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lock", type=int, required=True, help="descriptor that holds the run's lock")
     parser.add_argument("--adopt", action="store_true", help="go on with what an earlier supervisor has left")
     parser.add_argument("--resume", action="store_true", help="take up a run that has ended")
+    parser.add_argument("--accept-changed-data", action="store_true", help="with --resume: also on other data")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     run_dir = RunDir(options.run_dir.absolute())
@@ -329,7 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
             write_plan(run_dir.plan, plan)
             recorder.append(Note(message=damage))
         if options.resume:
-            reopen(recorder)
+            reopen(recorder, accept_changed_data=options.accept_changed_data)
         supervisor = Supervisor(run_dir, plan, recorder, node_root())
         supervisor.take_charge(adopted=options.adopt)
     except (FlightDeckError, OSError) as error:

@@ -49,17 +49,16 @@ _LOCK_LIMIT_S = 2.0
 _POLL_S = 0.01
 
 
-def start_supervisor(run_dir: RunDir, *, adopt: bool = False, resume: bool = False) -> int:
+def start_supervisor(run_dir: RunDir, *options: str) -> int:
     """Start the supervisor of `run_dir` and return its pid once it is in charge (supervisor.json is its own).
 
-    `adopt`: go on with what an earlier supervisor has left; `resume`: take up a run that has ended. Raises
-    LaunchError, with the supervisor's own last line, or when another supervisor of this run lives.
+    `options` are engine.run.supervisor's. Raises LaunchError, with the supervisor's own last line, or when another
+    supervisor of this run lives.
     """
     held = _acquire_lock(run_dir)
     if held is None:
         raise LaunchError("this run already has a supervisor", where=run_dir.id)
     try:
-        options = [*(["--adopt"] if adopt else []), *(["--resume"] if resume else [])]
         process = _spawn(run_dir, held, options)
     finally:
         # The lock belongs to the open file, which the child shares: it stays taken.
@@ -118,9 +117,10 @@ def _is_its_own(run_dir: RunDir, pid: int) -> bool:
     return who is not None and who.pid == pid
 
 
-def resume_run(run_dir: RunDir) -> None:
-    """Start a supervisor that takes the run up again: preflight first, then the next attempt. Returns when it is in
-    charge. Raises InputError for a run that has not ended, has completed or has succeeded, LaunchError, StateError."""
+def resume_run(run_dir: RunDir, *, accept_changed_data: bool = False) -> None:
+    """Start a supervisor that takes the run up again: preflight first, then the next attempt; with
+    `accept_changed_data` also from a state of other data or another base model. Returns when it is in charge. Raises
+    InputError for a run that has not ended, has completed or has succeeded, LaunchError, StateError."""
     record = read_history(run_dir).record
     if not record.state.ended:
         raise InputError(f"{record.id} has not ended", why=f"it is {record.state}", todo="nothing: it goes on")
@@ -133,7 +133,7 @@ def resume_run(run_dir: RunDir) -> None:
         why = f"the stop is not proved yet on {nodes}" if nodes else "it is about to leave"
         todo = "try again when it has left"
         raise LaunchError("its supervisor is still running", where=record.id, why=why, todo=todo)
-    start_supervisor(run_dir, resume=True)
+    start_supervisor(run_dir, "--resume", *(["--accept-changed-data"] if accept_changed_data else []))
 
 
 _BEING_LAUNCHED_S = 20.0
@@ -160,7 +160,7 @@ def adopt_orphans(home: Path) -> list[str]:
     adopted = []
     for run_dir in orphans(home):
         try:
-            start_supervisor(run_dir, adopt=True)
+            start_supervisor(run_dir, "--adopt")
         except (LaunchError, StateError):
             # Another process was faster, or its supervisor.log has the reason.
             continue

@@ -7,8 +7,11 @@ import fcntl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import PurePosixPath
 from typing import Any
 
+from engine.cluster.transport.base import quoted
+from engine.config.models import on_node
 from engine.errors import plural
 from engine.models import CheckResult, PreflightReport, Reason, RunRecord, RunState
 from engine.node.processes import alive, boot_id
@@ -20,7 +23,7 @@ from engine.run.metrics import SeriesBuilder
 from engine.run.rank_events import RankEvents
 from engine.run.run_plan import plan_damage, read_plan
 from engine.run.verification import verify
-from engine.snapshots import ChunkProgress, Diagnosis, RankReport, RankStatus, RunSnapshot, Verification
+from engine.snapshots import ChunkProgress, Diagnosis, RankReport, RankStatus, RunSnapshot, TrainedFile, Verification
 from engine.store.layout import RunDir
 
 _IDENTITY_AGE_S = 1.0
@@ -95,6 +98,7 @@ class RunWatch:
             division=self._plan.division,
             chunk=_chunk(reports, record),
             damage=tuple(self._damage(newest_attempt, supervised=supervised)),
+            trained=self._trained(reports),
         )
 
     def _poll_journal(self) -> None:
@@ -144,6 +148,19 @@ class RunWatch:
         current = [each if each.attempt == record.attempts else RankReport() for each in reports]
         checkpoint = max(self._ranks[0].checkpoints[-1:], default=None)
         return verify(self._plan, record.backend, current, self._series, checkpoint)
+
+    def _trained(self, reports: Sequence[RankReport]) -> TrainedFile | None:
+        """The newest trained weights; rank 0 saves them."""
+        config, saved = self._plan.config, reports[0].saved if reports else None
+        if saved is None or not config.nodes:
+            return None
+        node, path = config.nodes[0], PurePosixPath(saved.path)
+        model = on_node(node.model or config.job.model or "", node, config.folder)
+        # A file of adapters is loaded with its folder's adapter_config.json, onto the model.
+        adapters = path.suffix == ".safetensors"
+        options = ["--model", model, "--adapter-path", str(path.parent)] if adapters else ["--model", str(path)]
+        argv = [node.python, "-m", "mlx_lm", "generate", *options, "--prompt", "Hello"]
+        return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
 
     def _record(self, reports: Sequence[RankReport]) -> RunRecord:
         """The journal's record with the live figures: the journal only has those of the end."""

@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ from pydantic_core import from_json, to_json
 from tinydb.storages import Storage
 
 from engine.errors import StateError
+from engine.protocol.attempt import sync_file
 from engine.security.sanitise import json_object, json_or_none
 
 WAIT_S = 10.0
@@ -195,7 +195,7 @@ def _write_new(path: Path, content: bytes) -> None:
         rest = memoryview(content)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
-        _sync(descriptor)
+        sync_file(descriptor)
     finally:
         os.close(descriptor)
 
@@ -211,15 +211,6 @@ def _keep(path: Path, copy: Path) -> None:
     new.replace(copy)
     # rename does nothing when both are names of one file.
     new.unlink(missing_ok=True)
-
-
-def _sync(descriptor: int) -> None:
-    if sys.platform == "darwin":
-        # On macOS fsync leaves the data in the drive's cache. Network volumes support nothing else.
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-            return
-    os.fsync(descriptor)
 
 
 def _sync_directory(path: Path) -> None:

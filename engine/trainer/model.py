@@ -116,11 +116,12 @@ def _recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return mx.checkpoint(compute)(own, *args, **kwargs)
 
 
-def files_checksum(job: Job) -> str:
-    """16 hexadecimal digits, the same for the same model and adapter files, of which samples are read."""
+def files_checksum(job: Job, *, adapter: bool) -> str:
+    """16 hexadecimal digits, the same for the same files of the model, of which samples are read, and with `adapter`
+    of resume_adapter_file. Raises OSError."""
     digest = hashlib.blake2b(digest_size=8)
     paths = [job.model / "config.json", *sorted(job.model.glob("model*.safetensors"))]
-    if job.resume_adapter_file is not None:
+    if adapter and job.resume_adapter_file is not None:
         paths.append(Path(job.resume_adapter_file))
     for path in paths:
         size = path.stat().st_size

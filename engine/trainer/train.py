@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +59,8 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
         job = replace(job, iters=epoch_iterations(job.epochs, len(examples), job.batch_size))
         setup = replace(setup, job=job)
     checksum = setup.check_ranks_agree(model, examples, valid)
+    inputs = {"train.jsonl": _crc(examples), "valid.jsonl": _crc(valid)}
+    inputs["the base model"] = files_checksum(job, adapter=False)
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
         # W&B and SwanLab by mlx-lm's own callbacks; None without report_to.
@@ -66,7 +69,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
             job.report_to, project_name=job.project_name, log_dir=str(job.adapter_path), config=config
         )
     setup.report_start(model, examples, checksum)
-    loop = setup.build_loop(setup.build_strategy(model, examples), valid)
+    loop = setup.build_loop(setup.build_strategy(model, examples), valid, inputs)
     try:
         outcome = loop.run()
         if test is not None and not outcome.stopped:
@@ -136,7 +139,8 @@ class _Setup:
     def check_ranks_agree(self, model: nn.Module, train: Split, valid: Split) -> str:
         """The checksum of the model. Raises GroupError when the ranks have different jobs, models or data; PeerLost."""
         # A partitioned model never is complete in the memory of one rank.
-        checksum = parameter_checksum(model) if self.job.strategy in ("data", "local") else files_checksum(self.job)
+        whole = self.job.strategy in ("data", "local")
+        checksum = parameter_checksum(model) if whole else files_checksum(self.job, adapter=True)
         self.collective.check_equal(
             {
                 "the job's configuration": self.config_hash,
@@ -186,19 +190,22 @@ class _Setup:
             return LocalSteps(job, model, loader, collective)
         return (Sharded if job.strategy == "sharded" else DataParallel)(job, model, loader, collective)
 
-    def build_loop(self, strategy: Strategy, valid: Split) -> Loop:
-        """The loop at the point where it starts or resumes. Raises JobError, PeerLost, Corrupted."""
+    def build_loop(self, strategy: Strategy, valid: Split, inputs: Mapping[str, str]) -> Loop:
+        """The loop at the point where it starts or resumes; `inputs` as in Origin. Raises JobError, PeerLost,
+        Corrupted."""
         spec, collective, reporter = self.spec, self.collective, self.reporter
         rank, size = collective.rank, collective.size
         node = spec.rank(rank)
         stop_on_corruption = spec.on_corruption == "stop"
-        origin = Origin(self.config_hash, size, *((0, 1) if strategy.replicated else (rank, size)))
+        part, parts = (0, 1) if strategy.replicated else (rank, size)
+        origin = Origin(self.config_hash, size, part, parts, inputs)
         locations = CheckpointLocations.of(self.job.home, Path(node.workdir), spec.run_id, node.checkpoint_folder)
         policy = CheckpointPolicy(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression)
         start = ResumePoint()
         if spec.resume and not strategy.left_out:
             locations.fetch(collective, policy.kept(origin.parts), reporter, replicated=strategy.replicated)
-            resume = Resume(collective, strategy, self.config_hash, reporter, stop_on_corruption=stop_on_corruption)
+            resume = Resume(collective, strategy, origin, reporter, stop_on_corruption=stop_on_corruption)
+            resume.accept_changed_data = spec.accept_changed_data
             adapter = self.job.resume_adapter_file is not None
             start = resume.run(locations.states(), adapter=adapter, reached=spec.reached)
             if isinstance(strategy, LocalSteps):
@@ -237,6 +244,10 @@ class _Setup:
             return layer_split(layers, all_gather_object(self.collective, _memory_mib()))
         except ValueError as error:
             raise JobError(f"[job] layer_split: {error}") from error
+
+
+def _crc(split: Split) -> str:
+    return f"crc32 {split.checksum:08x}"
 
 
 def _memory_mib() -> int:

@@ -103,9 +103,9 @@ def _manifest_version(path: Path) -> str | None:
     if "format" in manifest and isinstance(manifest.get("files"), list):
         # Written by the trainer beside its state: its version is the update.
         manifest = _convert_trainer_manifest(manifest, path.name)
-    files = manifest.get("files", {})
-    if not isinstance(files, dict):
-        raise CorruptCheckpoint(f"{path.name}: files must be a table of names and SHA-256 sums")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files:
+        raise CorruptCheckpoint(f"{path.name}: files must be a table of names and SHA-256 sums, with at least one")
     for name, expected in files.items():
         if not name or "/" in name or "\0" in name or name in (".", ".."):
             raise CorruptCheckpoint(f"{path.name} names {safe_repr(name)}, which is not a file beside it")

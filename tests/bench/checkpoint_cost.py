@@ -104,7 +104,7 @@ def measure(home: Path, every: int, width: int, layers: int) -> Iterator[Figure]
     for _ in range(3):
         training.step()
     quiet = Reporter(EventWriter(None, 0, 1))
-    origin = Origin("bench", world_size=1, part=0, parts=1)
+    origin = Origin("bench", world_size=1, part=0, parts=1, inputs={})
     ours = PeriodicCheckpoints(Destination(home / "ours"), CheckpointPolicy(every), origin, quiet)
     kinds = {"without": Window(), "beside": Window(), "in line": Window()}
     written: list[float] = []

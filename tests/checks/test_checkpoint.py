@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from engine.checks import checkpoint as check
+from engine.checks.check import Findings
 from engine.checks.context import CheckContext
-from engine.cluster.probe_results import AdapterWeights
+from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.config.models import CheckpointConfig, Config
 from engine.models import CheckStatus
 from engine.node.probes import storage
+from engine.protocol import attempt
 from tests.checks.conftest import fleet_of, run_check, run_fix
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
@@ -219,10 +222,39 @@ def test_too_little_room_names_the_largest_of_earlier_runs(tmp_path: Path) -> No
     for name, size in (("small", 10), ("large", 1000)):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "adapters.safetensors").write_bytes(bytes(size))
-    asked = {"directory": str(tmp_path), "roots": [str(tmp_path)], "runs": str(tmp_path / "runs"), "resume": None}
+    asked: dict[str, Any] = {"directory": str(tmp_path), "roots": [str(tmp_path)], "runs": str(tmp_path / "runs")}
+    asked |= {"states": None, "resume": None}
     message = storage.probe_storage(json.dumps({**asked, "needed": 1 << 60}))
     assert message["largest"] == [[str(tmp_path / "runs" / "large"), 1000], [str(tmp_path / "runs" / "small"), 10]]
     assert storage.probe_storage(json.dumps({**asked, "needed": 0}))["largest"] == []
+
+
+async def test_a_volume_that_loses_with_the_power_what_it_has_taken_is_a_warning(
+    saving: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> int:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    share = tmp_path / "share"
+    share.mkdir()
+    asked: dict[str, Any] = {"directory": str(tmp_path), "roots": [str(tmp_path)], "states": str(share / "run")}
+    asked |= {"runs": str(tmp_path), "resume": None, "needed": 0}
+    assert storage.probe_storage(json.dumps(asked))["not_durable"] is None
+    monkeypatch.setattr(attempt, "_FULL_SYNC", 51)
+    monkeypatch.setattr("fcntl.fcntl", unsupported)
+    seen = CheckpointStorage.model_validate(storage.probe_storage(json.dumps(asked)))
+    assert (seen.fault, seen.not_durable) == (None, str(share))
+    found = Findings("checkpoint_layer", saving)
+    check.evaluate(found.on(saving.nodes[0]), seen, check.SaveSize(1), saving)
+    result = found.verdict()
+    assert result.status is CheckStatus.WARN and "has no F_FULLFSYNC" in result.summary
+
+
+async def test_a_destination_that_cannot_be_written_is_named_before_the_launch(saving: Config, tmp_path: Path) -> None:
+    (tmp_path / "share").write_text("no folder")
+    named = {"checkpoint": CheckpointConfig(destination=str(tmp_path / "share"))}
+    result = await run_check(check.run, saving.model_copy(update=named))
+    assert result.status is CheckStatus.FAIL and f"{tmp_path / 'share'} is a file" in result.summary
 
 
 async def test_a_model_of_another_kind_leaves_the_size_open_and_says_why(saving: Config, model: Path) -> None:

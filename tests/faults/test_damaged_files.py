@@ -114,7 +114,7 @@ def test_an_attempt_that_is_not_known_is_ended_and_proved_by_its_nonce(
     assert record.cause is not None and "attempt 1 is not in journal.jsonl" in record.cause
     wait_until(lambda: not shown(run).supervised, 60.0)
     run.finish()
-    start_supervisor(run.dir, resume=True)
+    start_supervisor(run.dir, "--resume")
     snapshot = await_end(run)
     assert (snapshot.record.state, snapshot.record.attempts) == (RunState.SUCCEEDED, 2), "a number of its own"
 

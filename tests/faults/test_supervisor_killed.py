@@ -36,7 +36,7 @@ def test_the_run_is_adopted_once_and_succeeds(home: Path, tmp_path: Path) -> Non
     assert adopt_orphans(home) == [run.dir.id]
     assert adopt_orphans(home) == []
     with pytest.raises(LaunchError, match="already has a supervisor"):
-        supervisor_process.start_supervisor(run.dir, adopt=True)
+        supervisor_process.start_supervisor(run.dir, "--adopt")
     run.finish()
     record = run.ended()
     assert (record.state, record.attempts) == (RunState.SUCCEEDED, 1), run.troubles()
@@ -157,7 +157,7 @@ def test_without_a_supervisor_the_lease_ends_the_ranks(home: Path, tmp_path: Pat
 def test_a_plan_whose_supervisor_never_came_is_reported_and_not_launched(home: Path, tmp_path: Path) -> None:
     run = plan_run(home, tmp_path, script=ring())
     assert orphans(home) == [], "its launch may be under way"
-    supervisor_process.start_supervisor(run.dir, adopt=True)
+    supervisor_process.start_supervisor(run.dir, "--adopt")
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.SUPERVISOR_LOST, 0)
 

@@ -53,8 +53,11 @@ def snapshot(update: int, value: float | None = None) -> Snapshot:
     return Snapshot(2 * update, update, WINDOW, state(update if value is None else value))
 
 
-def origin(part: int = 0, parts: int = 1, job: str = "job") -> Origin:
-    return Origin(job, world_size=max(parts, 2), part=part, parts=parts)
+INPUTS = {"train.jsonl": "crc32 00000001", "the base model": "0" * 16}
+
+
+def origin(part: int = 0, parts: int = 1, job: str = "job", inputs: Mapping[str, str] = INPUTS) -> Origin:
+    return Origin(job, world_size=max(parts, 2), part=part, parts=parts, inputs=inputs)
 
 
 def reporter(path: Path, rank: int = 0) -> Reporter:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from engine.protocol import attempt
 from engine.trainer.checkpoint import store
 from tests.training.states import events, names, periodic, snapshot
 from tests.waiting import wait_until
@@ -67,6 +69,23 @@ def test_a_full_disk_is_a_warning_and_the_next_checkpoint_is_tried(
     assert names(tmp_path / "p0") == [2, 6]
     warnings = [event["message"] for event in events(tmp_path / "e0") if event["event"] == "warning"]
     assert len(warnings) == 1 and "No space left on device" in warnings[0]
+
+
+def test_a_volume_without_full_sync_takes_checkpoints_and_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> int:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(attempt, "_FULL_SYNC", 51)
+    monkeypatch.setattr("fcntl.fcntl", unsupported)
+    checkpoints = periodic(tmp_path)
+    for update in (2, 4):
+        checkpoints.begin(snapshot(update))
+        checkpoints.finish(None)
+    assert names(tmp_path / "p0") == [2, 4] and checkpoints.counters() == [1.0, 1.0]
+    (warning,) = [event["message"] for event in events(tmp_path / "e0") if event["event"] == "warning"]
+    assert "has no F_FULLFSYNC" in warning and str(tmp_path / "p0") in warning
 
 
 def test_a_complete_state_is_kept_until_a_newer_one_is_complete(tmp_path: Path) -> None:

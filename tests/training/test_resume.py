@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.protocol.attempt import EMERGENCY_CHECKPOINT
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, STOP
+from engine.protocol.exit_codes import TrainerExit
 from engine.trainer.checkpoint.files import MANIFEST_NAME
 from tests.training.launching import Launched, launch
 from tests.training.test_update import train
@@ -306,3 +308,22 @@ def test_from_a_plain_adapter_file_the_weights_go_on(tiny: Tiny, tmp_path: Path)
     assert resumed(run)["source"] == "adapter"
     assert "with the weights of resume_adapter_file" in run.log()
     assert run.losses()[0] < before.of("step")[0]["loss"] - 0.05
+
+
+def test_a_run_goes_on_with_other_data_only_when_told(tiny: Tiny, tmp_path: Path) -> None:
+    data = shutil.copytree(tiny.text, tmp_path / "data")
+    what = job(tiny, iters=100_000, data=str(data))
+    run = run_training(tmp_path, what, (1.0,), every=0)
+    wait_until(lambda: len(run.events(0, "step")) >= 2, 60)
+    run.send(STOP)
+    assert [record.code for record in run.ended()] == [0]
+    lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
+    (data / "train.jsonl").write_text("".join(lines[1:]))
+    refused = run_training(tmp_path, what, (1.0,), every=0, attempt=2)
+    assert [record.code for record in refused.ended()] == [TrainerExit.EXCEPTION]
+    assert "train.jsonl changed since the state of iteration" in refused.log()
+    accepting = run_training(tmp_path, what, (1.0,), every=0, attempt=3, accept_changed_data=True)
+    wait_until(lambda: len(accepting.events(0, "step")) >= 1, 60)
+    accepting.kill(0)
+    accepting.ended()
+    assert resumed(accepting)["iteration"] == run.events(0, "step")[-1]["iteration"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, com
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
-from tests.training.states import WINDOW, FakeStrategy, corrupt, events, origin, reporter, snapshot
+from tests.training.states import INPUTS, WINDOW, FakeStrategy, corrupt, events, origin, reporter, snapshot
 from tests.training.together import together
 
 
@@ -34,7 +35,7 @@ def resume(
 
     def run(collective: Collective) -> ResumePoint:
         rank = collective.rank
-        search = Resume(collective, cast("Strategy", strategies[rank]), "job", reporter(home / f"e{rank}", rank))
+        search = Resume(collective, cast("Strategy", strategies[rank]), origin(), reporter(home / f"e{rank}", rank))
         return search.run(dict.fromkeys(folders[rank]), reached=reached)
 
     starts = together(len(folders), run)
@@ -57,7 +58,7 @@ def test_a_state_is_complete_when_every_part_is_on_some_rank() -> None:
     # Of each rank: update, part, parts.
     rows = [[(7, 0, 2), (5, 0, 2), (3, 0, 1)], [(5, 1, 2), (3, 0, 1)], [(6, 1, 3)]]
     found = complete_states(
-        StateCopy(rank, index, Manifest("job", 2, part, parts, update, 2 * update, {}, {}, {}, ()), None)
+        StateCopy(rank, index, Manifest("job", 2, part, parts, {}, update, 2 * update, {}, {}, {}, ()), None)
         for rank, copies in enumerate(rows)
         for index, (update, part, parts) in enumerate(copies)
     )
@@ -99,7 +100,7 @@ def test_a_run_whose_state_is_lost_does_not_silently_start_again(tmp_path: Path)
 
     def run(collective: Collective) -> None:
         rank = collective.rank
-        search = Resume(collective, cast("Strategy", FakeStrategy()), "job", reporter(tmp_path / f"e{rank}", rank))
+        search = Resume(collective, cast("Strategy", FakeStrategy()), origin(), reporter(tmp_path / f"e{rank}", rank))
         with pytest.raises(JobError) as error:
             search.run({tmp_path / "none": None}, adapter=rank == 0, reached=40)
         raised.append(str(error.value))
@@ -114,6 +115,31 @@ def test_a_run_whose_state_is_lost_does_not_silently_start_again(tmp_path: Path)
     assert [start.update for start in resume(tmp_path / "two", [[tmp_path / "a"], []], reached=40)[0]] == [4, 4]
 
 
+def test_a_state_of_other_data_or_another_base_model_is_used_only_when_told(tmp_path: Path) -> None:
+    store.write(tmp_path / "a", snapshot(3), origin())
+    store.write(tmp_path / "a", snapshot(4), origin(inputs={**INPUTS, "train.jsonl": "crc32 00000002"}))
+
+    def run(collective: Collective, *, accept: bool) -> ResumePoint | str:
+        rank = collective.rank
+        search = Resume(collective, cast("Strategy", FakeStrategy()), origin(), reporter(tmp_path / f"e{rank}", rank))
+        search.accept_changed_data = accept
+        try:
+            return search.run({tmp_path / "a": None} if rank == 0 else {})
+        except JobError as error:
+            return str(error)
+
+    refused = together(2, partial(run, accept=False))
+    assert len(set(refused)) == 1 and isinstance(refused[0], str) and "\n" not in refused[0]
+    assert refused[0].startswith("train.jsonl changed since the state of iteration 8 was saved: ")
+    assert "`flightdeck resume last --accept-changed-data`" in refused[0]
+    accepted = together(2, partial(run, accept=True))
+    assert accepted == [ResumePoint(8, 4, WINDOW, "checkpoint", 0)] * 2
+    messages = [event["message"] for event in events(tmp_path / "e0") if event["event"] == "warning"]
+    assert messages == [
+        "train.jsonl changed since the state of iteration 8 was saved, and --accept-changed-data goes on all the same"
+    ]
+
+
 def resume_runs(
     home: Path, runs: list[Path], *, stop_on_corruption: bool = True
 ) -> tuple[list[ResumePoint | Corrupted], list[FakeStrategy], str]:
@@ -124,7 +150,7 @@ def resume_runs(
         rank = collective.rank
         reported = reporter(home / f"e{rank}", rank)
         search = Resume(
-            collective, cast("Strategy", strategies[rank]), "job", reported, stop_on_corruption=stop_on_corruption
+            collective, cast("Strategy", strategies[rank]), origin(), reported, stop_on_corruption=stop_on_corruption
         )
         try:
             return search.run(CheckpointLocations.of(runs[rank], runs[rank], "run", None).states())

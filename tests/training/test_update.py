@@ -43,7 +43,7 @@ from tests.training.tiny import SCHEDULE, Tiny, make_job, write_rows
 from tests.unit.trainer.checkpoint.latest import latest
 from tests.waiting import wait_until
 
-ORIGIN = Origin("c", world_size=1, part=0, parts=1)
+ORIGIN = Origin("c", world_size=1, part=0, parts=1, inputs={})
 
 
 @dataclass

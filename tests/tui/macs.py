@@ -109,8 +109,8 @@ def _facts(
         node=name, host=f"{user}@{name}.local", probed_at=ago(old_s), hostname=f"{name}.local", user=user,
         home=f"/Users/{user}", os="macOS 26.4.1 (25E253)", system="Darwin", os_version="26.4.1", os_build="25E253",
         model="Mac15,14", chip=chip, cores=16, performance_cores=12, gpu="gpu", gpu_cores=gpu_cores,
-        memory_total_bytes=memory * 10**9, memory_used_bytes=memory * 10**9 * 3 // 8, swap_used_bytes=0,
-        gpu_limit_bytes=memory * 10**9 * 3 // 4, disk_free_bytes=812_000_000_000, disk_total_bytes=2_000_000_000_000,
+        memory_total_bytes=memory * 2**30, memory_used_bytes=memory * 2**30 * 3 // 8, swap_used_bytes=0,
+        gpu_limit_bytes=memory * 2**30 * 3 // 4, disk_free_bytes=812_000_000_000, disk_total_bytes=2_000_000_000_000,
         power_source="AC", low_power_mode=False, thermal="nominal", clock_skew_s=0.003 * number, python="3.13.9",
         mlx="0.32.4", mlx_lm="0.32.2", backends=("ring", "jaccl"), interfaces=(lan, *links), thunderbolt=tuple(ports),
         rdma_enabled=True, round_trip_s=0.0008 + number / 10_000,
@@ -142,7 +142,7 @@ def telemetry(count: int = 4, *, run: str = "demo-0314-140130", old_s: float = 1
     return [
         NodeTelemetry(
             node=name, at=ago(old_s), cpu_use=0.12, gpu_use=0.97 - number * 0.02, gpu_mhz=1398,
-            memory_used_bytes=CHIPS[number % 4][2] * 10**9 // 2, swap_used_bytes=0, power_w=142.0 - 20 * (number % 4),
+            memory_used_bytes=CHIPS[number % 4][2] * 2**30 // 2, swap_used_bytes=0, power_w=142.0 - 20 * (number % 4),
             gpu_power_w=96.5, cpu_temperature_c=58.0, gpu_temperature_c=71.0 + number % 4, thermal="nominal",
             ranks=(RankUse(run_id=run, rank=number, rss_bytes=19_800_000_000),), source="macmon",
         )

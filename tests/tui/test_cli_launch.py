@@ -132,6 +132,9 @@ def test_its_logs_are_there_by_rank_merged_and_raw(shared_home: Path, ended_demo
     assert raw == directory.log(0).read_text()
     documents = json.loads(flightdeck(shared_home, "logs", run, "--rank", "1", "--json").out)
     assert [document["text"] for document in documents] == single
+    streamed = flightdeck(shared_home, "logs", run, "--rank", "1", "--json", "--follow").out
+    assert json.loads(streamed) == documents and len(streamed.splitlines()) == len(documents) + 2
+    assert json.loads(flightdeck(shared_home, "logs", run, "--rank", "1", "--json", "-n", "0").out) == []
 
 
 def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(

@@ -15,6 +15,7 @@ from tests.tui.fake_engine import FakeEngine
 from tui.screens.dialog import Confirm, Welcome
 from tui.screens.help import Help
 from tui.screens.stopping import Stopping
+from tui.widgets.pane import RowList
 
 
 async def test_idle_it_shows_what_would_be_launched_and_the_one_key(fake: FakeEngine) -> None:
@@ -113,6 +114,41 @@ async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: 
         await console.until(lambda: "no process of the run is left" in dialog.body, "the proof")
         await console.press("escape")
         await console.shows("■ aborted")
+
+
+async def test_q_after_an_aborts_proof_quits_and_before_it_closes_the_dialog(fake: FakeEngine) -> None:
+    fake.add(fake_engine.running())
+    async with opened(fake, size=SMALL) as console:
+        await console.shows("running 0:41")
+        await console.press("ctrl+x", "right", "enter", "q")
+        assert console.on_deck and console.app.is_running
+        await console.press("ctrl+x")
+        gone = fake_engine.aborted()
+        fake.put(replace(gone, record=gone.record.model_copy(update={"id": "demo-0314-140130"})))
+        dialog = console.app.screen
+        assert isinstance(dialog, Stopping)
+        await console.until(lambda: "no process of the run is left" in dialog.body, "the proof")
+        await console.press("q")
+        await console.until(lambda: console.app._exit, "the end of the console")
+
+
+async def test_a_movement_right_behind_the_key_of_a_view_is_not_lost(fake: FakeEngine) -> None:
+    async with opened(fake, size=SMALL) as console:
+        # As typed at once: both keys are taken before a frame is drawn.
+        for key in ("1", "G"):
+            console.app.deck.action_press(key)
+        await console.until(lambda: console.app.deck.pane("nodes").query_one(RowList).selected == "local-1")
+        await console.press("escape")
+        for key in ("1", "G", "enter"):
+            console.app.deck.action_press(key)
+        await console.until(lambda: console.app.state.detail)
+        assert console.app.state.node == "local-1"
+
+
+async def test_where_the_console_cannot_be_suspended_ctrl_z_says_so(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        await console.press("ctrl+z")
+        assert console.notifications == ["this terminal cannot suspend a program"]
 
 
 async def test_stages_that_an_abort_did_not_need_are_not_ticked(fake: FakeEngine) -> None:
@@ -296,6 +332,18 @@ async def test_without_a_configuration_a_welcome_offers_the_demo(fake: FakeEngin
         await console.press("right", "enter")
         await console.shows("running 0:41")
         assert len(fake.launched) == 1
+
+
+async def test_the_demos_key_works_in_the_welcome_and_after_a_look_around(fake: FakeEngine) -> None:
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.until(lambda: isinstance(console.app.screen, Welcome))
+        await console.press("d")
+        await console.shows("running 0:41")
+        assert len(fake.launched) == 1
+    async with opened(FakeEngine(fake.home), config=None, size=SMALL) as console:
+        await console.until(lambda: isinstance(console.app.screen, Welcome))
+        await console.press("enter", "d")
+        await console.shows("running 0:41")
 
 
 async def test_a_start_is_launched_at_once(fake: FakeEngine) -> None:

@@ -18,8 +18,10 @@ from engine.snapshots import NodeCondition
 from tests.tui import fake_engine, macs
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
+from tui import node_state
 from tui.app import FlightDeckApp
 from tui.engine_client import TelemetryReceived
+from tui.formatting import memory
 from tui.screens.dialog import Confirm
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey
 
@@ -413,3 +415,13 @@ async def test_a_node_that_falls_silent_is_not_shown_as_its_last_probe_found_it(
         assert console.screen.count("◌ silent") == 1
         times.append(times[-1] + timedelta(seconds=40))
         await console.until(lambda: console.screen.count("◌ silent") >= 4, "nobody has said a word for too long")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(549_755_813_888, "512 GB"), (137_438_953_472, "128 GB"), (8 * 2**30, "8.0 GB"), (2**29, "512 MB")],
+)
+def test_a_macs_memory_is_shown_as_it_is_sold(count: int, text: str) -> None:
+    """`hw.memsize` of an M3 Ultra, an M4 Max and an M1 Air."""
+    assert memory(count) == node_state.of_total(None, count) == text
+    assert node_state.of_total(count // 2, count) == f"{memory(count // 2).split()[0]}/{text}"

@@ -4,13 +4,14 @@ failed preflight, keys typed faster than they are drawn."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 import pytest
 from textual.events import Key
 
 from engine.errors import NodesInUse
 from engine.models import CheckResult, CheckStatus, Reason, RunState
-from engine.snapshots import ChunkProgress, RunSnapshot, Series, Verification
+from engine.snapshots import ChunkProgress, RunSnapshot, Series, TrainedFile, Verification
 from tests.tui import fake_engine
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
@@ -59,6 +60,34 @@ async def test_at_80x24_the_curve_of_a_run_that_has_succeeded_is_still_there(fak
     async with opened(fake, size=SMALL, follow=ended.record.id) as console:
         await console.shows("60 iterations in")
         await console.shows("── train")
+
+
+async def test_at_80x24_the_curve_of_an_aborted_run_is_there_without_its_legend(fake: FakeEngine) -> None:
+    record = fake_engine.record(state=RunState.ABORTED, reason=Reason.USER_ABORT, cause="stopped as requested",
+                                ended_at=fake_engine.ago(3))  # fmt: skip
+    fake.add(ended := replace(fake_engine.running(), record=record))
+    async with opened(fake, size=SMALL, follow=ended.record.id) as console:
+        await console.shows("aborted (user_abort)")
+        await console.shows("┤")
+        assert "too small" not in console.screen and "── train" not in console.screen
+
+
+TRAINED: Final = TrainedFile(
+    "/Users/ana/.flightdeck/runs/r/adapters/adapters.safetensors", 1_511_312, "ana", "python -m mlx_lm generate …"
+)
+
+
+async def test_the_end_of_a_run_says_where_the_trained_weights_are_and_how_they_are_used(fake: FakeEngine) -> None:
+    fake.add(ended := replace(fake_engine.succeeded(), trained=TRAINED))
+    async with opened(fake, size=SMALL, follow=ended.record.id) as console:
+        await console.shows("adapters/adapters.safetensors")
+        await console.shows("(1.5 MB) on ana")
+        await console.press("4")
+        await console.shows("python -m mlx_lm generate …")
+    fake.add(going := replace(fake_engine.running(), trained=TRAINED))
+    async with opened(fake, size=SMALL, follow=going.record.id) as console:
+        await console.shows("step 41/60")
+        assert "trained" not in console.screen
 
 
 async def test_maximised_the_run_has_the_whole_screen(fake: FakeEngine) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from tests.terminal import Terminal
+from tests.waiting import wait_until
 
 CONSOLE: Final = "import sys; from tui.cli import main; sys.exit(main(sys.argv[1:]))"
 BROKEN: Final = (
@@ -69,11 +70,55 @@ def test_a_signal_in_the_first_moment_does_the_same(config: Path, home: Path, nu
         assert_restored(terminal)
 
 
+def test_a_strangers_python_is_not_run_before_a_question_that_is_asked_once(tmp_path: Path, home: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ntouch "{tmp_path}/ran"\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    file = tmp_path / "flightdeck.toml"
+    file.write_text(f'[[node]]\nname = "local-0"\npython = "{python}"\n\n[job]\ncommand = ["true"]\n')
+    with console(CONSOLE, home, "-c", str(file)) as terminal:
+        terminal.read_until(b"run what this file names?")
+        # Enter is on Cancel: nothing is probed, and the console goes on without the file.
+        terminal.press(b"\r")
+        terminal.read_until(b"was not accepted")
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+    assert not (tmp_path / "ran").exists()
+    with console(CONSOLE, home, "-c", str(file)) as terminal:
+        terminal.read_until(b"run what this file names?")
+        terminal.press(b"l\r")
+        wait_until((tmp_path / "ran").exists)
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+    (tmp_path / "ran").unlink()
+    with console(CONSOLE, home, "-c", str(file)) as terminal:
+        wait_until((tmp_path / "ran").exists)
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+        assert b"run what this file names?" not in terminal.output
+
+
 def test_a_crash_restores_the_terminal_and_is_a_failure(config: Path, home: Path) -> None:
     with console(BROKEN, home, "-c", str(config)) as terminal:
         assert terminal.wait() == 1
         assert_restored(terminal)
         assert b"broken on purpose" in terminal.output
+
+
+@pytest.mark.needs("linux")
+def test_ctrl_z_gives_the_terminal_back_until_the_console_is_continued(config: Path, home: Path) -> None:
+    with console(CONSOLE, home, "-c", str(config)) as terminal:
+        terminal.read_until(b"commands")
+        terminal.press(b"\x1a")
+        terminal.read_until(LEAVE_ALTERNATE_SCREEN)
+        wait_until(lambda: "T" in Path(f"/proc/{terminal.pid}/stat").read_text().rpartition(")")[2].split()[0])
+        assert terminal.cooked
+        terminal.signal(signal.SIGCONT)
+        terminal.read_until(b"commands")
+        assert not terminal.cooked
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+        assert_restored(terminal)
 
 
 @pytest.mark.parametrize("command", [(), ("demo",)], ids=["console", "demo"])

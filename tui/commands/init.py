@@ -59,6 +59,7 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
         print(text, end="")
         return ExitCode.OK
     write_draft(target, text, force=options.force)
+    engine.nodes.accept(target)
     if options.json:
         _print_document(target, text, nodes, pythons)
     else:

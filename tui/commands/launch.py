@@ -48,7 +48,12 @@ def _launch(options: argparse.Namespace, engine: Engine, config: Config, *, owne
 
 def resume(options: argparse.Namespace, engine: Engine) -> int:
     """Resume a run; without --follow, return once preflight has let it through."""
-    return _start_and_follow(options, engine, lambda: asyncio.run(engine.launches.resume(options.run)))
+
+    def start() -> RunRecord:
+        accept = options.accept_changed_data
+        return asyncio.run(engine.launches.resume(options.run, accept_changed_data=accept))
+
+    return _start_and_follow(options, engine, start)
 
 
 def _start_and_follow(

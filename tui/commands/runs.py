@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from tui.formatting import (
     rate,
     size,
     table,
+    trained_text,
 )
 
 _EVIDENCE_LINES = 8
@@ -98,6 +100,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
             "given_up": snapshot.given_up,
             "damage": snapshot.damage,
             "verification": snapshot.verification,
+            "trained": snapshot.trained,
         }
         print_json({**record.model_dump(mode="json"), **more})
         return ExitCode.OK
@@ -122,6 +125,9 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     _show_attempts(lines, snapshot)
     _show_ranks(lines, snapshot)
     _show_watch(lines, snapshot)
+    if (file := snapshot.trained) is not None:
+        lines.say(f"  {'trained':<10} {trained_text(file)}")
+        lines.say(f"  {'use it':<10} {file.command}")
     lines.say(f"  {'files':<10} {directory.path}")
     lines.say(f"  {'logs':<10} flightdeck logs {record.id}")
     return ExitCode.OK
@@ -226,9 +232,12 @@ def logs(options: argparse.Namespace, engine: Engine) -> int:
         return ExitCode.OK
     lines = LogFollower(directory, source, watch, restart).lines(last=options.lines, follow=options.follow)
     if options.json:
-        if options.follow:
-            raise InputError("--json is one document", todo="leave out --follow")
-        print_json([_document(line) for line in lines])
+        # One array, a line for each of the log's as it comes: the longest log needs no memory.
+        start = "["
+        for line in lines:
+            print(f"{start}\n{json.dumps(_document(line))}", end="", flush=options.follow)
+            start = ","
+        print("[]" if start == "[" else "\n]")
         return ExitCode.OK
     for line in lines:
         label = "" if source is not None else f"{source_label(line.source):>{len(str(ranks - 1))}} | "

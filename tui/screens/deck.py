@@ -42,6 +42,7 @@ _TABS: Final = (
 
 MOVES: Final = frozenset({"down", "up", "left", "right", "page_down", "page_up", "top", "bottom"})
 """Actions that a pane does by itself."""
+_WAITING: Final = MOVES | {"enter"}
 _PROMPTS: Final = ("slash", "ampersand")
 _AT_ONCE: Final = ("ctrl+x", "tab", "shift+tab", *_PROMPTS)
 """Keys taken before what has the focus sees them. Those that open a prompt are among them so that what is typed right
@@ -87,6 +88,8 @@ class DeckScreen(Screen[None]):
         self._actions = actions
         self._redraw_s = redraw_s
         self.maximised_pane: str | None = None
+        self._waiting: list[Action] | None = None
+        """Movements right behind a key that shows other panes, which have no rows yet; None when all are drawn."""
 
     def compose(self) -> ComposeResult:
         yield RunHeader()
@@ -172,7 +175,19 @@ class DeckScreen(Screen[None]):
         self._store.change(view=view, detail=False)
         self.place_panes()
         self.focus_pane(pane or ("run" if view in ("run", "dashboard") else view))
-        self.call_after_refresh(lambda: self.show(self.state))
+        self._show_placed()
+
+    def _show_placed(self) -> None:
+        """Draw the panes that have just been placed, then do what was typed meanwhile."""
+        self._waiting = self._waiting or []
+
+        def drawn() -> None:
+            self.show(self.state)
+            waiting, self._waiting = self._waiting or [], None
+            for action in waiting:
+                self._actions.perform(action)
+
+        self.call_after_refresh(drawn)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """In a prompt that is open, "/" and "&" are text."""
@@ -211,6 +226,8 @@ class DeckScreen(Screen[None]):
             self.logs.do(action.id)
         elif action.group == "views":
             self._toggle_view(action.id.removeprefix("view_"))
+        elif action.id in _WAITING and self._waiting is not None:
+            self._waiting.append(action)
         elif action.id in MOVES:
             self._move(action.id)
         elif (done := getattr(self, f"do_{action.id}", None)) is not None:
@@ -283,7 +300,7 @@ class DeckScreen(Screen[None]):
         self.maximised_pane = None if self.maximised_pane else pane
         self.place_panes()
         self.focus_pane(pane)
-        self.call_after_refresh(lambda: self.show(self.state))
+        self._show_placed()
 
     def do_log_axis(self) -> None:
         self.query_one(RunPane).plot.toggle_log_axis()

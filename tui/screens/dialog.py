@@ -5,7 +5,7 @@ launch or an abort, and the welcome when there is no flightdeck.toml.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -22,6 +22,9 @@ from tui.state import DeckState
 from tui.widgets.plan_summary import hosts, job_rows
 from tui.widgets.run_summary import newest_checkpoint, own_program
 from tui.widgets.text import pair
+
+if TYPE_CHECKING:
+    from engine.api import Config
 
 Answer = TypeVar("Answer")
 
@@ -116,6 +119,22 @@ def confirm_launch(state: DeckState, width: int) -> Confirm:
     return Confirm(f"launch {config.job.name}?", lines, "Launch")
 
 
+_NAMED: Final = 8
+"""Nodes whose interpreters are named in a question."""
+
+
+def confirm_interpreters(config: Config, width: int) -> Confirm:
+    """The programs that a probe of the configuration's nodes runs."""
+    lines = [Content.styled(str(config.file), "bold"), Content("")]
+    lines.append(Content("Its nodes are asked at once what they are, which runs these programs:"))
+    nodes = [("this machine" if node.local else node.ssh, node.python) for node in config.nodes]
+    lines += [pair(host, python, width, style="bold") for host, python in dict.fromkeys(nodes[:_NAMED])]
+    if len(nodes) > _NAMED:
+        lines.append(Content(f"and {len(nodes) - _NAMED} more"))
+    lines += [Content(""), Content.styled("Asked once for each content of the file.", MUTED)]
+    return Confirm("run what this file names?", lines, "Run them")
+
+
 def confirm_abort(state: DeckState, width: int) -> Confirm:
     """The run, the effect of the abort, and what is kept."""
     assert state.snapshot is not None
@@ -156,7 +175,11 @@ _INIT: Final = (
 class Welcome(Dialog[str]):
     """Answers "demo", "close" or "quit"."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", show=False)]
+    # "d" is in the key bar below.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "dismiss('quit')", show=False),
+        Binding("d", "dismiss('demo')", show=False),
+    ]
 
     def __init__(self) -> None:
         lines = [
@@ -185,6 +208,3 @@ class Welcome(Dialog[str]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.dismiss(event.button.id)
-
-    def action_quit(self) -> None:
-        self.dismiss("quit")

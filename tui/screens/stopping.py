@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
+from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Button
 
@@ -27,11 +28,14 @@ STAGES: Final = (
 )
 
 
-class Stopping(Dialog[None]):
-    """Shows the run's StopProgress; leaving it does not stop the abort."""
+class Stopping(Dialog[str]):
+    """Shows the run's StopProgress; leaving it does not stop the abort. Answers "quit" to `q` after the run's end."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", show=False)]
 
     def __init__(self, state: DeckState, now: Callable[[], None]) -> None:
         self._now = now
+        self._ended = False
         self._close = button("Close, the abort goes on", "close")
         self._end_now = button("Skip the save, end it now", "now", "error")
         super().__init__(f"aborting {_run(state)}", progress(state), self._close, self._end_now)
@@ -40,6 +44,7 @@ class Stopping(Dialog[None]):
         """Redraw; called while the dialog is open."""
         self.set_body(progress(state))
         if not state.active and self.is_mounted:
+            self._ended = True
             self._end_now.display = False
             self._close.label = "Close"
             self._close.focus()
@@ -51,6 +56,10 @@ class Stopping(Dialog[None]):
             self._close.focus()
         else:
             self.dismiss(None)
+
+    def action_quit(self) -> None:
+        """The key bar below offers it; while the abort goes on `q` only closes the dialog."""
+        self.dismiss("quit" if self._ended else None)
 
 
 def _run(state: DeckState) -> str:

@@ -150,6 +150,9 @@ VALIDATION: Final = "$text-accent"
 FRAME: Final = MUTED
 _MARK_STYLES: Final = {"checkpoint": "$success", "restart": "$warning"}
 
+LEAST_ROWS: Final = 4
+"""Rows of a plot at least; one of so few has no legend."""
+
 Points = Sequence[tuple[int, float]]
 
 
@@ -199,8 +202,9 @@ def draw(series: Series, width: int, height: int, *, glyphs: Glyphs, logarithmic
     train, val = _finite(series.train), _finite(series.val)
     if not train and not val:
         return Content.styled("no loss yet", FRAME)
-    rows = height - 3
-    if rows < 2 or width < 24:
+    legend = height > LEAST_ROWS
+    rows = height - 2 - legend
+    if height < LEAST_ROWS or width < 24:
         return Content.styled("too small for the loss plot", FRAME)
     values = [loss for _, loss in (*train, *val)]
     loss_axis = Axis.of(values, rows * 4, logarithmic=logarithmic)
@@ -213,7 +217,7 @@ def draw(series: Series, width: int, height: int, *, glyphs: Glyphs, logarithmic
     canvas = Canvas(columns, rows)
     canvas.curve(_dots(val, step_axis, loss_axis), VALIDATION, dotted=True)
     canvas.curve(_dots(train, step_axis, loss_axis), TRAIN)
-    lines = [_legend(series, width, glyphs, loss_axis.logarithmic)]
+    lines = [_legend(series, width, glyphs, loss_axis.logarithmic)] if legend else []
     edge, ticked = ("|", "+") if glyphs.ascii else ("│", "┤")
     for row in range(rows):
         label = labels.get(row, "")

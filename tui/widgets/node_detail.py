@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from textual.content import Content
 
 from tui import node_state
-from tui.formatting import age, size
+from tui.formatting import age, memory, size
 from tui.glyphs import MUTED, STALE, WARN
 from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
 from tui.topology import draw, ring, verdict
@@ -147,7 +147,7 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
     pairs: Pairs = [
         ("cpu", f"{values.cpu_use:.0%}" if values.cpu_use is not None else None),
         ("gpu", f"{values.gpu_use:.0%}{clock}" if values.gpu_use is not None else None),
-        ("memory", size(values.memory_used_bytes) + " used" if values.memory_used_bytes is not None else None),
+        ("memory", memory(values.memory_used_bytes) + " used" if values.memory_used_bytes is not None else None),
         ("swap", size(values.swap_used_bytes) + " used" if values.swap_used_bytes is not None else None),
         ("power", ", ".join(watts) or None),
         ("temperature", ", ".join(heat) or None),
@@ -208,16 +208,14 @@ def _machine(state: DeckState, facts: NodeFacts) -> Pairs:
 
 
 def _room(state: DeckState, facts: NodeFacts) -> Pairs:
-    memory = (
-        node_state.of_total(facts.memory_used_bytes, facts.memory_total_bytes) if facts.memory_total_bytes else None
-    )
+    used = node_state.of_total(facts.memory_used_bytes, facts.memory_total_bytes) if facts.memory_total_bytes else None
     disk = None
     if facts.disk_free_bytes is not None:
         disk = size(facts.disk_free_bytes) + " free"
         disk += f" of {size(facts.disk_total_bytes)}" if facts.disk_total_bytes is not None else ""
     return [
-        ("memory", f"{memory} used" if memory and facts.memory_used_bytes is not None else memory),
-        ("GPU limit", size(facts.gpu_limit_bytes) if facts.gpu_limit_bytes is not None else None),
+        ("memory", f"{used} used" if used and facts.memory_used_bytes is not None else used),
+        ("GPU limit", memory(facts.gpu_limit_bytes) if facts.gpu_limit_bytes is not None else None),
         ("swap", f"{size(facts.swap_used_bytes)} used" if facts.swap_used_bytes is not None else None),
         ("disk", disk),
     ]

@@ -9,16 +9,15 @@ from textual.content import Content
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets import plan_summary, run_summary
-from tui.widgets.loss_plot import LossPlot
+from tui.widgets.loss_plot import LEAST_ROWS, LossPlot
 from tui.widgets.pane import Pane
 from tui.widgets.run_summary import figures, own_program, rank_line, rank_table
 from tui.widgets.text import Text
 
-PLOT_ROWS = 8
-"""The summary comes first: with fewer rows left than this, ranks and figures included, there is no plot."""
-LEAST_PLOT_ROWS = 6
-"""With fewer, a blank line above it included, no plot can be drawn: what is verified gives way to it, but for what is
-wrong."""
+PLOT_ROWS = 6
+"""Lines of what is verified give way to so many rows of a plot, but for what is wrong."""
+TALL = 12
+"""Rows of a pane with room for a line a rank, and for the command that uses what was trained."""
 SCROLLBAR_CELLS = 1
 """Left free beside the summary: a long fix scrolls, and its lines are broken before that is known."""
 SHORT_SCREEN = 30
@@ -73,16 +72,14 @@ class RunPane(Pane, can_focus=True):
         room = self.room - SCROLLBAR_CELLS
         summary = [*run_summary.outcome(state, snapshot, room), *run_summary.attempts(snapshot, room, every=self.full)]
         summary += run_summary.alarms(state, snapshot, room)
+        summary += run_summary.trained(snapshot, room, command=self.full or self.content_size.height >= TALL)
         self._put("#summary", summary)
         # Without a curve the log gets the room: it shows a failure, or the output of a program of one's own.
         self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-summary")
         summary_rows = sum(len(text.plain.splitlines()) for text in summary)
-        self.plot.display = has_loss and self.content_size.height - summary_rows >= PLOT_ROWS
-        if self.plot.display:
-            self.plot.show(snapshot.series, state.glyphs)
-        elif not summary and not has_loss:
+        if not summary and not has_loss:
             self._put("#summary", [_waiting(state)])
-        tall = self.content_size.height >= 12
+        tall = self.content_size.height >= TALL
         whole = tall or not has_loss
         ranks = (
             rank_table(state, snapshot, self.room, headed=self.full)
@@ -92,10 +89,13 @@ class RunPane(Pane, can_focus=True):
         self._put("#ranks", ranks)
         self._put("#figures", [figures(state, snapshot, self.room, peak=not whole)] if has_loss else [])
         verified = run_summary.verification(state, snapshot, self.room, every=self.full)
-        left = self.content_size.height - summary_rows - len(ranks) - 1 - len(verified)
-        if self.full and self.plot.display and left < LEAST_PLOT_ROWS:
+        left = self.content_size.height - summary_rows - len(ranks) - 1
+        if self.full and has_loss and left - len(verified) < PLOT_ROWS:
             verified = run_summary.verification(state, snapshot, self.room, every=False)
         self._put("#watch", verified)
+        self.plot.display = has_loss and left - len(verified) >= LEAST_ROWS
+        if self.plot.display:
+            self.plot.show(snapshot.series, state.glyphs)
 
     def _put(self, selector: str, lines: list[Content]) -> None:
         text = self.query_one(selector, Text)
@@ -110,6 +110,7 @@ class RunPane(Pane, can_focus=True):
             Content(f"run {snapshot.record.id} ({snapshot.record.name}): {snapshot.record.state}"),
             *run_summary.outcome(state, snapshot, self.room),
             *run_summary.alarms(state, snapshot, 200),
+            *run_summary.trained(snapshot, 200, command=True),
             figures(state, snapshot, 200),
             *run_summary.verification(state, snapshot, 200, every=True),
             *rank_table(state, snapshot, 200, headed=True),

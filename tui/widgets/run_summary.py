@@ -10,7 +10,17 @@ from textual.content import Content
 
 from engine import api
 from engine.errors import plural
-from tui.formatting import age, attempt_summary, duration, loss, membership_change, rate, recovery_summary, size
+from tui.formatting import (
+    age,
+    attempt_summary,
+    duration,
+    loss,
+    membership_change,
+    rate,
+    recovery_summary,
+    size,
+    trained_text,
+)
 from tui.glyphs import (
     FAIL,
     MUTED,
@@ -268,6 +278,15 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
     if diagnosis is not None and diagnosis.offset is not None:
         lines.append(pair("", "enter jumps to the line that proves it", width, style=MUTED))
     return lines
+
+
+def trained(snapshot: RunSnapshot, width: int, *, command: bool) -> list[Content]:
+    """The newest trained weights of a run that has ended, and with `command` how to use them."""
+    file = snapshot.trained
+    if file is None or not snapshot.record.state.ended:
+        return []
+    lines = [pair("trained", trained_text(file), width)]
+    return [*lines, pair("use it", file.command, width, style="bold")] if command else lines
 
 
 def attempts(snapshot: RunSnapshot, width: int, *, every: bool) -> list[Content]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.probes import did_you_mean, nearest, reason_of
-from engine.protocol.attempt import write_atomic
+from engine.protocol.attempt import sync_file, write_atomic
 from engine.protocol.safetensors import CheckpointError, check_header
 
 _ADAPTER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.(.+)\.lora_a$")
@@ -69,16 +69,19 @@ _LARGEST = 3
 
 
 def probe_storage(request: str) -> dict[str, Any]:
-    """The JSON request has `directory`; `roots`, one of which must hold it; `runs`, where earlier runs' folders lie;
-    `resume`, a file of trained weights to go on with, or null; `needed`, bytes.
+    """The JSON request has `directory`; `roots`, one of which must hold it; `states`, another folder for states, or
+    null; `runs`, where earlier runs' folders lie; `resume`, a file of trained weights to go on with, or null; `needed`,
+    bytes.
 
-    Reports `directory` resolved; `fault`, with a folder to `make`, to `permit` or to `own`; `free`, bytes; `damaged`,
-    [file, why] of what lies there; `resume`, what its weights are, or `resume_fault`; `largest`, [folder, bytes] of
-    earlier runs, when less than `needed` is free.
+    Reports `directory` resolved; `fault`, with a folder to `make`, to `permit` or to `own`; `not_durable`, a folder
+    on a volume that cannot be flushed to the disk itself; `free`, bytes; `damaged`, [file, why] of what lies there;
+    `resume`, what its weights are, or `resume_fault`; `largest`, [folder, bytes] of earlier runs, when less than
+    `needed` is free.
     """
     question = json.loads(request)
     directory = Path(question["directory"]).expanduser()
-    report: dict[str, Any] = {"fault": None, "make": None, "permit": None, "own": None, "free": None, "damaged": []}
+    report: dict[str, Any] = {"fault": None, "make": None, "permit": None, "own": None, "damaged": []}
+    report |= {"free": None, "not_durable": None}
     report |= {"resume": None, "resume_fault": None, "largest": []}
     report["directory"] = str(directory)
     roots = [Path(root).expanduser().resolve() for root in question["roots"]]
@@ -86,6 +89,10 @@ def probe_storage(request: str) -> dict[str, Any]:
         report["directory"] = str(directory.resolve())
         report |= _place(directory, roots)
         if report["fault"] is None:
+            if states := question["states"]:
+                # Perhaps a volume that is not mounted: no fix for its folders would be right.
+                found = _place(Path(states), [Path("/")])
+                report |= {key: found[key] for key in ("fault", "not_durable") if found.get(key)}
             report["free"] = shutil.disk_usage(nearest(directory)).free
             report["damaged"] = _damaged(directory)
     except (OSError, RuntimeError) as error:
@@ -113,7 +120,7 @@ def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
     if not place.is_dir():
         return {"fault": f"{place} is a file"}
     try:
-        write(place)
+        durable = write(place)
     except OSError as error:
         why = reason_of(error, place)
         fault = f"{place} cannot be {'written' if entered else 'entered'}: {why}"
@@ -122,14 +129,17 @@ def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
             key = "permit" if place.stat().st_uid == os.getuid() else "own"
             return {"fault": fault, key: str(place)}
         return {"fault": fault}
-    return {}
+    return {} if durable else {"not_durable": str(place)}
 
 
-def write(folder: Path) -> None:
-    """Write, sync and rename a file as saving does; then delete it. Raises OSError."""
+def write(folder: Path) -> bool:
+    """Write, sync and rename a file as saving does; then delete it. False where its bytes may stay in the drive's cache
+    (attempt.sync_file). Raises OSError."""
     file = folder / f".flightdeck-{os.getpid()}"
     try:
         write_atomic(file, "Flight Deck was here to see whether a run can save.\n")
+        with file.open("r+b") as written:
+            return sync_file(written.fileno())
     finally:
         file.unlink(missing_ok=True)
 

@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -36,6 +37,9 @@ NONCE, SPEC, RANK = "FLIGHTDECK_NONCE", "FLIGHTDECK_SPEC", "MLX_RANK"
 SPEC_PATH = re.compile(r"/runs/([^/]+)/attempts/\d+/spec\.json")
 SLOW_S = 10.0
 """Period of what a Mac has to start a program for."""
+LINE_EVERY_S, TOOLS_WAIT_S = 4.0, 1.0
+"""A Mac's samples are at most the sum apart, far below the head's patience, however long its tools take: so long from
+one to the next, and so long each waits for the tools."""
 MACMON_PLACES = ("/opt/homebrew/bin", "/usr/local/bin", "/opt/local/bin", "~/.cargo/bin", "~/.local/bin")
 """Beside PATH: a shell that ssh starts knows none of them."""
 NVIDIA_FIELDS = "index,utilization.gpu,clocks.sm,power.draw,temperature.gpu"
@@ -191,10 +195,11 @@ class LinuxRanks:
 class MacRanks:
     """The same by ps: one list of the user's processes, and the environment of those that are new in it."""
 
-    def __init__(self, stream: Stream | None) -> None:
+    def __init__(self) -> None:
         self.known: dict[tuple[int, str], ProcessOwner | None] = {}
         self.scans = 0
-        self.stream = stream
+        self.cpu_s: dict[int, float] = {}
+        """CPU seconds by pid, in the last list."""
 
     def read(self) -> dict[str, object]:
         self.scans += 1
@@ -212,12 +217,11 @@ class MacRanks:
             for pid, start in some:
                 self.known[pid, start] = process_owner(environments.get(pid, {}), start)
         sums: dict[tuple[str, int], int] = {}
-        for key, (rss, cpu_s) in present.items():
+        for key, (rss, _) in present.items():
             mark = self.known.get(key)
             if mark is not None and rss:
                 sums[mark.run, mark.rank] = sums.get((mark.run, mark.rank), 0) + rss
-            if self.stream is not None and self.stream.process is not None and key[0] == self.stream.process.pid:
-                self.stream.settle(cpu_s)
+        self.cpu_s = {pid: cpu_s for (pid, _), (_, cpu_s) in present.items()}
         return {"ranks": [[run, rank, rss] for (run, rank), rss in sorted(sums.items())]}
 
 
@@ -314,7 +318,11 @@ class Mac:
         self.ticks = MacTicks()
         self.own = Paced(self.tools, interval, BUDGET / 2)
         self.interval = interval
-        self.slow = [Paced(MacRanks(self.stream).read, SLOW_S, BUDGET / 4), Paced(thermal, SLOW_S, BUDGET / 8)]
+        self.ranks = MacRanks()
+        self.slow = [Paced(self.ranks.read, SLOW_S, BUDGET / 4), Paced(thermal, SLOW_S, BUDGET / 8)]
+        self.read: collections.deque[dict[str, object]] = collections.deque()
+        """Reports of the tools since the last sample."""
+        self.reader = threading.Thread()
 
     @property
     def leads(self) -> bool:
@@ -323,7 +331,8 @@ class Mac:
 
     def rest_s(self, now: float) -> float:
         """To the next sample: when macmon has nothing to say, or when the tools may be asked again."""
-        return self.interval * 2.5 if self.leads else max(self.interval, self.own.due - now)
+        rest_s = self.interval * 2.5 if self.leads else max(self.interval, self.own.due - now)
+        return min(rest_s, max(self.interval, LINE_EVERY_S))
 
     def tools(self) -> dict[str, object]:
         return {
@@ -337,11 +346,21 @@ class Mac:
         if self.stream is not None and self.stream.lines:
             report["macmon"] = self.stream.lines[-1]
             self.stream.lines.clear()
-        else:
-            report.update(self.own.take(now))
-        for reading in self.slow:
-            report.update(reading.take(now))
+        if not self.reader.is_alive():
+            readings = self.slow if "macmon" in report else [self.own, *self.slow]
+            self.reader = threading.Thread(target=self.take, args=(readings, now), daemon=True)
+            self.reader.start()
+        self.reader.join(TOOLS_WAIT_S)
+        while self.read:
+            report.update(self.read.popleft())
+        if self.stream is not None and self.stream.process is not None:
+            self.stream.settle(self.ranks.cpu_s.get(self.stream.process.pid, 0.0))
         return report
+
+    def take(self, readings: list[Paced], now: float) -> None:
+        """In a thread: on a busy Mac each tool may take seconds."""
+        for reading in readings:
+            self.read.append(reading.take(now))
 
 
 def thermal() -> dict[str, object]:

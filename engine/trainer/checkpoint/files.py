@@ -10,7 +10,6 @@ without unpacking it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gzip
 import hashlib
 import importlib
@@ -20,7 +19,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -29,12 +27,13 @@ from io import FileIO, UnsupportedOperation
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.protocol.attempt import sync_file
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 
 Document = TypeVar("Document", "Manifest", "FileEntry")
 
-MANIFEST_FORMAT = 3
+MANIFEST_FORMAT = 4
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 22
 _MAX_FILES = 1000
@@ -66,6 +65,8 @@ class Origin:
     """Index of the part of the state, from 0."""
     parts: int
     """1 where every rank has the whole state."""
+    inputs: Mapping[str, str]
+    """Checksum of each input that the job names by its path: "train.jsonl", "valid.jsonl" and "the base model"."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,21 @@ def _is_table_of_numbers(value: object) -> bool:
     return isinstance(value, dict) and all(map(_is_finite, value.values()))
 
 
+def _is_table_of_text(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
 _VALID: Mapping[str, Callable[[Any], bool]] = {
     "config_hash": _text(rf".{{0,{_MAX_TEXT}}}"),
     "world_size": _number(least=1),
     "part": _number(),
     "parts": _number(1, _MAX_PARTS + 1),
+    "inputs": _is_table_of_text,
     "update": _number(),
     "iteration": _number(),
     "window": _is_table_of_numbers,
     "best": _is_table_of_numbers,
-    "versions": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+    "versions": _is_table_of_text,
     "files": lambda value: isinstance(value, list) and 0 < len(value) <= _MAX_FILES,
     "name": _text(r"[a-z][a-z0-9_-]{0,60}\.(safetensors|json)(\.gz|\.zst)?"),
     "sha256": _text(r"[0-9a-f]{64}"),
@@ -191,6 +197,8 @@ class HashedFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(folder / self.name, flags, 0o600)
         self.closed = False
+        self.durable = False
+        """Committed, and sure to survive a power cut (attempt.sync_file)."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -211,7 +219,7 @@ class HashedFile:
         """Flush to disk and close. Raises OSError."""
         if self._packer is not None:
             self._store(self._packer.flush())
-        sync_file(self._descriptor)
+        self.durable = sync_file(self._descriptor)
         self.close()
         return FileEntry(self.name, self._hash.hexdigest(), self._stored, self._bytes, self._compression)
 
@@ -226,15 +234,6 @@ class HashedFile:
         self._stored += len(view)
         while len(view):
             view = view[os.write(self._descriptor, view) :]
-
-
-def sync_file(descriptor: int) -> None:
-    """Raises OSError."""
-    if sys.platform == "darwin":
-        # fsync alone leaves the bytes in the drive's own cache.
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

@@ -47,6 +47,7 @@ class PeriodicCheckpoints:
         self._blocking_s = 0.0
         self._idle = True
         self._settled = True
+        self._durability_said = False
         self.committed: int | None = None
         """The newest update of which every part is on a disk, as all ranks know."""
 
@@ -138,6 +139,12 @@ class PeriodicCheckpoints:
         started = time.perf_counter()
         problems: list[str] = []
         written = store.write(destination.folder, snapshot, self._origin, self._policy.compression)
+        if not written.durable and not self._durability_said:
+            self._durability_said = True
+            problems.append(
+                f"the volume of {destination.folder} has no F_FULLFSYNC: a power cut there can take the newest "
+                "checkpoints"
+            )
         # Older ones go only after this one has been read back.
         store.verify(written.path)
         keep = self._policy.kept(self._origin.parts)

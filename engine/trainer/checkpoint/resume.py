@@ -21,7 +21,7 @@ from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.trainer.best_validation import BestValidation
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import FileEntry, Manifest
+from engine.trainer.checkpoint.files import FileEntry, Manifest, Origin
 from engine.trainer.collective import Collective, Groups, all_gather_object, broadcast_arrays, broadcast_object
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.reporting import Reporter, ReportWindow
@@ -111,10 +111,13 @@ class Resume:
 
     collective: Collective
     strategy: Strategy
-    config_hash: str
+    origin: Origin
+    """Job and inputs of the states that this rank saves."""
     reporter: Reporter
     stop_on_corruption: bool = True
     """Raise Corrupted when emergency checkpoints differ and no majority tells which is right."""
+    accept_changed_data: bool = False
+    """Go on from a state of other data or another base model."""
     _refused: int = 0
     _paths: list[Path] = field(default_factory=list)
     """This rank's copies, by number."""
@@ -130,7 +133,10 @@ class Resume:
             for rank, rows in enumerate(table)
             for number, (manifest, author) in enumerate(rows)
         ]
-        points = (self._restore(state) for state in complete_states(copies, any_part=self.strategy.any_part))
+        states = complete_states(copies, any_part=self.strategy.any_part)
+        if states:
+            self._check_inputs(states[0][0][0].manifest)
+        points = (self._restore(state) for state in states)
         found = next((point for point in points if point is not None), None)
         refused = sum(all_gather_object(self.collective, self._refused))
         if reached > 0 and found is None:
@@ -142,6 +148,20 @@ class Resume:
         point = found or ResumePoint(source="adapter" if adapter else "none")
         self._report(point, time.perf_counter() - started, refused)
         return point
+
+    def _check_inputs(self, newest: Manifest) -> None:
+        """Its data and its base model are those that any rank has now. Raises JobError, on all ranks."""
+        present = all_gather_object(self.collective, dict(self.origin.inputs))
+        changed = [name for name, value in newest.inputs.items() if all(held.get(name) != value for held in present)]
+        if not changed:
+            return
+        message = f"{' and '.join(changed)} changed since the state of iteration {newest.iteration} was saved"
+        if not self.accept_changed_data:
+            raise JobError(
+                f"{message}: put back what the run was started with, go on all the same with `flightdeck resume last "
+                "--accept-changed-data`, or start a new run with `flightdeck launch`"
+            )
+        self.reporter.warn(f"{message}, and --accept-changed-data goes on all the same")
 
     def _own_copies(self, folders: StateFolders) -> list[tuple[str, Author | None]]:
         """The manifests of those on this rank's disk, as JSON, with their authors."""
@@ -162,7 +182,7 @@ class Resume:
 
     def _manifest(self, path: Path) -> Manifest:
         manifest = store.verify(path, check_hashes=False).manifest
-        if manifest.config_hash != self.config_hash:
+        if manifest.config_hash != self.origin.config_hash:
             raise CheckpointError("it is of another job")
         for name, kind in (("window", ReportWindow), ("best", BestValidation)):
             if unknown := getattr(manifest, name).keys() - kind.__dataclass_fields__.keys():

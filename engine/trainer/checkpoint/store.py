@@ -60,13 +60,15 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    durable: bool = True
+    """It survives a power cut; False for one just written to a volume without F_FULLFSYNC."""
 
 
 def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "none") -> Checkpoint:
     """Commit `snapshot`, on any thread: its arrays have been evaluated.
 
-    When this returns, the checkpoint survives a power cut; when it raises (OSError, JobError), nothing of it is left
-    and every older one is as it was. One of the same update is replaced.
+    When this returns, the checkpoint survives a power cut where `durable`; when it raises (OSError, JobError), nothing
+    of it is left and every older one is as it was. One of the same update is replaced.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # What a killed writer has left: there is one writer, so that none of it is in use.
@@ -89,10 +91,11 @@ def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "
         with contextlib.closing(HashedFile(scratch, MANIFEST_NAME, "none")) as file:
             file.write(manifest.to_json())
             file.commit()
+            durable = file.durable
         sync_folder(scratch)
         replace_folder(scratch, target)
         sync_folder(folder)
-    return Checkpoint(target, manifest)
+    return Checkpoint(target, manifest, durable)
 
 
 def package_versions() -> dict[str, str]:

@@ -156,6 +156,8 @@ def test_a_mac_without_macmon() -> None:
         "swap_used_bytes": 2**20,
         "source": "vm_stat, sysctl, ioreg",
     }
+    later = reader.read(line(system="Darwin", ticks=[20, 20, 240, 0]))
+    assert later == {**values, "cpu_use": 0.0}, "what the tools said last stays until they are asked again"
 
 
 @pytest.mark.parametrize(

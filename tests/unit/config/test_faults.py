@@ -164,7 +164,12 @@ CASES = [
     (NODES + JOB + "bacth_size = 8", "job.bacth_size", "did you mean batch_size?"),
     (NODES + JOB + "iters = 0", "job.iters", "1 or more"),
     (NODES + JOB + "iters = -3", "job.iters", "1 or more"),
-    (NODES + JOB + "iters = 0x" + "f" * 6000, "job.iters", "1 or more"),
+    (NODES + JOB + "iters = 0x" + "f" * 6000, "job.iters", "a whole number up to 9223372036854775807"),
+    (NODES + JOB + "[checkpoint]\nevery = 1" + "0" * 400, "checkpoint.every", "a whole number up to 92"),
+    (NODES + JOB + "env = {A = [1, -1" + "0" * 400 + "]}", "job.env.A[1]", "a whole number up to 92"),
+    # The time that tomllib takes for a key grows with the square of its parts.
+    (NODES + JOB + ".".join(["a"] * 100_000) + " = 1", "line 8", "keys of at most 64 parts"),
+    (NODES + JOB + "[" + " . ".join(['"a"'] * 100_000) + "]", "line 8", "keys of at most 64 parts"),
     (NODES + JOB + "learning_rate = nan", "job.learning_rate", "finite"),
     (NODES + JOB + "learning_rate = inf", "job.learning_rate", "finite"),
     (NODES + JOB + "learning_rate = 2026-11-21", "job.learning_rate", "finite"),

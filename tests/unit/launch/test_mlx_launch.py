@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from engine.errors import LaunchError
 from engine.launch import mlx_launch
 from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import Launcher
+from engine.launch.ssh_shim import temporary_files
 from engine.node import processes
 from engine.protocol.events import tail
 from tests.unit.launch.host_layouts import configured_network, ring_ports
@@ -78,7 +80,7 @@ def launch(directory: Path, script: str, ranks: int = 2) -> Launcher:
         argv,
         stdin=directory / "launcher.in",
         output=directory / "launcher.log",
-        environment={"TMPDIR": str(directory)},
+        environment=temporary_files(directory),
         directory=directory,
     )
 
@@ -101,6 +103,18 @@ def test_ranks_get_the_environment_and_the_output_is_appended(tmp_path: Path) ->
     assert output.startswith("before\n")
     assert "rank 0 says it's $HOME" in output
     assert mlx_launch.rank_ends(output) == [(1, 1)]
+
+
+def test_a_blank_in_the_folders_path_breaks_no_rank(tmp_path: Path) -> None:
+    """A Mac's state lies in ~/Library/Application Support."""
+    here = tmp_path / "Application Support"
+    here.mkdir()
+    launcher = launch(here, 'cp "$MLX_HOSTFILE" "hostfile$MLX_RANK"')
+    assert launcher.process is not None and launcher.process.wait(30) == 0
+    output = (here / "launcher.log").read_text()
+    assert "ambiguous" not in output and mlx_launch.rank_ends(output) == []
+    assert all(len(json.loads((here / f"hostfile{rank}").read_text())) == 2 for rank in (0, 1))
+    assert list(tmp_path.iterdir()) == [here] and list((here / "tmp").iterdir()), "mlx.launch's files are below"
 
 
 @pytest.mark.needs("linux")

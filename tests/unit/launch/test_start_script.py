@@ -57,6 +57,7 @@ def test_a_rank_that_is_not_in_the_attempt_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (126, b"start.sh: no rank 7 in this attempt\n")
 
 
+SHOW_HOSTFILE = ["python", "-c", "import os; print(os.environ['MLX_HOSTFILE'])"]
 SHOW = ["python", "-c", "import os; print({name: os.environ.get(name) for name in ('TMPDIR', 'KEPT', 'GONE')})"]
 
 
@@ -82,9 +83,25 @@ def test_a_rank_whose_hostfile_could_not_be_written_does_not_start_alone(tmp_pat
         hostfile.write_text(content)
     done = start(files, "0", MLX_HOSTFILE=str(hostfile) if content is not None else "")
     assert done.returncode == 125
-    assert b"MLX_HOSTFILE names no file" in files.keeper_log(0).read_bytes()
+    log = files.keeper_log(0).read_bytes()
+    assert (b"names an empty file: the disk of" if content is not None else b"names no file: temporary files") in log
     hostfile.write_text("[[]]")
     assert start(files, "0", MLX_HOSTFILE=str(hostfile)).returncode == 0
+
+
+def test_a_hostfile_named_relative_to_where_it_was_started_is_found_by_its_rank(tmp_path: Path) -> None:
+    here = tmp_path / "Application Support"
+    files = prepared(here, sys.executable, sys.executable, command=SHOW_HOSTFILE)
+    (here / "tmp").mkdir()
+    (here / "tmp" / "x").write_text("[[]]")
+    done = subprocess.run(
+        ["/bin/sh", str(files.start)],
+        env={**os.environ, "MLX_RANK": "0", "MLX_HOSTFILE": "tmp/x"},
+        cwd=here,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert files.log(0).read_text().strip() == str(here / "tmp" / "x")
 
 
 def test_a_detached_keeper_leaves_and_the_rank_goes_on(tmp_path: Path) -> None:

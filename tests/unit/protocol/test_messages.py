@@ -87,6 +87,7 @@ def test_what_is_not_a_frame_is_refused(stream: bytes) -> None:
         {"number": 1, "answered": "2"},
         {"number": True, "answered": 2},
         {"number": 1, "answered": 2, "more": 3},
+        {"number": 10**400, "answered": 2},
     ],
 )
 def test_a_message_with_other_fields_or_types_is_refused(fields: dict[str, object]) -> None:
@@ -100,6 +101,10 @@ def test_a_message_with_other_fields_or_types_is_refused(fields: dict[str, objec
         ("RankEnded", "record", {"code": "0"}),
         ("RankEnded", "record", {"ended_at": None}),
         ("RankEnded", "record", {"more": 1}),
+        ("RankEnded", "record", {"ended_at": float("nan")}),
+        ("RankStarted", "identity", {"started_at": 1e300}),
+        ("RankStarted", "identity", {"started_at": 10**400}),
+        ("RankStarted", "identity", {"trainer_pid": 10**400}),
         ("RankEnded", "output", {"log": 7}),
         ("RankEnded", "output", {"failure": ["a"]}),
         ("RankStarted", "identity", {"keeper_pid": "7"}),

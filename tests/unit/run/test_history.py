@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -190,6 +191,14 @@ def test_the_furthest_iteration_is_known_over_all_lives_of_a_run() -> None:
     history = fold([PLANNED, attempt(), failed(1, reached=37), stopped, RunReopened()])
     assert (history.reached, history.newest_reached, history.failures) == (37, 37, ())
     assert fold([PLANNED, attempt(), stopped, RunReopened()]).newest_reached == 30, "it was stopped"
+
+
+def test_a_rank_that_started_at_no_time_leaves_the_run_without_one() -> None:
+    event = rank_started(0)
+    for seconds in (1e300, -1e300, float("nan")):
+        wrong = event.model_copy(update={"identity": replace(event.identity, started_at=seconds)})
+        assert fold([PLANNED, wrong]).record.started_at is None
+        assert fold([PLANNED, event, wrong]).record.started_at == START
 
 
 def test_the_iterations_that_the_trainer_reported_are_those_of_a_resumed_run_too() -> None:

@@ -10,11 +10,14 @@ import pytest
 
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunRecord, RunState
 from engine.node.processes import boot_id
+from engine.protocol.attempt import AttemptSpec
 from engine.run import supervisor
-from engine.run.events import SupervisorStarted
+from engine.run.attempt import attempt_spec, new_attempt
+from engine.run.events import StateChanged, SupervisorStarted
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.run_plan import read_plan, write_plan
 from engine.run.supervisor import Supervisor
+from tests.unit.launch.host_layouts import configured_network, local_layout
 from tests.unit.run.run_maker import MadeRun
 
 
@@ -40,6 +43,23 @@ async def test_a_run_of_which_each_node_has_a_part_is_not_taken_up_without_one(
     assert (record.state, record.reason) == (RunState.FAILED, Reason.PREFLIGHT_FAILED)
     assert record.cause is not None and "cannot go on without a node" in record.cause and "node1" in record.cause
     assert read_plan(run.directory.plan) == plan
+
+
+@pytest.mark.parametrize("accept", [False, True])
+def test_other_data_is_accepted_in_the_life_that_was_told_so(tmp_path: Path, accept: bool) -> None:
+    run = MadeRun(tmp_path).state("preflight", "failed").close()
+    recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
+    supervisor.reopen(recorder, accept_changed_data=accept)
+    network = configured_network(run.plan.config.nodes)
+    attempt = new_attempt(run.directory, run.plan, recorder.history, layouts=[], network=network, starting_port=20_000)
+    assert attempt.accept_changed_data is accept
+    layouts = [local_layout(tmp_path, 2)]
+    spec = attempt_spec(run.plan, attempt.model_copy(update={"layouts": tuple(layouts)}), {})
+    assert AttemptSpec.from_json(spec.to_json()).accept_changed_data is accept
+    recorder.append(StateChanged(state=RunState.FAILED))
+    supervisor.reopen(recorder)
+    assert not recorder.history.accept_changed_data
+    recorder.close()
 
 
 async def adopted(run: MadeRun) -> RunRecord:

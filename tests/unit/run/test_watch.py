@@ -103,6 +103,24 @@ def test_streamed_data_is_as_far_as_the_furthest_rank(run: MadeRun) -> None:
     assert watch.poll().chunk == ChunkProgress(3, 20)
 
 
+def test_the_newest_trained_weights_are_named_with_the_command_that_uses_them(run: MadeRun) -> None:
+    run.state("preflight", "launching").attempt().state("running")
+    watch = watched(run)
+    assert watch.poll().trained is None
+    saved = {"event": "checkpoint", "phase": "committed", "bytes": 7, "iteration": 4}
+    run.events(0, {**saved, "path": "/data/my adapters/0000004_adapters.safetensors"})
+    run.events(0, {**saved, "kind": "state", "path": "/data/checkpoints/step-4"})
+    run.events(0, {**saved, "val_loss": 1.5, "path": "/data/my adapters/best_adapters.safetensors"})
+    run.events(0, {**saved, "path": "x" * 10, "phase": "begin"})
+    found = watch.poll().trained
+    assert found is not None
+    assert (found.node, found.path, found.size) == ("node0", "/data/my adapters/0000004_adapters.safetensors", 7)
+    assert found.command.endswith("-m mlx_lm generate --model /model --adapter-path '/data/my adapters' --prompt Hello")
+    run.events(0, {"event": "start", "attempt": 2}, {**saved, "attempt": 2, "path": "/data/adapters/model"})
+    found = watch.poll().trained
+    assert found is not None and found.command.endswith("generate --model /data/adapters/model --prompt Hello")
+
+
 def test_there_is_no_eta_when_nothing_runs(run: MadeRun) -> None:
     run.state("preflight", "launching").attempt().metrics([report(10, 4.0)])
     assert watched(run).poll().eta_s is None

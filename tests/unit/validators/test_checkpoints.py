@@ -166,7 +166,7 @@ def test_a_checkpoint_of_the_trainer_is_understood(here: Path) -> None:
     """Its version is its update."""
     arrays = {"weights": {"w": mx.ones((3, 5))}}
     mx.eval(arrays)
-    origin = Origin("c", world_size=2, part=0, parts=1)
+    origin = Origin("c", world_size=2, part=0, parts=1, inputs={})
     path = store.write(here / "checkpoints", store.Snapshot(80, 40, {}, arrays), origin).path
     assert validate_checkpoint_consistency([path], 40) and not validate_checkpoint_consistency([path], 41)
     with (path / "weights.safetensors").open("r+b") as file:
@@ -175,6 +175,13 @@ def test_a_checkpoint_of_the_trainer_is_understood(here: Path) -> None:
     assert "does not have the SHA-256" in validate_checkpoint_layer([path]).problems[str(path)]
     (path / "manifest.json").write_text('{"format": 3, "update": 40, "files": [["x"]]}')
     assert "list of files is malformed" in validate_checkpoint_layer([path]).problems[str(path)]
+
+
+@pytest.mark.parametrize("manifest", [{}, {"version": 1}, {"version": 1, "files": {}}, {"format": 4, "files": []}])
+def test_a_manifest_without_files_is_no_checkpoint(here: Path, manifest: dict[str, object]) -> None:
+    (here / "manifest.json").write_text(json.dumps(manifest))
+    problem = validate_checkpoint_layer(["manifest.json"]).problems["manifest.json"]
+    assert "files must be a table" in problem or "its list of files is malformed" in problem
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "", ".."])

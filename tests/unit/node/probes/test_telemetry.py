@@ -210,6 +210,29 @@ def test_a_macmon_that_cannot_be_run_or_dies_leaves_the_systems_own_tools(
     assert "macmon" not in output
 
 
+SLOW_TOOLS = (
+    "import threading; telemetry.LINE_EVERY_S = telemetry.TOOLS_WAIT_S = 0.05; "
+    "telemetry.tool_output = lambda *_: threading.Event().wait() or ''; "
+)
+
+
+def test_on_a_mac_whose_tools_do_not_come_back_there_are_lines_all_the_same(script: Callable[..., Running]) -> None:
+    running = script(ON_MAC + SLOW_TOOLS, "0.05", PATH="/nowhere")
+    for _ in range(3):
+        assert running.line()["system"] == "Darwin"
+    assert running.process.stdin is not None
+    running.process.stdin.close()
+    assert running.left() == 0
+
+
+def test_on_a_slow_mac_a_line_is_at_most_five_seconds_from_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    mac = telemetry.Mac(2.0)
+    mac.own.due = 1060.0
+    assert mac.rest_s(1000.0) + telemetry.TOOLS_WAIT_S <= 5.0
+    assert mac.own.take(1004.0) == {}, "the tools are paid for later"
+
+
 PS = "  301   20480   1:35.69 Fri Nov 21 10:00:00 2026\n  302 1048576 12:01:35 Fri Nov 21 10:00:01 2026\nPID\n"
 PS_E = (
     "  301 /bin/zsh -l TERM=xterm MLX_RANK=9\n"

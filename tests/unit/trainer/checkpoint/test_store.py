@@ -24,7 +24,7 @@ from engine.trainer.checkpoint.files import MANIFEST_NAME, Manifest, Origin
 from tests.unit.trainer.checkpoint.latest import latest
 
 Groups = dict[str, dict[str, mx.array]]
-ORIGIN = Origin("c", world_size=2, part=0, parts=1)
+ORIGIN = Origin("c", world_size=2, part=0, parts=1, inputs={})
 
 
 def arrays(value: float = 1.0) -> Groups:
@@ -116,7 +116,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "too long": lambda path: (path / MANIFEST_NAME).write_bytes(b" " * (5 << 20)),
     "not an object": lambda path: (path / MANIFEST_NAME).write_text("[]"),
     # As the format was before part and parts were facts of their own.
-    "its format is 1, and this release reads 3": lambda path: rewrite(path, format=1, part=None, parts=None),
+    "its format is 1, and this release reads 4": lambda path: rewrite(path, format=1, part=None, parts=None),
     "has files = []": lambda path: rewrite(path, files=[]),
     "lists a file twice": lambda path: rewrite(
         path, files=json.loads((path / MANIFEST_NAME).read_text())["files"][:1] * 2
@@ -208,7 +208,7 @@ folder, update = Path(sys.argv[1]), 1
 while True:
     groups = {"weights": {f"w{n}": mx.full((100_000,), update + n, dtype=mx.float32) for n in range(20)}}
     mx.eval(groups)
-    store.write(folder, store.Snapshot(update, update, {}, groups), Origin("c", 1, 0, 1))
+    store.write(folder, store.Snapshot(update, update, {}, groups), Origin("c", 1, 0, 1, {}))
     print(update, flush=True)
     update += 1
 """
