@@ -106,7 +106,7 @@ async def test_a_busy_port_names_its_holder_there(isolated_cluster: Cluster, fle
     await channel.close()
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, second.name))
     assert f"{second.ip}:{PORT + 1} on {second.name} is held by pid " in result.summary
-    assert result.fixes[second.name].startswith("kill ")
+    assert result.fixes == {}, "another program is its owner's to end"
 
 
 async def test_a_missing_script_is_looked_for_on_the_node(cluster: Cluster, fleet: Fleet) -> None:
@@ -154,7 +154,7 @@ async def test_a_missing_interpreter_is_left_to_the_check_of_versions(cluster: C
     result = versions.evaluate(context.config, await context.interpreters())
     await context.close()
     assert reached.status is CheckStatus.PASS, reached
-    assert result.fixes[last].startswith('uv venv "$HOME"/nowhere && uv pip install ')
+    assert result.fixes[last].startswith('mkdir -p "$HOME" && mkdir "$HOME"/nowhere && uv venv --python ')
 
 
 async def test_a_cut_between_two_ranks_is_found_before_anything_is_launched(

@@ -53,7 +53,8 @@ async def test_a_held_port_of_the_ring_is_told_with_its_holder_and_its_fix_frees
     for node in isolated_cluster.nodes:
         furnish(node)
     second, config = isolated_cluster.nodes[1], config_of(isolated_cluster, starting_port=PORT)
-    channel = await fleet.reach(second.ssh).open([second.python, "-c", LISTEN.format(port=PORT + 1)])
+    orphan = ["/usr/bin/env", "FLIGHTDECK_NONCE=of-an-earlier-run", second.python]
+    channel = await fleet.reach(second.ssh).open([*orphan, "-c", LISTEN.format(port=PORT + 1)])
     assert await channel.read(10) == b"up\n"
     result = await run_check_on(hardware.run, config, fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, second.name))

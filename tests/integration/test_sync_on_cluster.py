@@ -171,7 +171,7 @@ async def test_a_file_that_cannot_be_read_is_named(cluster: Cluster, two_nodes: 
     await synced(two_nodes)
     shell(cluster.nodes[1], 'chmod 0 "$HOME/my project/train.py"; chmod 0 "$HOME/my project/src"')
     result = await run_check_on(sync.run, two_nodes, fleet)
-    assert "cannot be read: permission denied" in result.evidence[cluster.nodes[1].name]
+    assert "cannot be read: Permission denied" in result.evidence[cluster.nodes[1].name]
     await paste(cluster, result.fix_command)
     checked_again = await run_check_on(sync.run, two_nodes, fleet)
     assert "train.py cannot be read" in checked_again.evidence[cluster.nodes[1].name], "one after the other"

@@ -22,7 +22,7 @@ def test_two_ranks_agree_and_are_measured(tmp_path: Path) -> None:
     bundle = stage_bundle(tmp_path / "bundle")
     options = ["--seconds", "0.5", "--world-size", "2", "--out", str(tmp_path / "rank{rank}.json")]
     command = shlex.join([sys.executable, "-m", "engine.trainer.allreduce_check", *options])
-    program = ["/bin/sh", "-c", f"cd {shlex.quote(str(bundle))} && exec {command}"]
+    program = ["/bin/sh", "-c", f"PYTHONPATH={shlex.quote(str(bundle))} exec {command}"]
     launcher = run_under_launcher(tmp_path, 2, program, uuid.uuid4().hex)
     assert launcher.process is not None
     launcher.process.wait(60)

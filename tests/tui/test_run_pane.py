@@ -264,7 +264,7 @@ async def test_idle_the_plan_says_what_it_needs_and_where_its_reasons_are(fake: 
         for text in (
             "ready to launch",
             "memory        local-0 ",
-            " of 12.4 GB; local-1",
+            " of 13.3 GB; local-1",
             "n  launches it, after you confirm",
         ):
             await console.shows(text)
