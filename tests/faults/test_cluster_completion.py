@@ -24,7 +24,7 @@ from tests.faults.test_cluster_recovery import training
 from tests.faults.test_recovery import losses
 from tests.faults.test_training import await_iteration, trained, with_keys
 
-pytestmark = [pytest.mark.busy, pytest.mark.slow]
+pytestmark = pytest.mark.busy
 
 ITERATIONS = 8
 AWAY_AT = 5
@@ -66,7 +66,7 @@ def succeeds(run: ClusterRun) -> None:
     run.mirrors_are_equal()
 
 
-@pytest.mark.parametrize("name", ["ana", "bea"])
+@pytest.mark.parametrize("name", [pytest.param("ana", marks=pytest.mark.slow), "bea"])
 def test_a_node_that_was_away_when_its_rank_completed(nodes: Cluster, home: Path, name: str) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home))
     await_iteration(run, AWAY_AT)
@@ -85,6 +85,7 @@ def test_a_node_that_was_away_when_its_rank_completed(nodes: Cluster, home: Path
     assert run.record.ended_at == record.ended_at, "that is when it ended"
 
 
+@pytest.mark.slow
 def test_an_adopter_fetches_what_was_missing(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home))
     await_iteration(run, AWAY_AT)
@@ -100,6 +101,7 @@ def test_an_adopter_fetches_what_was_missing(nodes: Cluster, home: Path) -> None
     succeeds(run)
 
 
+@pytest.mark.slow
 def test_all_nodes_away_and_nothing_known_of_any_rank(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home))
     await_iteration(run, AWAY_AT)
@@ -111,6 +113,7 @@ def test_all_nodes_away_and_nothing_known_of_any_rank(nodes: Cluster, home: Path
     succeeds(run)
 
 
+@pytest.mark.slow
 def test_all_nodes_away_for_longer_than_they_are_waited_for(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home, RECOVERY.model_copy(update={"node_wait_s": 1.0})))
     await_iteration(run, AWAY_AT)
@@ -123,6 +126,7 @@ def test_all_nodes_away_for_longer_than_they_are_waited_for(nodes: Cluster, home
     succeeds(run)
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_stopped_for_longer_than_the_lease(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home))
     await_iteration(run, AWAY_AT)

@@ -5,6 +5,7 @@ abort ends and proves.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -95,8 +96,17 @@ def test_a_run_of_which_everything_is_known_from_another_file_goes_on(
     assert reported.encode() in run.dir.journal.read_bytes(), "adoption records what it has found"
 
 
-@pytest.mark.parametrize("abort", [False, True])
-@pytest.mark.parametrize("damage", [in_attempt, emptied, without_journal])
+@pytest.mark.parametrize(
+    ("damage", "abort"),
+    [
+        (without_journal, True),
+        *(
+            pytest.param(damage, abort, marks=pytest.mark.slow)
+            for damage, abort in itertools.product([in_attempt, emptied, without_journal], [False, True])
+            if (damage, abort) != (without_journal, True)
+        ),
+    ],
+)
 def test_an_attempt_that_is_not_known_is_ended_and_proved_by_its_nonce(
     home: Path, tmp_path: Path, damage: Damage, abort: bool
 ) -> None:

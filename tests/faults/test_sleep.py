@@ -60,7 +60,7 @@ def never_two_attempts(run: Run) -> None:
             running[event.rank] = 0
 
 
-@pytest.mark.parametrize("seconds", [SHORTER_S, LONGER_S])
+@pytest.mark.parametrize("seconds", [pytest.param(SHORTER_S, marks=pytest.mark.slow), LONGER_S])
 def test_a_head_that_slept_goes_on_with_the_run(home: Path, tmp_path: Path, seconds: float) -> None:
     run = started(home, tmp_path)
     with asleep(run.supervisor):
@@ -76,6 +76,7 @@ def test_a_head_that_slept_goes_on_with_the_run(home: Path, tmp_path: Path, seco
     assert any("this machine slept" in note for note in run.notes)
 
 
+@pytest.mark.slow
 def test_a_keeper_that_slept_for_longer_than_the_lease_finds_its_heartbeats(home: Path, tmp_path: Path) -> None:
     run = started(home, tmp_path)
     with asleep(run.identity(1).keeper_pid):

@@ -280,6 +280,7 @@ def test_without_validation_data_the_job_is_refused(tiny: Tiny, tmp_path: Path, 
     assert failure["message"] == f"{data}/valid.jsonl is missing or empty, and {next(iter(keys))} needs it"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_kept_out_leaves_the_validation_to_the_others(tiny: Tiny, tmp_path: Path) -> None:
     """The losses are those of both ranks, and where nobody is left there is no validation."""
     job = tiny.job(iters=4, steps_per_eval=2, val_batches=2, test=True, test_batches=1)

@@ -69,7 +69,9 @@ def test_averaged_updates_of_plain_descent_are_those_of_one_rank(tiny: Tiny, tmp
     assert both.losses(1) == both.losses(0)
 
 
-@pytest.mark.parametrize("precision", ["float32", "kahan", "stochastic"])
+@pytest.mark.parametrize(
+    "precision", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("float32", "kahan")), "stochastic"]
+)
 def test_a_stopped_training_goes_on_bit_for_bit(tiny: Tiny, tmp_path: Path, precision: str) -> None:
     job = local_job(tiny, optimizer_precision=precision, iters=24, steps_per_eval=9)
     whole = launch(tmp_path / "whole", job, shares=UNEQUAL).succeeded()

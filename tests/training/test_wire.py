@@ -37,7 +37,7 @@ def alone(bench: PartitionedBench) -> dict[str, Ran]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_as_one_process(bench: PartitionedBench, alone: dict[str, Ran], ranks: int) -> None:
     ran = run(bench, ranks, NAMES, ("auto", "float32"), ITERS)
     for name in NAMES:

@@ -94,6 +94,8 @@ class MacNode(Node):
             laid = attempt("nsenter", "-t", str(pid), "-n", "ip", "link", "show", port["device"]).returncode == 0
             if other is None or laid:
                 continue
+            # The kernel takes down a cable to a Mac that was switched off some time after its network.
+            attempt("nsenter", "-t", str(other), "-n", "ip", "link", "del", peer["device"])
             there = f"peer name {peer['device']} netns {other}"
             command("ip", *f"link add {port['device']} netns {pid} type veth {there}".split())
             for end, device, ip in ((pid, port["device"], port["ip"]), (other, peer["device"], peer["ip"])):
