@@ -17,7 +17,7 @@ from engine.checks.gradient import AllSumOutcome, evaluate, run_all_sum
 from engine.checks.plan_inputs import last_known_facts, shared_plan, shared_plan_inputs
 from engine.cluster.staging import HostLayout
 from engine.cluster.topology import topology
-from engine.config.models import Config, select_nodes, with_strategy
+from engine.config.models import Config, select_nodes
 from engine.errors import FlightDeckError, LaunchError
 from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import CheckStatus, NodeFacts
@@ -55,11 +55,12 @@ async def calibrate(
         seconds = QUICK_S if quick else config.calibration.seconds
         chosen = (await shared_plan(reachable)).settings if is_open(kept) else None
         measured_job = resolved(kept, chosen) if isinstance(chosen, ChosenSettings) else kept
-        inputs = await shared_plan_inputs(reachable)
-        too_large = await asyncio.to_thread(nodes_too_small, replace(inputs, config=measured_job))
+        inputs = replace(await shared_plan_inputs(reachable), config=measured_job)
+        too_large = await asyncio.to_thread(nodes_too_small, whole_job_on_each(inputs))
         nodes, gradient_bytes, leftovers = await measure_nodes(reachable, measured_job, seconds, on_progress, too_large)
         links, all_ranks = await measure_links(reachable, on_progress)
-        group = await measure_group(reachable, measured_job, min(seconds, GROUP_S), on_progress)
+        too_large = await asyncio.to_thread(nodes_too_small, inputs)
+        group = await measure_group(reachable, measured_job, min(seconds, GROUP_S), on_progress, too_large)
         network = None
         with contextlib.suppress(FlightDeckError):
             network = await reachable.network_plan()
@@ -109,18 +110,22 @@ def connected_as(
 
 
 def nodes_too_small(inputs: PlanInputs) -> dict[str, str]:
-    """The nodes that the whole job would not fit by the estimate, each with why: to load it there could bring down the
+    """The nodes that the job does not fit by the estimate, each with why: to load it there could bring down the
     machine."""
-    alone = replace(inputs, strategy="data", config=with_strategy(inputs.config, "data", None), calibration=None)
-    if alone.config.job.command is not None:
+    if inputs.config.job.command is not None:
         return {}
-    section = memory_fit(make_context(alone, Rationale()), Rationale()).section
+    section = memory_fit(make_context(replace(inputs, calibration=None), Rationale()), Rationale()).section
     return {
-        rank.node: f"not measured by itself: the whole job needs {rank.needed_bytes / 1e9:,.1f} GB by the estimate, of "
-        f"{rank.limit_bytes / 1e9:,.1f} GB"
+        rank.node: f"{rank.needed_bytes / 1e9:,.1f} GB by the estimate, of {rank.limit_bytes / 1e9:,.1f} GB"
         for rank in (section.ranks if isinstance(section, MemorySection) else ())
         if rank.fits is False and rank.limit_bytes is not None
     }
+
+
+def whole_job_on_each(inputs: PlanInputs) -> PlanInputs:
+    """Every node trains the whole model, as `measure_nodes` has it do."""
+    job = inputs.config.job.model_copy(update={"strategy": "data", "layer_split": None})
+    return replace(inputs, strategy="data", config=inputs.config.model_copy(update={"job": job}))
 
 
 def is_complete(calibration: Calibration) -> bool:

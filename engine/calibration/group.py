@@ -4,7 +4,7 @@ each rank's computation, and the iteration that follows from it, the exchange an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import TypeAdapter
 
@@ -13,7 +13,7 @@ from engine.checks.gradient import GroupOutcome, GroupProgram, run_group
 from engine.checks.plan_inputs import shared_plan
 from engine.cluster.staging import HostLayout
 from engine.config.models import PARTITIONED, Config
-from engine.errors import FlightDeckError
+from engine.errors import FlightDeckError, LaunchError
 from engine.launch.rank_environment import common_environment, trainer_job
 from engine.measurements import CalibrationProgress, GroupMeasure
 from engine.plan.network import NetworkPlan
@@ -26,10 +26,15 @@ _REPORT = TypeAdapter(GroupStepReport)
 
 
 async def measure_group(
-    context: CheckContext, config: Config, seconds: float, on_progress: Callable[[CalibrationProgress], None]
+    context: CheckContext,
+    config: Config,
+    seconds: float,
+    on_progress: Callable[[CalibrationProgress], None],
+    too_large: Mapping[str, str],
 ) -> GroupMeasure | None:
     """Measure for about `seconds` with the job of `config`, in which nothing is "auto"; with a problem instead where
-    that failed. None where a node's own step says it all: for other strategies, and for one node."""
+    that failed, or the ranks' parts of it are `too_large` for nodes, by their names. None where a node's own step says
+    it all: for other strategies, and for one node."""
     job = config.job
     if job.command is not None or job.strategy not in PARTITIONED or len(config.nodes) < 2:
         return None
@@ -48,6 +53,9 @@ async def measure_group(
 
     found = GroupMeasure(strategy=job.strategy, batch=int(job.mlx_lm["batch_size"]))
     try:
+        if too_large:
+            node, needed = next(iter(too_large.items()))
+            raise LaunchError("not measured", where=node, why=f"its part of the job needs {needed}")
         found = group_measure(config, found, await run_group(context, program, _REPORT))
     except (FlightDeckError, OSError) as error:
         found = found.model_copy(update={"problem": str(error)})

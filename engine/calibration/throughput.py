@@ -108,7 +108,8 @@ class _Measurement:
 
     async def _rank(self, rank: int) -> tuple[NodeMeasure, int | None]:
         node = self.context.config.nodes[rank]
-        if (why := self.too_large.get(node.name)) is not None:
+        if (needed := self.too_large.get(node.name)) is not None:
+            why = f"not measured by itself: the whole job needs {needed}"
             self._report(node, "not measured", 0.0, None, why)
             return NodeMeasure(node=node.name, host=node.ssh, problem=why), None
         try:

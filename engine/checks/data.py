@@ -15,7 +15,7 @@ from typing import Any
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
 from engine.checks.context import CheckContext
-from engine.checks.fixes import chained, copy_folder, move_aside
+from engine.checks.fixes import chained, copy_file, move_aside
 from engine.checks.obstacles import TRIAL_LIMIT_S, data_features, data_files, describe_refused, refused_rows
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
@@ -127,7 +127,14 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         for file in read_files[node.name]
         if file.seen.sha256 not in ("", hashes[file.path.name])
     ]
-    fix = chained([*aside, copy_folder(first, lacking, folders)])
+    # One by one: the folder may have other files of a person's own.
+    copies = [
+        copy_file(first, PurePosixPath(file.path), node, PurePosixPath(folders[node.name]))
+        for node in lacking
+        for file in ours
+        if not file.absent
+    ]
+    fix = chained([*aside, *copies])
     summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours)
     return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix_command=fix)
 

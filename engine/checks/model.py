@@ -49,12 +49,13 @@ async def run(context: CheckContext) -> CheckResult:
         found.overall.warn(str(error))
     reference, aside = complete[first.name].hashes, list[str | None]()
     for node in nodes:
-        hashes = complete[node.name].hashes if node.name in complete else reference
-        differing = differing_items(hashes, reference)
-        if differing:
+        if not isinstance(own := answers[node.name], ModelFiles):
+            continue
+        differing = differing_items(own.hashes, reference)
+        if differing and node.name in complete:
             found.fault(node, f"the model on {node.name} differs from {first.name}: {first_of(differing)}")
         folder = folders[node.name]
-        aside += [move_aside(node, posixpath.join(folder, name), hashes.get(name)) for name in differing]
+        aside += [move_aside(node, posixpath.join(folder, name), own.hashes.get(name)) for name in differing]
     lacking = [node for node in found.faulty if isinstance(answers[node.name], ModelFiles)]
     fix = chained([*aside, copy_folder(first, lacking, folders)])
     return found.verdict(complete[first.name].describe(), fix_command=fix)

@@ -4,6 +4,7 @@ a comment wherever the user has to decide; and sets keys of [job] in one that th
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -163,7 +164,8 @@ def set_job_keys(path: Path, lines: Sequence[str]) -> Path:
         comment = _COMMENT.fullmatch(text[place])
         text[place] = line + (comment["comment"] if comment is not None else "")
     after = "\n".join([*text[:end], *added, *text[end:]]) + "\n"
-    kept = path.with_name(f"{path.name}.bak")
+    names = (f"{path.name}.bak{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+    kept = next(file for name in names if not (file := path.with_name(name)).exists())
     try:
         wanted = tomllib.loads(before)
         wanted["job"] = {**wanted.get("job", {}), **tomllib.loads("\n".join(lines))}

@@ -126,9 +126,12 @@ def _peak_rate(context: PlanContext) -> float | None:
 
 def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> SuggestedBatch | None:
     """None when nothing fits."""
+    settings, examples = context.settings, context.inputs.examples
+    if examples is not None:
+        # A batch has no example twice.
+        fits = min(examples // context.ranks, examples if fits is None else fits)
     if fits == 0:
         return None
-    settings, examples = context.settings, context.inputs.examples
     given = context.given("batch_size", "grad_accumulation_steps")
     platform = context.platform if context.platform in START_PER_RANK else "cpu"
     start = START_PER_RANK[platform]

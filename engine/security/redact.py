@@ -25,7 +25,7 @@ _FORMS = re.compile(
 )
 _IN_URL = re.compile(
     # A password after any scheme; after http also a token alone, which ssh://git@host is not.
-    r"(?P<before>\bhttps?://(?=[^\s/?#\"'<>]+@)|\b[A-Za-z][A-Za-z0-9+.-]*://(?=[^\s/?#\"'<>:@]*:[^\s/?#\"'<>]+@))"
+    r"(?P<before>\bhttps?://(?=[^\s/?#\"'<>]+@)|(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]{0,31}://(?=[^\s/?#\"'<>:@]*:[^\s/?#\"'<>]+@))"
     r"[^\s/?#\"'<>]+(?=@)"
 )
 _IN_QUERY = re.compile(

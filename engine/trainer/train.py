@@ -48,6 +48,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     PeerLost, Diverged, Corrupted, OSError."""
     raw = spec.job or {}
     job = _rank_job(raw, spec.rank(collective.rank), home)
+    validates = job.val_batches != 0
     if not any(rank.validates for rank in spec.ranks):
         reporter.warn("no node of this attempt takes part in validation ([[node]] validate): there is none")
         job = replace(job, val_batches=0, test=False)
@@ -59,7 +60,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
         job = replace(job, iters=epoch_iterations(job.epochs, len(examples), job.batch_size))
         setup = replace(setup, job=job)
     checksum = setup.check_ranks_agree(model, examples, valid)
-    inputs = {"train.jsonl": _crc(examples), "valid.jsonl": _crc(valid)}
+    inputs = {"train.jsonl": _crc(examples)} | ({"valid.jsonl": _crc(valid)} if validates else {})
     inputs["the base model"] = files_checksum(job, adapter=False)
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))

@@ -182,6 +182,8 @@ async def test_other_data_on_another_node_is_named_and_its_fix_copies_it_and_kee
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(data, copy)
+    (copy / "test.jsonl").write_text("a person's own")
+    (data / "test.jsonl").write_text("not for this job")
     with (copy / "train.jsonl").open("a") as file:
         file.write(f"{line}\n")
     before = (copy / "train.jsonl").read_text()
@@ -192,6 +194,7 @@ async def test_other_data_on_another_node_is_named_and_its_fix_copies_it_and_kee
     apply(result)
     assert (await run_check(check.run, changed)).status is CheckStatus.PASS
     assert [file.read_text() for file in copy.glob("train.jsonl.aside-*")] == [before]
+    assert (copy / "test.jsonl").read_text() == "a person's own"
 
 
 def test_invalid_utf8_and_a_byte_order_mark_are_faults_of_their_line(tmp_path: Path) -> None:

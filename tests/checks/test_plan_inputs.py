@@ -262,6 +262,8 @@ async def test_a_reporter_without_its_package_or_key_is_refused(
     assert "for which node0 has no API key; `wandb login` there, or set WANDB_API_KEY here" in keyless.text
     offline = config.job.model_copy(update={"env": {"WANDB_MODE": "offline"}})
     assert await obstacles(config.model_copy(update={"job": offline})) == ()
+    own_server = config.job.model_copy(update={"env": {"WANDB_BASE_URL": "https://wandb.example"}})
+    assert await obstacles(config.model_copy(update={"job": own_server})) == ()
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     assert await obstacles(config) == ()
     monkeypatch.delenv("WANDB_API_KEY")

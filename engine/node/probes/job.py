@@ -123,8 +123,11 @@ def probe_adapters(model: str, settings: str) -> dict[str, Any]:
 
 
 def needs_key(service: str, environment: Mapping[str, str]) -> bool:
-    """False if these variables hold a key for the service, or a mode in which it sends nothing."""
+    """False if these variables hold a key for the service, or a mode in which it sends nothing, or name a server of
+    one's own, whose keys cannot be told from others."""
     prefix = service.upper()
+    if environment.get(f"{prefix}_BASE_URL") or environment.get(f"{prefix}_API_HOST"):
+        return False
     return not environment.get(f"{prefix}_API_KEY") and environment.get(f"{prefix}_MODE", "").lower() not in _QUIET
 
 

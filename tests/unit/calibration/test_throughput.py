@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from engine.calibration.calibrate import nodes_too_small, ring_pairs
+from engine.calibration.calibrate import nodes_too_small, ring_pairs, whole_job_on_each
 from engine.calibration.group import group_measure
 from engine.calibration.throughput import MeasureOutput, _measure, _Measurement, step_batch
 from engine.checks.gradient import GroupOutcome
@@ -125,9 +125,24 @@ def test_a_node_that_the_whole_job_does_not_fit_is_not_measured_whole() -> None:
     """Two Macs share the state of 32B in full fine-tuning; neither could load all of it."""
     settings = {"fine_tune_type": "full", "batch_size": 2}
     split = inputs(ultra_and_max(), settings=settings, model=QWEN3_32B, strategy="sharded", job={"strategy": "sharded"})
-    found = nodes_too_small(split)
-    assert found.keys() == {"max"} and "needs" in found["max"] and "of 103.1 GB" in found["max"]
-    assert nodes_too_small(inputs(ultra_and_max(), settings={"batch_size": 2})) == {}
+    found = nodes_too_small(whole_job_on_each(split))
+    assert found.keys() == {"max"} and "of 103.1 GB" in found["max"]
+    assert nodes_too_small(whole_job_on_each(inputs(ultra_and_max(), settings={"batch_size": 2}))) == {}
+
+
+def test_a_job_of_strategy_local_or_of_a_command_is_measured() -> None:
+    """Their own keys are no obstacle."""
+    local = {"strategy": "local", "given": ("local_steps",)}
+    for job in (local, {"command": ("python", "train.py")}):
+        planned = inputs(ultra_and_max(), settings={"batch_size": 2, "local_steps": 4}, job=job)
+        assert nodes_too_small(whole_job_on_each(planned)) == {}
+
+
+def test_ranks_whose_parts_do_not_fit_are_not_measured_together() -> None:
+    """A quarter of 32B in float32 on each would bring down the smaller one."""
+    settings = {"fine_tune_type": "full", "batch_size": 256, "max_seq_length": 16_384}
+    planned = inputs(ultra_and_max(), settings=settings, model=QWEN3_32B, strategy="sharded", job={"strategy": "sharded"})
+    assert "max" in nodes_too_small(planned)
 
 
 def test_an_iteration_of_all_ranks_ends_with_its_slowest_and_a_failed_rank_is_named() -> None:

@@ -157,7 +157,8 @@ def test_keys_of_the_job_are_set_where_they_are_and_all_else_stays(tmp_path: Pat
         ), "set again, it is the same"
     assert load_config(path).job.mlx_lm["lr_schedule"]["warmup"] == 13
     assert path.stat().st_mode & 0o777 == kept.stat().st_mode & 0o777 == 0o600
-    assert kept == path.with_name("flightdeck.toml.bak")
+    assert kept == path.with_name("flightdeck.toml.bak-2")
+    assert path.with_name("flightdeck.toml.bak").read_text() == FILE, "the first way back is kept"
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,12 @@ def test_a_suggestion_is_made_whatever_the_job_names(given: dict[str, int]) -> N
     assert applied.suggested is not None and "lr_schedule" not in applied.suggested.job_keys, "the job's own stays"
 
 
+def test_no_more_examples_are_suggested_for_a_batch_than_there_are() -> None:
+    suggested = make_plan(inputs(ultra_and_max(), examples=7)).batch_configuration.suggested
+    assert suggested is not None and tomllib.loads(suggested.job_keys)["batch_size"] == 6
+    assert make_plan(inputs(ultra_and_max(), examples=1)).batch_configuration.suggested is None
+
+
 def test_the_older_document_has_the_first_seven_sections_alone() -> None:
     assert tuple(make_plan(inputs(ultra_and_max())).document("v1")) == FIRST_SECTIONS
 

@@ -72,5 +72,11 @@ def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
 
 
+def test_a_long_line_of_words_and_dots_ends() -> None:
+    """A scheme that was sought from each word on would take a quarter of an hour."""
+    line = "a." * 500_000
+    assert redact(f"{line} https://ana:secret@host/") == f"{line} https://{REDACTED}@host/"
+
+
 def test_the_count_of_tokens_is_no_secret() -> None:
     assert not is_secret("trained_tokens")
