@@ -129,7 +129,7 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
     settings, examples = context.settings, context.inputs.examples
     if examples is not None:
         # A batch has no example twice.
-        fits = min(examples // context.ranks, examples if fits is None else fits)
+        fits = max(0, min(examples // context.ranks, examples if fits is None else fits))
     if fits == 0:
         return None
     given = context.given("batch_size", "grad_accumulation_steps")

@@ -139,9 +139,11 @@ def test_a_job_of_strategy_local_or_of_a_command_is_measured() -> None:
 
 
 def test_ranks_whose_parts_do_not_fit_are_not_measured_together() -> None:
-    """A quarter of 32B in float32 on each would bring down the smaller one."""
+    """Half of 32B in full fine-tuning on each would bring down the smaller one."""
     settings = {"fine_tune_type": "full", "batch_size": 256, "max_seq_length": 16_384}
-    planned = inputs(ultra_and_max(), settings=settings, model=QWEN3_32B, strategy="sharded", job={"strategy": "sharded"})
+    planned = inputs(
+        ultra_and_max(), settings=settings, model=QWEN3_32B, strategy="sharded", job={"strategy": "sharded"}
+    )
     assert "max" in nodes_too_small(planned)
 
 
