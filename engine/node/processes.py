@@ -240,7 +240,8 @@ def kill_with_nonce(nonce: str) -> bool:
     for _ in range(_MAX_SCANS):
         found = of_attempt(nonce, {})
         for process in found:
-            with contextlib.suppress(ProcessLookupError):
+            # A descendant may be another user's (sudo).
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
         if not found:
             return True

@@ -178,7 +178,9 @@ class Supervisor:
         while True:
             await self._tick()
             known = await self._runner.reconsider()
-            if known is not None and known.reason is Reason.COMPLETED and self._history.end_unseen:
+            if known is not None and (
+                known.state is RunState.SUCCEEDED or (known.state is RunState.COMPLETED and self._history.end_unseen)
+            ):
                 return known
             state = replace(
                 failed_run(self._run.plan, self._history),
@@ -229,8 +231,10 @@ class Supervisor:
             self._recorder.change(RunState.FINISHING)
         unconfirmed = self._unconfirmed or tuple(self._runner.unconfirmed)
         self._recorder.change(verdict.state, verdict, self._runner.figures, unconfirmed)
-        with contextlib.suppress(OSError):
-            self._run.run_dir.secrets.unlink(missing_ok=True)
+        if verdict.state is not RunState.COMPLETED:
+            # Of a completed run a log may still come that has to be redacted.
+            with contextlib.suppress(OSError):
+                self._run.run_dir.secrets.unlink(missing_ok=True)
 
     async def _prove_end(self) -> None:
         """The run has ended: go on with the nodes on which an earlier supervisor could not prove that."""

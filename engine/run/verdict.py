@@ -72,9 +72,10 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
 
 
 def _awaited(needed: Sequence[RankEvidence], evidence: FailureEvidence) -> Sequence[RankEvidence]:
-    """The needed ranks whose end is not known because their nodes do not answer, where the others have completed."""
+    """The needed ranks whose end is not known because their nodes do not answer, where others have completed, and none
+    of the needed ones has failed."""
     left = [rank for rank in needed if not _succeeded(rank, evidence.trainer)]
-    if len(left) == len(evidence.ranks) or not all(map(_is_unknown, left)):
+    if not any(_succeeded(rank, evidence.trainer) for rank in evidence.ranks) or not all(map(_is_unknown, left)):
         return ()
     # A command's rank may never have started; our trainers only complete together.
     return left if evidence.trainer or all(rank.started for rank in left) else ()

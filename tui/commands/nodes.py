@@ -96,7 +96,8 @@ def _set_up(engine: Engine, config: Config, found: Topology, progress: Lines) ->
         return False
     for node, commands in found.setup.items():
         progress.say(f"{node}:")
-        code = subprocess.call(engine.nodes.setup_argv(config, node, commands))
+        # Standard output is the document's, with --json.
+        code = subprocess.call(engine.nodes.setup_argv(config, node, commands), stdout=sys.stderr)
         if code:
             progress.say(f"  ended with {code}")
     return True

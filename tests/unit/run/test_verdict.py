@@ -69,6 +69,13 @@ def test_a_run_is_completed_when_only_the_records_of_nodes_that_are_away_are_mis
     assert verdict.fix is not None and "right can be reached" in verdict.fix
 
 
+def test_a_run_is_not_completed_when_nobody_has_completed_and_rank_0_is_away() -> None:
+    """Strategy local: the others, without which it could go on, have left without their end."""
+    others = (rank(1, 1, dispensable=True), rank(2, sig=signal.SIGKILL, dispensable=True))
+    verdict = verdict_on(evidence(replace(AWAY, rank=0), *others, trigger=Trigger.ENDED))
+    assert (verdict.state, verdict.reason) == (RunState.FAILED, Reason.NODE_LOST)
+
+
 def test_the_adapters_are_where_rank_0_is() -> None:
     away = replace(AWAY, rank=0, node="left")
     cause = verdict_on(evidence(away, rank(1), trigger=Trigger.ENDED)).cause or ""
