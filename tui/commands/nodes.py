@@ -97,7 +97,7 @@ def _set_up(engine: Engine, config: Config, found: Topology, progress: Lines) ->
     for node, commands in found.setup.items():
         progress.say(f"{node}:")
         # Standard output is the document's, with --json.
-        code = subprocess.call(engine.nodes.setup_argv(config, node, commands), stdout=sys.stderr)
+        code = subprocess.call(engine.nodes.setup_argv(config, node, commands), stdout=sys.__stderr__)
         if code:
             progress.say(f"  ended with {code}")
     return True
