@@ -93,8 +93,10 @@ def test_the_printed_launch_starts_and_trains_as_one_group(
 def test_the_printed_launch_of_a_command_has_each_nodes_own_python_and_home(
     cluster: Cluster, home: Path, studio: Path, tmp_path: Path
 ) -> None:
+    # One write for the line: with PYTHONUNBUFFERED, print() writes each of its parts, and mlx.launch mixes the ranks'.
     program = (
-        "import sys, mlx.core as mx; g = mx.distributed.init(strict=True); print('world', g.size(), *sys.argv[1:])"
+        "import os, sys, mlx.core as mx; size = mx.distributed.init(strict=True).size(); "
+        "os.write(1, ' '.join(['world', str(size), *sys.argv[1:]]).encode() + b'\\n')"
     )
     text = (studio / "flightdeck.toml").read_text().partition("[job]")[0]
     command = json.dumps(["python", "-c", program, "{rank}", "{python}", "it's {workdir}"])
