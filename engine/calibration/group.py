@@ -14,10 +14,10 @@ from engine.checks.plan_inputs import shared_plan
 from engine.cluster.staging import HostLayout
 from engine.config.models import PARTITIONED, Config
 from engine.errors import FlightDeckError, LaunchError
-from engine.launch.rank_environment import common_environment, trainer_job
+from engine.launch.rank_environment import common_environment, rank_spec, trainer_job
 from engine.measurements import CalibrationProgress, GroupMeasure
 from engine.plan.network import NetworkPlan
-from engine.protocol.attempt import AttemptSpec, RankSpec
+from engine.protocol.attempt import AttemptSpec
 from engine.protocol.measurements import GROUP_LIMIT_S, GroupStepReport
 from engine.security.sanitise import plain
 
@@ -42,7 +42,7 @@ async def measure_group(
     split = job.layer_split or (await shared_plan(context)).strategy.layer_split
 
     def program(network: NetworkPlan, layouts: Sequence[HostLayout]) -> GroupProgram:
-        spec = _spec(context, config, split, network, layouts)
+        spec = _spec(config, split, network, layouts)
         return GroupProgram(
             "engine.trainer.group_bench",
             ["{folder}/spec.json", "--seconds", str(seconds)],
@@ -89,30 +89,10 @@ def group_measure(config: Config, asked: GroupMeasure, outcome: GroupOutcome[Gro
     return GroupMeasure.model_validate({**dict(asked), **values})
 
 
-def _spec(
-    context: CheckContext, config: Config, split: str | None, network: NetworkPlan, layouts: Sequence[HostLayout]
-) -> AttemptSpec:
-    ranks = []
-    for layout in layouts:
-        for rank in layout.ranks:
-            node = config.nodes[rank]
-
-            def there(path: str | None, layout: HostLayout = layout, rank: int = rank) -> str | None:
-                return layout.expanded(context.path(config.nodes[rank], path)) if path is not None else None
-
-            ranks.append(
-                RankSpec(
-                    rank=rank,
-                    node=node.name,
-                    host=node.ssh,
-                    python=layout.expanded(node.python),
-                    workdir=layout.expanded(node.workdir),
-                    model=there(node.model or config.job.model),
-                    data=there(node.data or config.job.data),
-                    resume_adapter_file=there(config.job.mlx_lm.get("resume_adapter_file")),
-                    share=node.share or 1.0,
-                )
-            )
+def _spec(config: Config, split: str | None, network: NetworkPlan, layouts: Sequence[HostLayout]) -> AttemptSpec:
+    ranks = [
+        rank_spec(config, rank, layout, config.nodes[rank].share or 1.0) for layout in layouts for rank in layout.ranks
+    ]
     return AttemptSpec(
         run_id="calibration",
         attempt=1,

@@ -19,7 +19,7 @@ from engine.cluster.replies import parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
-from engine.launch.rank_environment import trainer_job
+from engine.launch.rank_environment import rank_spec, trainer_job
 from engine.measurements import CalibrationProgress, Count, Figure, NodeMeasure
 from engine.models import FrozenModel
 from engine.protocol.attempt import NONCE_ENV
@@ -151,19 +151,15 @@ class _Measurement:
         self.on_progress(CalibrationProgress(node.name, phase, elapsed_s, self.seconds, examples_per_s, note))
 
     def _spec(self, rank: int, layout: HostLayout) -> MeasureSpec:
-        config, node = self.config, self.config.nodes[rank]
-
-        def there(path: str | None) -> str | None:
-            return layout.expanded(self.context.path(node, path)) if path is not None else None
-
-        job = trainer_job(config)
-        if job is not None and job.get("resume_adapter_file") is not None:
-            job["resume_adapter_file"] = there(job["resume_adapter_file"])
+        config = self.config
+        there, job = rank_spec(config, rank, layout, 1.0), trainer_job(config)
+        if job is not None and there.resume_adapter_file is not None:
+            job["resume_adapter_file"] = there.resume_adapter_file
         return MeasureSpec(
-            workdir=layout.expanded(node.workdir),
+            workdir=there.workdir,
             job=job,
-            model=there(node.model or config.job.model),
-            data=there(node.data or config.job.data),
+            model=there.model,
+            data=there.data,
             batch=step_batch(config),
             seconds=self.seconds,
             env=dict(config.job.env),

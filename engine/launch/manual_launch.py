@@ -79,9 +79,10 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
         notes.append("your own ssh must reach every node without a prompt")
     written = PlannedHostfile(path=str(hostfile), document=hostfile_document(network))
     command = shlex.join(argv)
-    if redact(command, {}) != command:
+    shown = redact(command, {})
+    if shown != command:
         notes.append("the command's credentials are left out: it does not run as it is shown")
-    return Launching(mlx_launch_command=redact(command, {}), launch_notes=tuple(notes), hostfile=written)
+    return Launching(mlx_launch_command=shown, launch_notes=tuple(notes), hostfile=written)
 
 
 def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.config.models import Config
+from engine.cluster.staging import HostLayout
+from engine.config.models import Config, NodeConfig, on_node
 from engine.launch.hostfile import RING, ports_of
 from engine.plan.network import NetworkPlan, nccl_environment
+from engine.protocol.attempt import RankSpec
 
 RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 """Set for every rank, whatever the backend; the job's own variables win."""
@@ -113,3 +115,24 @@ def trainer_job(config: Config, layer_split: str | None = None) -> dict[str, Any
     }
     ours = {"chunking": job.chunking, "chunk_size": job.chunk_size}
     return {**job.mlx_lm, **ours, **{key: value for key, value in named.items() if value is not None}}
+
+
+def rank_spec(config: Config, rank: int, layout: HostLayout, share: float) -> RankSpec:
+    """A rank with what its training needs, and nothing of its checkpoints."""
+    node, job = config.nodes[rank], config.job
+    return RankSpec(
+        rank=rank,
+        node=node.name,
+        host=node.ssh,
+        python=layout.expanded(node.python),
+        workdir=layout.expanded(node.workdir),
+        model=path_there(config, node, layout, node.model or job.model),
+        data=path_there(config, node, layout, node.data or job.data),
+        resume_adapter_file=path_there(config, node, layout, job.mlx_lm.get("resume_adapter_file")),
+        share=share,
+    )
+
+
+def path_there(config: Config, node: NodeConfig, layout: HostLayout, path: str | None) -> str | None:
+    """A path of [job] as a rank of `node` has it, absolute."""
+    return layout.expanded(on_node(path, node, config.folder)) if path is not None else None

@@ -30,6 +30,10 @@ class AllSumResult:
     error: str | None = None
     """One line."""
 
+    @property
+    def succeeded(self) -> bool:
+        return self.exact and self.error is None
+
 
 @dataclass
 class GroupStepReport:
@@ -46,6 +50,10 @@ class GroupStepReport:
     peak_bytes: int | None = None
     error: str | None = None
     """One line."""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.steps > 0 and self.error is None
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import HostLayout, gather_all
-from engine.config.models import on_node
 from engine.errors import LaunchError, NodeUnreachable
 from engine.launch import mlx_launch, ssh_shim
 from engine.launch.hostfile import write_hostfile
@@ -22,7 +22,9 @@ from engine.launch.rank_environment import (
     RankEnvironment,
     common_environment,
     file_name,
+    path_there,
     rank_environment,
+    rank_spec,
     rank_variables,
     ranks_per_host,
     trainer_job,
@@ -40,6 +42,8 @@ from engine.run.run_plan import RunPlan
 from engine.security.sanitise import json_object
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
+T = TypeVar("T")
+
 
 def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
     """The layers of each rank, "0-8,8-36". None where the job names its own, for another strategy, and where no plan is
@@ -47,25 +51,34 @@ def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
     job = plan.config.job
     if job.strategy != "pipeline" or job.layer_split is not None:
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        split = json.loads(run_dir.training_plan.read_bytes())["strategy"]["layer_split"]
-        if isinstance(split, str) and len(parse_split(split)) == len(plan.nodes):
-            return split
-    return None
+
+    def found(document: Any) -> str | None:
+        split = document["strategy"]["layer_split"]
+        return split if isinstance(split, str) and len(parse_split(split)) == len(plan.nodes) else None
+
+    return _of_training_plan(run_dir, found)
 
 
 def planned_validation(run_dir: RunDir, plan: RunPlan) -> RunPlan:
     """`plan` with the training plan's decision which nodes take part in validation, where the configuration leaves it
     open; without one all of them do. Blocking."""
-    found: dict[str, bool] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        nodes = json.loads(run_dir.training_plan.read_bytes())["nodes"]
-        found = {node["node"]: node["validates"] is not False for node in nodes}
+
+    def decisions(document: Any) -> dict[str, bool]:
+        return {node["node"]: node["validates"] is not False for node in document["nodes"]}
+
+    found = _of_training_plan(run_dir, decisions) or {}
     decided = tuple(
         node.model_copy(update={"validates": found.get(node.name, True)}) if node.validates is None else node
         for node in plan.config.nodes
     )
     return plan.model_copy(update={"config": plan.config.model_copy(update={"nodes": decided})})
+
+
+def _of_training_plan(run_dir: RunDir, find: Callable[[Any], T]) -> T | None:
+    """The result of `find` on training_plan.json; None where there is none, or none of that shape."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return find(json.loads(run_dir.training_plan.read_bytes()))
+    return None
 
 
 def keep_secrets(run_dir: RunDir, environment: MutableMapping[str, str], *, adopted: bool) -> None:
@@ -94,6 +107,11 @@ class AttemptOrigin:
     """This machine was restarted since."""
 
 
+def next_attempt(run_dir: RunDir, history: RunHistory) -> int:
+    """The number of the attempt that follows: also a damaged journal has none that was launched numbered anew."""
+    return max(history.record.attempts, run_dir.newest_attempt()) + 1
+
+
 def new_attempt(
     run_dir: RunDir,
     plan: RunPlan,
@@ -104,8 +122,7 @@ def new_attempt(
     starting_port: int,
 ) -> Attempt:
     """The attempt that follows those of `history`; it begins at the end of the head's files."""
-    ranks = range(len(plan.nodes))
-    number = max(history.record.attempts, run_dir.newest_attempt()) + 1
+    ranks, number = range(len(plan.nodes)), next_attempt(run_dir, history)
     return Attempt(
         number=number,
         nonce=f"{history.nonce}.{number}",
@@ -273,23 +290,12 @@ def attempt_spec(
 def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout) -> RankSpec:
     config, node = plan.config, plan.config.nodes[rank]
     destination = config.checkpoint.destination
-
-    def there(path: str | None) -> str | None:
-        return layout.expanded(on_node(path, node, config.folder)) if path is not None else None
-
-    return RankSpec(
-        rank=rank,
-        node=node.name,
-        host=node.ssh,
-        python=layout.expanded(node.python),
-        workdir=layout.expanded(node.workdir),
-        model=there(node.model or config.job.model),
-        data=there(node.data or config.job.data),
-        adapter_path=there(config.job.mlx_lm.get("adapter_path")),
-        resume_adapter_file=there(config.job.mlx_lm.get("resume_adapter_file")),
-        share=plan.shares[rank],
+    local = destination and "://" not in destination
+    return replace(
+        rank_spec(config, rank, layout, plan.shares[rank]),
+        adapter_path=path_there(config, node, layout, config.job.mlx_lm.get("adapter_path")),
         validates=node.validates is not False,
-        checkpoint_folder=there(destination) if destination and "://" not in destination else destination,
+        checkpoint_folder=path_there(config, node, layout, destination) if local else destination,
     )
 
 

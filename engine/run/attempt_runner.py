@@ -28,7 +28,7 @@ from engine.node import processes
 from engine.plan.document import ChosenSettings
 from engine.plan.memory.choice import is_open
 from engine.protocol.attempt import END, NodeFiles
-from engine.run.attempt import AttemptOrigin, launch, new_attempt
+from engine.run.attempt import AttemptOrigin, launch, new_attempt, next_attempt
 from engine.run.attempt_monitor import TICK_S, AbortSource, AttemptMonitor
 from engine.run.decide import NodePresence, describe_failure, failed_run, refusal
 from engine.run.events import (
@@ -147,7 +147,7 @@ class AttemptRunner:
 
     async def relaunch(self, plan: RunPlan) -> Verdict:
         """Another attempt, with the nodes of `plan`, to its end. Raises Aborted before anything of it has started."""
-        number = self._run.history.record.attempts + 1
+        number = next_attempt(self._run.run_dir, self._run.history)
         self._recorder.change(RunState.LAUNCHING)
         try:
             async with CheckContext(plan.config, self._run.fleet) as checks:

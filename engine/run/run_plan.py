@@ -96,21 +96,17 @@ def write_plan(path: Path, plan: RunPlan) -> None:
 
 def read_plan(path: Path) -> RunPlan:
     """The plan, or else its copy. Raises StateError when there is neither, or none that this version reads."""
-    try:
-        return _read(path)
-    except StateError:
-        with contextlib.suppress(StateError):
-            return _read(copy_of(path))
-        raise
+    return read_plan_and_damage(path)[0]
 
 
-def plan_damage(path: Path) -> str | None:
-    """Why the plan itself cannot be read, in one line; None when it can."""
+def read_plan_and_damage(path: Path) -> tuple[RunPlan, str | None]:
+    """As `read_plan`; with why the plan itself cannot be read, in one line, where it is the copy."""
     try:
-        _read(path)
+        return _read(path), None
     except StateError as error:
-        return f"{path.name}: {error.what}: {error.why}; its copy is used"
-    return None
+        with contextlib.suppress(StateError):
+            return _read(copy_of(path)), f"{path.name}: {error.what}: {error.why}; its copy is used"
+        raise
 
 
 def _read(path: Path) -> RunPlan:

@@ -27,7 +27,7 @@ from engine.errors import FlightDeckError, LaunchError, StateError
 from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.node import processes
 from engine.protocol.attempt import write_atomic
-from engine.run.attempt import keep_secrets
+from engine.run.attempt import keep_secrets, next_attempt
 from engine.run.attempt_monitor import TICK_S
 from engine.run.attempt_runner import Aborted, AttemptRunner, RunContext, until_abort
 from engine.run.decide import Finish, Restart, Wait, decide, failed_run, original_failure, refusal
@@ -45,7 +45,7 @@ from engine.run.events import (
 from engine.run.history import RunHistory
 from engine.run.journal import FOLLOWERS, RunRecorder
 from engine.run.preflight import excluded_nodes, preflight_context, preflight_verdict, replan, run_preflight
-from engine.run.run_plan import RunPlan, plan_damage, read_plan, write_plan
+from engine.run.run_plan import RunPlan, read_plan_and_damage, write_plan
 from engine.run.shutdown import kill_everywhere
 from engine.run.supervisor_process import AFTERMATH_S, take_requests
 from engine.store.layout import RunDir, node_root
@@ -199,7 +199,7 @@ class Supervisor:
     async def _restart(self, restart: Restart) -> Verdict:
         """The next attempt, to its end. Raises Aborted before anything of it has started."""
         planned = RestartPlanned(
-            attempt=self._history.record.attempts + 1,
+            attempt=next_attempt(self._run.run_dir, self._history),
             after=self._history.failures[-1].attempt,
             members=restart.members,
             left_out=restart.left_out,
@@ -327,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         # An upgrade of this package must not change what the run's nodes get.
         node_bundle()
-        plan, damage = read_plan(run_dir.plan), plan_damage(run_dir.plan)
+        plan, damage = read_plan_and_damage(run_dir.plan)
         keep_secrets(run_dir, os.environ, adopted=options.adopt)
         recorder = RunRecorder(run_dir.journal, plan, Store(run_dir.home).put_run)
         if damage is not None:

@@ -21,7 +21,7 @@ from engine.run.journal import JournalTail, describe_damage
 from engine.run.json_lines import LineTail, parse_json_line
 from engine.run.metrics import SeriesBuilder
 from engine.run.rank_events import RankEvents
-from engine.run.run_plan import plan_damage, read_plan
+from engine.run.run_plan import read_plan_and_damage
 from engine.run.verification import verify
 from engine.snapshots import ChunkProgress, Diagnosis, RankReport, RankStatus, RunSnapshot, TrainedFile, Verification
 from engine.store.layout import RunDir
@@ -40,11 +40,11 @@ class RunWatch:
         """`diagnose` is called once, when the run has ended without success. Raises StateError when the plan cannot be
         read, as `poll` does for a journal of a newer release."""
         self._rundir = rundir
-        self._whole_plan = self._plan = read_plan(rundir.plan)
+        self._whole_plan, self._plan_damage = read_plan_and_damage(rundir.plan)
+        self._plan = self._whole_plan
         self._diagnose = diagnose
         self._diagnosis: Diagnosis | None = None
         self._diagnosed = False
-        self._plan_damage = plan_damage(rundir.plan)
         self._journal = JournalTail(rundir.journal)
         self._history = run_history((), self._plan)
         self._metrics = LineTail(rundir.metrics)
@@ -54,6 +54,7 @@ class RunWatch:
         self._checks: tuple[CheckResult, ...] = ()
         self._checks_seen: tuple[int, int] | None = None
         self._supervised = False
+        self._supervisor_unknown = False
         self._supervised_until = 0.0
 
     def poll(self) -> RunSnapshot:
@@ -97,7 +98,7 @@ class RunWatch:
             given_up=history.restart_refused,
             division=self._plan.division,
             chunk=_chunk(reports, record),
-            damage=tuple(self._damage(newest_attempt, supervised=supervised)),
+            damage=tuple(self._damage(newest_attempt)),
             trained=self._trained(reports),
         )
 
@@ -112,7 +113,7 @@ class RunWatch:
             elif line.strip():
                 self._damaged_metrics += 1
 
-    def _damage(self, newest_attempt: int, *, supervised: bool) -> Iterator[str]:
+    def _damage(self, newest_attempt: int) -> Iterator[str]:
         """The run's files that are missing or damaged, one line each."""
         if self._plan_damage is not None:
             yield self._plan_damage
@@ -127,7 +128,7 @@ class RunWatch:
         attempt = self._history.last_attempt
         if attempt is not None and attempt.started and not self._rundir.metrics.exists():
             yield "metrics.jsonl is missing: the next supervisor writes it again"
-        if supervised and newest_attempt and newest_supervisor(self._rundir) is None:
+        if newest_attempt and self._supervisor_unknown:
             yield "supervisor.json cannot be read; its supervisor lives, since it holds supervisor.lock"
 
     def _follow_plan(self) -> None:
@@ -220,6 +221,7 @@ class RunWatch:
         now = time.monotonic()
         if not (self._supervised and now < self._supervised_until):
             self._supervised = supervisor_alive(self._rundir)
+            self._supervisor_unknown = self._supervised and newest_supervisor(self._rundir) is None
             self._supervised_until = now + _IDENTITY_AGE_S
         return self._supervised
 

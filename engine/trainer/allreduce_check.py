@@ -10,18 +10,20 @@ failed, else 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.protocol.attempt import write_atomic
-from engine.protocol.measurements import ALL_SUM_LARGE_BYTES, AllSumResult
+from engine.protocol.measurements import ALL_SUM_LARGE_BYTES, AllSumResult, GroupStepReport
 
 if TYPE_CHECKING:
     from engine.trainer.collective import Collective
@@ -85,6 +87,34 @@ def _median_s(collective: Collective, length: int, until: float) -> float:
             return statistics.median(taken)
 
 
+@contextlib.contextmanager
+def reported(result: AllSumResult | GroupStepReport, out: str, limit_s: float, late: str) -> Iterator[None]:
+    """Write `result` to `out`, in which {rank} is replaced, when the body ends, fails, or has not ended after `limit_s`
+    seconds (`late` is its error then); and end the process, with code 0 where the result is good, else 1."""
+    path = Path(out.replace("{rank}", str(result.rank)))
+
+    def end() -> None:
+        write_atomic(path, json.dumps(asdict(result)))
+        sys.stdout.flush()
+        # Skips MLX's own shutdown, which may wait for peers that are gone.
+        os._exit(0 if result.succeeded else 1)
+
+    def give_up() -> None:
+        result.error = late
+        end()
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        kind = type(error).__name__
+        result.error = str(error) if kind == "JobError" else f"{kind}: {error}"
+    timer.cancel()
+    end()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="engine.trainer.allreduce_check")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long to measure")
@@ -92,32 +122,11 @@ def main() -> None:
     parser.add_argument("--backend", default="ring")
     parser.add_argument("--out", required=True, help="where the result goes; {rank} is replaced")
     options = parser.parse_args()
-    rank = int(os.environ["MLX_RANK"])
-    result = AllSumResult(rank)
-    out = Path(options.out.replace("{rank}", str(rank)))
-
-    def write_result() -> int:
-        write_atomic(out, json.dumps(asdict(result)))
-        return 0 if result.exact and result.error is None else 1
-
-    def give_up() -> None:
-        result.error = f"no result within {limit:g} s: a peer does not respond"
-        write_result()
-        os._exit(1)
-
-    limit = _START_LIMIT_S + 5 * options.seconds
-    timer = threading.Timer(limit, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
+    result = AllSumResult(int(os.environ["MLX_RANK"]))
+    limit_s = _START_LIMIT_S + 5 * options.seconds
+    late = f"no result within {limit_s:g} s: a peer does not respond"
+    with reported(result, options.out, limit_s, late):
         measure(result, options.backend, options.world_size, options.seconds)
-    except Exception as error:
-        result.error = f"{type(error).__name__}: {error}"
-    timer.cancel()
-    code = write_result()
-    sys.stdout.flush()
-    # Skips MLX's own shutdown, which may wait for peers that are gone.
-    os._exit(code)
 
 
 if __name__ == "__main__":

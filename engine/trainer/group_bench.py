@@ -9,17 +9,14 @@ GroupStepReport. Exit code 0 when iterations were timed, else 1.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from engine.node.processes import raise_priority
-from engine.protocol.attempt import AttemptSpec, write_atomic
+from engine.protocol.attempt import AttemptSpec
 from engine.protocol.measurements import GROUP_LIMIT_S, GroupStepReport
+from engine.trainer.allreduce_check import reported
 
 _LEAST = 2
 """Updates that are timed, after a first one that is not."""
@@ -71,37 +68,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True, help="about how long to measure")
     parser.add_argument("--out", required=True, help="where the result goes; {rank} is replaced")
     options = parser.parse_args()
-    rank = int(os.environ["MLX_RANK"])
-    result, out = GroupStepReport(rank), Path(options.out.replace("{rank}", str(rank)))
-
-    def write_result() -> int:
-        write_atomic(out, json.dumps(asdict(result)))
-        return 0 if result.steps and result.error is None else 1
-
-    def give_up() -> None:
-        result.error = f"no result within {limit_s:g} s"
-        write_result()
-        os._exit(1)
-
+    result = GroupStepReport(int(os.environ["MLX_RANK"]))
     limit_s = GROUP_LIMIT_S + 5 * options.seconds
-    timer = threading.Timer(limit_s, give_up)
-    timer.daemon = True
-    timer.start()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     raise_priority()
-    try:
+    with reported(result, options.out, limit_s, f"no result within {limit_s:g} s"):
         spec = AttemptSpec.from_json(options.spec.read_text())
-        os.chdir(spec.rank(rank).workdir)
-        measure(result, spec, out.parent, options.seconds)
-    except Exception as error:
-        kind = type(error).__name__
-        result.error = str(error) if kind == "JobError" else f"{kind}: {error}"
-    timer.cancel()
-    code = write_result()
-    sys.stdout.flush()
-    # Skips MLX's own shutdown, which may wait for peers that are gone.
-    os._exit(code)
+        os.chdir(spec.rank(result.rank).workdir)
+        measure(result, spec, Path(options.out).parent, options.seconds)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,16 @@ def head(tmp_path: Path) -> Iterator[Head]:
 
 
 @pytest.fixture
+def fifo(head: Head) -> Iterator[int]:
+    """A keeper's FIFO in the attempt's folder, open for reading; nobody keeps."""
+    head.files.directory.mkdir()
+    os.mkfifo(head.files.control(0))
+    opened = os.open(head.files.control(0), os.O_RDWR)
+    yield opened
+    os.close(opened)
+
+
+@pytest.fixture
 def sleeper(head: Head) -> Iterator[subprocess.Popen[bytes]]:
     """A process with the attempt's nonce that leads its group."""
     environment = {**os.environ, NONCE_ENV: head.nonce}
@@ -162,10 +172,7 @@ def test_it_leaves_when_its_stdin_ends_and_has_no_nonce(head: Head) -> None:
     assert head.close() == 0
 
 
-def test_heartbeats_and_commands_reach_the_keepers_fifo(head: Head) -> None:
-    head.files.directory.mkdir()
-    os.mkfifo(head.files.control(0))
-    fifo = os.open(head.files.control(0), os.O_RDWR)
+def test_heartbeats_and_commands_reach_the_keepers_fifo(head: Head, fifo: int) -> None:
     head.watch(0)
     head.send(Heartbeat(1, 0))
     assert head.receive(HeartbeatAck).number == 1
@@ -178,13 +185,9 @@ def test_heartbeats_and_commands_reach_the_keepers_fifo(head: Head) -> None:
     with pytest.raises(BlockingIOError):
         # A head that has missed nineteen acknowledgements believes that the lease runs out.
         os.read(fifo, 100)
-    os.close(fifo)
 
 
-def test_heartbeats_that_lay_unread_while_the_node_slept_renew_no_lease(head: Head) -> None:
-    head.files.directory.mkdir()
-    os.mkfifo(head.files.control(0))
-    fifo = os.open(head.files.control(0), os.O_RDWR)
+def test_heartbeats_that_lay_unread_while_the_node_slept_renew_no_lease(head: Head, fifo: int) -> None:
     head.watch(0)
     head.send(Heartbeat(1, 0))
     assert head.receive(HeartbeatAck).number == 1
@@ -205,7 +208,6 @@ def test_heartbeats_that_lay_unread_while_the_node_slept_renew_no_lease(head: He
     head.send(Heartbeat(5, 4, 4))
     renewed_at = heartbeat_time(read_within(fifo, 20))
     assert renewed_at is not None and renewed_at > slept_at + 2.5
-    os.close(fifo)
 
 
 def test_a_rank_is_seen_to_start_and_to_end(head: Head, sleeper: subprocess.Popen[bytes]) -> None:
@@ -285,25 +287,18 @@ def test_a_flood_in_one_file_does_not_starve_another(head: Head) -> None:
     assert len(head.data["rank0.log"]) < 2_000_000
 
 
-def test_a_head_that_takes_nothing_does_not_keep_the_agent_from_its_keepers(head: Head) -> None:
-    head.files.directory.mkdir()
-    os.mkfifo(head.files.control(0))
-    fifo = os.open(head.files.control(0), os.O_RDWR)
+def test_a_head_that_takes_nothing_does_not_keep_the_agent_from_its_keepers(head: Head, fifo: int) -> None:
     head.files.log(0).write_bytes(b"x" * 10_000_000)
     head.watch(0)
     head.send(ReadFile("rank0.log", 10_000_000, 0))
     time.sleep(0.5)
     head.send(Heartbeat(1, 0))
     assert heartbeat_time(read_within(fifo, 20)) == pytest.approx(lease_clock(), abs=2.0)
-    os.close(fifo)
 
 
-def test_a_disk_that_stalls_ends_no_lease(head: Head) -> None:
+def test_a_disk_that_stalls_ends_no_lease(head: Head, fifo: int) -> None:
     """A log that is a FIFO nobody writes: opening it never ends."""
-    head.files.directory.mkdir()
     os.mkfifo(head.files.log(0))
-    os.mkfifo(head.files.control(0))
-    fifo = os.open(head.files.control(0), os.O_RDWR)
     head.watch(0)
     head.list_processes(0)
     head.send(ReadFile("rank0.log", 1000, 0))
@@ -312,7 +307,6 @@ def test_a_disk_that_stalls_ends_no_lease(head: Head) -> None:
         head.send(ListProcesses(number, kill=False), Heartbeat(number, number - 1))
         assert head.receive(HeartbeatAck, ProcessList) == HeartbeatAck(number, ANY)
         assert heartbeat_time(read_within(fifo, 20)) == pytest.approx(lease_clock(), abs=2.0)
-    os.close(fifo)
 
 
 @pytest.mark.parametrize("name", ["spec.json", "../1/spec.json", "rank0.in", "/etc/passwd", "rank0.log/../spec.json"])

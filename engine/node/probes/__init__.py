@@ -97,10 +97,13 @@ def reason_of(error: OSError, path: Path) -> str:
     """An error's reason as words. macOS answers EPERM to what came over ssh and has no full disk access, in the home's
     private folders and on other volumes (Mac User Guide, "Allow a remote computer to access your Mac")."""
     words = error.strerror or str(error)
+    return f"{words}: {_ACCESS}" if is_withheld(error, path) else words
+
+
+def is_withheld(error: OSError, path: Path) -> bool:
+    """macOS's privacy forbids it, so that no mode and no owner allows it."""
     private = {Path("/Volumes"), *(Path.home() / name for name in _PRIVATE)}
-    if sys.platform == "darwin" and error.errno == errno.EPERM and not private.isdisjoint((path, *path.parents)):
-        words += f": {_ACCESS}"
-    return words
+    return sys.platform == "darwin" and error.errno == errno.EPERM and not private.isdisjoint((path, *path.parents))
 
 
 def mac_gpu_statistics(limit: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.bootstrap import bundle_hash
-from engine.node.probes import did_you_mean, reason_of
+from engine.node.probes import did_you_mean, is_withheld, reason_of
 from engine.node.probes.model import HASHED, file_hash, sha256
 from engine.protocol.attempt import write_atomic
 
@@ -69,10 +69,8 @@ def probe_tree(folder_path: str, request_text: str) -> dict[str, Any]:
         try:
             entry = _entry(path, min(int(request["whole_bytes"]), left))
         except OSError as error:
-            why = reason_of(error, path)
-            report["problem"] = f"{path} cannot be read: {why}"
-            # Where macOS's privacy forbids it, no mode allows it.
-            permits = isinstance(error, PermissionError) and why == error.strerror
+            report["problem"] = f"{path} cannot be read: {reason_of(error, path)}"
+            permits = isinstance(error, PermissionError) and not is_withheld(error, path)
             report["permit"] = str(path) if permits else None
             break
         if entry is not None:

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes import did_you_mean, nearest, reason_of
+from engine.node.probes import did_you_mean, is_withheld, nearest, reason_of
 from engine.protocol.attempt import sync_file, write_atomic
 from engine.protocol.safetensors import CheckpointError, check_header
 
@@ -122,10 +122,8 @@ def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
     try:
         durable = write(place)
     except OSError as error:
-        why = reason_of(error, place)
-        fault = f"{place} cannot be {'written' if entered else 'entered'}: {why}"
-        # Where macOS's privacy forbids it, no mode and no owner allows it.
-        if error.errno in (errno.EACCES, errno.EPERM) and why == error.strerror:
+        fault = f"{place} cannot be {'written' if entered else 'entered'}: {reason_of(error, place)}"
+        if error.errno in (errno.EACCES, errno.EPERM) and not is_withheld(error, place):
             key = "permit" if place.stat().st_uid == os.getuid() else "own"
             return {"fault": fault, key: str(place)}
         return {"fault": fault}
