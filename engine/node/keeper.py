@@ -18,7 +18,8 @@ checkpoint and, when it has not exited after `stop_grace_s` (`save_grace_s` whil
 sends TERM to the group and after `term_grace_s` KILL. "end" sends TERM at once. "emergency_checkpoint" asks the trainer
 to save the state of its last finished update and to exit, because a peer is lost. A user's own command knows no such
 requests: for it all three are "end". HUP, TERM and INT to the keeper are "stop"; so is the lease's expiry, unless
-`on_lease_expiry` is "continue".
+`on_lease_expiry` is "continue". All of these times go on in sleep, and after a lease they count from its end: the head
+waits no longer for this node, so that one that wakes later kills its rank at once.
 
 With `--detach` the keeper detaches from the process that was started, which exits when the rank has started: with 0
 when the identity is written, with the keeper's own code when it ended before. So the rank depends on no launcher, ssh
@@ -91,6 +92,8 @@ class Lease:
         self._clock = clock
         self._renewed_at = clock()
         self._over = False
+        self.ended_at = float("inf")
+        """When it last ran out, by the clock."""
 
     @property
     def left_s(self) -> float:
@@ -112,7 +115,7 @@ class Lease:
     def _ran_out_by(self, now: float) -> bool:
         if self._over or now - self._renewed_at <= self._length_s:
             return False
-        self._over = True
+        self._over, self.ended_at = True, self._renewed_at + self._length_s
         return True
 
 
@@ -143,7 +146,8 @@ class Keeper:
         self._restarts = 0
         self._events_begin = 0
         """Size of the events file when the program was started."""
-        self._stop_at = self._term_at = self._kill_at = self._restart_at = float("inf")
+        # By the lease's clock.
+        self._stop_limit = self._term_at = self._kill_at = self._restart_at = float("inf")
         self._last_saving = float("-inf")
 
     def run(self) -> int:
@@ -208,8 +212,8 @@ class Keeper:
         self._restarts += 1
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         _log(f"the program ended ({how}): start {self._restarts} of {self._spec.rank_restarts} in {delay_s:g} s")
-        self._restart_at = time.monotonic() + delay_s
-        while self._stopped_by is None and time.monotonic() < self._restart_at:
+        self._restart_at = lease_clock() + delay_s
+        while self._stopped_by is None and lease_clock() < self._restart_at:
             self._wait()
             self._handle_input(None)
         self._restart_at = float("inf")
@@ -221,8 +225,8 @@ class Keeper:
     def _wait(self) -> None:
         """Wait for a command, a signal or the next deadline, and read the FIFO."""
         deadline = min(self._term_at, self._kill_at, self._restart_at)
-        # select does not count time in sleep: the lease is looked at soon after it.
-        timeout = max(0.0, min(deadline - time.monotonic(), self._lease.left_s + 0.01, _LONGEST_WAIT_S))
+        # select does not count time in sleep: what is due is looked at soon after it.
+        timeout = max(0.0, min(deadline - lease_clock(), self._lease.left_s + 0.01, _LONGEST_WAIT_S))
         ready, _, _ = select.select([self._fifo, self._wake], [], [], timeout)
         if self._wake in ready:
             os.read(self._wake, 4096)
@@ -238,7 +242,7 @@ class Keeper:
             self._stop(program, f"signal {signal.Signals(self._signals.pop(0)).name.removeprefix('SIG')}")
         if self._lease.ran_out():
             self._end_lease(program)
-        now = time.monotonic()
+        now = lease_clock()
         if program is not None and now >= self._term_at:
             self._escalate(program, now)
         if program is not None and now >= self._kill_at:
@@ -264,31 +268,34 @@ class Keeper:
     def _end_lease(self, program: RankProcess | None) -> None:
         _log(f"no heartbeat from the head for {self._spec.lease_s:g} s: {self._spec.on_lease_expiry}")
         if self._spec.on_lease_expiry == "end":
-            self._stop(program, "lease")
+            self._stop(program, "lease", self._lease.ended_at)
 
-    def _stop(self, program: RankProcess | None, reason: str) -> None:
+    def _stop(self, program: RankProcess | None, reason: str, since: float = float("inf")) -> None:
+        """`since`: when it was due, if before now."""
         if self._stopped_by is not None:
             return
+        now = lease_clock()
+        self._stop_limit = min(now, since)
         if program is None or not program.cooperative:
             self._end(program, reason)
             return
         self._stopped_by = reason
         _log(f"stopping: {reason}")
-        self._stop_at = time.monotonic()
-        self._term_at = self._stop_at + self._spec.stop_grace_s
+        self._stop_limit += max(self._spec.stop_grace_s, self._spec.save_grace_s)
+        self._term_at = min(now + self._spec.stop_grace_s, self._stop_limit)
         program.send(STOP)
 
     def _end(self, program: RankProcess | None, reason: str) -> None:
         """`program` None: it is waiting to be started again."""
         self._stopped_by = self._stopped_by or reason
         if program is not None and self._kill_at == float("inf"):
-            self._terminate(program, time.monotonic())
+            self._terminate(program, lease_clock())
 
     def _escalate(self, program: RankProcess, now: float) -> None:
         """The grace period is over: TERM, unless the trainer is saving and still has time for it."""
         if last_phase(self._files.events(self._rank.rank), self._events_begin) == "saving":
             self._last_saving = now
-        if now < min(self._last_saving + self._spec.stop_grace_s, self._stop_at + self._spec.save_grace_s):
+        if now < min(self._last_saving + self._spec.stop_grace_s, self._stop_limit):
             self._term_at = now + _SAVING_POLL_S
             return
         self._terminate(program, now)
@@ -296,7 +303,7 @@ class Keeper:
     def _terminate(self, program: RankProcess, now: float) -> None:
         _log(f"TERM to the group: {self._stopped_by}")
         self._term_at = float("inf")
-        self._kill_at = now + self._spec.term_grace_s
+        self._kill_at = min(now, self._stop_limit) + self._spec.term_grace_s
         program.signal_group(signal.SIGTERM)
 
     def _sweep(self, program: RankProcess) -> None:

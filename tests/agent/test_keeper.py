@@ -261,6 +261,23 @@ def test_heartbeats_from_before_a_sleep_renew_no_lease_after_it(tmp_path: Path) 
     assert kept.ended().stopped_by == "lease"
 
 
+@pytest.mark.parametrize("trainer", [WAIT, None])
+def test_a_rank_that_wakes_long_after_its_lease_is_killed_at_once(tmp_path: Path, trainer: str | None) -> None:
+    command = None if trainer else python(WAIT)
+    fields = {"lease_s": -3600.0, "stop_grace_s": 60.0, "save_grace_s": 60.0, "term_grace_s": 60.0}
+    kept = start_keeper(tmp_path, command, trainer=trainer, spec_fields=fields)
+    assert kept.ended().stopped_by == "lease"
+    assert "KILL to the group" in kept.troubles()
+
+
+def test_a_trainer_that_wakes_soon_after_its_lease_has_the_rest_of_the_grace(tmp_path: Path) -> None:
+    fields = {"lease_s": -1.0, "stop_grace_s": 20.0, "save_grace_s": 60.0}
+    leaves = "import os; os.read(int(os.environ['FLIGHTDECK_CONTROL_FD']), 5)"
+    kept = start_keeper(tmp_path, None, trainer=leaves, spec_fields=fields)
+    record = kept.ended()
+    assert (record.code, record.stopped_by) == (0, "lease")
+
+
 class Clock:
     """One that stands still until it is set."""
 
@@ -279,6 +296,7 @@ def test_a_lease_runs_out_once_and_time_asleep_counts() -> None:
     clock.now += 3600
     assert lease.left_s < 0
     assert lease.ran_out() and not lease.ran_out()
+    assert lease.ended_at == 160.0
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.floats(0, 30)), max_size=30))
