@@ -30,12 +30,16 @@ class AwakeClock:
         self._woke_at = float("-inf")
         self.slept_s = 0.0
         """The sum of all gaps so far."""
+        self.sleep_s = 0.0
+        """The newest gap, with those before it after which there was no time to connect every node again."""
 
     def __call__(self) -> float:
         with self._lock:
             now = self._clock()
             passed_s, self._read_at = now - self._read_at, now
             if passed_s > GAP_S:
+                again = self._awake_s - self._woke_at < _ANSWERED_AGAIN_S
+                self.sleep_s = passed_s + (self.sleep_s if again else 0.0)
                 self.slept_s += passed_s
                 self._woke_at = self._awake_s
             else:

@@ -68,7 +68,7 @@ class AttemptMonitor:
     ) -> None:
         """`may_restart`: another attempt may follow such an end, at that iteration."""
         self._clock = clock or AwakeClock()
-        self._slept_before_s = self._slept_noted_s = self._clock.slept_s
+        self._slept_noted_s = self._clock.slept_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attempt")
         self._context = context
         self._recorder = context.recorder
@@ -182,7 +182,6 @@ class AttemptMonitor:
     def _tick(self, requested: AbortSource) -> bool:
         """Observe everything once, decide, act; True when the attempt is over."""
         abort, now = requested(), self._clock()
-        self._note_sleep()
         launcher_alive = self._poll(now)
         if self._shutdown is None:
             self._act(abort, now, launcher_alive)
@@ -198,22 +197,31 @@ class AttemptMonitor:
         check_pids = now - self._pids_checked_at >= _CHECK_PIDS_S
         if check_pids:
             self._pids_checked_at = now
+        running = [rank for rank in self._ranks.all if not rank.ended]
         # Liveness is read before the last read of a log.
         launcher_alive = self._launcher is not None and self._launcher.alive(check_pids=check_pids)
         lost = self._health.poll()
-        changed = self._ranks.poll() + self._poll_launcher() + self._ranks.lose(lost)
+        changed = self._poll_ranks() + self._poll_launcher() + self._ranks.lose(lost)
+        self._note_sleep(running)
+        starts = self.intake.progress.starts.copy()
+        before = starts if self._starts_noted is None else self._starts_noted
+        self._starts_noted = starts
+        for rank, count in starts.items():
+            if self._ranks.all[rank].dispensable and count > max(1, before[rank]):
+                self._recorder.append(Note(message=f"rank {rank} on {self._ranks.all[rank].node} was started again"))
+        self._record_changes(changed)
+        self._record_resumption()
+        return launcher_alive
+
+    def _poll_ranks(self) -> list[Rank]:
+        """Observe the ranks, then their logs and events; those that have changed."""
+        changed = self._ranks.poll()
         self._mirror.pump()
         self.intake.poll()
         for rank in self._ranks.all if self._outlives_ranks and self.intake.progress.steps else ():
             # Until the first update every rank is needed.
             rank.dispensable = rank.started and rank.number != 0
-            noted = self._starts_noted
-            if noted is not None and self.intake.progress.starts[rank.number] > max(1, noted[rank.number]):
-                self._recorder.append(Note(message=f"rank {rank.number} on {rank.node} was started again"))
-        self._starts_noted = self.intake.progress.starts.copy()
-        self._record_changes(changed)
-        self._record_resumption()
-        return launcher_alive
+        return changed
 
     def _act(self, abort: RequestReceived | None, now: float, launcher_alive: bool) -> None:
         state = self._observe(now, launcher_alive, abort=abort is not None)
@@ -318,9 +326,13 @@ class AttemptMonitor:
         state = RunState.RECOVERING if recovering else RunState.FINISHING
         self._begin_shutdown(state, save_state=saves, first_failure=so_far.rank)
 
-    def _note_sleep(self) -> None:
+    def _note_sleep(self, running: Sequence[Rank]) -> None:
+        """`running`: the ranks that had not ended before this tick."""
+        self._clock()
         slept_s, self._slept_noted_s = self._clock.slept_s - self._slept_noted_s, self._clock.slept_s
         if slept_s > 0:
+            for rank in running:
+                rank.head_slept_s = max(rank.head_slept_s, self._clock.sleep_s)
             lease_s = self._recovery.lease_s
             longer = f", longer than the ranks' lease of {lease_s:g} s" if slept_s > lease_s else ""
             note = f"this machine slept, or its supervisor was stopped, for {slept_s:.0f} s{longer}"
@@ -352,18 +364,16 @@ class AttemptMonitor:
 
     def _collect(self, *, over: bool = True) -> FailureEvidence:
         self._ends_judged = self._ranks.ends_known
-        found = self._evidence.collect(self._ranks.all, self._trigger, self._context.history.hang, over=over)
-        return replace(found, head_slept_s=self._clock.slept_s - self._slept_before_s)
+        return self._evidence.collect(self._ranks.all, self._trigger, self._context.history.hang, over=over)
 
     def _collect_again(self) -> FailureEvidence | None:
-        self._record_changes(self._ranks.poll())
+        self._record_changes(self._poll_ranks())
         return self._collect(over=False) if self._ranks.ends_known != self._ends_judged else None
 
     def _try_to_confirm(self) -> None:
         now = self._clock()
         self._health.poll()
-        self._record_changes(self._ranks.poll())
-        self._mirror.pump()
+        self._record_changes(self._poll_ranks())
         for connection in [each for each in self.unsent if not self._mirror.incomplete(each)]:
             self.unsent.remove(connection)
             self._recorder.append(Note(message=f"the logs of {', '.join(connection.names)} are complete"))

@@ -45,6 +45,8 @@ class RankEvidence:
     unreachable_why: str | None = None
     cut_off_s: float = 0.0
     """The longest time for which its node was away."""
+    head_slept_s: float = 0.0
+    """The longest sleep of the head, or stop of its supervisor, before the rank's end was known."""
     lease_s: float = float("inf")
     clock_ahead_s: float = 0.0
     """Its node's wall clock minus the head's."""
@@ -108,8 +110,6 @@ class FailureEvidence:
     rebooted: bool = False
     """This machine was restarted since."""
     hang: Hang | None = None
-    head_slept_s: float = 0.0
-    """In which this machine slept, or the supervisor was stopped, since it monitors the attempt."""
 
 
 def succeeded(record: ExitRecord | None, end: Mapping[str, Any] | None, *, trainer: bool) -> bool:
@@ -155,6 +155,7 @@ class EvidenceCollector:
             unreachable_s=None if state.answering or (rank.ended and not rank.lost) else state.silent_s,
             unreachable_why=state.problem,
             cut_off_s=self._health.silence_s(connection),
+            head_slept_s=rank.head_slept_s,
             lease_s=config.recovery.lease_s,
             clock_ahead_s=connection.facts.clock_ahead_s if connection.facts and not connection.local else 0.0,
             remote=not connection.local,

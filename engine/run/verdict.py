@@ -230,7 +230,7 @@ def _reason_and_cause(fault: Fault, evidence: FailureEvidence) -> tuple[Reason, 
     if record is None:
         return _node_lost(rank) if fault.weight is Weight.LOST else _without_record(rank)
     if fault.weight is Weight.LEASE:
-        return _lease_ended(rank, evidence.head_slept_s)
+        return _lease_ended(rank)
     if fault.weight is Weight.OUTSIDE:
         return Reason.RANK_KILLED, f"its keeper was stopped from outside ({record.stopped_by})"
     if record.error is not None or rank.bind_error is not None:
@@ -238,12 +238,13 @@ def _reason_and_cause(fault: Fault, evidence: FailureEvidence) -> tuple[Reason, 
     return _ended_by_itself(rank, record, evidence.trainer)
 
 
-def _lease_ended(rank: RankEvidence, head_slept_s: float) -> tuple[Reason, str]:
+def _lease_ended(rank: RankEvidence) -> tuple[Reason, str]:
     if rank.cut_off_s > rank.lease_s - _LEASE_MARGIN_S:
         lease = f"its lease of {rank.lease_s:g} s has ended its rank"
         return Reason.NODE_LOST, f"{rank.node} was cut off for {rank.cut_off_s:.0f} s; {lease}"
-    if head_slept_s > 0:
-        slept = f"this machine slept, or its supervisor was stopped, for {head_slept_s:.0f} s"
+    # After a sleep its node had to be connected again.
+    if rank.head_slept_s > 0 and rank.head_slept_s + rank.cut_off_s > rank.lease_s - _LEASE_MARGIN_S:
+        slept = f"this machine slept, or its supervisor was stopped, for {rank.head_slept_s:.0f} s"
         return Reason.HEAD_SLEPT, f"{slept}: no heartbeat renewed the ranks' lease of {rank.lease_s:g} s"
     return Reason.SUPERVISOR_LOST, "no supervisor was there for longer than the ranks' lease"
 

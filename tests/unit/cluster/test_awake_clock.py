@@ -28,6 +28,19 @@ def test_only_time_awake_passes(steps: list[float]) -> None:
     assert clock() + clock.slept_s == pytest.approx(sum(steps), abs=1e-6)
 
 
+def test_sleeps_that_are_hardly_interrupted_are_one() -> None:
+    time = Time()
+    clock = AwakeClock(time)
+    for slept_s, awake_s, one_s in ((300, 4, 300), (40, 16, 340), (50, 0, 50)):
+        time.now += slept_s
+        clock()
+        assert clock.sleep_s == one_s
+        for _ in range(awake_s // 4):
+            time.now += 4
+            clock()
+    assert clock.slept_s == 390
+
+
 def test_soon_after_a_sleep_a_silence_may_be_the_sleeps_own() -> None:
     time = Time()
     clock = AwakeClock(time)

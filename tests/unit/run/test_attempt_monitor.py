@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import ConnectionState
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
@@ -70,10 +71,15 @@ class MonitoredAttempt:
         self.verdicts.append(verdict)
         return self._restarts
 
-    def adopt(self) -> None:
+    def adopt(self, clock: AwakeClock | None = None) -> None:
         """Another supervisor goes on with it; `run` was not called before."""
         self.monitor.close()
-        self.monitor = AttemptMonitor(self.context, AttemptOrigin(adopted=True), self._may_restart)
+        self.monitor = AttemptMonitor(self.context, AttemptOrigin(adopted=True), self._may_restart, clock)
+
+    def prove(self, nodes: Sequence[str] = ("node0", "node1")) -> None:
+        """In place of `run`: another supervisor finds the run ended."""
+        self.adopt()
+        self.monitor.prove_again(nodes)
 
     def report(self, rank: int, **event: Any) -> None:
         with self.files.events(rank).open("a") as file:
@@ -83,8 +89,8 @@ class MonitoredAttempt:
         self.report(rank, event="end", completed=True)
         self.exit(rank, 0)
 
-    def exit(self, rank: int, code: int) -> None:
-        write_atomic(self.files.exit(rank), json.dumps(asdict(ExitRecord(rank, 1, code, None, 0.0, 0))))
+    def exit(self, rank: int, code: int, **more: Any) -> None:
+        write_atomic(self.files.exit(rank), json.dumps(asdict(ExitRecord(rank, 1, code, None, 0.0, 0, **more))))
 
     def notes(self) -> list[str]:
         return [event.message for event in read_journal(self.directory.journal) if isinstance(event, Note)]
@@ -206,6 +212,45 @@ async def test_rank_0_goes_on_without_a_rank_that_failed_and_completes(
     assert attempt.stages() == ["verifying", "stopped"]
     assert attempt.notes().count(LOSS) == 1
     assert attempt.monitor.failed_at is None
+
+
+async def test_what_the_others_go_on_without_is_known_to_who_only_proves_the_end(
+    made: Callable[..., MonitoredAttempt],
+) -> None:
+    attempt = made(restarts=True, strategy="local")
+    attempt.exit(1, 1)
+    attempt.complete(0)
+    attempt.prove()
+    evidence = await attempt.monitor.new_evidence()
+    assert evidence is not None
+    verdict = attempt.monitor.verdict(evidence)
+    assert (verdict.state, verdict.cause) == (RunState.SUCCEEDED, NOT_TO_THE_END)
+
+
+async def test_the_sleep_that_ended_a_lease_is_the_one_before_it(made: Callable[..., MonitoredAttempt]) -> None:
+    attempt = made(restarts=True)
+    now = [1000.0]
+    clock = AwakeClock(lambda: now[0])
+    attempt.adopt(clock)
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+        clock()
+        await until(lambda: any(f"for {seconds:.0f} s" in note for note in attempt.notes()))
+        for _ in range(5):
+            now[0] += 4.0
+            clock()
+
+    run = attempt.run()
+    await sleep(100)
+    await sleep(50)
+    attempt.exit(1, 0, stopped_by="lease")
+    await until(lambda: 1 in attempt.recorder.history.attempts[-1].ended)
+    await sleep(200)
+    attempt.exit(0, TrainerExit.PEER_LOST)
+    verdict = attempt.monitor.verdict(await run)
+    assert verdict.reason is Reason.HEAD_SLEPT
+    assert "for 100 s: no heartbeat" in (verdict.cause or "")
 
 
 async def test_a_rank_that_its_keeper_has_started_again_is_noted_once_over_supervisors(

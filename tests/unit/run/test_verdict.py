@@ -389,13 +389,19 @@ def test_a_lease_that_ended_a_rank_is_the_nodes_when_it_was_cut_off_and_the_supe
 
 
 def test_leases_that_ended_while_the_head_slept_are_its_sleeps_and_no_ranks() -> None:
-    ended = [replace(rank(number, stopped_by="lease"), lease_s=60.0, cut_off_s=3.0) for number in (0, 1)]
-    slept = verdict_on(evidence(*ended, head_slept_s=312.0))
+    ended = [
+        replace(rank(number, stopped_by="lease"), lease_s=60.0, cut_off_s=3.0, head_slept_s=312.0) for number in (0, 1)
+    ]
+    slept = verdict_on(evidence(*ended))
     assert (slept.state, slept.reason, slept.rank) == (RunState.FAILED, Reason.HEAD_SLEPT, None)
     asleep = "this machine slept, or its supervisor was stopped, for 312 s"
     assert slept.cause == f"{asleep}: no heartbeat renewed the ranks' lease of 60 s"
     cut_off = [replace(each, cut_off_s=70.0) for each in ended]
-    assert verdict_on(evidence(*cut_off, head_slept_s=10.0)).reason is Reason.NODE_LOST
+    assert verdict_on(evidence(*cut_off)).reason is Reason.NODE_LOST
+    connected_late = [replace(each, head_slept_s=50.0, cut_off_s=12.0) for each in ended]
+    assert verdict_on(evidence(*connected_late)).reason is Reason.HEAD_SLEPT
+    napped = [replace(each, head_slept_s=6.0) for each in ended]
+    assert verdict_on(evidence(*napped, adopted=True)).reason is Reason.SUPERVISOR_LOST
 
 
 def test_the_output_of_ssh_is_the_cause_of_a_start_that_failed() -> None:
