@@ -24,7 +24,7 @@ from engine.cluster.agent_client import AgentSession, SessionLimits, open_sessio
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.probe_results import PortHolders
 from engine.cluster.replies import last_json
-from engine.cluster.transport.base import Transport
+from engine.cluster.transport.base import Transport, expanded
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.node.processes import Process
@@ -222,7 +222,7 @@ class AttemptOnHost:
     """The part of an attempt that runs on one host."""
 
     files: NodeFiles
-    """The attempt's directory there."""
+    """The attempt's directory there; `~` is the home of the node's user."""
     nonce: str
     nodes: Mapping[int, str] = field(default_factory=dict)
     """Rank -> the name of its node."""
@@ -386,17 +386,18 @@ class HostConnection:
             return str(error) or "no answer"
         try:
             self._session = session
-            self._send_state()
+            self._send_state(session.home.home)
             return await session.ended()
         finally:
             self._session = None
             self._answered_at = max(self._answered_at, session.received_at)
             await session.aclose()
 
-    def _send_state(self) -> None:
+    def _send_state(self, home: str) -> None:
         """Everything that a new agent must know, in the order in which it is to answer."""
         known = [seen.identity for seen in self._observations.values() if seen.identity is not None]
-        self._put(Watch(str(self._attempt.files.directory), self._attempt.nonce, list(self.ranks), known))
+        directory = expanded(str(self._attempt.files.directory), home)
+        self._put(Watch(directory, self._attempt.nonce, list(self.ranks), known))
         for rank, command in list(self._standing.items()):
             self._put(_rank_command(rank, command))
         with self._files_lock:

@@ -25,6 +25,7 @@ from engine.launch.hostfile import fresh_ports
 from engine.launch.mlx_launch import Launcher
 from engine.models import Reason, RunState
 from engine.node import processes
+from engine.node.bootstrap import ROOT
 from engine.plan.document import ChosenSettings
 from engine.plan.memory.choice import is_open
 from engine.protocol.attempt import END, NodeFiles
@@ -43,6 +44,7 @@ from engine.run.events import (
     StopStageReached,
     Verdict,
 )
+from engine.run.failure_evidence import succeeded
 from engine.run.history import AttemptHistory, RunHistory
 from engine.run.journal import RunRecorder
 from engine.run.ranks import AttemptContext, HostConnections, any_rank_started, host_connections
@@ -182,22 +184,21 @@ class AttemptRunner:
         return await self._observe(context, AttemptOrigin(launcher, adopted=True, rebooted=rebooted))
 
     async def end_unknown(self) -> None:
-        """Kill all that carries the run's nonce on any of its nodes, for an attempt of which nothing else is known, and
-        seek the proof for a while; `confirm_all` goes on."""
-        nodes = self._run.whole_plan.config.nodes
-        # There is no attempt 0: its ranks get no heartbeat.
-        nowhere = NodeFiles.for_attempt(self._run.node_root, self._run.whole_plan.run_id, 0)
+        """Kill all that carries the run's nonce on any of its nodes, for an attempt of which nothing but its number is
+        known, let nothing of it start any more, and seek the proof for a while; `confirm_all` goes on."""
+        nodes, number = self._run.whole_plan.config.nodes, self._run.run_dir.newest_attempt()
         for node in (THIS_MACHINE, *{node.ssh: node for node in nodes if not node.local}.values()):
             names = {
                 rank: each.name
                 for rank, each in enumerate(nodes)
                 if each.ssh == node.ssh or (node is THIS_MACHINE and each.local)
             }
-            part = AttemptOnHost(nowhere, self._run.history.nonce, names)
+            root = self._run.node_root if node.local else Path("~") / ROOT
+            files = NodeFiles.for_attempt(root, self._run.whole_plan.run_id, number)
+            part = AttemptOnHost(files, self._run.history.nonce, names)
             connection = HostConnection(node, self._run.fleet.to(node), part)
             connection.clock = self._run.clock
-            connection.start()
-            self._left_behind.append(CleanupProof(connection))
+            self._seek_proof(connection)
         await self._confirm_while(lambda: self.unconfirmed, _PROOF_LIMIT_S)
 
     async def prove_ended(self, attempt: AttemptHistory, unconfirmed: Sequence[str]) -> None:
@@ -208,11 +209,24 @@ class AttemptRunner:
     async def reconsider(self) -> Verdict | None:
         """Another verdict on the last attempt, once the end of a rank is known that was not known before; else None.
         Follow `confirm` or `confirm_all` with it: a node that was away may have the record of a rank that completed."""
-        evidence = await self._monitor.new_evidence() if self._monitor is not None else None
-        if self._monitor is None or evidence is None:
+        if self._monitor is None:
+            return self._verdict_on_unknown()
+        if (evidence := await self._monitor.new_evidence()) is None:
             return None
         self.figures = self._monitor.intake.latest
         return await asyncio.to_thread(self._monitor.verdict, evidence)
+
+    def _verdict_on_unknown(self) -> Verdict | None:
+        """An attempt of which nothing but its number is known has succeeded where every node has a rank's record of
+        that; else nothing is known of its end."""
+        plan = self._run.whole_plan
+        ranks = [(proof.connection, rank) for proof in self._left_behind for rank in proof.connection.ranks]
+        ends = [(host.observe(rank).record, host.exit_output(rank).end) for host, rank in ranks]
+        done = [end for end in ends if succeeded(*end, trainer=plan.config.job.command is None)]
+        if (unknown := self._run.unknown_attempt) is None or len(done) < len(plan.nodes):
+            return None
+        cause = f"{unknown}; the exit record of every rank shows that it completed"
+        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, cause)
 
     async def confirm(self) -> None:
         """Poll once the nodes on which it is not proved that nothing is left, or that have unsent logs."""
@@ -390,10 +404,13 @@ class AttemptRunner:
     def _keep_connection(self, attempt: Attempt, node: str) -> None:
         for connection in self._new_connections(self._run.plan_of(attempt), attempt):
             if node in connection.names and not connection.local:
-                connection.start()
-                for rank in connection.ranks:
-                    connection.send_command(rank, END)
-                self._left_behind.append(CleanupProof(connection))
+                self._seek_proof(connection)
+
+    def _seek_proof(self, connection: HostConnection) -> None:
+        connection.start()
+        for rank in connection.ranks:
+            connection.send_command(rank, END)
+        self._left_behind.append(CleanupProof(connection))
 
     async def _confirm_while(self, condition: Callable[[], object], limit_s: float) -> None:
         deadline = self._run.clock() + limit_s

@@ -159,6 +159,8 @@ class Supervisor:
         if (unknown := self._run.unknown_attempt) is not None:
             # Nothing of it can be watched: it must not train on unseen.
             await self._runner.end_unknown()
+            if (known := await self._runner.reconsider()) is not None:
+                return known
             cause = f"{unknown}: what was left of it has been ended, and how far it came is not known"
             if self._requested_abort() is not None:
                 return Verdict(RunState.ABORTED, Reason.USER_ABORT, cause)

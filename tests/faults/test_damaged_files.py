@@ -20,6 +20,8 @@ from engine.run.supervisor_process import adopt_orphans, start_supervisor
 from engine.run.watch import RunWatch
 from engine.snapshots import RunSnapshot
 from engine.store.layout import RunDir
+from tests.cluster.cluster import Cluster
+from tests.faults.cluster_runs import ring_config, start_on
 from tests.faults.local_runs import Run, kill_and_await, ring, start_run
 from tests.waiting import wait_until
 
@@ -122,11 +124,42 @@ def test_an_attempt_that_is_not_known_is_ended_and_proved_by_its_nonce(
     ended = (RunState.ABORTED, Reason.USER_ABORT) if abort else (RunState.LOST, Reason.SUPERVISOR_LOST)
     assert ((record.state, record.reason), record.unconfirmed) == (ended, [])
     assert record.cause is not None and "attempt 1 is not in journal.jsonl" in record.cause
+    assert run.files.fenced.exists(), "none of its ranks may start late"
     wait_until(lambda: not shown(run).supervised, 60.0)
     run.finish()
     start_supervisor(run.dir, "--resume")
     snapshot = await_end(run)
     assert (snapshot.record.state, snapshot.record.attempts) == (RunState.SUCCEEDED, 2), "a number of its own"
+
+
+def test_an_attempt_that_is_not_known_is_fenced_and_ended_on_its_nodes(nodes: Cluster, home: Path) -> None:
+    run = start_on(nodes, home, ring_config(nodes, names=("ana", "bea")))
+    run.await_output("step")
+    files = [run.files_of(rank) for rank in (0, 1)]
+    kill_and_await(run.supervisor)
+    without_journal(run.dir)
+    assert adopt_orphans(home) == [run.dir.id]
+    assert await_end(run).record.state is RunState.LOST
+    assert run.record.unconfirmed == [] and all(each.fenced.exists() for each in files)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_that_succeeded_has_succeeded_as_far_as_its_exit_records_show(
+    home: Path, tmp_path: Path, known: bool
+) -> None:
+    run = start_run(home, tmp_path, script="print('done')")
+    run.ended()
+    wait_until(lambda: not shown(run).supervised, 60.0)
+    without_journal(run.dir)
+    if not known:
+        run.files.exit(1).unlink()
+    assert adopt_orphans(home) == [run.dir.id]
+    record = await_end(run).record
+    assert record.state is (RunState.SUCCEEDED if known else RunState.LOST)
+    assert record.cause is not None and "attempt 1 is not in journal.jsonl" in record.cause
+    assert ("every rank shows that it completed" in record.cause) is known
+    wait_until(lambda: not shown(run).supervised, 60.0)
+    assert adopt_orphans(home) == []
 
 
 def test_a_supervisor_whose_own_file_is_gone_is_not_taken_for_dead(home: Path, tmp_path: Path) -> None:
