@@ -118,6 +118,8 @@ class Supervisor:
                 self._record_end(await self._run_attempts(adopt=adopt))
             await self._runner.confirm_all(self._aftermath_s)
             await self._correct_end()
+            if self._recorder.state is not RunState.COMPLETED:
+                self._forget_secrets()
         finally:
             await self._runner.close()
             await self._checks.close()
@@ -233,10 +235,13 @@ class Supervisor:
             self._recorder.change(RunState.FINISHING)
         unconfirmed = self._unconfirmed or tuple(self._runner.unconfirmed)
         self._recorder.change(verdict.state, verdict, self._runner.figures, unconfirmed)
-        if verdict.state is not RunState.COMPLETED:
-            # Of a completed run a log may still come that has to be redacted.
-            with contextlib.suppress(OSError):
-                self._run.run_dir.secrets.unlink(missing_ok=True)
+        if not self._history.end_unseen:
+            self._forget_secrets()
+
+    def _forget_secrets(self) -> None:
+        """Nothing of the run comes any more that has to be redacted."""
+        with contextlib.suppress(OSError):
+            self._run.run_dir.secrets.unlink(missing_ok=True)
 
     async def _prove_end(self) -> None:
         """The run has ended: go on with the nodes on which an earlier supervisor could not prove that."""

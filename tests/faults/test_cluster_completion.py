@@ -121,6 +121,7 @@ def test_all_nodes_away_for_longer_than_they_are_waited_for(nodes: Cluster, home
     await_completion(run)
     run.wait(lambda: run.record.state.ended)
     assert (run.record.state, run.record.reason) == (RunState.FAILED, Reason.NODE_LOST), run.troubles()
+    assert run.dir.secrets.exists(), "its logs may still come, and have to be redacted"
     for name in ("ana", "bea"):
         nodes[name].start_sshd()
     succeeds(run)

@@ -3,19 +3,25 @@ stands in for the trainer, and knows nothing of the others; and with the trainer
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from engine.checks.context import CheckContext
+from engine.checks.plan_inputs import shared_plan
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config, JobConfig, RecoveryConfig
 from engine.demo import demo_config
 from engine.models import Reason, RunState
 from engine.run.events import AttemptFailed, AttemptResumed, LauncherStarted, RankExited
+from engine.store.store import Store
 from tests.demo_copies import demo_below
 from tests.faults.local_runs import Run, kill_and_await, start_config, start_run
 from tests.faults.test_training import await_iteration, trained, with_keys
+from tests.waiting import wait_until
 
 ALONE = """
 import os, time
@@ -85,6 +91,18 @@ def test_a_run_restarts_when_rank_0_is_lost(home: Path, tmp_path: Path) -> None:
     assert run.ended().state is RunState.SUCCEEDED, run.troubles()
     [failed] = run.events_of(AttemptFailed)
     assert (failed.verdict.rank, failed.verdict.signal) == (0, signal.SIGKILL)
+    [resumed] = run.events_of(AttemptResumed)
+    wait_until(lambda: all(record.state.ended for record in Store(home).runs()))
+    assert resumed.seconds is not None
+    assert asyncio.run(expected_recovery_s(run)) == resumed.seconds, "in the plan of the job's next run"
+
+
+async def expected_recovery_s(run: Run) -> float | None:
+    async with (
+        Fleet(run.plan.config.nodes, run.dir.home) as fleet,
+        CheckContext(run.plan.config, fleet) as context,
+    ):
+        return (await shared_plan(context)).checkpoint_strategy.expected_recovery_time
 
 
 def test_an_abort_ends_a_rank_that_waits_to_be_started_again(home: Path, tmp_path: Path) -> None:

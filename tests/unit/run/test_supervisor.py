@@ -13,7 +13,7 @@ from engine.node.processes import boot_id
 from engine.protocol.attempt import AttemptSpec
 from engine.run import supervisor
 from engine.run.attempt import attempt_spec, new_attempt
-from engine.run.events import StateChanged, SupervisorStarted
+from engine.run.events import StateChanged, SupervisorStarted, Verdict
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.run_plan import read_plan, write_plan
 from engine.run.supervisor import Supervisor
@@ -68,6 +68,18 @@ async def adopted(run: MadeRun) -> RunRecord:
     await Supervisor(run.directory, run.plan, recorder, run.home / "node").supervise(adopt=True)
     recorder.close()
     return recorder.history.record
+
+
+async def test_secrets_stay_while_the_end_of_a_rank_may_become_known(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).state("preflight", "launching").attempt().state("running").close()
+    run.directory.secrets.write_text("{}")
+    recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
+    supervisor = Supervisor(run.directory, run.plan, recorder, tmp_path / "node")
+    supervisor._record_end(Verdict(RunState.FAILED, Reason.NODE_LOST))
+    assert run.directory.secrets.exists(), "what an adopter finds out of it has to be redacted"
+    await supervisor.supervise(adopt=True)
+    recorder.close()
+    assert not run.directory.secrets.exists()
 
 
 @pytest.mark.parametrize("state", ["launching", "recovering"])
