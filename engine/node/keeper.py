@@ -18,8 +18,7 @@ checkpoint and, when it has not exited after `stop_grace_s` (`save_grace_s` whil
 sends TERM to the group and after `term_grace_s` KILL. "end" sends TERM at once. "emergency_checkpoint" asks the trainer
 to save the state of its last finished update and to exit, because a peer is lost. A user's own command knows no such
 requests: for it all three are "end". HUP, TERM and INT to the keeper are "stop"; so is the lease's expiry, unless
-`on_lease_expiry` is "continue". All of these times go on in sleep, and after a lease they count from its end: the head
-waits no longer for this node, so that one that wakes later kills its rank at once.
+`on_lease_expiry` is "continue". These times go on in sleep, and after a lease they count from its end, as for the head.
 
 With `--detach` the keeper detaches from the process that was started, which exits when the rank has started: with 0
 when the identity is written, with the keeper's own code when it ended before. So the rank depends on no launcher, ssh
@@ -93,7 +92,6 @@ class Lease:
         self._renewed_at = clock()
         self._over = False
         self.ended_at = float("inf")
-        """When it last ran out, by the clock."""
 
     @property
     def left_s(self) -> float:

@@ -327,7 +327,6 @@ class AttemptMonitor:
         self._begin_shutdown(state, save_state=saves, first_failure=so_far.rank)
 
     def _note_sleep(self, running: Sequence[Rank]) -> None:
-        """`running`: the ranks that had not ended before this tick."""
         self._clock()
         slept_s, self._slept_noted_s = self._clock.slept_s - self._slept_noted_s, self._clock.slept_s
         if slept_s > 0:

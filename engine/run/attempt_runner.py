@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import shared_plan
-from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.awake_clock import AwakeClock
-from engine.cluster.host_connection import AttemptOnHost, HostConnection
+from engine.cluster.host_connection import HostConnection
+from engine.cluster.staging import HostLayout, hosts_of
 from engine.cluster.transport.fleet import Fleet
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.hostfile import fresh_ports
@@ -28,7 +28,7 @@ from engine.node import processes
 from engine.node.bootstrap import ROOT
 from engine.plan.document import ChosenSettings
 from engine.plan.memory.choice import is_open
-from engine.protocol.attempt import END, NodeFiles
+from engine.protocol.attempt import END
 from engine.run.attempt import AttemptOrigin, launch, new_attempt, next_attempt
 from engine.run.attempt_monitor import TICK_S, AbortSource, AttemptMonitor
 from engine.run.decide import NodePresence, describe_failure, failed_run, refusal
@@ -183,23 +183,20 @@ class AttemptRunner:
             return self._record_failure(attempt.number, lost)
         return await self._observe(context, AttemptOrigin(launcher, adopted=True, rebooted=rebooted))
 
-    async def end_unknown(self) -> None:
-        """Kill all that carries the run's nonce on any of its nodes, for an attempt of which nothing but its number is
-        known, let nothing of it start any more, and seek the proof for a while; `confirm_all` goes on."""
-        nodes, number = self._run.whole_plan.config.nodes, self._run.run_dir.newest_attempt()
-        for node in (THIS_MACHINE, *{node.ssh: node for node in nodes if not node.local}.values()):
-            names = {
-                rank: each.name
-                for rank, each in enumerate(nodes)
-                if each.ssh == node.ssh or (node is THIS_MACHINE and each.local)
-            }
-            root = self._run.node_root if node.local else Path("~") / ROOT
-            files = NodeFiles.for_attempt(root, self._run.whole_plan.run_id, number)
-            part = AttemptOnHost(files, self._run.history.nonce, names)
-            connection = HostConnection(node, self._run.fleet.to(node), part)
-            connection.clock = self._run.clock
+    async def end_unknown(self) -> Verdict | None:
+        """Kill all that carries the run's nonce on any of its nodes, for an attempt of which only the number is known,
+        let nothing of it start any more, and seek the proof for a while; `confirm_all` goes on. As `reconsider`."""
+        run, nodes = self._run, self._run.whole_plan.config.nodes
+        layouts = [
+            HostLayout(ssh, ranks, "~", str(run.node_root) if nodes[ranks[0]].local else f"~/{ROOT}", "", "")
+            for ssh, ranks in hosts_of(nodes).items()
+        ]
+        number, nonce = run.run_dir.newest_attempt(), run.history.nonce
+        attempt = Attempt.model_construct(number=number, nonce=nonce, layouts=layouts)
+        for connection in self._new_connections(run.whole_plan, attempt):
             self._seek_proof(connection)
         await self._confirm_while(lambda: self.unconfirmed, _PROOF_LIMIT_S)
+        return await self.reconsider()
 
     async def prove_ended(self, attempt: AttemptHistory, unconfirmed: Sequence[str]) -> None:
         """In place of an attempt: the run has ended, and on `unconfirmed` that is not proved yet. Follow with
@@ -217,11 +214,9 @@ class AttemptRunner:
         return await asyncio.to_thread(self._monitor.verdict, evidence)
 
     def _verdict_on_unknown(self) -> Verdict | None:
-        """An attempt of which nothing but its number is known has succeeded where every node has a rank's record of
-        that; else nothing is known of its end."""
-        plan = self._run.whole_plan
-        ranks = [(proof.connection, rank) for proof in self._left_behind for rank in proof.connection.ranks]
-        ends = [(host.observe(rank).record, host.exit_output(rank).end) for host, rank in ranks]
+        """Success, where every rank of an attempt of which only the number is known has left a record of it."""
+        plan, hosts = self._run.whole_plan, [proof.connection for proof in self._left_behind]
+        ends = [(host.observe(rank).record, host.exit_output(rank).end) for host in hosts for rank in host.ranks]
         done = [end for end in ends if succeeded(*end, trainer=plan.config.job.command is None)]
         if (unknown := self._run.unknown_attempt) is None or len(done) < len(plan.nodes):
             return None
@@ -253,15 +248,12 @@ class AttemptRunner:
     def presence(self) -> tuple[NodePresence, ...]:
         """Every node of the run, as it answers now."""
         head_proved = all(proof.found for proof in self._proofs if proof.connection.local)
-        nodes = []
-        for node in self._run.plan.nodes:
-            proof = next((proof for proof in self._proofs if node in proof.connection.names), None)
-            if proof is None:
-                nodes.append(NodePresence(node, head_proved))
-                continue
+        nodes = {node: NodePresence(node, head_proved) for node in self._run.plan.nodes}
+        for proof in reversed(self._proofs):
             state = proof.connection.state
-            nodes.append(NodePresence(node, proof.found and state.answering and head_proved, state.silent_s))
-        return tuple(nodes)
+            proved = proof.found and state.answering and head_proved
+            nodes |= {name: NodePresence(name, proved, state.silent_s) for name in proof.connection.names}
+        return tuple(nodes[node] for node in self._run.plan.nodes)
 
     async def close(self) -> None:
         await self._let_go(())
@@ -384,8 +376,8 @@ class AttemptRunner:
         return self._context
 
     def _new_connections(self, plan: RunPlan, attempt: Attempt) -> HostConnections:
-        started = self._run.history.attempt(attempt.number).started
-        known = {rank: event.identity for rank, event in started.items()}
+        planned = [each for each in self._run.history.attempts if each.number == attempt.number]
+        known = {rank: event.identity for each in planned[-1:] for rank, event in each.started.items()}
         connections = host_connections(plan, attempt, self._run.fleet, self._run.node_root, known)
         for connection in connections:
             connection.clock = self._run.clock

@@ -78,7 +78,6 @@ class RankState:
     node_silent_s: float = 0.0
     """How long ago its node last answered; infinite before the first answer."""
     dispensable: bool = False
-    """The others go on without it."""
 
 
 @dataclass(frozen=True)

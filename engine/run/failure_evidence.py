@@ -30,30 +30,27 @@ _CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
 
 @dataclass(frozen=True)
 class RankEvidence:
+    """How one rank ended; what is not explained is as in `Rank`."""
+
     rank: int
     node: str
     python: str
     started: bool = False
-    """Its keeper has been seen."""
     record: ExitRecord | None = None
     vanished: bool = False
-    """Its keeper is gone and left no exit record."""
     restarted: bool = False
-    """Its node was restarted since the rank started."""
     unreachable_s: float | None = None
     """How long its node has not answered, when that is why its end is not known."""
     unreachable_why: str | None = None
     cut_off_s: float = 0.0
     """The longest time for which its node was away."""
     head_slept_s: float = 0.0
-    """The longest sleep of the head, or stop of its supervisor, before the rank's end was known."""
     lease_s: float = float("inf")
     clock_ahead_s: float = 0.0
     """Its node's wall clock minus the head's."""
     remote: bool = False
     """Its node is another machine."""
     launcher_code: int | None = None
-    """The exit code of its start, for a rank without a keeper."""
     launcher_output: str = ""
     """The output of ssh, or of whatever else was to start it."""
     tail: str = ""
@@ -69,7 +66,6 @@ class RankEvidence:
     left_for_peers: bool = False
     """The trainer's exit code means that it left because a peer was lost."""
     dispensable: bool = False
-    """The others go on without it."""
     memory_killed: bool = False
     """Its system has killed processes for lack of memory since the attempt began."""
 

@@ -194,19 +194,15 @@ async def any_rank_started(connections: HostConnections) -> bool:
     """A rank of the attempt, or its end, or one that is about to start is there; a node that does not answer may have
     one. A shell that a node was still starting is not seen at first, so that "nothing" counts only once the node is
     fenced and nothing can start there any more."""
-    return await _anything_left(connections, fence=False) or await _anything_left(connections, fence=True)
-
-
-async def _anything_left(connections: HostConnections, *, fence: bool) -> bool:
-    deadline = time.monotonic() + _ANSWER_LIMIT_S
-    for connection in connections:
-        await asyncio.to_thread(connection.request_processes, kill=fence)
-    while time.monotonic() < deadline:
-        seen = [connection.observe(rank) for connection in connections for rank in connection.ranks]
-        left = [connection.processes() for connection in connections]
-        if any(left) or any(each.record is not None for each in seen):
-            return True
-        if all(each is not None for each in left):
-            return False
-        await asyncio.sleep(_POLL_S)
-    return True
+    for fence in (False, True):
+        deadline = time.monotonic() + _ANSWER_LIMIT_S
+        for connection in connections:
+            await asyncio.to_thread(connection.request_processes, kill=fence)
+        left: list[object] = [None]
+        while None in left:
+            seen = [connection.observe(rank) for connection in connections for rank in connection.ranks]
+            left = [connection.processes() for connection in connections]
+            if any(left) or any(each.record is not None for each in seen) or time.monotonic() > deadline:
+                return True
+            await asyncio.sleep(_POLL_S)
+    return False

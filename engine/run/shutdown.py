@@ -17,6 +17,7 @@ host that does not answer gets every command as soon as it does, and holds up no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -255,20 +256,17 @@ async def kill_everywhere(
     nodes that have not done so; there the leases end it."""
 
     async def kill(layout: HostLayout) -> tuple[str, ...]:
-        node = nodes[layout.ranks[0]]
         argv = [layout.python, f"{layout.bundle}/engine/node/processes.py", nonce]
-        try:
-            done = (await fleet.to(node).run(argv, timeout_s=_KILL_LIMIT_S)).code == 0
-        except (FlightDeckError, OSError):
-            done = False
-        return () if done else tuple(nodes[rank].name for rank in layout.ranks)
+        with contextlib.suppress(FlightDeckError, OSError):
+            if (await fleet.to(nodes[layout.ranks[0]]).run(argv, timeout_s=_KILL_LIMIT_S)).code == 0:
+                return ()
+        return tuple(nodes[rank].name for rank in layout.ranks)
 
     async def kill_here() -> tuple[str, ...]:
-        try:
-            done = await asyncio.to_thread(processes.kill_with_nonce, nonce)
-        except (OSError, subprocess.SubprocessError):
-            done = False
-        return () if done else tuple(node.name for node in nodes if node.local)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            if await asyncio.to_thread(processes.kill_with_nonce, nonce):
+                return ()
+        return tuple(node.name for node in nodes if node.local)
 
     remote = [layout for layout in layouts if not nodes[layout.ranks[0]].local]
     missed = await asyncio.gather(kill_here(), *map(kill, remote))

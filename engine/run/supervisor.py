@@ -96,6 +96,10 @@ class Supervisor:
             finally:
                 reading.cancel()
                 await asyncio.wait({reading})
+        if self._recorder.state is not RunState.COMPLETED:
+            # Nothing comes any more that has to be redacted.
+            with contextlib.suppress(OSError):
+                self._run.run_dir.secrets.unlink(missing_ok=True)
 
     async def _supervise_twice(self, *, adopt: bool) -> None:
         for adopting in (adopt, True):
@@ -118,8 +122,6 @@ class Supervisor:
                 self._record_end(await self._run_attempts(adopt=adopt))
             await self._runner.confirm_all(self._aftermath_s)
             await self._correct_end()
-            if self._recorder.state is not RunState.COMPLETED:
-                self._forget_secrets()
         finally:
             await self._runner.close()
             await self._checks.close()
@@ -160,8 +162,7 @@ class Supervisor:
         """The rest of an earlier supervisor's last attempt. Raises Aborted before anything has started."""
         if (unknown := self._run.unknown_attempt) is not None:
             # Nothing of it can be watched: it must not train on unseen.
-            await self._runner.end_unknown()
-            if (known := await self._runner.reconsider()) is not None:
+            if (known := await self._runner.end_unknown()) is not None:
                 return known
             cause = f"{unknown}: what was left of it has been ended, and how far it came is not known"
             if self._requested_abort() is not None:
@@ -235,13 +236,6 @@ class Supervisor:
             self._recorder.change(RunState.FINISHING)
         unconfirmed = self._unconfirmed or tuple(self._runner.unconfirmed)
         self._recorder.change(verdict.state, verdict, self._runner.figures, unconfirmed)
-        if not self._history.end_unseen:
-            self._forget_secrets()
-
-    def _forget_secrets(self) -> None:
-        """Nothing of the run comes any more that has to be redacted."""
-        with contextlib.suppress(OSError):
-            self._run.run_dir.secrets.unlink(missing_ok=True)
 
     async def _prove_end(self) -> None:
         """The run has ended: go on with the nodes on which an earlier supervisor could not prove that."""

@@ -14,6 +14,7 @@ from engine.models import RunState
 from engine.run.events import AttemptFailed, RankLaunched
 from engine.run.supervisor_process import adopt_orphans
 from tests.faults.local_runs import SHORT_GRACES, kill_and_await, ring, start_run
+from tests.waiting import wait_until
 
 SECRET = "hf_" + "Zq7" * 8
 TELL = "import os; print('told ' + str(len(os.environ['HF_TOKEN'])), flush=True)\n"
@@ -61,4 +62,4 @@ def test_an_adopted_run_keeps_the_secrets_of_its_launch_and_redacts_them(
     causes = [event.verdict.cause for event in run.events_of(AttemptFailed)]
     assert causes[-1] == "exited with code 1: ValueError: refused: [redacted]"
     assert secret not in run.dir.journal.read_text()
-    assert not run.dir.secrets.exists()
+    wait_until(lambda: not run.dir.secrets.exists())
