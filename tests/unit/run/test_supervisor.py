@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunRecord, RunState
 from engine.node.processes import boot_id
-from engine.protocol.attempt import AttemptSpec
+from engine.protocol.attempt import AttemptSpec, ExitRecord, Identity, NodeFiles, write_atomic
 from engine.run import supervisor
 from engine.run.attempt import attempt_spec, new_attempt
 from engine.run.events import StateChanged, SupervisorStarted, Verdict
@@ -92,6 +94,21 @@ async def test_an_adopted_launch_that_never_got_going_has_no_failure_to_restart_
     assert record.cause == "its supervisor was lost in the middle of the launch"
     kinds = {type(event).__name__ for event in read_journal(run.directory.journal)}
     assert not kinds & {"Note", "AttemptFailed", "RestartPlanned", "RestartRefused"}
+
+
+async def test_a_completed_local_run_succeeds_by_its_rank_0_also_when_it_was_adopted(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, strategy="local").state("preflight", "launching").attempt()
+    run.state("running", "finishing", "completed", reason="completed", unconfirmed=("node0",))
+    files = NodeFiles.for_attempt(tmp_path / "node", run.id, 1)
+    files.directory.mkdir(parents=True)
+    files.events(0).write_text('{"event": "step", "iteration": 1}\n{"event": "end", "completed": true}\n')
+    for rank in (0, 1):
+        identity = Identity(rank, run.id, 1, "n.1", "another boot", 1, "", 1, 1, "", 1.0)
+        write_atomic(files.identity(rank), json.dumps(asdict(identity)))
+        write_atomic(files.exit(rank), json.dumps(asdict(ExitRecord(rank, 1, rank, None, 0.0, 0))))
+    record = await adopted(run)
+    assert (record.state, record.unconfirmed) == (RunState.SUCCEEDED, [])
+    assert record.cause == "rank 1 on node1 did not complete: the others went on without it"
 
 
 async def test_a_restart_of_the_machine_is_remembered_by_the_supervisors_that_follow(tmp_path: Path) -> None:
