@@ -429,6 +429,7 @@ class NodeTelemetry(FrozenModel):
     gpu_temperature_c: float | None = None
     thermal: str | None = None
     ranks: tuple[RankUse, ...] = ()
+    """Those whose memory is known."""
     source: str | None = None
     """ "macmon", or the replacement for it."""
     problem: str | None = None

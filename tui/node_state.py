@@ -146,7 +146,7 @@ def rdma(facts: NodeFacts) -> str | None:
     if facts.rdma_enabled is False:
         return "off"
     if not facts.rdma_devices:
-        return "no device" if facts.rdma_enabled else None
+        return "no device" if facts.rdma_enabled and "ibv_devices" not in facts.unknown else None
     if all(device.port_state is None for device in facts.rdma_devices):
         return f"{len(facts.rdma_devices)} unknown"
     active = sum(device.port_state == "PORT_ACTIVE" for device in facts.rdma_devices)

@@ -18,6 +18,7 @@ from engine.checks.context import CheckContext
 from engine.checks.fixes import chained, copy_file, move_aside
 from engine.checks.obstacles import TRIAL_LIMIT_S, data_features, data_files, describe_refused, refused_rows
 from engine.checks.plan_inputs import load_data_report
+from engine.cluster.agent_client import each_of
 from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
@@ -90,7 +91,7 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         mask_prompt = bool(settings.get("mask_prompt"))
         return [
             interpret_file(PurePosixPath(path), file, mask_prompt=mask_prompt)
-            for path, file in zip(files, read.files, strict=True)
+            for path, file in each_of(read.files, files, node)
         ]
 
     answers = await context.on_all_nodes(read)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ from pathlib import Path
 from engine.checks.check import verdict
 from engine.checks.interpreter import IMPORT_LIMIT_S, as_interpreter, with_mlx_lm
 from engine.checks.versions import MLX_MINIMUM, dotted, install_command, new_enough
+from engine.cluster.network_interfaces import rdma_device_names, whole_rdma_table
 from engine.cluster.probe_results import MlxLmReport, MlxReport
 from engine.cluster.replies import probe_here
 from engine.cluster.transport.local import LocalTransport
 from engine.errors import LaunchError
 from engine.launch.mlx_launch import executable
 from engine.models import CheckResult, CheckStatus
+from engine.security.sanitise import plain
 
 _FREE_BYTES = 1_000_000_000
 """For logs and checkpoints."""
@@ -49,7 +52,7 @@ async def _mlx() -> CheckResult:
 
 async def _backends() -> CheckResult:
     finished = await LocalTransport().run([sys.executable, "-c", _LIST_BACKENDS], timeout_s=_LIMIT_S)
-    if finished.code != 0:
+    if finished.code != 0 or not re.fullmatch(rb"[a-z]+( [a-z]+)*\n", finished.stdout):
         return verdict("backends", CheckStatus.FAIL, finished.exit_output or "MLX did not answer")
     device, *backends = finished.stdout.decode().split()
     summary = f"default device {device}, distributed: {', '.join(backends) or 'none'}"
@@ -76,7 +79,10 @@ async def _rdma() -> CheckResult:
         why = "no ibv_devices: RDMA over Thunderbolt needs macOS 26.2 or later on a Thunderbolt 5 Mac"
         return verdict("rdma", CheckStatus.SKIP, why)
     finished = await LocalTransport().run([tool], timeout_s=_LIMIT_S)
-    devices = [line.split()[0] for line in finished.stdout.decode(errors="replace").splitlines()[2:] if line.split()]
+    table = finished.stdout.decode(errors="replace")
+    if finished.code != 0 or not whole_rdma_table(table):
+        return verdict("rdma", CheckStatus.WARN, f"its devices are not known: {plain(finished.exit_output, 200)}")
+    devices = rdma_device_names(table)
     if not devices:
         return verdict("rdma", CheckStatus.WARN, "no devices: RDMA is switched on in Recovery OS by `rdma_ctl enable`")
     return verdict("rdma", CheckStatus.PASS, ", ".join(devices))

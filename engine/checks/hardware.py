@@ -98,7 +98,8 @@ def _check_rdma(config: Config, facts: NodeFacts, findings: NodeFindings) -> Non
         return
     obstacles = node_obstacles(facts)
     if not obstacles and not facts.rdma_devices:
-        obstacles = ["ibv_devices shows no RDMA device"]
+        why = facts.unknown.get("ibv_devices")
+        obstacles = [f"its devices are not known: {why}" if why else "ibv_devices shows no RDMA device"]
     for obstacle in obstacles:
         # No fix: rdma_ctl is run by hand in Recovery OS.
         if required:

@@ -29,7 +29,7 @@ SWAP_SHARE = 0.05
 GPU_SHARE = 0.20
 """Share of the GPU's time, before any rank has started."""
 _PROBE_LIMIT_S = 20.0
-_PREVENTED = re.compile(r"^\s*(?:PreventUserIdleSystemSleep|PreventSystemSleep)\s+1\s*$", re.MULTILINE)
+_PREVENTED = re.compile(r"^\s*(PreventUserIdleSystemSleep|PreventSystemSleep)\s+([01])\s*$", re.MULTILINE)
 _NVIDIA = re.compile(r"^\s*(\d{1,10})\s*,\s*(\d{1,9})\s*,\s*(.{1,200}?)\s*$", re.MULTILINE)
 
 
@@ -121,7 +121,9 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
     for process in load.processes:
         # No fix: it may be somebody's work, or a training of ours.
         findings.warn(describe_busy(process, load.memory_bytes))
-    for pid, megabytes, name in _NVIDIA.findall(load.nvidia):
+    if load.nvidia is None:
+        findings.warn("what holds its GPU's memory is not known: nvidia-smi gave no list")
+    for pid, megabytes, name in _NVIDIA.findall(load.nvidia or ""):
         findings.warn(f"pid {pid} ({name[:80]}) holds {int(megabytes) / 1e3:,.1f} GB of the GPU's memory")
     if (use := mac_gpu_use(load.ioreg)) is not None:
         if use > GPU_SHARE:
@@ -135,19 +137,20 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
     if load.caffeinate is False:
         findings.warn("it has no caffeinate: a run would not keep it awake")
     else:
-        now = "is prevented now" if sleep_prevented(load.assertions) else "may come now"
-        findings.passed.append(f"sleep {now}, a run holds caffeinate")
+        now = {True: "is prevented now", False: "may come now", None: "now is not known"}
+        findings.passed.append(f"sleep {now[sleep_prevented(load.assertions)]}, a run holds caffeinate")
 
 
 def describe_busy(process: BusyProcess, memory_bytes: int) -> str:
-    share = f", {process.rss_bytes / 2**30:,.1f} GB" + (f" of {memory_bytes / 2**30:,.0f}" if memory_bytes else "")
+    share = f", {process.rss_bytes / 2**30:,.1f} GB of {memory_bytes / 2**30:,.0f}"
     rank = ", a rank of a Flight Deck run" if process.run else ""
     return f"pid {process.pid} ({process.command[:80]}{rank}) keeps {process.cores:.1f} cores busy{share}"
 
 
-def sleep_prevented(assertions: str) -> bool:
-    """`assertions` is the output of `pmset -g assertions`."""
-    return _PREVENTED.search(assertions) is not None
+def sleep_prevented(assertions: str) -> bool | None:
+    """`assertions` is the output of `pmset -g assertions`; None where it does not tell."""
+    states = dict(_PREVENTED.findall(assertions))
+    return True if "1" in states.values() else False if len(states) == 2 else None
 
 
 CHECK = Check(

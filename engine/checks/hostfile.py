@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings, verdict
 from engine.checks.context import CheckContext
-from engine.cluster.agent_client import AgentRequest, InterpreterMissing, value_of
+from engine.cluster.agent_client import AgentRequest, InterpreterMissing, each_of, value_of
 from engine.cluster.probe_results import AddressProblems, ListeningPorts
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
@@ -24,6 +24,7 @@ from engine.errors import FlightDeckError, plural
 from engine.launch.hostfile import RING, write_hostfile
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
+from engine.security.sanitise import json_or_none, plain
 
 NAME = "hostfile_valid"
 _PARSE_LIMIT_S = 20.0
@@ -53,10 +54,9 @@ async def _parse_problem(network: NetworkPlan) -> str | None:
         finished = await LocalTransport().run(
             [sys.executable, "-c", _PARSE_HOSTFILE, str(path)], timeout_s=_PARSE_LIMIT_S
         )
-    if finished.code != 0:
-        why = "MLX's parser did not answer" if finished.code is None else finished.exit_output
+    if finished.code != 0 or (parsed := json_or_none(finished.stdout)) is None:
+        why = "MLX's parser did not answer" if finished.code is None else plain(finished.exit_output, 200)
         return f"MLX does not accept the hostfile: {why}"
-    parsed = json.loads(finished.stdout)
     planned = [[rank, host.ssh, host.ips, host.rdma or ()] for rank, host in enumerate(network.hosts)]
     # As JSON: a pair with several cables has a list of devices.
     expected = json.loads(json.dumps(planned))
@@ -107,7 +107,7 @@ async def _check_ownership(context: CheckContext, ips: Mapping[str, list[str]], 
         if not own:
             return []
         answer = await context.probe(node, "addresses", *own, result_type=AddressProblems, timeout_s=_LIMIT_S)
-        return answer.problems
+        return [problem for _, problem in each_of(answer.problems, own, node)]
 
     answers = await context.on_all_nodes(probe)
     for node in context.config.nodes:
@@ -137,14 +137,14 @@ async def _check_connections(
         request = await context.agent(node).start_probe("listen", str(_LISTEN_S), *ips[node.name])
         requests.append(request)
         ports = value_of(await request.next_result("listen", ListeningPorts, _LIMIT_S), node).listening
-        listening[node.name] = [f"{ip}:{port}" for ip, port in zip(ips[node.name], ports, strict=True)]
+        listening[node.name] = [f"{ip}:{port}" for ip, port in each_of(ports, ips[node.name], node)]
 
     async def reach(node: NodeConfig) -> str | None:
         if (rank := nodes.index(node)) not in targets:
             return None
         target = nodes[targets[rank]].name
         answer = await context.probe(node, "reach", *listening[target], result_type=AddressProblems, timeout_s=_LIMIT_S)
-        bad = [f"{ip} ({why})" for ip, why in zip(ips[target], answer.problems, strict=True) if why]
+        bad = [f"{ip} ({why})" for ip, why in each_of(answer.problems, ips[target], node) if why]
         return f"does not reach {target} on {', '.join(bad)}" if bad else None
 
     try:

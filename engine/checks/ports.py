@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings, verdict
 from engine.checks.context import CheckContext, once
+from engine.cluster.agent_client import each_of
 from engine.cluster.probe_results import PortHolder, PortHolders
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError
@@ -71,7 +72,7 @@ async def held_ports(context: CheckContext) -> HeldPorts:
         if not wanted:
             return {}
         holders = await context.probe(node, "ports", *wanted, result_type=PortHolders, timeout_s=_LIMIT_S)
-        return {endpoint: who for endpoint, who in zip(wanted, holders.ports, strict=True) if who is not None}
+        return {endpoint: who for endpoint, who in each_of(holders.ports, wanted, node) if who is not None}
 
     return await context.on_all_nodes(probe)
 

@@ -63,6 +63,8 @@ THIS_MACHINE = NodeConfig(name="this machine", ssh=LOCAL, python=sys.executable,
 _SET_PYTHON = "set python in its [[node]] to the interpreter that has mlx"
 
 Result = TypeVar("Result", bound=BaseModel)
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 
 class InterpreterMissing(LaunchError):
@@ -440,6 +442,13 @@ def value_of(outcome: Result | NoValue, node: NodeConfig) -> Result:
     if isinstance(outcome, NoValue):
         raise LaunchError(str(outcome), where=node.name)
     return outcome
+
+
+def each_of(answers: Sequence[Answer], asked: Sequence[Asked], node: NodeConfig) -> list[tuple[Asked, Answer]]:
+    """What was asked with its answer. Raises LaunchError where these are not as many."""
+    if len(answers) != len(asked):
+        raise LaunchError(f"{len(answers)} answers came to {len(asked)} questions", where=node.name)
+    return list(zip(asked, answers, strict=True))
 
 
 class TransportProvider(Protocol):

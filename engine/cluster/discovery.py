@@ -253,6 +253,7 @@ done
 for name in python3 python; do
   if python=$(command -v "$name"); then try "$python"; fi
 done
+say none
 exit 0
 """
 
@@ -303,7 +304,8 @@ async def find_pythons(hosts: Sequence[str], home: Path) -> list[FoundPython]:
 def parse_find_python(done: Completed) -> FoundPython:
     """From the script's output, with whatever a shell's start files printed around it."""
     report: dict[str, str] = {}
-    for line in done.stdout.decode(errors="replace").splitlines():
+    # A line that does not end has been cut off.
+    for line in done.stdout.decode(errors="replace").split("\n")[:-1]:
         mark, _, rest = line.partition("\t")
         key, _, value = rest.partition("\t")
         if mark == _MARK:
@@ -315,7 +317,7 @@ def parse_find_python(done: Completed) -> FoundPython:
         names = ("python", "mlx", "mlx-lm")
         found = [f"{name} {version}" for name, version in zip(names, versions, strict=False)]
         return FoundPython(python, plain(", ".join(found), _LINE), hostname)
-    if "home" not in report:
+    if "none" not in report:
         output = plain(done.exit_output, _LINE)
         return FoundPython(problem=f"its shell ended with {done.code}" + (f": {output}" if output else ""))
     problem = "no python with mlx and mlx-lm was found there"
@@ -326,7 +328,7 @@ def parse_find_python(done: Completed) -> FoundPython:
 
 def _usable(python: str | None, home: str | None) -> str | None:
     """The path as a configuration takes it."""
-    if python is None or path_fault(python) is not None or not python.startswith("/"):
+    if python is None or "\ufffd" in python or path_fault(python) is not None or not python.startswith("/"):
         return None
     if home and home != "/" and PurePosixPath(python).is_relative_to(home):
         return f"~/{PurePosixPath(python).relative_to(home)}"

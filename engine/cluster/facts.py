@@ -18,6 +18,7 @@ from engine.cluster.topology import thunderbolt_ports
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
 from engine.models import Failed, FrozenModel, HostKeyChange, HostKeyOffer, Late, NodeFacts, NoValue, Unparsable
+from engine.node.probes.facts import MAC_COMMANDS
 from engine.security.sanitise import (
     count_or_none,
     finite_or_none,
@@ -31,6 +32,10 @@ from engine.security.sanitise import (
 Fields = dict[str, Any]
 _NAMES = 64
 _THUNDERBOLT = "SPThunderboltDataType"
+_TELLS = {"sysctl": "memory_total_bytes", "vm_stat": "memory_used_bytes", "sw_vers": "os_version"} | {
+    "pmset_batt": "power_source"
+}
+"""Command → a fact that it tells on every Mac."""
 
 
 class FactsReport(FrozenModel):
@@ -98,17 +103,26 @@ def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], 
         if fields.get("interfaces"):
             found.pop("ip", None)
         return found
-    cables = json_object(json_or_none(answers.get("thunderbolt"))).get(_THUNDERBOLT)
+    buses = json_object(json_or_none(answers.get("thunderbolt"))).get(_THUNDERBOLT)
     ports = {port.device for port in fields["thunderbolt"]}
     # ifconfig ends each of these with its status: one without has been cut off.
     whole = all(found.active is not None for found in fields["interfaces"] if found.name in ports)
-    for name, command, readable in (
-        ("thunderbolt", f"system_profiler {_THUNDERBOLT} -json", cables == [] or bool(fields["thunderbolt"])),
-        ("ifconfig", "ifconfig -a", whole and any(port.ipv4 for port in fields["interfaces"])),
-    ):
-        if name in answers and name not in found and not readable:
-            output = plain(_text(answers, name).strip(), 200)
-            found[name] = unknown.get(name) or Unparsable(command=command, output=output)
+
+    def to_end(name: str) -> bool:
+        text = _text(answers, name)
+        return name not in unknown and text.endswith("\n") and "\ufffd" not in text
+
+    readable = {
+        "thunderbolt": (buses == [] or bool(fields["thunderbolt"])) and "\ufffd" not in _text(answers, "thunderbolt"),
+        "ifconfig": whole and any(port.ipv4 for port in fields["interfaces"]) and to_end("ifconfig"),
+        "ibv_devices": network_interfaces.whole_rdma_table(_text(answers, "ibv_devices"), _text(answers, "ibv_devinfo"))
+        and to_end("ibv_devices"),
+        "networksetup": any(port.port_name for port in fields["interfaces"]) and to_end("networksetup"),
+        **{name: fields[field] is not None for name, field in _TELLS.items()},
+    }
+    for name in (name for name, read in readable.items() if name in answers and name not in found and not read):
+        output = plain(_text(answers, name).strip(), 200)
+        found[name] = unknown.get(name) or Unparsable(command=" ".join(MAC_COMMANDS[name]), output=output)
     return found
 
 

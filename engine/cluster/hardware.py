@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from engine.security.sanitise import count_or_none, json_object, json_objects, json_or_none, text_or_none
+from engine.security.sanitise import count_or_none, json_object, json_objects, json_or_none
 
 # Apple's technical specifications of the Macs with each chip (support.apple.com, "Tech Specs"), as sold until mid-2026.
 # The M3 Ultra has 5 while the other M3's have 4 and less; base chips have 4 at most.
@@ -26,22 +26,30 @@ PORT_WITHOUT_RDMA = {"Mac16,9": "en2", "Mac15,14": "en2"}
 """Model -> the interface of its one Thunderbolt 5 port that has no RDMA."""
 
 _PAGE_SIZE = re.compile(r"page size of (\d{1,9}) bytes")
-_PAGES = re.compile(r'^"?([^":\n]{1,60})"?:\s+(\d{1,18})\.?\s*$', re.MULTILINE)
+_PAGES = re.compile(r'^"?([^":\n]{1,60})"?:\s+(\d{1,12})\.\s*$', re.MULTILINE)
 _USED = ("Anonymous pages", "Pages wired down", "Pages occupied by compressor")
+_PURGEABLE = "Pages purgeable"
 _EFFICIENCY = "Efficiency"
 _LEVELS = 4
 _MIB = 2**20
 
 
 def parse_sysctl(text: str) -> dict[str, str]:
-    """`sysctl NAME…` as name → value, without names that the machine does not have."""
-    return _fields(text, ": ")
+    """`sysctl NAME…` as name → value, without names that the machine does not have, and without a last line that has
+    been cut off."""
+    return _fields(text.rpartition("\n")[0], ": ")
 
 
 def mac_performance_cores(sysctl: Mapping[str, str]) -> int | None:
-    """The cores of every level but Efficiency: the M5 Max has only the levels Super and Performance."""
-    levels = [level for level in range(_LEVELS) if sysctl.get(f"hw.perflevel{level}.name", _EFFICIENCY) != _EFFICIENCY]
-    return sum(count_or_none(sysctl.get(f"hw.perflevel{level}.physicalcpu")) or 0 for level in levels) or None
+    """The cores of every level but Efficiency: the M5 Max has only the levels Super and Performance. None where not all
+    levels are known."""
+    number = count_or_none(sysctl.get("hw.nperflevels")) or 0
+    levels = [f"hw.perflevel{level}" for level in range(min(number, _LEVELS))]
+    counts = [count_or_none(sysctl.get(f"{level}.physicalcpu")) for level in levels]
+    names = [sysctl.get(f"{level}.name") for level in levels]
+    if number > _LEVELS or None in (*counts, *names):
+        return None
+    return sum(count or 0 for count, name in zip(counts, names, strict=True) if name != _EFFICIENCY) or None
 
 
 def mac_gpu_limit(sysctl: Mapping[str, str]) -> int | None:
@@ -62,18 +70,19 @@ def mac_memory_used(vm_stat: str) -> int | None:
     page size is part of the output: 16384 on Apple silicon, 4096 on Intel."""
     size = _PAGE_SIZE.search(vm_stat)
     pages = {name.strip(): int(count) for name, count in _PAGES.findall(vm_stat)}
-    if size is None or any(name not in pages for name in _USED):
+    if size is None or any(name not in pages for name in (*_USED, _PURGEABLE)):
         return None
-    return (sum(pages[name] for name in _USED) - pages.get("Pages purgeable", 0)) * int(size[1])
+    return count_or_none((sum(pages[name] for name in _USED) - pages[_PURGEABLE]) * int(size[1]))
 
 
 def mac_os(sw_vers: str) -> tuple[str | None, str | None, str | None]:
     """(name, version, build), for example ("macOS 26.4.1 (25E253)", "26.4.1", "25E253"). A line that does not end has
     been cut off."""
     fields = _fields(sw_vers.rpartition("\n")[0], ":")
-    version, build = text_or_none(fields.get("ProductVersion"), 20), text_or_none(fields.get("BuildVersion"), 20)
-    if version is None:
+    version, build = fields.get("ProductVersion", ""), fields.get("BuildVersion")
+    if not re.fullmatch(r"\d{1,4}(\.\d{1,4}){0,3}", version, re.ASCII):
         return None, None, None
+    build = build if build and re.fullmatch(r"[0-9A-Za-z]{1,20}", build) else None
     return f"{fields.get('ProductName') or 'macOS'} {version}" + (f" ({build})" if build else ""), version, build
 
 
@@ -82,7 +91,8 @@ def _fields(text: str, separator: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(separator)
-        if value.strip():
+        # Bytes that are no text are no value.
+        if value.strip() and "\ufffd" not in line:
             found.setdefault(name.strip(), value.strip())
     return found
 

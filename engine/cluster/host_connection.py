@@ -27,7 +27,7 @@ from engine.cluster.replies import last_json
 from engine.cluster.transport.base import Transport, expanded
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
-from engine.node.processes import Process
+from engine.node.processes import Process, same_boot
 from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, lease_clock, size_of
 from engine.protocol.events import ExitOutput
 from engine.protocol.messages import (
@@ -419,8 +419,8 @@ class HostConnection:
             request = session.begin(lambda number: ProbeRequest(number, "ports", [f":{port}" for port in ports]))
             with contextlib.closing(request):
                 found = last_json((await request.completed(_PORTS_LIMIT_S)).stdout, PortHolders)
-            if found is not None:
-                pairs = zip(ports, found.ports, strict=False)
+            if found is not None and len(found.ports) == len(ports):
+                pairs = zip(ports, found.ports, strict=True)
                 self.port_holders = {port: held.holder for port, held in pairs if held is not None}
 
     def _take(self, message: Message) -> None:
@@ -446,7 +446,7 @@ class HostConnection:
         ahead = self.facts.clock_ahead_s if self.facts is not None else message.at - time.time()
         self.facts = HostFacts(message.boot_id, message.memory_kills, ahead)
         for rank, seen in self._observations.items():
-            if seen.identity is not None and seen.identity.boot_id != message.boot_id:
+            if seen.identity is not None and not same_boot(seen.identity.boot_id, message.boot_id):
                 # A restart of this machine ended the supervisor, too: the next one knows it from the journal. That its
                 # keeper is gone, and whether it has left an exit record, the agent reports.
                 self._update(rank, restarted=not self.local)

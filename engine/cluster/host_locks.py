@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from engine.errors import NodesInUse, StateError
 from engine.models import FrozenModel
-from engine.node.processes import alive, boot_id, start_time
+from engine.node.processes import alive, boot_id, known_start, same_boot
 from engine.security.identifiers import SshTarget
 from engine.security.paths import make_private
 
@@ -46,7 +46,7 @@ def host_key(host: str) -> str:
 def exclusive_hosts(home: Path, hosts: Iterable[str], what: str) -> Iterator[None]:
     """Lock `hosts` to do `what` on them alone. Raises NodesInUse, naming the holder, and StateError."""
     holder = LockHolder(
-        what=what, pid=os.getpid(), start=start_time(os.getpid()) or "", boot_id=boot_id(), since=datetime.now(UTC)
+        what=what, pid=os.getpid(), start=known_start(os.getpid()), boot_id=boot_id(), since=datetime.now(UTC)
     )
     with _locked(home, hosts, fcntl.LOCK_EX) as descriptors:
         for descriptor in descriptors:
@@ -98,7 +98,7 @@ def _holder(descriptor: int) -> LockHolder | None:
         holder = LockHolder.model_validate_json(os.pread(descriptor, _HOLDER_BYTES, 0))
     except (OSError, ValidationError):
         return None
-    return holder if holder.boot_id == boot_id() and alive(holder.pid, holder.start) else None
+    return holder if same_boot(holder.boot_id, boot_id()) and alive(holder.pid, holder.start) else None
 
 
 def _in_use_error(host: str, holder: LockHolder | None) -> NodesInUse:

@@ -152,10 +152,18 @@ def rdma_enabled(rdma_ctl: str | None) -> bool | None:
 
 
 def rdma_device_names(ibv_devices: str) -> tuple[str, ...]:
-    """`ibv_devices` prints a table with two heading lines."""
     rows = (line.split() for line in ibv_devices.splitlines())
     names = {row[0] for row in rows if len(row) == 2 and re.fullmatch(r"[0-9a-f]{16}", row[1])}
     return tuple(sorted(filter(_DEVICE.fullmatch, names)))[:RDMA_DEVICE_LIMIT]
+
+
+def whole_rdma_table(ibv_devices: str, ibv_devinfo: str = "") -> bool:
+    """Nothing of the table is missing, as far as can be seen: two heading lines, a device in each other one, and those
+    that `ibv_devinfo` has."""
+    heads, rows = ibv_devices.split("\n")[:2], ibv_devices.split("\n")[2:]
+    names, others = rdma_device_names(ibv_devices), {*re.findall(r"^hca_id:\s*(\S+)", ibv_devinfo, re.MULTILINE)}
+    headed = [head.split() for head in heads] == [["device", "node", "GUID"], ["------", "-" * 16]]
+    return headed and rows[-1:] == [""] and len(rows) - 1 == len(names) and others <= {*names}
 
 
 def mac_rdma_devices(ibv_devices: str, ibv_devinfo: str) -> tuple[RdmaDevice, ...]:

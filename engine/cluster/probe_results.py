@@ -4,9 +4,9 @@ A node is not trusted: no part of a report is used before it is bounded and safe
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from engine.errors import plural
 from engine.measurements import Count
@@ -22,6 +22,20 @@ WholeText = Annotated[str, AfterValidator(lambda text: plain(text, 30_000))]
 Pid = Annotated[int, Field(gt=1)]
 VersionText = Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+!_-]{0,63}$")]
 """It may become part of a command."""
+
+
+class _Report(FrozenModel):
+    """A report that says one of several things: without any of them it is none, and never "nothing was found"."""
+
+    tells: ClassVar[tuple[tuple[str, ...], ...]]
+    """The fields of each of these things; one is there whole."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        given = {name for name in self.model_fields_set if name == "form" or getattr(self, name) not in (None, False)}
+        if not any(given >= {*names} for names in self.tells):
+            raise ValueError(f"it has none of {self.tells}")
+        return self
 
 
 class ModelFiles(FrozenModel):
@@ -41,8 +55,10 @@ class ModelFiles(FrozenModel):
         return f"{self.kind}, {plural(self.shards, 'shard')}, {self.bytes / 1e6:,.1f} MB"
 
 
-class JsonlSummary(FrozenModel):
+class JsonlSummary(_Report):
     """One file of `jsonl`."""
+
+    tells = (("problem",), ("lines", "examples", "sha256", "form", "faults", "fault_count"))
 
     lines: Count = 0
     examples: Count = 0
@@ -70,13 +86,15 @@ class RefusedRows(FrozenModel):
     why: ShortText
 
 
-class TemplateReport(FrozenModel):
+class TemplateReport(_Report):
+    tells = (("refused",), ("problem",))
     refused: Annotated[list[RefusedRows], Field(max_length=100)] = Field(default_factory=list)
     problem: ShortText | None = None
     """Why the rows were not tried."""
 
 
-class AdapterReport(FrozenModel):
+class AdapterReport(_Report):
+    tells = (("names", "trained"), ("names", "problem"), ("untried",))
     names: Annotated[list[ShortText], Field(max_length=1_000)] = Field(default_factory=list)
     """Matrices of the last layer."""
     trained: Count = 0
@@ -165,7 +183,8 @@ class LeaseReleased(FrozenModel):
     """Commands of what outlived every KILL."""
 
 
-class WorkdirTree(FrozenModel):
+class WorkdirTree(_Report):
+    tells = (("home",), ("problem",), ("entries", "left"))
     home: bool = False
     problem: ShortText | None = None
     absent: bool = False
@@ -185,15 +204,18 @@ class FileHashes(FrozenModel):
     """Name → SHA-256; None where there is no such file."""
 
 
-class ModelConfiguration(FrozenModel):
+class ModelConfiguration(_Report):
     """`configuration`: its figures are used; its texts are not safe to show."""
+
+    tells = (("configuration",), ("problem",))
 
     configuration: Annotated[dict[str, Any], Field(max_length=1_000)] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     problem: ShortText | None = None
 
 
-class ExampleCount(FrozenModel):
+class ExampleCount(_Report):
+    tells = (("examples",), ("problem",))
     examples: Count | None = None
     problem: ShortText | None = None
 
@@ -214,8 +236,9 @@ class SystemLoad(FrozenModel):
     """`load`; the texts are the system's own."""
 
     processes: Annotated[list[BusyProcess], Field(max_length=100)]
-    memory_bytes: Count = 0
-    nvidia: Annotated[str, Field(max_length=100_000)] = ""
+    memory_bytes: Count
+    nvidia: Annotated[str, Field(max_length=100_000)] | None = ""
+    """None where there is a GPU, and its processes are not known."""
     ioreg: Annotated[str, Field(max_length=100_000)] = ""
     assertions: Annotated[str, Field(max_length=1_000_000)] = ""
     caffeinate: bool | None = None
@@ -226,9 +249,9 @@ class AdapterWeights(FrozenModel):
     """The kind of training that a file of trained weights continues."""
 
     kind: Literal["lora", "dora", "full"]
-    ranks: list[Count] = Field(default_factory=list, max_length=10_000)
-    layers: list[Count] = Field(default_factory=list, max_length=100_000)
-    modules: list[ShortText] = Field(default_factory=list, max_length=10_000)
+    ranks: Annotated[list[Count], Field(max_length=10_000)]
+    layers: Annotated[list[Count], Field(max_length=100_000)]
+    modules: Annotated[list[ShortText], Field(max_length=10_000)]
 
 
 class CheckpointStorage(FrozenModel):
@@ -238,13 +261,13 @@ class CheckpointStorage(FrozenModel):
     permit: PathText | None = None
     own: PathText | None = None
     """A folder of another user's."""
-    not_durable: ShortText | None = None
+    not_durable: ShortText | None
     """A folder where what was saved last may be lost with the power."""
     free: Count | None = None
-    damaged: list[tuple[PathText, ShortText]] = Field(default_factory=list, max_length=1_000)
+    damaged: Annotated[list[tuple[PathText, ShortText]], Field(max_length=1_000)]
     """(file, what is wrong with it)."""
-    resume: AdapterWeights | None = None
-    resume_fault: ShortText | None = None
+    resume: AdapterWeights | None
+    resume_fault: ShortText | None
     largest: list[tuple[ShortText, Count]] = Field(default_factory=list, max_length=100)
     """(folder of an earlier run, bytes)."""
 
@@ -261,7 +284,8 @@ class WriteReport(FrozenModel):
     problem: ShortText | None
 
 
-class MlxReport(FrozenModel):
+class MlxReport(_Report):
+    tells = (("mlx", "backends"), ("mlx_error",))
     python: VersionText
     linux: bool
     venv: bool
@@ -270,6 +294,7 @@ class MlxReport(FrozenModel):
     backends: list[ShortText] = Field(default_factory=list, max_length=8)
 
 
-class MlxLmReport(FrozenModel):
+class MlxLmReport(_Report):
+    tells = (("mlx_lm",), ("mlx_lm_error",))
     mlx_lm: VersionText | None = None
     mlx_lm_error: ShortText | None = None

@@ -71,7 +71,7 @@ _THERMAL = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 _LEVEL = re.compile(r"com\.apple\.system\.thermalpressurelevel\s+(\d{1,3})\s*")
 _SWAP = re.compile(r"\bused = (\d{1,9}(?:\.\d{1,3})?)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_DEVICE_USE = re.compile(r'"Device Utilization %"\s*=\s*(\d{1,3})\b')
+_DEVICE_USE = re.compile(r'"Device Utilization %"\s*=\s*(\d{1,3})\s*[,}]')
 
 
 def cpu_ticks(line: str) -> tuple[int, int] | None:
@@ -148,11 +148,11 @@ def _number(text: str) -> float | None:
 _SOURCE = re.compile(r"Now drawing from '([^']{1,40})'")
 _CHARGE = re.compile(r"InternalBattery\S*.*?\b(\d{1,3})%")
 _POWER_MODE = re.compile(r"^\s*(low)?powermode\s+([0-2])\b", re.MULTILINE)
-_SPEED_LIMIT = re.compile(r"^\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\b", re.MULTILINE)
+_SPEED_LIMIT = re.compile(r"^\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\s*\n", re.MULTILINE)
 _WARNING_LEVEL = re.compile(
     r"^(?:Note: )?(Thermal|CPU Power|Performance) Warning Level\D{0,20}(\d{1,2})\b", re.I | re.MULTILINE
 )
-_NO_LEVEL = "No thermal warning level has been recorded"
+_NO_LEVELS = ("No thermal warning level has been recorded", "No performance warning level has been recorded")
 
 
 def mac_power_source(pmset_batt: str) -> str | None:
@@ -183,7 +183,7 @@ def mac_thermal_warning(pmset_therm: str) -> str | None:
     for level in _WARNING_LEVEL.finditer(pmset_therm):
         if level[2] != "0":
             return f"{level[1].lower()} warning level {level[2]}"
-    return "nominal" if limit is not None or _NO_LEVEL in pmset_therm else None
+    return "nominal" if limit is not None or all(text in pmset_therm for text in _NO_LEVELS) else None
 
 
 def linux_power_source(power_supply: object) -> str | None:

@@ -151,9 +151,9 @@ class Launcher:
         """Signal the launcher's process group, unless its number has been reused."""
         # A group outlives its leader and keeps its number. A process with the leader's pid and another start time means
         # that the group has ended and the number was reused.
-        started = processes.start_time(self.pid)
-        if started is None or started == self.start:
-            processes.kill_group(self.pid, number)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            if processes.start_time(self.pid) in (None, self.start):
+                processes.kill_group(self.pid, number)
 
     def kill(self) -> None:
         """End a child of ours with its group."""

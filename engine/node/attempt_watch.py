@@ -128,7 +128,7 @@ class WatchedRank:
         identity = self.identity
         if identity is None:
             return False
-        if identity.boot_id != boot_id or not processes.exists(identity.keeper_pid):
+        if not processes.same_boot(identity.boot_id, boot_id) or not processes.exists(identity.keeper_pid):
             return True
         return compare_start and not processes.alive(identity.keeper_pid, identity.keeper_start)
 
@@ -137,7 +137,9 @@ class WatchedRank:
         with contextlib.suppress(OSError, ValueError, TypeError):
             # Its keeper may have started the program again.
             identity = read_identity(self._files.identity(self.rank)) or identity
-        if identity is not None and processes.alive(identity.trainer_pid, identity.trainer_start):
+        # One whose start is not known may be another's by now.
+        start = identity.trainer_start if identity is not None else ""
+        if identity is not None and start and processes.alive(identity.trainer_pid, start):
             processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
 
 
@@ -219,7 +221,7 @@ class AttemptWatch:
             with contextlib.suppress(OSError, ValueError, TypeError):
                 identities.append(read_identity(self._files.identity(rank.rank)))
             for known in identities:
-                if known is not None and known.boot_id == self._boot_id:
+                if known is not None and processes.same_boot(known.boot_id, self._boot_id):
                     leaders |= {known.keeper_pid: known.keeper_start, known.trainer_pid: known.trainer_start}
         return leaders
 

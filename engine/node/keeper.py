@@ -331,10 +331,10 @@ class Keeper:
             nonce=self._spec.nonce,
             boot_id=processes.boot_id(),
             keeper_pid=os.getpid(),
-            keeper_start=processes.start_time(os.getpid()) or "",
+            keeper_start=processes.known_start(os.getpid()),
             trainer_pid=program.pid,
             trainer_pgid=program.pid,
-            trainer_start=processes.start_time(program.pid) or "",
+            trainer_start=processes.known_start(program.pid),
             started_at=time.time(),
         )
         try:

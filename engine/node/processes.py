@@ -100,6 +100,10 @@ _ENDED = (b"Z", b"X", b"x")
 """States of proc(5)."""
 _MAX_SCANS = 10
 """For processes that are forked while their parent is found and killed."""
+_STATE_AND_START = re.compile(r" *(\w\S*) +(\w{3} \w{3} [ \d]?\d \d\d:\d\d:\d\d \d{4}) *\n")
+"""`ps -o stat=,lstart=`: lstart is weekday, month, day, time, year."""
+_PID = re.compile(r"[1-9]\d{0,9}|0", re.ASCII)
+_UUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 _ENVIRONMENT_IN_PS = re.compile(r" [A-Za-z_][A-Za-z0-9_]*=")
 
 
@@ -113,34 +117,50 @@ class Process:
 
 def boot_id() -> str:
     """Different after every boot of this machine; "" when unknown."""
+    if not _LINUX:
+        found = tool_output("sysctl", "-n", "kern.bootsessionuuid").strip()
+        return found if _UUID.fullmatch(found) else ""
     try:
-        if _LINUX:
-            return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return _tool("sysctl", "-n", "kern.bootsessionuuid").strip()
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 
 
+def same_boot(one: str, other: str) -> bool:
+    """They are not known to be the ids of different boots."""
+    return "" in (one, other) or one == other
+
+
 def start_time(pid: int) -> str | None:
-    """When process `pid` started, comparable only for equality within one boot; None when gone or a zombie."""
+    """When process `pid` started, comparable only for equality within one boot; None when gone or a zombie. Raises
+    OSError or subprocess.SubprocessError where that is not known, which `known_start` gives as ""."""
     if pid <= 0:
         return None
     if _LINUX:
         return _linux_start(pid)
-    # lstart has five fields: weekday, month, day, time, year.
-    fields = _tool("ps", "-o", "stat=,lstart=", "-p", str(pid)).split()
-    if len(fields) < 6 or fields[0].startswith("Z"):
-        return None
-    return " ".join(fields[1:])
+    _, output = run_tool("ps", "-o", "stat=,lstart=", "-p", str(pid))
+    if found := _STATE_AND_START.fullmatch(output):
+        return None if found[1].startswith("Z") else " ".join(found[2].split())
+    # Also a ps that fails prints nothing.
+    if exists(pid):
+        raise OSError(f"ps shows no start of process {pid}: {output[:80]!r}")
+    return None
+
+
+def known_start(pid: int) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return start_time(pid) or ""
+    return ""
 
 
 def alive(pid: int, start: str) -> bool:
-    """`pid` is still the process that started at `start`, not a later one or a zombie. On a system that is too busy to
-    answer, an existing one counts as alive: a run is ended only on certainty."""
+    """`pid` is still the process that started at `start`, not a later one or a zombie. Where the system does not tell,
+    or it was not known when that started (""), an existing one counts as alive: a run is ended only on certainty."""
     try:
-        return start_time(pid) == start
+        found = start_time(pid)
     except (OSError, subprocess.SubprocessError):
         return exists(pid)
+    return found is not None and start in ("", found)
 
 
 def exists(pid: int) -> bool:
@@ -183,6 +203,8 @@ def with_family(known: Iterable[Process], leaders: Mapping[int, str]) -> list[Pr
     # A pid that another process has by now leads nothing of ours; a session whose leader is gone keeps its number.
     sessions = {pid for pid, start in leaders.items() if pid > 1 and start_time(pid) in (None, start)}
     members, tree = set(found) | sessions, _tree()
+    if any(start_time(pid) is not None for pid in sessions - tree.keys()):
+        raise OSError("the list of processes has not all of them")
     before = -1
     while before != len(members):
         before = len(members)
@@ -337,25 +359,34 @@ def _ps_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, st
 
 
 def _ps(options: str, columns: str) -> list[list[str]]:
-    """The rows of `ps` with these three columns, `stat` among them, zombies apart. Raises OSError for a list that lacks
-    the caller itself: what else it lacks may be alive."""
-    listed = [line.split(None, 2) for line in _tool("ps", options, "-o", columns).splitlines()]
-    if not any(row[:1] == [str(os.getpid())] for row in listed):
-        raise OSError(f"ps {options} has not listed all processes")
+    """The rows of `ps` with these three columns, `stat` among them, zombies apart. Raises as `own_list` does."""
+    listed = [line.split(None, 2) for line in own_list("ps", options, "-o", columns)]
+    if not columns.endswith("command=") and any(len(row) < 3 or not row[1].isdecimal() for row in listed):
+        raise OSError(f"ps {options} has not listed all processes: columns are missing")
     state = columns.split(",").index("stat=")
     return [row for row in listed if len(row) == 3 and not row[state].startswith("Z")]
 
 
+def own_list(*command: str) -> list[str]:
+    """The rows of a `ps` whose first column is `pid=`. Raises OSError, subprocess.SubprocessError for a list that
+    failed, was cut, or lacks the caller itself: what else it lacks may be alive."""
+    code, output = run_tool(*command)
+    *rows, torn = output.split("\n")
+    pids = [row.split(None, 1)[:1] for row in rows]
+    if code or torn or [str(os.getpid())] not in pids or not all(pid and _PID.fullmatch(pid[0]) for pid in pids):
+        raise OSError(f"{' '.join(command[:2])} has not listed all processes")
+    return rows
+
+
 def tool_output(*command: str) -> str:
-    """As `_tool`, and "" for a tool that is missing or takes longer than 5 s."""
-    try:
-        return _tool(*command, limit_s=5.0)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    """A system tool's output, "" for one that is missing or takes longer than 5 s."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return run_tool(*command, limit_s=5.0)[1]
+    return ""
 
 
-def _tool(*command: str, limit_s: float | None = None) -> str:
-    """A system tool's output, in the C locale; "" when it fails, as `ps` does for a pid that is gone.
+def run_tool(*command: str, limit_s: float | None = None) -> tuple[int, str]:
+    """A system tool's exit code and output, in the C locale. Raises OSError, subprocess.SubprocessError.
 
     In UTC: `ps` prints start times in the current time zone, and a Mac that travels would take a running process for
     another one.
@@ -368,7 +399,7 @@ def _tool(*command: str, limit_s: float | None = None) -> str:
         env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
         check=False,
     )
-    return finished.stdout.decode(errors="replace")
+    return finished.returncode, finished.stdout.decode(errors="replace")
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ def _port_faults(fact: NodeFacts | None, device: str | None) -> list[str]:
         return [f"{device} is the port next to Ethernet, which does not support RDMA: use another port"]
     name = f"{_PREFIX}{device}"
     rdma = next((found for found in fact.rdma_devices if found.name == name), None)
-    if rdma is None and fact.rdma_devices:
+    if rdma is None and fact.rdma_devices and "ibv_devices" not in fact.unknown:
         return [f"device {name} does not exist"]
     faults = []
     if rdma is not None and rdma.port_state not in (None, "PORT_ACTIVE"):

@@ -171,7 +171,7 @@ class AttemptRunner:
         if attempt.status.reason is not None and self._recorder.state in (RunState.RECOVERING, RunState.LAUNCHING):
             await self._fence_again(context)
             return self._run.history.failures[-1].verdict
-        rebooted = attempt.boot_id not in (None, processes.boot_id())
+        rebooted = not processes.same_boot(attempt.boot_id or "", processes.boot_id())
         # After a restart of the machine its old pids may be anybody's.
         launcher = None if rebooted else find_launcher(self._run, attempt)
         if launcher is None and not rebooted and not await any_rank_started(context.connections):
@@ -445,7 +445,7 @@ def find_launcher(run: RunContext, attempt: AttemptHistory) -> Launcher | None:
         leader = next((pid for pid in found if _leads_its_group(pid)), None)
         if leader is None:
             return None
-        launcher = LauncherStarted(pid=leader, start=processes.start_time(leader) or "")
+        launcher = LauncherStarted(pid=leader, start=processes.known_start(leader))
         run.recorder.append(launcher)
     return Launcher(
         launcher.pid,

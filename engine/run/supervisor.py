@@ -78,7 +78,7 @@ class Supervisor:
     def take_charge(self, *, adopted: bool) -> None:
         """Record who supervises from here on; with supervisor.json there, the launch has been accepted."""
         pid, boot_id = os.getpid(), processes.boot_id()
-        who = SupervisorStarted(pid=pid, start=processes.start_time(pid) or "", boot_id=boot_id, adopted=adopted)
+        who = SupervisorStarted(pid=pid, start=processes.known_start(pid), boot_id=boot_id, adopted=adopted)
         self._recorder.append(who)
         write_atomic(self._run.run_dir.supervisor, who.model_dump_json(include={"pid", "start", "boot_id"}))
 

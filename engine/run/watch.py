@@ -14,7 +14,7 @@ from engine.cluster.transport.base import quoted
 from engine.config.models import on_node
 from engine.errors import plural
 from engine.models import CheckResult, PreflightReport, Reason, RunRecord, RunState
-from engine.node.processes import alive, boot_id
+from engine.node.processes import alive, boot_id, same_boot
 from engine.run.events import RunPlanned, SupervisorStarted
 from engine.run.history import AttemptHistory, fold, run_history
 from engine.run.journal import JournalTail, describe_damage
@@ -236,7 +236,7 @@ def supervisor_alive(rundir: RunDir) -> bool:
     """The process that wrote supervisor.json is still that process; without that file, one holds the run's lock."""
     who = newest_supervisor(rundir)
     if who is not None:
-        return who.boot_id == boot_id() and alive(who.pid, who.start)
+        return same_boot(who.boot_id, boot_id()) and alive(who.pid, who.start)
     with contextlib.suppress(FileNotFoundError), rundir.lock.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

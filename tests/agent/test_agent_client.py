@@ -333,7 +333,7 @@ async def test_an_agent_is_not_idle_while_a_round_trip_is_under_way(monkeypatch:
 
 async def test_one_name_that_is_not_utf_8_makes_no_reply_unreadable() -> None:
     entries = {name: [size, None] for size, name in enumerate(("good", "a\udcff", "a\udcfe"))}
-    agent = AgentClient(HERE, FakeNode({"entries": entries, "permit": "/b\udcff"}))
+    agent = AgentClient(HERE, FakeNode({"entries": entries, "left": [], "permit": "/b\udcff"}))
     tree = await agent.probe("tree", result_type=WorkdirTree, timeout_s=20)
     assert isinstance(tree, WorkdirTree) and tree.permit == r"/b\udcff"
     assert tree.entries == {"good": (0, None), r"a\udcff": (1, None), r"a\udcfe": (2, None)}

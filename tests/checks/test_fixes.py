@@ -109,6 +109,8 @@ def test_the_source_itself_needs_no_copy_and_a_host_only_one() -> None:
     [("/a b", "mkdir -p '/a b'"), ("~/x", 'mkdir -p "$HOME"/x'), (r"/a\x", r"mkdir -p '/a\x'"), ("/a\udcff", None)],
 )
 def test_a_path_that_is_not_utf_8_has_no_fix_for_another_path(path: str, fix: str | None) -> None:
-    storage = CheckpointStorage(directory="/", fault="it is not there", make=path)
+    storage = CheckpointStorage(
+        directory="/", fault="it is not there", make=path, not_durable=None, damaged=[], resume=None, resume_fault=None
+    )
     assert on_path("mkdir -p", storage.make) == fix
     assert on_path("mkdir -p", None) is None

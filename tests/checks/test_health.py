@@ -21,7 +21,7 @@ Assertion status system-wide:
 Listed by owning process:
    pid 411(caffeinate): [0x0000] 00:01:02 PreventUserIdleSystemSleep named: "caffeinate command-line tool"
 """
-QUIET = SystemLoad(processes=[], assertions=PREVENTED, caffeinate=True)
+QUIET = SystemLoad(processes=[], memory_bytes=128 * 2**30, assertions=PREVENTED, caffeinate=True)
 
 
 def evaluated(

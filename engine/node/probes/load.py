@@ -8,14 +8,16 @@ sleep: `nvidia`, `ioreg`, `assertions`, and whether there is a `caffeinate`. Not
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from engine.node.probes import mac_gpu_statistics, ps_time_s
-from engine.node.processes import command_of, linux_stat, pids_of_runs, tool_output
+from engine.node.processes import command_of, linux_stat, own_list, pids_of_runs, run_tool, tool_output
 
 BUSY_CORES = 0.8
 BUSY_MEMORY = 0.10
@@ -29,12 +31,13 @@ _LINUX = sys.platform.startswith("linux")
 
 
 def probe_load() -> dict[str, Any]:
-    processes = _linux_processes() if _LINUX else _ps_processes(tool_output("ps", "-axww", "-o", PS_COLUMNS))
+    """Raises OSError, ValueError, subprocess.SubprocessError where the processes or the memory are not known."""
+    processes = _linux_processes() if _LINUX else _ps_processes(own_list("ps", "-axww", "-o", PS_COLUMNS))
     memory = _memory_bytes()
     busy = [
         process
         for process in processes
-        if process["cores"] >= BUSY_CORES or (memory and process["rss_bytes"] >= BUSY_MEMORY * memory)
+        if process["cores"] >= BUSY_CORES or process["rss_bytes"] >= BUSY_MEMORY * memory
     ]
     busy.sort(key=lambda process: (-process["cores"], -process["rss_bytes"], process["pid"]))
     runs = pids_of_runs()
@@ -45,16 +48,18 @@ def probe_load() -> dict[str, Any]:
 PS_COLUMNS = "pid=,pcpu=,rss=,etime=,command="
 
 
-def _ps_processes(text: str) -> list[dict[str, Any]]:
-    """Processes in the output of `ps -o` with PS_COLUMNS; macOS's pcpu is a mean over the last minute."""
+_ROW = re.compile(r"\s*(\d{1,10})\s+(\d{1,6}(?:\.\d+)?)\s+(\d{1,12})\s+([\d:.-]+)\s+(\S.*)", re.ASCII)
+
+
+def _ps_processes(rows: list[str]) -> list[dict[str, Any]]:
+    """From `ps -o` with PS_COLUMNS; macOS's pcpu is a mean over the last minute. Raises ValueError."""
     found = []
-    for line in text.splitlines():
-        words = line.split(None, 4)
-        if len(words) < 5 or not (words[0] + words[2]).isdigit() or ps_time_s(words[3]) < _OLDER_S:
-            continue
-        pid, share, rss, _, command = words
-        cores = float(share) / 100
-        found.append({"pid": int(pid), "command": command[:200], "cores": cores, "rss_bytes": int(rss) * 1024})
+    for row in rows:
+        if (match := _ROW.fullmatch(row)) is None:
+            raise ValueError(f"ps printed {row[:80]!r}")
+        pid, share, rss, elapsed, command = match.groups()
+        if ps_time_s(elapsed) >= _OLDER_S:
+            found.append({"pid": int(pid), "command": command[:200], "cores": float(share) / 100, "rss_bytes": int(rss) * 1024})  # noqa: E501  # fmt: skip
     return found
 
 
@@ -85,15 +90,21 @@ def _ticks() -> dict[int, tuple[int, int, int]]:
 def _memory_bytes() -> int:
     if _LINUX:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    output = tool_output("sysctl", "-n", "hw.memsize").strip()
-    return int(output) if output.isdigit() else 0
+    output = tool_output("sysctl", "-n", "hw.memsize")
+    if not re.fullmatch(r"[1-9]\d{8,17}\n", output, re.ASCII):
+        raise ValueError(f"sysctl printed {output[:80]!r} for hw.memsize")
+    return int(output)
 
 
 def _linux_output() -> dict[str, Any]:
     if shutil.which("nvidia-smi") is None:
         return {"nvidia": ""}
     columns = "--query-compute-apps=pid,used_memory,process_name"
-    return {"nvidia": tool_output("nvidia-smi", columns, "--format=csv,noheader,nounits")}
+    try:
+        code, output = run_tool("nvidia-smi", columns, "--format=csv,noheader,nounits", limit_s=5.0)
+    except (OSError, subprocess.SubprocessError):
+        return {"nvidia": None}
+    return {"nvidia": output if code == 0 else None}
 
 
 def _mac_output() -> dict[str, Any]:

@@ -62,7 +62,8 @@ def listening_inodes(table: str, port: int) -> set[str]:
 
 def lsof_pid(output: str) -> int | None:
     """The first pid in what `lsof -F p` printed."""
-    match = re.search(r"^p(\d+)$", output, re.MULTILINE)
+    # A line that does not end has been cut off.
+    match = re.search(r"^p([1-9]\d{0,9})\n", output, re.MULTILINE | re.ASCII)
     return int(match[1]) if match else None
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from engine.node.probes import mac_gpu_statistics, ps_time_s
-from engine.node.processes import linux_stat, tool_output
+from engine.node.processes import linux_stat, own_list, tool_output
 
 BUDGET = 0.008
 """Share of a core, for this process, what it runs, and the pipe that it reads; the promise to the outside is 0.01."""
@@ -203,7 +203,10 @@ class MacRanks:
 
     def read(self) -> dict[str, object]:
         self.scans += 1
-        present = ps_list(tool_output("/bin/ps", "-xo", "pid=,rss=,time=,lstart="))
+        try:
+            present = ps_list(own_list("/bin/ps", "-xo", "pid=,rss=,time=,lstart="))
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return {"ranks": None}
         self.known = {key: mark for key, mark in self.known.items() if key in present}
         unknown = [
             key
@@ -215,7 +218,9 @@ class MacRanks:
             pids = ",".join(str(pid) for pid, _ in some)
             environments = ps_environments(tool_output("/bin/ps", "-Eww", "-o", "pid=,command=", "-p", pids))
             for pid, start in some:
-                self.known[pid, start] = process_owner(environments.get(pid, {}), start)
+                # One that was not listed is asked for again.
+                if pid in environments:
+                    self.known[pid, start] = process_owner(environments[pid], start)
         sums: dict[tuple[str, int], int] = {}
         for key, (rss, _) in present.items():
             mark = self.known.get(key)
@@ -229,27 +234,29 @@ def process_owner(environment: dict[str, str], start: str) -> ProcessOwner | Non
     """Whose the process with this environment is; None for one of no rank."""
     found = SPEC_PATH.search(environment.get(SPEC, ""))
     rank = environment.get(RANK, "")
-    if not environment.get(NONCE) or found is None or not rank.isdigit() or not start:
+    if not environment.get(NONCE) or found is None or not re.fullmatch(r"[0-9]{1,6}", rank) or not start:
         return None
     return ProcessOwner(start, found.group(1), int(rank))
 
 
-def ps_list(text: str) -> dict[tuple[int, str], tuple[int, float]]:
-    """`ps -o pid=,rss=,time=,lstart=`: (pid, start) → (bytes, CPU seconds)."""
+def ps_list(rows: list[str]) -> dict[tuple[int, str], tuple[int, float]]:
+    """`ps -o pid=,rss=,time=,lstart=`: (pid, start) → (bytes, CPU seconds). Raises ValueError."""
     found = {}
-    for line in text.splitlines():
-        words = line.split(None, 3)
-        if len(words) == 4 and words[0].isdigit() and words[1].isdigit():
-            found[int(words[0]), words[3].strip()] = (int(words[1]) * 1024, ps_time_s(words[2]))
+    for row in rows:
+        pid, rss, cpu, start = row.split(None, 3)
+        if len(rss) > 12:
+            raise ValueError(f"ps printed {row[:80]!r}")
+        found[int(pid), start.strip()] = (int(rss) * 1024, ps_time_s(cpu))
     return found
 
 
 def ps_environments(text: str) -> dict[int, dict[str, str]]:
-    """`ps -Eww -o pid=,command=`: the three variables that matter, of each process that has them."""
-    found = {}
-    for line in text.splitlines():
+    """`ps -Eww -o pid=,command=`: the three variables that matter, of each process as far as it has them."""
+    found: dict[int, dict[str, str]] = {}
+    # A line that does not end has been cut off.
+    for line in text.split("\n")[:-1]:
         pid, _, rest = line.strip().partition(" ")
-        if pid.isdigit() and NONCE in rest:
+        if pid.isdecimal() and len(pid) <= 10:
             values = {name: re.findall(rf" {name}=(\S*)", rest) for name in (NONCE, RANK)}
             values[SPEC] = re.findall(rf" {SPEC}=(.*?/spec\.json)(?: |$)", rest)
             # The command comes first, and may name such a variable itself.

@@ -146,7 +146,7 @@ def test_a_mac_without_macmon() -> None:
         "Mach Virtual Memory Statistics: (page size of 16384 bytes)\nPages wired down: 2.\nAnonymous pages: 3.\n"
         "Pages occupied by compressor: 1.\nPages purgeable: 1.\n"
     )
-    output = {"vm_stat": vm_stat, "swapusage": "used = 1.00M", "ioreg": '"Device Utilization %"=25'}
+    output = {"vm_stat": vm_stat, "swapusage": "used = 1.00M", "ioreg": '"Device Utilization %"=25}'}
     reader.read(line(system="Darwin", ticks=[10, 10, 80, 0]))
     values = reader.read(line(system="Darwin", ticks=[20, 20, 160, 0], **output))
     assert values == {

@@ -15,12 +15,12 @@ MAC = """
   501  98.7 93206736    02:11:40 /Applications/Ollama.app/Contents/Resources/ollama runner --model x
    88   3.2   104448 12-04:00:01 /System/Library/SkyLight.framework/WindowServer -daemon
   777 180.0    20480       00:04 python -m engine.node.probes
-  900   0.0
+  900   0.0        0          - (zombie)
 """
 
 
 def test_processes_as_ps_prints_them_without_what_has_just_begun() -> None:
-    ollama, server = load._ps_processes(MAC)
+    ollama, server = load._ps_processes(MAC.splitlines()[1:])
     assert (ollama["pid"], ollama["cores"], ollama["rss_bytes"]) == (501, 0.987, 93206736 * 1024)
     assert ollama["command"].startswith("/Applications/Ollama.app/")
     assert (server["pid"], server["cores"]) == (88, 0.032)

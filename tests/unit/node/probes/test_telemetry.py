@@ -233,7 +233,7 @@ def test_on_a_slow_mac_a_line_is_at_most_five_seconds_from_the_last(monkeypatch:
     assert mac.own.take(1004.0) == {}, "the tools are paid for later"
 
 
-PS = "  301   20480   1:35.69 Fri Nov 21 10:00:00 2026\n  302 1048576 12:01:35 Fri Nov 21 10:00:01 2026\nPID\n"
+PS = "  301   20480   1:35.69 Fri Nov 21 10:00:00 2026\n  302 1048576 12:01:35 Fri Nov 21 10:00:01 2026\n"
 PS_E = (
     "  301 /bin/zsh -l TERM=xterm MLX_RANK=9\n"
     "  302 /opt/python -m engine.trainer.main HOME=/Users/ana b FLIGHTDECK_NONCE=ab12 MLX_RANK=1"
@@ -242,13 +242,14 @@ PS_E = (
 
 
 def test_ps_on_a_mac() -> None:
-    listed = telemetry.ps_list(PS)
+    listed = telemetry.ps_list(PS.splitlines())
     assert listed == {
         (301, "Fri Nov 21 10:00:00 2026"): (20 * 2**20, 95.69),
         (302, "Fri Nov 21 10:00:01 2026"): (2**30, 43295.0),
     }
     environments = telemetry.ps_environments(PS_E)
-    assert list(environments) == [302]
+    assert list(environments) == [301, 302]
+    assert telemetry.process_owner(environments[301], "Fri") is None
     assert telemetry.process_owner(environments[302], "Fri") == ("Fri", "r-1", 1)
 
 
