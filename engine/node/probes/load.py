@@ -59,7 +59,9 @@ def _ps_processes(rows: list[str]) -> list[dict[str, Any]]:
             raise ValueError(f"ps printed {row[:80]!r}")
         pid, share, rss, elapsed, command = match.groups()
         if ps_time_s(elapsed) >= _OLDER_S:
-            found.append({"pid": int(pid), "command": command[:200], "cores": float(share) / 100, "rss_bytes": int(rss) * 1024})  # noqa: E501  # fmt: skip
+            found.append(
+                {"pid": int(pid), "command": command[:200], "cores": float(share) / 100, "rss_bytes": int(rss) * 1024}
+            )
     return found
 
 
