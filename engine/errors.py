@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def memory_text(count: float) -> str:
+    """Bytes of memory, of Macs and of what runs there, as it is sold and as Activity Monitor counts it, in powers of
+    1024: "512 GB", "96.5 GB", "640 MB". Disks and networks count in powers of 1000."""
+    amount, unit = (count / 2**30, "GB") if abs(count) >= 2**30 else (count / 2**20, "MB")
+    whole = amount == int(amount) or (unit == "MB" and abs(amount) >= 10)
+    return f"{amount:,.0f} {unit}" if whole else f"{amount:,.1f} {unit}"
+
+
 def plural(count: int, noun: str) -> str:
     """A count in a message: "1 node", "1,200 files"."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -234,8 +234,13 @@ class CheckResult(FrozenModel):
     summary: str = ""
     evidence: dict[str, str] = Field(default_factory=dict)
     fix_command: str | None = None
+    """A line for this machine's shell."""
+    fix_effect: str | None = None
+    """The change that this line makes, and how it is taken back."""
     fixes: dict[str, str] = Field(default_factory=dict)
     """Commands by node name that fix the problem there."""
+    effects: dict[str, str] = Field(default_factory=dict)
+    """The change that each of them makes, and how it is taken back."""
     duration_s: float | None = None
     blames: tuple[int, str] | None = None
     """(rank, node) of the first failing rank, if known."""

@@ -25,11 +25,12 @@ _OURS: Final = "flightdeck "
 
 
 @dataclass(frozen=True)
-class Fix:
-    """Fix commands of a check, by node."""
+class CheckFix:
+    """Fix commands of a check, and what they change, by node."""
 
     check: str
     commands: dict[str, str]
+    effects: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ class FixCommand:
         return self.problem or ("succeeded" if self.code == 0 else f"exit {self.code}")
 
 
-def fix_for(state: DeckState) -> Fix | HostKeyFix | CableSetup | str:
+def fix_for(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
     """The fix for the selected node or check; else why there is none, in a few words."""
     if state.config is None:
         return "there is no configuration"
     return _check_fix(state) if state.pane == "preflight" else _node_fix(state)
 
 
-def _node_fix(state: DeckState) -> Fix | HostKeyFix | CableSetup | str:
+def _node_fix(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
     facts = state.selected_facts
     if state.node is None or facts is None:
         return "the node has not been probed"
@@ -86,13 +87,13 @@ def _node_fix(state: DeckState) -> Fix | HostKeyFix | CableSetup | str:
     for check in state.shown_checks:
         command = _commands(check).get(state.node)
         if command is not None:
-            return Fix(check.name, {state.node: command})
+            return CheckFix(check.name, {state.node: command}, check.effects)
     if state.topology is not None and state.node in state.topology.setup:
         return CableSetup(state.topology.setup)
     return f"no known problem on {state.node} has a fix command"
 
 
-def _check_fix(state: DeckState) -> Fix | HostKeyFix | str:
+def _check_fix(state: DeckState) -> CheckFix | HostKeyFix | str:
     check = state.selected_check
     if check is None:
         return "no check is selected"
@@ -100,7 +101,7 @@ def _check_fix(state: DeckState) -> Fix | HostKeyFix | str:
         return f"{check.name} has nothing to fix"
     commands = _commands(check)
     if commands:
-        return Fix(check.name, commands)
+        return CheckFix(check.name, commands, check.effects)
     keys = [node for node, command in check.fixes.items() if command.startswith(_OURS)]
     shown = (state.facts.get(node) for node in keys)
     offer = next((facts for facts in shown if facts is not None and facts.host_key is not None), None)

@@ -25,7 +25,7 @@ from textual.binding import Binding, BindingType
 from textual.worker import Worker
 
 from engine.errors import plural
-from tui.actions import ACTIONS, Action, CableSetup, Fix, FixCommand, HostKeyFix, fix_for
+from tui.actions import ACTIONS, Action, CableSetup, CheckFix, FixCommand, HostKeyFix, fix_for
 from tui.engine_client import (
     BATCH_S,
     AbortProgressed,
@@ -187,11 +187,11 @@ class FlightDeckApp(App[None]):
         self._asked = True
 
         def answered(go: bool | None) -> None:
-            if not go or config.file is None:
+            if not go:
                 self.store.change(fault=f"{config.file} was not accepted: start again to be asked again")
                 return
             try:
-                self.client.engine.nodes.accept(config.file)
+                self.client.engine.nodes.accept(config.digest)
             except Exception as error:  # a full disk: it is asked again next time
                 self.say(str(error), severity="warning")
             self._take_config(message)
@@ -369,7 +369,7 @@ class FlightDeckApp(App[None]):
 
     def do_fix(self) -> None:
         found = fix_for(self.state)
-        if isinstance(found, Fix):
+        if isinstance(found, CheckFix):
             self._ask_fix(found)
         elif isinstance(found, CableSetup):
             self._ask_setup(found)
@@ -388,7 +388,7 @@ class FlightDeckApp(App[None]):
         elif facts.changed_key is not None:
             self.push_screen(ChangedKey(facts.node, facts.changed_key, self.client.engine.home, width))
 
-    def _ask_fix(self, found: Fix) -> None:
+    def _ask_fix(self, found: CheckFix) -> None:
         config = self.state.config
         assert config is not None
         width = text_width(self.size.width)
@@ -405,7 +405,7 @@ class FlightDeckApp(App[None]):
             if answer == "again":
                 self.do_recheck()
 
-        self.push_screen(confirm_fix(found.check, found.commands, hosts, width), answered)
+        self.push_screen(confirm_fix(found, hosts, width), answered)
 
     def _ask_setup(self, found: CableSetup) -> None:
         config, engine = self.state.config, self.client.engine

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from engine.errors import plural
+from engine.errors import memory_text, plural
 
 if TYPE_CHECKING:
     from engine.snapshots import AttemptStatus, RunSnapshot, TrainedFile
@@ -55,11 +55,7 @@ def size(count: int | float | None) -> str:
 
 
 def memory(count: int | float | None) -> str:
-    """Main memory as it is sold and as Activity Monitor counts it, in powers of 1024: "512 GB", "96.5 GB", "640 MB"."""
-    if count is None:
-        return NOT_MEASURED
-    amount, unit = (count / 2**30, "GB") if abs(count) >= 2**30 else (count / 2**20, "MB")
-    return f"{amount:.0f} {unit}" if abs(amount) >= 100 else f"{amount:.1f} {unit}"
+    return NOT_MEASURED if count is None else memory_text(count)
 
 
 def loss(value: float | None) -> str:

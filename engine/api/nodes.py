@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
 from engine.api.session import Session
 from engine.cluster.discovery import FoundHost, FoundPython, discover, find_pythons
@@ -20,7 +19,6 @@ from engine.cluster.transport.ssh_config import shell_argv, write_openssh_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import HostKeyChanged, InputError, LaunchError, StateError
 from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
-from engine.node.probes.model import sha256
 from engine.plan.addresses import setup_commands, setup_script
 from engine.plan.network import NetworkPlan, plan_network
 from engine.security.audit import audit_log
@@ -28,7 +26,7 @@ from engine.security.identifiers import SshTarget
 from engine.security.paths import make_home
 
 _ACCEPTED = "accepted-files"
-"""SHA-256 of each configuration whose interpreters a person has accepted, a line each."""
+"""The digest of each configuration whose interpreters a person has accepted, a line each."""
 _FIX_LIMIT_S = 600.0
 """A fix command's time limit: it may install packages."""
 
@@ -65,20 +63,20 @@ class NodesApi:
         return [facts for node in config.nodes if (facts := known.get((node.name, node.ssh))) is not None]
 
     def is_accepted(self, config: Config) -> bool:
-        """Nobody has to be asked before the nodes are probed: no interpreter is named but this one, or the file had the
-        same bytes when a person accepted it."""
+        """Nobody has to be asked before the nodes are probed: no interpreter is named but this one, or a person has
+        accepted a file of the same text."""
         if config.file is None or all(node.local and node.python == sys.executable for node in config.nodes):
             return True
         with contextlib.suppress(OSError):
-            return sha256(config.file) in (self._home / _ACCEPTED).read_text().split()
+            return config.digest in (self._home / _ACCEPTED).read_text().split()
         return False
 
-    def accept(self, file: Path) -> None:
-        """The interpreters that `file` names may be run, until it changes. Raises StateError, OSError."""
+    def accept(self, digest: str) -> None:
+        """The interpreters may be run that a file with this `Config.digest` names. Raises StateError, OSError."""
         make_home(self._home)
         descriptor = os.open(self._home / _ACCEPTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as accepted:
-            accepted.write(f"{sha256(file)}\n")
+            accepted.write(f"{digest}\n")
 
     def topology(self, facts: Sequence[NodeFacts]) -> Topology:
         """The cables, with the commands that give them networks where they have none."""

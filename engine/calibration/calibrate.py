@@ -18,7 +18,7 @@ from engine.checks.plan_inputs import last_known_facts, shared_plan, shared_plan
 from engine.cluster.staging import HostLayout
 from engine.cluster.topology import topology
 from engine.config.models import Config, select_nodes
-from engine.errors import FlightDeckError, LaunchError
+from engine.errors import FlightDeckError, LaunchError, memory_text
 from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import CheckStatus, NodeFacts
 from engine.plan.context import PlanInputs, make_context
@@ -116,7 +116,7 @@ def nodes_too_small(inputs: PlanInputs) -> dict[str, str]:
         return {}
     section = memory_fit(make_context(replace(inputs, calibration=None), Rationale()), Rationale()).section
     return {
-        rank.node: f"{rank.needed_bytes / 1e9:,.1f} GB by the estimate, of {rank.limit_bytes / 1e9:,.1f} GB"
+        rank.node: f"{memory_text(rank.needed_bytes)} by the estimate, of {memory_text(rank.limit_bytes)}"
         for rank in (section.ranks if isinstance(section, MemorySection) else ())
         if rank.fits is False and rank.limit_bytes is not None
     }

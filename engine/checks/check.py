@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.checks.context import CheckContext
-from engine.checks.fixes import as_shell_line, chained
+from engine.checks.fixes import Fix, as_shell_line, chained
 from engine.cluster import agent_client
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError
@@ -44,15 +44,13 @@ class Check:
 
 
 def verdict(
-    name: str,
-    status: CheckStatus,
-    summary: str,
-    *,
-    evidence: dict[str, str] | None = None,
-    fix_command: str | None = None,
+    name: str, status: CheckStatus, summary: str, *, evidence: dict[str, str] | None = None, fix: Fix | None = None
 ) -> CheckResult:
     """A result without per-node fixes; `Findings` makes those that have some."""
-    return CheckResult(name=name, status=status, summary=summary, evidence=evidence or {}, fix_command=fix_command)
+    command, effect = fix or (None, None)
+    return CheckResult(
+        name=name, status=status, summary=summary, evidence=evidence or {}, fix_command=command, fix_effect=effect
+    )
 
 
 def worst(statuses: Iterable[CheckStatus]) -> CheckStatus:
@@ -69,16 +67,16 @@ class NodeFindings:
     """Facts in order, for the record."""
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    fixes: list[str] = field(default_factory=list)
+    fixes: list[Fix] = field(default_factory=list)
     """Commands against the faults, to be run on the node in this order."""
-    warning_fixes: list[str] = field(default_factory=list)
+    warning_fixes: list[Fix] = field(default_factory=list)
 
-    def fault(self, message: str, fix: str | None = None) -> None:
+    def fault(self, message: str, fix: Fix | None = None) -> None:
         self.faults.append(message)
         if fix is not None:
             self.fixes.append(fix)
 
-    def warn(self, message: str, fix: str | None = None) -> None:
+    def warn(self, message: str, fix: Fix | None = None) -> None:
         self.warnings.append(message)
         if fix is not None:
             self.warning_fixes.append(fix)
@@ -87,7 +85,7 @@ class NodeFindings:
     def status(self) -> CheckStatus:
         return CheckStatus.FAIL if self.faults else CheckStatus.WARN if self.warnings else CheckStatus.PASS
 
-    def reported(self, status: CheckStatus) -> tuple[list[str], list[str]]:
+    def reported(self, status: CheckStatus) -> tuple[list[str], list[Fix]]:
         """The messages of a FAIL or a WARN, and their fixes: a warning's is not pasted together with a failure's."""
         return (self.faults, self.fixes) if status is CheckStatus.FAIL else (self.warnings, self.warning_fixes)
 
@@ -115,10 +113,10 @@ class Findings:
     def on(self, node: NodeConfig) -> NodeFindings:
         return self._nodes[node.name]
 
-    def fault(self, node: NodeConfig, message: str, fix: str | None = None) -> None:
+    def fault(self, node: NodeConfig, message: str, fix: Fix | None = None) -> None:
         self.on(node).fault(message, fix)
 
-    def warn(self, node: NodeConfig, message: str, fix: str | None = None) -> None:
+    def warn(self, node: NodeConfig, message: str, fix: Fix | None = None) -> None:
         self.on(node).warn(message, fix)
 
     def answered(self, answers: Mapping[str, Answer | FlightDeckError]) -> Iterator[tuple[NodeConfig, Answer]]:
@@ -130,35 +128,39 @@ class Findings:
             else:
                 yield node, answer
 
-    def verdict(self, passed: str = "", *, advice: str = "", fix_command: str | None = None) -> CheckResult:
+    def verdict(self, passed: str = "", *, advice: str = "", fix: Fix | None = None) -> CheckResult:
         """FAIL with all faults, else WARN with all warnings, else PASS with `passed`.
 
-        `fix_command` is a line for this machine's shell, by default the nodes' fixes joined. `advice` ends the summary
-        of the nodes' failure or warning.
+        `fix` is a line for this machine's shell, by default the nodes' fixes joined. `advice` ends the summary of the
+        nodes' failure or warning.
         """
         on_nodes = worst(found.status for found in self._nodes.values())
         status = worst((on_nodes, self.overall.status))
-        messages, fixes = {}, {}
+        messages, fixes, effects = {}, {}, {}
         for node, found in self._nodes.items():
             reported, commands = found.reported(on_nodes)
             if reported:
                 messages[node] = "; ".join(reported)
             if commands:
-                fixes[node] = " && ".join(dict.fromkeys(commands))
+                fixes[node] = " && ".join(dict.fromkeys(each.command for each in commands))
+                effects[node] = _joined(each.effect for each in commands)
         seen = {node: self.evidence.get(node, found.describe()) for node, found in self._nodes.items()}
         parts = [*self.overall.faults, *self.overall.warnings]
-        lines: list[str | None] = [*self.overall.reported(status)[1]]
+        lines = [*self.overall.reported(status)[1]]
         if messages:
             parts.append(self._summary(messages) + (f"; {advice}" if advice else ""))
             if on_nodes is status:
-                lines.append(fix_command or as_shell_line(self._config, fixes))
+                line = as_shell_line(self._config, fixes)
+                lines += [fix] if fix else [Fix(line, _joined(effects.values()))] if line else []
         return CheckResult(
             name=self._name,
             status=status,
             summary="; ".join(parts) or passed,
             evidence={node: text for node, text in seen.items() if text},
-            fix_command=chained(lines),
+            fix_command=chained(each.command for each in lines),
+            fix_effect=_joined(each.effect for each in lines) or None,
             fixes=fixes,
+            effects=effects,
             blames=next(((self._config.nodes.index(node), node.name) for node in self.faulty), None),
         )
 
@@ -173,6 +175,10 @@ class Findings:
             else f"{', '.join(affected)}: {message}"
             for message, affected in nodes.items()
         )
+
+
+def _joined(effects: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(effects))
 
 
 def skip_for_command(config: Config) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings, first_of, skip_for_command
 from engine.checks.context import CheckContext
-from engine.checks.fixes import on_path
+from engine.checks.fixes import LISTS, Fix, on_path, path_fix
 from engine.checks.plan_inputs import shared_plan, shared_plan_inputs
 from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.cluster.transport.base import quoted
@@ -73,11 +73,12 @@ def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize
     """Add one node's faults to its findings, the gravest first, each with its fix."""
     if storage.fault is not None:
         fixes = {"mkdir -p": storage.make, "chmod u+rwx": storage.permit, 'sudo chown "$USER"': storage.own}
-        findings.fault(storage.fault, next(filter(None, itertools.starmap(on_path, fixes.items())), None))
+        findings.fault(storage.fault, next(filter(None, itertools.starmap(path_fix, fixes.items())), None))
         if "outside of the allowed" in storage.fault:
             findings.fault("choose another adapter_path, or name its folder in [preflight] roots")
     elif storage.free is not None and storage.free < state.needed_bytes:
-        findings.fault(_short_of(storage, state), f"du -sk {quoted('~/.flightdeck/runs')}/* | sort -n | tail -5")
+        largest = f"du -sk {quoted('~/.flightdeck/runs')}/* | sort -n | tail -5"
+        findings.fault(_short_of(storage, state), Fix(largest, LISTS))
     if storage.not_durable is not None:
         findings.warn(
             f"the volume of {storage.not_durable} has no F_FULLFSYNC (SMB and NFS have none): after a power cut there, "
@@ -86,7 +87,9 @@ def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize
     for file, why in storage.damaged:
         # Kept, but no longer found by a search for the newest.
         move = on_path("mv", file)
-        findings.fault(f"{file} is damaged: {why}", move and f"{move} {quoted(file + '.damaged')}")
+        effect = "renames it to *.damaged; mv takes that back"
+        fix = Fix(f"{move} {quoted(file + '.damaged')}", effect) if move else None
+        findings.fault(f"{file} is damaged: {why}", fix)
     if storage.resume_fault is not None:
         findings.fault(f"resume_adapter_file: {storage.resume_fault}")
     elif storage.resume is not None:

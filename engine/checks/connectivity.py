@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.checks.check import THIS_MACHINE, Check, Findings
 from engine.checks.context import CheckContext
-from engine.checks.fixes import FLIGHTDECK
+from engine.checks.fixes import FLIGHTDECK, Fix
 from engine.config.models import Config, NodeConfig
 from engine.errors import HostKeyUnknown, LaunchError, plural
 from engine.models import CheckResult
@@ -31,7 +31,7 @@ async def run(context: CheckContext) -> CheckResult:
         found.evidence[node.name] = answer
     for node in context.config.nodes:
         if isinstance(reached[node.name], HostKeyUnknown):
-            found.on(node).fixes.append(TRUST_COMMAND)
+            found.on(node).fixes.append(Fix(TRUST_COMMAND, "accepts a key once you have compared it"))
     return found.verdict(f"{plural(len(context.config.nodes), 'node')} answer")
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 from engine.checks import connectivity, sync
 from engine.checks.check import THIS_MACHINE, Check, Findings, differing_items, this_machine
 from engine.checks.context import CheckContext
-from engine.checks.fixes import chained, copy_file, copy_folder, move_aside
+from engine.checks.fixes import Fix, copies, copy_file, copy_folder, move_aside
 from engine.cluster.probe_results import FileHashes
 from engine.config.models import Config, NodeConfig
 from engine.models import CheckResult, WorkerConsistency
@@ -159,7 +159,7 @@ def evaluate(
     result = found.verdict(
         f"{compared.workers} workers agree with {against} on {len(compared.reference or {})} items",
         advice=_advice(compared, decision, settings.consistency_threshold),
-        fix_command=_fix(config, compared, workers, models),
+        fix=_fix(config, compared, workers, models),
     )
     return result.model_copy(update={"detail": detail, "excludes": excluded})
 
@@ -195,7 +195,7 @@ def _short(value: str | None) -> str:
 
 def _fix(
     config: Config, compared: Agreement, workers: Mapping[str, ItemHashes], models: Mapping[str, str | None]
-) -> str | None:
+) -> Fix | None:
     """A line for this machine's shell that moves what differs aside and copies the reference to the divergent nodes;
     None where there is none."""
     reference, source = compared.reference, _source(config, compared)
@@ -216,7 +216,7 @@ def _fix(
                 lines.append(copy_file(source, here, node, there.parent))
         if {source.name, node.name} <= known.keys() and any(name.startswith(_MODEL) for name in wanted):
             lines.append(copy_folder(source, [node], known))
-    return chained(lines)
+    return copies(lines)
 
 
 def _file(config: Config, node: NodeConfig, model: str | None, name: str) -> str | None:

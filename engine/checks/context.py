@@ -24,9 +24,7 @@ T = TypeVar("T")
 Result = TypeVar("Result", bound=FrozenModel)
 
 
-def once(
-    work: Callable[[CheckContext], Coroutine[Any, Any, T]],
-) -> Callable[[CheckContext], Coroutine[Any, Any, T]]:
+def once(work: Callable[[CheckContext], Coroutine[Any, Any, T]]) -> Callable[[CheckContext], Coroutine[Any, Any, T]]:
     """`work` as it is done once for a context, and shared by all who call it."""
 
     @functools.wraps(work)
@@ -40,12 +38,7 @@ class CheckContext:
     """A configuration, its nodes, and what is known of them. Its owner closes the fleet."""
 
     def __init__(
-        self,
-        config: Config,
-        fleet: Fleet,
-        *,
-        division: Division | None = None,
-        calibration: Calibration | None = None,
+        self, config: Config, fleet: Fleet, *, division: Division | None = None, calibration: Calibration | None = None
     ) -> None:
         """`division` is that of the launch that is checked, `calibration` what it was made of: both may know of nodes
         that `config` has no longer. Without a division, whoever wants one looks for a calibration of `config`."""

@@ -15,7 +15,7 @@ from typing import Any
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
 from engine.checks.context import CheckContext
-from engine.checks.fixes import chained, copy_file, move_aside
+from engine.checks.fixes import Fix, copies, copy_file, move_aside
 from engine.checks.obstacles import TRIAL_LIMIT_S, data_features, data_files, describe_refused, refused_rows
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.agent_client import each_of
@@ -129,15 +129,15 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         if file.seen.sha256 not in ("", hashes[file.path.name])
     ]
     # One by one: the folder may have other files of a person's own.
-    copies = [
+    copied = [
         copy_file(first, PurePosixPath(file.path), node, PurePosixPath(folders[node.name]))
         for node in lacking
         for file in ours
         if not file.absent
     ]
-    fix = chained([*aside, *copies])
+    fix = copies([*aside, *copied])
     summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours)
-    return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix_command=fix)
+    return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix=fix)
 
 
 def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: NodeFindings, *, correct: bool) -> None:
@@ -158,17 +158,17 @@ def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: No
         findings.fault(f"{train.path} has fewer examples ({examples}) than batch_size = {batch_size}")
 
 
-def _corrected_copy(files: list[DataFile]) -> str | None:
+def _corrected_copy(files: list[DataFile]) -> Fix | None:
     """A command that writes the files without their bad lines into a folder beside theirs, which must not exist, and
     the last lines of a sound train.jsonl as a missing valid.jsonl. None where that is not possible."""
     train = files[0]
     target = PurePosixPath(f"{train.path.parent}{_CORRECTED}")
     count = max(1, train.seen.lines // _VALIDATION_SHARE)
-    copies, corrections = list[str](), list[str]()
+    copied, corrections = list[str](), list[str]()
     for file in files:
         source, copy = quoted(file.path), quoted(target / file.path.name)
         if file.fault is None:
-            copies.append(f"cp {source} {copy}")
+            copied.append(f"cp {source} {copy}")
         elif file.cleanable:
             lines = ";".join(f"{number}d" for number, _ in file.seen.faults)
             corrections.append(f"sed '{lines}' {source} > {copy}")
@@ -177,7 +177,8 @@ def _corrected_copy(files: list[DataFile]) -> str | None:
         elif train.fault is None and train.seen.lines > 1:
             rest = f"sed '{train.seen.lines - count + 1},$d' {quoted(train.path)} > {quoted(target / train.path.name)}"
             corrections += [rest, f"tail -n {count} {quoted(train.path)} > {copy}"]
-    return " && ".join([f"mkdir {quoted(target)}", *copies, *corrections]) if corrections else None
+    line = " && ".join([f"mkdir {quoted(target)}", *copied, *corrections])
+    return Fix(line, f"makes {target}, and changes no other file; rm -r removes it") if corrections else None
 
 
 def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.checks.check import verdict
 from engine.checks.interpreter import IMPORT_LIMIT_S, as_interpreter, with_mlx_lm
-from engine.checks.versions import MLX_MINIMUM, dotted, install_command, new_enough
+from engine.checks.versions import MLX_MINIMUM, dotted, install_fix, new_enough
 from engine.cluster.network_interfaces import rdma_device_names, whole_rdma_table
 from engine.cluster.probe_results import MlxLmReport, MlxReport
 from engine.cluster.replies import probe_here
@@ -45,8 +45,8 @@ async def _mlx() -> CheckResult:
         seen = with_mlx_lm(seen, mlx_lm)
     if seen.problem or not new_enough(seen.mlx, MLX_MINIMUM):
         summary = seen.problem or f"mlx {seen.mlx} is older than {dotted(MLX_MINIMUM)}"
-        fix = install_command(sys.executable, {"mlx": f">={dotted(MLX_MINIMUM)}", "mlx-lm": ""})
-        return verdict("mlx", CheckStatus.FAIL, summary, fix_command=fix)
+        fix = install_fix(sys.executable, seen, {"mlx": f">={dotted(MLX_MINIMUM)}", "mlx-lm": ""})
+        return verdict("mlx", CheckStatus.FAIL, summary, fix=fix)
     return verdict("mlx", CheckStatus.PASS, f"{seen.describe()}, {platform.system()} {platform.machine()}")
 
 

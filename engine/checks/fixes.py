@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
+from typing import NamedTuple
 
-from engine.cluster.transport.base import in_home, quoted
+from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.security.identifiers import SshTarget
 
@@ -24,6 +25,24 @@ _ESCAPED = "\\ud"
 """In a path from a node: a byte of its name is not UTF-8, and was replaced by this escape (security.sanitise.plain)."""
 _PACK = "env COPYFILE_DISABLE=1 tar"
 """Without it macOS's tar puts a file beside each file that has attributes."""
+_KEEP = "$(tar --help | grep -q skip-old-files && echo --skip-old-files || echo -k)"
+"""The option not to overwrite: GNU tar fails at its -k, macOS's tar skips the file."""
+LISTS = "lists the largest folders, and changes nothing"
+ENDS = "ends these processes for good, with what they have not saved: it cannot be taken back"
+_EFFECTS = {
+    "mkdir -p": "makes a folder; rmdir removes it",
+    "chmod +x": "lets it be run; chmod -x takes that back",
+    "chmod u+rx": "lets its owner read and run it; chmod u-rx takes that back",
+    "chmod u+rX": "lets its owner read it; chmod u-r takes that back",
+    "chmod u+rwx": "gives its owner all rights to it; chmod u-rwx takes them back",
+    'sudo chown "$USER"': "makes you its owner; chown gives it back",
+}
+
+
+class Fix(NamedTuple):
+    command: str
+    effect: str
+    """The change, and how it is taken back."""
 
 
 def flightdeck_command(config: Config, command: str) -> str:
@@ -48,10 +67,24 @@ def on_path(command: str, path: str | None) -> str | None:
     return f"{command} {quoted(path)}" if path is not None and _ESCAPED not in path else None
 
 
+def path_fix(command: str, path: str | None) -> Fix | None:
+    """As `on_path`, with the effect of a command of `_EFFECTS`."""
+    line = on_path(command, path)
+    return Fix(line, _EFFECTS[command]) if line is not None else None
+
+
+def copies(lines: Iterable[str | None]) -> Fix | None:
+    """Lines of `move_aside`, `copy_folder` and `copy_file` as one fix."""
+    effect = f"copies files and overwrites none: one that differs is renamed to *{ASIDE}-HASH; mv brings it back"
+    line = chained(lines)
+    return Fix(line, effect) if line is not None else None
+
+
 def copy_folder(source: NodeConfig, targets: Sequence[NodeConfig], folders: Mapping[str, str]) -> str | None:
-    """A line for this machine's shell that copies the files of a folder of `source` to `targets`. `folders` has each
-    node's own path of it; a folder that several nodes share is written once."""
-    return _for_each(source, targets, folders, lambda node, path: _copy(source, folders[source.name], node, path))
+    """A line for this machine's shell that copies the files of a folder of `source`, hidden ones apart, to `targets`,
+    and overwrites none. `folders` has each node's path of it; one that several nodes share is written once."""
+    pack = _on(source, f"{_PACK} -C {quoted(folders[source.name])} --exclude './.*' -chf - .")
+    return _for_each(source, targets, folders, pack, keep=True)
 
 
 def copy_tree(
@@ -63,25 +96,25 @@ def copy_tree(
     exclude_paths: Sequence[str],
 ) -> str | None:
     """Like `copy_folder`, hidden files included and without `exclude_names` (anywhere) and `exclude_paths` (below the
-    folder). Uses tar, which every system has, and deletes nothing. None also where it cannot name a path."""
+    folder). Overwrites, and deletes nothing. None also where it cannot name a path."""
     if any(_ESCAPED in path for path in exclude_paths):
         return None
     excluded = (*exclude_names, *(f"./{path}" for path in exclude_paths))
     options = " ".join(f"--exclude {shlex.quote(name)}" for name in excluded)
     pack = _on(source, f"{_PACK} -C {quoted(folders[source.name])} {options} -cf - .")
-    return _for_each(source, targets, folders, lambda node, path: f"{pack} | {_unpack(node, path)}")
+    return _for_each(source, targets, folders, pack, keep=False)
 
 
 def copy_file(source: NodeConfig, file: PurePosixPath, target: NodeConfig, folder: PurePosixPath) -> str:
-    """A line for this machine's shell that copies a file of `source`, with its permissions, to a folder of `target`."""
+    """A line for this machine's shell that copies a file of `source`, with its permissions, to a folder of `target`,
+    unless it has one of this name."""
     pack = _on(source, f"{_PACK} -C {quoted(file.parent)} -chf - {shlex.quote(f'./{file.name}')}")
-    return f"{pack} | {_unpack(target, folder)}"
+    return f"{pack} | {_unpack(target, folder, keep=True)}"
 
 
 def move_aside(node: NodeConfig, file: str, seen: str | None) -> str | None:
-    """A line for this machine's shell that renames a file on its node, so that a copy does not overwrite it; `seen` is
-    its hash, which becomes part of its new name. None for a file that is not there (`seen` is None) or cannot be named.
-    """
+    """A line for this machine's shell that renames a file on its node, to make room for a copy; `seen` is its hash, a
+    part of its new name. None for a file that is not there (`seen` is None) or cannot be named."""
     if seen is None or (move := on_path("mv", file)) is None:
         return None
     aside = quoted(f"{file}{ASIDE}-{_NOT_HEX.sub('', seen)[:12]}")
@@ -89,31 +122,18 @@ def move_aside(node: NodeConfig, file: str, seen: str | None) -> str | None:
 
 
 def _for_each(
-    source: NodeConfig,
-    targets: Sequence[NodeConfig],
-    paths: Mapping[str, str],
-    command: Callable[[NodeConfig, str], str],
+    source: NodeConfig, targets: Sequence[NodeConfig], paths: Mapping[str, str], pack: str, *, keep: bool
 ) -> str | None:
-    """`command` of each distinct path of `targets` other than the source's, chained."""
+    """The output of `pack`, unpacked in each distinct path of `targets` other than the source's."""
     distinct = {(node.ssh, paths[node.name]): node for node in targets}
     distinct.pop((source.ssh, paths[source.name]), None)
-    return chained(command(node, path) for (_, path), node in distinct.items())
+    return chained(f"{pack} | {_unpack(node, path, keep=keep)}" for (_, path), node in distinct.items())
 
 
-def _unpack(node: NodeConfig, folder: PurePath | str) -> str:
-    command = f"mkdir -p {quoted(folder)} && tar -C {quoted(folder)} -xf -"
+def _unpack(node: NodeConfig, folder: PurePath | str, *, keep: bool) -> str:
+    command = f"mkdir -p {quoted(folder)} && tar -C {quoted(folder)} {f'{_KEEP} ' if keep else ''}-xf -"
     # In a subshell here: its && would end the pipe.
     return f"({command})" if node.local else _on(node, command)
-
-
-def _copy(source: NodeConfig, source_folder: str, target: NodeConfig, target_folder: str) -> str:
-    make = f"mkdir -p {quoted(target_folder)}"
-    if source.local and target.local:
-        return f"{make} && cp -R {quoted(source_folder)}/* {quoted(target_folder)}/"
-    # -3 copies through this machine: the nodes need not reach each other.
-    copy = "scp -r" if source.local or target.local else "scp -3 -r"
-    paths = f"{_scp_path(source, source_folder, '/*')} {_scp_path(target, target_folder, '/')}"
-    return f"{_on(target, make)} && {copy} {paths}"
 
 
 def _on(node: NodeConfig, command: str) -> str:
@@ -133,15 +153,3 @@ def _runs(command: str, *programs: str) -> bool:
     return any(
         word in programs and before and set(before) <= set("|&;") for before, word in itertools.pairwise((";", *words))
     )
-
-
-def _scp_path(node: NodeConfig, folder: str, files: str) -> str:
-    """A folder and which of its files, as scp takes them; a path in the home is relative there."""
-    if node.local:
-        return quoted(folder) + files
-    target = SshTarget.parse(node.ssh)
-    inside = in_home(folder)
-    path = (inside if inside is not None else str(PurePosixPath(folder))) or "."
-    if target.port is not None:
-        return shlex.quote(f"scp{target.openssh.removeprefix('ssh')}/{path}{files}")
-    return shlex.quote(f"{target.openssh}:{path}{files}")

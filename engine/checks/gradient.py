@@ -163,10 +163,7 @@ class _Group:
             PurePosixPath(layout.bundle),
             backend=self.network.backend,
             world_size=len(self.context.config.nodes),
-            environment={
-                **self.program.environment,
-                **({"PATH": os.environ.get("PATH")} if launcher_here else {}),
-            },
+            environment={**self.program.environment, **({"PATH": os.environ.get("PATH")} if launcher_here else {})},
         )
         files = {"start.sh": script, **self.program.files}
         if environment is not None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from engine.checks import connectivity, ports, sync
 from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
+from engine.checks.fixes import Fix
 from engine.checks.plan_inputs import MemoryNeed, describe_memory, memory_needs, memory_share, shared_plan
 from engine.checks.ports import HeldPorts
 from engine.cluster.probe_results import PortHolder
@@ -72,7 +73,8 @@ def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> No
     elif facts.system == "Darwin" and facts.gpu != "gpu":
         version = f"=={facts.mlx}" if facts.mlx else ""
         install = f"uv pip install --python {quoted(node.python)} --reinstall {quoted(f'mlx{version}')}"
-        findings.fault(f"MLX there uses the {facts.gpu} and not the GPU (Metal)", install)
+        effect = "installs the same version of mlx again in this environment, and changes nothing else"
+        findings.fault(f"MLX there uses the {facts.gpu} and not the GPU (Metal)", Fix(install, effect))
     else:
         findings.passed.append(f"{name}: MLX uses its {facts.gpu}" if name else f"MLX uses its {facts.gpu}")
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from engine.checks import connectivity
 from engine.checks.check import THIS_MACHINE, Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
+from engine.checks.fixes import LISTS, Fix
 from engine.cluster.probe_results import BusyProcess, SystemLoad
 from engine.cluster.sensors import mac_gpu_use
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, plural
+from engine.errors import FlightDeckError, memory_text, plural
 from engine.models import CheckResult, NodeFacts
 
 NAME = "health_check"
@@ -86,7 +87,7 @@ def _check_disk(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> N
         return
     space = f"{free / 1e9:,.1f} GB free on the disk of {node.workdir}"
     message = f"{space}: make room, the command lists the largest folders"
-    largest = f"du -xak {quoted(node.workdir)} 2>/dev/null | sort -rn | head -n 20"
+    largest = Fix(f"du -xak {quoted(node.workdir)} 2>/dev/null | sort -rn | head -n 20", LISTS)
     if free < DISK_FAIL_BYTES:
         findings.fault(message, largest)
     elif free < DISK_WARN_BYTES:
@@ -100,16 +101,17 @@ def _check_swap(facts: NodeFacts, findings: NodeFindings) -> None:
     if swap is None or memory is None:
         findings.passed.append("swap not known")
     elif swap > SWAP_SHARE * memory:
-        findings.warn(f"{swap / 1e9:,.1f} GB of its memory are in swap: end what fills it, or restart it")
+        findings.warn(f"{memory_text(swap)} of its memory are in swap: end what fills it, or restart it")
     else:
-        findings.passed.append(f"swap {swap / 1e9:,.1f} GB")
+        findings.passed.append(f"swap {memory_text(swap)}")
 
 
 def _check_power(facts: NodeFacts, findings: NodeFindings) -> None:
     if facts.low_power_mode:
         mac = "sudo pmset -a lowpowermode 0"
         linux = "echo balanced | sudo tee /sys/firmware/acpi/platform_profile"
-        findings.warn("Low Power Mode is on", mac if facts.system == "Darwin" else linux)
+        effect = "switches Low Power Mode off; the same setting switches it on again"
+        findings.warn("Low Power Mode is on", Fix(mac if facts.system == "Darwin" else linux, effect))
     elif facts.low_power_mode is False:
         findings.passed.append("Low Power Mode off")
 
@@ -124,7 +126,7 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
     if load.nvidia is None:
         findings.warn("what holds its GPU's memory is not known: nvidia-smi gave no list")
     for pid, megabytes, name in _NVIDIA.findall(load.nvidia or ""):
-        findings.warn(f"pid {pid} ({name[:80]}) holds {int(megabytes) / 1e3:,.1f} GB of the GPU's memory")
+        findings.warn(f"pid {pid} ({name[:80]}) holds {memory_text(int(megabytes) << 20)} of the GPU's memory")
     if (use := mac_gpu_use(load.ioreg)) is not None:
         if use > GPU_SHARE:
             findings.warn(f"its GPU is {use:.0%} busy already; macOS reports only to root by which process")
@@ -142,7 +144,7 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
 
 
 def describe_busy(process: BusyProcess, memory_bytes: int) -> str:
-    share = f", {process.rss_bytes / 2**30:,.1f} GB of {memory_bytes / 2**30:,.0f}"
+    share = f", {memory_text(process.rss_bytes)} of {memory_text(memory_bytes)}"
     rank = ", a rank of a Flight Deck run" if process.run else ""
     return f"pid {process.pid} ({process.command[:80]}{rank}) keeps {process.cores:.1f} cores busy{share}"
 

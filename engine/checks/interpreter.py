@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
-from engine.cluster.agent_client import AgentClient, InterpreterMissing
+from engine.cluster.agent_client import AgentClient, InterpreterBroken, InterpreterMissing
 from engine.cluster.probe_results import MlxLmReport, MlxReport
 from engine.errors import LaunchError
 from engine.models import NoValue
 
+HOME_ENVIRONMENT = PurePosixPath("~/.venv")
+"""Where an environment is made for a python that belongs to the system."""
+_READ_ONLY = 3
+_OCCUPIED = f'[ -e "$1" ] || exit 1; [ -w "$2" ] || exit {_READ_ONLY}'
 IMPORT_LIMIT_S = 60.0
 """For mlx-lm from a cold disk; from a warm one it takes one or two."""
 
@@ -25,7 +30,9 @@ class Interpreter:
     """The distributed backends that this build of MLX has."""
     problem: str | None = None
     absent: bool = False
-    """There is no such interpreter."""
+    """There is no such interpreter, or it cannot be run."""
+    beside: PurePosixPath | None = None
+    """The environment beside which another one is made, since a new one may not be put into a folder that is there."""
     venv: bool = False
     linux: bool = sys.platform.startswith("linux")
     """The head's own system where the interpreter has not answered."""
@@ -40,11 +47,27 @@ async def probe_interpreter(agent: AgentClient) -> Interpreter:
     """Import mlx on a node (a tenth of a second), mlx-lm not. Raises NodeUnreachable."""
     try:
         report = await agent.probe("mlx", result_type=MlxReport, timeout_s=IMPORT_LIMIT_S)
-    except InterpreterMissing:
-        return Interpreter(problem=f"no such interpreter: {agent.node.python}", absent=True)
     except LaunchError as error:
-        return Interpreter(problem=f"{error.what}: {error.why}" if error.why else error.what)
+        problem = f"{error.what}: {error.why}" if error.why else error.what
+        if isinstance(error, InterpreterMissing):
+            problem = f"no such interpreter: {agent.node.python}"
+        absent = isinstance(error, InterpreterBroken)
+        return Interpreter(problem=problem, absent=absent, beside=await _occupied(agent) if absent else None)
     return as_interpreter(report, agent.node.python)
+
+
+def environment_of(python: str) -> PurePosixPath:
+    """The environment of an interpreter; for one outside of a `bin`, a place for one."""
+    path = PurePosixPath(python)
+    return path.parent.parent if path.parent.name == "bin" else path.parent / ".venv"
+
+
+async def _occupied(agent: AgentClient) -> PurePosixPath | None:
+    """For `Interpreter.beside` without a python: asked by the node's shell. Raises NodeUnreachable."""
+    environment = environment_of(agent.node.python)
+    ask = ["/bin/sh", "-c", _OCCUPIED, "sh", str(environment), str(environment.parent)]
+    code = (await agent.transport.run(ask, timeout_s=IMPORT_LIMIT_S)).code
+    return environment if code == 0 else HOME_ENVIRONMENT if code == _READ_ONLY else None
 
 
 async def probe_mlx_lm(agent: AgentClient, seen: Interpreter, *, imported: bool) -> Interpreter:

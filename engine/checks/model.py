@@ -8,7 +8,7 @@ import posixpath
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, differing_items, first_of, skip_for_command
 from engine.checks.context import CheckContext
-from engine.checks.fixes import chained, copy_folder, move_aside
+from engine.checks.fixes import Fix, copies, copy_folder, move_aside
 from engine.checks.obstacles import TRIAL_LIMIT_S, adapter_obstacles, depends_on_matrices
 from engine.checks.plan_inputs import shared_plan_inputs
 from engine.cluster.probe_results import ModelFiles
@@ -18,6 +18,8 @@ from engine.models import CheckResult
 
 NAME = "model_present"
 _LIMIT_S = 60.0
+_DOWNLOADED = "-downloaded"
+"""Suffix of the folder that a download makes beside the model's."""
 _SET_ANOTHER = "set `model` in [job] to a directory with an mlx-lm model"
 
 
@@ -34,8 +36,14 @@ async def run(context: CheckContext) -> CheckResult:
         folder = folders[node.name]
         found.evidence[node.name] = f"{folder}: {files.describe()}"
         if files.faults:
-            fix = f"hf download {files.repository} --local-dir {quoted(folder)}" if files.repository else None
-            found.fault(node, f"{folder}: {files.describe()}", fix)
+            fix, message = None, f"{folder}: {files.describe()}"
+            if files.repository:
+                # Beside it: config.json may name the model that this one was made from, and hf overwrites.
+                beside = f"{folder}{_DOWNLOADED}"
+                download = f"hf download {files.repository} --local-dir {quoted(beside)}"
+                fix = Fix(download, f"makes {beside}; rm -r removes it")
+                message += f'; the fix downloads {files.repository} beside it, then set model = "{beside}"'
+            found.fault(node, message, fix)
         else:
             complete[node.name] = files
     if not complete:
@@ -57,8 +65,8 @@ async def run(context: CheckContext) -> CheckResult:
         folder = folders[node.name]
         aside += [move_aside(node, posixpath.join(folder, name), own.hashes.get(name)) for name in differing]
     lacking = [node for node in found.faulty if isinstance(answers[node.name], ModelFiles)]
-    fix = chained([*aside, copy_folder(first, lacking, folders)])
-    return found.verdict(complete[first.name].describe(), fix_command=fix)
+    fix = copies([*aside, copy_folder(first, lacking, folders)])
+    return found.verdict(complete[first.name].describe(), fix=fix)
 
 
 CHECK = Check(

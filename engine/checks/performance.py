@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from engine.checks import connectivity, sync, versions
 from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
-from engine.checks.fixes import flightdeck_command
+from engine.checks.fixes import Fix, flightdeck_command
 from engine.checks.plan_inputs import (
     MemoryNeed,
     cluster_history,
@@ -63,7 +63,7 @@ async def run(context: CheckContext) -> CheckResult:
 
 def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, MemoryNeed], now: datetime) -> CheckResult:
     """`needed` is each node's memory, which is checked without a calibration too."""
-    fix = flightdeck_command(config, "calibrate")
+    fix = Fix(flightdeck_command(config, "calibrate"), "measures; a newer calibration replaces the last one")
     found = Findings(NAME, config)
     passed = ""
     if (calibration := status.calibration) is None:
@@ -95,7 +95,7 @@ def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, Mem
 
 
 def _check_overall(
-    calibration: Calibration, division: Division | None, predicted: Prediction, findings: NodeFindings, fix: str
+    calibration: Calibration, division: Division | None, predicted: Prediction, findings: NodeFindings, fix: Fix
 ) -> None:
     for name in predicted.shares.left_out:
         findings.warn(f"{name} completed no step during calibration: it counts as offline and is left out", fix)
@@ -107,10 +107,10 @@ def _check_overall(
     latency_s = calibration.all_ranks.latency_s if calibration.all_ranks is not None else None
     if latency_s is not None and latency_s >= LATENCY_S:
         message = f"an all_sum over all ranks takes {latency_s * 1e3:,.0f} ms, the limit is {LATENCY_S * 1e3:.0f}"
-        findings.fault(f"{message}: {_FIX_LINKS}, then measure again with `{fix}`")
+        findings.fault(f"{message}: {_FIX_LINKS}, then measure again with `{fix.command}`")
 
 
-def _check_throughput(calibration: Calibration, node: str, findings: NodeFindings, fix: str) -> None:
+def _check_throughput(calibration: Calibration, node: str, findings: NodeFindings, fix: Fix) -> None:
     measure = calibration.measure_of(node)
     speed = measure.examples_per_s if measure is not None else None
     if speed is None:
@@ -145,7 +145,7 @@ def _slowness(calibration: Calibration, predicted: Prediction) -> dict[str, floa
     return {name: seconds / balanced - 1 for name, seconds in compute.items()}
 
 
-def _check_pace(slowness: float, predicted: Prediction, findings: NodeFindings, fix: str) -> None:
+def _check_pace(slowness: float, predicted: Prediction, findings: NodeFindings, fix: Fix) -> None:
     if slowness <= SLOW_WARNS:
         return
     message = f"its part of a step takes {slowness:.0%} longer than"

@@ -21,7 +21,7 @@ from engine.cluster.probe_results import ExampleCount, ModelConfiguration
 from engine.cluster.topology import topology
 from engine.config.formats import resolved
 from engine.config.models import Config, NodeConfig, select_nodes
-from engine.errors import FlightDeckError, InputError, LaunchError, StateError
+from engine.errors import FlightDeckError, InputError, LaunchError, StateError, memory_text
 from engine.launch.hostfile import hostfile_document, write_hostfile
 from engine.launch.manual_launch import JobSizes, manual_launch
 from engine.launch.rank_environment import common_environment
@@ -54,7 +54,6 @@ from engine.store.store import Store
 _LIMIT_S = 20.0
 _COUNT_LIMIT_S = 60.0
 """For millions of examples from a slow disk."""
-_GB = 1e9
 Answer = TypeVar("Answer")
 
 
@@ -84,11 +83,7 @@ class ClusterHistory:
 
 
 async def collect_plan_inputs(
-    context: CheckContext,
-    fresh: Mapping[str, NodeFacts],
-    history: ClusterHistory,
-    *,
-    strategy: Strategy | None = None,
+    context: CheckContext, fresh: Mapping[str, NodeFacts], history: ClusterHistory, *, strategy: Strategy | None = None
 ) -> PlanInputs:
     """Without a count of the examples. `fresh` are the facts of a probe just made, `strategy` replaces the job's. The
     hostfile of the manual launch is written below the fleet's home."""
@@ -342,11 +337,11 @@ def memory_share(need: MemoryNeed) -> float | None:
 
 
 def describe_memory(need: MemoryNeed) -> str:
-    """For example "needs 8.0 of 12.0 GB (by estimate, 1.0 GB of it in reserve, limit by Metal)"."""
+    """For example "needs 8.2 GB of 12 GB (by estimate, 1.5 GB of it in reserve, limit by Metal)"."""
     if isinstance(need, str):
         return f"memory not compared: {need}"
     if need.limit_bytes is None:
         return f"memory not compared: what the node may use is not known ({need.limit_from})"
-    reserve = f", {need.reserve_bytes / _GB:,.1f} GB of it in reserve" if need.reserve_bytes else ""
+    reserve = f", {memory_text(need.reserve_bytes)} of it in reserve" if need.reserve_bytes else ""
     source = f"by {need.source}{reserve}, limit by {need.limit_from}"
-    return f"needs {need.needed_bytes / _GB:,.1f} of {need.limit_bytes / _GB:,.1f} GB ({source})"
+    return f"needs {memory_text(need.needed_bytes)} of {memory_text(need.limit_bytes)} ({source})"

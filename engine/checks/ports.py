@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings, verdict
 from engine.checks.context import CheckContext, once
+from engine.checks.fixes import ENDS, Fix
 from engine.cluster.agent_client import each_of
 from engine.cluster.probe_results import PortHolder, PortHolders
 from engine.config.models import NodeConfig
@@ -77,10 +78,10 @@ async def held_ports(context: CheckContext) -> HeldPorts:
     return await context.on_all_nodes(probe)
 
 
-def held_fix(held: Mapping[str, PortHolder]) -> str | None:
+def held_fix(held: Mapping[str, PortHolder]) -> Fix | None:
     """Ends ranks of earlier runs; any other program is its owner's to end."""
     pids = dict.fromkeys(str(who.pid) for who in held.values() if who.orphan and who.pid is not None)
-    return f"kill {' '.join(pids)}" if pids else None
+    return Fix(f"kill {' '.join(pids)}", ENDS) if pids else None
 
 
 def _endpoints(rank: int, network: NetworkPlan, first: int) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext
-from engine.checks.fixes import on_path
+from engine.checks.fixes import path_fix
 from engine.cluster.probe_results import ProgramLocation
 from engine.errors import InputError
 from engine.models import CheckResult
@@ -31,7 +31,7 @@ async def run(context: CheckContext) -> CheckResult:
     found = Findings(NAME, context.config)
     for node, location in found.answered(answers):
         if location.fault is not None:
-            fix = on_path("mkdir -p", location.make) or on_path("chmod +x", location.permit)
+            fix = path_fix("mkdir -p", location.make) or path_fix("chmod +x", location.permit)
             found.fault(node, location.fault, fix)
         elif (why := _outside(context, location)) is not None:
             found.fault(node, why)

@@ -20,7 +20,7 @@ from typing import Literal
 from engine.checks import connectivity
 from engine.checks.check import THIS_MACHINE, Check, Findings, first_of, verdict
 from engine.checks.context import CheckContext
-from engine.checks.fixes import chained, copy_tree, on_path
+from engine.checks.fixes import Fix, chained, copy_tree, path_fix
 from engine.checks.local_process import LocalProgram, last_lines
 from engine.cluster.probe_results import WorkdirTree
 from engine.cluster.transport.base import Completed
@@ -42,6 +42,7 @@ MAX_FILES = 20_000
 """More than a project has; the rest of a larger tree is not compared, and the result says so."""
 MAX_HASHED_FILE_BYTES = 64_000_000
 """A larger file is compared by its size: weights and data have checks of their own, which hash what matters."""
+_COPIES = "copies the project; a file that differs on the node is overwritten there, and no copy of it is kept"
 MAX_HASHED_BYTES = 1_000_000_000
 """Hashed per node, a second or two; the rest is compared by size."""
 SCRIPT_LIMIT_S = 300.0
@@ -58,7 +59,7 @@ class SyncScriptOutcome:
     message: str
     lines: tuple[str, ...] = ()
     """The last lines of its output."""
-    fix: str | None = None
+    fix: Fix | None = None
     advice: str = ""
 
 
@@ -78,7 +79,7 @@ def find_sync_script(config: Config) -> Path | SyncScriptOutcome:
         return SyncScriptOutcome("failed", f"{path} cannot be reached: permission denied")
     if not os.access(path, os.R_OK | os.X_OK):
         why = "executed" if os.access(path, os.R_OK) else "read"
-        return SyncScriptOutcome("failed", f"{path} may not be {why}", fix=f"chmod u+rx {shlex.quote(str(path))}")
+        return SyncScriptOutcome("failed", f"{path} may not be {why}", fix=path_fix("chmod u+rx", str(path)))
     return path
 
 
@@ -221,7 +222,8 @@ async def run_script(config: Config, on_line: Callable[[str], None]) -> SyncScri
     how = f"ended with {ended.code}" if ended.code is not None else f"did not end within {SCRIPT_LIMIT_S:.0f} s"
     last = f": {lines[-1]}" if lines else ""
     again = f"cd {shlex.quote(str(directory))} && {shlex.quote(str(script))}"
-    return SyncScriptOutcome("failed", f"{script.name} {how}{last}", lines, again, "run it by hand and fix it")
+    fix = Fix(again, "runs your script again; what that changes, the script decides")
+    return SyncScriptOutcome("failed", f"{script.name} {how}{last}", lines, fix, "run it by hand and fix it")
 
 
 async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) -> Completed:
@@ -262,7 +264,7 @@ def evaluate(config: Config, scripted: SyncScriptOutcome, compared: WorkdirCompa
     if compared is None:
         status = CheckStatus.FAIL if blocks else CheckStatus.WARN
         summary = scripted.message + (f"; {scripted.advice}" if scripted.advice else "")
-        result = verdict(NAME, status, summary, fix_command=scripted.fix)
+        result = verdict(NAME, status, summary, fix=scripted.fix)
     else:
         result = _evaluate_trees(config, scripted, compared, blocks=blocks and scripted.status == "success")
     evidence = result.evidence
@@ -290,7 +292,7 @@ def _evaluate_trees(
     for node in config.nodes:
         difference, tree = compared.differences.get(node.name, TreeDifference()), compared.trees.get(node.name)
         if node.name in compared.problems:
-            fix = on_path("chmod u+rX", tree.permit) if tree is not None else None
+            fix = path_fix("chmod u+rX", tree.permit) if tree is not None else None
             report(node, compared.problems[node.name], fix)
         elif difference:
             report(node, difference.describe(node.name, compared.reference.name))
@@ -304,7 +306,9 @@ def _evaluate_trees(
     copied = compared.trees.get(compared.reference.name)
     excluded = copied.left if copied is not None else ()
     copy = copy_tree(compared.reference, incomplete, workdirs, exclude_names=EXCLUDED, exclude_paths=excluded)
-    return found.verdict(fix_command=chained([found.verdict().fix_command, copy]), advice=scripted.message)
+    fixed = found.verdict()
+    line, effect = chained([fixed.fix_command, copy]), f"{fixed.fix_effect}; {_COPIES}" if fixed.fix_effect else _COPIES
+    return found.verdict(fix=Fix(line, effect) if line else None, advice=scripted.message)
 
 
 def _checks(compared: WorkdirComparison) -> tuple[str, ...]:

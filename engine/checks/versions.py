@@ -15,7 +15,8 @@ from pathlib import PurePosixPath
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext, once
-from engine.checks.interpreter import IMPORT_LIMIT_S, Interpreter, probe_mlx_lm
+from engine.checks.fixes import Fix
+from engine.checks.interpreter import HOME_ENVIRONMENT, IMPORT_LIMIT_S, Interpreter, environment_of, probe_mlx_lm
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import LaunchError
@@ -101,7 +102,7 @@ def _problem(seen: Interpreter, first: Interpreter, backend: str) -> tuple[str, 
     return problem
 
 
-def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[str, str]) -> tuple[str, str | None]:
+def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[str, str]) -> tuple[str, Fix | None]:
     """Advice for the message, and a command to be pasted on the node.
 
     Packages are installed into the environment that is there. Another interpreter is put into a new environment, never
@@ -111,12 +112,11 @@ def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[s
         return "", None
     minor = _minor(first.python or "")
     if seen.python is not None and (first.python is None or _minor(seen.python) == minor):
-        return "", install_command(node.python, wanted, linux=seen.linux)
-    path = PurePosixPath(node.python)
-    environment = path.parent.parent if path.parent.name == "bin" else path.parent / ".venv"
-    if seen.python is not None:
-        environment = environment if seen.venv else PurePosixPath("~/.venv")
-        environment = environment.with_name(f"{environment.name}-{minor}")
+        return "", install_fix(node.python, seen, wanted)
+    path, environment = PurePosixPath(node.python), environment_of(node.python)
+    beside = seen.beside if seen.python is None else environment if seen.venv else HOME_ENVIRONMENT
+    if beside is not None:
+        environment = beside.with_name(f"{beside.name}-{minor or 'new'}")
     python, advice = node.python, ""
     if path not in (environment / "bin" / name for name in ("python", "python3", f"python{minor}")):
         python = f"{environment}/bin/python"
@@ -124,7 +124,17 @@ def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[s
     make = f"mkdir -p {quoted(environment.parent)} && mkdir {quoted(environment)}"
     version = f"--python {minor} " if minor else ""
     install = install_command(python, wanted, linux=seen.linux)
-    return advice, f"{make} && uv venv {version}{quoted(environment)} && {install}"
+    line = f"{make} && uv venv {version}{quoted(environment)} && {install}"
+    return advice, Fix(line, f"makes {environment}, and changes nothing else; rm -r removes it")
+
+
+def install_fix(python: str, seen: Interpreter, wanted: dict[str, str]) -> Fix:
+    """`install_command`, and as its effect the command back to what was there."""
+    known = {"mlx": seen.mlx, "mlx-lm": seen.mlx_lm}
+    before = {name: f"=={known[name]}" for name in wanted if known[name] is not None}
+    back = install_command(python, before, linux=seen.linux) if before else f"uv pip uninstall {' '.join(wanted)}"
+    effect = f"changes packages of the environment of {python}; `{back}` takes that back"
+    return Fix(install_command(python, wanted, linux=seen.linux), effect)
 
 
 def _minor(version: str) -> str:

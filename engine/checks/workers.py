@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from engine.checks import connectivity, versions
 from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
+from engine.checks.fixes import ENDS, Fix
 from engine.checks.interpreter import Interpreter
 from engine.cluster.probe_results import StaleProcesses
 from engine.config.models import Config, NodeConfig
@@ -24,6 +25,7 @@ its cause on another."""
 _PROBE_LIMIT_S = 20.0
 _SET_CLOCK_MAC = "sudo sntp -sS time.apple.com"
 _SET_CLOCK_LINUX = "sudo chronyc makestep || sudo systemctl restart systemd-timesyncd"
+_SETS_CLOCK = "sets the clock by the network's time; date sets it back"
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -68,7 +70,7 @@ def _check_clock(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> 
             findings.warn("its clock could not be compared with this machine's")
     elif abs(skew) > SKEW_LIMIT_S:
         message = f"its clock is {abs(skew):,.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
-        findings.warn(message, _SET_CLOCK_MAC if facts.system == "Darwin" else _SET_CLOCK_LINUX)
+        findings.warn(message, Fix(_SET_CLOCK_MAC if facts.system == "Darwin" else _SET_CLOCK_LINUX, _SETS_CLOCK))
     else:
         findings.passed.append(f"clock {skew:+.3f} s")
 
@@ -78,7 +80,8 @@ def _check_leftovers(stale: StaleProcesses | FlightDeckError, findings: NodeFind
         findings.fault(f"it is not known whether processes of earlier runs are left: {stale}")
     elif stale.stale:
         pids = " ".join(str(pid) for group in stale.stale for pid in group.pids)
-        findings.fault(f"a rank of an earlier run is alive: pid {pids} ({stale.stale[0].command})", f"kill -9 {pids}")
+        message = f"a rank of an earlier run is alive: pid {pids} ({stale.stale[0].command})"
+        findings.fault(message, Fix(f"kill -9 {pids}", ENDS))
     else:
         findings.passed.append("no processes of earlier runs")
     if isinstance(stale, StaleProcesses) and not stale.marked_seen:

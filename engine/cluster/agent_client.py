@@ -67,7 +67,11 @@ Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 
-class InterpreterMissing(LaunchError):
+class InterpreterBroken(LaunchError):
+    """The node's python cannot be run, or ends before it has run anything."""
+
+
+class InterpreterMissing(InterpreterBroken):
     """The node has no such python."""
 
 
@@ -560,8 +564,9 @@ class _Start:
         if code == ShellExit.CANNOT_RUN:
             return _cannot_run(self._node, output)
         why = f"it ended with {code}" + (f": {output}" if output else "")
-        return LaunchError(f"{self._node.python} gave no answer", where=self._node.name, why=why)
+        kind = InterpreterBroken if code else LaunchError
+        return kind(f"{self._node.python} gave no answer", where=self._node.name, why=why)
 
 
-def _cannot_run(node: NodeConfig, why: str, kind: type[LaunchError] = LaunchError) -> LaunchError:
+def _cannot_run(node: NodeConfig, why: str, kind: type[LaunchError] = InterpreterBroken) -> LaunchError:
     return kind(f"{node.python} cannot be run on {node.name}", where=node.ssh, why=why, todo=_SET_PYTHON)

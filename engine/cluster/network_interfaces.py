@@ -57,11 +57,7 @@ def mac_interfaces(ifconfig: str, ports: Mapping[str, str]) -> tuple[Interface, 
         seen.setdefault(device, _ParsedInterface())
     found = [
         Interface(
-            name=name,
-            ipv4=tuple(entry.ipv4),
-            active=entry.active,
-            bridge=bridges.get(name),
-            port_name=ports.get(name),
+            name=name, ipv4=tuple(entry.ipv4), active=entry.active, bridge=bridges.get(name), port_name=ports.get(name)
         )
         for name, entry in seen.items()
         # A Mac has a dozen tunnels and radios besides.

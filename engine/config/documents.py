@@ -64,8 +64,8 @@ def file_text(path: Path) -> str:
     return text if text.isprintable() and len(text) <= MAX_PATH_LENGTH else value_text(text)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of flightdeck.toml. Raises DocumentError."""
+def read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    """The tables of flightdeck.toml, and the text that was parsed. Raises DocumentError."""
     wanted = "a flightdeck.toml: name one with -c FILE, write one with `flightdeck init`, or try `flightdeck demo`"
     text = read_text(path, wanted)
     if (long := _LONG_KEY.search(text)) is not None:
@@ -74,7 +74,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(text)
         _check_numbers(path, document)
-        return document
+        return document, text
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at (line \d+)", str(error))
         raise DocumentError(path, str(error), "TOML (https://toml.io)", line[1] if line else "the file") from error

@@ -67,11 +67,7 @@ _NOTHING_KNOWN = DraftJob()
 
 
 def draft(
-    nodes: Sequence[DraftNode],
-    *,
-    cluster: str = "cluster",
-    backend: str = "auto",
-    job: DraftJob = _NOTHING_KNOWN,
+    nodes: Sequence[DraftNode], *, cluster: str = "cluster", backend: str = "auto", job: DraftJob = _NOTHING_KNOWN
 ) -> str:
     """The text of a flightdeck.toml that `load_config` accepts. Duplicate names get a number. Raises InputError for an
     invalid host, address or device, and without nodes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +29,8 @@ class ImportedHosts:
     backend: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     """Variables for the ranks."""
+    text: str = ""
+    """The file's, as it was parsed."""
 
 
 def read_hostfile(faults: Faults, path: Path) -> ImportedHosts:
@@ -36,11 +38,13 @@ def read_hostfile(faults: Faults, path: Path) -> ImportedHosts:
     try:
         text = read_text(path, _WANTED)
         if text.lstrip()[:1] in ("[", "{"):
-            return _from_json(faults, Location(file_text(path)), read_json(path, text))
+            found = _from_json(faults, Location(file_text(path)), read_json(path, text))
+        else:
+            found = _from_lines(faults, file_text(path), text)
     except DocumentError as error:
         faults.found.append(error.fault)
         return ImportedHosts()
-    return _from_lines(faults, file_text(path), text)
+    return replace(found, text=text)
 
 
 def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:

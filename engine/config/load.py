@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
@@ -142,7 +143,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
 def load_config(path: Path) -> Config:
     """Raises ConfigError with all faults, and nothing else."""
     try:
-        document = read_toml(path)
+        document, text = read_toml(path)
     except DocumentError as error:
         raise ConfigError([error.fault]) from error
     file = path.absolute()
@@ -177,7 +178,8 @@ def load_config(path: Path) -> Config:
     if imported and imported.env:
         config = config.model_copy(update={"env": {**imported.env, **config.env}})
     placed = tuple(_with_job(node, config.model, config.data, file.parent) for node in good)
-    return Config(file=file, cluster=cluster, nodes=placed, job=config, **sections)
+    digest = hashlib.sha256((text + (imported.text if imported else "")).encode()).hexdigest()
+    return Config(file=file, digest=digest, cluster=cluster, nodes=placed, job=config, **sections)
 
 
 def _read_sections(

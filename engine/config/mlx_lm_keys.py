@@ -249,9 +249,7 @@ KEYS: dict[str, Key] = {
         "before it. Not in mlx-lm.",
     ),
     "patience": Key(
-        COUNT,
-        None,
-        "End the training after this many validations in a row without a better loss. Not in mlx-lm.",
+        COUNT, None, "End the training after this many validations in a row without a better loss. Not in mlx-lm."
     ),
     "steps_per_report": Key(COUNT, 10, "Iterations between two reports of the loss."),
     "save_every": Key(COUNT, 100, "Iterations between two saves of the adapters or weights."),

@@ -55,6 +55,8 @@ _PREPARE = """{kept}=${{TMPDIR-}}
 TMPDIR={attempt}/tmp
 mkdir -p "$TMPDIR" || exit {not_prepared}
 export {kept} TMPDIR
+# mlx.launch writes to $(mktemp) without quotes: a home may have a blank.
+IFS= && set -f
 """
 
 

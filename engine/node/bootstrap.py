@@ -133,11 +133,7 @@ def _problem(error: OSError, path: Path) -> dict[str, Any]:
     free_bytes = None
     with contextlib.suppress(OSError):
         free_bytes = shutil.disk_usage(next(each for each in path.parents if each.is_dir())).free
-    return {
-        "problem": error.strerror or str(error),
-        "path": str(error.filename or path),
-        "free_bytes": free_bytes,
-    }
+    return {"problem": error.strerror or str(error), "path": str(error.filename or path), "free_bytes": free_bytes}
 
 
 def _report(document: dict[str, Any]) -> None:

@@ -121,12 +121,7 @@ class Keeper:
     """One rank, kept by one loop over its FIFO, the signals and the clock."""
 
     def __init__(
-        self,
-        spec: AttemptSpec,
-        rank: RankSpec,
-        files: NodeFiles,
-        reaper: GroupReaper,
-        notifier: StartupNotifier,
+        self, spec: AttemptSpec, rank: RankSpec, files: NodeFiles, reaper: GroupReaper, notifier: StartupNotifier
     ) -> None:
         self._notifier = notifier
         self._spec = spec

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from engine.config.models import PARTITIONED
+from engine.errors import memory_text
 from engine.measurements import ThroughputPrediction
 from engine.plan.context import PlanContext
 from engine.plan.document import ChosenSettings, PlannedAdvice, Rationale, Source
@@ -238,7 +239,7 @@ def _sizes(context: PlanContext, memory: MemoryFit) -> str:
     for size in _MACS_GB:
         limit = int(size * 2**30 * WORKING_SET)
         choice = choose(memory.shape, [alone], [limit], dict.fromkeys(ChosenSettings.model_fields, AUTO))
-        needed = f"{choice.needed_bytes[0] / 1e9:,.1f} of {limit / 1e9:,.1f} GB"
+        needed = f"{memory_text(choice.needed_bytes[0])} of {memory_text(limit)}"
         found.append(f"{size} GB: {choice.settings.text if choice.fits else 'too small'} ({needed})")
     return f"{alone.batch} × {alone.sequence:,} tokens: " + "; ".join(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine.errors import plural
+from engine.errors import memory_text, plural
 from engine.plan.document import (
     BatchSection,
     CheckpointSection,
@@ -104,9 +104,9 @@ def _memory(section: MemorySection | Disabled, settings: ChosenSettings | Disabl
         return f"not known: {section.reason}"
     text = []
     for rank in section.ranks:
-        limit = f"{rank.limit_bytes / 1e9:,.1f} GB" if rank.limit_bytes is not None else "an unknown limit"
+        limit = memory_text(rank.limit_bytes) if rank.limit_bytes is not None else "an unknown limit"
         too_much = ", too much" if rank.fits is False else ""
-        text.append(f"{rank.node} {rank.needed_bytes / 1e9:,.1f} of {limit}{too_much}")
+        text.append(f"{rank.node} {memory_text(rank.needed_bytes)} of {limit}{too_much}")
     if isinstance(settings, ChosenSettings) and settings != ChosenSettings():
         text.append(f"with {settings.text}")
     return "; ".join(dict.fromkeys(text))

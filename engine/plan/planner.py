@@ -170,8 +170,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         worker_consistency=consistency_section(context, rationale),
         coordinator_chunking=chunking_section(context, rationale),
         pre_flight_checklist=ChecklistSection(
-            validation_layers=tuple(check.name for check in inputs.checks if not check.overridden),
-            checks=inputs.checks,
+            validation_layers=tuple(check.name for check in inputs.checks if not check.overridden), checks=inputs.checks
         ),
         cluster=inputs.config.cluster.name,
         job=inputs.config.job.name,

@@ -22,15 +22,7 @@ from engine.measurements import (
 )
 from engine.plan.fingerprint import is_stale
 from engine.plan.shares import divide_batch
-from engine.protocol.exchange import (
-    BUCKETS,
-    Averaging,
-    AveragingSchedule,
-    Exchange,
-    averaging,
-    buckets,
-    exchange,
-)
+from engine.protocol.exchange import BUCKETS, Averaging, AveragingSchedule, Exchange, averaging, buckets, exchange
 from engine.protocol.job import Strategy
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.config.models import PARTITIONED
-from engine.errors import plural
+from engine.errors import memory_text, plural
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
@@ -147,7 +147,7 @@ def split_layers(
     except ValueError as error:
         rationale.refuse("layer_split", str(error))
         return None
-    shown = " : ".join(f"{size / 1e9:.0f} GB" for size in sizes)
+    shown = " : ".join(map(memory_text, sizes))
     cap = f"; at most {M4_MAX_LAYERS} on an M4 Max in full fine-tuning" if any(most) else ""
     rationale.explain(key, Source.FACT, f"{layers} layers over {shown}, nodes with less memory never get more{cap}")
     return split

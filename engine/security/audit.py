@@ -24,12 +24,7 @@ MAX_LINE = 64_000
 
 
 def audit_log(
-    event_type: str,
-    status: str,
-    context: Mapping[str, Any],
-    *,
-    home: Path | None = None,
-    now: datetime | None = None,
+    event_type: str, status: str, context: Mapping[str, Any], *, home: Path | None = None, now: datetime | None = None
 ) -> bool:
     """Append `{"at", "event_type", "status", "context", "pid"}`. Returns False, without raising, when the disk is full
     or the directory is gone: an abort must not fail because it cannot be recorded.

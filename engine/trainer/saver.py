@@ -187,12 +187,7 @@ class Saver:
         return self.collective.rank == 0
 
     def _report(
-        self,
-        iteration: int,
-        target: Path,
-        weights: WeightStream,
-        write: Callable[[], tuple[Path, int]],
-        **facts: float,
+        self, iteration: int, target: Path, weights: WeightStream, write: Callable[[], tuple[Path, int]], **facts: float
     ) -> None:
         """On rank 0 `write` the `weights` into `target`; it returns the last path and its bytes."""
         try:

@@ -306,6 +306,7 @@ Full fine-tuning with AdamW, by the plan's estimate from the public configuratio
 each machine, gradient checkpointing in all layers, the reserve included; on two machines with `strategy = "sharded"`.
 Each cell is the most precise form of the optimizer ({"; ".join(FORMS)}) that fits {WORKING_SET:.0%} of a machine's
 memory, about what Metal lets a process use by default, and what each machine needs for it.
+GB are 10⁹ bytes on this page.
 
 {_markdown(fit_table())}
 

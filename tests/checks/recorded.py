@@ -10,7 +10,7 @@ from engine.models import NodeFacts
 from engine.plan.document import RankMemory
 from tests.unit.cluster.macs import NOW
 
-GB = 10**9
+GB = 2**30
 RANK: dict[str, Any] = {
     **{name: 0 for name in RankMemory.model_fields if name.endswith("_bytes")},
     "node": "a",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checks.fixes import as_shell_line, copy_folder, on_path
+from engine.checks.fixes import as_shell_line, copies, copy_folder, on_path
 from engine.cluster.probe_results import CheckpointStorage
 from engine.config.models import Config, NodeConfig
 
@@ -83,24 +83,34 @@ def test_whatever_a_path_holds_arrives_as_it_was(config: Config, ssh: Path, text
     assert done.stdout == text.encode()
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "expected"),
-    [
-        ("127.0.0.1", "mac", 'ssh mac \'mkdir -p "$HOME"/d\' && scp -r "$HOME"/s/* mac:d/'),
-        ("mac", "127.0.0.1", 'mkdir -p "$HOME"/d && scp -r \'mac:s/*\' "$HOME"/d/'),
-        ("a@one", "two:22", "ssh ssh://two:22 'mkdir -p \"$HOME\"/d' && scp -3 -r 'a@one:s/*' scp://two:22/d/"),
-    ],
-)
-def test_a_copy_goes_through_this_machine(source: str, target: str, expected: str) -> None:
-    one, other = node("one", source), node("other", target)
-    assert copy_folder(one, [other], {"one": "~/s", "other": "~/d"}) == expected
+@pytest.mark.parametrize("hosts", [("127.0.0.1", "mac"), ("mac", "127.0.0.1"), ("a@one", "two:22")])
+def test_a_copy_goes_through_this_machine_and_overwrites_nothing(
+    ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, str]
+) -> None:
+    home, links = tmp_path / "Ana B", tmp_path / "blobs"
+    for folder in (home / "s", home / "d", links):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    (links / "shard").write_text("theirs")
+    (home / "s" / "model.safetensors").symlink_to(links / "shard")
+    for name in ("README.md", ".hidden"):
+        (home / "s" / name).write_text("theirs")
+    (home / "d" / "README.md").write_text("mine")
+    one, other = (node(name, host) for name, host in zip(("one", "other"), hosts, strict=True))
+    fix = copies([copy_folder(one, [other], {"one": "~/s", "other": "~/d"})])
+    assert fix is not None and "overwrites none" in fix.effect
+    run(fix.command)
+    found = {file.name: (file.read_text(), file.is_symlink()) for file in (home / "d").iterdir()}
+    assert found == {"README.md": ("mine", False), "model.safetensors": ("theirs", False)}
+    remote = [f"ssh://{host}" if ":" in host else host for host in hosts if host != "127.0.0.1"]
+    assert sorted(ssh.read_text().split()) == sorted(remote)
 
 
 def test_the_source_itself_needs_no_copy_and_a_host_only_one() -> None:
     one, twin, other, its_twin = node("one", "a"), node("twin", "a"), node("other", "b"), node("its_twin", "b")
     folders = dict.fromkeys(("one", "twin", "other", "its_twin"), "/data")
     line = copy_folder(one, [twin, other, its_twin], folders)
-    assert line == "ssh b 'mkdir -p /data' && scp -3 -r 'a:/data/*' b:/data/"
+    assert line is not None and (line.count("ssh a "), line.count("ssh b ")) == (1, 1)
     assert copy_folder(one, [twin], folders) is None
 
 

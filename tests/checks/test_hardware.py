@@ -36,7 +36,7 @@ def test_two_studios_at_rest_pass_and_say_what_they_have() -> None:
     evidence = result.evidence["ultra"]
     for text in ("Apple M3 Ultra: MLX uses its gpu", "macOS 26.4.1", "RDMA rdma_en3", "power AC", "heat nominal"):
         assert text in evidence
-    assert "needs 300.0 of 412.0 GB (by estimate, limit by Metal)" in evidence
+    assert "needs 300 GB of 412 GB (by estimate, limit by Metal)" in evidence
 
 
 def test_mlx_on_the_cpu_of_a_mac_is_a_failure_with_what_installs_metal() -> None:
@@ -49,7 +49,7 @@ def test_mlx_on_the_cpu_of_a_mac_is_a_failure_with_what_installs_metal() -> None
 
 def test_memory_beyond_the_limit_fails_and_an_unknown_one_warns() -> None:
     result = evaluated(studio(), mac("ultra"), mac("max"), need=memory(500))
-    assert (result.status, "needs 500.0 of 412.0 GB" in result.summary) == (CheckStatus.FAIL, True)
+    assert (result.status, "needs 500 GB of 412 GB" in result.summary) == (CheckStatus.FAIL, True)
     unknown = "model_type = 'x' is not one whose memory can be estimated"
     training = studio().model_copy(update={"job": JobConfig(name="job")})
     result = evaluated(training, mac("ultra"), mac("max"), need=unknown)
@@ -72,7 +72,7 @@ def test_memory_hides_no_other_refusal_and_is_reported_once() -> None:
     result = evaluated(studio(), mac("ultra"), mac("max"), need=memory(500), refusals=refusals)
     assert result.status is CheckStatus.FAIL
     assert result.summary.startswith(
-        "it fits with less; the data report says poisoning_detected: true; needs 500.0 of 412.0 GB"
+        "it fits with less; the data report says poisoning_detected: true; needs 500 GB of 412 GB"
     )
     assert "it fits on no node" not in result.summary
 

@@ -50,7 +50,9 @@ async def test_a_model_that_names_its_origin_comes_with_the_download_command(con
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "_name_or_path": "org/tiny"}))
     (model / "model.safetensors").unlink()
     result = await run_check(check.run, config)
-    assert result.fix_command == f"hf download org/tiny --local-dir {model}"
+    # Beside it: the origin is often another model, say of more bits, whose files would replace these.
+    assert result.fix_command == f"hf download org/tiny --local-dir {model}-downloaded"
+    assert f'then set model = "{model}-downloaded"' in result.summary
 
 
 async def test_only_the_node_whose_copy_is_broken_is_blamed(config: Config, model: Path, tmp_path: Path) -> None:

@@ -27,12 +27,12 @@ from tests.unit.plan.calibrations import TAKEN, calibration, config, measure
 pytestmark = pytest.mark.usefixtures("shared_agent")
 
 
-def memory(needed_bytes: int, limit_bytes: int = 10 * 10**9) -> RankMemory:
+def memory(needed_bytes: int, limit_bytes: int = 10 * 2**30) -> RankMemory:
     sizes = {"peak_bytes": needed_bytes, "reserve_bytes": 0, "limit_bytes": limit_bytes}
     return RankMemory(**{**RANK, **sizes, "source": "calibration", "fits": needed_bytes <= limit_bytes})
 
 
-FITS = memory(8 * 10**9)
+FITS = memory(8 * 2**30)
 SOON = TAKEN + timedelta(hours=2)
 
 
@@ -54,7 +54,7 @@ def test_two_equal_nodes_pass_with_what_is_predicted() -> None:
     assert result.status is CheckStatus.PASS, result
     assert result.summary.startswith("1.68 examples/s predicted, speed-up 1.9")
     assert result.summary.endswith("calibrated 2 h ago")
-    assert result.evidence["max"].startswith("0.84 examples/s, needs 8.0 of 10.0 GB (by calibration")
+    assert result.evidence["max"].startswith("0.84 examples/s, needs 8 GB of 10 GB (by calibration")
 
 
 def test_an_old_calibration_warns_with_the_command_that_makes_a_new_one() -> None:
@@ -80,7 +80,7 @@ def test_a_slow_link_is_reported_with_its_two_nodes() -> None:
 
 @pytest.mark.parametrize(("peak", "status"), [(90, CheckStatus.PASS), (91, CheckStatus.WARN)])
 def test_memory_above_nine_tenths_of_the_limit_is_warned_of(peak: int, status: CheckStatus) -> None:
-    result = evaluated({"ultra": 1.0, "max": 1.0}, need=memory(peak * 10**8))
+    result = evaluated({"ultra": 1.0, "max": 1.0}, need=memory(peak * 2**30 // 10))
     assert (result.status, "above 90% it may not be enough" in result.summary) == (status, status is CheckStatus.WARN)
 
 

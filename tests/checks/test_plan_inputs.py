@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("shared_agent")
 def test_the_reserve_is_part_of_the_message_and_of_the_comparison() -> None:
     rank = RankMemory(**RANK)
     assert memory_share(rank) == 0.91
-    assert describe_memory(rank) == "needs 91.0 of 100.0 GB (by estimate, 2.0 GB of it in reserve, limit by Metal)"
+    assert describe_memory(rank) == "needs 91 GB of 100 GB (by estimate, 2 GB of it in reserve, limit by Metal)"
 
 
 def test_what_is_not_known_is_not_compared() -> None:

@@ -92,18 +92,29 @@ async def test_a_missing_interpreter_outside_of_bin_is_made_in_a_folder_of_its_o
     assert f'set python = "{made}/bin/python" in its [[node]]' in result.summary
 
 
-async def test_a_fix_writes_into_no_folder_that_is_there(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("broken", ["gone", "not executable", "ends at once"])
+async def test_an_environment_whose_python_is_broken_gets_another_one_beside_it(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """Say, an environment whose interpreter Homebrew has removed; or the one that Flight Deck runs from."""
-    environment = tmp_path / "venv"
-    (environment / "bin").mkdir(parents=True)
+    """Say, one whose interpreter Homebrew has removed; or the one that Flight Deck runs from."""
+    environment = tmp_path / "a venv"
+    python = environment / "bin" / "python"
+    python.parent.mkdir(parents=True)
     (environment / "mine").write_text("mine")
+    if broken != "gone":
+        python.write_text("#!/bin/sh\necho dyld: Library not loaded >&2\nexit 134\n")
+        python.chmod(0o755 if broken == "ends at once" else 0o644)
     called = interpreters_called(tmp_path, monkeypatch)
-    missing = str(environment / "bin" / "python")
-    result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable, missing)))
-    finished = pasted(result)
-    assert (finished.returncode != 0, "File exists" in finished.stderr, called()) == (True, True, "")
+    before = sorted(path.name for path in environment.rglob("*"))
+    result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable, str(python))))
+    beside = f"{environment}-{MINOR}"
+    assert f'set python = "{beside}/bin/python" in its [[node]]' in result.summary
+    assert result.effects == {"node1": f"makes {beside}, and changes nothing else; rm -r removes it"}
+    assert (pasted(result).returncode, Path(beside).is_dir()) == (0, True)
+    assert called().startswith(f"venv --python {MINOR} {beside}\npip install --python {beside}/bin/python ")
+    assert sorted(path.name for path in environment.rglob("*")) == before
+    # It is there now: a second time nothing is written into it.
+    assert "File exists" in pasted(result).stderr
 
 
 def pasted(result: CheckResult) -> subprocess.CompletedProcess[str]:

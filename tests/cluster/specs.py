@@ -25,7 +25,7 @@ class NodeSpec:
 
 FIRST_FOUR = (
     NodeSpec("ana", "/Users/ana", "~/mlx/.venv/bin/python"),
-    NodeSpec("bea", "/Users/bea", "~/venvs/mlx/bin/python"),
+    NodeSpec("bea", "/Users/Bea B", "~/venvs/mlx/bin/python"),
     NodeSpec("cyd", "/Volumes/fast/cyd", "~/.venv/bin/python"),
     NodeSpec("dov", "/home/dov", "~/miniforge3/envs/mlx/bin/python3.11"),
 )

@@ -37,7 +37,7 @@ async def test_a_person_accepts_a_key_fixes_a_node_and_sees_it_live(
     cluster: Cluster, home: Path, studio: Path, stranger: str
 ) -> None:
     engine = Engine(home)
-    engine.nodes.accept(studio)
+    engine.nodes.accept(engine.load_config(studio).digest)
     app = FlightDeckApp(engine, studio)
     async with app.run_test(size=DASHBOARD) as pilot:
         console = Console(app, pilot)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.api import Engine
+from engine.checks.fixes import ENDS
 from engine.cluster.topology import topology
 from engine.cluster.transport.base import Completed
 from engine.config.mlx_lm_keys import with_defaults
@@ -129,7 +130,9 @@ FAILED_PORTS = CheckResult(
     summary="port 40211 is held by pid 4711 (python)",
     evidence={"local-0": "40210 is free", "local-1": "40211: pid 4711, python train.py"},
     fix_command="kill 4711",
+    fix_effect=ENDS,
     fixes={"local-1": "kill 4711"},
+    effects={"local-1": ENDS},
     blames=(1, "local-1"),
     duration_s=0.1,
 )

@@ -20,7 +20,7 @@ from engine.api import (
     Prediction,
 )
 from tui.commands.terminal import Lines, config_file, print_json
-from tui.formatting import NOT_MEASURED, ago, bandwidth, latency, rate, size, spread, table, throughput
+from tui.formatting import NOT_MEASURED, ago, bandwidth, latency, memory, rate, spread, table, throughput
 
 _HEADERS = ("NODE", "THROUGHPUT", "SPREAD", "SHARE", "BATCH", "TOKENS", "STEP", "STATE", "PEAK AT 1", "PEAK AT 2")
 _EVERY_S = 5.0
@@ -123,7 +123,7 @@ def _row(found: Prediction, measure: NodeMeasure) -> list[str]:
         str(batches.get(measure.node, NOT_MEASURED)) if batches is not None else NOT_MEASURED,
         rate(measure.tokens_per_s),
         latency(measure.step_s),
-        *(size(figure) for figure in (measure.state_bytes, peaks.get(1), peaks.get(2))),
+        *(memory(figure) for figure in (measure.state_bytes, peaks.get(1), peaks.get(2))),
     ]
 
 

@@ -156,6 +156,8 @@ def print_check(lines: Lines, check: CheckResult) -> None:
             lines.say(f"        {node}: {seen}")
     if check.fix_command:
         lines.say(f"        fix: {check.fix_command}")
+    if check.fix_effect:
+        lines.say(f"        effect: {check.fix_effect}")
 
 
 def print_end(lines: Lines, snapshot: RunSnapshot) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import re
 import sys
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
         print(text, end="")
         return ExitCode.OK
     write_draft(target, text, force=options.force)
-    engine.nodes.accept(target)
+    engine.nodes.accept(hashlib.sha256(text.encode()).hexdigest())
     if options.json:
         _print_document(target, text, nodes, pythons)
     else:

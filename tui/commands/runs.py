@@ -23,8 +23,8 @@ from tui.formatting import (
     duration,
     loss,
     membership_change,
+    memory,
     rate,
-    size,
     table,
     trained_text,
 )
@@ -163,7 +163,7 @@ def _show_ranks(lines: Lines, snapshot: RunSnapshot) -> None:
         parts = [rank.phase]
         parts += [f"iteration {rank.iteration}"] if rank.iteration is not None else []
         parts += [f"{rank.step_s:.3f} s/step"] if rank.step_s is not None else []
-        parts += [f"peak {size(rank.memory_bytes)}"] if rank.memory_bytes is not None else []
+        parts += [f"peak {memory(rank.memory_bytes)}"] if rank.memory_bytes is not None else []
         parts += [f"exit {rank.exit_code}"] if rank.exit_code is not None else []
         parts += [f"signal {rank.signal}"] if rank.signal is not None else []
         lines.say(f"  {f'rank {rank.rank}':<10} {rank.node}: {', '.join(parts)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from textual.content import Content
 from textual.widgets import Button
 
-from tui.actions import FixCommand
+from tui.actions import CheckFix, FixCommand
 from tui.formatting import duration
 from tui.glyphs import FAIL, MUTED, OK, RUNNING
 from tui.screens.dialog import Confirm, Dialog, button
@@ -78,17 +78,19 @@ SHOWN_LINES: Final = 200
 """The last lines of a command's output; the saved file has all of them."""
 
 
-def confirm_fix(check: str, commands: dict[str, str], hosts: dict[str, str], width: int) -> Confirm:
-    """The commands and their nodes; the focus is on Cancel."""
-    lines = [
-        pair(f"on {node}"[:13], f"{command}\n({hosts.get(node, node)})", width) for node, command in commands.items()
-    ]
+def confirm_fix(fix: CheckFix, hosts: dict[str, str], width: int) -> Confirm:
+    """The commands, their nodes and what they change; the focus is on Cancel."""
+    lines = []
+    for node, command in fix.commands.items():
+        lines.append(pair(f"on {node}"[:13], f"{command}\n({hosts.get(node, node)})", width))
+        # A report of an earlier release has none.
+        lines.append(pair("effect", fix.effects.get(node, "not recorded: read the command"), width))
     lines += [
-        pair("fixes", check, width),
-        pair("effect", "runs once, as the node's user, in a login shell; it cannot be taken back", width),
+        pair("fixes", fix.check, width),
+        pair("runs", "once, as the node's user, in a login shell", width),
         pair("then", "its output and exit code are shown, and the check can be run again", width),
     ]
-    return Confirm(f"run the fix on {', '.join(commands)}?", lines, "Run it", dangerous=True)
+    return Confirm(f"run the fix on {', '.join(fix.commands)}?", lines, "Run it", dangerous=True)
 
 
 def confirm_setup(commands: Mapping[str, Sequence[str]], width: int) -> Confirm:

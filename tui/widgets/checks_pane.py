@@ -145,6 +145,7 @@ def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
         lines += [
             Content(""),
             pair("fix", check.fix_command, width, style="bold"),
+            *([pair("effect", check.fix_effect, width)] if check.fix_effect else []),
             pair("", "y copies it", width, style=MUTED),
         ]
     if len(check.fixes) > 1:

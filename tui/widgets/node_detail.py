@@ -140,7 +140,7 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
     watts = [f"{values.power_w:.0f} W"] if values.power_w is not None else []
     watts += [f"GPU {values.gpu_power_w:.1f} W"] if values.gpu_power_w is not None else []
     used = [
-        f"rank {use.rank} {size(use.rss_bytes)}"
+        f"rank {use.rank} {memory(use.rss_bytes)}"
         for use in values.ranks
         if state.snapshot is None or use.run_id == state.snapshot.record.id
     ]
@@ -148,7 +148,7 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
         ("cpu", f"{values.cpu_use:.0%}" if values.cpu_use is not None else None),
         ("gpu", f"{values.gpu_use:.0%}{clock}" if values.gpu_use is not None else None),
         ("memory", memory(values.memory_used_bytes) + " used" if values.memory_used_bytes is not None else None),
-        ("swap", size(values.swap_used_bytes) + " used" if values.swap_used_bytes is not None else None),
+        ("swap", memory(values.swap_used_bytes) + " used" if values.swap_used_bytes is not None else None),
         ("power", ", ".join(watts) or None),
         ("temperature", ", ".join(heat) or None),
         ("thermal", values.thermal),
@@ -216,7 +216,7 @@ def _room(state: DeckState, facts: NodeFacts) -> Pairs:
     return [
         ("memory", f"{used} used" if used and facts.memory_used_bytes is not None else used),
         ("GPU limit", memory(facts.gpu_limit_bytes) if facts.gpu_limit_bytes is not None else None),
-        ("swap", f"{size(facts.swap_used_bytes)} used" if facts.swap_used_bytes is not None else None),
+        ("swap", f"{memory(facts.swap_used_bytes)} used" if facts.swap_used_bytes is not None else None),
         ("disk", disk),
     ]
 

@@ -13,7 +13,7 @@ from textual.containers import Container, VerticalScroll
 from textual.content import Content
 
 from tui import node_state
-from tui.formatting import age, size
+from tui.formatting import age, memory, size
 from tui.glyphs import MUTED, Glyph
 from tui.node_state import node_names
 from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
@@ -198,7 +198,7 @@ def _rss(state: DeckState, values: NodeTelemetry | None, rank: RankStatus | None
     if values is None or rank is None or state.snapshot is None:
         return None
     run = state.snapshot.record.id
-    return next((size(use.rss_bytes) for use in values.ranks if use.run_id == run and use.rank == rank.rank), None)
+    return next((memory(use.rss_bytes) for use in values.ranks if use.run_id == run and use.rank == rank.rank), None)
 
 
 def _version(state: DeckState, facts: NodeFacts | None, field: str, versions: dict[str, str]) -> Content:

@@ -16,6 +16,7 @@ from tui.formatting import (
     duration,
     loss,
     membership_change,
+    memory,
     rate,
     recovery_summary,
     size,
@@ -226,7 +227,7 @@ def figures(state: DeckState, snapshot: RunSnapshot, width: int, *, peak: bool =
     parts = {
         "val": known(record.val_loss, loss),
         "lr": known(snapshot.learning_rate, ".3g"),
-        "peak": size(max(peaks)) if peaks else "",
+        "peak": memory(max(peaks)) if peaks else "",
         "gradient": known(snapshot.grad_norm, ".3g"),
         "skew": f"{found[0]:.0%}" if found is not None else "",
         "speed": known(record.tokens_per_second, rate),

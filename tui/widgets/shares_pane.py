@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from textual.app import ComposeResult
 from textual.content import Content
 
-from tui.formatting import bandwidth, latency, rate, size, spread, throughput
+from tui.formatting import bandwidth, latency, memory, rate, spread, throughput
 from tui.glyphs import FAIL, MUTED, STALE
 from tui.node_state import node_names
 from tui.state import DeckState
@@ -125,9 +125,9 @@ def _measured(state: DeckState, taken: Calibration, width: int, *, full: bool) -
         columns += [
             Column("tokens", [rate(measure.tokens_per_s) for measure in taken.nodes], 5, right=True),
             Column("step", [latency(measure.step_s) for measure in taken.nodes], 5, right=True),
-            Column("state", [size(measure.state_bytes) for measure in taken.nodes], 3, right=True),
-            Column("peak at 1", [size(peak.get(1)) for peak in peaks], 2, right=True),
-            Column("at 2", [size(peak.get(2)) for peak in peaks], 1, right=True),
+            Column("state", [memory(measure.state_bytes) for measure in taken.nodes], 3, right=True),
+            Column("peak at 1", [memory(peak.get(1)) for peak in peaks], 2, right=True),
+            Column("at 2", [memory(peak.get(2)) for peak in peaks], 1, right=True),
         ]
     head, rows = lay_out(columns, width)
     lines = [head, *rows] if full else rows

@@ -35,11 +35,7 @@ def stat_of(path: str) -> list[int] | None:
 
 def surroundings() -> dict[str, Any]:
     """Conditions of an import besides the files of the modules. A file that is put beside those changes its folder."""
-    return {
-        "python": sys.version,
-        "system": platform.platform(),
-        "path": {entry: stat_of(entry) for entry in sys.path},
-    }
+    return {"python": sys.version, "system": platform.platform(), "path": {entry: stat_of(entry) for entry in sys.path}}
 
 
 def proof_file() -> Path:

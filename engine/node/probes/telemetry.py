@@ -100,10 +100,7 @@ class Stream:
         self.began = time.monotonic()
         try:
             self.process = subprocess.Popen(
-                self.argv(self.interval),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                self.argv(self.interval), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         except OSError:
             self.process = None

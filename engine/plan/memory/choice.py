@@ -34,10 +34,7 @@ class Choice:
 
 
 def choose(
-    shape: ModelShape,
-    workloads: Sequence[RankWorkload],
-    limits: Sequence[int | None],
-    requested: Mapping[str, Any],
+    shape: ModelShape, workloads: Sequence[RankWorkload], limits: Sequence[int | None], requested: Mapping[str, Any]
 ) -> Choice:
     """The settings of a job with these values (`requested`) of ChosenSettings' keys, for ranks with these workloads and
     limits in bytes (None: unknown). Raises InputError as `estimate` does."""
@@ -47,10 +44,7 @@ def choose(
 
 
 def _choose(
-    shape: ModelShape,
-    workloads: Sequence[RankWorkload],
-    limits: Sequence[int | None],
-    requested: Mapping[str, Any],
+    shape: ModelShape, workloads: Sequence[RankWorkload], limits: Sequence[int | None], requested: Mapping[str, Any]
 ) -> Choice:
 
     def attempt(chosen: ChosenSettings) -> Choice:

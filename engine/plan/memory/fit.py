@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.config.models import NodeConfig
-from engine.errors import InputError
+from engine.errors import InputError, memory_text
 from engine.plan.context import PlanContext, usable_calibration, why_unused
 from engine.plan.document import (
     OVERRIDE,
@@ -196,11 +196,7 @@ def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[
 
 
 def _rank_memory(
-    context: PlanContext,
-    node: NodeConfig,
-    workload: RankWorkload,
-    found: MemoryEstimate,
-    rationale: Rationale,
+    context: PlanContext, node: NodeConfig, workload: RankWorkload, found: MemoryEstimate, rationale: Rationale
 ) -> RankMemory:
     """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
     limit_bytes, limit_from = _limit(context, node)
@@ -214,7 +210,7 @@ def _rank_memory(
     rationale.explain(
         f"memory.{node.name}",
         Source.RULE if measured is None else Source.CALIBRATION,
-        f"{needed / 1e9:,.2f} GB with the reserve, {workload.batch} × {workload.sequence:,} tokens, {reason}; "
+        f"{memory_text(needed)} with the reserve, {workload.batch} × {workload.sequence:,} tokens, {reason}; "
         f"limit: {limit_from}",
     )
     return RankMemory(
@@ -262,7 +258,7 @@ def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) 
             continue
         reason = "the most precise that fits" if choice.fits else "it needs the least, and does not fit"
         if choice.fits and choice.rejected_bytes is not None:
-            reason += f": the next more precise would need {choice.rejected_bytes / 1e9:,.1f} GB"
+            reason += f": the next more precise would need {memory_text(choice.rejected_bytes)}"
         rationale.explain(f"settings.{key}", Source.RULE, reason)
     if asked.get("grad_checkpoint", False) != AUTO:
         given = context.given("grad_checkpoint")
@@ -285,7 +281,7 @@ def _refuse(rows: Sequence[RankMemory], ways: Sequence[WayOut], rationale: Ratio
     if not small:
         return
     found = "; ".join(
-        f"{row.node} needs {row.needed_bytes / 1e9:,.1f} GB of {row.limit_bytes / 1e9:,.1f} GB"
+        f"{row.node} needs {memory_text(row.needed_bytes)} of {memory_text(row.limit_bytes)}"
         for row in small
         if row.limit_bytes is not None
     )

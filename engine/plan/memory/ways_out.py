@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from engine.config.models import PARTITIONED
+from engine.errors import memory_text
 from engine.plan.document import ChosenSettings, WayOut
 from engine.plan.memory.choice import Choice, choose, settings_of
 from engine.plan.memory.estimate import RankWorkload
@@ -72,7 +73,7 @@ def ways_out(
 def describe_ways(ways: Sequence[WayOut]) -> str:
     if not ways:
         return "no change of its settings lets it fit these nodes"
-    return "it fits with " + ", or ".join(f"{way.change} ({way.needed_bytes / 1e9:,.1f} GB)" for way in ways)
+    return "it fits with " + ", or ".join(f"{way.change} ({memory_text(way.needed_bytes)})" for way in ways)
 
 
 @dataclass(frozen=True)

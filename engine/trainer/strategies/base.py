@@ -181,12 +181,7 @@ class PartitionedStrategy(Strategy):
     replicated = False
 
     def __init__(
-        self,
-        job: Job,
-        model: nn.Module,
-        loader: DataLoader,
-        collective: Collective,
-        placed: Sequence[PlacedParameter],
+        self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, placed: Sequence[PlacedParameter]
     ) -> None:
         """`model`: this rank's part, with no trainable parameters but its own; `placed`: the whole model's parameters,
         the same on each rank. Raises JobError for settings that the optimizer rejects."""

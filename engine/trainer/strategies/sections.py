@@ -74,13 +74,7 @@ class Section:
         return self(rows.tokens[:, :-1], hidden)
 
     def forward_backward(
-        self,
-        trained: Mapping[str, mx.array],
-        rows: Rows,
-        hidden: mx.array | None,
-        cotangent: mx.array,
-        *,
-        below: bool,
+        self, trained: Mapping[str, mx.array], rows: Rows, hidden: mx.array | None, cotangent: mx.array, *, below: bool
     ) -> tuple[mx.array, dict[str, mx.array], mx.array | None]:
         """The forward pass's output, the gradients of `trained` (unscaled, of the parameters' types, but float32 for
         float16), and that of `hidden` if a section `below` is trained. Nothing is evaluated: the output can be before

@@ -22,6 +22,22 @@ from engine.store.store import Store
 from tests.unit.run.run_maker import START, MadeRun, make_run_config, report
 
 
+def test_what_is_accepted_is_the_text_that_was_parsed_and_shown(home: Path, tmp_path: Path) -> None:
+    file, hosts = tmp_path / "flightdeck.toml", tmp_path / "hosts"
+    file.write_text('[cluster]\nhostfile = "hosts"\n[node_defaults]\npython = "/x/python"\n[job]\ncommand = ["true"]\n')
+    hosts.write_text("ultra:1\n")
+    nodes, shown = Engine(home).nodes, Engine(home).load_config(file)
+    assert not nodes.is_accepted(shown)
+    # While the question is open.
+    file.write_text(file.read_text().replace("/x/", "/evil/"))
+    nodes.accept(shown.digest)
+    assert (nodes.is_accepted(shown), nodes.is_accepted(Engine(home).load_config(file))) == (True, False)
+    file.write_text(file.read_text().replace("/evil/", "/x/"))
+    assert nodes.is_accepted(Engine(home).load_config(file))
+    hosts.write_text("other:1\n")
+    assert not nodes.is_accepted(Engine(home).load_config(file))
+
+
 def three_runs(home: Path) -> list[MadeRun]:
     """Oldest first: two of the name "job", then one called "other"."""
     names = ("job", "job", "other")

@@ -67,6 +67,12 @@ def test_the_temporary_files_of_mlx_launch_go_below_the_attempt(shim: Path, tmp_
     assert Path(file).parent == temporary
 
 
+def test_they_are_written_where_a_home_has_a_blank(shim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLIGHTDECK_NODE_ROOT", str(tmp_path / "Ana B [*]"))
+    done = call(shim, 'file=$(mktemp); echo "[[]]" >$file; cmd=(cat "$file"); exec "${cmd[@]}"')
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[[]]\n", "")
+
+
 def test_a_node_on_which_they_cannot_be_made_runs_nothing(shim: Path, tmp_path: Path) -> None:
     (tmp_path / "node").write_text("a file in the way")
     done = call(shim, "echo hello")

@@ -214,6 +214,11 @@ def test_the_advice_on_sizes_agrees_with_the_verdict_on_that_mac() -> None:
         (sizes,) = (each.text for each in plan.advice if each.name == "sizes")
         too_small = "128 GB: too small" in sizes
         assert too_small == ("memory" in names(plan, "refusals")), batch
+    # Three quarters of its 137,438,953,472 bytes, in the unit in which it is sold, in every sentence.
+    (refused,) = (each.text for each in plan.refusals if each.name == "memory")
+    assert re.search(r"max needs [\d.]+ GB of 96 GB", refused) and re.search(
+        r"128 GB: too small \([\d.]+ GB of 96 GB\)", sizes
+    )
 
 
 @pytest.mark.parametrize("given", [{}, {"batch_size": 8}, {"batch_size": 6, "grad_accumulation_steps": 3}])

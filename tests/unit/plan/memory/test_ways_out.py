@@ -168,8 +168,8 @@ def test_where_only_more_nodes_help_alone_the_combination_is_named_before_them()
 
 def test_the_description_names_each_way_with_its_size() -> None:
     assert describe_ways(()) == "no change of its settings lets it fit these nodes"
-    two = (WayOut(change="a = 1", needed_bytes=GB), WayOut(change="b = 2", needed_bytes=2 * GB))
-    assert describe_ways(two) == "it fits with a = 1 (1.0 GB), or b = 2 (2.0 GB)"
+    two = (WayOut(change="a = 1", needed_bytes=2**30), WayOut(change="b = 2", needed_bytes=3 * 2**29))
+    assert describe_ways(two) == "it fits with a = 1 (1 GB), or b = 2 (1.5 GB)"
 
 
 @pytest.mark.parametrize("size_gb", [16, 36, 64, 128])
