@@ -78,7 +78,7 @@ SHOWN_LINES: Final = 200
 """The last lines of a command's output; the saved file has all of them."""
 
 
-def confirm_fix(check: str, commands: dict[str, str], hosts: dict[str, str], width: int) -> Confirm:
+def confirm_fix(check: str, commands: dict[str, str], hosts: dict[str, str], width: int, *, asks: bool) -> Confirm:
     """The commands and their nodes; the focus is on Cancel."""
     lines = [
         pair(f"on {node}"[:13], f"{command}\n({hosts.get(node, node)})", width) for node, command in commands.items()
@@ -86,6 +86,7 @@ def confirm_fix(check: str, commands: dict[str, str], hosts: dict[str, str], wid
     lines += [
         pair("fixes", check, width),
         pair("effect", "runs once, as the node's user, in a login shell; it cannot be taken back", width),
+        *([pair("asks for", "the password of sudo, in this terminal", width)] if asks else []),
         pair("then", "its output and exit code are shown, and the check can be run again", width),
     ]
     return Confirm(f"run the fix on {', '.join(commands)}?", lines, "Run it", dangerous=True)
