@@ -171,6 +171,7 @@ async def test_a_fix_that_asks_for_a_password_is_run_in_the_terminal_and_then_th
         await console.shows("the password of sudo, in this terminal")
         await console.press("right", "enter")
         await console.shows("succeeded")
+        await console.until(lambda: getattr(console.app.focused, "id", None) == "again", "the button")
         await console.press("enter")
         await console.until(lambda: status(console, "health_check") is CheckStatus.PASS, "a green check")
 
