@@ -24,6 +24,7 @@ from textual.app import App, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.worker import Worker
 
+from engine import api
 from engine.errors import plural
 from tui.actions import ACTIONS, Action, CableSetup, CheckFix, FixCommand, HostKeyFix, fix_for
 from tui.engine_client import (
@@ -56,6 +57,8 @@ SLOW_S: Final = 0.5
 TICK_S: Final = 1.0
 """How often ages are redrawn."""
 NOTICE_S: Final = 6.0
+_WAITS: Final = '"$@"; code=$?; printf "ended with $code; enter returns to Flight Deck "; read _; exit $code'
+"""Runs the program that is given as its arguments, in a shell."""
 
 
 def utc_now() -> datetime:
@@ -143,7 +146,11 @@ class FlightDeckApp(App[None]):
         if not self.screen_stack or not self.deck.is_mounted:
             return
         self.deck.show(self.state)
-        if isinstance(self.screen, (Stopping, FixDialog)):
+        self._show_dialog()
+
+    def _show_dialog(self) -> None:
+        # One that was just pushed has no widgets yet: the next tick draws it.
+        if isinstance(self.screen, (Stopping, FixDialog)) and self.screen.is_mounted:
             self.screen.show(self.state)
 
     def _tick(self) -> None:
@@ -185,6 +192,7 @@ class FlightDeckApp(App[None]):
     def _ask_config(self, message: EngineReady, config: Config) -> None:
         """Somebody else may have written the file, and a probe runs the interpreters that it names."""
         self._asked = True
+        self.store.change(fault=f"{config.file} waits for your answer")
 
         def answered(go: bool | None) -> None:
             if not go:
@@ -201,7 +209,7 @@ class FlightDeckApp(App[None]):
     def _take_config(self, message: EngineReady) -> None:
         config = message.config
         facts = {facts.node: facts for facts in message.facts}
-        self.store.change(config=config, facts=facts, prediction=message.prediction)
+        self.store.change(config=config, facts=facts, prediction=message.prediction, fault=None)
         if config is not None:
             if config.ui.theme in self.available_themes:
                 self.theme = config.ui.theme
@@ -259,8 +267,7 @@ class FlightDeckApp(App[None]):
             self.store.change(telemetry=message.newest)
 
     def on_fix_progressed(self, message: FixProgressed) -> None:
-        if isinstance(self.screen, FixDialog):
-            self.screen.show(self.state)
+        self._show_dialog()
 
     def on_fix_finished(self, message: FixFinished) -> None:
         """The output is saved; where the dialog was closed, the outcome is a notice."""
@@ -398,6 +405,8 @@ class FlightDeckApp(App[None]):
         def answered(go: bool | None) -> None:
             if go:
                 commands = [FixCommand(node, line, self._clock()) for node, line in found.commands.items()]
+                for command in filter(lambda command: api.asks_for_password(command.line), commands):
+                    self._run_in_terminal(config, command)
                 self.push_screen(FixDialog(commands, self.state, width, again), done)
                 self._request(self.client.fix(config, commands))
 
@@ -405,7 +414,17 @@ class FlightDeckApp(App[None]):
             if answer == "again":
                 self.do_recheck()
 
-        self.push_screen(confirm_fix(found, hosts, width), answered)
+        asks = any(map(api.asks_for_password, found.commands.values()))
+        self.push_screen(confirm_fix(found, hosts, width, asks=asks), answered)
+
+    def _run_in_terminal(self, config: Config, command: FixCommand) -> None:
+        """A fix with sudo, which asks for its password there."""
+        notice = f"on {command.node}: {command.line}"
+        program = partial(self.client.engine.nodes.fix_argv, config, command.node, command.line)
+        command.code = self._in_terminal("the fix", command.node, notice, program, waits=True)
+        command.output = ("shown in the terminal",)
+        command.problem = "not run" if command.code is None else None
+        command.ended = True
 
     def _ask_setup(self, found: CableSetup) -> None:
         config, engine = self.state.config, self.client.engine
@@ -416,7 +435,8 @@ class FlightDeckApp(App[None]):
                 return
             for node, commands in found.commands.items():
                 notice = f"giving the Thunderbolt cables of {node} networks of their own"
-                self._in_terminal("the set-up", node, notice, partial(engine.nodes.setup_argv, config, node, commands))
+                program = partial(engine.nodes.setup_argv, config, node, commands)
+                self._in_terminal("the set-up", node, notice, program, waits=True)
             self.do_recheck()
 
         self.push_screen(confirm_setup(found.commands, text_width(self.size.width)), answered)
@@ -427,13 +447,17 @@ class FlightDeckApp(App[None]):
         notice = f"a shell on {node}; leave it (exit, ctrl+d) to come back to Flight Deck"
         self._in_terminal("the shell", node, notice, partial(engine.nodes.shell_argv, config, node))
 
-    def _in_terminal(self, what: str, node: str, notice: str, program: Callable[[], list[str]]) -> None:
-        """Hand the terminal over to a program until it ends."""
+    def _in_terminal(
+        self, what: str, node: str, notice: str, program: Callable[[], list[str]], *, waits: bool = False
+    ) -> int | None:
+        """Hand the terminal over to a program until it ends; its exit code, None when it could not be started. With
+        `waits` a person reads what it printed."""
+        code = None
         try:
             argv = program()
             with self._suspended():
                 print(notice, flush=True)
-                code = subprocess.call(argv)
+                code = subprocess.call(["/bin/sh", "-c", _WAITS, "sh", *argv] if waits else argv)
         except SuspendNotSupported:
             self.say(f"this terminal cannot be handed over; in another one: {shlex.join(argv)}", severity="warning")
         except Exception as error:  # InputError, or no such program: the console stays
@@ -442,6 +466,7 @@ class FlightDeckApp(App[None]):
             if code:
                 self.say(f"{what} on {node} ended with {code}", severity="warning")
         self.refresh(layout=True)
+        return code
 
     @contextlib.contextmanager
     def _suspended(self) -> Iterator[None]:

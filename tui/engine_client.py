@@ -408,7 +408,7 @@ class EngineClient:
 
     async def fix(self, config: Config, commands: Sequence[FixCommand]) -> None:
         """Run each command on its node, all at once; output and exit code are put into it."""
-        await asyncio.gather(*(self._run_fix(config, command) for command in commands))
+        await asyncio.gather(*(self._run_fix(config, command) for command in commands if not command.ended))
         self._post(FixFinished(commands))
 
     async def _run_fix(self, config: Config, command: FixCommand) -> None:

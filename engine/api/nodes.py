@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import AsyncIterator, Sequence
 
@@ -117,13 +118,18 @@ class NodesApi:
         Raises InputError for a node that is none, NodeUnreachable."""
         found = _node(config, node)
         audit_log("command", "asked", {"node": node, "command": command}, home=self._home)
-        argv = ["/bin/sh", "-c", 'exec "${SHELL:-/bin/sh}" -lc "$1"', "flightdeck", command]
+        argv = ["/bin/sh", "-c", _as_typed(command)]
         fleet = self._session.fleet(config)
         try:
             return await fleet.agent(found).run(argv, timeout_s=timeout_s)
         except LaunchError:
             # An agent needs the node's python, and the command may be the one that installs it.
             return await fleet.to(found).run(argv, timeout_s=timeout_s)
+
+    def fix_argv(self, config: Config, node: str, command: str) -> list[str]:
+        """The program that does what `run_on` does, in a terminal where sudo can ask. Raises InputError, OSError."""
+        audit_log("command", "asked", {"node": node, "command": command}, home=self._home)
+        return self.shell_argv(config, node, f"cd && {_as_typed(command)}")
 
     def setup_argv(self, config: Config, node: str, commands: Sequence[str]) -> list[str]:
         """The program that runs a node's `Topology.setup`, and may ask for a password. Raises InputError, OSError."""
@@ -138,6 +144,10 @@ class NodesApi:
             make_home(self._home)
             write_openssh_config(file, self._home, unattended=False)
         return shell_argv(target, file, command)
+
+
+def _as_typed(command: str) -> str:
+    return f'exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(command)}'
 
 
 def _node(config: Config, name: str) -> NodeConfig:

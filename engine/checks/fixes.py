@@ -139,11 +139,15 @@ def _unpack(node: NodeConfig, folder: PurePath | str, *, keep: bool) -> str:
 def _on(node: NodeConfig, command: str) -> str:
     if node.local or command.startswith(FLIGHTDECK):
         return command
-    # It may ask for a password.
-    terminal = "-t " if _runs(command, "sudo") else ""
+    terminal = "-t " if asks_for_password(command) else ""
     if _runs(command, *_FROM_PROFILE):
         command = f'"$SHELL" -lc {shlex.quote(command)}'
     return f"ssh {terminal}{SshTarget.parse(node.ssh).openssh} {shlex.quote(command)}"
+
+
+def asks_for_password(command: str) -> bool:
+    """It needs a terminal: sudo refuses to ask without one."""
+    return _runs(command, "sudo")
 
 
 def _runs(command: str, *programs: str) -> bool:

@@ -39,6 +39,8 @@ PLAIN: dict[str, Callable[[Node], object]] = {
     "sshd-freeze": Node.freeze_sshd,
     "sshd-thaw": Node.thaw_sshd,
     "reset-ssh": Node.reset_ssh,
+    "sleep": Node.sleep,
+    "wake": Node.wake,
     "host-key": Node.change_host_key,
     "noisy-bashrc": Node.noisy_bashrc,
     "fill-disk": Node.fill_disk,
@@ -140,7 +142,8 @@ def run_on_node(cluster: Cluster, arguments: argparse.Namespace) -> int:
             node.configure_sshd(**dict(option.split("=", 1) for option in arguments.options))
         case "processes":
             for process in node.processes(arguments.nonce):
-                print(process.pid, process.command)
+                # An agent's arguments are the text of a program.
+                print(process.pid, " ".join(process.command.split())[:150])
         case "run":
             done = node.run([word for word in arguments.argv if word != "--"])
             print(done.stdout, end="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.demo import ensure_made
@@ -36,10 +37,10 @@ def install_demo(cluster: Cluster, home: Path) -> None:
         node.copy_in(made / "data", DATA)
 
 
-def flightdeck_toml(cluster: Cluster, **job: str | int | float) -> str:
-    """A configuration of the demo's training on the cluster's nodes; `job` wins over JOB."""
+def flightdeck_toml(cluster: Cluster, names: Sequence[str] = (), **job: str | int | float) -> str:
+    """A configuration of the demo's training on the cluster's nodes, or on those of `names`; `job` wins over JOB."""
     lines = ["[cluster]", 'name = "test-cluster"', 'backend = "ring"']
-    for node in cluster.nodes:
+    for node in [node for node in cluster.nodes if not names or node.name in names]:
         keys: dict[str, str | list[str]] = {"name": node.name, "ssh": node.ssh, "python": node.python}
         if cluster.names_addresses:
             keys["ips"] = [node.ip]

@@ -25,6 +25,7 @@ class Disk:
 
     folder: Path
     home_on_node: str
+    home_mib: int = HOME_MIB
 
     @property
     def root(self) -> Path:
@@ -47,7 +48,7 @@ class Disk:
         work.mkdir()
         layers = f"lowerdir=/,upperdir={upper},workdir={work}"
         command("mount", "-t", "overlay", "-o", layers, "flightdeck-overlay", str(self.root))
-        options = f"size={HOME_MIB}m,mode=0750,uid={uid},gid={uid},nosuid,nodev"
+        options = f"size={self.home_mib}m,mode=0750,uid={uid},gid={uid},nosuid,nodev"
         command("mount", "-t", "tmpfs", "-o", options, "flightdeck-home", str(self.home))
 
     def seen_from_head(self, path: str) -> Path:

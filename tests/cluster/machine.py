@@ -18,7 +18,7 @@ from engine.node.processes import Process, alive, start_time
 from tests import IMPORTS
 from tests.cluster import network, sshd, system
 from tests.cluster.command import CommandFailed, command
-from tests.cluster.disk import Disk
+from tests.cluster.disk import HOME_MIB, Disk
 from tests.cluster.registry import Record
 from tests.cluster.specs import FIRST_UID, NodeSpec, address
 
@@ -29,6 +29,7 @@ class Machine:
     """A machine, on or off. Paths are the node's own; `python` is below `~`, as a user would write it."""
 
     shell = "/bin/bash"
+    home_mib = HOME_MIB
     kernel = ""
     """Where Linux's /proc and /sys are."""
 
@@ -47,7 +48,7 @@ class Machine:
         self.ssh = f"{spec.user}@{self.ip}"
         self.uid = FIRST_UID + index
         self.folder = record.folder / spec.name
-        self.disk = Disk(self.folder, spec.home)
+        self.disk = Disk(self.folder, spec.home, self.home_mib)
         self.sshd_folder = self.disk.root / "etc" / "ssh"
         self._cluster, self._index, self._owner = record.number, index, record.owner
         self._unshare: subprocess.Popen[bytes] | None = None

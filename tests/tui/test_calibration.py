@@ -13,7 +13,7 @@ from tests.tui.fake_engine import FakeEngine
 from tui.actions import BY_ID, label
 from tui.formatting import bandwidth, latency, spread, throughput
 from tui.state import DeckState
-from tui.widgets.shares_pane import shares, speed_up, verdict
+from tui.widgets.shares_pane import _lines, shares, speed_up, verdict
 
 STEPS = [
     CalibrationProgress("local-0", "measuring", 60.0, 120.0, 16.0),
@@ -157,6 +157,9 @@ def test_a_speed_up_is_measured_only_where_there_was_a_prediction() -> None:
 
 
 def test_words_for_what_is_under_way() -> None:
+    other_order = {step.what: step for step in reversed(STEPS)}
+    rows = _lines(DeckState(config=fake_engine.configuration(), calibrating=other_order), 100, full=False)
+    assert [row.plain.split()[0] for row in rows[:2]] == ["local-0", "local-1"], "as the configuration has them"
     measuring = DeckState(calibrating={"a": CalibrationProgress("a", "measured"), "b": CalibrationProgress("b", "x")})
     assert verdict(measuring) == "measuring, 1 done"
     assert label(BY_ID["calibrate"], measuring) == "stop measuring"

@@ -12,6 +12,7 @@ import pytest
 from textual.widgets import Button
 
 from engine.cluster.transport.base import Completed
+from engine.config.models import Config
 from engine.errors import HostKeyChanged
 from engine.models import NodeFacts, NodeTelemetry
 from engine.snapshots import NodeCondition
@@ -19,6 +20,7 @@ from tests.tui import fake_engine, macs
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tui import node_state
+from tui.actions import FixCommand
 from tui.app import FlightDeckApp
 from tui.engine_client import TelemetryReceived
 from tui.formatting import memory
@@ -252,6 +254,14 @@ async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check
         await console.shows("passed")
 
 
+async def test_a_change_in_the_moment_in_which_a_dialog_opens_does_not_end_the_console(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        app = console.app
+        app.push_screen(FixDialog([FixCommand("local-0", "true", fake_engine.NOW)], app.state, 78, "Check again"))
+        app._show()
+        await console.shows("running")
+
+
 async def test_x_says_why_where_there_is_nothing_to_fix(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.press("1", "x")
@@ -339,6 +349,13 @@ async def test_a_run_says_which_node_is_away_since_when_and_that_its_rank_is_not
             "✗ unreachable",
         ):
             await console.shows(text)
+        console.app.store.change(config=short_lease(console.app.state.config))
+        await console.shows("a lease of 8 s has run out")
+
+
+def short_lease(config: Config | None) -> Config:
+    assert config is not None
+    return config.model_copy(update={"recovery": config.recovery.model_copy(update={"lease_s": 8.0})})
 
 
 async def test_after_looking_around_the_demo_is_a_key_away(fake: FakeEngine) -> None:

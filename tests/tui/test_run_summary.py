@@ -73,6 +73,9 @@ def test_gpu_use_comes_from_telemetry_while_somebody_looks() -> None:
     seen = {node: NodeTelemetry(node=node, at=fake_engine.NOW, gpu_use=0.93) for node in nodes}
     assert "93%" in text(verification(state(snapshot, telemetry=seen), snapshot, 80, every=True))
     assert "not measured" in text(verification(state(snapshot), snapshot, 80, every=True))
+    loading = replace(snapshot, ranks=(snapshot.ranks[0], replace(snapshot.ranks[1], step_s=None)))
+    idle = {node: each.model_copy(update={"gpu_use": 0.0}) for node, each in seen.items()}
+    assert "GPU" not in text(verification(state(loading, telemetry=idle), loading, 80, every=False))
 
 
 def test_the_newest_alarms_are_shown_and_the_others_counted() -> None:

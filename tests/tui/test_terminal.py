@@ -81,6 +81,7 @@ def test_a_strangers_python_is_not_run_before_a_question_that_is_asked_once(tmp_
         # Enter is on Cancel: nothing is probed, and the console goes on without the file.
         terminal.press(b"\r")
         terminal.read_until(b"was not accepted")
+        assert b"there is no flightdeck.toml here" not in terminal.output
         terminal.press(b"q")
         assert terminal.wait() == 0
     assert not (tmp_path / "ran").exists()

@@ -78,8 +78,8 @@ SHOWN_LINES: Final = 200
 """The last lines of a command's output; the saved file has all of them."""
 
 
-def confirm_fix(fix: CheckFix, hosts: dict[str, str], width: int) -> Confirm:
-    """The commands, their nodes and what they change; the focus is on Cancel."""
+def confirm_fix(fix: CheckFix, hosts: dict[str, str], width: int, *, asks: bool) -> Confirm:
+    """The commands, their nodes and what they change; the focus is on Cancel. `asks`: for the password of sudo."""
     lines = []
     for node, command in fix.commands.items():
         lines.append(pair(f"on {node}"[:13], f"{command}\n({hosts.get(node, node)})", width))
@@ -88,6 +88,7 @@ def confirm_fix(fix: CheckFix, hosts: dict[str, str], width: int) -> Confirm:
     lines += [
         pair("fixes", fix.check, width),
         pair("runs", "once, as the node's user, in a login shell", width),
+        *([pair("asks for", "the password of sudo, in this terminal", width)] if asks else []),
         pair("then", "its output and exit code are shown, and the check can be run again", width),
     ]
     return Confirm(f"run the fix on {', '.join(fix.commands)}?", lines, "Run it", dangerous=True)

@@ -90,7 +90,9 @@ def _glyph(line: Verification) -> Glyph:
 
 def _with_telemetry(state: DeckState, snapshot: RunSnapshot, line: Verification) -> Verification:
     """Fill in GPU use, which only the console has, from telemetry."""
-    if line.name != api.GPU or line.text != api.NOT_MEASURED or not state.active:
+    # A rank that loads its model or is started again does not use its GPU yet.
+    training = state.active and all(rank.step_s is not None for rank in snapshot.ranks)
+    if line.name != api.GPU or line.text != api.NOT_MEASURED or not training:
         return line
     nodes = dict.fromkeys(rank.node for rank in snapshot.ranks)
     return api.gpu_line({node: state.telemetry[node].gpu_use if node in state.telemetry else None for node in nodes})
@@ -308,16 +310,21 @@ def attempts(snapshot: RunSnapshot, width: int, *, every: bool) -> list[Content]
 def _away(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
     """The nodes that the run's supervisor cannot reach: since when, why, and the consequence."""
     lines: list[Content] = []
+    lease_s = state.config.recovery.lease_s if state.config is not None else None
+    expired = False
     for rank in snapshot.ranks:
         link = away(state, rank)
         if link is not None and len(lines) < NAMED_NODES:
+            expired = expired or (lease_s is not None and state.age_s(link.since) > lease_s)
             text = f"rank {rank.rank} on {rank.node}: {link.condition} for {age(link.since, state.now)}"
             why = f" ({link.why})" if link.why else ""
             mark = f"{state.glyphs.shape(UNKNOWN)} node" if not lines else ""
             lines.append(pair(mark, text + why, width, style="$warning"))
     if lines:
-        lease = f"{state.config.recovery.lease_s:g} s" if state.config is not None else "its time"
+        lease = f"{lease_s:g} s" if lease_s is not None else "its time"
         note = f"a rank goes on training while its node is unreachable; its lease ends it after {lease}"
+        if expired:
+            note = f"a lease of {lease} has run out: a restart follows once its rank must have saved and ended"
         lines.append(pair("", note, width, style=MUTED))
     return lines
 

@@ -138,7 +138,8 @@ def _measured(state: DeckState, taken: Calibration, width: int, *, full: bool) -
 
 
 def _measuring(state: DeckState, width: int, *, full: bool) -> list[Content]:
-    steps = state.calibrating or {}
+    found, order = state.calibrating or {}, node_names(state)
+    steps = {what: found[what] for what in (*filter(found.get, order), *(each for each in found if each not in order))}
     done = [
         min(1.0, step.elapsed_s / step.seconds) if step.seconds and step.phase == "measuring" else
         1.0 if step.phase == "measured" else None

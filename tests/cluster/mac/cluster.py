@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import py_compile
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -28,6 +29,13 @@ PLIST = """<?xml version="1.0" encoding="UTF-8"?>
 <key>ProductBuildVersion</key><string>{}</string>
 </dict></plist>
 """
+PROGRAM = """#!{} -IS
+import sys
+sys.path.insert(0, "{}")
+import mac_commands
+sys.exit(mac_commands.main(sys.argv))
+"""
+"""Of a program Python keeps no compiled code, and compiling the commands takes longer than most of them."""
 PAM = "".join(f"{kind} sufficient pam_permit.so\n" for kind in ("auth", "account", "session"))
 PLACES_FILE = "macs.json"
 """In a cluster's folder: the documents of its nodes."""
@@ -39,6 +47,8 @@ class MacNode(Node):
 
     shell = "/bin/zsh" if Path("/bin/zsh").exists() else "/bin/bash"
     kernel = str(commands.LINUX)
+    home_mib = 4096
+    """Preflight warns where less than 1 GB is free."""
 
     def __init__(self, spec: NodeSpec, record: Record, index: int, document: Document) -> None:
         super().__init__(spec, record, index)
@@ -51,9 +61,11 @@ class MacNode(Node):
         (self._mac / commands.DOCUMENT.name).write_text(json.dumps(self.document))
         (self._mac / commands.ASSERTIONS.name).mkdir()
         (self._mac / commands.ASSERTIONS.name).chmod(0o1777)
-        program = self._mac / "commands.py"
-        program.write_text(f"#!{system.interpreter()} -IS\n{Path(commands.__file__).read_text()}")
+        program, module = self._mac / "program", self._mac / "mac_commands.py"
+        program.write_text(PROGRAM.format(system.interpreter(), commands.ROOT))
         program.chmod(0o755)
+        shutil.copy(commands.__file__, module)
+        py_compile.compile(str(module), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
         for name in (*NOT_ON_A_MAC, *commands.PLACES):
             for folder in ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin"):
                 (self.disk.root / folder / name).unlink(missing_ok=True)

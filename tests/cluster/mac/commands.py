@@ -1,6 +1,8 @@
 """The commands of a Mac, one program under many names: run as `/usr/sbin/sysctl` it answers as macOS's sysctl, from the
 document of the node's personality, and from Linux's kernel what is real: processes, disks, addresses, ports.
 
+Half of what an answer costs are imports, and a probe asks for a dozen: what one command alone needs it imports itself.
+
 Each function names the source of what it prints: a man page, Apple's open source, or a recording of a real Mac. What a
 command is not known to do ends with EX_USAGE and "not modelled", so that nothing is taken for macOS's that is not.
 FAULTS makes commands late, cut or failing, by their names. Standard library alone, with the project's interpreter.
@@ -8,14 +10,11 @@ FAULTS makes commands late, cut or failing, by their names. Standard library alo
 
 from __future__ import annotations
 
-import getopt
 import json
 import os
 import pwd
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ ROOT = Path("/usr/local/libexec/mac")
 """On a node: the document, the faults, and this program."""
 DOCUMENT, FAULTS = ROOT / "mac.json", ROOT / "faults.json"
 ASSERTIONS = ROOT / "assertions"
+LOW_POWER = ROOT / "lowpowermode"
 LINUX = Path("/usr/local/libexec/linux")
 """Linux's own /proc and /sys: a Mac has neither."""
 PROC = LINUX / "proc"
@@ -71,6 +71,31 @@ class NotModelled(Exception):
     """Nothing is known of what macOS would do."""
 
 
+class IllegalOption(Exception):
+    """An option that the command does not have."""
+
+
+def getopt(words: list[str], letters: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """getopt(3), as Python's, which takes half as long to import as a command may take to answer."""
+    options, rest = [], list(words)
+    while rest and len(rest[0]) > 1 and rest[0].startswith("-"):
+        cluster = rest.pop(0)[1:]
+        if cluster == "-":
+            break
+        while cluster:
+            letter, cluster = cluster[0], cluster[1:]
+            at = letters.find(letter)
+            if at < 0 or letter == ":":
+                raise IllegalOption(letter)
+            value = ""
+            if letters[at + 1 : at + 2] == ":":
+                if not cluster and not rest:
+                    raise IllegalOption(letter)
+                value, cluster = cluster or rest.pop(0), ""
+            options.append((f"-{letter}", value))
+    return options, rest
+
+
 Answer = Callable[[Mac, list[str]], "str | tuple[str, str, int]"]
 """The output, or (output, errors, exit code)."""
 COMMANDS: dict[str, Answer] = {}
@@ -106,7 +131,7 @@ def oids(mac: Mac) -> dict[str, str]:
     """The names of sysctl(8) that somebody asks for, with values in the form of recordings."""
     levels: list[tuple[str, int]] = mac["levels"]
     cores = sum(count for _, count in levels)
-    swap = mac["memory_bytes"] // 2**30 * 8
+    total = swap(mac) / 2**20
     found = {
         "hw.ncpu": cores,
         "hw.activecpu": cores,
@@ -128,7 +153,7 @@ def oids(mac: Mac) -> dict[str, str]:
         "kern.ostype": "Darwin",
         "kern.maxfilesperproc": 61440,
         "machdep.cpu.brand_string": mac["chip"],
-        "vm.swapusage": f"total = {swap:.2f}M  used = {swap / 16:.2f}M  free = {swap * 15 / 16:.2f}M  (encrypted)",
+        "vm.swapusage": f"total = {total:.2f}M  used = {total / 16:.2f}M  free = {total * 15 / 16:.2f}M  (encrypted)",
     }
     return {name: str(value) for name, value in found.items()}
 
@@ -136,7 +161,7 @@ def oids(mac: Mac) -> dict[str, str]:
 @command
 def sysctl(mac: Mac, words: list[str]) -> tuple[str, str, int]:
     """sysctl(8) and Apple's sysctl.c: a name stands for all below it; an unknown one is said and the rest goes on."""
-    options, names = getopt.getopt(words, "aAbeihnNoqw")
+    options, names = getopt(words, "aAbeihnNoqw")
     flags = {flag for flag, _ in options}
     values, lines, errors = oids(mac), [], []
     for name in names or ([""] if "-a" in flags else []):
@@ -148,6 +173,11 @@ def sysctl(mac: Mac, words: list[str]) -> tuple[str, str, int]:
             errors.append(f"sysctl: unknown oid '{name}'")
         lines += [values[each] if "-n" in flags else f"{each}: {values[each]}" for each in found]
     return _lines(lines), _lines(errors), int(bool(errors))
+
+
+def swap(mac: Mac) -> int:
+    """Bytes; a sixteenth of them is in use."""
+    return int(mac["memory_bytes"]) // 2**30 * 2**23
 
 
 @command
@@ -268,10 +298,16 @@ def memory_pressure(mac: Mac, words: list[str]) -> str:
 
 @command
 def pmset(mac: Mac, words: list[str]) -> str:
-    """pmset(1): -g, -g batt, -g therm, -g assertions; Apple silicon has only the two notes of -g therm (recorded)."""
+    """pmset(1): -g, -g batt, -g therm, -g assertions, and as root -a lowpowermode; Apple silicon has only the two notes
+    of -g therm (recorded)."""
     match words:
         case ["-g"]:
-            return "System-wide power settings:\nCurrently in use:\n sleep                1\n lowpowermode         0\n"
+            settings = {"sleep": 1, "lowpowermode": int(LOW_POWER.exists())}
+            rows = "".join(f" {name:<21}{value}\n" for name, value in settings.items())
+            return f"System-wide power settings:\nCurrently in use:\n{rows}"
+        case ["-a", "lowpowermode", "0" | "1" as low] if os.geteuid() == 0:
+            LOW_POWER.touch() if low == "1" else LOW_POWER.unlink(missing_ok=True)
+            return ""
         case ["-g", "therm"]:
             kinds = ("thermal", "performance", "CPU power")
             return "".join(f"Note: No {kind} warning level has been recorded\n" for kind in kinds[:2])
@@ -304,12 +340,14 @@ def assertions() -> str:
 def caffeinate(mac: Mac, words: list[str]) -> tuple[str, str, int]:
     """caffeinate(8): holds its assertions until the process of -w, the seconds of -t, or its utility has ended."""
     del mac
-    options, utility = getopt.getopt(words, "disumt:w:")
+    options, utility = getopt(words, "disumt:w:")
     given = dict(options)
     mark = ASSERTIONS / str(os.getpid())
     mark.touch()
     try:
         if utility:
+            import subprocess
+
             return "", "", subprocess.run(utility, check=False).returncode
         until = time.monotonic() + float(given.get("-t", "inf"))
         while time.monotonic() < until and ("-w" not in given or _runs(int(given["-w"]))):
@@ -336,7 +374,7 @@ def macmon(mac: Mac, words: list[str]) -> str:
     memory = {"ram_total": mac["memory_bytes"], "ram_usage": mac["memory_bytes"] // 3}
     sample = {
         "temp": {"cpu_temp_avg": 43.7, "gpu_temp_avg": 36.9},
-        "memory": memory | {"swap_total": 0, "swap_usage": 0},
+        "memory": memory | {"swap_total": swap(mac), "swap_usage": swap(mac) // 16},
         "cpu_active_ratio": 0.092,
         "gpu_freq_mhz": 461,
         "gpu_active_ratio": 0.09,
@@ -575,7 +613,7 @@ def ps(mac: Mac, words: list[str]) -> tuple[str, str, int]:
     """ps(1) of macOS and Apple's ps.c: BSD's flags, -E for the environment after the command, and none of Apple's own
     programs. It exits with 1 when no process was selected."""
     del mac
-    options, rest = getopt.getopt(words, "AaCcdEeGgfhjLlMmo:O:p:rSTt:U:u:vwXx")
+    options, rest = getopt(words, "AaCcdEeGgfhjLlMmo:O:p:rSTt:U:u:vwXx")
     flags = "".join(flag[1] for flag, _ in options)
     if rest:
         raise NotModelled
@@ -612,14 +650,17 @@ def ps(mac: Mac, words: list[str]) -> tuple[str, str, int]:
 def df(mac: Mac, words: list[str]) -> str:
     """df(1) of macOS, with the columns of recordings; blocks of 512 bytes unless -k, -m or -g."""
     del mac
-    options, paths = getopt.getopt(words, "abcgHhIiklmnPtT:Y,")
+    options, paths = getopt(words, "abcgHhIiklmnPtT:Y,")
     unit = {"-k": 1024, "-m": 2**20, "-g": 2**30}.get(
         next((flag for flag, _ in options if flag in ("-k", "-m", "-g")), ""), 512
     )
     name = {512: "512-blocks", 1024: "1024-blocks", 2**20: "1M-blocks", 2**30: "1G-blocks"}[unit]
     lines = [f"Filesystem {name} Used Available Capacity iused ifree %iused Mounted on"]
     for path in paths or ["/"]:
-        total, used, free = (size // unit for size in shutil.disk_usage(path))
+        disk = os.statvfs(path)
+        total, used, free = (
+            blocks * disk.f_frsize // unit for blocks in (disk.f_blocks, disk.f_blocks - disk.f_bfree, disk.f_bavail)
+        )
         share = round(100 * used / max(1, used + free))
         lines.append(f"/dev/disk3s5 {total} {used} {free} {share}% 1000 9000000 0% /System/Volumes/Data")
     return _lines(lines)
@@ -629,7 +670,7 @@ def df(mac: Mac, words: list[str]) -> str:
 def stat(mac: Mac, words: list[str]) -> str:
     """stat(1) of BSD with -f and -L; GNU's -c is an illegal option."""
     del mac
-    options, paths = getopt.getopt(words, "FLf:lnqrst:x")
+    options, paths = getopt(words, "FLf:lnqrst:x")
     template = dict(options).get("-f")
     if template is None:
         raise NotModelled
@@ -649,7 +690,7 @@ def stat(mac: Mac, words: list[str]) -> str:
 def date(mac: Mac, words: list[str]) -> str:
     """date(1) of BSD: +FORMAT, -u, -r SECONDS; GNU's -d is an illegal option, and its %N is no conversion."""
     del mac
-    options, rest = getopt.getopt(words, "jRnuf:r:v:I:")
+    options, rest = getopt(words, "jRnuf:r:v:I:")
     given = dict(options)
     at = float(given.get("-r", time.time()))
     template = rest[0].removeprefix("+") if rest else "%a %b %e %H:%M:%S %Z %Y"
@@ -661,7 +702,7 @@ def mktemp(mac: Mac, words: list[str]) -> str:
     """mktemp(1) of macOS and Apple's mktemp.c: without a template the file lies in confstr's folder, whatever TMPDIR
     says."""
     del mac
-    options, templates = getopt.getopt(words, "dp:qt:u")
+    options, templates = getopt(words, "dp:qt:u")
     given = dict(options)
     start = templates[0].rstrip("X") if templates else f"{given.get('-p', TEMPORARY)}/{given.get('-t', 'tmp')}."
     path = Path(start + os.urandom(5).hex())
@@ -732,11 +773,22 @@ def python3(mac: Mac, words: list[str]) -> tuple[str, str, int]:
 
 
 @command
-def sudo(mac: Mac, words: list[str]) -> str:
-    """sudo(8) without a password: `su`, whose PAM rules let everybody in on this node."""
+def sudo(mac: Mac, words: list[str]) -> tuple[str, str, int]:
+    """sudo(8) and sudo's tgetpass.c: it needs a terminal to ask for the password, and takes any; then `su`, whose PAM
+    rules let everybody in on this node."""
+    import getpass
+
     del mac
     argv = [word for word in words if word not in ("-n", "-k", "--")]
-    os.execv("/usr/bin/su", ["su", "root", "-s", "/bin/sh", "-c", shlex.join(argv)])
+    if "-n" in words:
+        return "", "sudo: a password is required\n", 1
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR))
+    except OSError:
+        advice = "either use the -S option to read from standard input or configure an askpass helper"
+        return "", f"sudo: a terminal is required to read the password; {advice}\nsudo: a password is required\n", 1
+    getpass.getpass("Password:")
+    return os.execv("/usr/bin/su", ["su", "root", "-s", "/bin/sh", "-c", shlex.join(argv)])
 
 
 FOLDERS = {
@@ -757,8 +809,8 @@ def answer(mac: Mac, name: str, words: list[str]) -> tuple[str, str, int]:
         answered = COMMANDS[name.replace("-", "_")](mac, words)
     except NotModelled:
         return "", f"{name}: {' '.join(words)}: not modelled by tests.cluster\n", EX_USAGE
-    except getopt.GetoptError as error:
-        return "", f"{name}: illegal option -- {error.opt}\nusage: {name}\n", 1
+    except IllegalOption as error:
+        return "", f"{name}: illegal option -- {error}\nusage: {name}\n", 1
     except OSError as error:
         return "", f"{name}: {error.filename or ''}: {error.strerror}\n", 1
     return (answered, "", 0) if isinstance(answered, str) else answered
@@ -799,6 +851,8 @@ def live_addresses(document: Document) -> Addresses:
 
 def _ip(*words: str) -> str:
     """Linux's ip. Raises OSError with what it said."""
+    import subprocess
+
     done = subprocess.run(["/usr/sbin/ip", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(done.returncode, done.stderr.strip())

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cluster.command import command
 from tests.cluster.mac.cluster import MacCluster, MacNode
 from tests.cluster.mac.commands import EX_USAGE, Mac, answer, vis
 from tests.cluster.mac.personality import documents
@@ -83,6 +84,7 @@ def test_commands_answer_over_ssh(macs: MacCluster, ana: MacNode) -> None:
     air = ssh(macs, macs.nodes[1], "sw_vers -productVersion; sysctl -n machdep.cpu.brand_string; pmset -g batt")
     assert air.splitlines()[:2] == ["15.7.2", "Apple M1"] and "63%; discharging" in air
     assert ssh(macs, macs.nodes[1], "command -v ibv_devices rdma_ctl macmon setsid; echo none") == "none"
+    assert "a terminal is required" in ssh(macs, ana, "sudo -k id -u 2>&1 || true")
     path = ssh(macs, ana, "TMPDIR=/tmp mktemp")
     assert path.startswith("/var/folders/")
     assert ssh(macs, ana, "echo $TMPDIR").startswith("/var/folders/")
@@ -117,8 +119,8 @@ def test_the_cables_are_real_and_the_set_up_commands_give_them_addresses(macs: M
         (ana, "en5", "192.168.0.1", "192.168.0.2"),
         (bea, "en2", "192.168.0.2", "192.168.0.1"),
     ):
-        ssh(macs, node, f"sudo ifconfig bridge0 down && sudo ifconfig {device} inet {own} netmask 255.255.255.252 && "
-            f"sudo route change {peer} -interface {device}")  # fmt: skip
+        lines = f"ifconfig bridge0 down && ifconfig {device} inet {own} netmask 255.255.255.252 && "
+        command(*node.inside(), "/bin/sh", "-c", f"{lines} route change {peer} -interface {device}")
     try:
         assert "\tmember: en5 " in ssh(macs, ana, "ifconfig bridge0")
         knock = "import socket; print(socket.create_connection(('192.168.0.2', 22), 5).getsockname()[0])"
