@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import compileall
+import fcntl
 import functools
 import os
 import shutil
-import tempfile
+import time
 from pathlib import Path
 
 from engine.cluster.bundle import node_bundle
 from engine.node.bootstrap import install, prepare_root
 from engine.security.paths import make_private
+
+_KEPT_S = 86_400
+"""After its last use by a process that began with it; others may be under way with an earlier content."""
 
 
 def stage_bundle(node_root: Path) -> Path:
@@ -29,10 +32,17 @@ def stage_bundle(node_root: Path) -> Path:
 
 @functools.cache
 def _staged() -> Path:
-    folder = tempfile.mkdtemp(prefix="flightdeck-bundle-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    bundle = stage_bundle(Path(folder))
-    compileall.compile_dir(bundle, quiet=2)
+    """Beside this module's own compiled code, once on this machine for each content of the bundle."""
+    root = Path(__file__).with_name("__pycache__") / "bundle"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        bundle = stage_bundle(root)
+        os.utime(bundle)
+        for other in bundle.parent.iterdir():
+            if time.time() - other.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(other)
+        compileall.compile_dir(bundle, quiet=2)
     return bundle
 
 

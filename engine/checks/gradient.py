@@ -192,7 +192,7 @@ class _Group:
         launcher_variables = launcher_environment(
             here, nodes, self.layouts, home=home, run_id=check_id, attempt=_ATTEMPT
         )
-        program = LocalProgram(argv, environment={**nonce, **launcher_variables}, newlines=True)
+        program = LocalProgram(argv, directory=here, environment={**nonce, **launcher_variables}, newlines=True)
         finished = await program.run(self.program.limit_s)
         last = _last_line(finished.stderr)
         by_ssh = {rank: plain(last_line(tail(ssh_shim.ssh_log_path(here, rank)))) for rank in range(len(nodes))}

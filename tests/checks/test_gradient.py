@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -30,6 +33,20 @@ async def test_two_ranks_sum_exactly_and_leave_nothing_behind(
     assert sorted(path.name for path in (home / "node").iterdir()) == ["bundles", "runs"]
     assert list((home / "node" / "runs").iterdir()) == []
     assert (home / "node").stat().st_mode & 0o077 == 0
+
+
+async def test_the_temporary_files_of_mlx_launch_go_with_the_check(
+    model: Path, data: Path, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, names = tmp_path / "bin", tmp_path / "names"
+    programs.mkdir()
+    shown = f'file=$({shutil.which("mktemp")}) && echo "$file" && realpath "$file" >>{shlex.quote(str(names))}'
+    (programs / "mktemp").write_text(f"#!/bin/sh\n{shown}\n")
+    (programs / "mktemp").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable,)))
+    made = [Path(name) for name in names.read_text().splitlines()]
+    assert made and all(file.is_relative_to(home / "node") and not file.exists() for file in made), made
 
 
 async def test_one_rank_is_a_group_of_one_and_says_so(model: Path, data: Path, tmp_path: Path, home: Path) -> None:

@@ -24,8 +24,6 @@ from tests.faults.test_cluster_recovery import training
 from tests.faults.test_recovery import losses
 from tests.faults.test_training import await_iteration, trained, with_keys
 
-pytestmark = pytest.mark.busy
-
 ITERATIONS = 8
 AWAY_AT = 5
 RECOVERY = RecoveryConfig(lease_s=20.0, save_grace_s=2.0, stop_grace_s=1.0, term_grace_s=0.5)

@@ -18,7 +18,7 @@ from engine.store.layout import RunDir, node_root
 from tests.conftest import FLIGHTDECK
 from tests.terminal import Terminal
 
-SAMPLE, KILLS = 2, 20
+SAMPLE, KILLS = 1, 20
 CONFIG = """
 [cluster]
 name = "local"

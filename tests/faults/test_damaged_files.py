@@ -77,7 +77,7 @@ def without_journal(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("damage", "reported"),
     [
-        (in_plan, "plan.json: the plan is not valid"),
+        pytest.param(in_plan, "plan.json: the plan is not valid", marks=pytest.mark.slow),
         (without_plan, "plan.json: the plan cannot be read"),
         (in_first_line, "journal.jsonl: line 1 is damaged"),
     ],

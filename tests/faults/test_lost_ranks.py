@@ -121,6 +121,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config.model_copy(update={"job": job, "recovery": RecoveryConfig()})
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_joins_again_and_the_run_takes_one_attempt(home: Path, demo: Config) -> None:
     run = start_config(home, demo)
     await_iteration(run, 4)
@@ -132,6 +133,7 @@ def test_a_killed_trainer_joins_again_and_the_run_takes_one_attempt(home: Path, 
     assert "completed at iteration 60" in run.dir.log(1).read_text()
 
 
+@pytest.mark.slow
 def test_without_rank_0_the_next_attempt_goes_on_from_what_another_saved(home: Path, demo: Config) -> None:
     run = start_config(home, demo)
     await_iteration(run, 8)
@@ -143,7 +145,7 @@ def test_without_rank_0_the_next_attempt_goes_on_from_what_another_saved(home: P
 
 
 def test_a_rank_that_is_lost_before_the_first_update_is_the_cause_of_another_attempt(home: Path, demo: Config) -> None:
-    run = start_config(home, demo)
+    run = start_config(home, with_keys(demo, iters=6))
     run.wait(lambda: b'"loading"' in run.dir.events(1).read_bytes() if run.dir.events(1).exists() else False)
     kill_trainer(run, 1)
     record = run.ended()

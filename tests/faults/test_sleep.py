@@ -20,8 +20,6 @@ from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ring_config, start_on
 from tests.faults.local_runs import SHORT_GRACES, Run, ring, start_run
 
-pytestmark = pytest.mark.busy
-
 SHORT = SHORT_GRACES.model_copy(update={"lease_s": 4.0, "restart_commands": True, "backoff_s": 0.1})
 SHORTER_S, LONGER_S = 2.5, 9.0
 
@@ -76,6 +74,7 @@ def test_a_head_that_slept_goes_on_with_the_run(home: Path, tmp_path: Path, seco
     assert any("this machine slept" in note for note in run.notes)
 
 
+@pytest.mark.busy
 @pytest.mark.slow
 def test_a_keeper_that_slept_for_longer_than_the_lease_finds_its_heartbeats(home: Path, tmp_path: Path) -> None:
     run = started(home, tmp_path)
@@ -84,8 +83,10 @@ def test_a_keeper_that_slept_for_longer_than_the_lease_finds_its_heartbeats(home
     succeeded(run, attempts=1)
 
 
+@pytest.mark.busy
 def test_a_node_that_slept_for_less_than_the_lease_goes_on(nodes: Cluster, home: Path) -> None:
-    run = start_on(nodes, home, ring_config(nodes, recovery=SHORT))
+    patient = SHORT.model_copy(update={"lease_s": 10.0})
+    run = start_on(nodes, home, ring_config(nodes, recovery=patient, names=("ana", "bea")))
     run.everybody_steps()
     nodes["bea"].sleep()
     time.sleep(SHORTER_S)

@@ -23,8 +23,6 @@ from tests.integration.checks import assert_nothing_left, is_idle
 from tests.unit.run.run_maker import MadeRun
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.busy
-
 HEAD = """
 import asyncio, sys
 from pathlib import Path
@@ -64,7 +62,7 @@ def config(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
     two = {node.name for node in cluster.nodes[:2]}
-    timed = {"calibration": CalibrationConfig(seconds=1.0), "preflight": PreflightConfig(all_sum_s=0.2)}
+    timed = {"calibration": CalibrationConfig(seconds=0.3), "preflight": PreflightConfig(all_sum_s=0.2)}
     return select_nodes(demo_on(cluster, tmp_path / "home", iters=4), two).model_copy(update=timed)
 
 
@@ -92,6 +90,7 @@ def is_measuring(node: Node) -> bool:
     return bool(workers(node))
 
 
+@pytest.mark.busy
 async def test_every_node_and_the_link_are_measured_and_kept(cluster: Cluster, config: Config, tmp_path: Path) -> None:
     engine = Engine(tmp_path / "home")
     try:
@@ -115,6 +114,7 @@ async def test_every_node_and_the_link_are_measured_and_kept(cluster: Cluster, c
         assert_nothing_left(node)
 
 
+@pytest.mark.busy
 @pytest.mark.slow
 async def test_a_node_with_three_times_the_work_gets_a_smaller_share(
     cluster: Cluster, config: Config, tmp_path: Path
@@ -210,6 +210,7 @@ async def test_while_a_run_goes_on_there_nothing_is_measured(config: Config, tmp
     await engine.close()
 
 
+@pytest.mark.busy
 @pytest.mark.parametrize("strategy", [pytest.param("sharded", marks=pytest.mark.slow), "pipeline"])
 async def test_all_ranks_are_measured_together_with_a_strategy_of_which_no_node_makes_a_step(
     cluster: Cluster, config: Config, tmp_path: Path, strategy: str

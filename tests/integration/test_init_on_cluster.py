@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,16 +63,9 @@ def test_a_key_that_nobody_has_accepted_is_shown_and_the_node_is_not_asked(
 
 
 def agents_on(cluster: Cluster) -> list[str]:
-    """The agents on the nodes, and their probes, seen from the head, whose /proc shows theirs."""
-    homes = [node.home.encode() for node in cluster.nodes]
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                argv = (entry / "cmdline").read_bytes()
-                if b"engine.node.agent" in argv and any(argv.startswith(home) for home in homes):
-                    found.append(entry.name)
-    return found
+    """The agents on the nodes, and their probes."""
+    processes = [(node.home, process.command) for node in cluster.nodes for process in node.processes()]
+    return [command for home, command in processes if command.startswith(home) and "engine.node.agent" in command]
 
 
 async def test_telemetry_of_four_nodes_ends_on_all_of_them(cluster: Cluster, home: Path, studio: Path) -> None:

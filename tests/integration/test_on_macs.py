@@ -38,7 +38,7 @@ from tests.tui.conftest import Console
 from tui.app import FlightDeckApp
 from tui.screens.stopping import Stopping
 
-pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.busy]
+pytestmark = pytest.mark.needs("namespaces")
 PATIENCE_S = 120.0
 STATES = """
 [checkpoint]
@@ -126,7 +126,10 @@ def test_macs_are_known_planned_and_checked(macs: MacCluster, home: Path, studio
     assert [check["name"] for check in checked["checks"] if check["status"] == "fail"] == [], checked
 
 
-@pytest.mark.parametrize("command", ["system_profiler", "ifconfig", "ibv_devinfo"])
+@pytest.mark.parametrize(
+    "command",
+    ["ifconfig", *(pytest.param(each, marks=pytest.mark.slow) for each in ("system_profiler", "ibv_devinfo"))],
+)
 def test_a_command_that_hangs_costs_its_own_facts_and_nothing_is_claimed(
     macs: MacCluster, home: Path, studio: Path, command: str
 ) -> None:
@@ -201,6 +204,7 @@ def status(console: Console, name: str) -> CheckStatus | None:
     return next((check.status for check in console.app.state.checks if check.name == name), None)
 
 
+@pytest.mark.busy
 def test_a_run_saves_on_smb_outlives_a_killed_rank_and_an_abort_proves_that_nothing_is_left(
     macs: MacCluster, home: Path, studio: Path
 ) -> None:
@@ -229,6 +233,7 @@ def resumptions(run: ClusterRun, count: int) -> list[AttemptResumed]:
     return run.events_of(AttemptResumed)
 
 
+@pytest.mark.busy
 @pytest.mark.slow
 async def test_the_console_takes_four_macs_from_their_facts_to_the_proof_of_an_abort(
     macs: MacCluster, home: Path, studio: Path, monkeypatch: pytest.MonkeyPatch
@@ -270,6 +275,7 @@ max_restarts = 9
 """
 
 
+@pytest.mark.busy
 @pytest.mark.slow
 def test_a_training_on_four_macs_outlives_sleep_and_a_cut_node(macs: MacCluster, home: Path, studio: Path) -> None:
     """Each step is made once in the history that is kept, and no two attempts run at once."""

@@ -30,8 +30,6 @@ from tests.integration.checks import (
     unheard,
 )
 
-pytestmark = pytest.mark.busy
-
 
 async def test_three_good_nodes_pass_every_check_and_nothing_is_left_on_them(
     cluster: Cluster, fleet: Fleet, patient_checks: dict[str, Check]

@@ -18,8 +18,6 @@ from engine.models import CheckResult, CheckStatus
 from tests.cluster.cluster import Cluster
 from tests.integration.checks import LISTEN, PORT, as_user, config_of, furnish, run_check_on, unheard
 
-pytestmark = pytest.mark.busy
-
 
 async def pasted(cluster: Cluster, result: CheckResult) -> str:
     """What the fix says, pasted by a person into a shell of this machine."""

@@ -18,8 +18,6 @@ from tests.cluster.node import Node
 from tests.integration.checks import assert_nothing_left, config_of, is_idle
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.busy
-
 SUMS = """
 import asyncio, sys
 from pathlib import Path

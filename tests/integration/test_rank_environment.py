@@ -25,7 +25,10 @@ PATHS = {"MLX_HOSTFILE", "MLX_IBV_DEVICES", "FLIGHTDECK_SPEC", "FLIGHTDECK_EVENT
 DEVICES = ((None, "rdma_en1", "rdma_en2"), ("rdma_en3", None, "rdma_en4"), ("rdma_en5", "rdma_en6", None))
 
 
-@pytest.mark.parametrize("backend", ["ring", "jaccl", "jaccl-ring", pytest.param("nccl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend",
+    ["ring", "jaccl", pytest.param("jaccl-ring", marks=pytest.mark.slow), pytest.param("nccl", marks=pytest.mark.slow)],
+)
 async def test_both_launchers_give_the_ranks_the_same_environment(
     backend: str, cluster: Cluster, fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,7 +118,7 @@ def test_a_stop_in_the_middle_of_an_accumulation_is_one_at_the_last_update(
     assert (last.iteration, last.best) == (4, {"loss": 3.0, "iteration": 3, "since": 0})
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", [2, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, 4))])
 def test_from_the_state_of_any_update_the_training_ends_as_the_whole_one(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
@@ -228,6 +228,7 @@ def test_all_ranks_end_early_together(rough: Launched) -> None:
 
 
 @pytest.mark.busy
+@pytest.mark.slow
 def test_killed_before_it_ends_early_it_ends_as_if_undisturbed(tiny: Tiny, tmp_path: Path, rough: Launched) -> None:
     """Killed after the best validation, and gone on from a checkpoint before it or after it: the count of validations
     without improvement is that of the checkpoint."""
@@ -246,7 +247,7 @@ def test_killed_before_it_ends_early_it_ends_as_if_undisturbed(tiny: Tiny, tmp_p
 
 
 @pytest.mark.busy
-@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+@pytest.mark.parametrize("strategy", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_divided_ranks_save_the_best_whole(tiny: Tiny, tmp_path: Path, strategy: str) -> None:
     keys = {"strategy": strategy, "layer_split": "0-1,1-2"} if strategy == "pipeline" else {"strategy": strategy}
     what = tiny.job(val_batches=-1, steps_per_eval=2, save_every=1, save_best=True, **keys)
@@ -268,7 +269,7 @@ def test_epochs_are_counted_in_batches_of_the_data(tiny: Tiny, tmp_path: Path) -
 
 
 @pytest.mark.busy
-@pytest.mark.parametrize("keys", [{"patience": 2}, {"save_best": True}])
+@pytest.mark.parametrize("keys", [{"patience": 2}, pytest.param({"save_best": True}, marks=pytest.mark.slow)])
 def test_without_validation_data_the_job_is_refused(tiny: Tiny, tmp_path: Path, keys: dict[str, Any]) -> None:
     data = tmp_path / "data"
     data.mkdir()

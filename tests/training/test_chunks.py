@@ -28,8 +28,6 @@ from tests.training.launching import launch
 from tests.training.tiny import Tiny, make_job, sentence, write_rows
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.busy
-
 SIZE, CHUNK, BATCH = 643, 120, 8
 CHUNKS, PER_EPOCH = 6, SIZE // BATCH
 
@@ -61,6 +59,7 @@ def same(one: Batch, other: Batch) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.bounds, other.bounds)
 
 
+@pytest.mark.busy
 @pytest.mark.slow
 def test_two_ranks_train_on_chunks_as_one_does(tiny: Tiny, large: Path, tmp_path: Path) -> None:
     """A whole epoch and the first chunk of the next."""

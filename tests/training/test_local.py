@@ -149,6 +149,7 @@ def test_a_killed_rank_is_started_again_by_its_keeper_and_joins(tiny: Tiny, tmp_
     assert agree(run, 0, 1)
 
 
+@pytest.mark.slow
 def test_one_rank_that_is_left_goes_on_alone(tiny: Tiny, tmp_path: Path) -> None:
     """As after a restart without the other node."""
     job = local_job(tiny, iters=14)

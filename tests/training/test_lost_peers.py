@@ -54,8 +54,17 @@ def lose_one(tiny: Tiny, home: Path, keys: dict[str, Any], ranks: int, seed: int
     assert max(updates) - min(updates) <= 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("data", 3),
+        ("data, accumulated", 2),
+        ("data, int8", 2),
+        pytest.param("data", 2, marks=pytest.mark.slow),
+        pytest.param("data, accumulated", 3, marks=pytest.mark.slow),
+        pytest.param("data, int8", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_survivors_keep_their_last_update(tiny: Tiny, tmp_path: Path, kind: str, ranks: int) -> None:
     lose_one(tiny, tmp_path, KINDS[kind], ranks, seed=ranks)
 

@@ -21,7 +21,9 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 """Ranks, and keys of the job."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if ranks == 3 else pytest.param(kind, marks=pytest.mark.slow) for kind, (ranks, _) in KINDS.items()]
+)
 def test_survivors_keep_their_part_of_the_last_update(bench: PartitionedBench, tmp_path: Path, kind: str) -> None:
     ranks, keys = KINDS[kind]
     lose_one(bench.tiny, tmp_path, {"model": str(bench.models["tied"]), **keys}, ranks, seed=ranks)

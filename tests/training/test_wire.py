@@ -37,10 +37,17 @@ def alone(bench: PartitionedBench) -> dict[str, Ran]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_as_one_process(bench: PartitionedBench, alone: dict[str, Ran], ranks: int) -> None:
-    ran = run(bench, ranks, NAMES, ("auto", "float32"), ITERS)
-    for name in NAMES:
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (3, ("full", "bfloat16")),
+        pytest.param(2, NAMES, marks=pytest.mark.slow),
+        pytest.param(3, NAMES, marks=pytest.mark.slow),
+    ],
+)
+def test_as_one_process(bench: PartitionedBench, alone: dict[str, Ran], ranks: int, names: tuple[str, ...]) -> None:
+    ran = run(bench, ranks, names, ("auto", "float32"), ITERS)
+    for name in names:
         for wire in ("auto", "float32"):
             compare(name, alone[name], ran[wire][name])
         if ranks == 2:
@@ -84,6 +91,7 @@ def test_in_int8_the_loss_is_within_a_hundredth(bench: PartitionedBench) -> None
         assert np.mean(ran[name].losses[-20:]) < 0.8 * np.mean(ran[name].losses[:5])
 
 
+@pytest.mark.slow
 def test_killed_in_int8_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path) -> None:
     """What is rounded away is in no checkpoint: nothing is, by the update that a checkpoint follows."""
     what = job(tiny, wire="int8")

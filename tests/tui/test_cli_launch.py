@@ -25,8 +25,6 @@ from engine.run.journal import read_journal
 from tests.demo_copies import demo_below
 from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck, shell
 
-pytestmark = pytest.mark.busy
-
 ITERATIONS = 3
 QUICK = ("--skip", "gradient_layer", "--skip", "versions_match")
 """The two checks that take seconds have been run once, by `ended_demo`."""

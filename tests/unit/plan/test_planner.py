@@ -87,7 +87,7 @@ def refusal(plan: TrainingPlan, name: str) -> str:
     return next(each.text for each in plan.refusals if each.name == name)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(plan_inputs())
 def test_the_arithmetic_is_closed(drawn: PlanInputs) -> None:
     plan = make_plan(drawn)
