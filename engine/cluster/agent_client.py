@@ -449,7 +449,7 @@ def value_of(outcome: Result | NoValue, node: NodeConfig) -> Result:
 
 
 def each_of(answers: Sequence[Answer], asked: Sequence[Asked], node: NodeConfig) -> list[tuple[Asked, Answer]]:
-    """What was asked with its answer. Raises LaunchError where these are not as many."""
+    """The questions with their answers. Raises LaunchError where these are not as many."""
     if len(answers) != len(asked):
         raise LaunchError(f"{len(answers)} answers came to {len(asked)} questions", where=node.name)
     return list(zip(asked, answers, strict=True))

@@ -32,7 +32,8 @@ class _Report(FrozenModel):
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
-        given = {name for name in self.model_fields_set if name == "form" or getattr(self, name) not in (None, False)}
+        values = ((name, getattr(self, name)) for name in self.model_fields_set)
+        given = {name for name, value in values if name == "form" or (value is not None and value is not False)}
         if not any(given >= {*names} for names in self.tells):
             raise ValueError(f"it has none of {self.tells}")
         return self
