@@ -123,7 +123,8 @@ class Screenshot:
             await console.until(lambda: app.poller.caught_up, "the run")
             await pilot.press(*self.keys, *(self.narrow if app.size.width < 100 else ()))
             expected = len(engine.values)
-            await console.until(lambda: not app.deck.nodes_shown or len(app.state.telemetry) == expected, "telemetry")
+            if app.deck.nodes_shown or app.state.running is not None:
+                await console.until(lambda: len(app.state.telemetry) == expected, "telemetry")
             await console.shows(self.shows)
             await _settled(console)
 

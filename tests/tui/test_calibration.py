@@ -50,7 +50,7 @@ async def test_the_dashboard_has_it_in_short(calibrated: FakeEngine) -> None:
 async def test_the_full_view_tells_why_what_is_predicted_and_of_the_priority(calibrated: FakeEngine) -> None:
     async with opened(calibrated, size=DASHBOARD) as console:
         await console.press("3")
-        for text in ("by the measured throughputs, which vary by 15%", "efficiency", "not on macOS", "32.2 MB"):
+        for text in ("by the measured throughputs, which vary by 15%", "efficiency", "not on macOS", "31 MB"):
             await console.shows(text)
 
 

@@ -264,7 +264,7 @@ async def test_idle_the_plan_says_what_it_needs_and_where_its_reasons_are(fake: 
         for text in (
             "ready to launch",
             "memory        local-0 ",
-            " of 13.3 GB; local-1",
+            " of 12.4 GB; local-1",
             "n  launches it, after you confirm",
         ):
             await console.shows(text)
@@ -340,4 +340,4 @@ async def test_what_is_not_known_of_gradients_and_ranks_is_no_figure(fake: FakeE
 async def test_on_a_short_screen_the_highest_peak_is_among_the_figures(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake, size=SMALL) as console:
-        await console.shows("peak 201 MB")
+        await console.shows("peak 192 MB")

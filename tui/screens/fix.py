@@ -115,6 +115,11 @@ class FixDialog(Dialog[str]):
         self._again = button(again, "again", "success")
         self._again.disabled = True
         super().__init__("fix", self._output_lines(state), button("Close, it goes on", "close"), self._again)
+        self._opened = state
+
+    def on_mount(self) -> None:
+        # All may have ended in the terminal.
+        self.call_after_refresh(self.show, self._opened)
 
     def show(self, state: DeckState) -> None:
         """Redraw; called while the dialog is open."""

@@ -16,7 +16,7 @@ from engine.config.models import PreflightConfig
 from engine.errors import InputError, RunNotFound
 from engine.models import CheckResult, CheckStatus, RunState
 from engine.run.events import NodesExcluded
-from engine.run.run_plan import RunPlan, read_plan
+from engine.run.run_plan import RunPlan, read_plan, read_plan_and_damage
 from engine.store.layout import RunDir
 from engine.store.store import Store
 from tests.unit.run.run_maker import START, MadeRun, make_run_config, report
@@ -92,11 +92,11 @@ def test_the_plan_of_a_run_that_goes_on_is_read_once(home: Path, monkeypatch: py
     run, plans = MadeRun(home).close(), []
     Store(home).put_run(run.plan.record())
 
-    def read(path: Path) -> RunPlan:
+    def read(path: Path) -> tuple[RunPlan, str | None]:
         plans.append(path)
-        return read_plan(path)
+        return read_plan_and_damage(path)
 
-    monkeypatch.setattr("engine.run.watch.read_plan", read)
+    monkeypatch.setattr("engine.run.watch.read_plan_and_damage", read)
     engine = Engine()
     for _ in range(3):
         assert [record.state for record in engine.runs.all()] == [RunState.PLANNED]
