@@ -22,7 +22,7 @@ pytest_plugins = ["tests.cluster.fixtures"]
 
 # How long an example takes is the machine's affair, and on a busy one no fault of the code. In CI they are the same
 # ones in every run, and more; elsewhere they are new ones each time.
-settings.register_profile("flightdeck", deadline=None, derandomize=required(), max_examples=50 if required() else 20)
+settings.register_profile("flightdeck", deadline=None, derandomize=required(), max_examples=30 if required() else 20)
 settings.load_profile("flightdeck")
 
 # Until everything is collected; see pytest_collection_finish.

@@ -143,7 +143,7 @@ def test_an_attempt_that_is_not_known_is_fenced_and_ended_on_its_nodes(nodes: Cl
     assert run.record.unconfirmed == [] and all(each.fenced.exists() for each in files)
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_that_succeeded_has_succeeded_as_far_as_its_exit_records_show(
     home: Path, tmp_path: Path, known: bool
 ) -> None:

@@ -204,7 +204,6 @@ def status(console: Console, name: str) -> CheckStatus | None:
     return next((check.status for check in console.app.state.checks if check.name == name), None)
 
 
-@pytest.mark.busy
 def test_a_run_saves_on_smb_outlives_a_killed_rank_and_an_abort_proves_that_nothing_is_left(
     macs: MacCluster, home: Path, studio: Path
 ) -> None:

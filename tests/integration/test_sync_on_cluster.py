@@ -265,9 +265,10 @@ async def test_a_full_disk_says_what_is_needed(isolated_cluster: Cluster, projec
         furnish(node)
         node.write("~/models/tiny/config.json", json.dumps(llama))
         shell(node, 'mkdir -p "$HOME/my project"')
-    last.fill_disk(leave=200_000)
     settings = {**project.job.mlx_lm, "num_layers": 4, "iters": 1000, "save_every": 10}
     config = project.model_copy(update={"job": project.job.model_copy(update={"mlx_lm": settings})})
+    assert (await run_check_on(checkpoint.run, config, fleet)).status is CheckStatus.PASS  # stages the bundle, too
+    last.fill_disk(leave=200_000)
     result = await run_check_on(checkpoint.run, config, fleet)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (3, last.name)), result
     assert " MB are needed: make room" in result.summary

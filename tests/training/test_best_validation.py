@@ -247,7 +247,8 @@ def test_killed_before_it_ends_early_it_ends_as_if_undisturbed(tiny: Tiny, tmp_p
 
 
 @pytest.mark.busy
-@pytest.mark.parametrize("strategy", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
 def test_divided_ranks_save_the_best_whole(tiny: Tiny, tmp_path: Path, strategy: str) -> None:
     keys = {"strategy": strategy, "layer_split": "0-1,1-2"} if strategy == "pipeline" else {"strategy": strategy}
     what = tiny.job(val_batches=-1, steps_per_eval=2, save_every=1, save_best=True, **keys)

@@ -153,7 +153,8 @@ with open(output, "a", buffering=1) as file:
 """
 
 
-@pytest.mark.parametrize("goals", [(13, 50), pytest.param((13, 50, PER_EPOCH + 12), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("goals", [(13, 50), (13, 50, PER_EPOCH + 12)])
 def test_a_killed_stream_resumes_at_the_exact_example(
     tiny: Tiny, large: Path, tmp_path: Path, goals: tuple[int, ...]
 ) -> None:

@@ -69,9 +69,8 @@ def test_averaged_updates_of_plain_descent_are_those_of_one_rank(tiny: Tiny, tmp
     assert both.losses(1) == both.losses(0)
 
 
-@pytest.mark.parametrize(
-    "precision", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("float32", "kahan")), "stochastic"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "kahan", "stochastic"])
 def test_a_stopped_training_goes_on_bit_for_bit(tiny: Tiny, tmp_path: Path, precision: str) -> None:
     job = local_job(tiny, optimizer_precision=precision, iters=24, steps_per_eval=9)
     whole = launch(tmp_path / "whole", job, shares=UNEQUAL).succeeded()
@@ -114,6 +113,7 @@ def test_a_rank_that_stands_still_is_left_out_and_joins_again(tiny: Tiny, tmp_pa
     assert agree(run, 0, 1, 2)
 
 
+@pytest.mark.slow
 def test_without_rank_0_the_others_save_and_any_one_of_them_is_enough(tiny: Tiny, tmp_path: Path) -> None:
     job = local_job(tiny, iters=4000, val_batches=0, save_every=4000)
     run = launch(tmp_path, job, shares=(1.0, 1.0, 1.0))
@@ -134,6 +134,7 @@ def test_without_rank_0_the_others_save_and_any_one_of_them_is_enough(tiny: Tiny
     assert steps(rest, 0)[0] == resumed["iteration"] + 1
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again_by_its_keeper_and_joins(tiny: Tiny, tmp_path: Path) -> None:
     job = local_job(tiny, iters=4000, val_batches=0, save_every=4000)
     run = launch(tmp_path, job, shares=(1.0, 1.0), spec_fields={"rank_restarts": 1})

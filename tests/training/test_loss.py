@@ -200,6 +200,7 @@ def test_compiled_as_on_a_gpu_it_is_the_same(chunks: list[int]) -> None:
     assert chunks == IN_CHUNKS
 
 
+@pytest.mark.slow
 def test_the_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """By MLX's own count of bytes; in float32 a vocabulary of 20,000 and 1,024 tokens are 82 MB of logits."""
     config = kinds.config("llama", tied=False) | {"vocab_size": 20_000, "num_hidden_layers": 1}

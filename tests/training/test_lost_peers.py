@@ -57,12 +57,9 @@ def lose_one(tiny: Tiny, home: Path, keys: dict[str, Any], ranks: int, seed: int
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        ("data", 3),
-        ("data, accumulated", 2),
-        ("data, int8", 2),
-        pytest.param("data", 2, marks=pytest.mark.slow),
-        pytest.param("data, accumulated", 3, marks=pytest.mark.slow),
-        pytest.param("data, int8", 3, marks=pytest.mark.slow),
+        pytest.param(kind, ranks, marks=() if (kind, ranks) == ("data", 3) else pytest.mark.slow)
+        for kind in KINDS
+        for ranks in (2, 3)
     ],
 )
 def test_survivors_keep_their_last_update(tiny: Tiny, tmp_path: Path, kind: str, ranks: int) -> None:

@@ -172,6 +172,7 @@ def test_a_sharded_state_goes_on_on_another_number_of_ranks(tiny: Tiny, tmp_path
         assert steps and all(abs(whole[iteration] - loss) < 1e-4 for iteration, loss in steps.items())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_divided_is_one_line_before_the_training(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(strategy="pipeline", layer_split="0-1,1-3"), shares=BOTH)
     assert {record.code for record in run.ended()} == {1}

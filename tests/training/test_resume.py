@@ -114,6 +114,7 @@ def kill_and_go_on(
     assert last.events(0, "report")[-1]["trained_tokens"] == whole.events(0, "report")[-1]["trained_tokens"]
 
 
+@pytest.mark.slow
 def test_killed_at_a_random_step_it_goes_on_bit_by_bit(tiny: Tiny, tmp_path: Path, undisturbed: Launched) -> None:
     kill_and_go_on(tmp_path, undisturbed_job(tiny), undisturbed, [random.Random(1).randint(6, 20)], UNEQUAL)
 

@@ -135,6 +135,7 @@ def test_its_logs_are_there_by_rank_merged_and_raw(shared_home: Path, ended_demo
     assert json.loads(flightdeck(shared_home, "logs", run, "--rank", "1", "--json", "-n", "0").out) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_headless_demo_stops_the_run_and_proves_it(
     shared_home: Path, running: Callable[..., subprocess.Popen[str]]
 ) -> None:

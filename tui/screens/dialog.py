@@ -159,7 +159,11 @@ def confirm_abort(state: DeckState, width: int) -> Confirm:
         pair("on", nodes, width),
         *([pair("progress", progress, width)] if progress else []),
         pair("effect", effect, width),
-        pair("proof", "the processes that carry this run's mark are listed until there is none", width),
+        pair(
+            "proof",
+            "processes with this run's mark, their descendants and sessions are listed until none is left",
+            width,
+        ),
         pair("recover", kept, width),
     ]
     return Confirm(f"abort {record.id}?", lines, "Abort the run", dangerous=True)
