@@ -158,6 +158,7 @@ async def test_telemetry_comes_with_macmon_and_without(macs: MacCluster, home: P
     assert sources == wanted
 
 
+@pytest.mark.slow
 async def test_a_fix_that_asks_for_a_password_is_run_in_the_terminal_and_then_the_check_is_green(
     macs: MacCluster, home: Path, studio: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

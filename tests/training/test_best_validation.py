@@ -217,6 +217,7 @@ def rough(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 
 @pytest.mark.busy
+@pytest.mark.slow
 def test_all_ranks_end_early_together(rough: Launched) -> None:
     ends = [rough.events(rank)[-1] for rank in (0, 1)]
     assert {(end["event"], end["completed"], end["stopped"]) for end in ends} == {("end", True, False)}

@@ -58,6 +58,7 @@ def await_joined(run: Launched, rank: int) -> None:
     wait_until(lambda: steps(run, rank)[-1] > joined + 8, LIMIT_S)
 
 
+@pytest.mark.slow
 def test_averaged_updates_of_plain_descent_are_those_of_one_rank(tiny: Tiny, tmp_path: Path) -> None:
     """Such an update is linear in the gradient: the mean of the weights is the step of the mean."""
     keys = {"optimizer": "sgd", "iters": 12, "learning_rate": 0.5, "lr_schedule": None}
