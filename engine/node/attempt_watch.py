@@ -222,8 +222,8 @@ class AttemptWatch:
                 identities.append(read_identity(self._files.identity(rank.rank)))
             for known in identities:
                 if known is not None and processes.same_boot(known.boot_id, self._boot_id):
-                    for pid, start in (known.keeper_pid, known.keeper_start), (known.trainer_pid, known.trainer_start):
-                        leaders[pid] = start or known.started_at
+                    leaders[known.keeper_pid] = known.keeper_start or known.started_at
+                    leaders[known.trainer_pid] = known.trainer_start or known.started_at
         return leaders
 
     def send_exit_output(self, message: ExitOutputRequest) -> None:

@@ -102,8 +102,8 @@ _ENDED = (b"Z", b"X", b"x")
 _MAX_SCANS = 10
 """For processes that are forked while their parent is found and killed."""
 _STATE_AND_START = re.compile(r" *([\w?]\S*) +(\w{3} \w{3} [ \d]?\d \d\d:\d\d:\d\d \d{4}) *\n")
-"""`ps -o stat=,lstart=`: lstart is weekday, month, day, time, year. The state of macOS's ps (print.c) may be "?": a
-process that is stuck on its way out."""
+"""`ps -o stat=,lstart=`: lstart is weekday, month, day, time, year; of a process that is ending, macOS's stat is "?E".
+"""
 _PID = re.compile(r"[1-9]\d{0,9}|0", re.ASCII)
 _UUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 _ENVIRONMENT_IN_PS = re.compile(r" [A-Za-z_][A-Za-z0-9_]*=")
@@ -220,14 +220,13 @@ def with_family(known: Iterable[Process], leaders: Mapping[int, str | float]) ->
 
 def _leads(pid: int, start: str | float) -> bool:
     """A pid that another process has by now leads nothing of ours; a session whose leader is gone keeps its number."""
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         found = start_time(pid)
-    except (OSError, subprocess.SubprocessError):
-        return True
-    if found is None or isinstance(start, str):
-        return found in (None, start)
-    # On Linux a start time is not known only of a process that has ended.
-    return not _LINUX and calendar.timegm(time.strptime(found, "%a %b %d %H:%M:%S %Y")) <= start
+        if found is None or isinstance(start, str):
+            return found in (None, start)
+        # On Linux a start time is not known only of a process that has ended.
+        return not _LINUX and calendar.timegm(time.strptime(found, "%a %b %d %H:%M:%S %Y")) <= start
+    return True
 
 
 def with_variables(variables: dict[str, str]) -> list[Process]:
