@@ -125,7 +125,7 @@ class AttemptRunner:
         self._left_behind: list[CleanupProof] = []
         """On nodes that the run goes on without, each with a connection of its own."""
         self._awaited: list[HostConnection] = []
-        """Of an attempt that is not known the hosts of the ranks, from 0 on, that have to succeed."""
+        """The hosts of the ranks, from 0 on, that must have succeeded in an attempt that is not known."""
         self.figures = Figures()
 
     @property
