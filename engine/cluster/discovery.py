@@ -317,10 +317,11 @@ def parse_find_python(done: Completed) -> FoundPython:
         names = ("python", "mlx", "mlx-lm")
         found = [f"{name} {version}" for name, version in zip(names, versions, strict=False)]
         return FoundPython(python, plain(", ".join(found), _LINE), hostname)
-    if "none" not in report and "python" not in report:
-        output = plain(done.exit_output, _LINE)
-        return FoundPython(problem=f"its shell ended with {done.code}" + (f": {output}" if output else ""))
-    problem = "no python with mlx and mlx-lm was found there" + (" at a usable path" if "python" in report else "")
+    if "none" not in report:
+        what = "no configuration takes its python" if "python" in report else f"its shell ended with {done.code}"
+        output = plain(report.get("python", done.exit_output), _LINE)
+        return FoundPython(hostname=hostname, problem=what + (f": {output}" if output else ""))
+    problem = "no python with mlx and mlx-lm was found there"
     if "without" in report:
         problem += f" ({plain(report['without'], _LINE)} has none)"
     return FoundPython(hostname=hostname, problem=problem, todo="docs/quickstart.md, step 2, or set `python` yourself")
