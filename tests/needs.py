@@ -39,6 +39,8 @@ PACKAGES = {
 PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/local/sbin:/usr/sbin:/sbin"
 """Where a program is looked for: also where only root usually looks."""
 
+RECORDINGS = Path(__file__).parents[2] / "shared" / "fixtures"
+
 
 def required() -> bool:
     """In CI nothing may be skipped."""
@@ -46,7 +48,8 @@ def required() -> bool:
 
 
 def require(*wanted: str) -> None:
-    """Skip the running test where a program (of PACKAGES) or an ability (of ABILITIES) is missing; in CI, fail it.
+    """Skip the running test, or the module, where a program (of PACKAGES) or an ability (of ABILITIES) is missing; in
+    CI, fail it.
 
     Called by hooks, not by fixtures, which pytest would report at each test: so `-rs` prints one line per cause.
     """
@@ -55,7 +58,9 @@ def require(*wanted: str) -> None:
         # The main program below runs without pytest.
         import pytest
 
-        (pytest.fail if required() else pytest.skip)(f"needs {reason}")
+        if required():
+            pytest.fail(f"needs {reason}", pytrace=False)
+        pytest.skip(f"needs {reason}", allow_module_level=True)
 
 
 @cache
@@ -89,6 +94,7 @@ ABILITIES: dict[str, Callable[[], str | None]] = {
     "root": lambda: None if os.geteuid() == 0 else "root",
     "tmpfs": _tmpfs,
     "namespaces": _namespaces,
+    "recordings": lambda: None if RECORDINGS.is_dir() else f"the recordings of Macs in {RECORDINGS}",
 }
 """Name -> a function that returns what is missing, or None."""
 

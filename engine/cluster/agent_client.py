@@ -60,6 +60,10 @@ _NO_FILE = 1
 """tail's exit code for a file that it cannot open."""
 THIS_MACHINE = NodeConfig(name="this machine", ssh=LOCAL, python=sys.executable, workdir="/")
 """As a host, whether or not a rank runs here: its agent runs with the python that runs us."""
+_NOT_EXECUTED = frozenset({"ENOEXEC", "EACCES", "ELOOP", "ENOTDIR", "EBADARCH", "EBADEXEC", "EBADMACHO"})
+"""Errors of execve(2) that lie in the program; EBAD… are macOS's."""
+_KILLED = frozenset({1, 2, 9, 13, 15})
+"""HUP, INT, KILL, PIPE and TERM: what they end may be sound. A missing dylib ends it by ABRT."""
 _SET_PYTHON = "set python in its [[node]] to the interpreter that has mlx"
 
 Result = TypeVar("Result", bound=BaseModel)
@@ -68,7 +72,7 @@ Answer = TypeVar("Answer")
 
 
 class InterpreterBroken(LaunchError):
-    """The node's python cannot be run, or ends before it has run anything."""
+    """The node's python cannot be run, or ends by itself before it has run anything."""
 
 
 class InterpreterMissing(InterpreterBroken):
@@ -491,12 +495,12 @@ async def open_session(
             if isinstance(error, ValueError | KeyError | TypeError | OverflowError):
                 raise LaunchError("no agent answers", where=node.name, why=str(error)) from error
             raise
-    except FileNotFoundError as error:
-        raise _cannot_run(node, error.strerror or str(error), InterpreterMissing) from error
     except TimeoutError:
         raise NodeUnreachable(f"no answer from {node.python}", where=node.name, why=f"{limit_s:g} s are over") from None
     except OSError as error:
-        raise _cannot_run(node, error.strerror or str(error)) from error
+        kind = InterpreterBroken if errno.errorcode.get(error.errno or 0) in _NOT_EXECUTED else LaunchError
+        kind = InterpreterMissing if isinstance(error, FileNotFoundError) else kind
+        raise _cannot_run(node, error.strerror or str(error), kind) from error
 
 
 async def _close_quietly(channel: Channel) -> None:
@@ -512,6 +516,7 @@ class _Start:
         self._node = node
         self._channel = channel
         self._received = b""
+        self._runs = False
 
     async def run(self) -> tuple[AgentHome, bytes]:
         """The agent's home, and what it has sent so far, from its Hello on."""
@@ -535,6 +540,7 @@ class _Start:
             # A login shell's start files print what they like.
             report = json_object(json_or_none(await self._line()))
             if report.get("kind") == "bootstrap":
+                self._runs = True
                 return report
 
     async def _check_hello(self) -> None:
@@ -559,14 +565,15 @@ class _Start:
     async def _ended(self) -> LaunchError:
         code = await self._channel.close()
         output = plain(self._channel.exit_output, 200)
-        if code == ShellExit.NOT_FOUND:
-            return _cannot_run(self._node, output, InterpreterMissing)
-        if code == ShellExit.CANNOT_RUN:
-            return _cannot_run(self._node, output)
+        if code in (ShellExit.NOT_FOUND, ShellExit.CANNOT_RUN):
+            missing = code == ShellExit.NOT_FOUND
+            return _cannot_run(self._node, output, InterpreterMissing if missing else InterpreterBroken)
         why = f"it ended with {code}" + (f": {output}" if output else "")
-        kind = InterpreterBroken if code else LaunchError
+        ended_itself = code and (code - 128 if code > 128 else -code) not in _KILLED
+        kind = InterpreterBroken if ended_itself and not self._runs else LaunchError
         return kind(f"{self._node.python} gave no answer", where=self._node.name, why=why)
 
 
-def _cannot_run(node: NodeConfig, why: str, kind: type[LaunchError] = InterpreterBroken) -> LaunchError:
-    return kind(f"{node.python} cannot be run on {node.name}", where=node.ssh, why=why, todo=_SET_PYTHON)
+def _cannot_run(node: NodeConfig, why: str, kind: type[LaunchError]) -> LaunchError:
+    todo = _SET_PYTHON if kind is not LaunchError else ""
+    return kind(f"{node.python} cannot be run on {node.name}", where=node.ssh, why=why, todo=todo)

@@ -318,8 +318,9 @@ def parse_find_python(done: Completed) -> FoundPython:
         found = [f"{name} {version}" for name, version in zip(names, versions, strict=False)]
         return FoundPython(python, plain(", ".join(found), _LINE), hostname)
     if "none" not in report:
-        output = plain(done.exit_output, _LINE)
-        return FoundPython(problem=f"its shell ended with {done.code}" + (f": {output}" if output else ""))
+        what = "no configuration takes its python" if "python" in report else f"its shell ended with {done.code}"
+        output = plain(report.get("python", done.exit_output), _LINE)
+        return FoundPython(hostname=hostname, problem=what + (f": {output}" if output else ""))
     problem = "no python with mlx and mlx-lm was found there"
     if "without" in report:
         problem += f" ({plain(report['without'], _LINE)} has none)"

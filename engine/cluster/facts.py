@@ -97,7 +97,7 @@ def _unknown(value: object) -> dict[str, Late | Failed]:
 
 def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], fields: Fields) -> dict[str, NoValue]:
     """The commands whose facts are not known. One that failed may have printed them all the same: some exit with an
-    error where there is nothing to report. The cables and the interfaces are read as a whole."""
+    error where there is nothing to report. Of a Mac, an answer that cannot be read counts as none."""
     found = {name: why for name, why in unknown.items() if isinstance(why, Late) or not _text(answers, name).strip()}
     if fields["system"] != "Darwin":
         if fields.get("interfaces"):

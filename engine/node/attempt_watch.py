@@ -137,10 +137,10 @@ class WatchedRank:
         with contextlib.suppress(OSError, ValueError, TypeError):
             # Its keeper may have started the program again.
             identity = read_identity(self._files.identity(self.rank)) or identity
-        # One whose start is not known may be another's by now.
-        start = identity.trainer_start if identity is not None else ""
-        if identity is not None and start and processes.alive(identity.trainer_pid, start):
-            processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            # One whose start is not known, then or now, may be another's by now.
+            if identity is not None and processes.start_time(identity.trainer_pid) == identity.trainer_start:
+                processes.kill_group(identity.trainer_pgid, signal.SIGKILL)
 
 
 class AttemptWatch:
@@ -213,16 +213,17 @@ class AttemptWatch:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
 
-    def _leaders(self) -> dict[int, str]:
+    def _leaders(self) -> dict[int, str | float]:
         """The keepers and programs that are known by now, also where a keeper has started another program since."""
-        leaders: dict[int, str] = {}
+        leaders: dict[int, str | float] = {}
         for rank in self._ranks.values():
             identities = [rank.identity]
             with contextlib.suppress(OSError, ValueError, TypeError):
                 identities.append(read_identity(self._files.identity(rank.rank)))
             for known in identities:
                 if known is not None and processes.same_boot(known.boot_id, self._boot_id):
-                    leaders |= {known.keeper_pid: known.keeper_start, known.trainer_pid: known.trainer_start}
+                    leaders[known.keeper_pid] = known.keeper_start or known.started_at
+                    leaders[known.trainer_pid] = known.trainer_start or known.started_at
         return leaders
 
     def send_exit_output(self, message: ExitOutputRequest) -> None:

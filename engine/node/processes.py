@@ -7,6 +7,7 @@ the processes of an attempt on this machine, and exits 1 when some are left.
 
 from __future__ import annotations
 
+import calendar
 import contextlib
 import os
 import re
@@ -100,8 +101,9 @@ _ENDED = (b"Z", b"X", b"x")
 """States of proc(5)."""
 _MAX_SCANS = 10
 """For processes that are forked while their parent is found and killed."""
-_STATE_AND_START = re.compile(r" *(\w\S*) +(\w{3} \w{3} [ \d]?\d \d\d:\d\d:\d\d \d{4}) *\n")
-"""`ps -o stat=,lstart=`: lstart is weekday, month, day, time, year."""
+_STATE_AND_START = re.compile(r" *([\w?]\S*) +(\w{3} \w{3} [ \d]?\d \d\d:\d\d:\d\d \d{4}) *\n")
+"""`ps -o stat=,lstart=`: lstart is weekday, month, day, time, year; of a process that is ending, macOS's stat is "?E".
+"""
 _PID = re.compile(r"[1-9]\d{0,9}|0", re.ASCII)
 _UUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 _ENVIRONMENT_IN_PS = re.compile(r" [A-Za-z_][A-Za-z0-9_]*=")
@@ -184,24 +186,23 @@ def with_nonce(nonce: str) -> list[Process]:
     return [each for name, found in carried.items() if name == nonce or name.startswith(f"{nonce}.") for each in found]
 
 
-def of_attempt(nonce: str, leaders: Mapping[int, str]) -> list[Process]:
+def of_attempt(nonce: str, leaders: Mapping[int, str | float]) -> list[Process]:
     """The processes of an attempt, or of all attempts of a run: those with its nonce, as by `with_nonce`, and
     `with_family` of these. Raises OSError or subprocess.SubprocessError when the processes could not be listed:
     that proves nothing."""
     return with_family(with_nonce(nonce), leaders)
 
 
-def with_family(known: Iterable[Process], leaders: Mapping[int, str]) -> list[Process]:
-    """`known`, the sessions that `leaders` (pid → its start time) lead or led, and all descendants of both; without
-    zombies and the caller. Raises like `of_attempt`.
+def with_family(known: Iterable[Process], leaders: Mapping[int, str | float]) -> list[Process]:
+    """`known`, the sessions that `leaders` lead or led, and all descendants of both; without zombies and the caller.
+    `leaders`: pid → its start time, or a time when it was there, s since the epoch. Raises like `of_attempt`.
 
     Not every process shows its environment: macOS hides those of Apple's own programs, such as /bin/bash (XNU,
     sysctl KERN_PROCARGS2), and any program may clear its own. What has done so, has a session of its own and has
     outlived its parent is not found.
     """
     found = {process.pid: process for process in known}
-    # A pid that another process has by now leads nothing of ours; a session whose leader is gone keeps its number.
-    sessions = {pid for pid, start in leaders.items() if pid > 1 and start_time(pid) in (None, start)}
+    sessions = {pid for pid, start in leaders.items() if pid > 1 and _leads(pid, start)}
     members, tree = set(found) | sessions, _tree()
     if any(start_time(pid) is not None for pid in sessions - tree.keys()):
         raise OSError("the list of processes has not all of them")
@@ -215,6 +216,17 @@ def with_family(known: Iterable[Process], leaders: Mapping[int, str]) -> list[Pr
         if process is not None:
             found[pid] = process
     return list(found.values())
+
+
+def _leads(pid: int, start: str | float) -> bool:
+    """A pid that another process has by now leads nothing of ours; a session whose leader is gone keeps its number."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = start_time(pid)
+        if found is None or isinstance(start, str):
+            return found in (None, start)
+        # On Linux a start time is not known only of a process that has ended.
+        return not _LINUX and calendar.timegm(time.strptime(found, "%a %b %d %H:%M:%S %Y")) <= start
+    return True
 
 
 def with_variables(variables: dict[str, str]) -> list[Process]:

@@ -172,6 +172,7 @@ class AttemptMonitor:
 
     def _close_files(self) -> None:
         self._mirror.close()
+        self.intake.poll()
         self.intake.close()
 
     async def _in_thread(self, work: Callable[[*Ts], T], *args: *Ts) -> T:

@@ -7,7 +7,10 @@ every node that does not answer has expired. The proof is still sought on nodes 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import subprocess
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +23,7 @@ from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import HostConnection
 from engine.cluster.staging import HostLayout, hosts_of
 from engine.cluster.transport.fleet import Fleet
+from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.hostfile import fresh_ports
 from engine.launch.mlx_launch import Launcher
@@ -50,6 +54,7 @@ from engine.run.journal import RunRecorder
 from engine.run.ranks import AttemptContext, HostConnections, any_rank_started, host_connections
 from engine.run.run_plan import RunPlan
 from engine.run.shutdown import SILENT_S, CleanupProof
+from engine.security.identifiers import SshTarget
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 _PROOF_LIMIT_S = 30.0
@@ -119,6 +124,8 @@ class AttemptRunner:
         self._monitor: AttemptMonitor | None = None
         self._left_behind: list[CleanupProof] = []
         """On nodes that the run goes on without, each with a connection of its own."""
+        self._awaited: list[HostConnection] = []
+        """The hosts of the ranks, from 0 on, that must have succeeded in an attempt that is not known."""
         self.figures = Figures()
 
     @property
@@ -186,14 +193,16 @@ class AttemptRunner:
     async def end_unknown(self) -> Verdict | None:
         """Kill all that carries the run's nonce on any of its nodes, for an attempt of which only the number is known,
         let nothing of it start any more, and seek the proof for a while; `confirm_all` goes on. As `reconsider`."""
-        run, nodes = self._run, self._run.whole_plan.config.nodes
+        run, (plan, world_size) = self._run, self._plan_of_unknown()
+        nodes = plan.config.nodes
         layouts = [
             HostLayout(ssh, ranks, "~", str(run.node_root) if nodes[ranks[0]].local else f"~/{ROOT}", "", "")
             for ssh, ranks in hosts_of(nodes).items()
         ]
-        number, nonce = run.run_dir.newest_attempt(), run.history.nonce
-        attempt = Attempt.model_construct(number=number, nonce=nonce, layouts=layouts)
-        for connection in self._new_connections(run.whole_plan, attempt):
+        attempt = Attempt.model_construct(number=run.run_dir.newest_attempt(), nonce=run.history.nonce, layouts=layouts)
+        connections = self._new_connections(plan, attempt)
+        self._awaited = [connections.to(rank) for rank in range(1 if plan.config.job.outlives_ranks else world_size)]
+        for connection in connections:
             self._seek_proof(connection)
         await self._confirm_while(lambda: self.unconfirmed, _PROOF_LIMIT_S)
         return await self.reconsider()
@@ -206,22 +215,35 @@ class AttemptRunner:
     async def reconsider(self) -> Verdict | None:
         """Another verdict on the last attempt, once the end of a rank is known that was not known before; else None.
         Follow `confirm` or `confirm_all` with it: a node that was away may have the record of a rank that completed."""
-        if self._monitor is None:
+        if self._run.unknown_attempt is not None:
             return self._verdict_on_unknown()
-        if (evidence := await self._monitor.new_evidence()) is None:
+        if self._monitor is None or (evidence := await self._monitor.new_evidence()) is None:
             return None
         self.figures = self._monitor.intake.latest
         return await asyncio.to_thread(self._monitor.verdict, evidence)
 
     def _verdict_on_unknown(self) -> Verdict | None:
-        """Success, where every rank of an attempt of which only the number is known has left a record of it."""
-        plan, hosts = self._run.whole_plan, [proof.connection for proof in self._left_behind]
-        ends = [(host.observe(rank).record, host.exit_output(rank).end) for host in hosts for rank in host.ranks]
-        done = [end for end in ends if succeeded(*end, trainer=plan.config.job.command is None)]
-        if (unknown := self._run.unknown_attempt) is None or len(done) < len(plan.nodes):
+        """Success, where the ranks of an attempt of which only the number is known have left records of it."""
+        job = self._run.whole_plan.config.job
+        ends = [(host.observe(rank).record, host.exit_output(rank).end) for rank, host in enumerate(self._awaited)]
+        if not ends or not all(succeeded(*end, trainer=job.command is None) for end in ends):
             return None
-        cause = f"{unknown}; the exit record of every rank shows that it completed"
+        whose = "rank 0" if job.outlives_ranks else "every rank"
+        cause = f"{self._run.unknown_attempt}; the exit record of {whose} shows that it completed"
         return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, cause)
+
+    def _plan_of_unknown(self) -> tuple[RunPlan, int]:
+        """The run's plan with the nodes of the attempt of which only the number is known before all others, in the
+        order of its ranks, as its hostfile has their hosts; and how many they are."""
+        plan, run_dir, members = self._run.whole_plan, self._run.run_dir, list[NodeConfig]()
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            hosts = json.loads((run_dir.attempt(run_dir.newest_attempt()) / "hostfile.json").read_bytes())["hosts"]
+            # A plan for fewer nodes keeps their order.
+            for node in plan.config.nodes:
+                members += [node] if hosts[len(members)]["ssh"] == SshTarget.parse(node.ssh).openssh else []
+        nodes = tuple(sorted(plan.config.nodes, key=lambda node: node not in members))
+        config = plan.config.model_copy(update={"nodes": nodes})
+        return plan.model_copy(update={"config": config}), len(members) or len(nodes)
 
     async def confirm(self) -> None:
         """Poll once the nodes on which it is not proved that nothing is left, or that have unsent logs."""
@@ -390,13 +412,10 @@ class AttemptRunner:
             earlier = next((each for each in reversed(self._run.history.attempts) if name in each.plan.nodes), None)
             sought = any(name in proof.connection.names for proof in self._left_behind)
             if name not in plan.nodes and not sought and earlier is not None:
-                self._keep_connection(earlier.plan, name)
+                for connection in self._new_connections(self._run.plan_of(earlier.plan), earlier.plan):
+                    if name in connection.names and not connection.local:
+                        self._seek_proof(connection)
         return self._connect(plan, attempt.plan)
-
-    def _keep_connection(self, attempt: Attempt, node: str) -> None:
-        for connection in self._new_connections(self._run.plan_of(attempt), attempt):
-            if node in connection.names and not connection.local:
-                self._seek_proof(connection)
 
     def _seek_proof(self, connection: HostConnection) -> None:
         connection.start()
@@ -438,14 +457,16 @@ def _launch_failed(error: FlightDeckError) -> Verdict:
 
 def find_launcher(run: RunContext, attempt: AttemptHistory) -> Launcher | None:
     """The mlx.launch of an earlier supervisor's attempt; one that was never recorded is found by its nonce, and
-    recorded."""
+    recorded. None where its start is not known, or the processes are not: the proof of the end covers it, too."""
     launcher = attempt.launcher
     if launcher is None:
-        found = [each.pid for each in processes.with_nonce(attempt.plan.nonce) if "mlx.launch" in each.command]
-        leader = next((pid for pid in found if _leads_its_group(pid)), None)
-        if leader is None:
-            return None
-        launcher = LauncherStarted(pid=leader, start=processes.known_start(leader))
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            found = [each.pid for each in processes.with_nonce(attempt.plan.nonce) if "mlx.launch" in each.command]
+            leader = next((pid for pid in found if os.getpgid(pid) == pid), -1)
+            launcher = LauncherStarted(pid=leader, start=processes.start_time(leader) or "")
+    if launcher is None or not launcher.start:
+        return None
+    if attempt.launcher is None:
         run.recorder.append(launcher)
     return Launcher(
         launcher.pid,
@@ -454,10 +475,3 @@ def find_launcher(run: RunContext, attempt: AttemptHistory) -> Launcher | None:
         run.run_dir.log(LAUNCHER_SOURCE),
         attempt.plan.log_bases[LAUNCHER_SOURCE],
     )
-
-
-def _leads_its_group(pid: int) -> bool:
-    try:
-        return os.getpgid(pid) == pid
-    except ProcessLookupError:
-        return False

@@ -236,7 +236,7 @@ class EventIntake:
 
     def poll(self) -> None:
         """Read what is new. While the head's disk is full nothing is read, so nothing piles up."""
-        if self._file.waits and not self._file.flush():
+        if not self._tails or (self._file.waits and not self._file.flush()):
             return
         for rank, tail in self._tails.items():
             for line in tail.lines():
@@ -249,6 +249,8 @@ class EventIntake:
         self._consistency.poll()
 
     def close(self) -> None:
+        """Nothing is read any more: the next attempt writes the same files."""
+        self._tails.clear()
         self._file.close()
 
     def _take(self, rank: int, event: dict[str, Any]) -> None:

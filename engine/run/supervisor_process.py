@@ -147,16 +147,20 @@ _TAIL_BYTES = 65_536
 
 def orphans(home: Path) -> list[RunDir]:
     """The runs below `home` that are not ended and have no supervisor. Reads the end of each journal only."""
-    try:
-        found = [RunDir(path) for path in (home / "runs").iterdir() if path.is_dir()]
-    except FileNotFoundError:
-        return []
-    return [run_dir for run_dir in sorted(found, key=lambda run_dir: run_dir.id) if _is_orphan(run_dir)]
+    return [run_dir for run_dir in map(RunDir, sorted((home / "runs").glob("*"))) if _is_orphan(run_dir)]
 
 
 def adopt_orphans(home: Path) -> list[str]:
     """Start a supervisor for every orphan; the ids of the runs that got one. A run that cannot be adopted does not
-    hold up the others; the next console or command tries again."""
+    hold up the others; the next console or command tries again. Secrets that a supervisor could not remove after its
+    run's end are removed."""
+    for secrets in (home / "runs").glob("*/secrets.json"):
+        with contextlib.suppress(OSError, StateError):
+            # With the lock: a supervisor that takes the run up again may have written them just now.
+            if (held := take_lock(RunDir(secrets.parent))) is not None:
+                with os.fdopen(held):
+                    if _is_done(RunDir(secrets.parent)):
+                        secrets.unlink()
     adopted = []
     for run_dir in orphans(home):
         try:
@@ -170,31 +174,26 @@ def adopt_orphans(home: Path) -> list[str]:
 
 def _is_orphan(run_dir: RunDir) -> bool:
     written = [path.stat().st_mtime for path in (run_dir.plan, copy_of(run_dir.plan)) if path.exists()]
-    if not written:
-        return False
     nothing_yet = not run_dir.journal.exists() and run_dir.newest_attempt() == 0
-    if nothing_yet and time.time() - max(written) < _BEING_LAUNCHED_S:
+    if not written or (nothing_yet and time.time() - max(written) < _BEING_LAUNCHED_S):
         return False
     return not _is_done(run_dir) and not supervisor_alive(run_dir)
 
 
 def _is_done(run_dir: RunDir) -> bool:
     """The journal's last state is an end, and nothing is left to do after it."""
-    try:
-        events = read_journal_end(run_dir.journal, _TAIL_BYTES)
-    except FileNotFoundError:
-        return False
     confirmed = set()
-    for event in reversed(events):
-        if isinstance(event, CleanupConfirmed):
-            confirmed.add(event.node)
-        elif isinstance(event, RunReopened):
-            return False
-        elif isinstance(event, StateChanged):
-            missing = event.state is RunState.COMPLETED or set(event.unconfirmed) - confirmed
-            limit_s = _AWAITED_S if event.state is RunState.COMPLETED else AFTERMATH_S
-            age_s = (datetime.now(UTC) - event.at).total_seconds()
-            return event.state.ended and not (missing and age_s < limit_s)
+    with contextlib.suppress(FileNotFoundError):
+        for event in reversed(read_journal_end(run_dir.journal, _TAIL_BYTES)):
+            if isinstance(event, CleanupConfirmed):
+                confirmed.add(event.node)
+            elif isinstance(event, RunReopened):
+                return False
+            elif isinstance(event, StateChanged):
+                missing = event.state is RunState.COMPLETED or set(event.unconfirmed) - confirmed
+                limit_s = _AWAITED_S if event.state is RunState.COMPLETED else AFTERMATH_S
+                age_s = (datetime.now(UTC) - event.at).total_seconds()
+                return event.state.ended and not (missing and age_s < limit_s)
     return False
 
 
@@ -210,12 +209,7 @@ def take_requests(run_dir: RunDir) -> Iterator[RequestReceived]:
     """All waiting requests, oldest first. Each one's file goes when the next is taken: a supervisor that is killed
     before it has recorded a request leaves it for the next. A file that is no request is dropped; one that cannot be
     read now is left."""
-    try:
-        names = sorted(path.name for path in run_dir.requests.iterdir() if not path.name.startswith("."))
-    except FileNotFoundError:
-        return
-    for name in names:
-        path = run_dir.requests / name
+    for path in sorted(run_dir.requests.glob("[!.]*")):
         with contextlib.suppress(OSError):
             text = path.read_bytes()
             with contextlib.suppress(ValidationError):

@@ -62,7 +62,8 @@ class RunWatch:
         supervised = self._supervisor_alive()
         # Before the journal, which has an attempt before it has a folder.
         newest_attempt = self._rundir.newest_attempt()
-        self._poll_journal()
+        for event in self._journal.events():
+            self._history = fold([event], None if isinstance(event, RunPlanned) else self._history)
         self._follow_plan()
         self._poll_metrics()
         reports = [events.poll() for events in self._ranks]
@@ -101,10 +102,6 @@ class RunWatch:
             damage=tuple(self._damage(newest_attempt)),
             trained=self._trained(reports),
         )
-
-    def _poll_journal(self) -> None:
-        for event in self._journal.events():
-            self._history = fold([event], None if isinstance(event, RunPlanned) else self._history)
 
     def _poll_metrics(self) -> None:
         for line in self._metrics.lines():
@@ -207,15 +204,11 @@ class RunWatch:
         return "starting" if started else "waiting"
 
     def _read_checks(self) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError, ValueError):
             stat = self._rundir.preflight.stat()
-            seen = (stat.st_mtime_ns, stat.st_size)
-            if seen == self._checks_seen:
-                return
-            report = PreflightReport.model_validate_json(self._rundir.preflight.read_bytes())
-        except (FileNotFoundError, ValueError):
-            return
-        self._checks, self._checks_seen = tuple(report.checks), seen
+            if (seen := (stat.st_mtime_ns, stat.st_size)) != self._checks_seen:
+                report = PreflightReport.model_validate_json(self._rundir.preflight.read_bytes())
+                self._checks, self._checks_seen = tuple(report.checks), seen
 
     def _supervisor_alive(self) -> bool:
         now = time.monotonic()
@@ -233,9 +226,10 @@ def _chunk(reports: Sequence[RankReport], record: RunRecord) -> ChunkProgress | 
 
 
 def supervisor_alive(rundir: RunDir) -> bool:
-    """The process that wrote supervisor.json is still that process; without that file, one holds the run's lock."""
+    """The process that wrote supervisor.json is still that process; where that file is missing, or does not tell that
+    process from a later one, one holds the run's lock."""
     who = newest_supervisor(rundir)
-    if who is not None:
+    if who is not None and who.start and who.boot_id:
         return same_boot(who.boot_id, boot_id()) and alive(who.pid, who.start)
     with contextlib.suppress(FileNotFoundError), rundir.lock.open("rb") as file:
         try:

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 
 from engine.node import agent, processes
 from engine.node.agent import Agent
-from engine.node.attempt_watch import WatchedRank
+from engine.node.attempt_watch import AttemptWatch, WatchedRank
 from engine.protocol.attempt import (
     NONCE_ENV,
     ExitRecord,
@@ -259,6 +259,29 @@ def test_what_shows_no_nonce_is_listed_by_its_ranks_session(head: Head, sleeper:
     head.list_processes(2, kill=True)
     assert hidden.wait(20) == -signal.SIGKILL and sleeper.wait(20) == -signal.SIGKILL
     assert head.list_processes(3).processes == []
+
+
+@pytest.mark.needs("linux")
+def test_a_program_whose_keeper_could_not_tell_its_start_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Mac that hides every environment."""
+    ps = tmp_path / "ps"
+    ps.write_text('#!/bin/sh\n[ "$1" != -axEww ] || set -- axww -o pid=,stat=,command=\nexec /bin/ps "$@"\n')
+    ps.chmod(0o700)
+    monkeypatch.setattr(processes, "_LINUX", False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    hidden = subprocess.Popen(["sleep", "60"], env={}, start_new_session=True)
+    try:
+        # Linux's ps may be wrong by a second.
+        known = replace(identity_of(hidden, "nonce"), keeper_start="", trainer_start="", started_at=time.time() + 2.0)
+        sent: list[Message] = []
+        watch = AttemptWatch(Watch(str(tmp_path), "nonce", [0], [known]), known.boot_id, sent.append)
+        watch.list_processes(ListProcesses(1, kill=False))
+        assert [[pid for pid, _ in each.processes] for each in sent if isinstance(each, ProcessList)] == [[hidden.pid]]
+    finally:
+        hidden.kill()
+        hidden.wait()
 
 
 def test_a_file_comes_as_far_as_was_requested_and_byte_for_byte(head: Head) -> None:
@@ -499,6 +522,18 @@ def test_what_a_command_leaves_behind_stays(head: Head) -> None:
     assert head.close() == 0
     assert processes.start_time(pid) is not None
     os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_group_whose_leader_may_be_anothers_by_now_is_not_killed(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    rank = WatchedRank(0, NodeFiles(tmp_path), identity_of(sleeper, "nonce"))
+    monkeypatch.setattr(processes, "kill_group", killed := Mock())
+    if not known:
+        monkeypatch.setattr(processes, "start_time", Mock(side_effect=subprocess.TimeoutExpired("ps", 10)))
+    rank.kill()
+    assert killed.called is known
 
 
 def test_a_keeper_that_does_not_read_blocks_nobody(tmp_path: Path) -> None:

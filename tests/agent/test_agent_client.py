@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import stat
@@ -10,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 import pytest_asyncio
@@ -20,6 +22,7 @@ from engine.cluster.agent_client import (
     AgentClient,
     AgentLost,
     AgentSession,
+    InterpreterBroken,
     InterpreterMissing,
     SessionLimits,
     open_session,
@@ -287,6 +290,47 @@ async def test_a_missing_interpreter_is_reported_to_each_caller() -> None:
         with pytest.raises(InterpreterMissing, match="/no/such/python cannot be run on here: No such file"):
             await own_address(agent)
     await agent.aclose()
+
+
+STARTED = """echo '{"kind": "bootstrap", "home": "/home/ana"}'"""
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("exit 134", InterpreterBroken),
+        ("exit 1", InterpreterBroken),
+        ("exit 126", InterpreterBroken),
+        ("exit 127", InterpreterMissing),
+        ("exit 0", LaunchError),
+        ("kill -KILL $$", LaunchError),
+        ("exit 137", LaunchError),
+        (f"{STARTED}; exit 1", LaunchError),
+    ],
+)
+async def test_only_an_interpreter_that_ends_by_itself_before_the_bootstrap_is_broken(
+    tmp_path: Path, body: str, kind: type[LaunchError]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{body}\n")
+    python.chmod(0o700)
+    with pytest.raises(LaunchError) as raised:
+        await open_session(HERE.model_copy(update={"python": str(python)}), LocalTransport())
+    assert type(raised.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.EACCES, InterpreterBroken), (errno.ENOEXEC, InterpreterBroken), (errno.ENOENT, InterpreterMissing)]
+    + [(code, LaunchError) for code in (errno.EMFILE, errno.EAGAIN, errno.ENOMEM)],
+)
+async def test_a_head_that_cannot_start_a_process_does_not_blame_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, code: int, kind: type[LaunchError]
+) -> None:
+    monkeypatch.setattr(LocalTransport, "open", AsyncMock(side_effect=OSError(code, os.strerror(code))))
+    with pytest.raises(LaunchError, match=os.strerror(code)) as raised:
+        await open_session(HERE, LocalTransport())
+    assert type(raised.value) is kind and bool(raised.value.todo) is (kind is not LaunchError)
 
 
 async def test_a_round_trip_is_measured_over_the_open_connection_and_none_here() -> None:

@@ -270,12 +270,17 @@ def test_a_rank_that_wakes_long_after_its_lease_is_killed_at_once(tmp_path: Path
     assert "KILL to the group" in kept.troubles()
 
 
-def test_a_trainer_that_wakes_soon_after_its_lease_has_the_rest_of_the_grace(tmp_path: Path) -> None:
-    fields = {"lease_s": -1.0, "stop_grace_s": 20.0, "save_grace_s": 60.0}
-    leaves = "import os; os.read(int(os.environ['FLIGHTDECK_CONTROL_FD']), 5)"
-    kept = start_keeper(tmp_path, None, trainer=leaves, spec_fields=fields)
-    record = kept.ended()
-    assert (record.code, record.stopped_by) == (0, "lease")
+@pytest.mark.parametrize(
+    ("trainer", "ended"),
+    [("import os; os.read(int(os.environ['FLIGHTDECK_CONTROL_FD']), 5)", (0, None)), (WAIT, (None, signal.SIGTERM))],
+)
+def test_a_trainer_that_wakes_soon_after_its_lease_has_the_rest_of_the_grace_and_no_more(
+    tmp_path: Path, trainer: str, ended: tuple[int | None, int | None]
+) -> None:
+    rest_s = 20.0 if ended[1] is None else 0.3
+    fields = {"lease_s": rest_s - 60.0, "stop_grace_s": 60.0, "save_grace_s": 60.0}
+    record = start_keeper(tmp_path, None, trainer=trainer, spec_fields=fields).ended()
+    assert (record.code, record.signal, record.stopped_by) == (*ended, "lease")
 
 
 class Clock:

@@ -53,14 +53,15 @@ from engine.protocol.messages import (
     encode,
 )
 from tests.checks.recorded import mac, studio
+from tests.needs import RECORDINGS, require
 from tests.unit.cluster.macs import NOW
 
 Kind = TypeVar("Kind", bound=BaseModel)
-FIXTURES = Path(__file__).parents[2].parent / "shared" / "fixtures"
+require("recordings")
 
 
 def recording(name: str) -> bytes:
-    return (FIXTURES / name).read_bytes()
+    return (RECORDINGS / name).read_bytes()
 
 
 NODE = NodeConfig(name="there", ssh="there", python=sys.executable, workdir="/")

@@ -46,9 +46,8 @@ def probe_load() -> dict[str, Any]:
 
 
 PS_COLUMNS = "pid=,pcpu=,rss=,etime=,command="
-
-
-_ROW = re.compile(r"\s*(\d{1,10})\s+(\d{1,6}(?:\.\d+)?)\s+(\d{1,12})\s+([\d:.-]+)\s+(\S.*)", re.ASCII)
+_ROW = re.compile(r"\s*(\d{1,10})\s+(\d{1,6}(?:\.\d+)?)\s+(\d{1,12})\s+([\d:.-]+)(?:\s+(\S.*)?)?", re.ASCII)
+"""A program may have cleared its own command."""
 
 
 def _ps_processes(rows: list[str]) -> list[dict[str, Any]]:
@@ -57,7 +56,7 @@ def _ps_processes(rows: list[str]) -> list[dict[str, Any]]:
     for row in rows:
         if (match := _ROW.fullmatch(row)) is None:
             raise ValueError(f"ps printed {row[:80]!r}")
-        pid, share, rss, elapsed, command = match.groups()
+        pid, share, rss, elapsed, command = match.groups("?")
         if ps_time_s(elapsed) >= _OLDER_S:
             found.append(
                 {"pid": int(pid), "command": command[:200], "cores": float(share) / 100, "rss_bytes": int(rss) * 1024}

@@ -80,7 +80,8 @@ def test_a_host_without_says_what_was_there(tmp_path: Path, place: PutInterprete
 
 def test_a_path_that_no_configuration_takes_is_none(tmp_path: Path) -> None:
     lines = b"flightdeck-init\thome\t/h\nflightdeck-init\tpython\t/h/$(id)/python\n"
-    assert parse_find_python(Completed(0, lines, b"")).python is None
+    found = parse_find_python(Completed(0, lines, b""))
+    assert (found.python, found.problem) == (None, "no configuration takes its python: /h/$(id)/python")
 
 
 def test_a_shell_that_fails_reports_its_exit_output() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -207,6 +208,34 @@ def test_on_a_mac_that_hides_every_environment_the_session_is_followed(as_on_a_m
         found = processes.of_attempt(nonce, {leader.pid: start})
         assert {each.pid for each in found} == {leader.pid, child}
         assert any("sleep 60" in each.command for each in found)
+
+
+@pytest.mark.needs("linux")
+@pytest.mark.parametrize("later_s", [60.0, -60.0])
+def test_a_leader_whose_start_was_not_known_is_the_process_that_was_there_then(
+    as_on_a_mac: Path, later_s: float
+) -> None:
+    as_on_a_mac.write_text('#!/bin/sh\nexec /bin/ps "$@"\n')
+    with sleeper() as hidden:
+        found = processes.with_family([], {hidden.pid: time.time() + later_s})
+        assert [each.pid for each in found] == ([hidden.pid] if later_s > 0 else []), "a later one is another's"
+    assert processes.with_family([], {hidden.pid: time.time() + later_s}) == []
+
+
+@pytest.mark.needs("linux")
+def test_a_leader_of_which_ps_shows_no_start_does_not_hide_the_others(as_on_a_mac: Path) -> None:
+    with sleeper() as stuck, sleeper() as other:
+        as_on_a_mac.write_text(
+            f'#!/bin/sh\ncase "$*" in *"lstart= -p {stuck.pid}") exit 1 ;; *) exec /bin/ps "$@" ;; esac\n'
+        )
+        leaders = {stuck.pid: "then", other.pid: processes.start_time(other.pid) or ""}
+        assert {each.pid for each in processes.with_family([], leaders)} == {stuck.pid, other.pid}
+
+
+@pytest.mark.parametrize("state", ["?E", "?Es", "U+", "Ss"])
+def test_a_process_that_is_stuck_on_its_way_out_has_a_start(as_on_a_mac: Path, state: str) -> None:
+    as_on_a_mac.write_text(f"#!/bin/sh\necho '{state:4} Sat Nov  1 10:00:01 2025    '\n")
+    assert processes.start_time(os.getpid()) == "Sat Nov 1 10:00:01 2025"
 
 
 @pytest.mark.parametrize("answer", ["", "exit 1", "echo 1 S launchd", "echo '1 S launchd'; exit 1"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +22,7 @@ from engine.node import processes
 from engine.node.processes import Process
 from engine.run.attempt_runner import RunContext, find_launcher
 from engine.run.events import LauncherStarted
-from engine.run.journal import RunRecorder
+from engine.run.journal import RunRecorder, read_journal
 from engine.run.ranks import HostConnections, any_rank_started
 from engine.run.shutdown import kill_everywhere
 from tests.machine import NOBODY
@@ -65,6 +67,23 @@ def test_an_earlier_attempts_launcher_is_not_this_ones(tmp_path: Path) -> None:
     assert found_launcher(run, 1) == NOBODY
     run.attempt(2).close()
     assert found_launcher(run, 2) is None
+
+
+@pytest.mark.parametrize("fault", [OSError("ps"), subprocess.TimeoutExpired("ps", 10)])
+@pytest.mark.parametrize("late", ["with_nonce", "start_time"])
+def test_a_launcher_that_ps_does_not_show_in_time_is_left_to_the_proof_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, fault: Exception
+) -> None:
+    run = MadeRun(tmp_path).attempt(1).close()
+    monkeypatch.setattr(processes, "with_nonce", lambda _nonce: [Process(os.getpgrp(), "mlx.launch")])
+    monkeypatch.setattr(processes, late, Mock(side_effect=fault))
+    assert found_launcher(run, 1) is None
+    assert not any(isinstance(event, LauncherStarted) for event in read_journal(run.directory.journal))
+
+
+def test_a_launcher_whose_start_is_not_known_cannot_be_told_from_another_process(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).attempt(1).append(LauncherStarted(pid=os.getpid(), start="")).close()
+    assert found_launcher(run, 1) is None
 
 
 def found_launcher(run: MadeRun, number: int) -> int | None:

@@ -227,6 +227,23 @@ async def test_what_the_others_go_on_without_is_known_to_who_only_proves_the_end
     assert (verdict.state, verdict.cause) == (RunState.SUCCEEDED, NOT_TO_THE_END)
 
 
+async def test_what_comes_before_the_next_attempt_is_kept_and_what_comes_after_it_is_not_this_ones(
+    made: Callable[..., MonitoredAttempt],
+) -> None:
+    attempt = made(restarts=True)
+    attempt.exit(1, 1)
+    attempt.exit(0, 1)
+    await attempt.run()
+    attempt.report(0, event="report", iteration=3, train_loss=2.0)
+    await attempt.monitor.stop_copying()
+    with attempt.directory.events(0).open("a") as of_the_next:
+        of_the_next.write(json.dumps({"event": "report", "rank": 0, "iteration": 4}) + "\n")
+    # An abort has cancelled the next attempt before it was planned.
+    await attempt.monitor.confirm()
+    assert await attempt.monitor.new_evidence() is None
+    assert [json.loads(line)["iteration"] for line in attempt.directory.metrics.read_bytes().splitlines()] == [3]
+
+
 async def test_the_sleep_that_ended_a_lease_is_the_one_before_it(made: Callable[..., MonitoredAttempt]) -> None:
     attempt = made(restarts=True)
     now = [1000.0]

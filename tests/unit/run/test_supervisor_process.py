@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 from engine.errors import InputError
 from engine.run import supervisor_process
 from engine.run.events import CleanupConfirmed
-from engine.run.supervisor_process import orphans, request_abort, resume_run, take_requests
+from engine.run.supervisor_process import adopt_orphans, orphans, request_abort, resume_run, take_requests
+from engine.run.watch import supervisor_alive
 from engine.store.layout import RunDir
 from tests.unit.run.run_maker import MadeRun
 
@@ -111,6 +113,38 @@ def test_how_long_the_nodes_of_a_run_that_has_ended_are_looked_for(
     run = MadeRun(tmp_path, created=datetime.now(UTC) - timedelta(hours=hours))
     run.state("preflight", "launching", "running", "finishing", state, reason=reason, unconfirmed=("node1",)).close()
     assert bool(orphans(tmp_path)) is waits
+
+
+@pytest.mark.parametrize(("state", "stay"), [("failed", False), ("running", True), ("completed", True)])
+def test_the_secrets_that_a_killed_supervisor_has_left_go_once_its_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, stay: bool
+) -> None:
+    run = MadeRun(tmp_path, created=datetime.now(UTC))
+    run.state("preflight", "launching", "running", *([state] if state != "running" else [])).close()
+    run.directory.secrets.write_text("{}")
+    monkeypatch.setattr(supervisor_process, "start_supervisor", lambda *_: 1)
+    held = supervisor_process.take_lock(run.directory)
+    assert held is not None
+    adopt_orphans(tmp_path)
+    assert run.directory.secrets.exists(), "a supervisor takes it up again"
+    os.close(held)
+    adopt_orphans(tmp_path)
+    assert run.directory.secrets.exists() is stay
+
+
+@pytest.mark.parametrize("unknown", ["start", "boot_id"])
+def test_a_supervisor_that_its_file_does_not_tell_from_another_process_lives_by_its_lock(
+    tmp_path: Path, unknown: str
+) -> None:
+    """This very process has its pid by now."""
+    run = MadeRun(tmp_path).state("running").supervised_by().close()
+    who = json.loads(run.directory.supervisor.read_bytes())
+    run.directory.supervisor.write_text(json.dumps({**who, unknown: ""}))
+    held = supervisor_process.take_lock(run.directory)
+    assert held is not None and supervisor_alive(run.directory)
+    os.close(held)
+    assert not supervisor_alive(run.directory)
+    assert orphans(tmp_path)
 
 
 def test_a_completed_run_is_looked_after_until_its_records_are_read(tmp_path: Path) -> None:

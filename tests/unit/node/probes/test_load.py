@@ -26,6 +26,11 @@ def test_processes_as_ps_prints_them_without_what_has_just_begun() -> None:
     assert (server["pid"], server["cores"]) == (88, 0.032)
 
 
+def test_a_program_that_has_cleared_its_own_command_hides_no_other() -> None:
+    own, other = load._ps_processes(["  501  98.7 93206736    02:11:40 ", "   88  90.0   104448 12-04:00:01 ollama"])
+    assert (own["pid"], own["command"], other["command"]) == (501, "?", "ollama")
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("00:04", 4), ("1:35.69", 95.69), ("02:11:40", 7_900), ("12-04:00:01", 1_051_201), ("ELAPSED", 0)],
