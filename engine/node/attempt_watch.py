@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from engine.node import processes
@@ -201,17 +201,18 @@ class AttemptWatch:
     def list_processes(self, message: ListProcesses) -> None:
         if message.kill:
             self._files.fence()
+        marked = list[processes.Process]()
         try:
-            found = processes.of_attempt(self._nonce, self._leaders())
+            marked = processes.with_nonce(self._nonce)
+            found = processes.with_family(marked, self._leaders())
         except (OSError, ValueError, subprocess.SubprocessError):
-            # Without a reply the head has no proof that nothing is left.
+            # Without a reply the head has no proof that nothing is left. What has the nonce is certainly the attempt's.
+            _kill(marked if message.kill else ())
             return
         sizes = {name: size for name, stream in self._streams.items() if (size := size_of(stream.path)) is not None}
         listed = [[process.pid, process.command[:200]] for process in found]
         self._send(ProcessList(message.number, listed, sizes))
-        for process in found if message.kill else ():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
+        _kill(found if message.kill else ())
 
     def _leaders(self) -> dict[int, str | float]:
         """The keepers and programs that are known by now, also where a keeper has started another program since."""
@@ -241,3 +242,9 @@ class AttemptWatch:
         if record is not None or gone:
             rank.ended = True
             self._send(RankEnded(rank.rank, record, oom_kill_count(), exit_output(self._files, rank.rank)))
+
+
+def _kill(found: Iterable[processes.Process]) -> None:
+    for process in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)

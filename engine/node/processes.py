@@ -220,13 +220,11 @@ def with_family(known: Iterable[Process], leaders: Mapping[int, str | float]) ->
 
 def _leads(pid: int, start: str | float) -> bool:
     """A pid that another process has by now leads nothing of ours; a session whose leader is gone keeps its number."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        found = start_time(pid)
-        if found is None or isinstance(start, str):
-            return found in (None, start)
-        # On Linux a start time is not known only of a process that has ended.
-        return not _LINUX and calendar.timegm(time.strptime(found, "%a %b %d %H:%M:%S %Y")) <= start
-    return True
+    found = start_time(pid)
+    if found is None or isinstance(start, str):
+        return found in (None, start)
+    # On Linux a start time is not known only of a process that has ended.
+    return not _LINUX and calendar.timegm(time.strptime(found, "%a %b %d %H:%M:%S %Y")) <= start
 
 
 def with_variables(variables: dict[str, str]) -> list[Process]:

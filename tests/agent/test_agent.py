@@ -284,6 +284,20 @@ def test_a_program_whose_keeper_could_not_tell_its_start_is_listed(
         hidden.wait()
 
 
+def test_where_a_leader_may_be_anothers_only_what_is_marked_is_killed_and_nothing_proved(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = identity_of(sleeper, "nonce")
+    marked = processes.Process(sleeper.pid, "sleep 60")
+    monkeypatch.setattr(processes, "with_nonce", Mock(return_value=[marked]))
+    monkeypatch.setattr(processes, "start_time", Mock(side_effect=subprocess.TimeoutExpired("ps", 10)))
+    sent: list[Message] = []
+    watch = AttemptWatch(Watch(str(tmp_path), "nonce", [0], [known]), known.boot_id, sent.append)
+    watch.list_processes(ListProcesses(1, kill=True))
+    assert sleeper.wait(20) == -signal.SIGKILL
+    assert sent == []
+
+
 def test_a_file_comes_as_far_as_was_requested_and_byte_for_byte(head: Head) -> None:
     head.files.directory.mkdir()
     content = bytes(range(256)) * 2000

@@ -222,16 +222,6 @@ def test_a_leader_whose_start_was_not_known_is_the_process_that_was_there_then(
     assert processes.with_family([], {hidden.pid: time.time() + later_s}) == []
 
 
-@pytest.mark.needs("linux")
-def test_a_leader_of_which_ps_shows_no_start_does_not_hide_the_others(as_on_a_mac: Path) -> None:
-    with sleeper() as stuck, sleeper() as other:
-        as_on_a_mac.write_text(
-            f'#!/bin/sh\ncase "$*" in *"lstart= -p {stuck.pid}") exit 1 ;; *) exec /bin/ps "$@" ;; esac\n'
-        )
-        leaders = {stuck.pid: "then", other.pid: processes.start_time(other.pid) or ""}
-        assert {each.pid for each in processes.with_family([], leaders)} == {stuck.pid, other.pid}
-
-
 @pytest.mark.parametrize("state", ["?E", "?Es", "U+", "Ss"])
 def test_a_process_that_is_stuck_on_its_way_out_has_a_start(as_on_a_mac: Path, state: str) -> None:
     as_on_a_mac.write_text(f"#!/bin/sh\necho '{state:4} Sat Nov  1 10:00:01 2025    '\n")
