@@ -34,6 +34,7 @@ PACKAGES = {
     "dash": "dash",
     "fish": "fish",
     "tcsh": "tcsh",
+    "bsdtar": "libarchive-tools",  # macOS's tar
 }
 """Program -> the Debian package that has it."""
 PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/local/sbin:/usr/sbin:/sbin"

@@ -57,8 +57,10 @@ SLOW_S: Final = 0.5
 TICK_S: Final = 1.0
 """How often ages are redrawn."""
 NOTICE_S: Final = 6.0
-_WAITS: Final = '"$@"; code=$?; printf "ended with $code; enter returns to Flight Deck "; read _; exit $code'
-"""Runs the program that is given as its arguments, in a shell."""
+_WAITS: Final = (
+    '"$@"; code=$?; trap : INT; printf "ended with $code; enter returns to Flight Deck "; read _; exit $code'
+)
+"""Runs the program that is given as its arguments, in a shell; ctrl+c after its end leaves its exit code."""
 
 
 def utc_now() -> datetime:
@@ -422,8 +424,10 @@ class FlightDeckApp(App[None]):
         notice = f"on {command.node}: {command.line}"
         program = partial(self.client.engine.nodes.fix_argv, config, command.node, command.line)
         command.code = self._in_terminal("the fix", command.node, notice, program, waits=True)
-        command.output = ("shown in the terminal",)
-        command.problem = "not run" if command.code is None else None
+        if command.code is None:
+            command.problem = "not run"
+        else:
+            command.output = ("shown in the terminal",)
         command.ended = True
 
     def _ask_setup(self, found: CableSetup) -> None:

@@ -14,7 +14,7 @@ from engine.cluster.discovery import FoundHost, FoundPython, discover, find_pyth
 from engine.cluster.facts import probe_as_completed
 from engine.cluster.telemetry import telemetry
 from engine.cluster.topology import topology
-from engine.cluster.transport.base import Completed
+from engine.cluster.transport.base import Completed, for_any_shell
 from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.ssh_config import shell_argv, write_openssh_config
 from engine.config.models import Config, NodeConfig
@@ -129,7 +129,7 @@ class NodesApi:
     def fix_argv(self, config: Config, node: str, command: str) -> list[str]:
         """The program that does what `run_on` does, in a terminal where sudo can ask. Raises InputError, OSError."""
         audit_log("command", "asked", {"node": node, "command": command}, home=self._home)
-        return self.shell_argv(config, node, f"cd && {_as_typed(command)}")
+        return self.shell_argv(config, node, f"cd || exit; {_as_typed(command)}")
 
     def setup_argv(self, config: Config, node: str, commands: Sequence[str]) -> list[str]:
         """The program that runs a node's `Topology.setup`, and may ask for a password. Raises InputError, OSError."""
@@ -143,11 +143,13 @@ class NodesApi:
         if not target.local:
             make_home(self._home)
             write_openssh_config(file, self._home, unattended=False)
-        return shell_argv(target, file, command)
+        return shell_argv(target, file, for_any_shell(command) if command else None)
 
 
 def _as_typed(command: str) -> str:
-    return f'exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(command)}'
+    """For a POSIX shell. tcsh takes -l alone only, and reads its settings without it too."""
+    options = 'case "$SHELL" in *csh) set -- -c;; *) set -- -lc;; esac'
+    return f'{options}; exec "${{SHELL:-/bin/sh}}" "$@" {shlex.quote(command)}'
 
 
 def _node(config: Config, name: str) -> NodeConfig:

@@ -86,9 +86,9 @@ def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize
         )
     for file, why in storage.damaged:
         # Kept, but no longer found by a search for the newest.
-        move = on_path("mv", file)
+        move, aside = on_path("mv", file), quoted(f"{file}.damaged")
         effect = "renames it to *.damaged; mv takes that back"
-        fix = Fix(f"{move} {quoted(file + '.damaged')}", effect) if move else None
+        fix = Fix(f"test ! -e {aside} && {move} {aside}", effect) if move else None
         findings.fault(f"{file} is damaged: {why}", fix)
     if storage.resume_fault is not None:
         findings.fault(f"resume_adapter_file: {storage.resume_fault}")

@@ -216,7 +216,7 @@ def _fix(
                 lines.append(copy_file(source, here, node, there.parent))
         if {source.name, node.name} <= known.keys() and any(name.startswith(_MODEL) for name in wanted):
             lines.append(copy_folder(source, [node], known))
-    return copies(lines)
+    return copies(lines, source, known.get(source.name, source.workdir))
 
 
 def _file(config: Config, node: NodeConfig, model: str | None, name: str) -> str | None:

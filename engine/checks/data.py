@@ -53,6 +53,11 @@ class DataFile:
         """Missing, or without an example."""
         return self.seen.absent or (self.seen.problem is None and self.seen.examples == 0)
 
+    @property
+    def unread(self) -> bool:
+        """It is there and cannot be read: its own problem, not that of its folder."""
+        return not self.absent and (self.seen.problem or "").startswith(str(self.path))
+
     def describe(self) -> str:
         """With the first bad lines, and the command that opens the file at the first of them."""
         seen = f"{self.seen.examples:,} examples, {self.seen.form}, sha256 {self.seen.sha256[:12]}"
@@ -126,7 +131,7 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         move_aside(node, str(file.path), file.seen.sha256)
         for node in lacking
         for file in read_files[node.name]
-        if file.seen.sha256 not in ("", hashes[file.path.name])
+        if file.unread or file.seen.sha256 not in ("", hashes[file.path.name])
     ]
     # One by one: the folder may have other files of a person's own.
     copied = [
@@ -135,7 +140,7 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         for file in ours
         if not file.absent
     ]
-    fix = copies([*aside, *copied])
+    fix = copies([*aside, *copied], first, folders[first.name])
     summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours)
     return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix=fix)
 

@@ -73,17 +73,19 @@ def path_fix(command: str, path: str | None) -> Fix | None:
     return Fix(line, _EFFECTS[command]) if line is not None else None
 
 
-def copies(lines: Iterable[str | None]) -> Fix | None:
-    """Lines of `move_aside`, `copy_folder` and `copy_file` as one fix."""
+def copies(lines: Iterable[str | None], source: NodeConfig, folder: PurePath | str) -> Fix | None:
+    """Lines of `move_aside`, `copy_folder` and `copy_file` as one fix; it ends at once if `folder` cannot be read."""
+    if (line := chained(lines)) is None:
+        return None
     effect = f"copies files and overwrites none: one that differs is renamed to *{ASIDE}-HASH; mv brings it back"
-    line = chained(lines)
-    return Fix(line, effect) if line is not None else None
+    return Fix(f"{_on(source, f'test -r {quoted(folder)}')} && {line}", effect)
 
 
 def copy_folder(source: NodeConfig, targets: Sequence[NodeConfig], folders: Mapping[str, str]) -> str | None:
     """A line for this machine's shell that copies the files of a folder of `source`, hidden ones apart, to `targets`,
     and overwrites none. `folders` has each node's path of it; one that several nodes share is written once."""
-    pack = _on(source, f"{_PACK} -C {quoted(folders[source.name])} --exclude './.*' -chf - .")
+    # macOS's tar reads ./ as nothing: to it './.*' is the folder itself.
+    pack = _pack(source, f"-C {quoted(folders[source.name])} --exclude './.?*' -chf - .")
     return _for_each(source, targets, folders, pack, keep=True)
 
 
@@ -99,25 +101,26 @@ def copy_tree(
     folder). Overwrites, and deletes nothing. None also where it cannot name a path."""
     if any(_ESCAPED in path for path in exclude_paths):
         return None
-    excluded = (*exclude_names, *(f"./{path}" for path in exclude_paths))
+    # Only below the folder itself: the first pattern is for GNU tar, the second for macOS's.
+    excluded = (*exclude_names, *(f"{start}/{path}" for path in exclude_paths for start in ("[.]", "^.")))
     options = " ".join(f"--exclude {shlex.quote(name)}" for name in excluded)
-    pack = _on(source, f"{_PACK} -C {quoted(folders[source.name])} {options} -cf - .")
+    pack = _pack(source, f"-C {quoted(folders[source.name])} {options} -cf - .")
     return _for_each(source, targets, folders, pack, keep=False)
 
 
 def copy_file(source: NodeConfig, file: PurePosixPath, target: NodeConfig, folder: PurePosixPath) -> str:
     """A line for this machine's shell that copies a file of `source`, with its permissions, to a folder of `target`,
     unless it has one of this name."""
-    pack = _on(source, f"{_PACK} -C {quoted(file.parent)} -chf - {shlex.quote(f'./{file.name}')}")
+    pack = _pack(source, f"-C {quoted(file.parent)} -chf - {shlex.quote(f'./{file.name}')}")
     return f"{pack} | {_unpack(target, folder, keep=True)}"
 
 
 def move_aside(node: NodeConfig, file: str, seen: str | None) -> str | None:
-    """A line for this machine's shell that renames a file on its node, to make room for a copy; `seen` is its hash, a
-    part of its new name. None for a file that is not there (`seen` is None) or cannot be named."""
+    """A line for this machine's shell that renames a file on its node, to make room for a copy; `seen` is its hash, or
+    "" where it cannot be read. None for a file that is not there (`seen` is None) or cannot be named."""
     if seen is None or (move := on_path("mv", file)) is None:
         return None
-    aside = quoted(f"{file}{ASIDE}-{_NOT_HEX.sub('', seen)[:12]}")
+    aside = quoted(f"{file}{ASIDE}-{_NOT_HEX.sub('', seen)[:12] or 'unread'}")
     return _on(node, f"test ! -e {aside} && {move} {aside}")
 
 
@@ -130,10 +133,18 @@ def _for_each(
     return chained(f"{pack} | {_unpack(node, path, keep=keep)}" for (_, path), node in distinct.items())
 
 
+def _pack(node: NodeConfig, arguments: str) -> str:
+    # macOS's tar takes no input at all for an archive without files; this is none.
+    return _on(node, posix(f"{_PACK} {arguments} || printf x"))
+
+
 def _unpack(node: NodeConfig, folder: PurePath | str, *, keep: bool) -> str:
-    command = f"mkdir -p {quoted(folder)} && tar -C {quoted(folder)} {f'{_KEEP} ' if keep else ''}-xf -"
-    # In a subshell here: its && would end the pipe.
-    return f"({command})" if node.local else _on(node, command)
+    return _on(node, posix(f"mkdir -p {quoted(folder)} && tar -C {quoted(folder)} {_KEEP + ' ' if keep else ''}-xf -"))
+
+
+def posix(command: str) -> str:
+    """For a login shell such as fish or tcsh, and as one command of a chain."""
+    return f"sh -c {shlex.quote(command)}"
 
 
 def _on(node: NodeConfig, command: str) -> str:
@@ -151,9 +162,10 @@ def asks_for_password(command: str) -> bool:
 
 
 def _runs(command: str, *programs: str) -> bool:
-    """One of them is a program of this command, one of ours without subshells, and not part of a path in it."""
+    """One of them is a program of this command, one of ours, and not part of a path in it."""
     words = shlex.shlex(command, posix=True, punctuation_chars="|&;")
     words.whitespace_split, words.commenters = True, ""
     return any(
-        word in programs and before and set(before) <= set("|&;") for before, word in itertools.pairwise((";", *words))
+        (word in programs and before and set(before) <= set("|&;")) or (before == "-c" and _runs(word, *programs))
+        for before, word in itertools.pairwise((";", *words))
     )

@@ -57,9 +57,10 @@ async def probe_interpreter(agent: AgentClient) -> Interpreter:
 
 
 def environment_of(python: str) -> PurePosixPath:
-    """The environment of an interpreter; for one outside of a `bin`, a place for one."""
+    """The environment of an interpreter; for one outside of a `bin`, or in that of a home, a place for one."""
     path = PurePosixPath(python)
-    return path.parent.parent if path.parent.name == "bin" else path.parent / ".venv"
+    environment = path.parent.parent if path.parent.name == "bin" else path.parent / ".venv"
+    return environment if environment.name not in ("", "~") else HOME_ENVIRONMENT
 
 
 async def _occupied(agent: AgentClient) -> PurePosixPath | None:

@@ -8,7 +8,7 @@ import posixpath
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, differing_items, first_of, skip_for_command
 from engine.checks.context import CheckContext
-from engine.checks.fixes import Fix, copies, copy_folder, move_aside
+from engine.checks.fixes import Fix, copies, copy_folder, move_aside, posix
 from engine.checks.obstacles import TRIAL_LIMIT_S, adapter_obstacles, depends_on_matrices
 from engine.checks.plan_inputs import shared_plan_inputs
 from engine.cluster.probe_results import ModelFiles
@@ -20,6 +20,11 @@ NAME = "model_present"
 _LIMIT_S = 60.0
 _DOWNLOADED = "-downloaded"
 """Suffix of the folder that a download makes beside the model's."""
+_DOWNLOAD = (
+    'd={folder}; test -d "$d"/.cache/huggingface || {{ mkdir -p "$d" && rmdir "$d"; }} && '
+    'hf download {repository} --local-dir "$d"'
+)
+"""Into a folder that is new or empty, or of a download that was cut short, which hf resumes."""
 _SET_ANOTHER = "set `model` in [job] to a directory with an mlx-lm model"
 
 
@@ -31,21 +36,19 @@ async def run(context: CheckContext) -> CheckResult:
     )
     found = Findings(NAME, context.config)
     found.evidence = {node.name: f"{folders[node.name]}: {answers[node.name]}" for node in nodes}
-    complete: dict[str, ModelFiles] = {}
+    complete = {name: files for name, files in answers.items() if isinstance(files, ModelFiles) and not files.faults}
     for node, files in found.answered(answers):
-        folder = folders[node.name]
-        found.evidence[node.name] = f"{folder}: {files.describe()}"
+        found.evidence[node.name] = message = f"{folders[node.name]}: {files.describe()}"
+        fix = None
+        # Where some node has the model, the others get a copy of that.
+        if files.repository and not complete:
+            # Beside it: config.json may name the model that this one was made from, and hf overwrites.
+            beside = f"{folders[node.name]}{_DOWNLOADED}"
+            download = _DOWNLOAD.format(folder=quoted(beside), repository=files.repository)
+            fix = Fix(posix(download), f"makes {beside}, or resumes its download; rm -r removes it")
+            message += f'; the fix downloads {files.repository} beside it, then set model = "{beside}"'
         if files.faults:
-            fix, message = None, f"{folder}: {files.describe()}"
-            if files.repository:
-                # Beside it: config.json may name the model that this one was made from, and hf overwrites.
-                beside = f"{folder}{_DOWNLOADED}"
-                download = f"hf download {files.repository} --local-dir {quoted(beside)}"
-                fix = Fix(download, f"makes {beside}; rm -r removes it")
-                message += f'; the fix downloads {files.repository} beside it, then set model = "{beside}"'
             found.fault(node, message, fix)
-        else:
-            complete[node.name] = files
     if not complete:
         return found.verdict(advice="" if any(found.on(node).fixes for node in nodes) else _SET_ANOTHER)
     first = next(node for node in nodes if node.name in complete)
@@ -65,7 +68,7 @@ async def run(context: CheckContext) -> CheckResult:
         folder = folders[node.name]
         aside += [move_aside(node, posixpath.join(folder, name), own.hashes.get(name)) for name in differing]
     lacking = [node for node in found.faulty if isinstance(answers[node.name], ModelFiles)]
-    fix = copies([*aside, copy_folder(first, lacking, folders)])
+    fix = copies([*aside, copy_folder(first, lacking, folders)], first, folders[first.name])
     return found.verdict(complete[first.name].describe(), fix=fix)
 
 

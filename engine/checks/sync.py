@@ -307,8 +307,8 @@ def _evaluate_trees(
     excluded = copied.left if copied is not None else ()
     copy = copy_tree(compared.reference, incomplete, workdirs, exclude_names=EXCLUDED, exclude_paths=excluded)
     fixed = found.verdict()
-    line, effect = chained([fixed.fix_command, copy]), f"{fixed.fix_effect}; {_COPIES}" if fixed.fix_effect else _COPIES
-    return found.verdict(fix=Fix(line, effect) if line else None, advice=scripted.message)
+    line, effects = chained([fixed.fix_command, copy]), filter(None, [fixed.fix_effect, copy and _COPIES])
+    return found.verdict(fix=Fix(line, "; ".join(effects)) if line else None, advice=scripted.message)
 
 
 def _checks(compared: WorkdirComparison) -> tuple[str, ...]:

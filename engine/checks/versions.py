@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext, once
-from engine.checks.fixes import Fix
+from engine.checks.fixes import Fix, posix
 from engine.checks.interpreter import HOME_ENVIRONMENT, IMPORT_LIMIT_S, Interpreter, environment_of, probe_mlx_lm
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
@@ -124,16 +124,18 @@ def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[s
     make = f"mkdir -p {quoted(environment.parent)} && mkdir {quoted(environment)}"
     version = f"--python {minor} " if minor else ""
     install = install_command(python, wanted, linux=seen.linux)
-    line = f"{make} && uv venv {version}{quoted(environment)} && {install}"
-    return advice, Fix(line, f"makes {environment}, and changes nothing else; rm -r removes it")
+    fill = f"uv venv {version}{quoted(environment)} && {install} || {{ rm -r {quoted(environment)}; false; }}"
+    return advice, Fix(f"{make} && {posix(fill)}", f"makes {environment}, and changes nothing else; rm -r removes it")
 
 
 def install_fix(python: str, seen: Interpreter, wanted: dict[str, str]) -> Fix:
-    """`install_command`, and as its effect the command back to what was there."""
+    """`install_command`, and as its effect the commands back to what was there."""
     known = {"mlx": seen.mlx, "mlx-lm": seen.mlx_lm}
     before = {name: f"=={known[name]}" for name in wanted if known[name] is not None}
-    back = install_command(python, before, linux=seen.linux) if before else f"uv pip uninstall {' '.join(wanted)}"
-    effect = f"changes packages of the environment of {python}; `{back}` takes that back"
+    added = " ".join(name for name in wanted if name not in before)
+    back = [install_command(python, before, linux=seen.linux)] if before else []
+    back += [f"uv pip uninstall --python {quoted(python)} {added}"] if added else []
+    effect = f"changes packages in the environment of {python}; `{' && '.join(back)}` takes back all but dependencies"
     return Fix(install_command(python, wanted, linux=seen.linux), effect)
 
 

@@ -121,7 +121,7 @@ def replan(run_dir: RunDir, plan: RunPlan, excluded: Mapping[str, str]) -> RunPl
 
 def preflight_verdict(failed: CheckResult) -> Verdict:
     rank, node = failed.blames if failed.blames is not None else (None, None)
-    cause = f"{failed.name}: {failed.summary}"
+    cause = "; its fix ".join(filter(None, (f"{failed.name}: {failed.summary}", failed.fix_effect)))
     return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, cause, rank, node, fix=failed.fix_command)
 
 

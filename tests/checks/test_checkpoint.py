@@ -164,6 +164,12 @@ async def test_a_torn_file_and_a_torn_configuration_are_put_aside_by_the_fix(sav
     await run_fix(result.fixes["node0"])
     assert (await run_check(check.run, saving)).status is CheckStatus.PASS
     assert (adapters / "adapters.safetensors.damaged").exists()
+    (adapters / "adapters.safetensors").write_bytes(b"torn again")
+    before = (adapters / "adapters.safetensors.damaged").read_bytes()
+    again = (await run_check(check.run, saving)).fixes["node0"]
+    with pytest.raises(AssertionError):
+        await run_fix(again)
+    assert (adapters / "adapters.safetensors.damaged").read_bytes() == before
 
 
 def test_a_link_in_the_place_of_what_is_tried_has_its_target_left_alone(tmp_path: Path) -> None:

@@ -197,6 +197,23 @@ async def test_other_data_on_another_node_is_named_and_its_fix_copies_it_and_kee
     assert (copy / "test.jsonl").read_text() == "a person's own"
 
 
+@pytest.mark.needs("linux")
+async def test_a_file_that_cannot_be_read_is_moved_aside_for_its_copy(
+    config: Config, data: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(data, copy)
+    (copy / "train.jsonl").unlink()
+    (copy / "train.jsonl").symlink_to("/proc/self/mem")
+    nodes = (config.nodes[0], config.nodes[1].model_copy(update={"data": str(copy)}))
+    changed = config.model_copy(update={"nodes": nodes})
+    result = await run_check(check.run, changed)
+    assert "train.jsonl cannot be read" in result.summary
+    apply(result)
+    assert (await run_check(check.run, changed)).status is CheckStatus.PASS
+    assert (copy / "train.jsonl.aside-unread").is_symlink()
+
+
 def test_invalid_utf8_and_a_byte_order_mark_are_faults_of_their_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n')

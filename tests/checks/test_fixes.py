@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checks.fixes import as_shell_line, copies, copy_folder, on_path
+from engine.checks.fixes import Fix, as_shell_line, copies, copy_folder, copy_tree, move_aside, on_path
 from engine.cluster.probe_results import CheckpointStorage
 from engine.config.models import Config, NodeConfig
 
-SSH = '#!/bin/sh\nprintf "%s\\n" "$1" >>"$0.hosts"\nexec /bin/sh -c "$2"\n'
+SSH = '#!/bin/sh\nprintf "%s\\n" "$1" >>"$0.hosts"\nexec ${LOGIN_SHELL:-/bin/sh} -c "$2"\n'
 """As ssh does: the arguments after the host are one line for a shell."""
+TARS = ["tar", pytest.param("bsdtar", marks=pytest.mark.needs("bsdtar"))]
 SHELL = '#!/bin/sh\n[ "$1" = -lc ] && exec /bin/sh -c "$2"\n'
 """A login shell whose profile leaves PATH as it is."""
 
@@ -83,27 +85,98 @@ def test_whatever_a_path_holds_arrives_as_it_was(config: Config, ssh: Path, text
     assert done.stdout == text.encode()
 
 
-@pytest.mark.parametrize("hosts", [("127.0.0.1", "mac"), ("mac", "127.0.0.1"), ("a@one", "two:22")])
-def test_a_copy_goes_through_this_machine_and_overwrites_nothing(
-    ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, str]
-) -> None:
+@pytest.fixture
+def folders(ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with `s` and `d`, to be copied from and to."""
     home, links = tmp_path / "Ana B", tmp_path / "blobs"
-    for folder in (home / "s", home / "d", links):
+    for folder in (home / "s" / "more", home / "d", links):
         folder.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     (links / "shard").write_text("theirs")
     (home / "s" / "model.safetensors").symlink_to(links / "shard")
-    for name in ("README.md", ".hidden"):
+    for name in ("README.md", ".hidden", "more/merges.txt"):
         (home / "s" / name).write_text("theirs")
     (home / "d" / "README.md").write_text("mine")
+    return home
+
+
+def use_tar(program: str, ssh: Path) -> None:
+    found = shutil.which(program)
+    assert found is not None
+    (ssh.parent / "tar").symlink_to(found)
+
+
+def copied(*hosts: str, aside: bool = False) -> Fix:
     one, other = (node(name, host) for name, host in zip(("one", "other"), hosts, strict=True))
-    fix = copies([copy_folder(one, [other], {"one": "~/s", "other": "~/d"})])
-    assert fix is not None and "overwrites none" in fix.effect
+    moved = move_aside(other, "~/d/README.md", "ab12") if aside else None
+    fix = copies([moved, copy_folder(one, [other], {"one": "~/s", "other": "~/d"})], one, "~/s")
+    assert fix is not None
+    return fix
+
+
+def files_below(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("tar", TARS)
+@pytest.mark.parametrize("hosts", [("127.0.0.1", "mac"), ("mac", "127.0.0.1"), ("a@one", "two:22")])
+def test_a_copy_goes_through_this_machine_and_overwrites_nothing(
+    ssh: Path, folders: Path, hosts: tuple[str, str], tar: str
+) -> None:
+    use_tar(tar, ssh)
+    fix = copied(*hosts)
+    assert "overwrites none" in fix.effect
     run(fix.command)
-    found = {file.name: (file.read_text(), file.is_symlink()) for file in (home / "d").iterdir()}
-    assert found == {"README.md": ("mine", False), "model.safetensors": ("theirs", False)}
-    remote = [f"ssh://{host}" if ":" in host else host for host in hosts if host != "127.0.0.1"]
-    assert sorted(ssh.read_text().split()) == sorted(remote)
+    assert files_below(folders / "d") == {
+        "README.md": "mine", "model.safetensors": "theirs", "more/merges.txt": "theirs"
+    }  # fmt: skip
+    assert not (folders / "d" / "model.safetensors").is_symlink()
+    remote = {f"ssh://{host}" if ":" in host else host for host in hosts if host != "127.0.0.1"}
+    assert set(ssh.read_text().split()) == remote
+
+
+@pytest.mark.parametrize("tar", TARS)
+def test_a_tree_is_copied_without_a_path_but_with_others_of_its_name(ssh: Path, folders: Path, tar: str) -> None:
+    use_tar(tar, ssh)
+    for name in ("data/x", "more/data/y", "more/__pycache__/z", "a b/data"):
+        (folders / "s" / name).parent.mkdir(exist_ok=True)
+        (folders / "s" / name).write_text("theirs")
+    one, other = node("one", "a"), node("other", "b")
+    paths = {"one": "~/s", "other": "~/d"}
+    line = copy_tree(one, [other], paths, exclude_names=["__pycache__"], exclude_paths=["data", "a b"])
+    run(line or "false")
+    assert files_below(folders / "d").keys() == {
+        ".hidden", "README.md", "model.safetensors", "more/data/y", "more/merges.txt"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tar", TARS)
+def test_a_copy_from_a_folder_that_is_gone_fails_before_anything_is_moved(ssh: Path, folders: Path, tar: str) -> None:
+    use_tar(tar, ssh)
+    (folders / "s").rename(folders / "away")
+    ended = subprocess.run(["/bin/sh", "-c", copied("a", "b", aside=True).command], check=False, capture_output=True)
+    assert (ended.returncode != 0, files_below(folders / "d")) == (True, {"README.md": "mine"})
+
+
+@pytest.mark.parametrize("tar", TARS)
+def test_a_copy_fails_where_its_source_packs_nothing(ssh: Path, folders: Path, tar: str) -> None:
+    use_tar(tar, ssh)
+    (ssh.parent / "env").write_text("#!/bin/sh\nexit 2\n")
+    (ssh.parent / "env").chmod(0o755)
+    ended = subprocess.run(["/bin/sh", "-c", copied("a", "b").command], check=False, capture_output=True)
+    assert ended.returncode != 0, "the program that packs has not even begun"
+
+
+@pytest.mark.parametrize("shell", [pytest.param(shell, marks=pytest.mark.needs(shell)) for shell in ("fish", "tcsh")])
+@pytest.mark.parametrize("hosts", [("127.0.0.1", "mac"), ("mac", "127.0.0.1")])
+def test_a_copy_passes_a_login_shell_that_is_no_posix_shell(
+    ssh: Path, folders: Path, monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, str], shell: str
+) -> None:
+    monkeypatch.setenv("LOGIN_SHELL", shell)
+    subprocess.run([shell, "-c", copied(*hosts, aside=True).command], check=True)
+    assert files_below(folders / "d").keys() == {
+        "README.md", "README.md.aside-ab12", "model.safetensors", "more/merges.txt"
+    }  # fmt: skip
 
 
 def test_the_source_itself_needs_no_copy_and_a_host_only_one() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from engine.checks import model as check
+from engine.checks.fixes import as_shell_line
 from engine.config.models import Config
-from engine.models import CheckStatus
+from engine.models import CheckResult, CheckStatus
 from tests.bench.models import MODELS
-from tests.checks.conftest import run_check
+from tests.checks.conftest import run_check, run_fix
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 
@@ -51,8 +54,54 @@ async def test_a_model_that_names_its_origin_comes_with_the_download_command(con
     (model / "model.safetensors").unlink()
     result = await run_check(check.run, config)
     # Beside it: the origin is often another model, say of more bits, whose files would replace these.
-    assert result.fix_command == f"hf download org/tiny --local-dir {model}-downloaded"
+    assert f"d={model}-downloaded; " in (result.fix_command or "")
     assert f'then set model = "{model}-downloaded"' in result.summary
+    assert asks_for_login_shell(config, result), "hf is on its PATH only"
+
+
+def asks_for_login_shell(config: Config, result: CheckResult) -> bool:
+    remote = config.nodes[0].model_copy(update={"ssh": "mac"})
+    line = as_shell_line(config.model_copy(update={"nodes": (remote,)}), {remote.name: result.fixes[remote.name]})
+    return '"$SHELL" -lc' in (line or "")
+
+
+async def test_a_download_is_resumed_and_never_put_into_a_folder_of_something_else(
+    config: Config, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "_name_or_path": "org/tiny"}))
+    (model / "model.safetensors").unlink()
+    command = (await run_check(check.run, config)).fixes["node0"]
+    target, hf = Path(f"{model}-downloaded"), tmp_path / "programs" / "hf"
+    hf.parent.mkdir()
+    hf.write_text('#!/bin/sh\necho "$@" >>"$0.called"; mkdir -p "$4/.cache/huggingface"; exit 1\n')
+    hf.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{hf.parent}:{os.environ['PATH']}")
+
+    def calls() -> int:
+        assert subprocess.run(command, shell=True, check=False, capture_output=True).returncode == 1
+        log = hf.with_name("hf.called")
+        return log.read_text().count(f"download org/tiny --local-dir {target}\n") if log.exists() else 0
+
+    target.mkdir()
+    (target / "config.json").write_text("mine")
+    assert calls() == 0
+    (target / "config.json").unlink()
+    assert (calls(), calls()) == (1, 2)
+
+
+async def test_a_model_that_another_node_has_is_copied_from_there_and_not_downloaded(
+    config: Config, model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "config.json").write_text(json.dumps({"model_type": "llama", "_name_or_path": "org/tiny"}))
+    (broken / "model.safetensors").unlink()
+    nodes = (config.nodes[0], config.nodes[1].model_copy(update={"model": str(broken)}))
+    fixed = config.model_copy(update={"nodes": nodes})
+    result = await run_check(check.run, fixed)
+    assert (result.blames, result.fixes, "download" in result.summary) == ((1, "node1"), {}, False)
+    await run_fix(result.fix_command)
+    assert (await run_check(check.run, fixed)).status is CheckStatus.PASS
 
 
 async def test_only_the_node_whose_copy_is_broken_is_blamed(config: Config, model: Path, tmp_path: Path) -> None:

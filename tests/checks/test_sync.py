@@ -12,7 +12,8 @@ from engine.checks import gradient, sync
 from engine.checks.context import CheckContext
 from engine.checks.local_process import LAST_LINES, LocalProgram, last_lines
 from engine.checks.runner import run_checks
-from engine.checks.sync import TreeDifference
+from engine.checks.sync import TreeDifference, WorkdirComparison
+from engine.cluster.probe_results import WorkdirTree
 from engine.config.models import Config, PreflightConfig
 from engine.models import CheckResult, CheckStatus
 from engine.node.processes import start_time
@@ -94,6 +95,18 @@ async def test_a_script_that_only_claims_success_is_detected_and_its_fix_works(t
     assert result.blames == (1, "node1")
     await run_fix(result.fix_command)
     assert (await run_check(sync.run, two)).status is CheckStatus.PASS
+
+
+def test_the_effect_of_a_fix_tells_of_a_copy_only_where_it_makes_one(config: Config) -> None:
+    first, other = config.nodes
+    trees = {
+        first.name: WorkdirTree(entries={}, left=[]),
+        other.name: WorkdirTree(problem="not allowed", permit="/secret"),
+    }
+    compared = WorkdirComparison(first, trees, {}, {}, {other.name: "not allowed"})
+    result = sync.evaluate(config, sync.SyncScriptOutcome("success", "synced"), compared)
+    assert result.fix_command == "chmod u+rX /secret"
+    assert result.fix_effect == "lets its owner read it; chmod u-r takes that back"
 
 
 @pytest.mark.parametrize("name", [".git/index", "pkg/__pycache__/a.cpython-311.pyc", "env/pyvenv.cfg", ".DS_Store"])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from engine.checks import versions as check
-from engine.checks.interpreter import Interpreter
+from engine.checks.interpreter import Interpreter, environment_of
 from engine.checks.versions import evaluate
 from engine.cluster.probe_results import MlxReport
 from engine.models import CheckResult, CheckStatus
@@ -76,7 +76,7 @@ async def test_a_missing_interpreter_is_made_by_its_fix(model: Path, data: Path,
     missing = str(tmp_path / "venv" / "bin" / "python")
     result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable, missing)))
     assert f"no such interpreter: {missing}" in result.summary
-    make = f"mkdir -p {tmp_path} && mkdir {tmp_path / 'venv'} && uv venv --python {MINOR} {tmp_path / 'venv'}"
+    make = f"mkdir -p {tmp_path} && mkdir {tmp_path / 'venv'} && sh -c 'uv venv --python {MINOR} {tmp_path / 'venv'}"
     assert (result.fix_command or "").startswith(f"{make} && uv pip install --python {missing} ")
 
 
@@ -86,7 +86,7 @@ async def test_a_missing_interpreter_outside_of_bin_is_made_in_a_folder_of_its_o
     missing = str(tmp_path / "env" / "python")
     result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(sys.executable, missing)))
     made = tmp_path / "env" / ".venv"
-    assert f"mkdir {made} && uv venv --python {MINOR} {made} && uv pip install --python {made}/bin/python " in (
+    assert f"mkdir {made} && sh -c 'uv venv --python {MINOR} {made} && uv pip install --python {made}/bin/python " in (
         result.fix_command or ""
     )
     assert f'set python = "{made}/bin/python" in its [[node]]' in result.summary
@@ -114,19 +114,31 @@ async def test_an_environment_whose_python_is_broken_gets_another_one_beside_it(
     assert called().startswith(f"venv --python {MINOR} {beside}\npip install --python {beside}/bin/python ")
     assert sorted(path.name for path in environment.rglob("*")) == before
     # It is there now: a second time nothing is written into it.
-    assert "File exists" in pasted(result).stderr
+    assert "File exists" in pasted(result).stderr and Path(beside).is_dir()
+
+
+async def test_an_environment_that_could_not_be_made_is_removed_so_that_its_fix_can_be_run_again(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "a venv"
+    called = interpreters_called(tmp_path, monkeypatch, fails="pip")
+    config = make_config(model, data, tmp_path, pythons=(sys.executable, f"{made}/bin/python"))
+    result = await run_check(check.run, config)
+    for count in (1, 2):
+        assert (pasted(result).returncode != 0, made.exists()) == (True, False)
+        assert called().count("venv --python") == count
 
 
 def pasted(result: CheckResult) -> subprocess.CompletedProcess[str]:
     return subprocess.run(result.fix_command or "false", shell=True, check=False, capture_output=True, text=True)
 
 
-def interpreters_called(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """A `uv` that only notes how it was called."""
+def interpreters_called(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fails: str = "") -> Callable[[], str]:
+    """A `uv` that only notes how it was called, and fails at its command `fails`."""
     log, uv = folder / "called", folder / "programs" / "uv"
     log.write_text("")
     uv.parent.mkdir()
-    uv.write_text(f'#!/bin/sh\necho "$@" >>{log}\n')
+    uv.write_text(f'#!/bin/sh\necho "$@" >>{log}\n[ "$1" != "{fails}" ]\n')
     uv.chmod(0o755)
     monkeypatch.setenv("PATH", f"{uv.parent}:{os.environ['PATH']}")
     return log.read_text
@@ -179,6 +191,33 @@ def test_a_system_python_gets_an_environment_in_the_home(model: Path, data: Path
     config = make_config(model, data, tmp_path, pythons=(sys.executable, "/usr/bin/python3"))
     result = evaluate(config, {"node0": FIRST, "node1": replace(FIRST, python="3.9.6", venv=False)})
     assert 'uv venv --python 3.11 "$HOME"/.venv-3.11 && ' in (result.fix_command or "")
+
+
+@pytest.mark.parametrize("seen", [FIRST, Interpreter(absent=True, beside=environment_of("~/bin/python"))])
+@pytest.mark.parametrize("python", ["~/bin/python", "/bin/python"])
+def test_a_home_is_no_environment_to_make_another_beside(
+    model: Path, data: Path, tmp_path: Path, seen: Interpreter, python: str
+) -> None:
+    config = make_config(model, data, tmp_path, pythons=(sys.executable, python))
+    other = replace(seen, python=seen.python and "3.12.1")
+    result = evaluate(config, {"node0": FIRST, "node1": other})
+    assert 'mkdir "$HOME"/.venv-3.11 && ' in (result.fix_command or "")
+
+
+@pytest.mark.parametrize(
+    ("seen", "back"),
+    [
+        (replace(FIRST, mlx="0.31.0"), "uv pip install --python '/a b/python' mlx==0.31.0"),
+        (replace(FIRST, mlx=None), "uv pip uninstall --python '/a b/python' mlx"),
+    ],
+)
+def test_the_way_back_of_an_installation_is_that_of_the_same_environment(seen: Interpreter, back: str) -> None:
+    both = {"mlx": "==0.32.4", "mlx-lm": "==0.32.2"}
+    mlx = check.install_fix("/a b/python", seen, {"mlx": both["mlx"]})
+    assert f"`{back}` takes back all but dependencies" in mlx.effect
+    without = check.install_fix("/a b/python", replace(seen, mlx_lm=None), both)
+    lm = " mlx-lm" if seen.mlx is None else " && uv pip uninstall --python '/a b/python' mlx-lm"
+    assert f"`{back}{lm}` takes back" in without.effect
 
 
 def test_another_patch_version_of_python_only_warns(model: Path, data: Path, tmp_path: Path) -> None:

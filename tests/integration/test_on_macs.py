@@ -284,7 +284,7 @@ def test_a_training_on_four_macs_outlives_sleep_and_a_cut_node(macs: MacCluster,
     bea, cyd = macs["bea"], macs["cyd"]
     await_iteration(run, 6)
     bea.sleep()
-    time.sleep(2.0)
+    run.wait(lambda: time.time() - run.dir.metrics.stat().st_mtime > 1.0)
     bea.wake()
     await_iteration(run, trained(run)[-1] + 3)
     assert len(run.attempts()) == 1, "it slept for less than its lease"

@@ -152,7 +152,7 @@ async def test_a_missing_interpreter_is_left_to_the_check_of_versions(cluster: C
     result = versions.evaluate(context.config, await context.interpreters())
     await context.close()
     assert reached.status is CheckStatus.PASS, reached
-    assert result.fixes[last].startswith('mkdir -p "$HOME" && mkdir "$HOME"/nowhere && uv venv --python ')
+    assert result.fixes[last].startswith('mkdir -p "$HOME" && mkdir "$HOME"/nowhere && sh -c \'uv venv --python ')
 
 
 async def test_a_cut_between_two_ranks_is_found_before_anything_is_launched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -16,12 +17,13 @@ from engine.config.models import Config
 from engine.errors import HostKeyChanged
 from engine.models import NodeFacts, NodeTelemetry
 from engine.snapshots import NodeCondition
+from tests.terminal import Terminal
 from tests.tui import fake_engine, macs
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tui import node_state
 from tui.actions import FixCommand
-from tui.app import FlightDeckApp
+from tui.app import _WAITS, FlightDeckApp
 from tui.engine_client import TelemetryReceived
 from tui.formatting import memory
 from tui.screens.dialog import Confirm
@@ -254,6 +256,26 @@ async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check
         await console.shows("passed")
 
 
+async def test_a_fix_that_no_terminal_ran_says_so_and_shows_no_output(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "fix_argv", lambda *_: ["true"], raising=False)
+    command = FixCommand("local-1", "sudo true", fake_engine.NOW)
+    async with opened(fake) as console:
+        assert console.app.state.config is not None
+        console.app._run_in_terminal(console.app.state.config, command)
+        assert (command.ended, command.outcome, command.output) == (True, "not run", ())
+
+
+def test_an_interrupt_after_a_fix_has_ended_leaves_its_exit_code() -> None:
+    with Terminal(["/bin/sh", "-c", _WAITS, "sh", "true"]) as terminal:
+        terminal.read_until(b"enter returns to Flight Deck")
+        terminal.signal(signal.SIGINT)
+        # A shell that goes on reading.
+        terminal.press(b"\n")
+        assert terminal.wait() == 0
+
+
 async def test_a_change_in_the_moment_in_which_a_dialog_opens_does_not_end_the_console(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         app = console.app
@@ -351,6 +373,8 @@ async def test_a_run_says_which_node_is_away_since_when_and_that_its_rank_is_not
             await console.shows(text)
         console.app.store.change(config=short_lease(console.app.state.config))
         await console.shows("a lease of 8 s has run out")
+        await console.shows("keeper has ended the rank, or is letting it")
+        assert "restart" not in console.screen
 
 
 def short_lease(config: Config | None) -> Config:

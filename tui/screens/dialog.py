@@ -131,7 +131,7 @@ def confirm_interpreters(config: Config, width: int) -> Confirm:
     lines += [pair(host, python, width, style="bold") for host, python in dict.fromkeys(nodes[:_NAMED])]
     if len(nodes) > _NAMED:
         lines.append(Content(f"and {len(nodes) - _NAMED} more"))
-    lines += [Content(""), Content.styled("Asked once for each content of the file.", MUTED)]
+    lines += [Content(""), Content.styled("Asked once for each content of the file and its hostfile.", MUTED)]
     return Confirm("run what this file names?", lines, "Run them")
 
 

@@ -324,7 +324,7 @@ def _away(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
         lease = f"{lease_s:g} s" if lease_s is not None else "its time"
         note = f"a rank goes on training while its node is unreachable; its lease ends it after {lease}"
         if expired:
-            note = f"a lease of {lease} has run out: a restart follows once its rank must have saved and ended"
+            note = f"a lease of {lease} has run out: by now its keeper has ended the rank, or is letting it save"
         lines.append(pair("", note, width, style=MUTED))
     return lines
 

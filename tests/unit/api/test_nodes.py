@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from engine.api import Engine
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
@@ -43,3 +46,20 @@ async def test_an_iterator_that_is_closed_early_keeps_what_had_come(home: Path, 
     await answers.aclose()  # type: ignore[attr-defined]
     assert engine.nodes.last_facts(two) == [first]
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    "shell", ["sh", *(pytest.param(each, marks=pytest.mark.needs(each)) for each in ("zsh", "fish", "tcsh"))]
+)
+def test_a_fix_in_a_terminal_passes_any_login_shell(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    found = subprocess.run(["/bin/sh", "-c", f"command -v {shell}"], capture_output=True, text=True, check=True)
+    monkeypatch.setenv("SHELL", found.stdout.strip())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    here = config(tmp_path, "a")
+    there = here.model_copy(update={"nodes": (here.nodes[0].model_copy(update={"ssh": "mac"}),)})
+    line = Engine(home).nodes.fix_argv(there, "a", "pwd >'a file'")[-1]
+    # As sshd does.
+    subprocess.run([shell, "-c", line], check=True)
+    assert (tmp_path / "a file").read_text() == f"{tmp_path}\n"

@@ -15,8 +15,8 @@ import pytest
 from engine.checks.runner import CHECKS, run_checks
 from engine.cluster.transport.fleet import Fleet
 from engine.measurements import Calibration, Division, NodeMeasure
-from engine.models import PreflightReport
-from engine.run.preflight import preflight_context, replan, run_preflight
+from engine.models import CheckResult, CheckStatus, PreflightReport
+from engine.run.preflight import preflight_context, preflight_verdict, replan, run_preflight
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.store.layout import RunDir
 from tests.checks.conftest import make_config
@@ -136,3 +136,10 @@ async def test_a_run_without_a_node_has_the_plan_of_the_others(run_dir: RunDir, 
     )
     assert document["hardware_calibration"]["enabled"] is True, "the calibration of all three is still known"
     assert any("node0 is left out" in warning["text"] for warning in document["warnings"])
+
+
+def test_a_run_that_failed_in_preflight_tells_what_the_fix_changes() -> None:
+    failed = CheckResult(name="ports_free", status=CheckStatus.FAIL, summary="40211 is held", fix_command="kill 7")
+    ended = preflight_verdict(failed.model_copy(update={"fix_effect": "ends it"}))
+    assert (ended.cause, ended.fix) == ("ports_free: 40211 is held; its fix ends it", "kill 7")
+    assert preflight_verdict(failed).cause == "ports_free: 40211 is held"
