@@ -23,6 +23,8 @@ _FROM_PROFILE = ("uv", "hf")
 """Programs that may be on a login shell's PATH only: on a Mac its profile names the folders of Homebrew and of uv."""
 _ESCAPED = "\\ud"
 """In a path from a node: a byte of its name is not UTF-8, and was replaced by this escape (security.sanitise.plain)."""
+REPLACED = '"$HOME"/.flightdeck/replaced'
+"""On a node."""
 _PACK = "env COPYFILE_DISABLE=1 tar"
 """Without it macOS's tar puts a file beside each file that has attributes."""
 _KEEP = "$(tar --help | grep -q skip-old-files && echo --skip-old-files || echo -k)"
@@ -86,7 +88,7 @@ def copy_folder(source: NodeConfig, targets: Sequence[NodeConfig], folders: Mapp
     and overwrites none. `folders` has each node's path of it; one that several nodes share is written once."""
     # macOS's tar reads ./ as nothing: to it './.*' is the folder itself.
     pack = _pack(source, f"-C {quoted(folders[source.name])} --exclude './.?*' -chf - .")
-    return _for_each(source, targets, folders, pack, keep=True)
+    return _for_each(source, targets, folders, pack)
 
 
 def copy_tree(
@@ -98,14 +100,15 @@ def copy_tree(
     exclude_paths: Sequence[str],
 ) -> str | None:
     """Like `copy_folder`, hidden files included and without `exclude_names` (anywhere) and `exclude_paths` (below the
-    folder). Overwrites, and deletes nothing. None also where it cannot name a path."""
+    folder). Overwrites, once the folder as it was is in REPLACED, and deletes nothing. None also where it cannot name a
+    path."""
     if any(_ESCAPED in path for path in exclude_paths):
         return None
     # Only below the folder itself: the first pattern is for GNU tar, the second for macOS's.
     excluded = (*exclude_names, *(f"{start}/{path}" for path in exclude_paths for start in ("[.]", "^.")))
     options = " ".join(f"--exclude {shlex.quote(name)}" for name in excluded)
     pack = _pack(source, f"-C {quoted(folders[source.name])} {options} -cf - .")
-    return _for_each(source, targets, folders, pack, keep=False)
+    return _for_each(source, targets, folders, pack, saved=options)
 
 
 def copy_file(source: NodeConfig, file: PurePosixPath, target: NodeConfig, folder: PurePosixPath) -> str:
@@ -125,12 +128,20 @@ def move_aside(node: NodeConfig, file: str, seen: str | None) -> str | None:
 
 
 def _for_each(
-    source: NodeConfig, targets: Sequence[NodeConfig], paths: Mapping[str, str], pack: str, *, keep: bool
+    source: NodeConfig, targets: Sequence[NodeConfig], paths: Mapping[str, str], pack: str, saved: str | None = None
 ) -> str | None:
-    """The output of `pack`, unpacked in each distinct path of `targets` other than the source's."""
+    """The output of `pack`, unpacked in each distinct path of `targets` other than the source's. Overwrites nothing
+    without `saved`: the options of tar for an archive of what is there, in REPLACED."""
     distinct = {(node.ssh, paths[node.name]): node for node in targets}
     distinct.pop((source.ssh, paths[source.name]), None)
-    return chained(f"{pack} | {_unpack(node, path, keep=keep)}" for (_, path), node in distinct.items())
+    lines = list[str]()
+    for (_, path), node in distinct.items():
+        if saved is not None:
+            archive = f'{REPLACED}/{shlex.quote(PurePath(path).name)}-"$(date +%Y%m%d-%H%M%S)".tar.gz'
+            save = f"mkdir -p {REPLACED} && {_PACK} -C {quoted(path)} {saved} -czf {archive} ."
+            lines.append(_on(node, posix(f"test ! -d {quoted(path)} || {{ {save}; }}")))
+        lines.append(f"{pack} | {_unpack(node, path, keep=saved is None)}")
+    return chained(lines)
 
 
 def _pack(node: NodeConfig, arguments: str) -> str:

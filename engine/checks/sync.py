@@ -42,7 +42,10 @@ MAX_FILES = 20_000
 """More than a project has; the rest of a larger tree is not compared, and the result says so."""
 MAX_HASHED_FILE_BYTES = 64_000_000
 """A larger file is compared by its size: weights and data have checks of their own, which hash what matters."""
-_COPIES = "copies the project; a file that differs on the node is overwritten there, and no copy of it is kept"
+_COPIES = (
+    "copies the project over the node's, whose files it first keeps in an archive in ~/.flightdeck/replaced; "
+    "`tar -xzf` in the folder brings them back"
+)
 MAX_HASHED_BYTES = 1_000_000_000
 """Hashed per node, a second or two; the rest is compared by size."""
 SCRIPT_LIMIT_S = 300.0

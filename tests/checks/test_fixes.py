@@ -148,6 +148,9 @@ def test_a_tree_is_copied_without_a_path_but_with_others_of_its_name(ssh: Path, 
     assert files_below(folders / "d").keys() == {
         ".hidden", "README.md", "model.safetensors", "more/data/y", "more/merges.txt"
     }  # fmt: skip
+    (archive,) = (folders / ".flightdeck" / "replaced").glob("d-*.tar.gz")
+    subprocess.run(["tar", "-C", str(folders / "d"), "-xzf", str(archive)], check=True)
+    assert files_below(folders / "d")["README.md"] == "mine", "what was replaced can be brought back"
 
 
 @pytest.mark.parametrize("tar", TARS)
