@@ -14,7 +14,19 @@ from tests.snapshot.make_screenshots import SCREENSHOTS, file_name, picture
 from tests.snapshot.screenshots import OTHERS, PICTURED, TERMINALS, Screenshot
 
 SMALLEST, USUAL, WIDEST = TERMINALS
-SIZES = [SMALLEST, USUAL, pytest.param(WIDEST, marks=pytest.mark.slow)]
+DOCUMENTS = "".join(
+    path.read_text() for path in (SCREENSHOTS.parent / "README.md", *SCREENSHOTS.parent.glob("docs/*.md"))
+)
+README_PICTURES = [
+    pytest.param(
+        screenshot,
+        size,
+        id=f"{screenshot.name}-{size}",
+        marks=() if size == SMALLEST or file_name(screenshot, size) in DOCUMENTS else pytest.mark.slow,
+    )
+    for screenshot in PICTURED
+    for size in TERMINALS
+]
 Compare = Callable[..., bool]
 
 
@@ -25,8 +37,7 @@ def test_screenshot(screenshot: Screenshot, size: str, snap_compare: Compare, tm
     assert snap_compare(app, terminal_size=TERMINALS[size], run_before=reach)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("screenshot", PICTURED, ids=lambda screenshot: screenshot.name)
+@pytest.mark.parametrize(("screenshot", "size"), README_PICTURES)
 async def test_the_readmes_picture_is_what_the_console_draws(screenshot: Screenshot, size: str, tmp_path: Path) -> None:
     stored = SCREENSHOTS / file_name(screenshot, size)
     assert stored.exists(), "run: uv run python -m tests.snapshot.make_screenshots"

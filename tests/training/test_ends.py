@@ -50,6 +50,7 @@ def test_a_stop_of_one_rank_stops_all(tiny: Tiny, tmp_path: Path) -> None:
     assert [(record.code, record.stopped_by) for record in run.ended()] == [(0, None), (0, "stop")]
 
 
+@pytest.mark.slow
 def test_the_survivor_of_a_killed_rank_reports_a_lost_peer(tiny: Tiny, tmp_path: Path) -> None:
     run = launch(tmp_path, tiny.job(iters=100_000), shares=BOTH)
     under_way(run)

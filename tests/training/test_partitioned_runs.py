@@ -50,6 +50,7 @@ def test_a_pipeline_validates_and_tests_as_its_own_model_does(tiny: Tiny, full: 
     assert [event["tokens"] for event in full.events(1, "step")] == [e["tokens"] for e in alone.events(0, "step")]
 
 
+@pytest.mark.slow
 def test_a_full_pipeline_leaves_one_model_and_an_adapter_that_mlx_lm_takes(
     tiny: Tiny, full: Launched, tmp_path: Path
 ) -> None:
