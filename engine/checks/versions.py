@@ -10,7 +10,7 @@ import asyncio
 import re
 import shlex
 import sys
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings
@@ -105,13 +105,16 @@ def _problem(seen: Interpreter, first: Interpreter, backend: str) -> tuple[str, 
 def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[str, str]) -> tuple[str, Fix | None]:
     """Advice for the message, and a command to be pasted on the node.
 
-    Packages are installed into the environment that is there. Another interpreter is put into a new environment, never
-    into one that exists, which may be the one that Flight Deck itself runs from: `mkdir` refuses that.
+    Packages are installed into the environment that is there, but not into the one that Flight Deck runs from. Another
+    interpreter, and what that one lacks, is put into a new environment, never into one that exists: `mkdir` refuses.
     """
     if seen.python is None and not seen.absent:
         return "", None
     minor = _minor(first.python or "")
-    if seen.python is not None and (first.python is None or _minor(seen.python) == minor):
+    if node.local and Path(environment_of(node.python)).expanduser() == Path(sys.prefix):
+        kept = {"mlx": seen.mlx, "mlx-lm": seen.mlx_lm}
+        wanted = {name: f"=={version}" for name, version in kept.items() if version is not None} | wanted
+    elif seen.python is not None and (first.python is None or _minor(seen.python) == minor):
         return "", install_fix(node.python, seen, wanted)
     path, environment = PurePosixPath(node.python), environment_of(node.python)
     beside = seen.beside if seen.python is None else environment if seen.venv else HOME_ENVIRONMENT

@@ -187,6 +187,16 @@ def test_another_python_is_a_difference_too_and_its_fix_makes_an_environment_bes
     assert called() == f"venv --python 3.11 {own}-3.11\n{install}\n"
 
 
+def test_nothing_is_installed_into_the_environment_that_flight_deck_runs_from(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, data, tmp_path)
+    result = evaluate(config, {"node0": FIRST, "node1": replace(FIRST, mlx="0.31.0")})
+    assert f"uv venv --python 3.11 {sys.prefix}-3.11 && " in (result.fix_command or "")
+    install = f"uv pip install --python {sys.prefix}-3.11/bin/python mlx==0.32.4 mlx-lm==0.32.2"
+    assert install in (result.fix_command or "") and f"{sys.prefix}/" not in (result.fix_command or "")
+
+
 def test_a_system_python_gets_an_environment_in_the_home(model: Path, data: Path, tmp_path: Path) -> None:
     config = make_config(model, data, tmp_path, pythons=(sys.executable, "/usr/bin/python3"))
     result = evaluate(config, {"node0": FIRST, "node1": replace(FIRST, python="3.9.6", venv=False)})

@@ -34,6 +34,7 @@ def test_ranks_that_exit_with_0_have_succeeded(home: Path, tmp_path: Path) -> No
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 1)
     assert record.started_at is not None and record.ended_at is not None and record.started_at < record.ended_at
     assert run.dir.log(LAUNCHER_SOURCE).stat().st_size < 1000, "what the ranks print does not come through mlx.launch"
+    assert "\nsleep prevented: " in f"\n{run.dir.supervisor_log.read_text()}", "while it watches, too"
 
 
 @pytest.mark.slow

@@ -108,6 +108,13 @@ def test_its_loss_falls(shared_home: Path, ended_demo: Done) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_its_weights_lie_where_it_is_shown_and_can_be_used(shared_home: Path, ended_demo: Done) -> None:
+    shown = flightdeck(shared_home, "show", id_of(ended_demo)).out
+    (file,) = [Path(word) for word in shown.split() if word.endswith("adapters.safetensors")]
+    assert file.is_file() and f"--adapter-path {file.parent}" in " ".join(shown.split())
+    assert json.loads(flightdeck(shared_home, "show", id_of(ended_demo), "--json").out)["trained"] is not None
+
+
 def test_its_training_plan_lies_beside_it(shared_home: Path, ended_demo: Done) -> None:
     run = Engine(shared_home).runs.find(id_of(ended_demo))
     plan = TrainingPlan.model_validate_json(run.training_plan.read_bytes())

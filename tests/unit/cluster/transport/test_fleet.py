@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,16 @@ def test_nodes_of_one_host_share_its_way(tmp_path: Path) -> None:
     assert a is not c
     assert str(c.target) == "me@ana"
     assert isinstance(fleet.reach("127.0.0.1"), LocalTransport)
+
+
+def test_it_may_open_more_files_than_a_shell_on_a_mac(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        Fleet((), tmp_path)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def test_this_machine_has_no_host_key(tmp_path: Path) -> None:
