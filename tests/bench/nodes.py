@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import engine
+from engine.api import Engine
 from engine.cluster.facts import probe_all
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
@@ -181,7 +182,10 @@ def console(folder: Path, nodes: list[NodeConfig]) -> Iterator[Figure]:
     tables = "".join(f'[[node]]\nname = "{n.name}"\nssh = "{n.ssh}"\npython = "{n.python}"\n' for n in nodes)
     config = folder / "flightdeck.toml"
     config.write_text(f'[cluster]\nname = "bench"\n{tables}[job]\ncommand = ["true"]\n')
-    environment = {"FLIGHTDECK_HOME": str(folder / "console")}
+    console_home = folder / "console"
+    environment = {"FLIGHTDECK_HOME": str(console_home)}
+    own = Engine(console_home)
+    own.nodes.accept(own.load_config(config).digest)
     waits: list[float] = []
     with Terminal([str(FLIGHTDECK), "-c", str(config)], size=(160, 45), env=environment) as terminal:
         terminal.read_until(b"node0")

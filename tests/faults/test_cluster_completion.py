@@ -24,7 +24,7 @@ from tests.faults.test_cluster_recovery import training
 from tests.faults.test_recovery import losses
 from tests.faults.test_training import await_iteration, trained, with_keys
 
-ITERATIONS = 8
+ITERATIONS = 24
 AWAY_AT = 5
 RECOVERY = RecoveryConfig(lease_s=20.0, save_grace_s=2.0, stop_grace_s=1.0, term_grace_s=0.5)
 """Time enough for the last steps before the lease ends the ranks."""

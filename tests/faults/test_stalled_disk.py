@@ -53,7 +53,8 @@ def supervised(run: Run) -> Iterator[subprocess.Popen[str]]:
 
 def goes_on_through_stalls(run: Run) -> None:
     with supervised(run) as supervisor:
-        assert supervisor.stdout is not None and supervisor.stdout.readline() == "stalled\n"
+        assert supervisor.stdout is not None and supervisor.stdout.readline().startswith("sleep prevented: ")
+        assert supervisor.stdout.readline() == "stalled\n"
         # The launcher's entry; then the state's change to running, when the ranks have begun to train.
         assert supervisor.stdout.readline() == "stalled\n"
         time.sleep(STALL_S)
