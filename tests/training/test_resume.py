@@ -311,6 +311,7 @@ def test_from_a_plain_adapter_file_the_weights_go_on(tiny: Tiny, tmp_path: Path)
     assert run.losses()[0] < before.of("step")[0]["loss"] - 0.05
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_data_only_when_told(tiny: Tiny, tmp_path: Path) -> None:
     data = shutil.copytree(tiny.text, tmp_path / "data")
     what = job(tiny, iters=100_000, data=str(data))

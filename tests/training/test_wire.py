@@ -59,6 +59,7 @@ def test_fifty_steps(bench: PartitionedBench) -> None:
                 compare(name, alone[name], ran[name])
 
 
+@pytest.mark.slow
 def test_a_rank_without_targets_takes_part(bench: PartitionedBench, tmp_path: Path) -> None:
     """A batch is all of the data, and the prompts of a third of it fill max_seq_length."""
     rows = [{"prompt": "tower " * 60, "completion": "raven"}, *[{"prompt": "hold", "completion": "left over"}] * 2] * 4
