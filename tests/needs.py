@@ -40,6 +40,8 @@ PACKAGES = {
 PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/local/sbin:/usr/sbin:/sbin"
 """Where a program is looked for: also where only root usually looks."""
 
+TORCH = Path(__file__).parents[1] / ".venv-torch" / "bin" / "python"
+"""A node's python with PyTorch, which `.ci/run` makes."""
 RECORDINGS = Path(__file__).parents[2] / "shared" / "fixtures"
 
 
@@ -95,6 +97,7 @@ ABILITIES: dict[str, Callable[[], str | None]] = {
     "root": lambda: None if os.geteuid() == 0 else "root",
     "tmpfs": _tmpfs,
     "namespaces": _namespaces,
+    "torch": lambda: None if TORCH.exists() else f"PyTorch in {TORCH.parents[1]} (CONTRIBUTING.md says how)",
     "recordings": lambda: None if RECORDINGS.is_dir() else f"the recordings of Macs in {RECORDINGS}",
 }
 """Name -> a function that returns what is missing, or None."""

@@ -94,6 +94,8 @@ class AttemptSpec:
     """mlx-lm's keys and ours; None when `command` is given."""
     command: list[str] | None = None
     """The user's own program instead of the trainer."""
+    framework: str = "mlx"
+    """"mlx" or "torch"."""
     env: dict[str, str] = field(default_factory=dict)
     lease_s: float = 60.0
     on_lease_expiry: str = "end"

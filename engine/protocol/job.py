@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from engine.protocol.partition import COORDINATOR_CHUNK_SIZE
 
+Framework = Literal["mlx", "torch"]
 Strategy = Literal["data", "sharded", "pipeline", "local"]
+TorchStrategy = Literal["ddp", "fsdp", "deepspeed"]
 AUTO = "auto"
 """The plan chooses."""
 OPTIMIZER_PRECISIONS = ("float32", "kahan", "stochastic", "parameter")
@@ -147,6 +149,25 @@ class Job:
         """Layers to train of a model with `available`: -1, or at most that many."""
         layers = self.num_layers if self.num_layers is not None else (-1 if self.fine_tune_type == "full" else 16)
         return -1 if layers < 0 else min(layers, available)
+
+
+@dataclass(frozen=True)
+class TorchSettings:
+    """How the ranks of a PyTorch job divide the training state, and in which precision they compute: the keys of [job]
+    for this framework, with each "auto" resolved by the plan."""
+
+    sharding: str = "full"
+    """With fsdp: "full" frees a block's parameters after its forward pass (reshard_after_forward, FULL_SHARD), "grad_op"
+    keeps them until after its backward pass (SHARD_GRAD_OP)."""
+    zero_stage: int = 2
+    """With deepspeed, partitioned are the optimizer's state (1), gradients, too (2), and parameters, too (3)."""
+    offload: str = "none"
+    """Where the optimizer's state is, and parameters where they are partitioned: "none" (the GPU), "cpu" or "nvme"."""
+    nvme_path: str | None = None
+    """Folder on the node, for offload = "nvme"."""
+    precision: str = "fp32"
+    """"fp32", "bf16", or "fp16" with loss scaling: the type of the computation; trained weights and the optimizer's
+    state are kept in float32."""
 
 
 def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_element: int = 2) -> float:
