@@ -157,8 +157,8 @@ class TorchSettings:
     for this framework, with each "auto" resolved by the plan."""
 
     sharding: str = "full"
-    """With fsdp: "full" frees a block's parameters after its forward pass (reshard_after_forward, FULL_SHARD), "grad_op"
-    keeps them until after its backward pass (SHARD_GRAD_OP)."""
+    """With fsdp: "full" frees a block's parameters after its forward pass (reshard_after_forward, FULL_SHARD);
+    "grad_op" keeps them until after its backward pass (SHARD_GRAD_OP)."""
     zero_stage: int = 2
     """With deepspeed, partitioned are the optimizer's state (1), gradients, too (2), and parameters, too (3)."""
     offload: str = "none"
