@@ -169,6 +169,10 @@ class TorchSettings:
     """"fp32", "bf16", or "fp16" with loss scaling: the type of the computation; trained weights and the optimizer's
     state are kept in float32."""
 
+    @classmethod
+    def from_spec(cls, raw: dict[str, Any]) -> TorchSettings:
+        return cls(**{entry.name: raw[entry.name] for entry in fields(cls) if raw.get(entry.name) not in (None, AUTO)})
+
 
 def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_element: int = 2) -> float:
     """Bytes of optimizer state per trained element beside the model's own weight of `element_bytes`: the master or the
