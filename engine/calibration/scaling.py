@@ -34,8 +34,8 @@ def rank_counts(ranks: int) -> list[int]:
 
 
 def batch_of(whole: int, ranks: int, of: int, *, per_rank: bool) -> int:
-    """Sequences of an iteration over `ranks` of the job's `of` ranks: the whole batch, or their part of it."""
-    return max(ranks, round(whole * ranks / of)) if per_rank else whole
+    """Sequences of an iteration over `ranks` of the job's `of` ranks: the whole batch, or as many of them for each."""
+    return ranks * max(1, round(whole / of)) if per_rank else whole
 
 
 async def measure_scaling(
@@ -74,8 +74,12 @@ async def measure_scaling(
 
 def new_scaling(config: Config, fingerprint: str, *, quick: bool, per_rank_batch: bool) -> Scaling:
     """Without any point."""
-    hosts = [node.ssh for node in config.nodes]
-    job = config.job
+    hosts, job, notes = [node.ssh for node in config.nodes], config.job, list[str]()
+    if len(set(hosts)) < len(hosts):
+        notes.append(_SHARED)
+    whole = int(job.mlx_lm.get("batch_size") or 0)
+    if per_rank_batch and whole != (all_ranks := batch_of(whole, len(hosts), len(hosts), per_rank=True)):
+        notes.append(f"the job's batch of {whole} cannot be divided equally: all ranks together take {all_ranks}")
     return Scaling(
         cluster=config.cluster.name,
         job=job.name,
@@ -85,7 +89,7 @@ def new_scaling(config: Config, fingerprint: str, *, quick: bool, per_rank_batch
         quick=quick,
         per_rank_batch=per_rank_batch,
         nodes=tuple(node.name for node in config.nodes),
-        notes=(_SHARED,) if len(set(hosts)) < len(hosts) else (),
+        notes=tuple(notes),
     )
 
 
