@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from engine.cluster.transport.base import Completed
     from engine.config.draft import DraftJob, DraftNode, already_there, draft, find_job, unique_names, write_draft
     from engine.config.models import Config, with_strategy
-    from engine.measurements import Calibration, CalibrationProgress, GroupMeasure, LinkMeasure, NodeMeasure
+    from engine.measurements import (
+        Calibration,
+        CalibrationProgress,
+        GroupMeasure,
+        LinkMeasure,
+        NodeMeasure,
+        Scaling,
+        ScalingPoint,
+    )
     from engine.plan.document import TrainingPlan
     from engine.plan.explain import explained, summary
     from engine.plan.network import NetworkPlan
@@ -40,7 +48,7 @@ _NAMES: Final = {
     "engine.cluster.transport.base": "Completed",
     "engine.config.draft": "DraftJob DraftNode already_there draft find_job unique_names write_draft",
     "engine.config.models": "Config with_strategy",
-    "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure",
+    "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure Scaling ScalingPoint",
     "engine.plan.document": "TrainingPlan",
     "engine.plan.explain": "explained summary",
     "engine.plan.network": "NetworkPlan",
