@@ -13,10 +13,13 @@ from pathlib import Path
 
 from engine.node import processes
 from engine.protocol.attempt import CONTROL_FD_ENV, EVENTS_ENV, NONCE_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec
+from engine.protocol.launchers import rank_command
 
 _CHUNK_BYTES = 65_536
 _BUNDLE = Path(__file__).resolve().parents[2]
 """The folder that `engine` is imported from."""
+_TRAINERS = {"mlx": "engine.trainer.main", "torch": "engine.torch_trainer.main"}
+_ACCELERATE_LAUNCH = _BUNDLE / "engine" / "torch_trainer" / "accelerate_launch.py"
 
 
 class RankLog:
@@ -182,8 +185,11 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
 def _arguments(spec: AttemptSpec, rank: RankSpec) -> list[str]:
     """The program's arguments, with this node's python and paths in place of the placeholders."""
     if spec.command is None:
-        return [sys.executable, "-m", "engine.trainer.main"]
-    if not spec.command:
+        return [sys.executable, "-m", _TRAINERS[spec.framework]]
+    given = spec.command
+    if spec.framework == "torch":
+        given = rank_command(given, int(os.environ.get("LOCAL_RANK", "0")), str(_ACCELERATE_LAUNCH))
+    if not given:
         raise ValueError("the command is empty")
     values = {
         "{workdir}": rank.workdir,
@@ -192,7 +198,7 @@ def _arguments(spec: AttemptSpec, rank: RankSpec) -> list[str]:
         "{python}": rank.python,
         "{rank}": str(rank.rank),
     }
-    program, *arguments = spec.command
+    program, *arguments = given
     if program in ("python", "python3"):
         program = rank.python
     command = [program, *arguments]

@@ -95,7 +95,7 @@ class AttemptSpec:
     command: list[str] | None = None
     """The user's own program instead of the trainer."""
     framework: str = "mlx"
-    """"mlx" or "torch"."""
+    """"mlx" or "torch": of the trainer, and of a command, which then may begin with one of PyTorch's launchers."""
     env: dict[str, str] = field(default_factory=dict)
     lease_s: float = 60.0
     on_lease_expiry: str = "end"

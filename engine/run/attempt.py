@@ -269,6 +269,7 @@ def attempt_spec(
         ranks=[_rank_spec(plan, rank, attempt.layout(rank)) for rank in range(len(plan.nodes))],
         job=trainer_job(config, layer_split),
         command=list(config.job.command) if config.job.command is not None else None,
+        framework=config.job.framework,
         env=common_environment(attempt.network, {**secrets, **config.job.env}, gradient_bytes=gradient),
         lease_s=recovery.lease_s,
         on_lease_expiry=recovery.on_lease_expiry,
