@@ -29,7 +29,7 @@ from engine.protocol.launchers import LAUNCHER_OPTIONS, split_launcher
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (
-    *("name", "framework", "command", "script", "env", "strategy", "layer_split", "data_quality_report"),
+    *("name", "framework", "command", "script", "elastic", "env", "strategy", "layer_split", "data_quality_report"),
     *("chunking", "chunk_size"),
 )
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
@@ -72,6 +72,8 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     table = _with_command(faults, location, table)
     command, settings, locations = "command" in table, dict[str, Any](), dict[str, Location]()
     unused = MLX_KEYS if framework == "torch" else TORCH_KEYS
+    if table.get("elastic") is True and not (command and framework == "torch"):
+        faults.add(location, "elastic", True, 'false, or framework = "torch" and a command')
     if command:
         _check_command(faults, location, table, framework)
     else:
@@ -138,18 +140,25 @@ def _check_torch(
         faults.missing(location, "nvme_path", 'a folder on every node, which offload = "nvme" needs')
 
 
-def _check_command(faults: Faults, location: Location, table: Mapping[str, Any], framework: Framework) -> None:
-    launcher, options, program = split_launcher(table["command"]) if framework == "torch" else (None, [], [])
-    allowed = ("strategy", *TORCH_KEYS) if launcher == "accelerate" else ()
-    for key, value in table.items():
-        if (key in KEYS or key in _TRAINING_KEYS) and key not in allowed:
-            faults.add(location, key, value, "no value here: a command has its own; remove this key or the command")
+def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]) -> tuple[str, ...]:
+    """Check the launcher of PyTorch that a command begins with, if any: the keys that it is given."""
+    launcher, options, program = split_launcher(table["command"])
+    if table.get("elastic") is True and launcher != "torchrun" and program[:1] != ["python"]:
+        faults.add(location, "elastic", True, 'false, or a command that begins with "torchrun" or "python"')
     for option in options[::2]:
         if option not in LAUNCHER_OPTIONS:
             accepted = f"no {option}: Flight Deck starts a rank for each [[node]] and its processes itself"
             faults.add(location, "command", option, accepted)
     if launcher is not None and not program:
         faults.add(location, "command", table["command"], f"a script after {launcher}")
+    return ("strategy", *TORCH_KEYS) if launcher == "accelerate" else ()
+
+
+def _check_command(faults: Faults, location: Location, table: Mapping[str, Any], framework: Framework) -> None:
+    allowed = _check_launcher(faults, location, table) if framework == "torch" else ()
+    for key, value in table.items():
+        if (key in KEYS or key in _TRAINING_KEYS) and key not in allowed:
+            faults.add(location, key, value, "no value here: a command has its own; remove this key or the command")
     command = table["command"]
     accepted = 'a list of strings such as ["python", "my_script.py"]'
     if not isinstance(command, list):

@@ -204,8 +204,9 @@ def load_config(path: Path) -> Config:
     framework: Framework = "torch" if job_table.get("framework") == "torch" else "mlx"
     if cluster is not None:
         _check_framework(faults, Location(name, "cluster"), cluster, tables, framework)
-    # From here on every process is a node.
-    tables, nodes = _by_process(tables, nodes)
+    if job_table.get("elastic") is not True:
+        # From here on every process is a node.
+        tables, nodes = _by_process(tables, nodes)
     sections = _read_sections(faults, name, document, nodes)
     _check_nodes(faults, tables)
     if cluster is not None:

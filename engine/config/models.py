@@ -85,7 +85,7 @@ class NodeConfig(_Section):
     `["", "rdma_en5"]`. Default: chosen from the Thunderbolt cables."""
     processes: int = Field(default=1, ge=1, le=64)
     """Ranks on this node, with framework `torch`: usually its number of GPUs. They are nodes of their own in all
-    that is shown: `<name>.0`, `<name>.1`, …"""
+    that is shown: `<name>.0`, `<name>.1`, …; but for an `elastic` job."""
     share: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Relative share of the global batch. Default: by the calibration, or equal shares."""
     validates: bool | None = Field(default=None, alias="validate")
@@ -112,6 +112,10 @@ class JobConfig(_Section):
     """A custom program and its arguments instead of the built-in training: `["python", "my_script.py"]`. `{rank}` in an
     argument is the rank. With framework `torch` also `["torchrun", "my_script.py"]`, `["accelerate", "launch",
     "my_script.py"]` or `["deepspeed", "my_script.py"]`: Flight Deck takes the launcher's place. Default: none."""
+    elastic: bool = False
+    """With framework `torch` and a command: one `torchrun` on each node starts its `processes` and finds the others by
+    the c10d rendezvous, which rank 0's node holds. A lost node leaves the others training, as long as `min_nodes` of
+    `[recovery]` remain; failed workers are started again, `max_restarts` times."""
     script: str | None = None
     """A short way to write a command: `"train.py --lr 1e-4"` is `["python", "train.py", "--lr", "1e-4"]`. Default:
     none."""
@@ -155,7 +159,7 @@ class JobConfig(_Section):
     @property
     def outlives_ranks(self) -> bool:
         """The training goes on when a rank is lost, unless that is rank 0."""
-        return self.strategy == "local"
+        return self.strategy == "local" or self.elastic
 
 
 class PreflightConfig(_Section):

@@ -167,6 +167,7 @@ def rank_spec(config: Config, rank: int, layout: HostLayout, share: float) -> Ra
         data=path_there(config, node, layout, node.data or job.data),
         resume_adapter_file=path_there(config, node, layout, job.mlx_lm.get("resume_adapter_file")),
         share=share,
+        processes=node.processes,
     )
 
 
