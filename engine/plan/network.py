@@ -286,9 +286,7 @@ def _for_torch(backend: str, nodes: Sequence[NodeConfig], facts: Mapping[str, No
     gpus = {node.name: len(facts[node.name].gpus) if node.name in facts else 0 for node in nodes}
     without = [node.name for node in nodes if gpus[node.name] < hosts.count(node.ssh)]
     if without:
-        return _BackendChoice(
-            "gloo", (f"not every rank is known to have an NVIDIA GPU: {', '.join(without)} has none",)
-        )
+        return _BackendChoice("gloo", (f"not known to have an NVIDIA GPU for each rank: {', '.join(without)}",))
     return _BackendChoice("nccl", ("every rank has an NVIDIA GPU", _infiniband(nodes, facts)))
 
 

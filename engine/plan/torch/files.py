@@ -23,6 +23,9 @@ from engine.protocol.job import TorchSettings
 MASTER_PORT = 29500
 """torchrun's own default."""
 ACCELERATE, DEEPSPEED, HOSTFILE, PYTORCH_JOB = "accelerate_config.yaml", "ds_config.json", "hostfile", "pytorchjob.yaml"
+JOB = "job.json"
+SCRIPT = "train.py"
+"""Stands for a script of the user's own, where the job has none."""
 IMAGE = "registry.example.com/torch:latest"
 """Stands for the user's own image."""
 _NOT_OF_A_NAME = re.compile(r"[^a-z0-9-]+")
@@ -58,6 +61,8 @@ class TorchLaunch:
     nvme_path: str | None = None
     accelerate: bool = False
     """The job's own command begins with `accelerate launch`."""
+    job: Mapping[str, Any] | None = None
+    """The keys of a job of the built-in trainer, which divides its model itself; None for a command."""
 
     @property
     def ranks(self) -> int:
@@ -181,6 +186,9 @@ def files(launch: TorchLaunch) -> dict[str, str]:
     if (zero := deepspeed_file(launch)) is not None:
         found[DEEPSPEED] = json.dumps(zero, indent=2) + "\n"
         found[HOSTFILE] = "".join(f"{machine.host} slots={machine.processes}\n" for machine in launch.machines)
+    if launch.job is not None:
+        backend = "nccl" if launch.on_gpu else "gloo"
+        found[JOB] = json.dumps({"backend": backend, "job": dict(launch.job)}, indent=2) + "\n"
     found[PYTORCH_JOB] = _yaml(pytorch_job(launch))
     return found
 
@@ -202,6 +210,8 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
     found: dict[str, str] = {}
     machines, processes, program = len(launch.machines), launch.processes, list(launch.program)
     notes: list[str] = []
+    # The trainer divides its model itself, and the launchers of Accelerate and DeepSpeed are for scripts that do not.
+    script = program if launch.job is None else [SCRIPT]
     before = [f"{name}={shlex.quote(value)}" for name, value in launch.environment.items()]
     elsewhere = "" if machines == 1 else f"on each of the {machines} machines: "
     if processes is None:
@@ -219,7 +229,7 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
         notes.append(f"no {ACCELERATE}: {why if not launch.on_gpu else 'it wants as many ranks on each machine'}")
     else:
         rank = ["--machine_rank", "0"] if machines > 1 else []
-        found["accelerate"] = _line(before, ["accelerate", "launch", "--config_file", ACCELERATE, *rank, *program])
+        found["accelerate"] = _line(before, ["accelerate", "launch", "--config_file", ACCELERATE, *rank, *script])
         if machines > 1:
             notes.append(
                 f"accelerate launch: --machine_rank 0 on {launch.machines[0].host}, then 1, 2, … on the others"
@@ -231,11 +241,19 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
             notes.append(
                 "deepspeed starts the others by pdsh or ssh, and exports NCCL_* and the variables in .deepspeed_env"
             )
-        module = ["--module", *program[1:]] if program[0] == "-m" else program
+        module = ["--module", *script[1:]] if script[0] == "-m" else script
         found["deepspeed"] = _line(before, ["deepspeed", *where, *module])
     found["srun"] = _srun(launch, before, per_machine)
     if elsewhere:
         notes.insert(0, f"torchrun and accelerate launch are started {elsewhere.removesuffix(': ')}")
+    if launch.job is not None:
+        notes.append(
+            f"torchrun and srun start the built-in trainer with {JOB}: it resumes nothing, and neither survives a lost "
+            "rank nor syncs files as flightdeck launch does; engine must be importable there (PYTHONPATH), and model "
+            "and data at the paths of the job"
+        )
+        if "accelerate" in found:
+            notes.append(f"{SCRIPT} stands for a script of your own with this job's sizes and strategy")
     notes.append(f"{PYTORCH_JOB}: {IMAGE} stands for an image with PyTorch, your program, its data and the model")
     return found, tuple(notes)
 

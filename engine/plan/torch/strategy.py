@@ -17,7 +17,7 @@ from engine.plan.memory.shape import ModelShape
 from engine.plan.torch.memory import TorchMemory, TorchWorkload, torch_estimate
 from engine.protocol.job import AUTO
 
-COMFORTABLE = 0.90
+COMFORTABLE = 0.95
 """Share of a GPU's memory up to which candidates are chosen, if any fit: the allocator's blocks are fragmented."""
 SMALL, LARGE = 7e9, 70e9
 """Parameters: below the first gradients and optimizer state are sharded first, above the second offloading is tried
