@@ -44,7 +44,7 @@ GENERATIONS = (
     Generation("Pascal", (6, 0), r"\b(P100|GP100)\b"),
     # Their float16 runs at 1/64 of the rate of float32.
     Generation("Pascal (GeForce)", (6, 1), r"\b(P40|P4|P6|GTX 10[5-8]0|TITAN Xp?|Quadro P\d{3,4})\b"),
-    Generation("Maxwell or Kepler", (3, 5), r"\b(M60|M40|M4|M6|K80|K40|K20|GTX [79]\d0)\b"),
+    Generation("Maxwell or Kepler", (3, 5), r"\b(Tesla (M60|M40|M4|M6|K80|K40|K20)|GTX [79]\d0)\b"),
 )
 
 
