@@ -173,6 +173,9 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     environment[EVENTS_ENV] = str(files.events(rank.rank))
     environment["MLX_RANK"] = str(rank.rank)
     environment["PYTHONUNBUFFERED"] = "1"
+    if spec.framework == "torch" and spec.command is not None and not spec.elastic:
+        # As torchrun does for its workers.
+        environment["TORCHELASTIC_ERROR_FILE"] = str(files.error(rank.rank))
     if spec.elastic:
         environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
         # A store of their own for the workers of each round. In the agents' common one they would find what those of
@@ -200,7 +203,7 @@ def _torchrun(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
         "--rdzv-id": f"{spec.run_id}.{spec.attempt}",
         "--rdzv-conf": f"is_host={int(rank.rank == 0)}",
         "--local-addr": rank.address or host,
-        "--log-dir": files.directory / f"rank{rank.rank}.workers",
+        "--log-dir": files.workers(rank.rank),
         "--tee": 3,
     }
     return ["-m", "torch.distributed.run", *(str(word) for option in options.items() for word in option)]

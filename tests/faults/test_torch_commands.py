@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,19 @@ def test_the_rank_that_was_killed_is_named_and_not_the_one_that_lost_its_peer(no
     run.kill(1, run.identity(1).trainer_pid)
     record = run.ended()
     assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.RANK_KILLED, 1), run.troubles()
+
+
+def test_the_exception_of_a_script_is_the_cause_although_its_peer_prints_more(nodes: Cluster, home: Path) -> None:
+    fault = 'if rank == 1 and step == 3: raise ValueError("the labels are shifted")'
+    recorded = (
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        f"@record\ndef main():\n{textwrap.indent(SCRIPT.format(fault=fault), '    ')}\nmain()\n"
+    )
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", script=recorded))
+    record = run.ended()
+    assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.RANK_FAILED, 1), run.troubles()
+    assert record.cause is not None and "ValueError: the labels are shifted" in record.cause
+    assert '"error_type": "ValueError"' in run.dir.events(1).read_text()
 
 
 @pytest.mark.slow
