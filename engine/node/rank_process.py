@@ -18,6 +18,7 @@ from engine.protocol.launchers import rank_command
 _CHUNK_BYTES = 65_536
 _BUNDLE = Path(__file__).resolve().parents[2]
 """The folder that `engine` is imported from."""
+TORCHRUN_ID_ENV = "TORCHELASTIC_RUN_ID"
 _TRAINERS = {"mlx": "engine.trainer.main", "torch": "engine.torch_trainer.main"}
 _ACCELERATE_LAUNCH = _BUNDLE / "engine" / "torch_trainer" / "accelerate_launch.py"
 
@@ -190,6 +191,11 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     return environment
 
 
+def torchrun_id(spec: AttemptSpec) -> str:
+    """The name of an elastic job's rendezvous, which its workers have as TORCHRUN_ID_ENV."""
+    return f"{spec.run_id}.{spec.attempt}"
+
+
 def _torchrun(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
     """torchrun and its options, as the agent of one node; the script and its arguments follow. It tells the lines of
     its workers apart by their ranks."""
@@ -200,7 +206,7 @@ def _torchrun(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
         "--max-restarts": spec.rank_restarts,
         "--rdzv-backend": "c10d",
         "--rdzv-endpoint": f"{host}:{os.environ['MASTER_PORT']}",
-        "--rdzv-id": f"{spec.run_id}.{spec.attempt}",
+        "--rdzv-id": torchrun_id(spec),
         "--rdzv-conf": f"is_host={int(rank.rank == 0)}",
         "--local-addr": rank.address or host,
         "--log-dir": files.workers(rank.rank),

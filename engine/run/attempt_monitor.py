@@ -16,7 +16,7 @@ from typing import Final, Literal, TypeVar, TypeVarTuple
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
-from engine.protocol.attempt import END
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END
 from engine.run.attempt import AttemptOrigin
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.decide import SETTLE_S, RankState, RunningAttempt, Trigger, stop_trigger
@@ -202,7 +202,7 @@ class AttemptMonitor:
         # Liveness is read before the last read of a log.
         launcher_alive = self._launcher is not None and self._launcher.alive(check_pids=check_pids)
         lost = self._health.poll()
-        changed = self._poll_ranks() + self._poll_launcher() + self._ranks.lose(lost)
+        changed = self._poll_ranks() + self._poll_launcher() + self._lose(lost)
         self._note_sleep(running)
         starts = self.intake.progress.starts.copy()
         before = starts if self._starts_noted is None else self._starts_noted
@@ -226,6 +226,16 @@ class AttemptMonitor:
                 # Until the first update every rank is needed.
                 rank.dispensable = rank.started and rank.number != 0
         return changed
+
+    def _lose(self, numbers: Sequence[int]) -> list[Rank]:
+        """Mark the ranks of lost nodes. An elastic job's workers elsewhere do not notice a node that fell silent: they
+        are started again, without it."""
+        lost = self._ranks.lose(numbers)
+        if lost and self._context.plan.config.job.elastic:
+            for rank in self._ranks.all:
+                if not rank.ended:
+                    self._context.connections.to(rank.number).send_command(rank.number, EMERGENCY_CHECKPOINT)
+        return lost
 
     def _dispense_nodes(self) -> None:
         """Mark the nodes that an elastic job can lose, each of which is a rank: all but rank 0's, as long as the least
