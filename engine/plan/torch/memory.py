@@ -37,7 +37,7 @@ _FLOAT32_BYTES = 4
 CUDA_RESERVE_BYTES = 2**30
 """Outside PyTorch's allocator on a GPU: CUDA's context with the kernels of PyTorch, cuBLAS's workspaces and NCCL's
 buffers, 0.5 to 1 GiB."""
-PROCESS_BYTES = 400 * 10**6
+PROCESS_BYTES = 430 * 10**6
 """Resident memory of an interpreter with torch, transformers, accelerate and peft, before a model: measured."""
 DEEPSPEED_BYTES = 60 * 10**6
 """DeepSpeed adds this to it: measured."""
