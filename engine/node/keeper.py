@@ -54,6 +54,7 @@ from types import FrameType
 
 from engine.node import processes
 from engine.node.daemon import STARTED, GroupReaper, StartupNotifier, daemonize
+from engine.node.printed_metrics import PrintedMetrics
 from engine.node.rank_process import TORCHRUN_ID_ENV, Pump, RankLog, RankProcess, torchrun_id
 from engine.node.torch_errors import reported_exception
 from engine.protocol.attempt import (
@@ -175,7 +176,7 @@ class Keeper:
     def _run_program(self, program: RankProcess) -> tuple[int, bool]:
         """Keep the program until nothing of it is left: its return code, and True if all its output is in the log."""
         self._reaper.set_group(program.pid)
-        pump = Pump(program.output, self._log)
+        pump = Pump(program.output, self._log, self._printed_metrics())
         self._identify(program)
         self._notifier.notify(STARTED)
         _log(f"sleep prevented: {processes.stay_awake(program.pid, '-ims')}")
@@ -183,20 +184,29 @@ class Keeper:
             self._wait()
             self._handle_input(program)
         self._sweep(program)
-        if code and not program.cooperative:
-            self._report_exception()
         program.close()
         stored = pump.finish(_DRAIN_S)
+        if code and not program.cooperative:
+            self._report_exception()
         if not stored:
             _log("the log's disk did not take the last output in time")
         return code, stored
+
+    def _printed_metrics(self) -> Callable[[bytes], None] | None:
+        """Where the output of a PyTorch command goes beside its log. Of an elastic job any node may have rank 0."""
+        spec = self._spec
+        if spec.framework != "torch" or spec.command is None or (self._rank.rank != 0 and not spec.elastic):
+            return None
+        return PrintedMetrics(self._events(), elastic=bool(spec.elastic)).feed
 
     def _report_exception(self) -> None:
         """A PyTorch program cannot write events, but leaves its exception in a file."""
         exception = reported_exception(self._files, self._rank.rank)
         if exception is not None:
-            events = EventWriter(self._files.events(self._rank.rank), self._rank.rank, self._spec.attempt)
-            events.write("failure", **exception)
+            self._events().write("failure", **exception)
+
+    def _events(self) -> EventWriter:
+        return EventWriter(self._files.events(self._rank.rank), self._rank.rank, self._spec.attempt)
 
     def _may_restart(self, code: int) -> bool:
         """The program failed by itself, and may not do so again."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.node import processes
@@ -79,7 +80,9 @@ class RankLog:
 class Pump:
     """A thread that copies bytes from the program's pipe to its log until the pipe ends, or until `finish`."""
 
-    def __init__(self, source: int, log: RankLog) -> None:
+    def __init__(self, source: int, log: RankLog, observe: Callable[[bytes], None] | None = None) -> None:
+        """`observe` is given what the log is given."""
+        self._observe = observe
         self._source = source
         self._log = log
         self._wake_read, self._wake_write = os.pipe()
@@ -116,6 +119,8 @@ class Pump:
             if not chunk:
                 break
             self._log.append(chunk)
+            if self._observe is not None:
+                self._observe(chunk)
         os.close(self._source)
         self._log.close()
 
