@@ -12,7 +12,7 @@ from engine.checks.context import CheckContext
 from engine.checks.gradient import GroupOutcome, GroupProgram, run_group
 from engine.checks.plan_inputs import shared_plan
 from engine.cluster.staging import HostLayout
-from engine.config.models import PARTITIONED, Config
+from engine.config.models import Config
 from engine.errors import FlightDeckError, LaunchError
 from engine.launch.rank_environment import common_environment, rank_spec, trainer_job
 from engine.measurements import CalibrationProgress, GroupMeasure
@@ -36,7 +36,7 @@ async def measure_group(
     that failed, or the ranks' parts of it are `too_large` for nodes, by their names. None where a node's own step says
     it all: for other strategies, and for one node."""
     job = config.job
-    if job.command is not None or job.strategy not in PARTITIONED or len(config.nodes) < 2:
+    if job.command is not None or job.strategy not in ("sharded", "pipeline") or len(config.nodes) < 2:
         return None
     on_progress(CalibrationProgress(TOGETHER, "measuring", seconds=seconds))
     split = job.layer_split or (await shared_plan(context)).strategy.layer_split

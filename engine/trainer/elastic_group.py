@@ -25,7 +25,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from engine.trainer.collective import Collective, GroupError, PeerLost, TensorSpec
+from engine.trainer.collective import Collective, TensorSpec
+from engine.training.outcome import GroupError, PeerLost
 
 FORM_LIMIT_S = 60.0
 """For all ranks to connect at the start."""

@@ -31,8 +31,8 @@ def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: flo
     import mlx.core as mx
 
     from engine.protocol.events import EventWriter
-    from engine.trainer.reporting import Reporter
     from engine.trainer.train import load_strategy
+    from engine.training.reporting import Reporter
 
     job, strategy = load_strategy(spec, home, collective, Reporter(EventWriter(None, result.rank, 1)))
     strategy.model.train()
