@@ -13,16 +13,18 @@ from engine.checks.context import CheckContext
 from engine.checks.gradient import CONSEQUENCES, GroupOutcome, GroupProgram, run_group
 from engine.checks.plan_inputs import shared_plan
 from engine.cluster.staging import HostLayout
-from engine.config.models import PARTITIONED, Config
+from engine.config.models import Config
 from engine.errors import FlightDeckError, LaunchError
 from engine.launch.rank_environment import common_environment, rank_spec, trainer_job
 from engine.measurements import CalibrationProgress, GroupMeasure
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import AttemptSpec
+from engine.protocol.job import Framework
 from engine.protocol.measurements import GROUP_LIMIT_S, GroupStepReport
 from engine.security.sanitise import plain
 
-BENCH = "engine.trainer.group_bench"
+_BENCHES: Mapping[Framework, str] = {"mlx": "engine.trainer.group_bench", "torch": "engine.torch_trainer.bench"}
+"""The programs that time iterations: equal arguments, equal results."""
 TOGETHER = "all ranks' steps"
 _REPORT = TypeAdapter(GroupStepReport)
 
@@ -38,7 +40,7 @@ async def measure_group(
     that failed, or the ranks' parts of it are `too_large` for nodes, by their names. None where a node's own step says
     it all: for other strategies, and for one node."""
     job = config.job
-    if job.command is not None or job.strategy not in PARTITIONED or len(config.nodes) < 2:
+    if job.command is not None or job.strategy not in ("sharded", "pipeline") or len(config.nodes) < 2:
         return None
     on_progress(CalibrationProgress(TOGETHER, "measuring", seconds=seconds))
     found = GroupMeasure(strategy=job.strategy, batch=int(job.mlx_lm["batch_size"]))
@@ -83,7 +85,7 @@ async def time_steps(
     def program(network: NetworkPlan, layouts: Sequence[HostLayout]) -> GroupProgram:
         spec = _spec(config, split, network, layouts)
         return GroupProgram(
-            BENCH,
+            _BENCHES[job.framework],
             ["{folder}/spec.json", "--seconds", str(seconds)],
             GROUP_LIMIT_S + 5 * seconds + 60,
             common_environment(network, job.env),

@@ -4,8 +4,8 @@ Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's 
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
 `learning_rate` "auto" (the rule is here), `optimizer_precision`, `moments`, `max_grad_norm`, `wire`, LOCAL_KEYS,
-`epochs`, `save_best`, `patience` and `compile_on_cpu` are ours, model and data have no default, and Hugging Face data
-sets are not read.
+TORCH_KEYS, `epochs`, `save_best`, `patience` and `compile_on_cpu` are ours, model and data have no default, and Hugging
+Face data sets are not read.
 """
 
 from __future__ import annotations
@@ -204,6 +204,31 @@ KEYS: dict[str, Key] = {
         0.5,
         'Nesterov momentum of the averaged changes with strategy = "local". Not in mlx-lm.',
     ),
+    "sharding": Key(
+        one_of(AUTO, "full", "grad_op"),
+        AUTO,
+        'What strategy = "fsdp" frees: full, parameters after each pass of their block, too; grad_op, gradients and '
+        "optimizer state alone. PyTorch only.",
+    ),
+    "zero_stage": Key(
+        Form(Literal["auto", 1, 2, 3], '1, 2, 3 or "auto"'),
+        AUTO,
+        'What strategy = "deepspeed" partitions: the optimizer\'s state (1), gradients, too (2), and parameters, too '
+        "(3). PyTorch only.",
+    ),
+    "offload": Key(
+        one_of(AUTO, "none", "cpu", "nvme"),
+        AUTO,
+        "Where the optimizer's state is kept, and parameters where they are partitioned: on the GPU (none), in the "
+        "machine's memory (cpu), or in files below nvme_path (DeepSpeed alone). PyTorch only.",
+    ),
+    "nvme_path": Key(TEXT, None, 'Folder on every node for offload = "nvme". PyTorch only.'),
+    "precision": Key(
+        one_of(AUTO, "fp32", "bf16", "fp16"),
+        AUTO,
+        "Type of the computation; trained weights and optimizer state stay in float32. auto: bf16 on GPUs from Ampere "
+        "on, fp16 with loss scaling on older ones, else fp32. PyTorch only.",
+    ),
     "max_seq_length": Key(
         Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048, "Longest sequence, tokens."
     ),
@@ -271,6 +296,12 @@ DEFAULTS: dict[str, Any] = {name: key.default for name, key in KEYS.items() if k
 
 LOCAL_KEYS = ("local_steps", "outer_learning_rate", "outer_momentum")
 """Those of strategy "local" alone."""
+TORCH_KEYS = ("sharding", "zero_stage", "offload", "nvme_path", "precision")
+"""Those of framework "torch" alone."""
+MLX_KEYS = ("optimizer_precision", "moments", "wire", *LOCAL_KEYS, "compile_on_cpu", "clear_cache_threshold")
+"""Those of framework "mlx" alone."""
+TORCH_OPTIMIZERS = ("adam", "adamw", "sgd")
+"""The optimizers that the trainer for PyTorch has; others are MLX's alone."""
 
 FULL_DEFAULTS: dict[str, Any] = {"num_layers": -1}
 """Other defaults for full fine-tuning: mlx-lm's 16 refuses models with fewer layers."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "engine"
-SHIPPED = ("node", "protocol", "trainer")
+SHIPPED = ("node", "protocol", "training", "trainer", "torch_trainer")
 """The subpackages that a node gets; the rest of `engine` stays on the head."""
 ROOT = ".flightdeck"
 """The node root, below the home of the node's user."""

@@ -188,7 +188,7 @@ class Keeper:
 
     def _may_restart(self, code: int) -> bool:
         """The program failed by itself, and may not do so again."""
-        if self._rank.rank == 0 or self._restarts >= self._spec.rank_restarts:
+        if self._rank.rank == 0 or self._spec.elastic or self._restarts >= self._spec.rank_restarts:
             return False
         if code == 0 or code in FINAL_EXITS or self._asked_to_leave or self._stopped_by is not None:
             return False

@@ -21,6 +21,10 @@ _SYNC = {
     "pipeline": "activations and their gradients between neighbouring ranks; one small all_sum per update",
     "local": "no gradients: the change of the weights to rank 0 and its average back every local_steps updates, and a "
     "small message after each update, over TCP connections of its own",
+    "auto": "by the chosen strategy",
+    "ddp": "an all_reduce of the gradients in buckets, beside the backward pass",
+    "fsdp": "an all_gather of each block's parameters, and a reduce_scatter of its gradients",
+    "deepspeed": "a reduce_scatter of the gradients, and an all_gather of the updated parameters",
 }
 
 

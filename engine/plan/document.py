@@ -14,6 +14,7 @@ from pydantic import ConfigDict, computed_field
 
 from engine.models import CheckStatus, FrozenModel, PreRdmaSync, WorkerConsistency
 from engine.plan.data_report import DataFindings, IfdScore
+from engine.protocol.job import Strategy
 
 
 class Source(StrEnum):
@@ -147,6 +148,29 @@ class ChosenSettings(FrozenModel):
         count = self.grad_checkpoint
         layers = f", {'all' if count is True else count} layers recomputed" if count else ""
         return f"optimizer_precision {self.optimizer_precision}, moments {self.moments}{layers}"
+
+
+class ChosenTorchSettings(FrozenModel):
+    """The keys of a PyTorch job that may be "auto", as the trainer gets them."""
+
+    strategy: Strategy = "ddp"
+    sharding: str = "full"
+    zero_stage: int = 2
+    offload: str = "none"
+    precision: str = "fp32"
+    grad_checkpoint: bool = False
+    """All layers are recomputed in the backward pass."""
+
+    @property
+    def text(self) -> str:
+        kind = {"fsdp": f" ({self.sharding})", "deepspeed": f" (ZeRO-{self.zero_stage})"}.get(self.strategy, "")
+        offloaded = f", offloaded to {self.offload}" if self.offload != "none" else ""
+        return f"{self.strategy}{kind}, {self.precision}{offloaded}" + (
+            ", layers recomputed" if self.grad_checkpoint else ""
+        )
+
+
+Settings = ChosenSettings | ChosenTorchSettings
 
 
 class BatchSection(FrozenModel):
@@ -446,7 +470,7 @@ class TrainingPlan(FrozenModel):
     job: str
     made_at: datetime
     nodes: tuple[PlannedNode, ...]
-    settings: ChosenSettings | Disabled
+    settings: ChosenSettings | ChosenTorchSettings | Disabled
     memory: MemorySection | Disabled
     data: DataSection
     data_quality: DataQualitySection | Disabled

@@ -10,9 +10,11 @@ from engine.plan.document import (
     BatchSection,
     CheckpointSection,
     ChosenSettings,
+    ChosenTorchSettings,
     ChunkingSection,
     Disabled,
     MemorySection,
+    Settings,
     Source,
     StrategySection,
     TrainingPlan,
@@ -99,7 +101,7 @@ def _rate(section: BatchSection) -> str:
     return text + (f", {plural(section.warmup_steps, 'update')} of warm-up" if section.warmup_steps else "")
 
 
-def _memory(section: MemorySection | Disabled, settings: ChosenSettings | Disabled) -> str:
+def _memory(section: MemorySection | Disabled, settings: Settings | Disabled) -> str:
     if isinstance(section, Disabled):
         return f"not known: {section.reason}"
     text = []
@@ -107,7 +109,9 @@ def _memory(section: MemorySection | Disabled, settings: ChosenSettings | Disabl
         limit = memory_text(rank.limit_bytes) if rank.limit_bytes is not None else "an unknown limit"
         too_much = ", too much" if rank.fits is False else ""
         text.append(f"{rank.node} {memory_text(rank.needed_bytes)} of {limit}{too_much}")
-    if isinstance(settings, ChosenSettings) and settings != ChosenSettings():
+    if isinstance(settings, ChosenTorchSettings) or (
+        isinstance(settings, ChosenSettings) and settings != ChosenSettings()
+    ):
         text.append(f"with {settings.text}")
     return "; ".join(dict.fromkeys(text))
 

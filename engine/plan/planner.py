@@ -33,6 +33,7 @@ from engine.plan.obstacles import refuse_obstacles
 from engine.plan.preflight import consistency_section, sync_section
 from engine.plan.shares import MISSING
 from engine.plan.strategy import strategy_section
+from engine.plan.torch.fit import torch_fit
 from engine.protocol.partition import chunk_plan, progress_text
 
 _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
@@ -154,7 +155,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
     refuse_obstacles(context, rationale)
-    needed = memory_fit(context, rationale)
+    needed = (torch_fit if context.job.framework == "torch" else memory_fit)(context, rationale)
     not_validating = without_validation(context, needed, rationale)
     advised = advice_section(context, needed, not_validating)
     return TrainingPlan(

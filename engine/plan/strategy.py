@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config.models import PARTITIONED
 from engine.errors import memory_text, plural
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
@@ -34,6 +33,10 @@ _APPROACH = {
     "pipeline": "pipeline parallelism (1F1B): every rank holds contiguous layers",
     "local": "local training with periodic averaging (as DiLoCo): every rank trains the whole model by itself on its "
     "share of each batch; another algorithm than data, with other losses",
+    "auto": "by the memory of the GPUs",
+    "ddp": "distributed data parallelism (DDP): every rank holds the whole training state",
+    "fsdp": "fully sharded data parallelism (FSDP2): the training state is partitioned over the ranks",
+    "deepspeed": "DeepSpeed ZeRO: the training state is partitioned over the ranks",
 }
 
 
@@ -60,7 +63,7 @@ def strategy_section(
         )
         rationale.explain("strategy.launchable", Source.USER, not_launchable)
     kind = mlx_module(str((context.inputs.model or {}).get("model_type", "")))
-    if name in PARTITIONED and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
+    if name in ("sharded", "pipeline") and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
         only = ", ".join(SPLITTABLE_MODULES)
         why = f"{name} does not support model_type {plain(kind, 60)}, only {only}"
         rationale.refuse("strategy", why, todo='set strategy = "data" or "local"')

@@ -266,9 +266,10 @@ def attempt_spec(
         nonce=attempt.nonce,
         backend=attempt.network.backend,
         world_size=len(plan.nodes),
-        ranks=[_rank_spec(plan, rank, attempt.layout(rank)) for rank in range(len(plan.nodes))],
+        ranks=[_rank_spec(plan, rank, attempt.layout(rank), attempt.network) for rank in range(len(plan.nodes))],
         job=trainer_job(config, layer_split),
         command=list(config.job.command) if config.job.command is not None else None,
+        framework=config.job.framework,
         env=common_environment(attempt.network, {**secrets, **config.job.env}, gradient_bytes=gradient),
         lease_s=recovery.lease_s,
         on_lease_expiry=recovery.on_lease_expiry,
@@ -282,12 +283,13 @@ def attempt_spec(
         checkpoint_compression=config.checkpoint.compression,
         resume=attempt.number > 1,
         rank_restarts=recovery.max_restarts if config.job.outlives_ranks else 0,
+        elastic=f"{recovery.min_nodes or len(plan.nodes)}:{len(plan.nodes)}" if config.job.elastic else "",
         reached=attempt.reached,
         accept_changed_data=attempt.accept_changed_data,
     )
 
 
-def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout) -> RankSpec:
+def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout, network: NetworkPlan) -> RankSpec:
     config, node = plan.config, plan.config.nodes[rank]
     destination = config.checkpoint.destination
     local = destination and "://" not in destination
@@ -295,6 +297,7 @@ def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout) -> RankSpec:
         rank_spec(config, rank, layout, plan.shares[rank]),
         adapter_path=path_there(config, node, layout, config.job.mlx_lm.get("adapter_path")),
         validates=node.validates is not False,
+        address=next(iter(network.hosts[rank].ips), None) if network.framework == "torch" else None,
         checkpoint_folder=path_there(config, node, layout, destination) if local else destination,
     )
 

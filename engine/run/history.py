@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import StateError
 from engine.models import Reason, RunRecord, RunState
-from engine.plan.document import ChosenSettings
+from engine.plan.document import Settings
 from engine.run.events import (
     AlarmRaised,
     Attempt,
@@ -103,7 +103,7 @@ class RunHistory:
     """The furthest iteration that the run is known to have reached; 0 for none."""
     boot_id: str | None = None
     """The head's, when the newest supervisor started."""
-    settings: ChosenSettings | None = None
+    settings: Settings | None = None
     """Chosen for what the job leaves to the plan."""
     abort: RequestReceived | None = None
     """In this life; a request that skips the cooperative stop wins."""

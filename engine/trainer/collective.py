@@ -14,19 +14,7 @@ from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
-from engine.protocol.exit_codes import TrainerError, TrainerExit
-
-
-class GroupError(TrainerError):
-    """The group could not be formed as planned, or its ranks do not have the same job, model and data."""
-
-    exit_code = TrainerExit.GROUP
-
-
-class PeerLost(TrainerError):
-    """Another rank is gone: a consequence of its failure, not the cause."""
-
-    exit_code = TrainerExit.PEER_LOST
+from engine.training.outcome import GroupError, PeerLost
 
 
 class Collective:

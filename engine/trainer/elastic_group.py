@@ -28,7 +28,8 @@ import mlx.core as mx
 import numpy as np
 
 from engine.protocol.attempt import AttemptSpec
-from engine.trainer.collective import Collective, GroupError, PeerLost, TensorSpec
+from engine.trainer.collective import Collective, TensorSpec
+from engine.training.outcome import GroupError, PeerLost
 
 FORM_LIMIT_S = 60.0
 """For all ranks to connect at the start."""

@@ -40,8 +40,8 @@ def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: flo
     import mlx.core as mx
 
     from engine.protocol.events import EventWriter
-    from engine.trainer.reporting import Reporter
     from engine.trainer.train import load_strategy
+    from engine.training.reporting import Reporter
 
     job, strategy = load_strategy(spec, home, collective, Reporter(EventWriter(None, result.rank, 1)))
     strategy.model.train()
@@ -74,7 +74,7 @@ def _update(
     says that the measurement is over."""
     import mlx.core as mx
 
-    from engine.trainer.strategies.loss import dropout_seed
+    from engine.training.sampler import dropout_seed
 
     steps = []
     for micro in range(job.grad_accumulation_steps):

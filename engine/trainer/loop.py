@@ -12,44 +12,29 @@ from dataclasses import asdict, dataclass, field, replace
 
 import mlx.core as mx
 
-from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.protocol.job import Job
-from engine.trainer.best_validation import BestValidation
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import ResumePoint
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
-from engine.trainer.control import Control
-from engine.trainer.data import Split
 from engine.trainer.elastic_group import LeftOut
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
-from engine.trainer.reporting import Reporter, ReportWindow
 from engine.trainer.saver import Saver
 from engine.trainer.strategies.base import LocalStep, Strategy
-from engine.trainer.strategies.loss import dropout_seed
 from engine.trainer.weights import floats
+from engine.training.best_validation import BestValidation
+from engine.training.control import Control
+from engine.training.data import Split
+from engine.training.outcome import Diverged, Outcome
+from engine.training.reporting import Reporter, ReportWindow
+from engine.training.sampler import dropout_seed
 
 _CACHE_BYTES = 2**30
 
 
-class Diverged(TrainerError):
-    """The loss or the gradient is not finite."""
-
-    exit_code = TrainerExit.DIVERGED
-
-
 class _ReplicasDiffer(Exception):
     """A replica check found a difference that ends the training."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    completed: bool
-    stopped: bool
-    iteration: int
-    early: str | None = None
-    """Why it is complete before the job's last iteration."""
 
 
 @dataclass
@@ -197,7 +182,8 @@ class Loop:
                 self._check_replicas(iteration)
             if checkpoint_due:
                 self.periodic.begin(self._snapshot(iteration))
-        self.strategy.loader.end_batch(iteration - 1)
+        if self.strategy.loader.end_batch(iteration - 1):
+            mx.clear_cache()
 
     def _update(self) -> None:
         """Sum over the ranks, take one optimizer step, and report the iterations."""
@@ -271,7 +257,7 @@ class Loop:
             )
             self._window.add(mean, int(count), step.data_s + step.compute_s + step.communicate_s + step.update_s)
             if iteration % self.job.steps_per_report == 0 or iteration == self.job.iters:
-                values = self._window.close(iteration, self.strategy.learning_rate)
+                values = self._window.close(iteration, self.strategy.learning_rate, mx.get_peak_memory())
                 self.reporter.report(self.job.iters, values)
 
     def _check_replicas(self, iteration: int, update: int | None = None) -> None:

@@ -1,10 +1,7 @@
-"""The device and the model on this rank: loads the model, freezes all but the trained part, and computes a checksum of
-its files.
-"""
+"""The device and the model on this rank: loads the model, freezes all but the trained part."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import shutil
@@ -20,9 +17,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load, maybe_set_recommended_wired_limit
 
 from engine.protocol.job import Job, JobError
-
-_PIECE, _PIECES = 2**12, 2**9
-"""Bytes of one read, and about how many reads per file."""
 
 
 def set_up_device(job: Job, rank: int = 0) -> None:
@@ -114,23 +108,6 @@ def _recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return output
 
     return mx.checkpoint(compute)(own, *args, **kwargs)
-
-
-def files_checksum(job: Job, *, adapter: bool) -> str:
-    """16 hexadecimal digits, the same for the same files of the model, of which samples are read, and with `adapter`
-    of resume_adapter_file. Raises OSError."""
-    digest = hashlib.blake2b(digest_size=8)
-    paths = [job.model / "config.json", *sorted(job.model.glob("model*.safetensors"))]
-    if adapter and job.resume_adapter_file is not None:
-        paths.append(Path(job.resume_adapter_file))
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for start in range(0, size, max(_PIECE, size // _PIECES)):
-                file.seek(start)
-                digest.update(file.read(_PIECE))
-    return digest.hexdigest()
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.trainer.collective import Collective, all_gather_object, broadcast_arrays
-from engine.trainer.reporting import Reporter
 from engine.trainer.weights import UINT_OF_SIZE
+from engine.training.reporting import Reporter
 
 _ROW = 4096
 """32-bit words. Sums of rows and of columns read memory once each, and change with a flipped bit or exchanged

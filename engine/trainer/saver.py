@@ -21,12 +21,12 @@ from mlx_lm.utils import load_config, save_config
 from engine.protocol.attempt import replacing, write_atomic
 from engine.protocol.job import Job
 from engine.protocol.safetensors import CheckpointError, check_header
-from engine.trainer.checkpoint.files import replace_folder
 from engine.trainer.collective import Collective, packed
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
-from engine.trainer.reporting import Reporter
 from engine.trainer.strategies.base import PartitionedStrategy, Strategy
 from engine.trainer.weights import WeightStream, scalar, write_safetensors
+from engine.training.checkpoint_files import replace_folder
+from engine.training.reporting import Reporter
 
 
 def save_adapter_config(job: Job, layers: int) -> None:

@@ -21,14 +21,14 @@ from mlx_lm.models.llama import Model, ModelArgs
 from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer.collective import Collective
-from engine.trainer.data import Batch, load_train_split
+from engine.trainer.data import row_format
 from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.model import load_model, set_up_device
 from engine.trainer.optimizer import Updater
 from engine.trainer.optimizer_state import StateForm
-from engine.trainer.sampler import Indices
 from engine.trainer.strategies.data_parallel import Gradients, WholeStep
-from engine.trainer.strategies.loss import dropout_seed
+from engine.training.data import Batch, load_train_split
+from engine.training.sampler import Indices, dropout_seed
 
 SYNTHETIC_VOCABULARY = 384
 SYNTHETIC_LENGTH = 129
@@ -86,7 +86,7 @@ def load_trainer(spec: MeasureSpec, home: Path) -> SingleNodeTrainer:
     job = Job.from_spec(spec.job, model=spec.model, data=spec.data, workdir=Path(spec.workdir), home=home)
     set_up_device(job)
     model, tokenizer = load_model(job)
-    train = load_train_split(job, tokenizer, lambda longest: None)
+    train = load_train_split(job, row_format(job, tokenizer), lambda longest: None)
     return SingleNodeTrainer(job, model, train, train.sampler(job.batch_size, job.seed).batch, spec.ranks)
 
 

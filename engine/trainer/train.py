@@ -16,29 +16,32 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
-from engine.protocol.attempt import AttemptSpec, RankSpec
+from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.partition import LayerSplit, epoch_iterations, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
-from engine.trainer.checkpoint.files import Origin, packer
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import Resume, ResumePoint
 from engine.trainer.checkpoint.store import package_versions
-from engine.trainer.collective import Collective, PeerLost, all_gather_object
-from engine.trainer.control import Control
-from engine.trainer.data import DataLoader, Split, load_split, load_train_split
+from engine.trainer.collective import Collective, all_gather_object
+from engine.trainer.data import row_format
 from engine.trainer.elastic_group import ElasticGroup
 from engine.trainer.loop import Loop
-from engine.trainer.model import count_parameters, files_checksum, load_model, set_up_device
+from engine.trainer.model import count_parameters, load_model, set_up_device
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
-from engine.trainer.reporting import Reporter
 from engine.trainer.saver import save_adapter_config
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.local import LocalSteps
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
+from engine.training.checkpoint_files import Origin, packer
+from engine.training.control import Control
+from engine.training.data import DataLoader, Split, load_train_split
+from engine.training.inputs import crc_text, files_checksum, load_splits, rank_job
+from engine.training.outcome import PeerLost
+from engine.training.reporting import Reporter
 
 _MIB = 2**20
 
@@ -47,7 +50,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     """Run the job to its end or to an agreed stop. `home`: the run's folder on this node. Raises JobError, GroupError,
     PeerLost, Diverged, Corrupted, OSError."""
     raw = spec.job or {}
-    job = _rank_job(raw, spec.rank(collective.rank), home)
+    job = rank_job(raw, spec.rank(collective.rank), home)
     validates = job.val_batches != 0
     if not any(rank.validates for rank in spec.ranks):
         reporter.warn("no node of this attempt takes part in validation ([[node]] validate): there is none")
@@ -55,12 +58,12 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
     set_up_device(job, collective.rank)
     model, tokenizer = load_model(job)
-    examples, valid, test = setup.load_splits(tokenizer)
+    examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     if job.epochs is not None:
         job = replace(job, iters=epoch_iterations(job.epochs, len(examples), job.batch_size))
         setup = replace(setup, job=job)
     checksum = setup.check_ranks_agree(model, examples, valid)
-    inputs = {"train.jsonl": _crc(examples)} | ({"valid.jsonl": _crc(valid)} if validates else {})
+    inputs = {"train.jsonl": crc_text(examples)} | ({"valid.jsonl": crc_text(valid)} if validates else {})
     inputs["the base model"] = files_checksum(job, adapter=False)
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
@@ -90,18 +93,11 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
 def load_strategy(spec: AttemptSpec, home: Path, collective: Collective, reporter: Reporter) -> tuple[Job, Strategy]:
     """One rank's job and strategy as `train` makes them, and nothing around them. Raises JobError, PeerLost."""
     raw = spec.job or {}
-    job = _rank_job(raw, spec.rank(collective.rank), home)
+    job = rank_job(raw, spec.rank(collective.rank), home)
     set_up_device(job, collective.rank)
     model, tokenizer = load_model(job)
     setup = _Setup(spec, config_hash(raw), job, collective, Control(), reporter)
-    return job, setup.build_strategy(model, load_train_split(job, tokenizer, lambda longest: None))
-
-
-def _rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
-    """The job with this rank's own paths. Raises JobError."""
-    own = {"adapter_path": rank.adapter_path, "resume_adapter_file": rank.resume_adapter_file}
-    chosen = {**raw, **{key: path for key, path in own.items() if path is not None}}
-    return Job.from_spec(chosen, model=rank.model, data=rank.data, workdir=Path(rank.workdir), home=home)
+    return job, setup.build_strategy(model, load_train_split(job, row_format(job, tokenizer), lambda longest: None))
 
 
 @dataclass(frozen=True)
@@ -114,28 +110,6 @@ class _Setup:
     collective: Collective
     control: Control
     reporter: Reporter
-
-    def load_splits(self, tokenizer: Any) -> tuple[Split, Split, Split | None]:
-        """The examples for training, for validation (perhaps empty), and for the job's `test`. Raises JobError."""
-        job, reporter = self.job, self.reporter
-
-        def truncated(longest: int) -> None:
-            reporter.warn(
-                f"some examples are longer than max_seq_length = {job.max_seq_length} "
-                f"(one has {longest} tokens) and are truncated"
-            )
-
-        train = load_train_split(job, tokenizer, truncated)
-        valid = load_split(job, "valid", tokenizer, truncated)
-        wants_validation = "patience" if job.patience is not None else "save_best" if job.save_best else None
-        if not len(valid) and wants_validation is not None:
-            raise JobError(f"{job.data / 'valid.jsonl'} is missing or empty, and {wants_validation} needs it")
-        if not len(valid):
-            reporter.warn(f"{job.data / 'valid.jsonl'} is missing or empty: training continues without validation")
-        test = load_split(job, "test", tokenizer, truncated) if job.test else None
-        if test is not None and not len(test):
-            raise JobError(f"{job.data / 'test.jsonl'} is missing or empty, and test = true needs it")
-        return train, valid, test
 
     def check_ranks_agree(self, model: nn.Module, train: Split, valid: Split) -> str:
         """The checksum of the model. Raises GroupError when the ranks have different jobs, models or data; PeerLost."""
@@ -245,10 +219,6 @@ class _Setup:
             return layer_split(layers, all_gather_object(self.collective, _memory_mib()))
         except ValueError as error:
             raise JobError(f"[job] layer_split: {error}") from error
-
-
-def _crc(split: Split) -> str:
-    return f"crc32 {split.checksum:08x}"
 
 
 def _memory_mib() -> int:

@@ -27,14 +27,14 @@ from mlx_lm.models.llama import Model, ModelArgs
 from engine.plan.checkpoints import save_every
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
-from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.locations import Destination
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.optimizer import Updater
-from engine.trainer.reporting import Reporter
 from engine.trainer.single_node_bench import SYNTHETIC_LENGTH, SYNTHETIC_VOCABULARY, SyntheticData
 from engine.trainer.strategies.data_parallel import Gradients
+from engine.training.checkpoint_files import Origin
+from engine.training.reporting import Reporter
 from tests.bench.figures import Figure, machine, report
 
 ITERATIONS: Final = 500

@@ -24,8 +24,9 @@ from mlx_lm.utils import load_tokenizer
 
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
-from engine.trainer.data import DataLoader, load_split
-from engine.trainer.reporting import Reporter
+from engine.trainer.data import row_format
+from engine.training.data import DataLoader, load_split
+from engine.training.reporting import Reporter
 
 SIZES: Final = (50_000, 500_000, 5_000_000)
 HELD: Final = 500_000
@@ -83,7 +84,7 @@ def stream(home: Path, examples: int, *, chunked: bool) -> Epoch:
     start = memory("VmRSS")
 
     started = time.perf_counter()
-    train = load_split(job, "train", tokenizer, lambda _: None)
+    train = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
     if train.plan.enabled != chunked:
         raise SystemExit(f"{examples} examples: chunked is {not chunked}, not {chunked}")
     loader, order = (

@@ -21,10 +21,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
 from engine.protocol.job import Job
-from engine.trainer.data import Batch
 from engine.trainer.model import count_parameters, load_model
-from engine.trainer.sampler import Indices
 from engine.trainer.single_node_bench import SingleNodeTrainer
+from engine.training.data import Batch
+from engine.training.sampler import Indices
 
 
 class Tokens:

@@ -38,7 +38,9 @@ PACKAGES: Final = (
     "engine/security",
     "engine/protocol",
     "engine/node",
+    "engine/training",
     "engine/trainer",
+    "engine/torch_trainer",
 )
 """In the order of the imports."""
 PURPOSE_CHARACTERS: Final = 100

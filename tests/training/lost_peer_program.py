@@ -19,9 +19,11 @@ import numpy as np
 
 from engine.protocol import exchange
 from engine.protocol.job import Job
-from engine.trainer.collective import Collective, PeerLost
-from engine.trainer.data import load_split
+from engine.trainer.collective import Collective
+from engine.trainer.data import row_format
 from engine.trainer.model import load_model
+from engine.training.data import load_split
+from engine.training.outcome import PeerLost
 from tests.training.partitioned_program import strategy
 
 
@@ -43,7 +45,9 @@ def main(directory: Path) -> None:
     rank = int(os.environ["MLX_RANK"])
     collective = Collective("ring", int(os.environ["RANKS"]), rank)
     model, tokenizer = load_model(job)
-    training = strategy(job, model, load_split(job, "train", tokenizer, lambda _: None), collective, case)
+    training = strategy(
+        job, model, load_split(job, "train", row_format(job, tokenizer), lambda _: None), collective, case
+    )
     training.model.train()
     done, last = 0, digest(training)
     try:

@@ -22,13 +22,14 @@ from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
 from engine.protocol.partition import parse_split
 from engine.trainer.collective import Collective
-from engine.trainer.data import DataLoader, load_split
+from engine.trainer.data import row_format
 from engine.trainer.model import load_model
-from engine.trainer.reporting import Reporter
 from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import floats, write_safetensors
+from engine.training.data import DataLoader, load_split
+from engine.training.reporting import Reporter
 
 
 def strategy(job: Job, model: Any, train: Any, collective: Collective, case: dict[str, Any]) -> Any:
@@ -61,7 +62,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     model, tokenizer = load_model(job)
     if case.get("embeddings"):
         model.model.embed_tokens.unfreeze()
-    train, valid = (load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid"))
+    train, valid = (load_split(job, name, row_format(job, tokenizer), lambda _: None) for name in ("train", "valid"))
     if "bucket" in case:
         exchange.LEAST_BUCKET = case["bucket"]
     training = strategy(job, model, train, collective, case)

@@ -12,12 +12,12 @@ import numpy as np
 
 from engine.protocol.events import EventWriter
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.locations import Destination, Remote
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.store import Snapshot
-from engine.trainer.reporting import Reporter
 from engine.trainer.weights import State
+from engine.training.checkpoint_files import Origin
+from engine.training.reporting import Reporter
 
 WINDOW = {"loss_sum": 1.5, "losses": 1}
 

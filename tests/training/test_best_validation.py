@@ -14,14 +14,15 @@ import pytest
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import check_header
-from engine.trainer.best_validation import BestValidation
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
 from engine.trainer.checkpoint.store import Snapshot
-from engine.trainer.loop import Loop, Outcome
+from engine.trainer.loop import Loop
 from engine.trainer.replica_check import ReplicaCheck, ReplicaMismatch
 from engine.trainer.saver import BEST_FILE, has_better, save_best_adapters
 from engine.trainer.weights import WeightStream
+from engine.training.best_validation import BestValidation
+from engine.training.outcome import Outcome
 from tests.training.launching import Launched, launch
 from tests.training.test_resume import BOTH, by_iteration, kill_all_at, resumed, run_training, same_weights
 from tests.training.test_update import Trained, train

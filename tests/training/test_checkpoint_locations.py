@@ -8,8 +8,8 @@ import pytest
 
 from engine.protocol.job import JobError
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import MANIFEST_NAME
 from engine.trainer.checkpoint.locations import CheckpointLocations, Remote
+from engine.training.checkpoint_files import MANIFEST_NAME
 from tests.training.states import corrupt, events, names, origin, periodic, reporter, snapshot
 from tests.training.together import together
 

@@ -18,15 +18,18 @@ from mlx.utils import tree_flatten, tree_unflatten
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
 from engine.protocol.partition import layer_split
-from engine.trainer.collective import Collective, GroupError
-from engine.trainer.data import Batch, DataLoader, Split, load_split
-from engine.trainer.model import files_checksum, load_model
-from engine.trainer.reporting import Reporter
-from engine.trainer.sampler import Indices
+from engine.trainer.collective import Collective
+from engine.trainer.data import row_format
+from engine.trainer.model import load_model
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
 from engine.trainer.strategies.pipeline import MessageKind, MessageTag, Pipeline, StageMessages
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import State, WeightStream, scalar, write_safetensors
+from engine.training.data import Batch, DataLoader, Split, load_split
+from engine.training.inputs import files_checksum
+from engine.training.outcome import GroupError
+from engine.training.reporting import Reporter
+from engine.training.sampler import Indices
 from tests.training.tiny import Tiny, make_job, write_weights
 from tests.training.together import together
 
@@ -43,7 +46,11 @@ def test_a_pipeline_of_one_rank_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     job = make_job(tiny, tmp_path, strategy="pipeline")
     model, tokenizer = load_model(job)
     loader = DataLoader(
-        load_split(job, "train", tokenizer, lambda _: None), job, [1.0], 0, Reporter(EventWriter(None, 0, 1))
+        load_split(job, "train", row_format(job, tokenizer), lambda _: None),
+        job,
+        [1.0],
+        0,
+        Reporter(EventWriter(None, 0, 1)),
     )
     with pytest.raises(JobError, match="needs at least two ranks"):
         Pipeline(job, model, loader, Collective("ring", 1, 0), layer_split(len(model.layers), [1]))
@@ -54,7 +61,7 @@ def test_the_gradient_has_the_same_dropout_as_the_loss(tiny: Tiny, tmp_path: Pat
     lora = {"rank": 4, "scale": 4.0, "dropout": 0.4}
     job = make_job(tiny, tmp_path, strategy="sharded", fine_tune_type="lora", num_layers=2, lora_parameters=lora)
     model, tokenizer = load_model(job)
-    train = load_split(job, "train", tokenizer, lambda _: None)
+    train = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
     reporter = Reporter(EventWriter(None, 0, 1))
     training = Sharded(job, model, DataLoader(train, job, [1.0], 0, reporter), Collective("ring", 1, 0))
     training.model.train()

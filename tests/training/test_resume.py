@@ -14,7 +14,7 @@ import pytest
 
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, STOP
 from engine.protocol.exit_codes import TrainerExit
-from engine.trainer.checkpoint.files import MANIFEST_NAME
+from engine.training.checkpoint_files import MANIFEST_NAME
 from tests.training.launching import Launched, launch
 from tests.training.test_update import train
 from tests.training.tiny import SCHEDULE, UNEQUAL, Tiny, undisturbed_job

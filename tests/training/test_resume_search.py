@@ -11,12 +11,12 @@ import pytest
 
 from engine.protocol.job import JobError, config_hash
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import MANIFEST_NAME, Manifest
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, complete_states
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
+from engine.training.checkpoint_files import MANIFEST_NAME, Manifest
 from tests.training.states import INPUTS, WINDOW, FakeStrategy, corrupt, events, origin, reporter, snapshot
 from tests.training.together import together
 

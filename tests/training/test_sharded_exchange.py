@@ -15,11 +15,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.trainer.collective import Collective
-from engine.trainer.data import Batch, DataLoader
 from engine.trainer.strategies.base import float32_sum
 from engine.trainer.strategies.loss import Rows, loss_sum
 from engine.trainer.strategies.sections import Section
 from engine.trainer.strategies.sharded import Sharded
+from engine.training.data import Batch, DataLoader
 from tests.training import kinds
 from tests.training.tiny import Tiny, make_job
 from tests.training.together import together

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer import calibrate
-from engine.trainer.data import Batch, load_split
+from engine.trainer.data import row_format
 from engine.trainer.model import load_model
 from engine.trainer.single_node_bench import (
     PROBE_BATCHES,
@@ -35,13 +35,14 @@ from engine.trainer.single_node_bench import (
 )
 from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import WholeStep
+from engine.training.data import Batch, load_split
 from tests.training.test_update import train
 from tests.training.tiny import Tiny, make_job
 
 
 def alone(job: Job, ranks: int = 1) -> tuple[SingleNodeTrainer, Any]:
     model, tokenizer = load_model(job)
-    data = load_split(job, "train", tokenizer, lambda _: None)
+    data = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
     return SingleNodeTrainer(job, model, data, data.sampler(job.batch_size, job.seed).batch, ranks), model
 
 

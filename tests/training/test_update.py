@@ -24,21 +24,23 @@ from engine.protocol.attempt import CONTROL_FD_ENV, STOP
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
-from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import ResumePoint
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
-from engine.trainer.control import Control
-from engine.trainer.data import Batch, DataLoader, InMemoryExamples, load_split
-from engine.trainer.loop import Diverged, Loop, Outcome
+from engine.trainer.data import row_format
+from engine.trainer.loop import Loop
 from engine.trainer.model import load_model, recompute_layers
 from engine.trainer.optimizer import Updater
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
-from engine.trainer.reporting import Reporter
 from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel, Gradients
 from engine.trainer.weights import scalar
+from engine.training.checkpoint_files import Origin
+from engine.training.control import Control
+from engine.training.data import Batch, DataLoader, InMemoryExamples, load_split
+from engine.training.outcome import Diverged, Outcome
+from engine.training.reporting import Reporter
 from tests.training.tiny import SCHEDULE, Tiny, make_job, write_rows
 from tests.unit.trainer.checkpoint.latest import latest
 from tests.waiting import wait_until
@@ -81,7 +83,7 @@ def train(
     path = home / "events.jsonl"
     reporter = Reporter(EventWriter(path, 0, 1))
     model, tokenizer = load_model(job)
-    splits = [load_split(job, name, tokenizer, lambda _: None) for name in ("train", "valid")]
+    splits = [load_split(job, name, row_format(job, tokenizer), lambda _: None) for name in ("train", "valid")]
     collective = Collective("ring", 1, 0)
     strategy = DataParallel(job, model, DataLoader(splits[0], job, [1.0], 0, reporter), collective)
     point = ResumePoint()
@@ -112,7 +114,7 @@ def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(
 
     job = trained.job
     model, tokenizer = load_model(job)
-    examples = load_split(job, "train", tokenizer, lambda _: None)
+    examples = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
     sampler = examples.sampler(4, job.seed)
     gradients, updater = Gradients(model, held=True), Updater(job, model)
     losses = []
@@ -171,7 +173,7 @@ def test_the_prompt_is_masked_as_mlx_lm_masks_it(tiny: Tiny, tmp_path: Path, for
     job = make_job(tiny, tmp_path, data=str(getattr(tiny, form)), mask_prompt=True)
     _, tokenizer = load_model(job)
     stock, _, _ = load_local_dataset(job.data, tokenizer, job)
-    examples = load_split(job, "train", tokenizer, lambda _: None)
+    examples = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
     for index in (0, 7):
         tokens, offset = stock.process(stock[index])
         batch = examples.batch([index])
@@ -352,7 +354,7 @@ def test_each_recomputed_layer_lowers_the_peak(tiny: Tiny, monkeypatch: pytest.M
 def test_validation_is_the_token_mean_over_the_whole_set(tiny: Tiny, tmp_path: Path) -> None:
     job = make_job(tiny, tmp_path / "job", val_batches=-1, iters=1)
     model, tokenizer = load_model(job)
-    valid = load_split(job, "valid", tokenizer, lambda _: None)
+    valid = load_split(job, "valid", row_format(job, tokenizer), lambda _: None)
     gradients = Gradients(model)
     batches = [valid.batch([index]) for index in range(len(valid))]
     expected = sum(gradients.loss(batch) for batch in batches) / sum(batch.targets for batch in batches)
@@ -374,7 +376,9 @@ def test_gradients_of_many_buckets_are_those_of_one(
 
 
 def load_batch(trained: Trained) -> Batch:
-    return load_split(trained.job, "train", load_model(trained.job)[1], lambda _: None).batch([0, 1])
+    return load_split(trained.job, "train", row_format(trained.job, load_model(trained.job)[1]), lambda _: None).batch(
+        [0, 1]
+    )
 
 
 def test_the_checksum_distinguishes_models(tiny: Tiny, tmp_path: Path) -> None:
@@ -459,14 +463,14 @@ def test_data_that_cannot_be_read_is_named(tiny: Tiny, tmp_path: Path, content: 
     (tmp_path / "train.jsonl").write_bytes(content)
     job = make_job(tiny, tmp_path, data=str(tmp_path))
     with pytest.raises(JobError, match=output) as caught:
-        InMemoryExamples(tmp_path / "train.jsonl", load_model(job)[1], job, lambda _: None)
+        InMemoryExamples(tmp_path / "train.jsonl", row_format(job, load_model(job)[1]), job, lambda _: None)
     assert "\n" not in str(caught.value) and "train.jsonl" in str(caught.value)
 
 
 def test_an_example_of_another_format_is_named_by_its_number(tiny: Tiny, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"text": "tower"}, {"prompt": "hold"}])
     job = make_job(tiny, tmp_path, data=str(tmp_path))
-    examples = InMemoryExamples(tmp_path / "train.jsonl", load_model(job)[1], job, lambda _: None)
+    examples = InMemoryExamples(tmp_path / "train.jsonl", row_format(job, load_model(job)[1]), job, lambda _: None)
     with pytest.raises(JobError, match="example 2 does not have the format of the first one"):
         examples.batch([1])
 
@@ -475,7 +479,9 @@ def test_long_examples_are_truncated_and_reported(tiny: Tiny, tmp_path: Path) ->
     write_rows(tmp_path / "train.jsonl", [{"text": "tower " * 100}])
     job = make_job(tiny, tmp_path, data=str(tmp_path), max_seq_length=20)
     output: list[int] = []
-    batch = InMemoryExamples(tmp_path / "train.jsonl", load_model(job)[1], job, output.append).batch([0])
+    batch = InMemoryExamples(tmp_path / "train.jsonl", row_format(job, load_model(job)[1]), job, output.append).batch(
+        [0]
+    )
     assert batch.tokens.shape == (1, 20) and batch.targets == 19 and output[0] > 20
 
 
@@ -501,7 +507,7 @@ def test_a_validation_is_computed_in_pieces_that_are_halved_after_a_late_one(
 ) -> None:
     job = make_job(tiny, tmp_path)
     model, tokenizer = load_model(job)
-    examples = load_split(job, "train", tokenizer, lambda _: None)
+    examples = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
     gradients, rows = Gradients(model), list[int]()
     compute = gradients.loss
 

@@ -14,11 +14,11 @@ from engine.errors import InputError, memory_text
 from engine.plan.context import PlanContext, usable_calibration, why_unused
 from engine.plan.document import (
     OVERRIDE,
-    ChosenSettings,
     Disabled,
     MemorySection,
     RankMemory,
     Rationale,
+    Settings,
     Source,
     WayOut,
 )
@@ -46,7 +46,7 @@ class MemoryFit:
     """The memory section, and what other sections derive from it."""
 
     section: MemorySection | Disabled
-    settings: ChosenSettings | Disabled
+    settings: Settings | Disabled
     """The job's, with the values chosen for "auto"."""
     split: LayerSplit | None = None
     largest_batch: int | None = None

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.store import Snapshot
-from engine.trainer.reporting import Reporter
+from engine.training.checkpoint_files import Origin
+from engine.training.reporting import Reporter
 
 
 def emergency_folder(home: Path) -> Path:

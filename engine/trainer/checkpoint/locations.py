@@ -19,7 +19,10 @@ from typing import Any
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint.emergency import emergency_folder
-from engine.trainer.checkpoint.files import (
+from engine.trainer.checkpoint.resume import Author, StateFolders
+from engine.trainer.checkpoint.store import Checkpoint, verify
+from engine.trainer.collective import Collective
+from engine.training.checkpoint_files import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -27,10 +30,7 @@ from engine.trainer.checkpoint.files import (
     replace_folder,
     update_of,
 )
-from engine.trainer.checkpoint.resume import Author, StateFolders
-from engine.trainer.checkpoint.store import Checkpoint, verify
-from engine.trainer.collective import Collective
-from engine.trainer.reporting import Reporter
+from engine.training.reporting import Reporter
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _EMERGENCY = re.compile(r"/([0-9]+)/rank([0-9]+)$")

@@ -12,10 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import Origin
 from engine.trainer.checkpoint.locations import Destination
 from engine.trainer.checkpoint.store import Snapshot
-from engine.trainer.reporting import Reporter
+from engine.training.checkpoint_files import Origin
+from engine.training.reporting import Reporter
 
 
 @dataclass(frozen=True)

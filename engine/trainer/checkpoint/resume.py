@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
-from engine.trainer.best_validation import BestValidation
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import FileEntry, Manifest, Origin
 from engine.trainer.collective import Collective, Groups, all_gather_object, broadcast_arrays, broadcast_object
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
-from engine.trainer.reporting import Reporter, ReportWindow
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.weights import State
+from engine.training.best_validation import BestValidation
+from engine.training.checkpoint_files import FileEntry, Manifest, Origin
+from engine.training.reporting import Reporter, ReportWindow
 
 Result = TypeVar("Result")
 

@@ -22,7 +22,8 @@ from typing import Any, BinaryIO, cast
 import mlx.core as mx
 
 from engine.protocol.safetensors import CheckpointError, check_header
-from engine.trainer.checkpoint.files import (
+from engine.trainer.weights import State
+from engine.training.checkpoint_files import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     FileEntry,
@@ -37,7 +38,6 @@ from engine.trainer.checkpoint.files import (
     update_of,
     verify_file,
 )
-from engine.trainer.weights import State
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from mlx.utils import tree_flatten
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective, TensorSpec, packed
-from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.optimizer import Updater
-from engine.trainer.sampler import Indices
 from engine.trainer.weights import UINT_OF_SIZE, State, WeightStream, floats
+from engine.training.data import Batch, DataLoader, Split
+from engine.training.sampler import Indices
 
 
 @dataclass(frozen=True)

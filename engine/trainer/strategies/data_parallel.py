@@ -20,15 +20,15 @@ from mlx.utils import tree_flatten
 from engine.protocol.exchange import bucket_elements
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective, packed
-from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.gradient_wire import GradientWire, unscaled
 from engine.trainer.model import compiles
 from engine.trainer.optimizer import Updater
 from engine.trainer.optimizer_state import StateForm
-from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.strategies.loss import Rows, loss_sum
 from engine.trainer.weights import WeightStream, floats, scalar
+from engine.training.data import Batch, DataLoader, Split
+from engine.training.sampler import Indices
 
 _PIECE_ELEMENTS = 2**20
 PIECE_S = 2.0

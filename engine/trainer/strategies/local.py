@@ -27,14 +27,14 @@ from engine.protocol.exchange import AVERAGING_PIECE, AveragingSchedule
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import TensorSpec, all_gather_object, broadcast_arrays, packed
-from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.elastic_group import ElasticGroup, LeftOut, raw, read_array
 from engine.trainer.gradient_wire import INT4, INT8
 from engine.trainer.optimizer_state import StateForm
-from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import LocalStep, Strategy
 from engine.trainer.strategies.data_parallel import Gradients
 from engine.trainer.weights import State, WeightStream, floats, scalar
+from engine.training.data import Batch, DataLoader, Split
+from engine.training.sampler import Indices
 
 _GROUP = "averaging"
 """In the state: by parameter the weight after the last averaging and the outer momentum, and `_TOKENS`."""

@@ -1,4 +1,4 @@
-"""The loss of a batch, a sum and not a mean, and the seed of its dropout.
+"""The loss of a batch, a sum and not a mean.
 
 With a large vocabulary the logits are the largest arrays of a step, and their gradient needs several of that size. So
 they are computed in chunks of tokens, and a chunk's gradient at once, while its logits are there: the head's product is
@@ -8,7 +8,6 @@ not done a second time in the backward pass.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.partition import loss_tokens
-from engine.trainer.data import Batch
+from engine.training.data import Batch
 
 
 @dataclass(frozen=True)
@@ -195,10 +194,3 @@ def shallow_copy(module: nn.Module) -> Any:
     copied = copy.copy(module)
     copied._no_grad = set(module._no_grad)
     return copied
-
-
-def dropout_seed(seed: int, iteration: int, rank: int) -> int:
-    """64 bits that determine everything random in that rank's iteration: no generator state has to be saved, and a
-    resumed run draws the same numbers."""
-    digest = hashlib.blake2b(f"{seed} {iteration} {rank}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")

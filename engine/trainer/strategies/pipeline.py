@@ -22,14 +22,15 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job, JobError
 from engine.protocol.partition import LayerSplit, Step, check_split, micro_batches, schedule
-from engine.trainer.collective import Collective, GroupError
-from engine.trainer.data import Batch, DataLoader, Split
+from engine.trainer.collective import Collective
 from engine.trainer.model import recompute_layers
-from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
 from engine.trainer.strategies.loss import Rows
 from engine.trainer.strategies.sections import Section, check_splittable
 from engine.trainer.weights import scalar
+from engine.training.data import Batch, DataLoader, Split
+from engine.training.outcome import GroupError
+from engine.training.sampler import Indices
 
 _MAGIC = 0x464C4447
 _HEADER_LENGTH = 8

@@ -25,13 +25,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.job import Job, state_bytes
 from engine.trainer.collective import Collective, as_words, from_words
-from engine.trainer.data import Batch, DataLoader, Split
 from engine.trainer.optimizer_state import StateForm
-from engine.trainer.sampler import Indices
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter, float32_sum
 from engine.trainer.strategies.loss import Rows
 from engine.trainer.strategies.sections import Section, check_splittable
 from engine.trainer.weights import scalar
+from engine.training.data import Batch, DataLoader, Split
+from engine.training.sampler import Indices
 
 
 @dataclass(frozen=True)

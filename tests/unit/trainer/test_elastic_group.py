@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from engine.trainer import elastic_group
-from engine.trainer.collective import GroupError, PeerLost, all_gather_object, broadcast_arrays
+from engine.trainer.collective import all_gather_object, broadcast_arrays
 from engine.trainer.elastic_group import ElasticGroup, LeftOut
+from engine.training.outcome import GroupError, PeerLost
 from tests.waiting import wait_until
 
 KEY = b"nonce"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine import validate_checkpoint_consistency, validate_checkpoint_layer
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import Origin
+from engine.training.checkpoint_files import Origin
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.protocol.safetensors import CheckpointError
-from engine.trainer.checkpoint import files as checkpoint_files
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import MANIFEST_NAME, Manifest, Origin
+from engine.training import checkpoint_files
+from engine.training.checkpoint_files import MANIFEST_NAME, Manifest, Origin
 from tests.unit.trainer.checkpoint.latest import latest
 
 Groups = dict[str, dict[str, mx.array]]
@@ -203,7 +203,7 @@ import sys
 from pathlib import Path
 import mlx.core as mx
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.files import Origin
+from engine.training.checkpoint_files import Origin
 folder, update = Path(sys.argv[1]), 1
 while True:
     groups = {"weights": {f"w{n}": mx.full((100_000,), update + n, dtype=mx.float32) for n in range(20)}}

@@ -1,4 +1,4 @@
-"""The reports of the trainer: events for the head, lines for people, and mlx-lm's callbacks (W&B, SwanLab) where
+"""The reports of a trainer: events for the head, lines for people, and mlx-lm's callbacks (W&B, SwanLab) where
 configured.
 """
 
@@ -6,14 +6,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import mlx.core as mx
+from typing import Any
 
 from engine.protocol.events import EventWriter
-
-if TYPE_CHECKING:
-    from mlx_lm.tuner.callbacks import TrainingCallback
 
 _GOING_ON_S = 10.0
 
@@ -23,8 +18,8 @@ class Reporter:
 
     def __init__(self, events: EventWriter) -> None:
         self._events = events
-        self.callback: TrainingCallback | None = None
-        """mlx-lm's, on the rank that has one."""
+        self.callback: Any = None
+        """mlx-lm's TrainingCallback, on the rank that has one."""
         self._phase: str | None = None
         self._reported_at = time.monotonic()
         self._warned: set[str] = set()
@@ -93,7 +88,7 @@ class ReportWindow:
         self.tokens += tokens
         self.seconds += seconds
 
-    def close(self, iteration: int, learning_rate: float) -> dict[str, Any]:
+    def close(self, iteration: int, learning_rate: float, peak_memory_bytes: int) -> dict[str, Any]:
         """The report, in mlx-lm's names and units; the window starts again."""
         self.trained_tokens += self.tokens
         values = {
@@ -103,7 +98,7 @@ class ReportWindow:
             "iterations_per_second": self.iterations / self.seconds,
             "tokens_per_second": self.tokens / self.seconds,
             "trained_tokens": self.trained_tokens,
-            "peak_memory": mx.get_peak_memory() / 1e9,
+            "peak_memory": peak_memory_bytes / 1e9,
         }
         self.loss_sum, self.losses, self.iterations, self.tokens, self.seconds = 0.0, 0, 0, 0, 0.0
         return values

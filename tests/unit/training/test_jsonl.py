@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol.job import JobError
-from engine.trainer import jsonl
-from engine.trainer.jsonl import JsonlIndex, has_examples
+from engine.training import jsonl
+from engine.training.jsonl import JsonlIndex, has_examples
 
 pieces = st.lists(st.sampled_from(["", "  ", "\r", '{"text": "a"}', '{"text": "bé"} ', '{"n": 1}\r']), max_size=40)
 

@@ -1,4 +1,5 @@
-"""Which examples are in which global batch, of which ranks take slices (protocol.partition).
+"""Which examples are in which global batch, of which ranks take slices (protocol.partition), and what seeds a
+rank's dropout.
 
 The order is a function of seed and epoch (and of the chunk size, where a dataset is streamed), and the position is one
 integer. So the sequence of global batches is the same for every world size, and no other use of random numbers
@@ -7,6 +8,7 @@ changes it.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -170,3 +172,10 @@ def _raw(length: int, stream: _Stream, purpose: int) -> NDArray[np.uint64]:
     # The raw stream of a named bit generator is the same in every numpy, which Generator.permutation does not promise.
     counter = [0, stream.part, purpose, stream.epoch]
     return np.random.Philox(key=stream.seed & (2**64 - 1), counter=counter).random_raw(length)
+
+
+def dropout_seed(seed: int, iteration: int, rank: int) -> int:
+    """64 bits that determine everything random in that rank's iteration: no generator state has to be saved, and a
+    resumed run draws the same numbers."""
+    digest = hashlib.blake2b(f"{seed} {iteration} {rank}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol.partition import ChunkPlan, chunk_plan, epoch_iterations, share_counts, share_slice
-from engine.trainer.sampler import Sampler, fixed_batches
+from engine.training.sampler import Sampler, fixed_batches
 
 lengths = st.lists(st.integers(0, 5_000), min_size=1, max_size=200)
 shares = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)

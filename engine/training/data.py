@@ -1,0 +1,240 @@
+"""Training examples, tokenised by the trainer's framework, padded into batches, and loaded rank by rank.
+
+A small split is held in memory and tokenised once. A large one is streamed in chunks: examples are read from the file
+when their batch is due, so that memory use is that of one chunk.
+"""
+
+from __future__ import annotations
+
+import gc
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.protocol.job import Job, JobError
+from engine.protocol.partition import (
+    ChunkPlan,
+    chunk_plan,
+    padded_width,
+    progress_text,
+    share_counts,
+    share_counts_among,
+    share_slice,
+)
+from engine.training.jsonl import JsonlIndex, has_examples, parse_row
+from engine.training.reporting import Reporter
+from engine.training.sampler import Indices, Sampler, fixed_batches
+
+Tokens = tuple[list[int], int]
+"""An example's tokens, and the index of its first target."""
+RowFormat = Callable[[dict[str, Any]], Callable[[dict[str, Any]], Tokens]]
+"""From a file's first row, which determines the format of all, to what tokenises each. Raises ValueError."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: NDArray[np.int32]
+    """[examples, length], padded with 0."""
+    bounds: NDArray[np.int32]
+    """[examples, 2]: the first token that is a target, and the number of tokens."""
+    targets: int
+
+
+class Split(ABC):
+    """One file of examples."""
+
+    plan: ChunkPlan
+    checksum: int
+    """CRC-32 of the file."""
+    _tokenise: Callable[[dict[str, Any]], Tokens]
+
+    def __init__(self, path: Path, job: Job, on_truncate: Callable[[int], None]) -> None:
+        self._path = path
+        self._max_length = job.max_seq_length
+        self._on_truncate = on_truncate
+
+    def __len__(self) -> int:
+        return self.plan.dataset_size
+
+    def batch(self, indices: Sequence[int] | Indices) -> Batch:
+        """The examples at `indices` (one or more), padded to a width of `padded_width` or less. Raises JobError."""
+        return _padded(self._examples([int(index) for index in indices]), self._max_length, self._on_truncate)
+
+    def sampler(self, batch_size: int, seed: int) -> Sampler:
+        """Endless global batches. Raises JobError for fewer examples than a batch."""
+        try:
+            return Sampler(self.plan, self._lengths, batch_size, seed)
+        except ValueError as error:
+            raise JobError(f"[job] batch_size = {batch_size}: {error}") from error
+
+    def fixed_batches(self, batch_size: int, seed: int, limit: int) -> Iterator[Indices]:
+        """Batches for validation and test, at most `limit`: the same every time."""
+        return fixed_batches(self.plan, batch_size, seed, limit)
+
+    @abstractmethod
+    def _examples(self, indices: list[int]) -> list[Tokens]:
+        """Raises JobError."""
+
+    @abstractmethod
+    def _lengths(self, start: int, end: int) -> Indices:
+        """Those of a half-open range of examples, for sorting: of their text, since tokenising all would take long."""
+
+    def _choose_format(self, row_format: RowFormat, first: dict[str, Any]) -> None:
+        try:
+            self._tokenise = row_format(first)
+        except ValueError as error:
+            raise JobError(f"{self._path}: {str(error).splitlines()[0]}") from error
+
+    def _tokens(self, index: int, row: dict[str, Any]) -> Tokens:
+        try:
+            return self._tokenise(row)
+        except (KeyError, TypeError, IndexError) as error:
+            raise JobError(
+                f"{self._path}: example {index + 1} does not have the format of the first one: {error!r}"
+            ) from error
+
+
+class InMemoryExamples(Split):
+    """A split in memory, each example tokenised once."""
+
+    def __init__(self, path: Path, row_format: RowFormat, job: Job, on_truncate: Callable[[int], None]) -> None:
+        """Read `path`; a missing file is an empty split. Raises JobError for what cannot be read."""
+        super().__init__(path, job, on_truncate)
+        raw = path.read_bytes() if path.exists() else b""
+        self.checksum = zlib.crc32(raw)
+        lines = enumerate(raw.split(b"\n"), 1)
+        self._rows = [parse_row(path, number, line) for number, line in lines if line.strip()]
+        self._tokenised: dict[int, Tokens] = {}
+        self.plan = ChunkPlan.whole(len(self._rows))
+        if self._rows:
+            self._choose_format(row_format, self._rows[0])
+        self._characters = np.asarray([_length(row) for row in self._rows], dtype=np.int64)
+
+    def _examples(self, indices: list[int]) -> list[Tokens]:
+        for index in indices:
+            if index not in self._tokenised:
+                self._tokenised[index] = self._tokens(index, self._rows[index])
+        return [self._tokenised[index] for index in indices]
+
+    def _lengths(self, start: int, end: int) -> Indices:
+        return self._characters[start:end]
+
+
+class StreamedExamples(Split):
+    """A split on disk: an example is read and tokenised each time it is used."""
+
+    def __init__(self, path: Path, row_format: RowFormat, job: Job, on_truncate: Callable[[int], None]) -> None:
+        """Index `path`, which has at least one example. Raises JobError for what cannot be read."""
+        super().__init__(path, job, on_truncate)
+        self._index = JsonlIndex.of(path, job.home / "index")
+        self.plan = chunk_plan(len(self._index), job.chunk_size)
+        self.checksum = self._index.checksum
+        self._choose_format(row_format, self._index.rows([0])[0])
+
+    def _examples(self, indices: list[int]) -> list[Tokens]:
+        return [self._tokens(*pair) for pair in zip(indices, self._index.rows(indices), strict=True)]
+
+    def _lengths(self, start: int, end: int) -> Indices:
+        return self._index.lengths(start, end)
+
+
+def load_split(job: Job, name: str, row_format: RowFormat, on_truncate: Callable[[int], None]) -> Split:
+    """The split `name` (train, valid or test) of the job's data directory: streamed if it has [job] chunk_size examples
+    or more, unless chunking is off. Raises JobError."""
+    path = job.data / f"{name}.jsonl"
+    try:
+        large = job.chunking and path.exists() and has_examples(path, job.chunk_size)
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error}") from error
+    return (StreamedExamples if large else InMemoryExamples)(path, row_format, job, on_truncate)
+
+
+def load_train_split(job: Job, row_format: RowFormat, on_truncate: Callable[[int], None]) -> Split:
+    """Raises JobError, also when there is no example."""
+    train = load_split(job, "train", row_format, on_truncate)
+    if not len(train):
+        raise JobError(f"{job.data / 'train.jsonl'} is missing or empty: there is nothing to train on")
+    return train
+
+
+def _padded(examples: list[Tokens], max_length: int, on_truncate: Callable[[int], None]) -> Batch:
+    longest = max(len(tokens) for tokens, _ in examples)
+    if longest > max_length:
+        on_truncate(longest)
+    bounds = [(max(start, 1), min(len(tokens), max_length)) for tokens, start in examples]
+    # The input is all but the last token.
+    width = min(1 + padded_width(max(longest - 1, 1)), max(max_length, 2))
+    array = np.zeros((len(examples), width), np.int32)
+    for row, ((tokens, _), (_, end)) in enumerate(zip(examples, bounds, strict=True)):
+        array[row, :end] = tokens[:end]
+    targets = sum(max(0, end - start) for start, end in bounds)
+    return Batch(array, np.asarray(bounds, np.int32), targets)
+
+
+def _length(value: Any) -> int:
+    """Characters of text in an example."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_length, value.values()))
+    if isinstance(value, list):
+        return sum(map(_length, value))
+    return 0
+
+
+class DataLoader:
+    """This rank's share of each global batch, by its position alone: resuming needs no other state."""
+
+    def __init__(
+        self,
+        train: Split,
+        job: Job,
+        shares: Sequence[float],
+        rank: int,
+        reporter: Reporter,
+        validates: Sequence[bool] | None = None,
+    ) -> None:
+        """`shares`: relative. `validates`: the ranks that take part in validation, all by default. Raises JobError for
+        a batch too small for the ranks or too large for the data."""
+        self._train = train
+        try:
+            self._counts = share_counts(job.batch_size, shares)
+            self._validation_counts = share_counts_among(job.batch_size, shares, validates)
+        except ValueError as error:
+            raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
+        self._sampler = train.sampler(job.batch_size, job.seed)
+        self._rank = rank
+        self._reporter = reporter
+
+    def batch(self, position: int) -> Batch:
+        """This rank's examples of the `position`-th global batch, from 0. Raises JobError."""
+        return self._train.batch(self.local_share(self._sampler.batch(position)))
+
+    def local_share(self, batch: Indices) -> Indices:
+        """This rank's examples of a global batch; perhaps none of a short one."""
+        return batch[share_slice(len(batch), self._counts, self._rank)]
+
+    def validation_share(self, batch: Indices) -> Indices:
+        """This rank's examples of a batch of a validation or test; perhaps none."""
+        return batch[share_slice(len(batch), self._validation_counts, self._rank)]
+
+    def end_batch(self, position: int) -> bool:
+        """Called after training on the batch at `position`: if a chunk ends with it, free its memory, report it, and
+        return True."""
+        ended = self._sampler.chunk_end(position)
+        if ended is None:
+            return False
+        gc.collect()
+        (epoch, chunk), num_chunks = ended, self._train.plan.num_chunks
+        text = progress_text(chunk, num_chunks)
+        self._reporter.event(
+            "chunk", chunk=chunk, num_chunks=num_chunks, epoch=epoch, iteration=position + 1, progress=text
+        )
+        self._reporter.print(text)
+        return True
