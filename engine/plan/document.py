@@ -430,9 +430,9 @@ class TorchCandidate(FrozenModel):
     """As people call it: "FSDP full, cpu offload"."""
     strategy: str
     sharding: str | None
-    """Of fsdp alone."""
+    """null but with fsdp."""
     zero_stage: int | None
-    """Of deepspeed alone."""
+    """null but with deepspeed."""
     offload: str
     needed_bytes: int
     """On the GPU, or in all on the CPU; the reserve included."""

@@ -1,4 +1,4 @@
-"""What the tools of PyTorch take, made from a plan: accelerate_config.yaml, ds_config.json, DeepSpeed's hostfile, a
+"""The input of PyTorch's tools, made from a plan: accelerate_config.yaml, ds_config.json, DeepSpeed's hostfile, a
 PyTorchJob for Kubernetes, and the commands to paste, each for this job over these machines.
 
 Sources: `accelerate config` of Accelerate 1.15 (commands/config/config_args.py, utils/dataclasses.py), engine.protocol.
@@ -46,12 +46,12 @@ class TorchLaunch:
     settings: ChosenTorchSettings
     machines: tuple[Machine, ...]
     program: tuple[str, ...]
-    """What follows a launcher: a script or "-m" and a module, with its arguments."""
+    """The words after a launcher: a script or "-m" and a module, with its arguments."""
     address: str = "localhost"
     """Rank 0's, for the others."""
     on_gpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of every rank; without secrets."""
+    """Every rank's; without secrets."""
     blocks: tuple[str, ...] = ()
     """Classes that FSDP wraps; (): those that the model names itself."""
     micro_batch: int | None = None

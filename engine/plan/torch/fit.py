@@ -126,7 +126,7 @@ def _requested(context: PlanContext) -> dict[str, Any]:
 
 
 def _gpus(context: PlanContext) -> tuple[bool, tuple[NvidiaGpu | None, ...]]:
-    """Whether the ranks compute on GPUs, and each one's: that of its place on its machine."""
+    """(the ranks compute on GPUs, each rank's GPU): the one of its place on its machine."""
     on_gpu = context.backend == "nccl"
     if not on_gpu:
         return False, ()
@@ -224,7 +224,7 @@ def _unestimated(asked: Mapping[str, Any], why: str, rationale: Rationale) -> To
 
 def _contradiction(asked: Mapping[str, Any]) -> str:
     given = ", ".join(f"{key} = {asked[key]}" for key in _KEYS[:4] if asked[key] != AUTO)
-    return f"{given} do not go together: ddp offloads nothing, and fsdp to the cpu alone"
+    return f"{given} do not go together: ddp offloads nothing, fsdp to the cpu alone, and only ZeRO-3 to nvme"
 
 
 def _explain(asked: Mapping[str, Any], choice: StrategyChoice, rationale: Rationale) -> None:

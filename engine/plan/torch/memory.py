@@ -40,7 +40,7 @@ buffers, 0.5 to 1 GiB."""
 PROCESS_BYTES = 400 * 10**6
 """Resident memory of an interpreter with torch, transformers, accelerate and peft, before a model: measured."""
 DEEPSPEED_BYTES = 60 * 10**6
-"""What DeepSpeed adds to that: measured."""
+"""DeepSpeed adds this to it: measured."""
 _PREFETCH_ELEMENTS = BUCKET_ELEMENTS // 4
 """stage3_prefetch_bucket_size of engine.protocol.deepspeed."""
 _LIVE_ELEMENTS = 10**9
@@ -108,7 +108,7 @@ class _Buffers:
 
 
 class _TorchRank:
-    """What does not depend on the batch, computed once."""
+    """A rank's part of the model and of the job; nothing of it depends on the batch."""
 
     def __init__(self, shape: ModelShape, workload: TorchWorkload) -> None:
         self.shape, self.workload = shape, workload
@@ -189,11 +189,12 @@ class _TorchRank:
             return _Buffers(always=trained * _FLOAT32_BYTES if workload.world_size > 1 else 0)
         if workload.strategy == "fsdp":
             # The section that is used, the next one, and the flat copy that the next one is gathered into.
-            inside = sum(self.blocks) if workload.sharding == "grad_op" else 2 * largest
+            two = min(2 * largest, sum(self.blocks))
+            inside = sum(self.blocks) if workload.sharding == "grad_op" else two
             gathered = (outside + inside + max(outside, largest)) * compute
             reduced = largest if self.full else trained // max(1, len(self.trained_layers))
             back = reduced * (compute + _FLOAT32_BYTES) + -(-reduced * _FLOAT32_BYTES // self.shards)
-            return _Buffers(loss=gathered, backward=(outside + 2 * largest) * compute + back)
+            return _Buffers(loss=gathered, backward=(outside + two) * compute + back)
         # On a GPU a bucket is allocated whole; on the CPU memory is resident once it is written to.
         bucket = (BUCKET_ELEMENTS if workload.on_gpu else min(trained, BUCKET_ELEMENTS)) * compute
         if self.zero < 3:
@@ -208,7 +209,7 @@ class _TorchRank:
 
     @cached_property
     def offloaded(self) -> frozenset[str]:
-        """What is not on the GPU."""
+        """The parts of the state that are not on the GPU."""
         workload = self.workload
         if workload.offload == "none" or workload.strategy == "ddp":
             return frozenset()

@@ -96,7 +96,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
 
 
 def _environment(context: PlanContext) -> Mapping[str, str]:
-    """Of every rank alike: NCCL's variables and the job's own, and the interface where all machines call it the
+    """The variables of all ranks alike: NCCL's and the job's own, and the interface where all machines call it the
     same."""
     plan, found = context.inputs.network, dict[str, str]()
     if plan is not None and len({host.ssh for host in plan.hosts}) > 1:

@@ -129,7 +129,8 @@ def _candidates(
             continue
         if asked.get("strategy", strategy) != strategy or asked.get("offload", offload) != offload:
             continue
-        if strategy == "fsdp" and offload == "nvme":
+        # DeepSpeed's documentation of offload_optimizer: nvme is for stage 3 alone.
+        if offload == "nvme" and how != {"zero_stage": 3}:
             continue
         if any(key in asked and asked[key] != value for key, value in how.items()):
             continue

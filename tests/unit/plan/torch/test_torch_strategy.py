@@ -144,3 +144,9 @@ def test_the_plan_of_a_torch_job_has_no_words_of_mlx() -> None:
     assert made.hardware_calibration.macos_qos_api == "not on macOS"
     assert not {"sizes", "sharded_on_ring", "wire"} & {advice.name for advice in made.advice}
     assert made.distributed_config.mlx_launch_command is None
+
+
+def test_weights_that_mlx_has_quantized_are_refused() -> None:
+    packed = QWEN3_4B | {"quantization": {"bits": 4, "group_size": 64}}
+    made = plan(box("h", 8, "NVIDIA H100 80GB HBM3"), {"batch_size": 8}, model=packed)
+    assert [each.name for each in made.refusals] == ["model"]
