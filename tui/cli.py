@@ -236,6 +236,10 @@ def _planning(commands: Commands) -> None:
         ("flightdeck plan --explain", "the reason of each choice, and where its figure came from"),
         ("flightdeck plan --json | jq .batch_configuration", "the document, version 2.0.0"),
         ("flightdeck plan --format v1", "the older document"),
+        (
+            "flightdeck plan --write DIR",
+            "write accelerate_config.yaml, ds_config.json, pytorchjob.yaml of a PyTorch job",
+        ),
         ("flightdeck plan --apply", "write the suggested batch, learning rate and warm-up into flightdeck.toml"),
         adopts=False,
     )
@@ -247,6 +251,11 @@ def _planning(commands: Commands) -> None:
         "--apply",
         action="store_true",
         help="write the suggested batch, learning rate and warm-up into [job]; the former file is kept as FILE.bak",
+    )
+    plan.add_argument(
+        "--write",
+        metavar="DIR",
+        help="write the files that PyTorch's own tools take into this folder; with --json their paths are `written`",
     )
     _layer_split(plan)
     calibrate = _command(

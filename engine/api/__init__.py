@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         Scaling,
         ScalingPoint,
     )
-    from engine.plan.document import TrainingPlan
+    from engine.plan.document import TorchSection, TrainingPlan
     from engine.plan.explain import explained, summary
     from engine.plan.network import NetworkPlan
     from engine.plan.prediction import Prediction
@@ -49,7 +49,7 @@ _NAMES: Final = {
     "engine.config.draft": "DraftJob DraftNode already_there draft find_job unique_names write_draft",
     "engine.config.models": "Config with_strategy",
     "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure Scaling ScalingPoint",
-    "engine.plan.document": "TrainingPlan",
+    "engine.plan.document": "TorchSection TrainingPlan",
     "engine.plan.explain": "explained summary",
     "engine.plan.network": "NetworkPlan",
     "engine.plan.prediction": "Prediction",

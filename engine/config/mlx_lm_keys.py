@@ -24,7 +24,8 @@ _BELOW = 2**63
 _Count = Annotated[int, Field(ge=1, lt=_BELOW)]
 _NotNegative = Annotated[int, Field(ge=0, lt=_BELOW)]
 _Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
-_Reporters = Annotated[str, Field(pattern=r"^\s*(wandb|swanlab)\s*(,\s*(wandb|swanlab)\s*)*$")]
+_SERVICE = r"\s*(tensorboard|wandb|swanlab)\s*"
+_Reporters = Annotated[str, Field(pattern=rf"^{_SERVICE}(,{_SERVICE})*$")]
 _Argument = FiniteFloat | bool | Annotated[list[FiniteFloat], Field(max_length=8)]
 
 
@@ -282,8 +283,13 @@ KEYS: dict[str, Key] = {
     "test_batches": Key(COUNT_OR_ALL, 500, "Batches of the test."),
     "adapter_path": Key(TEXT, None, "Directory for the adapters or weights. By default the run's own directory."),
     "resume_adapter_file": Key(TEXT, None, "Adapters or weights to start from."),
-    "report_to": Key(Form(_Reporters, "wandb, swanlab, or both separated by a comma"), None, "Services to report to."),
-    "project_name": Key(TEXT, None, "Project at these services."),
+    "report_to": Key(
+        Form(_Reporters, "tensorboard, wandb, swanlab, or several separated by commas"),
+        None,
+        "Services to report to. This machine writes those of tensorboard and wandb from the run's metrics, into the "
+        "run's own directory; rank 0 reports to swanlab.",
+    ),
+    "project_name": Key(TEXT, None, "Project at W&B and SwanLab."),
     "trust_remote_code": Key(FLAG, False, "Allow the tokenizer's own code to run."),
     "prompt_feature": Key(TEXT, _NO_DEFAULT, "Name of the prompt's field in the data."),
     "completion_feature": Key(TEXT, _NO_DEFAULT, "Name of the completion's field in the data."),
@@ -293,6 +299,15 @@ KEYS: dict[str, Key] = {
 
 DEFAULTS: dict[str, Any] = {name: key.default for name, key in KEYS.items() if key.default is not _NO_DEFAULT}
 """The `*_feature` keys have no default: mlx-lm checks whether they are present."""
+
+HEAD_TRACKERS = ("tensorboard", "wandb")
+"""Services of report_to that the head writes."""
+
+
+def services(report_to: object) -> tuple[str, ...]:
+    """The services that a value of report_to names, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in report_to.split(","))) if isinstance(report_to, str) else ()
+
 
 LOCAL_KEYS = ("local_steps", "outer_learning_rate", "outer_momentum")
 """Those of strategy "local" alone."""

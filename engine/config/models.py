@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from engine.config.faults import accepts
 from engine.config.formats import address_form, device_form, path_form, remote_path_form, resolved, split_form
-from engine.config.mlx_lm_keys import LOCAL_KEYS
+from engine.config.mlx_lm_keys import HEAD_TRACKERS, LOCAL_KEYS, services
 from engine.errors import InputError
 from engine.models import FrozenModel
 from engine.protocol.job import STRATEGIES, Framework, Strategy
@@ -150,6 +150,16 @@ class JobConfig(_Section):
     """Stream large datasets in chunks instead of keeping them in memory."""
     chunk_size: int = Field(default=50_000, ge=1)
     """Examples per chunk. Smaller datasets are not streamed."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Services of `report_to` that the head writes from the run's metrics."""
+        return tuple(name for name in HEAD_TRACKERS if name in services(self.mlx_lm.get("report_to")))
+
+    @property
+    def node_reporters(self) -> tuple[str, ...]:
+        """The other services of `report_to`, which rank 0 reports to."""
+        return tuple(name for name in services(self.mlx_lm.get("report_to")) if name not in HEAD_TRACKERS)
 
     @property
     def partitioned(self) -> bool:

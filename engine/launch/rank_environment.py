@@ -151,6 +151,8 @@ def trainer_job(config: Config, layer_split: str | None = None) -> dict[str, Any
     ours: dict[str, Any] = {"chunking": job.chunking, "chunk_size": job.chunk_size}
     if job.framework == "torch":
         ours["framework"] = job.framework
+    if "report_to" in job.mlx_lm:
+        ours["report_to"] = ",".join(job.node_reporters) or None
     return {**job.mlx_lm, **ours, **{key: value for key, value in named.items() if value is not None}}
 
 

@@ -278,21 +278,15 @@ def _interface(fact: NodeFacts | None, ips: Sequence[str]) -> str | None:
     return next((each.name for each in interfaces if any(ip.split("/")[0] == ips[0] for ip in each.ipv4)), None)
 
 
-def _gpus(fact: NodeFacts | None) -> int:
-    """NVIDIA GPUs of a machine, as far as they are known."""
-    return int(fact is not None and fact.system == "Linux" and fact.gpu_limit_bytes is not None)
-
-
 def _for_torch(backend: str, nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts]) -> _BackendChoice:
     """NCCL wants an NVIDIA GPU for each rank."""
     if backend != "auto":
         return _BackendChoice(backend, (f"the configuration sets {backend}",))
     hosts = [node.ssh for node in nodes]
-    without = [node.name for node in nodes if _gpus(facts.get(node.name)) < hosts.count(node.ssh)]
+    gpus = {node.name: len(facts[node.name].gpus) if node.name in facts else 0 for node in nodes}
+    without = [node.name for node in nodes if gpus[node.name] < hosts.count(node.ssh)]
     if without:
-        return _BackendChoice(
-            "gloo", (f"not every rank is known to have an NVIDIA GPU: {', '.join(without)} has none",)
-        )
+        return _BackendChoice("gloo", (f"not known to have an NVIDIA GPU for each rank: {', '.join(without)}",))
     return _BackendChoice("nccl", ("every rank has an NVIDIA GPU", _infiniband(nodes, facts)))
 
 

@@ -12,6 +12,7 @@ from engine.plan.document import Rationale, Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.prediction import mean_updates
 from engine.protocol.exchange import averaging, exchange
+from engine.protocol.job import AUTO
 from engine.protocol.partition import (
     SPLITTABLE_MODULES,
     LayerSplit,
@@ -48,16 +49,20 @@ def strategy_section(
     name = context.strategy
     hosts = [node.ssh for node in context.inputs.config.nodes]
     per_host = {hosts.count(host) for host in hosts}
+    automatic = context.job.strategy == AUTO
     origin = "set by --strategy" if name != context.job.strategy else "set by the job, or its default"
-    rationale.explain("strategy.parallelism", Source.USER, f"{name}: {origin}")
+    if automatic:
+        origin = 'strategy = "auto", by the memory of the ranks: see settings.strategy'
+    rationale.explain("strategy.parallelism", Source.RULE if automatic else Source.USER, f"{name}: {origin}")
+    each = "process" if context.torch else "[[node]]"
     rationale.explain(
         "strategy.world_size",
         Source.USER,
-        f"one rank per [[node]]: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
+        f"one rank per {each}: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
         + ("; one process drives the GPU of a Mac" if context.platform == "apple" else ""),
     )
     not_launchable = None
-    if name != context.job.strategy:
+    if name != context.job.strategy and not automatic:
         not_launchable = (
             f'the job uses strategy {context.job.strategy}: set [job] strategy = "{name}" to launch this one'
         )

@@ -47,6 +47,9 @@ def deepspeed_config(
     }
     if max_grad_norm is not None:
         config["gradient_clipping"] = max_grad_norm
+    if settings.precision in ("bf16", "fp16"):
+        # Gradients travel compressed to 16 bits; it is DeepSpeed's default, too.
+        config["communication_data_type"] = settings.precision
     if settings.precision == "bf16":
         config["bf16"] = {"enabled": True}
     elif settings.precision == "fp16":

@@ -86,11 +86,16 @@ def keep_secrets(run_dir: RunDir, environment: MutableMapping[str, str], *, adop
     `environment` to a file of the run, mode 0600; an adopter takes them from there into its own, by which they are
     also redacted. Raises OSError when they cannot be written."""
     if not adopted:
-        write_atomic(run_dir.secrets, json.dumps({name: environment[name] for name in SECRETS if name in environment}))
+        write_atomic(run_dir.secrets, json.dumps(_kept(environment)))
         return
     with contextlib.suppress(OSError, ValueError):
         kept = json_object(json.loads(run_dir.secrets.read_bytes()))
-        environment.update({name: value for name in SECRETS if isinstance(value := kept.get(name), str)})
+        environment.update(_kept({name: value for name, value in kept.items() if isinstance(value, str)}))
+
+
+def _kept(environment: Mapping[str, str]) -> dict[str, str]:
+    """The secrets, and W&B's other variables: which mode and server a run reports to."""
+    return {name: text for name, text in environment.items() if name in SECRETS or name.startswith("WANDB_")}
 
 
 @dataclass(frozen=True)

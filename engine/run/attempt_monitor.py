@@ -228,8 +228,8 @@ class AttemptMonitor:
         return changed
 
     def _dispense_nodes(self) -> None:
-        """Of an elastic job, whose ranks are nodes: those that it can lose, as long as the least number remains. What
-        was lost while that was so stays dispensable."""
+        """Mark the nodes that an elastic job can lose, each of which is a rank: all but rank 0's, as long as the least
+        number remains. One that was lost while that was so stays dispensable."""
         going = [rank for rank in self._ranks.all if not rank.ended]
         spare = len(going) > (self._recovery.min_nodes or len(self._ranks.all))
         for rank in going:

@@ -245,6 +245,14 @@ class AlarmRaised(Event):
     message: str
 
 
+class TrackerFailed(Event):
+    """Nothing more is written for this tracker; the run goes on."""
+
+    event: Literal["tracker_failed"] = "tracker_failed"
+    tracker: str
+    why: str
+
+
 class HangDetected(Event):
     event: Literal["hung"] = "hung"
     hang: Hang
