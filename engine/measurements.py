@@ -94,12 +94,99 @@ class GroupMeasure(FrozenModel):
         return max(0.0, 1 - sum(self.compute_s.values()) / len(self.compute_s) / self.step_s)
 
 
+PAYS = 0.5
+"""A rank more pays while it brings at least this part of what a rank does by itself: below, it waits for longer than it
+works, and each example that it adds costs more than twice its own machine time."""
+
+
+class ScalingPoint(FrozenModel):
+    """Real iterations over so many ranks. Times are of one iteration, in the mean over the ranks."""
+
+    ranks: Batch
+    """The first of the configuration."""
+    batch: Count = 0
+    """Sequences of an iteration over all of them."""
+    steps: Count = 0
+    """Iterations that were timed."""
+    step_s: Figure | None = None
+    examples_per_s: Figure | None = None
+    tokens_per_s: Figure | None = None
+    data_s: Figure | None = None
+    compute_s: Figure | None = None
+    """Forward and backward passes; of a single rank often the update, too, which MLX computes with them."""
+    communicate_s: Figure | None = None
+    """Waiting for other ranks, and what of the exchange is not beside the computation."""
+    update_s: Figure | None = None
+    peak_bytes: Count | None = None
+    """The largest rank's."""
+    problem: str | None = None
+    """Why it was not measured."""
+
+
+class Scaling(FrozenModel):
+    """The throughput of one job over 1, 2, … of its nodes' ranks."""
+
+    cluster: str
+    job: str
+    fingerprint: str
+    """See engine.plan.fingerprint.scaling_fingerprint."""
+    taken_at: datetime
+    strategy: str
+    framework: str = "mlx"
+    backend: str | None = None
+    quick: bool = False
+    per_rank_batch: bool = False
+    """Weak scaling: each rank's part of the batch is kept, so that the batch grows with the ranks. Else strong scaling:
+    the job's own batch is divided over ever more ranks."""
+    nodes: tuple[str, ...] = ()
+    """In rank order."""
+    points: tuple[ScalingPoint, ...] = ()
+    """Ascending; when interrupted, those so far."""
+    complete: bool = False
+    """Each number of ranks was tried."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> tuple[ScalingPoint, ...]:
+        return tuple(point for point in self.points if point.examples_per_s)
+
+    @property
+    def own_rate(self) -> float | None:
+        """Examples/s that one rank does by itself; where a single rank was not measured, a rank among the fewest."""
+        return (self.measured[0].examples_per_s or 0.0) / self.measured[0].ranks if self.measured else None
+
+    def speed_up(self, point: ScalingPoint) -> float | None:
+        """How many ranks by themselves would do as much."""
+        own = self.own_rate
+        return point.examples_per_s / own if point.examples_per_s and own else None
+
+    def efficiency(self, point: ScalingPoint) -> float | None:
+        """Speed-up over ranks; above 1 where the nodes differ, or a rank's part of the batch fits better."""
+        speed_up = self.speed_up(point)
+        return speed_up / point.ranks if speed_up is not None else None
+
+    def gain(self, point: ScalingPoint, before: ScalingPoint) -> float | None:
+        """The part of a rank's own rate that each added one brings since the measured point `before`."""
+        now, then = self.speed_up(point), self.speed_up(before)
+        return (now - then) / (point.ranks - before.ranks) if now is not None and then is not None else None
+
+    @property
+    def stops_paying(self) -> int | None:
+        """The first number of ranks from which none that was measured brings PAYS of a rank for each one added: a dip
+        at a number that divides the batch badly is none. None where the last one still pays."""
+        known = self.measured
+        for place in range(1, len(known)):
+            if all((self.gain(point, known[place - 1]) or 0.0) < PAYS for point in known[place:]):
+                return known[place].ranks
+        return None
+
+
 @dataclass(frozen=True)
 class CalibrationProgress:
     """How far a calibration has come, in memory only."""
 
     what: str
-    """A node, "a - b" for the link between two, or "all ranks"."""
+    """A node, "a - b" for the link between two, "all ranks", or "2 ranks" for their scaling."""
     phase: str
     """ "loading", "probing", "warming up", "measuring", "measured", "not measured"."""
     elapsed_s: float = 0.0

@@ -315,6 +315,14 @@ class RdmaDevice(FrozenModel):
     """Its GID table has an IPv4 address, which queue pairs need; None if unknown."""
 
 
+class NvidiaGpu(FrozenModel):
+    """As nvidia-smi lists it."""
+
+    name: str
+    """"NVIDIA H100 80GB HBM3"."""
+    memory_bytes: int | None = None
+
+
 class NodeFacts(FrozenModel):
     """The last known facts of a node. None means "not measured"."""
 
@@ -342,6 +350,7 @@ class NodeFacts(FrozenModel):
     memory_used_bytes: int | None = None
     gpu_limit_bytes: int | None = None
     """Memory limit of the GPU: iogpu.wired_limit_mb, else Metal's recommended working set."""
+    gpus: tuple[NvidiaGpu, ...] = ()
     swap_used_bytes: int | None = None
     disk_free_bytes: int | None = None
     disk_total_bytes: int | None = None

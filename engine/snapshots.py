@@ -191,6 +191,16 @@ class TrainedFile(SavedFile):
 
 
 @dataclass(frozen=True)
+class TrackerStatus:
+    name: str
+    """ "tensorboard" or "wandb"."""
+    use: str | None
+    """The command that shows or sends its files, or the address of the service's page; None before there is any."""
+    problem: str | None = None
+    """Why nothing more is written for it."""
+
+
+@dataclass(frozen=True)
 class ChunkProgress:
     """Progress through data that is streamed in chunks."""
 
@@ -235,6 +245,7 @@ class RunSnapshot:
     damage: tuple[str, ...] = ()
     """The run's files that are missing or damaged, one line each."""
     trained: TrainedFile | None = None
+    trackers: tuple[TrackerStatus, ...] = ()
 
     @property
     def cause(self) -> str | None:

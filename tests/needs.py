@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = {
@@ -98,6 +99,7 @@ ABILITIES: dict[str, Callable[[], str | None]] = {
     "tmpfs": _tmpfs,
     "namespaces": _namespaces,
     "torch": lambda: None if TORCH.exists() else f"PyTorch in {TORCH.parents[1]} (CONTRIBUTING.md says how)",
+    "trackers": lambda: None if all(map(find_spec, ("wandb", "tensorboard"))) else "wandb and tensorboard (uv sync)",
     "recordings": lambda: None if RECORDINGS.is_dir() else f"the recordings of Macs in {RECORDINGS}",
 }
 """Name -> a function that returns what is missing, or None."""

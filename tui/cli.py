@@ -236,6 +236,10 @@ def _planning(commands: Commands) -> None:
         ("flightdeck plan --explain", "the reason of each choice, and where its figure came from"),
         ("flightdeck plan --json | jq .batch_configuration", "the document, version 2.0.0"),
         ("flightdeck plan --format v1", "the older document"),
+        (
+            "flightdeck plan --write DIR",
+            "write accelerate_config.yaml, ds_config.json, pytorchjob.yaml of a PyTorch job",
+        ),
         ("flightdeck plan --apply", "write the suggested batch, learning rate and warm-up into flightdeck.toml"),
         adopts=False,
     )
@@ -248,6 +252,11 @@ def _planning(commands: Commands) -> None:
         action="store_true",
         help="write the suggested batch, learning rate and warm-up into [job]; the former file is kept as FILE.bak",
     )
+    plan.add_argument(
+        "--write",
+        metavar="DIR",
+        help="write the files that PyTorch's own tools take into this folder; with --json their paths are `written`",
+    )
     _layer_split(plan)
     calibrate = _command(
         commands,
@@ -257,10 +266,22 @@ def _planning(commands: Commands) -> None:
         ("flightdeck calibrate --quick", "10 s per node"),
         ("flightdeck calibrate --json | jq '.nodes[].examples_per_s'", ""),
         ("flightdeck calibrate --show", "what was measured last"),
+        ("flightdeck calibrate --scaling --csv scaling.csv", "what each rank more brings, and where it stops paying"),
     )
     _config(calibrate)
     calibrate.add_argument("--quick", action="store_true", help="10 s of measuring per node, in place of 120")
     calibrate.add_argument("--show", action="store_true", help="print what is stored; nothing is measured")
+    calibrate.add_argument(
+        "--scaling", action="store_true", help="time the job's real steps over 1, 2, ... of its ranks instead"
+    )
+    calibrate.add_argument(
+        "--per-rank-batch",
+        action="store_true",
+        help="with --scaling: keep each rank's part of the batch (weak scaling) instead of the whole batch",
+    )
+    calibrate.add_argument(
+        "--csv", type=_file, metavar="FILE", help="with --scaling: write the table as CSV, - prints it"
+    )
     sync = _command(
         commands,
         "sync",

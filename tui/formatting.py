@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine.errors import memory_text, plural
 
 if TYPE_CHECKING:
-    from engine.snapshots import AttemptStatus, RunSnapshot, TrainedFile
+    from engine.snapshots import AttemptStatus, RunSnapshot, TrackerStatus, TrainedFile
 
 NOT_MEASURED = "-"
 """Shown for None: never a guess."""
@@ -145,6 +145,12 @@ def membership_change(attempt: AttemptStatus, before: AttemptStatus | None) -> s
 def trained_text(file: TrainedFile) -> str:
     """ "…/adapters.safetensors (1.5 MB) on ultra"."""
     return f"{file.path} ({size(file.size)}) on {file.node}"
+
+
+def tracker_texts(tracker: TrackerStatus) -> list[str]:
+    """The command or address that shows its curves, and its failure."""
+    failed = f"{tracker.name} is no longer written: {tracker.problem}" if tracker.problem is not None else None
+    return [text for text in (tracker.use, failed) if text is not None]
 
 
 def recovery_summary(snapshot: RunSnapshot) -> str | None:

@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from engine.cluster.transport.base import Completed
     from engine.config.draft import DraftJob, DraftNode, already_there, draft, find_job, unique_names, write_draft
     from engine.config.models import Config, with_strategy
-    from engine.measurements import Calibration, CalibrationProgress, GroupMeasure, LinkMeasure, NodeMeasure
-    from engine.plan.document import TrainingPlan
+    from engine.measurements import (
+        Calibration,
+        CalibrationProgress,
+        GroupMeasure,
+        LinkMeasure,
+        NodeMeasure,
+        Scaling,
+        ScalingPoint,
+    )
+    from engine.plan.document import TorchSection, TrainingPlan
     from engine.plan.explain import explained, summary
     from engine.plan.network import NetworkPlan
     from engine.plan.prediction import Prediction
@@ -40,8 +48,8 @@ _NAMES: Final = {
     "engine.cluster.transport.base": "Completed",
     "engine.config.draft": "DraftJob DraftNode already_there draft find_job unique_names write_draft",
     "engine.config.models": "Config with_strategy",
-    "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure",
-    "engine.plan.document": "TrainingPlan",
+    "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure Scaling ScalingPoint",
+    "engine.plan.document": "TorchSection TrainingPlan",
     "engine.plan.explain": "explained summary",
     "engine.plan.network": "NetworkPlan",
     "engine.plan.prediction": "Prediction",

@@ -11,12 +11,13 @@ from engine.api.nodes import NodesApi
 from engine.api.runs import RunsApi
 from engine.api.session import Session, stream
 from engine.calibration.calibrate import calibrate, is_complete
+from engine.calibration.scaling import is_worth_keeping, measure_scaling, new_scaling
 from engine.checks.context import CheckContext
 from engine.cluster.host_locks import exclusive_hosts, host_key
 from engine.config.models import Config, select_nodes
 from engine.errors import InputError, NodesInUse, StateError
-from engine.measurements import Calibration, CalibrationProgress, Division
-from engine.plan.fingerprint import latest_matching
+from engine.measurements import Calibration, CalibrationProgress, Division, Scaling
+from engine.plan.fingerprint import latest_matching, latest_scaling, scaling_fingerprint
 from engine.plan.prediction import Prediction, division_of, predict
 from engine.run.run_plan import read_plan
 from engine.security.paths import make_home
@@ -50,6 +51,48 @@ class CalibrationsApi:
                 report(taken)
 
         return stream(work, name="calibration")
+
+    def measure_scaling(
+        self, config: Config, *, quick: bool = False, per_rank_batch: bool = False
+    ) -> AsyncGenerator[CalibrationProgress | Scaling, None]:
+        """Run the job's real steps over 1, 2, … of its ranks: progress, and after each number of ranks the scaling so
+        far, with `per_rank_batch` at each rank's part of the batch (weak scaling). The last is stored, and when the
+        iterator is closed before, which ends it on the nodes, the one so far where it tells of two numbers of ranks.
+        Raises as `measure` does, and InputError for a job with a command of its own."""
+        session, hosts = self._session, [node.ssh for node in config.nodes]
+        newest: Scaling | None = None
+
+        async def work(report: Callable[[CalibrationProgress | Scaling], None]) -> None:
+            def keep(step: CalibrationProgress | Scaling) -> None:
+                nonlocal newest
+                newest = step if isinstance(step, Scaling) else newest
+                report(step)
+
+            make_home(session.home)
+            with exclusive_hosts(session.home, hosts, f"a calibration of {config.job.name}"):
+                await asyncio.to_thread(self.check_idle, config)
+                kept, division, _ = await asyncio.to_thread(self.divide, config)
+                async with CheckContext(kept, session.fleet(config)) as context:
+                    facts = (await context.facts()).values()
+                    await asyncio.to_thread(session.store.put_facts, config.cluster.name, facts)
+                    known = await asyncio.to_thread(self._nodes.last_facts, config)
+                    fresh = new_scaling(
+                        kept, scaling_fingerprint(config, known), quick=quick, per_rank_batch=per_rank_batch
+                    )
+                    try:
+                        await measure_scaling(context, fresh, shares=division.parts, report=keep)
+                    finally:
+                        if newest is not None and is_worth_keeping(newest):
+                            await asyncio.to_thread(session.store.put_scaling, newest)
+
+        return stream(work, name="scaling")
+
+    def latest_scaling(self, config: Config) -> Scaling | None:
+        """The newest scaling of this job on these nodes as last probed, however old. Raises StateError."""
+        facts, store = self._nodes.last_facts(config), self._session.store
+        found = latest_scaling(config, facts, store.scalings(config.cluster.name))
+        self._session.report_damage(store)
+        return found
 
     def latest(self, config: Config) -> Calibration | None:
         """The newest calibration of this job on these nodes as last probed, however old: see `taken_at`.

@@ -1,5 +1,6 @@
-"""Real iterations of all ranks together, for the strategies of which no node can make a step alone (sharded, pipeline):
-each rank's computation, and the iteration that follows from it, the exchange and the stages' waiting.
+"""Real iterations of all ranks together. A calibration has them for the strategies of which no node can make a step
+alone (sharded, pipeline): each rank's computation, and the iteration that follows from it, the exchange and the stages'
+waiting.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pydantic import TypeAdapter
 
 from engine.checks.context import CheckContext
-from engine.checks.gradient import GroupOutcome, GroupProgram, run_group
+from engine.checks.gradient import CONSEQUENCES, GroupOutcome, GroupProgram, run_group
 from engine.checks.plan_inputs import shared_plan
 from engine.cluster.staging import HostLayout
-from engine.config.models import PARTITIONED, Config
+from engine.config.models import Config
 from engine.errors import FlightDeckError, LaunchError
 from engine.launch.rank_environment import common_environment, rank_spec, trainer_job
 from engine.measurements import CalibrationProgress, GroupMeasure
@@ -21,6 +22,7 @@ from engine.protocol.attempt import AttemptSpec
 from engine.protocol.measurements import GROUP_LIMIT_S, GroupStepReport
 from engine.security.sanitise import plain
 
+BENCH = "engine.trainer.group_bench"
 TOGETHER = "all ranks' steps"
 _REPORT = TypeAdapter(GroupStepReport)
 
@@ -36,27 +38,12 @@ async def measure_group(
     that failed, or the ranks' parts of it are `too_large` for nodes, by their names. None where a node's own step says
     it all: for other strategies, and for one node."""
     job = config.job
-    if job.command is not None or job.strategy not in PARTITIONED or len(config.nodes) < 2:
+    if job.command is not None or job.strategy not in ("sharded", "pipeline") or len(config.nodes) < 2:
         return None
     on_progress(CalibrationProgress(TOGETHER, "measuring", seconds=seconds))
-    split = job.layer_split or (await shared_plan(context)).strategy.layer_split
-
-    def program(network: NetworkPlan, layouts: Sequence[HostLayout]) -> GroupProgram:
-        spec = _spec(config, split, network, layouts)
-        return GroupProgram(
-            "engine.trainer.group_bench",
-            ["{folder}/spec.json", "--seconds", str(seconds)],
-            GROUP_LIMIT_S + 5 * seconds + 60,
-            common_environment(network, job.env),
-            {"spec.json": spec.to_json()},
-        )
-
     found = GroupMeasure(strategy=job.strategy, batch=int(job.mlx_lm["batch_size"]))
     try:
-        if too_large:
-            node, needed = next(iter(too_large.items()))
-            raise LaunchError("not measured", where=node, why=f"its part of the job needs {needed}")
-        found = group_measure(config, found, await run_group(context, program, _REPORT))
+        found = group_measure(found, await time_steps(context, config, seconds, too_large))
     except (FlightDeckError, OSError) as error:
         found = found.model_copy(update={"problem": str(error)})
     on_progress(
@@ -65,8 +52,49 @@ async def measure_group(
     return found
 
 
-def group_measure(config: Config, asked: GroupMeasure, outcome: GroupOutcome[GroupStepReport]) -> GroupMeasure:
-    """`asked` with what the ranks have reported: an iteration has ended when its slowest rank has."""
+def group_measure(asked: GroupMeasure, reports: Mapping[str, GroupStepReport]) -> GroupMeasure:
+    """`asked` with what the ranks have reported, by node: an iteration has ended when its slowest rank has."""
+    step_s = max(report.step_s or 0.0 for report in reports.values())
+    tokens = max(report.tokens or 0.0 for report in reports.values())
+    values = {
+        "steps": min(report.steps for report in reports.values()),
+        "step_s": step_s,
+        "tokens_per_s": tokens / step_s,
+        "compute_s": {
+            name: max(0.0, (report.step_s or 0.0) - (report.communicate_s or 0.0)) for name, report in reports.items()
+        },
+        "peak_bytes": {name: report.peak_bytes or 0 for name, report in reports.items()},
+    }
+    return GroupMeasure.model_validate({**dict(asked), **values})
+
+
+async def time_steps(
+    context: CheckContext, config: Config, seconds: float, too_large: Mapping[str, str]
+) -> dict[str, GroupStepReport]:
+    """Real iterations of the job of `config` on all of its nodes, for about `seconds`: every rank's report, by node.
+    Cancelled, it ends them first. Raises LaunchError, with the first fault, when a rank failed or its part of the job
+    is `too_large`; NodeUnreachable."""
+    if too_large:
+        node, needed = next(iter(too_large.items()))
+        raise LaunchError("not measured", where=node, why=f"its part of the job needs {needed}")
+    job = config.job
+    split = job.layer_split or (await shared_plan(context)).strategy.layer_split
+
+    def program(network: NetworkPlan, layouts: Sequence[HostLayout]) -> GroupProgram:
+        spec = _spec(config, split, network, layouts)
+        return GroupProgram(
+            BENCH,
+            ["{folder}/spec.json", "--seconds", str(seconds)],
+            GROUP_LIMIT_S + 5 * seconds + 60,
+            common_environment(network, job.env),
+            {"spec.json": spec.to_json()},
+        )
+
+    return reports_of(config, await run_group(context, program, _REPORT))
+
+
+def reports_of(config: Config, outcome: GroupOutcome[GroupStepReport]) -> dict[str, GroupStepReport]:
+    """By node. Raises LaunchError with the first fault: of ranks that lost a peer, one has another."""
     faults, reports = [], dict[str, GroupStepReport]()
     for rank, node in enumerate(config.nodes):
         report = outcome.results[rank]
@@ -76,17 +104,8 @@ def group_measure(config: Config, asked: GroupMeasure, outcome: GroupOutcome[Gro
         else:
             reports[node.name] = report
     if faults:
-        return asked.model_copy(update={"problem": faults[0]})
-    step_s = max(report.step_s or 0.0 for report in reports.values())
-    tokens = max(report.tokens or 0.0 for report in reports.values())
-    values = {
-        "steps": min(report.steps for report in reports.values()),
-        "step_s": step_s,
-        "tokens_per_s": tokens / step_s,
-        "compute_s": {name: report.compute_s or 0.0 for name, report in reports.items()},
-        "peak_bytes": {name: report.peak_bytes or 0 for name, report in reports.items()},
-    }
-    return GroupMeasure.model_validate({**dict(asked), **values})
+        raise LaunchError(min(faults, key=lambda fault: CONSEQUENCES.search(fault) is not None))
+    return reports
 
 
 def _spec(config: Config, split: str | None, network: NetworkPlan, layouts: Sequence[HostLayout]) -> AttemptSpec:

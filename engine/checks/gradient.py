@@ -232,7 +232,7 @@ NAME = "gradient_layer"
 _LIMIT_S = START_ALLOWANCE_S + 5 * 60 + 30
 """For the longest all_sum that a configuration allows."""
 
-_CONSEQUENCES = re.compile(r"connection to a peer|Couldn't connect|peer does not answer|ended with -15\b")
+CONSEQUENCES = re.compile(r"PeerLost|connection to a peer|Couldn't connect|peer does not answer|ended with -15\b")
 """Messages of ranks that only lost a peer. -15 is the launcher's TERM, once another rank has ended."""
 ADVICE = (
     (r"Couldn't bind|error: (98|48)\b", "the port was taken a moment ago: run the check again"),
@@ -263,7 +263,7 @@ def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     failed = {rank: fault for rank, fault in faults.items() if fault is not None}
     status, blames = CheckStatus.PASS, None
     if failed:
-        first = min(failed, key=lambda rank: (_CONSEQUENCES.search(failed[rank]) is not None, rank))
+        first = min(failed, key=lambda rank: (CONSEQUENCES.search(failed[rank]) is not None, rank))
         status, blames = CheckStatus.FAIL, (first, config.nodes[first].name)
         advice = next((text for pattern, text in ADVICE if re.search(pattern, failed[first])), None)
         summary = f"rank {first} on {config.nodes[first].name}: {failed[first]}" + (f"; {advice}" if advice else "")

@@ -1,4 +1,4 @@
-"""hostfile_valid: MLX parses the hostfile; nodes own their addresses and reach each other on them.
+"""hostfile_valid: MLX parses its hostfile; nodes own their addresses and reach each other on them.
 
 The parser runs in a separate process: the head never imports MLX.
 """
@@ -42,6 +42,8 @@ print(json.dumps([[host.rank, host.ssh_hostname, host.ips, host.rdma] for host i
 
 async def run(context: CheckContext) -> CheckResult:
     network = await context.network_plan()
+    if network.framework == "torch":
+        return await _check_addresses(context, network)
     problem, result = await asyncio.gather(_parse_problem(network), _check_addresses(context, network))
     return result if problem is None else verdict(NAME, CheckStatus.FAIL, problem)
 
@@ -78,7 +80,8 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
         return found.verdict()
     if not all(node.local for node in nodes):
         await _check_connections(context, neighbours(network), ips, found)
-    passed = f"MLX reads {plural(len(nodes), 'rank')}, {network.backend}"
+    reads = "MLX reads " if network.framework == "mlx" else ""
+    passed = f"{reads}{plural(len(nodes), 'rank')}, {network.backend}"
     return found.verdict(passed, advice="check the cable and the firewall between them")
 
 

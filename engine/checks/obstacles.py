@@ -1,5 +1,5 @@
-"""Obstacles to a job that only a node can see: rows that the model's chat template refuses, adapters of an architecture
-that the plan does not know, and services that rank 0 cannot report to."""
+"""Obstacles to a job that only a node or this machine can see: rows that the model's chat template refuses, adapters of
+an architecture that the plan does not know, and services that cannot be reported to."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.checks.context import CheckContext
@@ -17,7 +18,7 @@ from engine.cluster.transport.base import quoted
 from engine.config.models import JobConfig, NodeConfig
 from engine.errors import FlightDeckError, InputError
 from engine.launch.rank_environment import SECRETS
-from engine.node.probes.job import needs_key
+from engine.node.probes.job import needs_key, probe_reporters
 from engine.plan.context import PlanInputs
 from engine.plan.document import PlanIssue, Rationale
 from engine.plan.obstacles import knows_matrices, nothing_trained
@@ -116,28 +117,47 @@ def describe_refused(rows: RefusedRows) -> str:
 async def reporting_obstacles(
     context: CheckContext, first: NodeConfig, problems: Mapping[str, str]
 ) -> tuple[PlanIssue, ...]:
-    """Services of report_to that rank 0 could not report to. It alone reports."""
-    job = context.config.job
-    asked = job.mlx_lm.get("report_to") if job.command is None else None
-    if not asked or first.name in problems:
-        return ()
-    services = [name.strip() for name in str(asked).split(",")]
-    try:
-        report = await context.probe(first, "reporters", *services, result_type=Reporters, timeout_s=_REPORTERS_LIMIT_S)
-    except FlightDeckError:
-        return ()
-    passed_on = {name: os.environ[name] for name in SECRETS if name in os.environ} | job.env
-    found = []
-    for name, state in report.services.items():
-        given = f"report_to names {name}, "
-        if not state.installed:
-            why = f"which {first.python} on {first.name} cannot import"
-            todo = f"`uv pip install --python {quoted(first.python)} {name}` there, or remove it from report_to"
-        elif not state.key and needs_key(name, passed_on):
-            key = f"{name.upper()}_API_KEY"
-            why = f"for which {first.name} has no API key"
-            todo = f'`{name} login` there, or set {key} here, or {name.upper()}_MODE = "offline" in [job] env'
-        else:
-            continue
-        found.append(PlanIssue(name="report_to", text=f"{given}{why}; {todo}", todo=todo))
+    """Services of report_to that could not be reported to: by the head's trackers, or by rank 0, which alone reports
+    from the nodes."""
+    job, found = context.config.job, []
+    # TensorBoard's files need no package here.
+    if "wandb" in job.trackers:
+        here = Reporters.model_validate(await asyncio.to_thread(probe_reporters, "wandb"))
+        place = _Reporting("this machine", sys.executable, "here", dict(os.environ) | job.env)
+        found += place.obstacles(here)
+    if job.node_reporters and job.command is None and first.name not in problems:
+        with contextlib.suppress(FlightDeckError):
+            there = await context.probe(
+                first, "reporters", *job.node_reporters, result_type=Reporters, timeout_s=_REPORTERS_LIMIT_S
+            )
+            passed_on = {name: os.environ[name] for name in SECRETS if name in os.environ} | job.env
+            found += _Reporting(first.name, first.python, "there", passed_on).obstacles(there)
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Reporting:
+    """Where services are reported from."""
+
+    machine: str
+    python: str
+    adverb: str
+    environment: Mapping[str, str]
+    """Beside the machine's own, which was probed."""
+
+    def obstacles(self, report: Reporters) -> list[PlanIssue]:
+        found = []
+        for name, state in report.services.items():
+            if not state.installed:
+                why = f"which {self.python} on {self.machine} cannot import"
+                command = f"`uv pip install --python {quoted(self.python)} {name}`"
+                todo = f"{command} {self.adverb}, or remove it from report_to"
+            elif not state.key and needs_key(name, self.environment):
+                prefix = name.upper()
+                why = f"for which {self.machine} has no API key"
+                login = f"`{quoted(self.python)} -m {name} login`" if self.adverb == "here" else f"`{name} login`"
+                todo = f'{login} {self.adverb}, or set {prefix}_API_KEY here, or {prefix}_MODE = "offline" in [job] env'
+            else:
+                continue
+            found.append(PlanIssue(name="report_to", text=f"report_to names {name}, {why}; {todo}", todo=todo))
+        return found

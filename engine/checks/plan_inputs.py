@@ -30,7 +30,6 @@ from engine.models import NodeFacts, RunRecord
 from engine.plan.context import PlanInputs, Tools, make_context
 from engine.plan.data_report import DataReport, read_data_report
 from engine.plan.document import (
-    ChosenSettings,
     Disabled,
     Launching,
     PlannedHostfile,
@@ -272,7 +271,7 @@ async def _examples(context: CheckContext, nodes: list[NodeConfig]) -> tuple[int
 
 def _launching(inputs: PlanInputs, home: Path) -> Launching:
     config, network = inputs.config, inputs.network
-    if network is None:
+    if network is None or network.framework == "torch":
         return Launching()
     gradient = inputs.calibration.gradient_bytes if inputs.calibration is not None else None
     hosts = hostfile_document(network)
@@ -294,7 +293,7 @@ def _chosen(inputs: PlanInputs) -> Config:
     if not is_open(inputs.config):
         return inputs.config
     chosen = memory_fit(make_context(inputs, Rationale()), Rationale()).settings
-    return with_chosen(inputs.config, chosen) if isinstance(chosen, ChosenSettings) else inputs.config
+    return with_chosen(inputs.config, chosen) if not isinstance(chosen, Disabled) else inputs.config
 
 
 def _layers(model: Mapping[str, Any] | None) -> int | None:

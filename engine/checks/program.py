@@ -11,6 +11,7 @@ from engine.checks.fixes import path_fix
 from engine.cluster.probe_results import ProgramLocation
 from engine.errors import InputError
 from engine.models import CheckResult
+from engine.protocol.launchers import started_program
 from engine.security.identifiers import safe_repr
 
 NAME = "program_present"
@@ -18,7 +19,10 @@ _LIMIT_S = 30.0
 
 
 async def run(context: CheckContext) -> CheckResult:
-    command = context.config.job.command or ()
+    job = context.config.job
+    command = job.command or ()
+    if job.framework == "torch":
+        command = tuple(started_program(command))
     for word in command:
         # As for every path from outside: it may not lead out of the workdir.
         if word.endswith(".py") and ".." in PurePosixPath(word).parts:
@@ -55,5 +59,5 @@ CHECK = Check(
     time_limit_s=_LIMIT_S + 30,
     needs=(connectivity.NAME,),
     after=(sync.NAME,),
-    not_applicable=lambda config: None if config.job.command else "the job is an mlx-lm training, not a command",
+    not_applicable=lambda config: None if config.job.command else "the job is a training of ours, not a command",
 )

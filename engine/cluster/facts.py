@@ -190,7 +190,9 @@ def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
 def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields) -> Fields:
     total, used, swap_used = hardware.linux_memory(_text(answers, "meminfo"))
     name, version = hardware.linux_os(_text(answers, "os_release"))
-    gpu_memory = hardware.nvidia_gpu_memory(_text(answers, "nvidia_smi"))
+    gpus = hardware.nvidia_gpus(_text(answers, "nvidia_smi"))
+    # The smallest one's, as a rank uses one.
+    gpu_memory = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
     return {
         "os": text_or_none(name) or known["os"],
         "os_version": text_or_none(version, 40),
@@ -200,6 +202,7 @@ def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields)
         "memory_total_bytes": total,
         "memory_used_bytes": used,
         "gpu_limit_bytes": gpu_memory if gpu_memory is not None else known.get("gpu_limit_bytes"),
+        "gpus": gpus,
         "swap_used_bytes": swap_used,
         "power_source": sensors.linux_power_source(answers.get("power_supply")),
         "low_power_mode": sensors.linux_low_power_mode(_text(answers, "platform_profile")),

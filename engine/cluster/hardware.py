@@ -8,7 +8,8 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from engine.security.sanitise import count_or_none, json_object, json_objects, json_or_none
+from engine.models import NvidiaGpu
+from engine.security.sanitise import count_or_none, json_object, json_objects, json_or_none, plain
 
 # Apple's technical specifications of the Macs with each chip (support.apple.com, "Tech Specs"), as sold until mid-2026.
 # The M3 Ultra has 5 while the other M3's have 4 and less; base chips have 4 at most.
@@ -117,10 +118,15 @@ def _used(sizes: Mapping[str, int | None], total: str, free: str) -> int | None:
     return max(0, whole - rest) if whole is not None and rest is not None else None
 
 
-def nvidia_gpu_memory(nvidia_smi: str) -> int | None:
-    """Bytes of the smallest GPU, as a rank uses one. From `--query-gpu=name,memory.total`, in MiB."""
-    counts = [count_or_none(line.rpartition(",")[2]) for line in nvidia_smi.splitlines()]
-    return min((count * _MIB for count in counts if count), default=None)
+def nvidia_gpus(nvidia_smi: str) -> tuple[NvidiaGpu, ...]:
+    """From `--query-gpu=name,memory.total`, in MiB."""
+    found = []
+    for line in nvidia_smi.splitlines():
+        name, _, size = line.rpartition(",")
+        count = count_or_none(size)
+        if name.strip() and count:
+            found.append(NvidiaGpu(name=plain(name.strip(), 60), memory_bytes=count * _MIB))
+    return tuple(found)
 
 
 def linux_os(os_release: str) -> tuple[str | None, str | None]:

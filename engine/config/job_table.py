@@ -1,8 +1,9 @@
-"""Reads [job]: an mlx-lm training, with its keys inline or in the YAML file of `config`, or a custom command."""
+"""Reads [job]: a training with mlx-lm's keys, inline or in the YAML file of `config`, or a custom command."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -12,18 +13,37 @@ from typing import Any
 from engine.config.documents import DocumentError, file_text, read_yaml
 from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
-from engine.config.mlx_lm_keys import DEFAULTS, KEYS, scaled_rate, scaling_rule, with_defaults
+from engine.config.mlx_lm_keys import (
+    DEFAULTS,
+    KEYS,
+    MLX_KEYS,
+    TORCH_KEYS,
+    TORCH_OPTIMIZERS,
+    scaled_rate,
+    scaling_rule,
+    with_defaults,
+)
 from engine.config.models import JobConfig
-from engine.protocol.job import AUTO
+from engine.protocol.job import AUTO, STRATEGIES, Framework
+from engine.protocol.launchers import LAUNCHER_OPTIONS, split_launcher
 from engine.security.identifiers import make_identifier
 
-OWN_KEYS = ("name", "command", "env", "strategy", "layer_split", "data_quality_report", "chunking", "chunk_size")
+OWN_KEYS = (
+    *("name", "framework", "command", "script", "elastic", "env", "strategy", "layer_split", "data_quality_report"),
+    *("chunking", "chunk_size"),
+)
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _HINTS = {"hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported'}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_RESERVED = re.compile(r"FLIGHTDECK_.*|MLX_(RANK|HOSTFILE|IBV_DEVICES|WORLD_SIZE|JACCL_.*)")
-_RESERVED_NAMES = "FLIGHTDECK_*, MLX_RANK, MLX_HOSTFILE, MLX_IBV_DEVICES, MLX_WORLD_SIZE and MLX_JACCL_*"
+_RESERVED = re.compile(
+    r"FLIGHTDECK_.*|MLX_(RANK|HOSTFILE|IBV_DEVICES|WORLD_SIZE|JACCL_.*)"
+    r"|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|TORCHELASTIC_.*"
+)
+_RESERVED_NAMES = (
+    "FLIGHTDECK_*, MLX_RANK, MLX_HOSTFILE, MLX_IBV_DEVICES, MLX_WORLD_SIZE, MLX_JACCL_*, MASTER_ADDR, MASTER_PORT, "
+    "RANK, LOCAL_RANK, GROUP_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and TORCHELASTIC_*"
+)
 _SAME = {"epochs": "iters", "iters": "epochs"}
 _REQUIRED = {
     "model": "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors",
@@ -48,12 +68,25 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     before = len(faults.found)
     faults.unknown(location, table, (*OWN_KEYS, *KEYS), _HINTS)
     _check_environment(faults, location, table.get("env"))
+    framework: Framework = "torch" if table.get("framework") == "torch" else "mlx"
+    table = _with_command(faults, location, table)
     command, settings, locations = "command" in table, dict[str, Any](), dict[str, Location]()
+    unused = MLX_KEYS if framework == "torch" else TORCH_KEYS
+    if table.get("elastic") is True and not (command and framework == "torch"):
+        faults.add(location, "elastic", True, 'false, or framework = "torch" and a command')
     if command:
-        _check_command(faults, location, table)
+        _check_command(faults, location, table, framework)
     else:
         settings, locations = _training(faults, location, table, base)
+        settings = {key: value for key, value in settings.items() if key not in unused}
+    if framework == "torch":
+        _check_torch(faults, location, settings, locations)
     own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
+    if command and framework == "torch" and "strategy" in table:
+        # An Accelerate script's: its configuration is made from them.
+        own["strategy"] = table["strategy"]
+        settings = {key: table.get(key, DEFAULTS[key]) for key in TORCH_KEYS}
+    _check_framework(faults, location, own, framework)
     if isinstance(own.get("layer_split"), str) and own.get("strategy") != "pipeline":
         faults.add(location, "layer_split", own.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
     if not isinstance(own.get("command", []), list):
@@ -63,14 +96,68 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     if by_rule := settings.get("learning_rate") == AUTO and {"batch_size", "optimizer"} <= settings.keys():
         total = settings["batch_size"] * settings.get("grad_accumulation_steps", 1)
         settings["learning_rate"] = scaled_rate(total, scaling_rule(settings["optimizer"]))
-    known = {**own, **named, "mlx_lm": settings, "given": sorted(locations), "rate_by_rule": by_rule}
+    own["unused"] = sorted(key for key in unused if key in locations)
+    given = sorted(key for key in locations if key not in unused)
+    known = {**own, **named, "mlx_lm": settings, "given": given, "rate_by_rule": by_rule}
     config = faults.validated(location, JobConfig, known)
     return ReadJob(config if len(faults.found) == before else None, settings, locations, command)
 
 
-def _check_command(faults: Faults, location: Location, table: Mapping[str, Any]) -> None:
+def _with_command(faults: Faults, location: Location, table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table with the command that its `script` stands for, if it has one."""
+    if "script" not in table:
+        return table
+    words, rest = list[str](), {key: value for key, value in table.items() if key != "script"}
+    try:
+        words = shlex.split(table["script"]) if isinstance(table["script"], str) else []
+    except ValueError:
+        words = []
+    if not words or words[0].startswith("-"):
+        faults.add(location, "script", table["script"], 'a script and its arguments, such as "train.py --epochs 3"')
+    elif "command" in table:
+        faults.add(location, "script", table["script"], "no value here: command is set, and it is one or the other")
+    return {"command": ["python", *words], **rest}
+
+
+def _check_framework(faults: Faults, location: Location, own: dict[str, Any], framework: Framework) -> None:
+    """`own` gets the framework's own default strategy; one that it does not have is a fault."""
+    own.setdefault("strategy", STRATEGIES[framework][0])
+    if own["strategy"] not in STRATEGIES[framework]:
+        other = "mlx" if framework == "torch" else "torch"
+        accepted = f'one of {", ".join(map(repr, STRATEGIES[framework]))}, or framework = "{other}"'
+        faults.add(location, "strategy", own.pop("strategy"), accepted)
+
+
+def _check_torch(
+    faults: Faults, location: Location, settings: Mapping[str, Any], locations: Mapping[str, Location]
+) -> None:
+    """Values of the keys that the trainer for PyTorch does not have."""
+    if (optimizer := settings.get("optimizer", "adam")) not in TORCH_OPTIMIZERS:
+        faults.add(locations["optimizer"], "optimizer", optimizer, f"one of {', '.join(TORCH_OPTIMIZERS)} with PyTorch")
+    if "swanlab" in str(settings.get("report_to")):
+        faults.add(locations["report_to"], "report_to", settings["report_to"], "no swanlab: with MLX alone")
+    if settings.get("offload") == "nvme" and settings.get("nvme_path") is None:
+        faults.missing(location, "nvme_path", 'a folder on every node, which offload = "nvme" needs')
+
+
+def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]) -> tuple[str, ...]:
+    """Check the launcher of PyTorch that a command begins with, if any: the keys that it is given."""
+    launcher, options, program = split_launcher(table["command"])
+    if table.get("elastic") is True and launcher != "torchrun" and program[:1] != ["python"]:
+        faults.add(location, "elastic", True, 'false, or a command that begins with "torchrun" or "python"')
+    for option in options[::2]:
+        if option not in LAUNCHER_OPTIONS:
+            accepted = f"no {option}: Flight Deck starts a rank for each [[node]] and its processes itself"
+            faults.add(location, "command", option, accepted)
+    if launcher is not None and not program:
+        faults.add(location, "command", table["command"], f"a script after {launcher}")
+    return ("strategy", *TORCH_KEYS) if launcher == "accelerate" else ()
+
+
+def _check_command(faults: Faults, location: Location, table: Mapping[str, Any], framework: Framework) -> None:
+    allowed = _check_launcher(faults, location, table) if framework == "torch" else ()
     for key, value in table.items():
-        if key in KEYS or key in _TRAINING_KEYS:
+        if (key in KEYS or key in _TRAINING_KEYS) and key not in allowed:
             faults.add(location, key, value, "no value here: a command has its own; remove this key or the command")
     command = table["command"]
     accepted = 'a list of strings such as ["python", "my_script.py"]'

@@ -18,8 +18,17 @@ from engine.config.formats import address_form, path_form, remote_path_form, res
 from engine.config.hostfile import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.mlx_lm_keys import LOCAL_KEYS
-from engine.config.models import PARTITIONED, CheckpointConfig, Config, NodeConfig, RecoveryConfig, on_node
+from engine.config.models import (
+    PARTITIONED,
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    NodeConfig,
+    RecoveryConfig,
+    on_node,
+)
 from engine.errors import ConfigError
+from engine.protocol.job import Framework
 from engine.security.identifiers import LOCAL
 
 MAX_PORT = 65535
@@ -60,6 +69,37 @@ def _check_devices(faults: Faults, nodes: Sequence[NodeTable], backend: str) -> 
         if missing:
             accepted = f"a device for rank {' and '.join(missing)} too: {backend} needs it"
             faults.add(node.location, "rdma", row, accepted)
+
+
+def _check_framework(
+    faults: Faults, location: Location, cluster: ClusterConfig, nodes: Sequence[NodeTable], framework: Framework
+) -> None:
+    """Report what belongs to the other framework."""
+    of_torch = cluster.backend in ("auto", "nccl", "gloo")
+    if framework == "torch" and not of_torch:
+        faults.add(location, "backend", cluster.backend, "auto, nccl or gloo: PyTorch has no other")
+    elif framework == "mlx" and cluster.backend == "gloo":
+        faults.add(
+            location, "backend", cluster.backend, 'auto, ring, jaccl, jaccl-ring or nccl, or framework = "torch"'
+        )
+    for node in nodes:
+        for key in ("validate", "rdma") if framework == "torch" else ("processes",):
+            if key in node.known:
+                faults.add(node.location, key, node.known[key], f"no value here, with framework {framework}")
+
+
+def _by_process(
+    tables: Sequence[NodeTable], nodes: Sequence[NodeConfig | None]
+) -> tuple[list[NodeTable], tuple[NodeConfig | None, ...]]:
+    """Tables and nodes, with those of several processes once for each."""
+    repeated: list[tuple[NodeTable, NodeConfig | None]] = []
+    for table, node in zip(tables, nodes, strict=True):
+        names = [f"{node.name}.{process}" for process in range(node.processes)] if node and node.processes > 1 else []
+        repeated += [
+            (NodeTable(table.location, {**table.known, "name": name}), node and node.model_copy(update={"name": name}))
+            for name in names
+        ] or [(table, node)]
+    return [table for table, _ in repeated], tuple(node for _, node in repeated)
 
 
 def _check_ports(faults: Faults, location: Location, nodes: Sequence[NodeTable], first: int | None) -> None:
@@ -161,6 +201,12 @@ def load_config(path: Path) -> Config:
         cluster = cluster.model_copy(update={"backend": imported.backend})
     nodes = read_nodes(faults, tables, defaults, file.parent)
     job = read_job(faults, Location(name, "job"), job_table, file.parent)
+    framework: Framework = "torch" if job_table.get("framework") == "torch" else "mlx"
+    if cluster is not None:
+        _check_framework(faults, Location(name, "cluster"), cluster, tables, framework)
+    if job_table.get("elastic") is not True:
+        # From here on every process is a node.
+        tables, nodes = _by_process(tables, nodes)
     sections = _read_sections(faults, name, document, nodes)
     _check_nodes(faults, tables)
     if cluster is not None:

@@ -4,8 +4,8 @@ Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's 
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
 `learning_rate` "auto" (the rule is here), `optimizer_precision`, `moments`, `max_grad_norm`, `wire`, LOCAL_KEYS,
-`epochs`, `save_best`, `patience` and `compile_on_cpu` are ours, model and data have no default, and Hugging Face data
-sets are not read.
+TORCH_KEYS, `epochs`, `save_best`, `patience` and `compile_on_cpu` are ours, model and data have no default, and Hugging
+Face data sets are not read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _BELOW = 2**63
 _Count = Annotated[int, Field(ge=1, lt=_BELOW)]
 _NotNegative = Annotated[int, Field(ge=0, lt=_BELOW)]
 _Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
-_Reporters = Annotated[str, Field(pattern=r"^\s*(wandb|swanlab)\s*(,\s*(wandb|swanlab)\s*)*$")]
+_SERVICE = r"\s*(tensorboard|wandb|swanlab)\s*"
+_Reporters = Annotated[str, Field(pattern=rf"^{_SERVICE}(,{_SERVICE})*$")]
 _Argument = FiniteFloat | bool | Annotated[list[FiniteFloat], Field(max_length=8)]
 
 
@@ -204,6 +205,31 @@ KEYS: dict[str, Key] = {
         0.5,
         'Nesterov momentum of the averaged changes with strategy = "local". Not in mlx-lm.',
     ),
+    "sharding": Key(
+        one_of(AUTO, "full", "grad_op"),
+        AUTO,
+        'What strategy = "fsdp" frees: full, parameters after each pass of their block, too; grad_op, gradients and '
+        "optimizer state alone. PyTorch only.",
+    ),
+    "zero_stage": Key(
+        Form(Literal["auto", 1, 2, 3], '1, 2, 3 or "auto"'),
+        AUTO,
+        'What strategy = "deepspeed" partitions: the optimizer\'s state (1), gradients, too (2), and parameters, too '
+        "(3). PyTorch only.",
+    ),
+    "offload": Key(
+        one_of(AUTO, "none", "cpu", "nvme"),
+        AUTO,
+        "Where the optimizer's state is kept, and parameters where they are partitioned: on the GPU (none), in the "
+        "machine's memory (cpu), or in files below nvme_path (DeepSpeed alone). PyTorch only.",
+    ),
+    "nvme_path": Key(TEXT, None, 'Folder on every node for offload = "nvme". PyTorch only.'),
+    "precision": Key(
+        one_of(AUTO, "fp32", "bf16", "fp16"),
+        AUTO,
+        "Type of the computation; trained weights and optimizer state stay in float32. auto: bf16 on GPUs from Ampere "
+        "on, fp16 with loss scaling on older ones, else fp32. PyTorch only.",
+    ),
     "max_seq_length": Key(
         Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048, "Longest sequence, tokens."
     ),
@@ -257,8 +283,13 @@ KEYS: dict[str, Key] = {
     "test_batches": Key(COUNT_OR_ALL, 500, "Batches of the test."),
     "adapter_path": Key(TEXT, None, "Directory for the adapters or weights. By default the run's own directory."),
     "resume_adapter_file": Key(TEXT, None, "Adapters or weights to start from."),
-    "report_to": Key(Form(_Reporters, "wandb, swanlab, or both separated by a comma"), None, "Services to report to."),
-    "project_name": Key(TEXT, None, "Project at these services."),
+    "report_to": Key(
+        Form(_Reporters, "tensorboard, wandb, swanlab, or several separated by commas"),
+        None,
+        "Services to report to. This machine writes those of tensorboard and wandb from the run's metrics, into the "
+        "run's own directory; rank 0 reports to swanlab.",
+    ),
+    "project_name": Key(TEXT, None, "Project at W&B and SwanLab."),
     "trust_remote_code": Key(FLAG, False, "Allow the tokenizer's own code to run."),
     "prompt_feature": Key(TEXT, _NO_DEFAULT, "Name of the prompt's field in the data."),
     "completion_feature": Key(TEXT, _NO_DEFAULT, "Name of the completion's field in the data."),
@@ -269,8 +300,23 @@ KEYS: dict[str, Key] = {
 DEFAULTS: dict[str, Any] = {name: key.default for name, key in KEYS.items() if key.default is not _NO_DEFAULT}
 """The `*_feature` keys have no default: mlx-lm checks whether they are present."""
 
+HEAD_TRACKERS = ("tensorboard", "wandb")
+"""Services of report_to that the head writes."""
+
+
+def services(report_to: object) -> tuple[str, ...]:
+    """The services that a value of report_to names, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in report_to.split(","))) if isinstance(report_to, str) else ()
+
+
 LOCAL_KEYS = ("local_steps", "outer_learning_rate", "outer_momentum")
 """Those of strategy "local" alone."""
+TORCH_KEYS = ("sharding", "zero_stage", "offload", "nvme_path", "precision")
+"""Those of framework "torch" alone."""
+MLX_KEYS = ("optimizer_precision", "moments", "wire", *LOCAL_KEYS, "compile_on_cpu", "clear_cache_threshold")
+"""Those of framework "mlx" alone."""
+TORCH_OPTIMIZERS = ("adam", "adamw", "sgd")
+"""The optimizers that the trainer for PyTorch has; others are MLX's alone."""
 
 FULL_DEFAULTS: dict[str, Any] = {"num_layers": -1}
 """Other defaults for full fine-tuning: mlx-lm's 16 refuses models with fewer layers."""

@@ -15,14 +15,14 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from engine.config.faults import accepts
 from engine.config.formats import address_form, device_form, path_form, remote_path_form, resolved, split_form
-from engine.config.mlx_lm_keys import LOCAL_KEYS
+from engine.config.mlx_lm_keys import HEAD_TRACKERS, LOCAL_KEYS, services
 from engine.errors import InputError
 from engine.models import FrozenModel
-from engine.protocol.job import Strategy
+from engine.protocol.job import STRATEGIES, Framework, Strategy
 from engine.security.identifiers import SshTarget
 
 FineTuneType = Literal["lora", "dora", "full"]
-PARTITIONED: Final = ("sharded", "pipeline")
+PARTITIONED: Final = ("sharded", "pipeline", "fsdp", "deepspeed")
 """The strategies in which no rank has the whole training state."""
 
 
@@ -44,12 +44,14 @@ class ClusterConfig(_Section):
 
     name: str = "cluster"
     """Name of the cluster: letters, digits, `.`, `_`, `-`."""
-    backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl"] = "auto"
-    """MLX's communication backend. `auto` uses RDMA (`jaccl`, `jaccl-ring`) if the Macs are cabled for it, `nccl` if
-    every node has CUDA, else `ring` (TCP)."""
+    backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl", "gloo"] = "auto"
+    """The communication backend. `auto` uses RDMA (`jaccl`, `jaccl-ring`) if the Macs are cabled for it, `nccl` if
+    every node has CUDA, else `ring` (TCP). With framework `torch`, `nccl` if every node has an NVIDIA GPU for each of
+    its processes, else `gloo` (TCP)."""
     launcher: Literal["mlx.launch", "direct"] = "mlx.launch"
     """Starts the ranks with `mlx.launch`, or directly over Flight Deck's own connections with the same environment.
-    Strategy `local` always starts them directly: `mlx.launch` ends all ranks when one has ended."""
+    Strategy `local` and framework `torch` always start them directly: `mlx.launch` ends all ranks when one has ended,
+    and cannot start PyTorch's."""
     starting_port: int | None = Field(default=None, ge=1024, le=65000)
     """First TCP port that the ranks listen on. Default: free ports, chosen for each attempt."""
     hostfile: str | None = None
@@ -81,6 +83,9 @@ class NodeConfig(_Section):
     rdma: RdmaRow | None = None
     """RDMA device towards each rank, in their order, a list of them with several cables, and `""` for the node itself:
     `["", "rdma_en5"]`. Default: chosen from the Thunderbolt cables."""
+    processes: int = Field(default=1, ge=1, le=64)
+    """Ranks on this node, with framework `torch`: usually its number of GPUs. They are nodes of their own in all
+    that is shown: `<name>.0`, `<name>.1`, …; but for an `elastic` job."""
     share: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Relative share of the global batch. Default: by the calibration, or equal shares."""
     validates: bool | None = Field(default=None, alias="validate")
@@ -101,24 +106,38 @@ class JobConfig(_Section):
 
     name: str
     """Name of the job. Default: the name of the model's folder, or of the script."""
+    framework: Framework = "mlx"
+    """`mlx` trains with MLX and mlx-lm, `torch` with PyTorch and Accelerate, FSDP2 or DeepSpeed, from the same keys."""
     command: tuple[str, ...] | None = None
-    """A custom program and its arguments instead of mlx-lm: `["python", "my_script.py"]`. `{rank}` in an argument is
-    the rank. Default: none."""
+    """A custom program and its arguments instead of the built-in training: `["python", "my_script.py"]`. `{rank}` in an
+    argument is the rank. With framework `torch` also `["torchrun", "my_script.py"]`, `["accelerate", "launch",
+    "my_script.py"]` or `["deepspeed", "my_script.py"]`: Flight Deck takes the launcher's place. Default: none."""
+    elastic: bool = False
+    """With framework `torch` and a command: one `torchrun` on each node starts its `processes` and finds the others by
+    the c10d rendezvous, which rank 0's node holds. A lost node leaves the others training, as long as `min_nodes` of
+    `[recovery]` remain; failed workers are started again, `max_restarts` times."""
+    script: str | None = None
+    """A short way to write a command: `"train.py --lr 1e-4"` is `["python", "train.py", "--lr", "1e-4"]`. Default:
+    none."""
     model: str | None = None
     """The model's path as written; `NodeConfig.model` is the path on a node."""
     data: str | None = None
     """The data's path as written; `NodeConfig.data` is the path on a node."""
     fine_tune_type: FineTuneType = "lora"
     strategy: Strategy = "data"
-    """`data`: every rank has the whole model. `sharded`: parameters, gradients and optimizer state are partitioned.
-    `pipeline`: every rank has some of the layers. `local`: every rank trains the whole model by itself, and the weights
-    are averaged every `local_steps` updates: another algorithm."""
+    """With framework `mlx`: `data`: every rank has the whole model. `sharded`: parameters, gradients and optimizer
+    state are partitioned. `pipeline`: every rank has some of the layers. `local`: every rank trains the whole model by
+    itself, and the weights are averaged every `local_steps` updates: another algorithm. With framework `torch`: `ddp`,
+    `fsdp` (FSDP2), `deepspeed` (ZeRO), or `auto`, by the memory of the GPUs. Default: `data` with `mlx`, `auto` with
+    `torch`."""
     layer_split: Annotated[str, AfterValidator(accepts(split_form))] | None = None
     """Layers of each pipeline rank as half-open ranges: `"0-8,8-36"`. Default: by the memory of the nodes."""
     mlx_lm: dict[str, Any] = Field(default_factory=dict)
     """All keys of an mlx-lm training YAML with defaults filled in; [job] has priority over the YAML file."""
     given: tuple[str, ...] = ()
     """The keys of `mlx_lm` that the configuration sets; the others are defaults."""
+    unused: tuple[str, ...] = ()
+    """Keys that the configuration sets, and that are of the other framework alone."""
     rate_by_rule: bool = False
     """learning_rate = "auto": its value in `mlx_lm` is the rule's."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -133,6 +152,16 @@ class JobConfig(_Section):
     """Examples per chunk. Smaller datasets are not streamed."""
 
     @property
+    def trackers(self) -> tuple[str, ...]:
+        """Services of `report_to` that the head writes from the run's metrics."""
+        return tuple(name for name in HEAD_TRACKERS if name in services(self.mlx_lm.get("report_to")))
+
+    @property
+    def node_reporters(self) -> tuple[str, ...]:
+        """The other services of `report_to`, which rank 0 reports to."""
+        return tuple(name for name in services(self.mlx_lm.get("report_to")) if name not in HEAD_TRACKERS)
+
+    @property
     def partitioned(self) -> bool:
         """Each rank has a part of the training state that no other rank has."""
         return self.strategy in PARTITIONED
@@ -140,7 +169,7 @@ class JobConfig(_Section):
     @property
     def outlives_ranks(self) -> bool:
         """The training goes on when a rank is lost, unless that is rank 0."""
-        return self.strategy == "local"
+        return self.strategy == "local" or self.elastic
 
 
 class PreflightConfig(_Section):
@@ -278,7 +307,7 @@ class Config(_Section):
     @property
     def starts_directly(self) -> bool:
         """The ranks are started without mlx.launch, which ends all of them when one has ended."""
-        return self.cluster.launcher == "direct" or self.job.outlives_ranks
+        return self.cluster.launcher == "direct" or self.job.outlives_ranks or self.job.framework == "torch"
 
 
 def on_node(text: str, node: NodeConfig, base: Path) -> str:
@@ -320,6 +349,10 @@ def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | 
     chosen = strategy or ("pipeline" if layer_split is not None else config.job.strategy)
     if config.job.command is not None:
         raise InputError("--strategy is not possible", why="the job runs a custom command")
+    framework = config.job.framework
+    if chosen not in STRATEGIES[framework]:
+        has = ", ".join(STRATEGIES[framework])
+        raise InputError(f"--strategy {chosen} is not possible", why=f"framework {framework} has {has}")
     if chosen == "pipeline" and len(config.nodes) < 2:
         raise InputError("--strategy pipeline is not possible", why="a pipeline needs at least two nodes")
     if chosen == "local" and len(config.nodes) < 2:

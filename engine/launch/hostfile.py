@@ -25,7 +25,7 @@ RING = "ring"
 
 def hostfile_document(network: NetworkPlan) -> dict[str, Any]:
     """The hostfile's document, with the backend, so that the file can also be given to mlx.launch by hand."""
-    hosts = [host.model_dump(mode="json", exclude_none=True) for host in network.hosts]
+    hosts = [host.model_dump(mode="json", exclude_none=True, exclude={"interface"}) for host in network.hosts]
     return {"backend": network.backend, "envs": [], "hosts": hosts}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.cluster.transport.base import quoted
-from engine.config.mlx_lm_keys import DEFAULTS
+from engine.config.mlx_lm_keys import DEFAULTS, services
 from engine.config.models import Config, NodeConfig, on_node
 from engine.launch.hostfile import hostfile_document
 from engine.launch.mlx_launch import arguments
@@ -89,6 +89,7 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
     """The job's keys as stock mlx-lm accepts them."""
     settings = {key: value for key, value in config.job.mlx_lm.items() if key not in _PER_NODE}
     settings["fine_tune_type"] = config.job.fine_tune_type
+    job_services = services(settings.get("report_to"))
     batch = int(settings["batch_size"])
     if batch % ranks:
         settings["batch_size"] = -(-batch // ranks) * ranks
@@ -117,6 +118,9 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
     for key in ("save_best", "patience"):
         if settings.pop(key, None):
             notes.append(f"mlx-lm has no {key}: it is left out")
+    if "tensorboard" in job_services:
+        settings["report_to"] = ",".join(name for name in job_services if name != "tensorboard") or None
+        notes.append("mlx-lm does not write for TensorBoard: it is left out of report_to")
     # It always does.
     settings.pop("compile_on_cpu", None)
     if settings.pop("wire", "auto") != "auto":

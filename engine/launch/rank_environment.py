@@ -1,4 +1,5 @@
-"""The environment variables of a rank, ours and those that mlx.launch sets for each backend, and the trainer's job."""
+"""The environment variables of a rank, ours and those that mlx.launch or torchrun sets for each backend, and the
+trainer's job."""
 
 from __future__ import annotations
 
@@ -53,6 +54,8 @@ def _nccl(network: NetworkPlan | None, gradient_bytes: int | None) -> dict[str, 
 def rank_environment(network: NetworkPlan, starting_port: int, environment: Mapping[str, str]) -> RankEnvironment:
     """The variables and files of mlx.launch with this --starting-port (and --nccl-port), when run in `environment`."""
     size, terminal = len(network.hosts), _terminal(environment)
+    if network.framework == "torch":
+        return RankEnvironment(torch_variables(network, starting_port))
     if network.backend == RING:
         addresses = [
             [f"{ip}:{port}" for ip, port in zip(host.ips, ports_of(rank, network, starting_port), strict=True)]
@@ -73,9 +76,41 @@ def rank_environment(network: NetworkPlan, starting_port: int, environment: Mapp
 def rank_variables(environment: RankEnvironment, network: NetworkPlan, rank: int) -> dict[str, str]:
     """The variables of one rank, without those that name files."""
     own = {"MLX_RANK": str(rank)}
+    if network.framework == "torch":
+        return environment.variables | own | torch_rank_variables(network, rank)
     if network.backend == "nccl":
         own["CUDA_VISIBLE_DEVICES"] = str(rank % ranks_per_host(network))
     return environment.variables | own
+
+
+def torch_variables(network: NetworkPlan, starting_port: int) -> dict[str, str]:
+    """The variables that torchrun sets for all workers (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+
+    PyTorch's store listens on `starting_port` of rank 0's machine.
+    """
+    return {
+        "MASTER_ADDR": network.hosts[0].ips[0],
+        "MASTER_PORT": str(starting_port),
+        "WORLD_SIZE": str(len(network.hosts)),
+    }
+
+
+def torch_rank_variables(network: NetworkPlan, rank: int) -> dict[str, str]:
+    """The variables that torchrun sets for one worker, and the interface that its backend is to use where the ranks are
+    on several machines."""
+    hosts = [host.ssh for host in network.hosts]
+    machines = list(dict.fromkeys(hosts))
+    own = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(hosts[:rank].count(hosts[rank])),
+        "LOCAL_WORLD_SIZE": str(hosts.count(hosts[rank])),
+        "GROUP_RANK": str(machines.index(hosts[rank])),
+        "GROUP_WORLD_SIZE": str(len(machines)),
+    }
+    interface = network.hosts[rank].interface
+    if interface is not None and len(machines) > 1:
+        own[f"{network.backend.upper()}_SOCKET_IFNAME"] = interface
+    return own
 
 
 def ranks_per_host(network: NetworkPlan) -> int:
@@ -113,7 +148,11 @@ def trainer_job(config: Config, layer_split: str | None = None) -> dict[str, Any
         "strategy": job.strategy,
         "layer_split": job.layer_split or layer_split,
     }
-    ours = {"chunking": job.chunking, "chunk_size": job.chunk_size}
+    ours: dict[str, Any] = {"chunking": job.chunking, "chunk_size": job.chunk_size}
+    if job.framework == "torch":
+        ours["framework"] = job.framework
+    if "report_to" in job.mlx_lm:
+        ours["report_to"] = ",".join(job.node_reporters) or None
     return {**job.mlx_lm, **ours, **{key: value for key, value in named.items() if value is not None}}
 
 
@@ -130,6 +169,7 @@ def rank_spec(config: Config, rank: int, layout: HostLayout, share: float) -> Ra
         data=path_there(config, node, layout, node.data or job.data),
         resume_adapter_file=path_there(config, node, layout, job.mlx_lm.get("resume_adapter_file")),
         share=share,
+        processes=node.processes,
     )
 
 

@@ -53,6 +53,7 @@ from types import FrameType
 from engine.node import processes
 from engine.node.daemon import STARTED, GroupReaper, StartupNotifier, daemonize
 from engine.node.rank_process import Pump, RankLog, RankProcess
+from engine.node.torch_errors import reported_exception
 from engine.protocol.attempt import (
     EMERGENCY_CHECKPOINT,
     END,
@@ -69,7 +70,7 @@ from engine.protocol.attempt import (
     sync_file,
     write_atomic,
 )
-from engine.protocol.events import exit_output, has_stepped, last_phase
+from engine.protocol.events import EventWriter, exit_output, has_stepped, last_phase
 from engine.protocol.exit_codes import FINAL_EXITS, KeeperExit
 from engine.protocol.job import JobError
 
@@ -180,15 +181,24 @@ class Keeper:
             self._wait()
             self._handle_input(program)
         self._sweep(program)
+        if code and not program.cooperative:
+            self._report_exception()
         program.close()
         stored = pump.finish(_DRAIN_S)
         if not stored:
             _log("the log's disk did not take the last output in time")
         return code, stored
 
+    def _report_exception(self) -> None:
+        """A PyTorch program cannot write events, but leaves its exception in a file."""
+        exception = reported_exception(self._files, self._rank.rank)
+        if exception is not None:
+            events = EventWriter(self._files.events(self._rank.rank), self._rank.rank, self._spec.attempt)
+            events.write("failure", **exception)
+
     def _may_restart(self, code: int) -> bool:
         """The program failed by itself, and may not do so again."""
-        if self._rank.rank == 0 or self._restarts >= self._spec.rank_restarts:
+        if self._rank.rank == 0 or self._spec.elastic or self._restarts >= self._spec.rank_restarts:
             return False
         if code == 0 or code in FINAL_EXITS or self._asked_to_leave or self._stopped_by is not None:
             return False

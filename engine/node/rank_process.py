@@ -13,10 +13,13 @@ from pathlib import Path
 
 from engine.node import processes
 from engine.protocol.attempt import CONTROL_FD_ENV, EVENTS_ENV, NONCE_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec
+from engine.protocol.launchers import rank_command
 
 _CHUNK_BYTES = 65_536
 _BUNDLE = Path(__file__).resolve().parents[2]
 """The folder that `engine` is imported from."""
+_TRAINERS = {"mlx": "engine.trainer.main", "torch": "engine.torch_trainer.main"}
+_ACCELERATE_LAUNCH = _BUNDLE / "engine" / "torch_trainer" / "accelerate_launch.py"
 
 
 class RankLog:
@@ -130,7 +133,7 @@ class RankProcess:
             raise FileNotFoundError(2, "no such working directory", rank.workdir)
         try:
             self._process = subprocess.Popen(
-                _arguments(spec, rank),
+                _arguments(spec, rank, files),
                 # The trainer imports from the bundle and changes to its working directory by itself.
                 cwd=_BUNDLE if self.cooperative else rank.workdir,
                 env=environment,
@@ -170,6 +173,14 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     environment[EVENTS_ENV] = str(files.events(rank.rank))
     environment["MLX_RANK"] = str(rank.rank)
     environment["PYTHONUNBUFFERED"] = "1"
+    if spec.framework == "torch" and spec.command is not None and not spec.elastic:
+        # As torchrun does for its workers.
+        environment["TORCHELASTIC_ERROR_FILE"] = str(files.error(rank.rank))
+    if spec.elastic:
+        environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
+        # A store of their own for the workers of each round. In the agents' common one they would find what those of
+        # the last round have left: they tell rounds apart by restarts, which the agents count differently.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if spec.world_size == 1:
         # mlx.launch gives a single rank an empty hostfile, which MLX's ring rejects as broken.
         environment.pop("MLX_HOSTFILE", None)
@@ -179,12 +190,36 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     return environment
 
 
-def _arguments(spec: AttemptSpec, rank: RankSpec) -> list[str]:
+def _torchrun(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
+    """torchrun and its options, as the agent of one node; the script and its arguments follow. It tells the lines of
+    its workers apart by their ranks."""
+    host = os.environ["MASTER_ADDR"]
+    options = {
+        "--nnodes": spec.elastic,
+        "--nproc-per-node": rank.processes,
+        "--max-restarts": spec.rank_restarts,
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": f"{host}:{os.environ['MASTER_PORT']}",
+        "--rdzv-id": f"{spec.run_id}.{spec.attempt}",
+        "--rdzv-conf": f"is_host={int(rank.rank == 0)}",
+        "--local-addr": rank.address or host,
+        "--log-dir": files.workers(rank.rank),
+        "--tee": 3,
+    }
+    return ["-m", "torch.distributed.run", *(str(word) for option in options.items() for word in option)]
+
+
+def _arguments(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
     """The program's arguments, with this node's python and paths in place of the placeholders."""
     if spec.command is None:
-        return [sys.executable, "-m", "engine.trainer.main"]
-    if not spec.command:
+        return [sys.executable, "-m", _TRAINERS[spec.framework]]
+    given = spec.command
+    if spec.framework == "torch":
+        given = rank_command(given, int(os.environ.get("LOCAL_RANK", "0")), str(_ACCELERATE_LAUNCH))
+    if not given:
         raise ValueError("the command is empty")
+    if spec.elastic:
+        given = ["python", *_torchrun(spec, rank, files), *given[1:]]
     values = {
         "{workdir}": rank.workdir,
         "{model}": rank.model or "",
@@ -192,7 +227,7 @@ def _arguments(spec: AttemptSpec, rank: RankSpec) -> list[str]:
         "{python}": rank.python,
         "{rank}": str(rank.rank),
     }
-    program, *arguments = spec.command
+    program, *arguments = given
     if program in ("python", "python3"):
         program = rank.python
     command = [program, *arguments]

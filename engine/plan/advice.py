@@ -42,7 +42,7 @@ _WATCHDOG_BILLIONS = 3.5
 
 def _whole_on_m4_max(plan: PlanContext, memory: MemoryFit) -> bool:
     """Full fine-tuning of 4B or more, with the whole model on an M4 Max."""
-    known = plan.full and plan.strategy not in PARTITIONED and memory.billions(_WATCHDOG_BILLIONS)
+    known = plan.full and not plan.torch and plan.strategy not in PARTITIONED and memory.billions(_WATCHDOG_BILLIONS)
     return known and bool(plan.m4_max)
 
 

@@ -66,7 +66,7 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
             suggested = save_every(context.iterations, full=context.full)
         _frequency(context, rationale, frequency, suggested)
         where = "each node, which stores its own part"
-        if context.strategy not in PARTITIONED:
+        if context.strategy not in PARTITIONED and not context.torch:
             where = "the node of rank 0" if context.strategy == "data" else "each node, which stores its own state"
         storage = redact(checkpoint.destination or "", {}) or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
     return CheckpointSection(
@@ -97,6 +97,8 @@ def _approach(context: PlanContext, rationale: Rationale) -> None:
     why = "with one rank there is no replica of the state"
     if context.ranks > 1:
         why = f"with strategy {context.strategy} no rank has the whole state"
+        if context.strategy == "ddp":
+            why = "the others' group ends with a lost rank, whose peers do not keep the state of the step"
     text = f"{why}; when a rank is lost, the run continues from the last periodic checkpoint"
     rationale.explain(_KEY + "approach", Source.RULE, text)
     if not context.inputs.config.checkpoint.enabled:

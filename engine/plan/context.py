@@ -115,6 +115,11 @@ class PlanContext:
         return self.inputs.config.job
 
     @property
+    def torch(self) -> bool:
+        """A PyTorch job."""
+        return self.job.framework == "torch"
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         """mlx-lm's keys; {} for a custom command."""
         return {} if self.job.command is not None else self.job.mlx_lm
@@ -233,6 +238,6 @@ def _platform(inputs: PlanInputs) -> str:
     facts = list(inputs.facts.values())
     if any(fact.system == "Darwin" for fact in facts):
         return "apple"
-    if any(fact.gpu == "gpu" for fact in facts):
+    if any(fact.gpu == "gpu" or fact.gpus for fact in facts):
         return "cuda"
     return "cpu" if facts else "unknown"

@@ -21,6 +21,10 @@ _SYNC = {
     "pipeline": "activations and their gradients between neighbouring ranks; one small all_sum per update",
     "local": "no gradients: the change of the weights to rank 0 and its average back every local_steps updates, and a "
     "small message after each update, over TCP connections of its own",
+    "auto": "by the chosen strategy",
+    "ddp": "an all_reduce of the gradients in buckets, beside the backward pass",
+    "fsdp": "an all_gather of each block's parameters, and a reduce_scatter of its gradients",
+    "deepspeed": "a reduce_scatter of the gradients, and an all_gather of the updated parameters",
 }
 
 
@@ -36,6 +40,8 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
             )
         else:
             rationale.refuse("distributed_config", f"the ranks cannot be connected: {inputs.network_problem}")
+    elif context.torch:
+        command, notes = None, ("not MLX's: torch.commands has PyTorch's",)
     elif context.strategy != "data":
         command, notes = None, (f"no command: stock mlx-lm does not train strategy {context.strategy}",)
     source, reason = Source.RULE, "one program for all ranks, which selects its node's python and paths by MLX_RANK"
@@ -138,6 +144,10 @@ def _sets_fast_synch(context: PlanContext) -> bool:
 
 
 _VERSIONS = "import mlx.core as mx, mlx_lm; print(mx.__version__, mlx_lm.__version__, mx.default_device())"
+_TORCH_VERSIONS = (
+    "import torch, accelerate, transformers, peft; "
+    "print(torch.__version__, accelerate.__version__, torch.version.cuda, torch.cuda.device_count())"
+)
 _PARSES = "from mlx._distributed_utils.common import Hostfile; print(Hostfile.from_file({path}).hosts)"
 
 
@@ -150,14 +160,16 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
     hostfile = inputs.launching.hostfile
     if hostfile is not None and (path := hostfile.path) is not None:
         steps.append(f"{shlex.quote(inputs.tools.python)} -c {shlex.quote(_PARSES.format(path=json.dumps(path)))}")
+    versions = _TORCH_VERSIONS if context.torch else _VERSIONS
     for node in inputs.config.nodes:
-        steps.append(_on(node, f"{quoted(node.python)} -c {shlex.quote(_VERSIONS)}"))
+        steps.append(_on(node, f"{quoted(node.python)} -c {shlex.quote(versions)}"))
     hosts = {node.ssh: node for node in inputs.config.nodes}.values()
     if context.backend in _OVER_RDMA:
         for node in hosts:
             steps += [_on(node, "rdma_ctl status"), _on(node, "ibv_devices")]
         steps += [_on(node, "system_profiler SPThunderboltDataType -json") for node in hosts]
     elif context.backend == "nccl":
+        steps += [_on(node, "nvidia-smi") for node in hosts] if context.torch else []
         steps += [_on(node, "ibstat") for node in hosts]
     steps += [f"{deck} preflight{config}", f"{deck} calibrate --quick{config}", f"{deck} launch --follow{config}"]
     if context.backend == "nccl":

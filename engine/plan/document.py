@@ -14,6 +14,7 @@ from pydantic import ConfigDict, computed_field
 
 from engine.models import CheckStatus, FrozenModel, PreRdmaSync, WorkerConsistency
 from engine.plan.data_report import DataFindings, IfdScore
+from engine.protocol.job import Strategy
 
 
 class Source(StrEnum):
@@ -94,6 +95,9 @@ class Disabled(FrozenModel):
     reason: str
 
 
+NOT_TORCH: Final = Disabled(reason="the job's framework is mlx")
+
+
 class StrategySection(FrozenModel):
     approach: str
     total_gpus: int
@@ -103,7 +107,7 @@ class StrategySection(FrozenModel):
     gpus_per_node: int | None
     """Ranks per machine; null if they differ."""
     parallelism: str
-    """ "data", "sharded", "pipeline" or "local"."""
+    """ "data", "sharded", "pipeline" or "local"; with PyTorch "ddp", "fsdp" or "deepspeed"."""
     layer_split: str | None
     """Layers of each pipeline rank as half-open ranges: "0-8,8-36"."""
     world_size: int
@@ -147,6 +151,29 @@ class ChosenSettings(FrozenModel):
         count = self.grad_checkpoint
         layers = f", {'all' if count is True else count} layers recomputed" if count else ""
         return f"optimizer_precision {self.optimizer_precision}, moments {self.moments}{layers}"
+
+
+class ChosenTorchSettings(FrozenModel):
+    """The keys of a PyTorch job that may be "auto", as the trainer gets them."""
+
+    strategy: Strategy = "ddp"
+    sharding: str = "full"
+    zero_stage: int = 2
+    offload: str = "none"
+    precision: str = "fp32"
+    grad_checkpoint: bool = False
+    """All layers are recomputed in the backward pass."""
+
+    @property
+    def text(self) -> str:
+        kind = {"fsdp": f" ({self.sharding})", "deepspeed": f" (ZeRO-{self.zero_stage})"}.get(self.strategy, "")
+        offloaded = f", offloaded to {self.offload}" if self.offload != "none" else ""
+        return f"{self.strategy}{kind}, {self.precision}{offloaded}" + (
+            ", layers recomputed" if self.grad_checkpoint else ""
+        )
+
+
+Settings = ChosenSettings | ChosenTorchSettings
 
 
 class BatchSection(FrozenModel):
@@ -396,6 +423,56 @@ class MemorySection(FrozenModel):
     """Empty where the job fits."""
 
 
+class TorchCandidate(FrozenModel):
+    """One strategy, with the job's precision and recomputation, and what the rank that needs the most would need."""
+
+    name: str
+    """As people call it: "FSDP full, cpu offload"."""
+    strategy: str
+    sharding: str | None
+    """null but with fsdp."""
+    zero_stage: int | None
+    """null but with deepspeed."""
+    offload: str
+    needed_bytes: int
+    """On the GPU, or in all on the CPU; the reserve included."""
+    host_bytes: int
+    """Offloaded to the machine's memory."""
+    fits: bool | None
+    """null if a limit is unknown."""
+    chosen: bool
+
+
+class TorchSection(FrozenModel):
+    """A PyTorch job: `settings` says what the trainer gets; this is how it comes about, and what other tools take."""
+
+    enabled: Literal[True] = True
+    strategy: str
+    precision: str
+    on_gpu: bool
+    gpus: dict[str, str | None]
+    """By node; null where it is not known, {} on the CPU."""
+    candidates: tuple[TorchCandidate, ...]
+    """Empty where the memory is unknown."""
+    gradient_accumulation_steps: int | None
+    """Target batch / (batch per GPU · GPUs), rounded up."""
+    wrap_classes: tuple[str, ...]
+    """Block classes that FSDP wraps; empty for other strategies, and where the model itself names them."""
+    prefetch: str
+    activation_checkpointing: bool
+    checkpoint_format: str
+    backend: str | None
+    interfaces: dict[str, str | None]
+    """By node; null where it is not known."""
+    infiniband: bool
+    files: dict[str, str]
+    """Name -> text; `flightdeck plan --write DIR` writes them."""
+    commands: dict[str, str]
+    """Launcher -> the command to paste."""
+    notes: tuple[str, ...]
+    """How these differ from `flightdeck launch`."""
+
+
 class PlannedAdvice(FrozenModel):
     name: str
     text: str
@@ -446,8 +523,9 @@ class TrainingPlan(FrozenModel):
     job: str
     made_at: datetime
     nodes: tuple[PlannedNode, ...]
-    settings: ChosenSettings | Disabled
+    settings: ChosenSettings | ChosenTorchSettings | Disabled
     memory: MemorySection | Disabled
+    torch: TorchSection | Disabled = NOT_TORCH
     data: DataSection
     data_quality: DataQualitySection | Disabled
     advice: tuple[PlannedAdvice, ...]

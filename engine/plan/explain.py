@@ -10,9 +10,11 @@ from engine.plan.document import (
     BatchSection,
     CheckpointSection,
     ChosenSettings,
+    ChosenTorchSettings,
     ChunkingSection,
     Disabled,
     MemorySection,
+    Settings,
     Source,
     StrategySection,
     TrainingPlan,
@@ -27,6 +29,8 @@ _FROM = {
     Source.UNKNOWN: "unknown",
 }
 Row = tuple[str, str]
+_MANY = 4
+"""More nodes than this are not listed if all are alike."""
 
 
 def summary(plan: TrainingPlan) -> list[Row]:
@@ -37,7 +41,7 @@ def summary(plan: TrainingPlan) -> list[Row]:
         ("strategy", _strategy(plan.strategy)),
         ("batch", _batch(plan.batch_configuration)),
         ("learning rate", _rate(plan.batch_configuration)),
-        ("shares", ", ".join(f"{node} {share:.1%}" for node, share in shares.items())),
+        ("shares", ", ".join(_by_node({node: f"{share:.1%}" for node, share in shares.items()}))),
         ("backend", f"{plan.rdma_config.backend or 'not known'}: {plan.rdma_config.reason}"),
         ("memory", _memory(plan.memory, plan.settings)),
         ("throughput", _throughput(plan)),
@@ -64,6 +68,13 @@ def explained(plan: TrainingPlan) -> Iterator[tuple[str, list[Row]]]:
         )
 
 
+def _by_node(texts: Mapping[str, str]) -> list[str]:
+    """One text for each node, or a single one where many are alike."""
+    if len(texts) > _MANY and len(set(texts.values())) == 1:
+        return [f"{next(iter(texts.values()))} on each of {len(texts)} nodes"]
+    return [f"{node} {text}" for node, text in texts.items()]
+
+
 def _strategy(section: StrategySection) -> str:
     text = f"{section.parallelism}, {plural(section.world_size, 'rank')} on {plural(section.nodes, 'machine')}"
     if section.layer_split is not None:
@@ -80,7 +91,7 @@ def _strategy(section: StrategySection) -> str:
 def _batch(section: BatchSection) -> str:
     if section.total_batch_size is None:
         return "chosen by the command"
-    micro = " + ".join(f"{node} {count}" for node, count in (section.micro_batch or {}).items())
+    micro = " + ".join(_by_node({node: str(count) for node, count in (section.micro_batch or {}).items()}))
     text = f"{section.total_batch_size} per update"
     if micro:
         text += f": {micro}"
@@ -99,15 +110,18 @@ def _rate(section: BatchSection) -> str:
     return text + (f", {plural(section.warmup_steps, 'update')} of warm-up" if section.warmup_steps else "")
 
 
-def _memory(section: MemorySection | Disabled, settings: ChosenSettings | Disabled) -> str:
+def _memory(section: MemorySection | Disabled, settings: Settings | Disabled) -> str:
     if isinstance(section, Disabled):
         return f"not known: {section.reason}"
-    text = []
+    found = {}
     for rank in section.ranks:
         limit = memory_text(rank.limit_bytes) if rank.limit_bytes is not None else "an unknown limit"
         too_much = ", too much" if rank.fits is False else ""
-        text.append(f"{rank.node} {memory_text(rank.needed_bytes)} of {limit}{too_much}")
-    if isinstance(settings, ChosenSettings) and settings != ChosenSettings():
+        found[rank.node] = f"{memory_text(rank.needed_bytes)} of {limit}{too_much}"
+    text = _by_node(found)
+    if isinstance(settings, ChosenTorchSettings) or (
+        isinstance(settings, ChosenSettings) and settings != ChosenSettings()
+    ):
         text.append(f"with {settings.text}")
     return "; ".join(dict.fromkeys(text))
 

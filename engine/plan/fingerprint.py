@@ -6,12 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.config.models import Config, NodeConfig
-from engine.measurements import Calibration
+from engine.measurements import Calibration, Scaling
 from engine.models import NodeFacts
 
+Measured = TypeVar("Measured", Calibration, Scaling)
 STEP_KEYS = (
     "batch_size",
     "compile_on_cpu",
@@ -52,6 +53,12 @@ def fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
     return _digest(what)
 
 
+def scaling_fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
+    """As `fingerprint`, and of how the ranks work together."""
+    known = {key: config.job.mlx_lm.get(key) for key in ("local_steps", "wire")}
+    return _digest({"job on nodes": fingerprint(config, facts), "strategy": config.job.strategy, **known})
+
+
 def node_fingerprints(config: Config, facts: Iterable[NodeFacts]) -> dict[str, str]:
     """SHA-256, hexadecimal, by node of its part of the fingerprint, for nodes with facts."""
     seen = {(fact.node, fact.host): fact for fact in facts if fact.problem is None}
@@ -73,17 +80,25 @@ def latest_matching(
     config: Config, facts: Iterable[NodeFacts], calibrations: Iterable[Calibration]
 ) -> Calibration | None:
     """The newest of `calibrations` of this job on these nodes, however old."""
-    wanted = fingerprint(config, facts)
-    matching = (taken for taken in calibrations if taken.fingerprint == wanted)
-    return max(matching, key=lambda taken: taken.taken_at, default=None)
+    return _newest(calibrations, fingerprint(config, facts))
 
 
-def age_days(calibration: Calibration, now: datetime) -> float:
+def latest_scaling(config: Config, facts: Iterable[NodeFacts], scalings: Iterable[Scaling]) -> Scaling | None:
+    """The newest of `scalings` of this job on these nodes, however old."""
+    return _newest(scalings, scaling_fingerprint(config, facts))
+
+
+def _newest(taken: Iterable[Measured], wanted: str) -> Measured | None:
+    matching = (each for each in taken if each.fingerprint == wanted)
+    return max(matching, key=lambda each: each.taken_at, default=None)
+
+
+def age_days(calibration: Calibration | Scaling, now: datetime) -> float:
     """At least 0, even if the clock was set back."""
     return max(0.0, (now - calibration.taken_at).total_seconds() / 86_400)
 
 
-def is_stale(config: Config, calibration: Calibration, now: datetime) -> bool:
+def is_stale(config: Config, calibration: Calibration | Scaling, now: datetime) -> bool:
     return age_days(calibration, now) > config.calibration.max_age_days
 
 

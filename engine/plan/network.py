@@ -14,7 +14,7 @@ from engine.config.models import Config, NodeConfig, RdmaRow
 from engine.errors import LaunchError
 from engine.models import FrozenModel, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
-from engine.protocol.job import Strategy
+from engine.protocol.job import Framework, Strategy
 from engine.security.identifiers import SshTarget
 
 
@@ -26,13 +26,16 @@ class LaunchHost(FrozenModel):
     ips: tuple[str, ...] = ()
     rdma: RdmaRow | None = None
     """None without RDMA."""
+    interface: str | None = None
+    """The network interface that has its first address, where it is known. Of framework "torch" alone."""
 
 
 class NetworkPlan(FrozenModel):
     """The chosen backend and hosts, with the reasons."""
 
     backend: str
-    """ "ring", "jaccl", "jaccl-ring" or "nccl"."""
+    """ "ring", "jaccl", "jaccl-ring" or "nccl"; with framework "torch" "nccl" or "gloo"."""
+    framework: Framework = "mlx"
     hosts: tuple[LaunchHost, ...]
     infiniband: bool = False
     """With nccl: every node has an active InfiniBand device."""
@@ -239,7 +242,9 @@ def plan_network(
     known = {fact.node: fact for fact in facts}
     nodes = config.nodes
     local = (strategy or config.job.strategy) == "local"
-    if local:
+    if config.job.framework == "torch":
+        choice = _for_torch(config.cluster.backend, nodes, known)
+    elif local:
         choice = _for_local(config.cluster.backend)
     elif config.cluster.backend == "auto":
         choice = _choose_backend(nodes, known, topology)
@@ -251,14 +256,38 @@ def plan_network(
     rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
     return NetworkPlan(
         backend=choice.backend,
+        framework=config.job.framework,
         infiniband=choice.backend == "nccl" and all(_infiniband_devices(nodes, known).values()),
         hosts=tuple(
-            LaunchHost(ssh=SshTarget.parse(node.ssh).openssh, ips=ips, rdma=row)
+            LaunchHost(
+                ssh=SshTarget.parse(node.ssh).openssh,
+                ips=ips,
+                rdma=row,
+                interface=_interface(known.get(node.name), ips) if config.job.framework == "torch" else None,
+            )
             for node, ips, row in zip(nodes, addresses.ips, rows, strict=True)
         ),
         reasons=(*choice.reasons, *addresses.reasons),
         warnings=(*addresses.warnings, *choice.warnings),
     )
+
+
+def _interface(fact: NodeFacts | None, ips: Sequence[str]) -> str | None:
+    """The interface of a node that has the first of these addresses."""
+    interfaces = fact.interfaces if fact is not None else ()
+    return next((each.name for each in interfaces if any(ip.split("/")[0] == ips[0] for ip in each.ipv4)), None)
+
+
+def _for_torch(backend: str, nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts]) -> _BackendChoice:
+    """NCCL wants an NVIDIA GPU for each rank."""
+    if backend != "auto":
+        return _BackendChoice(backend, (f"the configuration sets {backend}",))
+    hosts = [node.ssh for node in nodes]
+    gpus = {node.name: len(facts[node.name].gpus) if node.name in facts else 0 for node in nodes}
+    without = [node.name for node in nodes if gpus[node.name] < hosts.count(node.ssh)]
+    if without:
+        return _BackendChoice("gloo", (f"not known to have an NVIDIA GPU for each rank: {', '.join(without)}",))
+    return _BackendChoice("nccl", ("every rank has an NVIDIA GPU", _infiniband(nodes, facts)))
 
 
 def _for_local(backend: str) -> _BackendChoice:

@@ -29,7 +29,13 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
     if config is None or not context.settings:
         return
     packed = quantized_as(config)
-    if context.full and packed is not None:
+    if context.torch and isinstance(config.get("quantization"), Mapping):
+        text = f"PyTorch cannot load the weights that MLX has quantized ({packed})"
+        rationale.refuse("model", text, todo='name the original model, or set framework = "mlx"')
+    elif context.torch and context.full and packed is not None:
+        text = f'fine_tune_type = "full" cannot train a quantized model ({packed}): it has no gradients'
+        rationale.refuse("fine_tune_type", text, todo=f"{_LORA}, or name the unquantized model")
+    elif context.full and packed is not None:
         rationale.refuse(
             "fine_tune_type",
             f'fine_tune_type = "full" cannot train a quantized model ({packed}): MLX has no gradients for quantized '
@@ -40,11 +46,12 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
     has_experts = _expert_count(config) > 1
     if architecture is not None:
         has_experts = any(matrix.copies > 1 for layer in architecture.layers for matrix in layer.matrices)
-    if not context.full:
+    # Where transformers has one array for all experts, peft finds no matrices of theirs.
+    if not context.full and not (context.torch and has_experts):
         _check_adapters(context, architecture, rationale, has_experts=has_experts)
     facts = context.inputs.facts
     on_cpu = [name for name in context.names if name in facts and facts[name].gpu == "cpu"]
-    if has_experts and packed is None and on_cpu and trained_element_bytes(config, "full") < 4:
+    if has_experts and packed is None and on_cpu and not context.torch and trained_element_bytes(config, "full") < 4:
         rationale.refuse(
             "model",
             f"the model has experts in 16 bits, which MLX computes on a GPU alone, and {', '.join(on_cpu)} has none",

@@ -5,6 +5,7 @@ here: performance_targets, hardware_calibration, coordinator_chunking, data, dat
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from engine.config.models import PARTITIONED
 from engine.plan.advice import advice_section, without_validation
@@ -13,6 +14,7 @@ from engine.plan.checkpoints import checkpoint_section
 from engine.plan.context import PlanContext, PlanInputs, make_context
 from engine.plan.distributed import distributed_section, rdma_section, verification_steps
 from engine.plan.document import (
+    NOT_TORCH,
     CalibrationSection,
     ChecklistSection,
     ChunkingSection,
@@ -33,6 +35,8 @@ from engine.plan.obstacles import refuse_obstacles
 from engine.plan.preflight import consistency_section, sync_section
 from engine.plan.shares import MISSING
 from engine.plan.strategy import strategy_section
+from engine.plan.torch.fit import TorchFit, torch_fit
+from engine.plan.torch.section import torch_section
 from engine.protocol.partition import chunk_plan, progress_text
 
 _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
@@ -44,7 +48,7 @@ def performance_section(context: PlanContext, rationale: Rationale) -> Performan
     reason = (
         "the slowest node's measured step at its micro-batch, and what its backward pass does not cover of the exchange"
     )
-    if context.strategy in PARTITIONED:
+    if context.strategy in PARTITIONED or context.torch:
         reason = "real iterations of all ranks together, measured by calibrate"
     if context.strategy == "local":
         reason = "the slowest node's measured step at its micro-batch, and its part of the messages and of an averaging"
@@ -123,7 +127,7 @@ def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSect
         dataset_size=size,
         chunk_size=found.chunk_size,
         num_chunks=found.num_chunks,
-        memory_management="gc.collect() and mx.clear_cache() after each chunk",
+        memory_management="gc.collect()" + ("" if context.torch else " and mx.clear_cache()") + " after each chunk",
         progress_reporting=progress_text(1, found.num_chunks),
     )
 
@@ -154,7 +158,10 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
     refuse_obstacles(context, rationale)
-    needed = memory_fit(context, rationale)
+    needed = torch_fit(context, rationale) if context.torch else memory_fit(context, rationale)
+    if isinstance(needed, TorchFit):
+        # The other sections are about the strategy that was chosen.
+        context = replace(context, inputs=replace(inputs, strategy=needed.chosen.strategy))
     not_validating = without_validation(context, needed, rationale)
     advised = advice_section(context, needed, not_validating)
     return TrainingPlan(
@@ -178,6 +185,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         nodes=_nodes(context, not_validating),
         settings=needed.settings,
         memory=needed.section,
+        torch=torch_section(context, needed, rationale) if isinstance(needed, TorchFit) else NOT_TORCH,
         data=DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
         data_quality=data_quality_section(context, rationale),
         advice=advised,

@@ -135,8 +135,11 @@ def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch 
         return Disabled(reason="the job runs a custom command, which does not report its parameters")
     if context.strategy == "local":
         return Disabled(reason="local: the ranks' weights differ between averagings")
-    if context.strategy in PARTITIONED:
-        return Disabled(reason=f"{context.strategy}: the state is partitioned, so there are no replicas to compare")
+    if context.strategy in (*PARTITIONED, "ddp"):
+        why = "the state is partitioned, so there are no replicas to compare"
+        if context.strategy == "ddp":
+            why = "PyTorch's trainer compares the ranks' job, model and data once, before it trains"
+        return Disabled(reason=f"{context.strategy}: {why}")
     if not settings.enabled:
         rationale.warn("consistency", "[consistency] enabled = false: corrupted replicas are not detected")
         return Disabled(reason="[consistency] enabled = false")

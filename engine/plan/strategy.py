@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config.models import PARTITIONED
 from engine.errors import memory_text, plural
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.prediction import mean_updates
 from engine.protocol.exchange import averaging, exchange
+from engine.protocol.job import AUTO
 from engine.protocol.partition import (
     SPLITTABLE_MODULES,
     LayerSplit,
@@ -34,6 +34,10 @@ _APPROACH = {
     "pipeline": "pipeline parallelism (1F1B): every rank holds contiguous layers",
     "local": "local training with periodic averaging (as DiLoCo): every rank trains the whole model by itself on its "
     "share of each batch; another algorithm than data, with other losses",
+    "auto": "by the memory of the GPUs",
+    "ddp": "distributed data parallelism (DDP): every rank holds the whole training state",
+    "fsdp": "fully sharded data parallelism (FSDP2): the training state is partitioned over the ranks",
+    "deepspeed": "DeepSpeed ZeRO: the training state is partitioned over the ranks",
 }
 
 
@@ -45,22 +49,26 @@ def strategy_section(
     name = context.strategy
     hosts = [node.ssh for node in context.inputs.config.nodes]
     per_host = {hosts.count(host) for host in hosts}
+    automatic = context.job.strategy == AUTO
     origin = "set by --strategy" if name != context.job.strategy else "set by the job, or its default"
-    rationale.explain("strategy.parallelism", Source.USER, f"{name}: {origin}")
+    if automatic:
+        origin = 'strategy = "auto", by the memory of the ranks: see settings.strategy'
+    rationale.explain("strategy.parallelism", Source.RULE if automatic else Source.USER, f"{name}: {origin}")
+    each = "process" if context.torch else "[[node]]"
     rationale.explain(
         "strategy.world_size",
         Source.USER,
-        f"one rank per [[node]]: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
+        f"one rank per {each}: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
         + ("; one process drives the GPU of a Mac" if context.platform == "apple" else ""),
     )
     not_launchable = None
-    if name != context.job.strategy:
+    if name != context.job.strategy and not automatic:
         not_launchable = (
             f'the job uses strategy {context.job.strategy}: set [job] strategy = "{name}" to launch this one'
         )
         rationale.explain("strategy.launchable", Source.USER, not_launchable)
     kind = mlx_module(str((context.inputs.model or {}).get("model_type", "")))
-    if name in PARTITIONED and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
+    if name in ("sharded", "pipeline") and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
         only = ", ".join(SPLITTABLE_MODULES)
         why = f"{name} does not support model_type {plain(kind, 60)}, only {only}"
         rationale.refuse("strategy", why, todo='set strategy = "data" or "local"')

@@ -72,6 +72,10 @@ class RankSpec:
     data: str | None = None
     adapter_path: str | None = None
     resume_adapter_file: str | None = None
+    address: str | None = None
+    """The first of its addresses for the other ranks, with framework "torch"."""
+    processes: int = 1
+    """Workers that an elastic job's torchrun starts on the node."""
     share: float = 1.0
     """Relative share of the global batch, > 0."""
     validates: bool = True
@@ -95,7 +99,7 @@ class AttemptSpec:
     command: list[str] | None = None
     """The user's own program instead of the trainer."""
     framework: str = "mlx"
-    """"mlx" or "torch"."""
+    """"mlx" or "torch": of the trainer, and of a command, which then may begin with one of PyTorch's launchers."""
     env: dict[str, str] = field(default_factory=dict)
     lease_s: float = 60.0
     on_lease_expiry: str = "end"
@@ -118,7 +122,10 @@ class AttemptSpec:
     resume: bool = False
     """Resume from the newest complete state that any rank has."""
     rank_restarts: int = 0
-    """How often a keeper of another rank than 0 starts its program again, where the other ranks go on without it."""
+    """How often a keeper of another rank than 0 starts its program again, where the other ranks go on without it; or,
+    of an elastic job, torchrun its workers."""
+    elastic: str = ""
+    """The least and the most nodes of an elastic job, "2:4"; "" for any other."""
     reached: int = 0
     """The iteration that the run reached before this attempt; if above 0, `resume` does not start again at 1."""
     accept_changed_data: bool = False
@@ -212,6 +219,14 @@ class NodeFiles:
 
     def events(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.events.jsonl"
+
+    def error(self, rank: int) -> Path:
+        """Where torchelastic's `record` leaves the exception of a PyTorch program."""
+        return self.directory / f"rank{rank}.error.json"
+
+    def workers(self, rank: int) -> Path:
+        """The logs and error files of an elastic job's torchrun: <run>/attempt_<n>/<local rank>/error.json."""
+        return self.directory / f"rank{rank}.workers"
 
     def exit(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.exit.json"

@@ -47,6 +47,9 @@ def deepspeed_config(
         # 0 is none; without the key Accelerate clips to 1.
         "gradient_clipping": max_grad_norm or 0.0,
     }
+    if settings.precision in ("bf16", "fp16"):
+        # Gradients travel compressed to 16 bits; it is DeepSpeed's default, too.
+        config["communication_data_type"] = settings.precision
     if settings.precision == "bf16":
         config["bf16"] = {"enabled": True}
     elif settings.precision == "fp16":

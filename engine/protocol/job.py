@@ -6,15 +6,19 @@ import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from engine.protocol.partition import COORDINATOR_CHUNK_SIZE
 
 Framework = Literal["mlx", "torch"]
-Strategy = Literal["data", "sharded", "pipeline", "local"]
-TorchStrategy = Literal["ddp", "fsdp", "deepspeed"]
-AUTO = "auto"
+Strategy = Literal["data", "sharded", "pipeline", "local", "auto", "ddp", "fsdp", "deepspeed"]
+AUTO: Final = "auto"
 """The plan chooses."""
+STRATEGIES: Final[dict[Framework, tuple[Strategy, ...]]] = {
+    "mlx": ("data", "sharded", "pipeline", "local"),
+    "torch": (AUTO, "ddp", "fsdp", "deepspeed"),
+}
+"""Those that each framework has; the first one is the default."""
 OPTIMIZER_PRECISIONS = ("float32", "kahan", "stochastic", "parameter")
 """How trained weights of 16 bits are kept, the most precise first; those of float32 are the same in each.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,16 +36,35 @@ class AllSumResult:
         return self.exact and self.error is None
 
 
+@dataclass(frozen=True)
+class RoundTimes:
+    """Updates of one rank from one exchange to the next, timed together: the seconds of each part of the work."""
+
+    step_s: float
+    """All of it."""
+    tokens: float
+    """Targets, over all ranks."""
+    data_s: float
+    compute_s: float
+    """Forward and backward passes."""
+    communicate_s: float
+    """Waiting for other ranks and exchanging."""
+    update_s: float
+
+
 @dataclass
 class GroupStepReport:
-    """One rank's result of `engine.trainer.group_bench`; seconds are means over the iterations."""
+    """One rank's result of `engine.trainer.group_bench`, or of its counterpart for PyTorch; seconds are means over the
+    iterations that count, see `summarise`."""
 
     rank: int
     steps: int = 0
     """Iterations that were timed."""
     step_s: float | None = None
+    data_s: float | None = None
     compute_s: float | None = None
-    """Without waiting for other ranks."""
+    communicate_s: float | None = None
+    update_s: float | None = None
     tokens: float | None = None
     """Targets of an iteration, over all ranks."""
     peak_bytes: int | None = None
@@ -54,6 +74,15 @@ class GroupStepReport:
     @property
     def succeeded(self) -> bool:
         return self.steps > 0 and self.error is None
+
+    def summarise(self, rounds: Sequence[RoundTimes], iterations: int) -> None:
+        """Take the means over the middle half of the `rounds`, by their duration, of so many `iterations` each: as
+        steady as a median, and the parts still add up to the whole."""
+        cut = len(rounds) // 4
+        middle = sorted(rounds, key=lambda times: times.step_s)[cut : len(rounds) - cut]
+        self.steps = len(rounds) * iterations
+        for name in ("step_s", "data_s", "compute_s", "communicate_s", "update_s", "tokens"):
+            setattr(self, name, sum(getattr(times, name) for times in middle) / (len(middle) * iterations))
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,16 @@ def keep_secrets(run_dir: RunDir, environment: MutableMapping[str, str], *, adop
     `environment` to a file of the run, mode 0600; an adopter takes them from there into its own, by which they are
     also redacted. Raises OSError when they cannot be written."""
     if not adopted:
-        write_atomic(run_dir.secrets, json.dumps({name: environment[name] for name in SECRETS if name in environment}))
+        write_atomic(run_dir.secrets, json.dumps(_kept(environment)))
         return
     with contextlib.suppress(OSError, ValueError):
         kept = json_object(json.loads(run_dir.secrets.read_bytes()))
-        environment.update({name: value for name in SECRETS if isinstance(value := kept.get(name), str)})
+        environment.update(_kept({name: value for name, value in kept.items() if isinstance(value, str)}))
+
+
+def _kept(environment: Mapping[str, str]) -> dict[str, str]:
+    """The secrets, and W&B's other variables: which mode and server a run reports to."""
+    return {name: text for name, text in environment.items() if name in SECRETS or name.startswith("WANDB_")}
 
 
 @dataclass(frozen=True)
@@ -266,9 +271,10 @@ def attempt_spec(
         nonce=attempt.nonce,
         backend=attempt.network.backend,
         world_size=len(plan.nodes),
-        ranks=[_rank_spec(plan, rank, attempt.layout(rank)) for rank in range(len(plan.nodes))],
+        ranks=[_rank_spec(plan, rank, attempt.layout(rank), attempt.network) for rank in range(len(plan.nodes))],
         job=trainer_job(config, layer_split),
         command=list(config.job.command) if config.job.command is not None else None,
+        framework=config.job.framework,
         env=common_environment(attempt.network, {**secrets, **config.job.env}, gradient_bytes=gradient),
         lease_s=recovery.lease_s,
         on_lease_expiry=recovery.on_lease_expiry,
@@ -282,12 +288,13 @@ def attempt_spec(
         checkpoint_compression=config.checkpoint.compression,
         resume=attempt.number > 1,
         rank_restarts=recovery.max_restarts if config.job.outlives_ranks else 0,
+        elastic=f"{recovery.min_nodes or len(plan.nodes)}:{len(plan.nodes)}" if config.job.elastic else "",
         reached=attempt.reached,
         accept_changed_data=attempt.accept_changed_data,
     )
 
 
-def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout) -> RankSpec:
+def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout, network: NetworkPlan) -> RankSpec:
     config, node = plan.config, plan.config.nodes[rank]
     destination = config.checkpoint.destination
     local = destination and "://" not in destination
@@ -295,6 +302,7 @@ def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout) -> RankSpec:
         rank_spec(config, rank, layout, plan.shares[rank]),
         adapter_path=path_there(config, node, layout, config.job.mlx_lm.get("adapter_path")),
         validates=node.validates is not False,
+        address=next(iter(network.hosts[rank].ips), None) if network.framework == "torch" else None,
         checkpoint_folder=path_there(config, node, layout, destination) if local else destination,
     )
 

@@ -219,10 +219,21 @@ class AttemptMonitor:
         changed = self._ranks.poll()
         self._mirror.pump()
         self.intake.poll()
-        for rank in self._ranks.all if self._outlives_ranks and self.intake.progress.steps else ():
-            # Until the first update every rank is needed.
-            rank.dispensable = rank.started and rank.number != 0
+        if self._context.plan.config.job.elastic:
+            self._dispense_nodes()
+        elif self._outlives_ranks and self.intake.progress.steps:
+            for rank in self._ranks.all:
+                # Until the first update every rank is needed.
+                rank.dispensable = rank.started and rank.number != 0
         return changed
+
+    def _dispense_nodes(self) -> None:
+        """Mark the nodes that an elastic job can lose, each of which is a rank: all but rank 0's, as long as the least
+        number remains. One that was lost while that was so stays dispensable."""
+        going = [rank for rank in self._ranks.all if not rank.ended]
+        spare = len(going) > (self._recovery.min_nodes or len(self._ranks.all))
+        for rank in going:
+            rank.dispensable = spare and rank.started and rank.number != 0
 
     def _act(self, abort: RequestReceived | None, now: float, launcher_alive: bool) -> None:
         state = self._observe(now, launcher_alive, abort=abort is not None)

@@ -30,7 +30,7 @@ from engine.launch.mlx_launch import Launcher
 from engine.models import Reason, RunState
 from engine.node import processes
 from engine.node.bootstrap import ROOT
-from engine.plan.document import ChosenSettings
+from engine.plan.document import Disabled
 from engine.plan.memory.choice import is_open
 from engine.protocol.attempt import END
 from engine.run.attempt import AttemptOrigin, launch, new_attempt, next_attempt
@@ -298,7 +298,7 @@ class AttemptRunner:
         if not is_open(self._run.plan.config):
             return
         chosen = (await shared_plan(checks)).settings
-        if isinstance(chosen, ChosenSettings):
+        if not isinstance(chosen, Disabled):
             self._recorder.append(SettingsChosen(settings=chosen))
 
     async def _plan_attempt(self, plan: RunPlan, checks: CheckContext) -> Attempt:

@@ -21,7 +21,8 @@ from engine.run.events import AttemptFailed, Hang
 from engine.run.history import RunHistory
 from engine.run.node_health import lost_after_s
 from engine.run.run_plan import RunPlan
-from engine.run.signatures import BY_ID, SignatureKind
+from engine.run.signature import SignatureKind
+from engine.run.signatures import BY_ID
 
 
 class Trigger(Enum):

@@ -17,7 +17,7 @@ from pydantic import Field, StrictBool
 from engine.cluster.staging import HostLayout
 from engine.measurements import Division
 from engine.models import FrozenModel, Reason, RunRecord, RunState
-from engine.plan.document import ChosenSettings
+from engine.plan.document import Settings
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity, NodeFiles
 
@@ -145,7 +145,7 @@ class SettingsChosen(SyncedEvent):
     """The values of settings that the job leaves to the plan: chosen once, so that every attempt trains alike."""
 
     event: Literal["settings"] = "settings"
-    settings: ChosenSettings
+    settings: Settings
 
 
 class SupervisorStarted(Event):
@@ -243,6 +243,14 @@ class AlarmRaised(Event):
     workers: tuple[str, ...] = ()
     iteration: int | None = None
     message: str
+
+
+class TrackerFailed(Event):
+    """Nothing more is written for this tracker; the run goes on."""
+
+    event: Literal["tracker_failed"] = "tracker_failed"
+    tracker: str
+    why: str
 
 
 class HangDetected(Event):

@@ -20,7 +20,8 @@ from engine.run.events import Verdict
 from engine.run.history import RunHistory
 from engine.run.journal import read_history
 from engine.run.logs.line_index import LogIndex
-from engine.run.signatures import BY_ID, ERRNO_NAMES, SIGNATURES, Signature, SignatureKind
+from engine.run.signature import Signature, SignatureKind
+from engine.run.signatures import BY_ID, ERRNO_NAMES, SIGNATURES
 from engine.security.redact import redact
 from engine.security.sanitise import plain, sanitise
 from engine.snapshots import Diagnosis

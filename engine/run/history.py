@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import StateError
 from engine.models import Reason, RunRecord, RunState
-from engine.plan.document import ChosenSettings
+from engine.plan.document import Settings
 from engine.run.events import (
     AlarmRaised,
     Attempt,
@@ -38,6 +38,7 @@ from engine.run.events import (
     StateChanged,
     StopStageReached,
     SupervisorStarted,
+    TrackerFailed,
 )
 from engine.run.run_plan import RunPlan
 from engine.security.sanitise import moment_or_none
@@ -103,7 +104,7 @@ class RunHistory:
     """The furthest iteration that the run is known to have reached; 0 for none."""
     boot_id: str | None = None
     """The head's, when the newest supervisor started."""
-    settings: ChosenSettings | None = None
+    settings: Settings | None = None
     """Chosen for what the job leaves to the plan."""
     abort: RequestReceived | None = None
     """In this life; a request that skips the cooperative stop wins."""
@@ -115,6 +116,8 @@ class RunHistory:
     """Why no other attempt follows the last."""
     next_why: str | None = None
     """Why the next attempt follows."""
+    trackers_failed: Mapping[str, str] = field(default_factory=dict)
+    """Tracker → why nothing more is written for it by the newest supervisor."""
 
     @property
     def last_attempt(self) -> AttemptHistory | None:
@@ -277,7 +280,9 @@ def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
         case SettingsChosen():
             changes = {"settings": event.settings}
         case SupervisorStarted():
-            changes = {"boot_id": event.boot_id}
+            changes = {"boot_id": event.boot_id, "trackers_failed": {}}
+        case TrackerFailed():
+            changes = {"trackers_failed": {**history.trackers_failed, event.tracker: event.why}}
         case RequestReceived() if history.abort is None or event.now:
             changes = {"abort": event}
         case StopStageReached(purpose="abort"):

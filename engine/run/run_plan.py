@@ -13,7 +13,7 @@ from engine.config.models import Config, select_nodes
 from engine.errors import StateError
 from engine.measurements import Calibration, Division
 from engine.models import FrozenModel, RunRecord, RunState
-from engine.plan.document import ChosenSettings
+from engine.plan.document import Settings
 from engine.plan.memory.choice import resolved
 from engine.protocol.attempt import write_atomic
 
@@ -60,7 +60,7 @@ class RunPlan(FrozenModel):
         itself when none is named. Raises InputError when none is left."""
         return self.without([name for name in self.nodes if name not in nodes]) if nodes else self
 
-    def with_settings(self, chosen: ChosenSettings | None) -> RunPlan:
+    def with_settings(self, chosen: Settings | None) -> RunPlan:
         """The plan with these settings, where its job leaves them open; the plan itself without any."""
         return self if chosen is None else self.model_copy(update={"config": resolved(self.config, chosen)})
 
@@ -69,7 +69,7 @@ class RunPlan(FrozenModel):
         job, backend = self.config.job, self.config.cluster.backend
         if backend == "auto" and all(node.local for node in self.config.nodes):
             # Otherwise it is decided when the nodes are probed, and the attempt's network plan has the result.
-            backend = "ring"
+            backend = "ring" if job.framework == "mlx" else "gloo"
         iterations = job.mlx_lm.get("iters") if job.command is None else None
         return RunRecord(
             id=self.run_id,

@@ -1,64 +1,15 @@
-"""The known texts of failures (of MLX, mlx-lm, ssh and the operating system), each with its cause and its fix in words:
-data, which `engine.run.failure_cause` looks for in logs.
+"""The known texts of failures (of MLX, mlx-lm, ssh and the operating system; those of PyTorch jobs stand in
+`engine.run.torch_signatures`), each with its cause and its fix in words: data, which `engine.run.failure_cause` looks
+for in logs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum, StrEnum
-from typing import Final, NamedTuple
+from typing import Final
 
 from engine.models import Reason
-
-
-class SignatureKind(IntEnum):
-    """How much a match explains; a lower one goes before a higher."""
-
-    CAUSE = 0
-    """Explains the end by itself."""
-    CONSEQUENCE = 1
-    """A rank prints it because another one, or a link, failed before: used only when nothing better is known."""
-    NOISE = 2
-    """Printed in healthy runs too, or about a rank that another log explains: never used."""
-
-
-class Provenance(StrEnum):
-    """How well the meaning of the text is known."""
-
-    REPRODUCED = "reproduced"
-    """Made to happen with real programs."""
-    SOURCE = "source"
-    """Read in the source of the program that prints it."""
-    REPORTED = "reported"
-    """Reported by others in an issue or a pull request; not seen here."""
-    ASSUMED = "assumed"
-    """Taken from the text itself."""
-
-
-class Citation(NamedTuple):
-    """Where a text is from: a program, a file of its source, or an issue as repository#number."""
-
-    text: str
-    proof: Provenance
-
-
-@dataclass(frozen=True)
-class Signature:
-    """`cause` and `fix` may name the pattern's groups; `{errno}` is replaced by its name and number."""
-
-    id: str
-    pattern: str
-    """A regular expression for a place within one line. Nothing in it but `\\d+` repeats without a bound, so that no
-    line costs more than a constant times its length."""
-    cause: str
-    fix: str
-    example: str
-    """A line as the program prints it."""
-    source: Citation
-    kind: SignatureKind = SignatureKind.CAUSE
-    reason: Reason | None = None
-    """The reason for which a run ends by it, where that is one of its own."""
-
+from engine.run.signature import Citation, Provenance, Signature, SignatureKind
+from engine.run.torch_signatures import TORCH_MODULE, TORCH_SIGNATURES
 
 _ERRORS: Final = (
     ("the other side has gone", 2),
@@ -501,7 +452,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     Signature(
         "hf.offline",
-        r"LocalEntryNotFoundError|OfflineModeIsEnabled",
+        r"LocalEntryNotFoundError|OfflineModeIsEnabled|We couldn't connect to 'https",
         "the model is not on this host, and runs do not download",
         "copy the model there and name it by its path",
         "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files in the disk cache",
@@ -509,7 +460,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     Signature(
         "hf.repoid",
-        r"HFValidationError: Repo id must",
+        r"(?:HFValidationError|OSError): Repo id must",
         "the model's directory does not exist on this host, so its path was taken for a name on the Hugging Face Hub",
         "copy the model there, or correct `model`",
         "huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name'",
@@ -533,7 +484,8 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     Signature(
         "import.other",
-        rf"ModuleNotFoundError: No module named '(?P<module>(?!{_MLX_MODULE}'|mlx\.distributed['.])[\w.]{{1,100}})'",
+        rf"ModuleNotFoundError: No module named '(?P<module>(?!{_MLX_MODULE}'|mlx\.distributed['.]|{TORCH_MODULE}')"
+        r"[\w.]{1,100})'",
         "the Python module {module} is missing on this host",
         "install it in that node's environment",
         "ModuleNotFoundError: No module named 'datasets'",
@@ -542,7 +494,8 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     # ssh and the operating system.
     Signature(
         "memory.python",
-        r"\bMemoryError\b|std::bad_alloc|[Cc]annot allocate memory|[Oo]ut of memory(?!: Killed)",
+        r"\bMemoryError\b|std::bad_alloc|(?<!Error code 12 \()[Cc]annot allocate memory"
+        r"|(?<!CUDA )(?<!CUDA error: )[Oo]ut of memory(?!: Killed)",
         "there was not enough memory",
         "use a smaller batch or shorter sequences, or grad_checkpoint",
         "numpy.core._exceptions._ArrayMemoryError: MemoryError: Unable to allocate 7.45 GiB",
@@ -560,7 +513,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     Signature(
         "disk.full",
-        r"No space left on device|Errno 28\b|Disk quota exceeded|names an empty file: the disk of",
+        r"(?<!>: )No space left on device|Errno 28\b|Disk quota exceeded|names an empty file: the disk of",
         "the disk was full",
         "make room where the checkpoints and logs lie, then launch again",
         "OSError: [Errno 28] No space left on device: 'adapters/0000100_adapters.safetensors'",
@@ -617,6 +570,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "Host key verification failed.",
         Citation("ssh", Provenance.REPRODUCED),
     ),
+    *TORCH_SIGNATURES,
 )
 """No text is known by two of them."""
 

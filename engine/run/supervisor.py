@@ -48,6 +48,7 @@ from engine.run.preflight import excluded_nodes, preflight_context, preflight_ve
 from engine.run.run_plan import RunPlan, read_plan_and_damage, write_plan
 from engine.run.shutdown import kill_everywhere
 from engine.run.supervisor_process import AFTERMATH_S, take_requests
+from engine.run.tracker_process import RunTrackers
 from engine.store.layout import RunDir, node_root
 from engine.store.store import Store
 
@@ -66,6 +67,7 @@ class Supervisor:
         self._signals: list[RequestReceived] = []
         self._checks = preflight_context(self._run.plan, fleet)
         self._runner = AttemptRunner(self._run, self._requested_abort)
+        self._trackers = RunTrackers(run_dir, plan.config.job)
         self._rng = random.Random()
         self._unconfirmed: tuple[str, ...] = ()
         """Nodes on which the kill of everything has failed."""
@@ -96,6 +98,8 @@ class Supervisor:
             finally:
                 reading.cancel()
                 await asyncio.wait({reading})
+                await asyncio.to_thread(self._trackers.close)
+                self._record_trackers()
         if self._recorder.state is not RunState.COMPLETED:
             # Nothing comes any more that has to be redacted.
             with contextlib.suppress(OSError):
@@ -119,6 +123,7 @@ class Supervisor:
             if self._recorder.state.ended:
                 await self._prove_end()
             else:
+                self._trackers.start()
                 self._record_end(await self._run_attempts(adopt=adopt))
             await self._runner.confirm_all(self._aftermath_s)
             await self._correct_end()
@@ -236,6 +241,7 @@ class Supervisor:
             self._recorder.change(RunState.FINISHING)
         unconfirmed = self._unconfirmed or tuple(self._runner.unconfirmed)
         self._recorder.change(verdict.state, verdict, self._runner.figures, unconfirmed)
+        self._trackers.end()
 
     async def _prove_end(self) -> None:
         """The run has ended: go on with the nodes on which an earlier supervisor could not prove that."""
@@ -292,7 +298,13 @@ class Supervisor:
             await self._checks.close()
             self._checks = preflight_context(run.plan, run.fleet)
 
+    def _record_trackers(self) -> None:
+        # Their threads must not write the journal: another thread may be at it.
+        for fault in self._trackers.faults():
+            self._recorder.append(fault)
+
     def _requested_abort(self) -> RequestReceived | None:
+        self._record_trackers()
         while self._signals:
             self._recorder.append(self._signals.pop(0))
         for request in take_requests(self._run.run_dir):

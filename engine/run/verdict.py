@@ -20,7 +20,7 @@ from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
 from engine.run.failure_cause import CAUSE_CHARACTERS, findings, first_cause
 from engine.run.failure_evidence import FailureEvidence, RankEvidence, succeeded
-from engine.run.signatures import SignatureKind
+from engine.run.signature import SignatureKind
 from engine.security.redact import redact
 from engine.security.sanitise import last_line, plain, sanitise, text_or_none
 from engine.store.layout import RunDir

@@ -23,7 +23,16 @@ from engine.run.metrics import SeriesBuilder
 from engine.run.rank_events import RankEvents
 from engine.run.run_plan import read_plan_and_damage
 from engine.run.verification import verify
-from engine.snapshots import ChunkProgress, Diagnosis, RankReport, RankStatus, RunSnapshot, TrainedFile, Verification
+from engine.snapshots import (
+    ChunkProgress,
+    Diagnosis,
+    RankReport,
+    RankStatus,
+    RunSnapshot,
+    TrackerStatus,
+    TrainedFile,
+    Verification,
+)
 from engine.store.layout import RunDir
 
 _IDENTITY_AGE_S = 1.0
@@ -101,6 +110,7 @@ class RunWatch:
             chunk=_chunk(reports, record),
             damage=tuple(self._damage(newest_attempt)),
             trained=self._trained(reports),
+            trackers=tuple(self._trackers()),
         )
 
     def _poll_metrics(self) -> None:
@@ -160,6 +170,10 @@ class RunWatch:
         argv = [node.python, "-m", "mlx_lm", "generate", *options, "--prompt", "Hello"]
         return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
 
+    def _trackers(self) -> Iterator[TrackerStatus]:
+        for name in self._plan.config.job.trackers if self._metrics.offset else ():
+            yield TrackerStatus(name, _use(self._rundir, name), self._history.trackers_failed.get(name))
+
     def _record(self, reports: Sequence[RankReport]) -> RunRecord:
         """The journal's record with the live figures: the journal only has those of the end."""
         record = self._history.record
@@ -217,6 +231,15 @@ class RunWatch:
             self._supervisor_unknown = self._supervised and newest_supervisor(self._rundir) is None
             self._supervised_until = now + _IDENTITY_AGE_S
         return self._supervised
+
+
+def _use(run_dir: RunDir, tracker: str) -> str | None:
+    if tracker == "tensorboard":
+        return f"tensorboard --logdir {quoted(str(run_dir.tensorboard))}" if run_dir.tensorboard.exists() else None
+    with contextlib.suppress(OSError):
+        return run_dir.wandb_url.read_text()
+    unsent = max(run_dir.wandb.glob("offline-run-*"), default=None)
+    return f"wandb sync {quoted(str(unsent))}" if unsent is not None else None
 
 
 def _chunk(reports: Sequence[RankReport], record: RunRecord) -> ChunkProgress | None:

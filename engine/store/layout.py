@@ -33,6 +33,12 @@ class RunDir:
         """The append-only record, the truth about the run's states; written by the supervisor."""
         self.metrics = path / "metrics.jsonl"
         """mlx-lm's report dicts, one a line, with `kind` "train" or "val", `attempt`, `at`."""
+        self.tensorboard = path / "tensorboard"
+        """Event files, for `tensorboard --logdir`."""
+        self.wandb = path / "wandb"
+        """W&B's own folder, with what it has not sent in `offline-run-*`."""
+        self.wandb_url = path / "wandb.url"
+        """Where W&B shows the run."""
         self.preflight = path / "preflight.json"
         """PreflightReport as far as it has come."""
         self.supervisor = path / "supervisor.json"
@@ -47,6 +53,10 @@ class RunDir:
         """One JSON file per request to the supervisor."""
         self.merged_index = path / "merged.idx"
         """The line index of all logs (engine.run.logs.line_index)."""
+
+    def tracker_log(self, name: str) -> Path:
+        """The output of a tracker's process."""
+        return self.path / f"{name}.log"
 
     def attempt(self, number: int) -> Path:
         """The folder of an attempt: hostfile.json, launcher.in (FIFO)."""

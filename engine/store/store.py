@@ -1,4 +1,4 @@
-"""The state on disk: run records, the last facts of each node and calibrations, as three TinyDB tables in
+"""The state on disk: run records, the last facts of each node, calibrations and scalings, as TinyDB tables in
 `<home>/state.json`.
 
 Readers take no lock and change nothing, since the file is replaced as a whole. A change is a short lock, read,
@@ -20,7 +20,7 @@ from tinydb.middlewares import CachingMiddleware
 from tinydb.table import Document, Table
 
 from engine.errors import StateError
-from engine.measurements import Calibration
+from engine.measurements import Calibration, Scaling
 from engine.models import NodeFacts, RunRecord
 from engine.security.audit import audit_log
 from engine.security.identifiers import safe_repr
@@ -32,7 +32,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 FACTS_LIMIT = 128
 """Nodes whose facts are kept, the last probed ones, since every change writes the whole file."""
 CALIBRATIONS_LIMIT = 64
-"""Calibrations kept, the newest ones."""
+"""Calibrations kept, the newest ones; and as many scalings."""
 
 
 class _Kind(NamedTuple):
@@ -52,11 +52,12 @@ _KINDS: Final[Mapping[type[BaseModel], _Kind]] = {
     RunRecord: _Kind("runs", "id", "the record of run {} is left out"),
     NodeFacts: _Kind("facts", "node", "facts of node {} are left out", FACTS_LIMIT, "probed_at"),
     Calibration: _Kind("calibrations", "job", "a calibration of job {} is left out", CALIBRATIONS_LIMIT, "taken_at"),
+    Scaling: _Kind("scalings", "job", "a scaling of job {} is left out", CALIBRATIONS_LIMIT, "taken_at"),
 }
 
 
 class _Table(Table):
-    """Run id → record, cluster/node → facts, or cluster/fingerprint → calibration."""
+    """Run id → record, cluster/node → facts, or cluster/fingerprint → calibration or scaling."""
 
     document_id_class = str  # type: ignore[assignment]
 
@@ -111,6 +112,15 @@ class Store:
         key = f"{calibration.cluster}/{calibration.fingerprint}"
         document = calibration.model_dump(mode="json", exclude_defaults=True)
         self._put(Calibration, {key: document})
+
+    def scalings(self, cluster: str) -> list[Scaling]:
+        """All scalings of this cluster. Raises StateError."""
+        return self._all(Scaling, cluster)
+
+    def put_scaling(self, scaling: Scaling) -> None:
+        """Replaces one of the same cluster, fingerprint and kind (strong or weak). Raises StateError."""
+        key = f"{scaling.cluster}/{scaling.fingerprint}/{'weak' if scaling.per_rank_batch else 'strong'}"
+        self._put(Scaling, {key: scaling.model_dump(mode="json", exclude_defaults=True)})
 
     def _all(self, model: type[_Model], cluster: str | None = None) -> list[_Model]:
         """All valid entries of a model's table, those of one cluster where it is given."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import socket
 import sys
@@ -19,12 +20,14 @@ from functools import reduce
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from operator import add
+from pathlib import Path
 from struct import pack, unpack_from
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from engine.protocol.attempt import AttemptSpec
 from engine.trainer.collective import Collective, TensorSpec
 from engine.training.outcome import GroupError, PeerLost
 
@@ -55,6 +58,17 @@ class _Arrival(NamedTuple):
     facts: str | None
     """Job, model and data of a rank that is ready to join a training under way."""
     connection: Connection
+
+
+def join_group(spec: AttemptSpec, rank: int, note: Callable[[str], object]) -> tuple[Collective, str]:
+    """The group of the attempt's ranks, as its job's strategy has them connected, and how that is. `note` as in
+    ElasticGroup. Raises GroupError."""
+    if (spec.job or {}).get("strategy") != "local":
+        return Collective(spec.backend, spec.world_size, rank), spec.backend
+    # The hostfile of MLX's ring, in which rank 0's first address is the group's.
+    address = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())[0][0] if spec.world_size > 1 else None
+    group = ElasticGroup(address, spec.nonce.encode(), spec.world_size, rank, note)
+    return group, f"tcp to {address}" if address is not None else "none"
 
 
 class ElasticGroup(Collective):

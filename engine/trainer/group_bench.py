@@ -1,4 +1,5 @@
-"""Short real iterations of a strategy on the real group, timed: of a partitioned one no node can make a step alone.
+"""Short real iterations of a job on the real group, timed: the strategy's own steps and exchange, on the job's model
+and data.
 
     cd <bundle> && exec <python> -m engine.trainer.group_bench SPEC --seconds 10 --out <dir>/rank{rank}.json
 
@@ -11,23 +12,31 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.node.processes import raise_priority
-from engine.protocol.attempt import AttemptSpec
-from engine.protocol.measurements import GROUP_LIMIT_S, GroupStepReport
+from engine.protocol.attempt import NONCE_ENV, AttemptSpec
+from engine.protocol.measurements import GROUP_LIMIT_S, GroupStepReport, RoundTimes
 from engine.trainer.allreduce_check import reported
 
-_LEAST = 2
-"""Updates that are timed, after a first one that is not."""
+if TYPE_CHECKING:
+    from engine.protocol.job import Job
+    from engine.trainer.collective import Collective
+    from engine.trainer.strategies.base import LocalStep, Strategy
+
+_LEAST = 3
+"""Rounds that are timed, after a first one that is not."""
+_PARTS = ("data_s", "compute_s", "communicate_s", "update_s")
 
 
 def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: float) -> None:
-    """Fill in `result`, within about `seconds` after the first update. Raises what the trainer raises."""
-    from engine.trainer.collective import Collective
+    """Fill in `result`, within about `seconds` after the first round. Raises what the trainer raises."""
+    from engine.trainer.elastic_group import join_group
 
     # A rank that connects late fails the ring's start: nothing slow before.
-    collective = Collective(spec.backend, spec.world_size, result.rank)
+    collective, _ = join_group(spec, result.rank, print)
     import mlx.core as mx
 
     from engine.protocol.events import EventWriter
@@ -37,29 +46,53 @@ def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: flo
     job, strategy = load_strategy(spec, home, collective, Reporter(EventWriter(None, result.rank, 1)))
     strategy.model.train()
     mx.reset_peak_memory()
-    position, until, times, waits, counted = 0, 0.0, list[float](), list[float](), list[float]()
+    # With strategy "local", up to an averaging.
+    updates = job.local_steps if strategy.any_part else 1
+    position, until = 0, 0.0
+    rounds: list[RoundTimes] = []
     while True:
-        started, waited, tokens = time.perf_counter(), 0.0, 0
-        for micro in range(1, job.grad_accumulation_steps + 1):
-            step = strategy.accumulate(position, last=micro == job.grad_accumulation_steps)
-            position, tokens, waited = position + 1, tokens + step.tokens, waited + step.communicate_s
-        exchanging = time.perf_counter()
-        over = result.rank == 0 and len(times) > _LEAST and exchanging >= until
-        total, stop = strategy.exchange([float(tokens), float(over)])
-        waited += time.perf_counter() - exchanging
-        strategy.apply(total)
+        started, stop, tokens = time.perf_counter(), False, 0.0
+        steps: list[LocalStep] = []
+        for update in range(updates):
+            over = result.rank == 0 and update == updates - 1 and len(rounds) >= _LEAST and started >= until
+            made, counted, stop = _update(job, strategy, collective, position, over=over)
+            steps, tokens, position = steps + made, tokens + counted, position + len(made)
         ended = time.perf_counter()
         until = until or ended + seconds
-        times.append(ended - started)
-        waits.append(waited)
-        counted.append(total)
+        parts = [sum(getattr(step, name) for step in steps) for name in _PARTS]
+        rounds.append(RoundTimes(ended - started, tokens, *parts))
         if stop:
             break
-    iterations = (len(times) - 1) * job.grad_accumulation_steps
-    result.steps, result.tokens = iterations, sum(counted[1:]) / iterations
-    result.step_s = sum(times[1:]) / iterations
-    result.compute_s = max(0.0, (sum(times[1:]) - sum(waits[1:])) / iterations)
+    result.summarise(rounds[1:], updates * job.grad_accumulation_steps)
     result.peak_bytes = mx.get_peak_memory()
+
+
+def _update(
+    job: Job, strategy: Strategy, collective: Collective, position: int, *, over: bool
+) -> tuple[list[LocalStep], float, bool]:
+    """One update as the trainer's loop makes it: its iterations, its targets over all ranks, and whether one of them
+    says that the measurement is over."""
+    import mlx.core as mx
+
+    from engine.training.sampler import dropout_seed
+
+    steps = []
+    for micro in range(job.grad_accumulation_steps):
+        # A job's schedules know of no iteration beyond its last.
+        at = (position + micro) % job.iters
+        mx.random.seed(dropout_seed(job.seed, at + 1, collective.rank))
+        steps.append(strategy.accumulate(at, last=micro == job.grad_accumulation_steps - 1))
+        strategy.loader.end_batch(at)
+    started = time.perf_counter()
+    tokens, stop = strategy.exchange([float(sum(step.tokens for step in steps)), float(over)])
+    exchanged = time.perf_counter()
+    strategy.apply(tokens)
+    before = collective.waited_s
+    strategy.average()()
+    waited = collective.waited_s - before
+    applied = time.perf_counter() - exchanged - waited
+    steps[-1] = steps[-1].with_update(exchanged - started + waited, applied, lazy=strategy.lazy)
+    return steps, tokens, stop > 0
 
 
 def main() -> None:
@@ -74,7 +107,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     raise_priority()
     with reported(result, options.out, limit_s, f"no result within {limit_s:g} s"):
-        spec = AttemptSpec.from_json(options.spec.read_text())
+        spec = replace(AttemptSpec.from_json(options.spec.read_text()), nonce=os.environ.get(NONCE_ENV, ""))
         os.chdir(spec.rank(result.rank).workdir)
         measure(result, spec, Path(options.out).parent, options.seconds)
 

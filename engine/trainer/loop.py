@@ -219,14 +219,7 @@ class Loop:
             adopt()
             waited = self.collective.waited_s - before
             applied = time.perf_counter() - summed - waited
-            # Then most of it is the backward pass.
-            lazy = self.collective.size == 1 or self.strategy.any_part
-            self._pending[last] = replace(
-                step,
-                compute_s=step.compute_s + (applied if lazy else 0.0),
-                communicate_s=step.communicate_s + summed - started + waited,
-                update_s=0.0 if lazy else applied,
-            )
+            self._pending[last] = step.with_update(summed - started + waited, applied, lazy=self.strategy.lazy)
             self._report_update(losses, tokens, {**self._own_facts(), "grad_norm": norm})
             self.emergency.hold(self._snapshot(last))
         self._pending = {}

@@ -7,10 +7,7 @@ the ring's start, so nothing slow may run in between.
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
-from pathlib import Path
 
 from engine.training.process import TrainingProcess, run_rank
 
@@ -20,19 +17,10 @@ def main() -> int:
 
 
 def _run(process: TrainingProcess) -> None:
-    from engine.trainer.collective import Collective
-    from engine.trainer.elastic_group import ElasticGroup
+    from engine.trainer.elastic_group import join_group
 
     spec, rank, reporter = process.spec, process.rank, process.reporter
-    backend = spec.backend
-    collective: Collective
-    if (spec.job or {}).get("strategy") == "local":
-        # The hostfile of MLX's ring, in which rank 0's first address is the group's.
-        address = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())[0][0] if spec.world_size > 1 else None
-        backend = f"tcp to {address}" if address is not None else "none"
-        collective = ElasticGroup(address, spec.nonce.encode(), spec.world_size, rank, reporter.warn)
-    else:
-        collective = Collective(spec.backend, spec.world_size, rank)
+    collective, backend = join_group(spec, rank, reporter.warn)
     reporter.print(f"rank {rank} of {spec.world_size} on {spec.rank(rank).node}, backend {backend}: loading")
     from engine.trainer.train import train
 

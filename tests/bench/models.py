@@ -193,7 +193,7 @@ Also before the launch, and not by a rank:
 - `lora_parameters.keys` that name no matrix of the trained layers, with those that there are. Where the memory estimate
   does not know the architecture, a node builds the model with mlx-lm, without its weights, and tells (`model_present`).
 - A `strategy` that cannot divide the architecture, and an `lr_schedule` whose arguments do not fit.
-- `report_to` without its package on rank 0, or without an API key.
+- `report_to` without its package or API key: `wandb` on this machine, `swanlab` on rank 0's node.
 - Lines of chat or prompts that the model's chat template refuses, in the plan and by `data_matches`. mlx-lm's own code
   renders one line of each kind (roles, tools, empty or missing texts) on one node, of each file as many as it reads in
   ten seconds.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.machinery
+import importlib.util
 import json
 import os
 import subprocess
@@ -226,12 +228,12 @@ async def test_a_report_through_a_link_that_leads_out_is_refused(config: Config,
 
 
 @pytest.fixture
-def wandb(tmp_path: Path) -> Path:
-    """An interpreter with the libraries of this one and, as its tests write it, a package wandb."""
+def swanlab(tmp_path: Path) -> Path:
+    """An interpreter with the libraries of this one and, as its tests write it, a package swanlab."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (site / "this.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    return site / "wandb"
+    return site / "swanlab"
 
 
 async def obstacles(config: Config) -> tuple[PlanIssue, ...]:
@@ -245,30 +247,64 @@ async def obstacles(config: Config) -> tuple[PlanIssue, ...]:
 
 
 async def test_a_reporter_without_its_package_or_key_is_refused(
-    model: Path, data: Path, tmp_path: Path, wandb: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, data: Path, tmp_path: Path, swanlab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     python = str(tmp_path / "venv" / "bin" / "python")
-    config = make_config(model, data, tmp_path, pythons=(python, sys.executable), settings={"report_to": "wandb"})
+    config = make_config(
+        model, data, tmp_path, pythons=(python, sys.executable), settings={"report_to": "swanlab, tensorboard"}
+    )
     (missing,) = await obstacles(config)
     assert missing.text == (
-        f"report_to names wandb, which {python} on node0 cannot import; "
-        f"`uv pip install --python {python} wandb` there, or remove it from report_to"
+        f"report_to names swanlab, which {python} on node0 cannot import; "
+        f"`uv pip install --python {python} swanlab` there, or remove it from report_to"
     )
-    wandb.mkdir()
-    (wandb / "__init__.py").write_text("")
+    swanlab.mkdir()
+    (swanlab / "__init__.py").write_text("")
     (keyless,) = await obstacles(config)
-    assert "for which node0 has no API key; `wandb login` there, or set WANDB_API_KEY here" in keyless.text
-    offline = config.job.model_copy(update={"env": {"WANDB_MODE": "offline"}})
+    assert "for which node0 has no API key; `swanlab login` there, or set SWANLAB_API_KEY here" in keyless.text
+    offline = config.job.model_copy(update={"env": {"SWANLAB_MODE": "offline"}})
     assert await obstacles(config.model_copy(update={"job": offline})) == ()
-    own_server = config.job.model_copy(update={"env": {"WANDB_BASE_URL": "https://wandb.example"}})
+    own_server = config.job.model_copy(update={"env": {"SWANLAB_BASE_URL": "https://swanlab.example"}})
     assert await obstacles(config.model_copy(update={"job": own_server})) == ()
-    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("SWANLAB_API_KEY", "k" * 40)
     assert await obstacles(config) == ()
-    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.delenv("SWANLAB_API_KEY")
+    (tmp_path / ".swanlab").mkdir()
+    (tmp_path / ".swanlab" / ".netrc").write_text("machine https://api.swanlab.cn/api login user password secret\n")
+    assert await obstacles(config) == ()
+
+
+async def test_wandb_is_refused_without_its_package_or_key_on_this_machine(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without importing it. TensorBoard's files need no package."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = make_config(model, data, tmp_path, settings={"report_to": "tensorboard,wandb"})
+    found = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
+    there: list[importlib.machinery.ModuleSpec | None] = [None]
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, package=None: there[0] if name == "wandb" else real(name, package)
+    )
+    (missing,) = await obstacles(config)
+    install = f"`uv pip install --python {sys.executable} wandb` here"
+    assert missing.text == (
+        f"report_to names wandb, which {sys.executable} on this machine cannot import; "
+        f"{install}, or remove it from report_to"
+    )
+    there[0] = found
+    (keyless,) = await obstacles(config)
+    assert f"for which this machine has no API key; `{sys.executable} -m wandb login` here, or set" in keyless.text
+    for env in ({"WANDB_MODE": "offline"}, {"WANDB_BASE_URL": "https://wandb.example"}):
+        job = config.job.model_copy(update={"env": env})
+        assert await obstacles(config.model_copy(update={"job": job})) == ()
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert await obstacles(config) == ()
+    assert "wandb" not in sys.modules
 
 
 async def test_the_plan_names_rows_that_the_chat_template_refuses(data: Path, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from engine.checks.runner import CHECKS
 from engine.run.failure_cause import findings
-from engine.run.signatures import SIGNATURES, Signature, SignatureKind
+from engine.run.signature import Signature, SignatureKind
+from engine.run.signatures import SIGNATURES
 from tests.docs import exchange
 from tests.docs.configuration import configuration
 from tui import actions, cli
@@ -59,6 +60,17 @@ _PRINTED_BY: Final = {
     "memory": "Memory",
     "disk": "Disks",
     "ssh": "ssh",
+    "c10d": "torch.distributed",
+    "gloo": "torch's gloo backend",
+    "nccl": "torch's nccl backend",
+    "cuda": "CUDA and its driver",
+    "torch": "torch",
+    "ddp": "DistributedDataParallel and fully_shard",
+    "fsdp": "DistributedDataParallel and fully_shard",
+    "elastic": "torchrun (torchelastic)",
+    "deepspeed": "DeepSpeed",
+    "transformers": "transformers and peft",
+    "peft": "transformers and peft",
 }
 """The first part of a signature's id → the heading that it stands under."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,7 +18,16 @@ from engine.cluster.transport.base import Completed
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import FlightDeckError, RunNotFound
-from engine.measurements import Calibration, CalibrationProgress, Division, LinkMeasure, MemoryProbe, NodeMeasure
+from engine.measurements import (
+    Calibration,
+    CalibrationProgress,
+    Division,
+    LinkMeasure,
+    MemoryProbe,
+    NodeMeasure,
+    Scaling,
+    ScalingPoint,
+)
 from engine.models import (
     CheckResult,
     CheckStatus,
@@ -163,6 +172,29 @@ def calibration(*, old_s: float = 7200, speeds: tuple[float | None, ...] = (16.4
     known: dict[str, Any] = {"cluster": "demo", "job": "demo", "fingerprint": "f", "taken_at": ago(old_s)}
     known |= {"nodes": nodes, "links": (link,), "all_ranks": link, "gradient_bytes": 1_509_376, "backend": "ring"}
     return Calibration(**{**known, **fields})
+
+
+SPEED_UPS = (1.0, 1.92, 2.7, 2.95)
+
+
+def scaling(*, speed_ups: Sequence[float | None] = SPEED_UPS, old_s: float = 7200, **fields: Any) -> Scaling:
+    """A scaling over four ranks, of which the last hardly pays; None where it was not measured."""
+    known: dict[str, Any] = {"cluster": "demo", "job": "demo", "fingerprint": "f", "taken_at": ago(old_s)}
+    known |= {"strategy": "data", "backend": "ring", "nodes": ("local-0", "local-1", "mini", "pro"), "complete": True}
+    points = tuple(_point(ranks, speed_up) for ranks, speed_up in enumerate(speed_ups, 1))
+    return Scaling(**{**known, "points": points, **fields})
+
+
+def _point(ranks: int, speed_up: float | None) -> ScalingPoint:
+    if speed_up is None:
+        return ScalingPoint(ranks=ranks, batch=8, problem="rank 2 on mini: needs 9 GB by the estimate, of 8 GB")
+    step_s, computed = 0.488 / speed_up, 0.47 / ranks
+    update_s = 0.004 if ranks > 1 else 0.0
+    return ScalingPoint(
+        ranks=ranks, batch=8, steps=40, step_s=step_s, examples_per_s=8 / step_s, tokens_per_s=704 / step_s,
+        data_s=0.0009, compute_s=computed, communicate_s=step_s - computed - update_s - 0.0009, update_s=update_s,
+        peak_bytes=40_000_000 // ranks,
+    )  # fmt: skip
 
 
 def division() -> Division:
@@ -350,8 +382,12 @@ class FakeEngine:
     closed: bool = False
     taken: Calibration | None = None
     """The newest calibration."""
-    steps: list[CalibrationProgress | Calibration] = field(default_factory=list)
-    """A calibration's progress, and its result as the last of them."""
+    steps: list[CalibrationProgress | Calibration | Scaling] = field(default_factory=list)
+    """A calibration's progress, and its result as the last of them; or those of a scaling."""
+    scaled: Scaling | None = None
+    """The newest scaling."""
+    scalings: list[tuple[bool, bool]] = field(default_factory=list)
+    """For each request, whether it was quick, and whether each rank's part of the batch was kept."""
     measured: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: a calibration may come to its end."""
     measurements: list[bool] = field(default_factory=list)
@@ -425,6 +461,25 @@ class FakeEngine:
     def latest(self, config: Config) -> Calibration | None:
         return self.taken
 
+    def latest_scaling(self, config: Config) -> Scaling | None:
+        return self.scaled
+
+    async def measure_scaling(
+        self, config: Config, *, quick: bool = False, per_rank_batch: bool = False
+    ) -> AsyncGenerator[CalibrationProgress | Scaling, None]:
+        self.scalings.append((quick, per_rank_batch))
+        try:
+            for step in self.steps:
+                assert not isinstance(step, Calibration)
+                if isinstance(step, Scaling):
+                    while step.complete and not self.measured.is_set():
+                        await asyncio.sleep(0.005)
+                    self.scaled = step
+                yield step
+        except asyncio.CancelledError:
+            self.stopped += 1
+            raise
+
     def predict(self, config: Config, calibration: Calibration | None) -> Prediction:
         return predict(config, calibration, NOW)
 
@@ -432,6 +487,7 @@ class FakeEngine:
         self.measurements.append(quick)
         try:
             for step in self.steps:
+                assert not isinstance(step, Scaling)
                 if isinstance(step, Calibration):
                     while not self.measured.is_set():
                         await asyncio.sleep(0.005)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import csv
 import json
+import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.api import ExitCode
-from engine.measurements import CalibrationProgress
+from engine.errors import InputError
+from engine.measurements import CalibrationProgress, Scaling
 from tests.tui import fake_engine
 from tests.tui.fake_engine import FakeEngine
 from tui.commands.calibrate import calibrate
@@ -18,6 +23,7 @@ from tui.commands.calibrate import calibrate
 
 def run(fake: FakeEngine, **options: Any) -> int:
     known: dict[str, Any] = {"config": Path("x.toml"), "show": False, "quick": False, "json": False}
+    known |= {"scaling": False, "per_rank_batch": False, "csv": None}
     fake.measured.set()
     return calibrate(argparse.Namespace(**{**known, **options}), fake.engine)
 
@@ -76,3 +82,85 @@ def test_an_old_one_is_said_to_be_stale(fake: FakeEngine, capsys: pytest.Capture
     fake.taken = fake_engine.calibration(old_s=45 * 86_400)
     assert run(fake, show=True) == ExitCode.OK
     assert "stale (limit 30 days)" in capsys.readouterr().out
+
+
+def scaled(fake: FakeEngine, **options: Any) -> int:
+    return run(fake, scaling=True, **options)
+
+
+def test_a_scaling_is_measured_and_printed_as_a_table_with_where_it_stops_paying(
+    fake: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.steps = [CalibrationProgress("1 rank", "measuring"), fake_engine.scaling(old_s=0)]
+    assert scaled(fake, quick=True, per_rank_batch=True) == ExitCode.OK
+    assert fake.scalings == [(True, True)] and fake.closed
+    output = capsys.readouterr()
+    assert output.err == "1 rank: measuring\n"
+    first, header, *rows, last = output.out.splitlines()
+    assert "strong scaling, strategy data, ring: a batch of 8 over 1 to 4 ranks" in first
+    assert " ".join(header.split()) == (
+        "RANKS BATCH THROUGHPUT TOKENS SPEED-UP EFFICIENCY STEP DATA FWD+BWD EXCHANGE UPDATE PEAK"
+    )
+    assert " ".join(rows[0].split()) == "1 8 16.4 ex/s 1,443 tok/s 1.00 100% 0.49 s 900 µs 0.47 s 17.1 ms - 38 MB"
+    assert rows[3].split()[6:8] == ["2.95", "74%"]
+    assert last == "it stops paying at 4 ranks: from there a rank more brings less than half of its own rate"
+
+
+def test_a_scaling_as_one_document_and_as_csv(
+    fake: FakeEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake.scaled = fake_engine.scaling(speed_ups=(None, 2.0, 3.0))
+    assert scaled(fake, show=True, json=True, csv=tmp_path / "s.csv") == ExitCode.FAILED
+    document = json.loads(capsys.readouterr().out)
+    assert [point["speed_up"] for point in document["points"]] == [None, 2.0, pytest.approx(3.0)]
+    assert document["points"][2]["gain"] == pytest.approx(1.0) and document["stops_paying"] is None
+    with (tmp_path / "s.csv").open(newline="") as file:
+        one, two, _ = csv.DictReader(file)
+    assert one["problem"].startswith("rank 2 on mini") and one["examples_per_s"] == one["efficiency"] == ""
+    assert (two["ranks"], two["nodes"], float(two["efficiency"])) == ("2", "local-0 local-1", 1.0)
+    assert sum(float(two[part]) for part in ("data_s", "compute_s", "communicate_s", "update_s")) == pytest.approx(
+        float(two["step_s"])
+    )
+    assert scaled(fake, show=True, csv=Path("-")) == ExitCode.FAILED
+    assert capsys.readouterr().out == (tmp_path / "s.csv").read_text()
+    with pytest.raises(InputError, match="the CSV cannot be written"):
+        scaled(fake, show=True, csv=tmp_path)
+
+
+def test_numbers_of_ranks_that_failed_are_told_of_once_for_each_reason(
+    fake: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.steps = [fake_engine.scaling(speed_ups=(None, None, 2.0))]
+    assert scaled(fake) == ExitCode.FAILED
+    output = capsys.readouterr().out
+    assert "not measured: 1, 2 ranks: rank 2 on mini: needs 9 GB" in output
+    assert "note: fewer than 3 ranks were not measured: speed-up counts those as 3" in output
+    fake.steps = [fake_engine.scaling(speed_ups=(None,))]
+    assert scaled(fake) == ExitCode.FAILED
+    assert len(capsys.readouterr().out.splitlines()) == 2, "no table of nothing"
+
+
+def test_an_interrupted_scaling_prints_what_there_is_of_it(
+    fake: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = fake_engine.scaling(speed_ups=(1.0, 1.9), complete=False)
+
+    async def measure_scaling(*_: Any, **__: Any) -> AsyncIterator[Scaling]:
+        yield part
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(10)
+
+    monkeypatch.setattr(fake, "measure_scaling", measure_scaling)
+    assert scaled(fake) == ExitCode.INTERRUPTED
+    output = capsys.readouterr().out
+    assert "over 1 to 2 ranks of 4, interrupted" in output and "95%" in output and fake.closed
+
+
+def test_without_a_scaling_that_is_said(fake: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scaled(fake, show=True) == ExitCode.FAILED
+    assert capsys.readouterr().out.startswith("no scaling is known")
+    assert scaled(fake, show=True, json=True) == ExitCode.FAILED
+    assert json.loads(capsys.readouterr().out) == {"points": [], "stops_paying": None}
+    for option in ({"per_rank_batch": True}, {"csv": Path("x.csv")}):
+        with pytest.raises(InputError, match="goes with --scaling"):
+            run(fake, **option)

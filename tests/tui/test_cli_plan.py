@@ -165,3 +165,21 @@ def test_a_command_of_ones_own_has_nothing_to_apply(home: Path, tmp_path: Path) 
     (tmp_path / "flightdeck.toml").write_text('[[node]]\n[job]\ncommand = ["true"]\n')
     done = plan(home, tmp_path, "--apply")
     assert done.code == 2 and "there is nothing to apply: the job runs a command of its own" in done.err
+
+
+def test_the_files_of_a_torch_job_are_written_and_listed(home: Path, studio: Path) -> None:
+    write(studio, 'framework = "torch"')
+    done = plan(home, studio, "--write", "files", "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert document["written"] == ["files/job.json", "files/pytorchjob.yaml"]
+    assert json.loads((studio / "files/job.json").read_text())["job"]["strategy"] == "ddp"
+    prose = plan(home, studio, "--explain").out
+    for text in ("with torchrun it is", "<- chosen", "DDP fits", "the ranks compute on the CPU"):
+        assert text in prose, text
+
+
+def test_an_mlx_job_has_no_files_to_write(home: Path, studio: Path) -> None:
+    done = plan(home, studio, "--write", "files")
+    assert done.code == 2 and "framework" in done.err
+    assert not (studio / "files").exists()

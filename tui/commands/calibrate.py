@@ -10,7 +10,6 @@ from typing import Any
 
 from engine.api import (
     Calibration,
-    CalibrationProgress,
     Config,
     Engine,
     ExitCode,
@@ -19,17 +18,22 @@ from engine.api import (
     NodeMeasure,
     Prediction,
 )
+from engine.errors import InputError
+from tui.commands.progress import ProgressLines
+from tui.commands.scaling import scaling
 from tui.commands.terminal import Lines, config_file, print_json
 from tui.formatting import NOT_MEASURED, ago, bandwidth, latency, memory, rate, spread, table, throughput
 
 _HEADERS = ("NODE", "THROUGHPUT", "SPREAD", "SHARE", "BATCH", "TOKENS", "STEP", "STATE", "PEAK AT 1", "PEAK AT 2")
-_EVERY_S = 5.0
-"""Between two lines on the same thing that is measured."""
 
 
 def calibrate(options: argparse.Namespace, engine: Engine) -> int:
     """Measure, or show what was measured last; 1 when a node or a link could not be measured, or nothing is stored."""
     config = engine.load_config(config_file(options))
+    if options.scaling:
+        return scaling(options, engine, config)
+    if options.per_rank_batch or options.csv is not None:
+        raise InputError(f"{'--per-rank-batch' if options.per_rank_batch else '--csv'} goes with --scaling")
     if options.show:
         taken = engine.calibrations.latest(config)
     else:
@@ -49,7 +53,7 @@ def document(found: Prediction) -> dict[str, Any]:
 
 
 async def _measured(engine: Engine, config: Config, quick: bool, lines: Lines) -> Calibration:
-    progress, taken = _Progress(lines), None
+    progress, taken = ProgressLines(lines), None
     async with engine:
         async for step in engine.calibrations.measure(config, quick=quick):
             if isinstance(step, Calibration):
@@ -58,24 +62,6 @@ async def _measured(engine: Engine, config: Config, quick: bool, lines: Lines) -
                 progress.update(step)
     assert taken is not None, "the calibration has ended without a result"
     return taken
-
-
-class _Progress:
-    """A line for each new phase, and now and then for one that goes on."""
-
-    def __init__(self, lines: Lines) -> None:
-        self._lines = lines
-        self._printed: dict[str, tuple[str, float]] = {}
-
-    def update(self, step: CalibrationProgress) -> None:
-        phase, elapsed_s = self._printed.get(step.what, ("", 0.0))
-        if step.phase == phase and step.elapsed_s - elapsed_s < _EVERY_S:
-            return
-        self._printed[step.what] = step.phase, step.elapsed_s
-        so_far = f"  {step.elapsed_s:.0f} of {step.seconds:g} s" if step.seconds and step.elapsed_s else ""
-        speed = f"  {throughput(step.examples_per_s)}" if step.examples_per_s is not None else ""
-        note = f": {step.note}" if step.note else ""
-        self._lines.say(f"{step.what}: {step.phase}{so_far}{speed}{note}")
 
 
 def _problems(taken: Calibration) -> list[str]:

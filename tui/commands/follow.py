@@ -40,6 +40,7 @@ class Follower:
         self._failed = 0
         self._recovered = ""
         self._trained_to = -1
+        self._tracker_problems: set[str] = set()
         self._validated: set[int] = set()
         self._marked: set[tuple[int, str]] = set()
         self._restart = SupervisorRestart(engine, run, lines)
@@ -65,6 +66,7 @@ class Follower:
             self._lines.say(self._lines.ink(text, "yellow"))
         self._print_attempts(snapshot)
         self._print_state(snapshot.record.state)
+        self._print_trackers(snapshot)
         self._print_progress(snapshot)
 
     def _print_attempts(self, snapshot: RunSnapshot) -> None:
@@ -76,6 +78,13 @@ class Follower:
         if text != self._recovered:
             self._recovered = text
             self._lines.say(f"attempt {snapshot.record.attempts} of {snapshot.most_attempts}: {text}")
+
+    def _print_trackers(self, snapshot: RunSnapshot) -> None:
+        for tracker in snapshot.trackers:
+            if tracker.problem is not None and tracker.problem not in self._tracker_problems:
+                self._tracker_problems.add(tracker.problem)
+                text = f"{tracker.name} is no longer written: {tracker.problem}; the run goes on"
+                self._lines.say(self._lines.ink(text, "yellow"))
 
     def _print_state(self, state: RunState) -> None:
         if state is not self._state:
@@ -163,6 +172,9 @@ def print_check(lines: Lines, check: CheckResult) -> None:
 def print_end(lines: Lines, snapshot: RunSnapshot) -> None:
     record = snapshot.record
     lines.say(f"{lines.word(record.state.value)}: {ending(record)}")
+    for tracker in snapshot.trackers:
+        if tracker.use is not None:
+            lines.say(f"  {tracker.name}: {tracker.use}")
     if record.state is RunState.SUCCEEDED:
         if record.cause:
             lines.say(f"  {record.cause}")

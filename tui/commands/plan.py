@@ -8,8 +8,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 
-from engine.api import Engine, ExitCode, TrainingPlan, explained, summary, with_strategy
+from engine.api import Engine, ExitCode, TorchSection, TrainingPlan, explained, summary, with_strategy
+from engine.errors import InputError, memory_text
 from tui.commands.terminal import Lines, config_file, print_json
 
 _WIDEST = 120
@@ -28,11 +30,15 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
             return await engine.plans.make(config, strategy=strategy)
 
     made = asyncio.run(make())
+    written = _write(made, Path(options.write).expanduser()) if options.write is not None else []
     if options.json or options.format is not None:
-        print_json(made.document(options.format or "v2"))
+        document = made.document(options.format or "v2")
+        print_json({**document, "written": written} if options.write is not None else document)
         _say_refusals(Lines(sys.stderr), made)
     else:
         _print(Lines(), made, explain=options.explain)
+        for path in written:
+            Lines().say(f"written: {path}")
     if options.apply:
         written, kept = engine.plans.apply(config, made)
         lines = Lines(sys.stderr if options.json or options.format is not None else sys.stdout)
@@ -41,6 +47,21 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
             lines.say(f"  {line}")
         return ExitCode.OK
     return ExitCode.OK if made.strategy.launchable and not made.refused else ExitCode.FAILED
+
+
+def _write(made: TrainingPlan, folder: Path) -> list[str]:
+    """The plan's files for PyTorch's own tools, in `folder`, which is made; returns their paths. Raises InputError."""
+    if not isinstance(made.torch, TorchSection):
+        raise InputError("--write has nothing to write", why=made.torch.reason, todo='set [job] framework = "torch"')
+    paths = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in made.torch.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            paths.append(str(folder / name))
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written", why=error.strerror or str(error)) from error
+    return paths
 
 
 def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:
@@ -66,12 +87,33 @@ def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:
         lines.say(command)
         for note in made.distributed_config.launch_notes:
             _say(lines, lines.ink("  note: ", "dim"), note, 4)
+    if isinstance(made.torch, TorchSection):
+        _print_torch(lines, made.torch)
     lines.say()
     for warning in made.warnings:
         _say(lines, f"{lines.word('warn')} {warning.name}: ", warning.text, 2)
     _say_refusals(lines, made)
     if not made.refusals and made.strategy.launchable:
         lines.say(lines.ink("flightdeck launch launches it; --explain says why, --json is the document", "dim"))
+
+
+def _print_torch(lines: Lines, section: TorchSection) -> None:
+    """The strategies side by side, and the commands."""
+    lines.say()
+    width = max((len(each.name) for each in section.candidates), default=0) + 2
+    for each in section.candidates:
+        host = f" and {memory_text(each.host_bytes)} of the machine's memory" if each.host_bytes else ""
+        fits = {True: "fits", False: "too much", None: "limit not known"}[each.fits]
+        mark = lines.ink(" <- chosen", "bold") if each.chosen else ""
+        lines.say(f"{each.name:<{width}}{memory_text(each.needed_bytes)}{host} per rank, {fits}{mark}")
+    for launcher, command in section.commands.items():
+        lines.say()
+        lines.say(lines.ink(f"with {launcher} it is", "dim"))
+        # Not wrapped: it is there to be pasted.
+        lines.say(command)
+    for note in section.notes:
+        _say(lines, lines.ink("  note: ", "dim"), note, 4)
+    lines.say(lines.ink(f"flightdeck plan --write DIR writes {', '.join(section.files)}", "dim"))
 
 
 def _say_refusals(lines: Lines, made: TrainingPlan) -> None:

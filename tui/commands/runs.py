@@ -26,6 +26,7 @@ from tui.formatting import (
     memory,
     rate,
     table,
+    tracker_texts,
     trained_text,
 )
 
@@ -101,6 +102,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
             "damage": snapshot.damage,
             "verification": snapshot.verification,
             "trained": snapshot.trained,
+            "trackers": snapshot.trackers,
         }
         print_json({**record.model_dump(mode="json"), **more})
         return ExitCode.OK
@@ -128,6 +130,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     if (file := snapshot.trained) is not None:
         lines.say(f"  {'trained':<10} {trained_text(file)}")
         lines.say(f"  {'use it':<10} {file.command}")
+    for text in (text for tracker in snapshot.trackers for text in tracker_texts(tracker)):
+        lines.say(f"  {'tracker':<10} {text}")
     lines.say(f"  {'files':<10} {directory.path}")
     lines.say(f"  {'logs':<10} flightdeck logs {record.id}")
     return ExitCode.OK

@@ -73,6 +73,7 @@ class RunPane(Pane, can_focus=True):
         summary = [*run_summary.outcome(state, snapshot, room), *run_summary.attempts(snapshot, room, every=self.full)]
         summary += run_summary.alarms(state, snapshot, room)
         summary += run_summary.trained(snapshot, room, command=self.full or self.content_size.height >= TALL)
+        summary += run_summary.trackers(snapshot, room)
         self._put("#summary", summary)
         # Without a curve the log gets the room: it shows a failure, or the output of a program of one's own.
         self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-summary")
@@ -111,6 +112,7 @@ class RunPane(Pane, can_focus=True):
             *run_summary.outcome(state, snapshot, self.room),
             *run_summary.alarms(state, snapshot, 200),
             *run_summary.trained(snapshot, 200, command=True),
+            *run_summary.trackers(snapshot, 200),
             figures(state, snapshot, 200),
             *run_summary.verification(state, snapshot, 200, every=True),
             *rank_table(state, snapshot, 200, headed=True),

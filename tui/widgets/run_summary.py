@@ -20,6 +20,7 @@ from tui.formatting import (
     rate,
     recovery_summary,
     size,
+    tracker_texts,
     trained_text,
 )
 from tui.glyphs import (
@@ -290,6 +291,13 @@ def trained(snapshot: RunSnapshot, width: int, *, command: bool) -> list[Content
         return []
     lines = [pair("trained", trained_text(file), width)]
     return [*lines, pair("use it", file.command, width, style="bold")] if command else lines
+
+
+def trackers(snapshot: RunSnapshot, width: int) -> list[Content]:
+    """While a run goes on only what has failed; then where its curves are, too."""
+    ended = snapshot.record.state.ended
+    shown = (tracker for tracker in snapshot.trackers if ended or tracker.problem is not None)
+    return [pair("tracker", text, width) for tracker in shown for text in tracker_texts(tracker)]
 
 
 def attempts(snapshot: RunSnapshot, width: int, *, every: bool) -> list[Content]:

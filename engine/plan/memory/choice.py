@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.models import Config
-from engine.plan.document import ChosenSettings
+from engine.plan.document import ChosenSettings, ChosenTorchSettings, Settings
 from engine.plan.memory.estimate import RankWorkload, estimate, recomputable
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, MOST_PRECISE_FIRST
@@ -69,14 +69,20 @@ def _choose(
 
 def is_open(config: Config) -> bool:
     """The job leaves a setting to the plan."""
-    return config.job.command is None and AUTO in map(config.job.mlx_lm.get, ChosenSettings.model_fields)
+    job = config.job
+    if job.framework == "torch":
+        asked = job.strategy, *map(job.mlx_lm.get, ChosenTorchSettings.model_fields)
+        return AUTO in asked and bool(job.mlx_lm)
+    return job.command is None and AUTO in map(job.mlx_lm.get, ChosenSettings.model_fields)
 
 
-def resolved(config: Config, chosen: ChosenSettings) -> Config:
+def resolved(config: Config, chosen: Settings) -> Config:
     """`config` with the chosen values where its job has "auto"."""
-    own = config.job.mlx_lm
+    own, updated = config.job.mlx_lm, {}
     values = {key: value for key, value in chosen if own.get(key) == AUTO}
-    return config.model_copy(update={"job": config.job.model_copy(update={"mlx_lm": {**own, **values}})})
+    if isinstance(chosen, ChosenTorchSettings) and config.job.strategy == AUTO:
+        updated["strategy"] = chosen.strategy
+    return config.model_copy(update={"job": config.job.model_copy(update={"mlx_lm": {**own, **values}, **updated})})
 
 
 def unresolved(requested: Mapping[str, Any]) -> ChosenSettings:

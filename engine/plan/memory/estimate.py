@@ -465,6 +465,11 @@ def _estimate(rank: _Rank, batch: int) -> MemoryEstimate:
     )
 
 
+def trained_parameters(shape: ModelShape, workload: RankWorkload) -> TrainedParameters:
+    """Raises InputError as `estimate` does."""
+    return _Rank(shape, workload).trained
+
+
 def largest_batch(shape: ModelShape, workload: RankWorkload, limit_bytes: int) -> int:
     """Most sequences of a rank that fit `limit_bytes`, reserve included; 0 when not even one fits."""
     rank = _Rank(shape, workload)

@@ -14,11 +14,11 @@ from engine.errors import InputError, memory_text
 from engine.plan.context import PlanContext, usable_calibration, why_unused
 from engine.plan.document import (
     OVERRIDE,
-    ChosenSettings,
     Disabled,
     MemorySection,
     RankMemory,
     Rationale,
+    Settings,
     Source,
     WayOut,
 )
@@ -46,7 +46,7 @@ class MemoryFit:
     """The memory section, and what other sections derive from it."""
 
     section: MemorySection | Disabled
-    settings: ChosenSettings | Disabled
+    settings: Settings | Disabled
     """The job's, with the values chosen for "auto"."""
     split: LayerSplit | None = None
     largest_batch: int | None = None
@@ -74,12 +74,12 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     sizes = [size for size, _ in (_limit(context, node) for node in nodes)]
     if not context.settings:
         why = "the job runs a custom command"
-        return MemoryFit(_unknown(why, rationale), Disabled(reason=why))
+        return MemoryFit(unknown_memory(why, rationale), Disabled(reason=why))
     known = unresolved(context.settings)
     if context.inputs.model is None:
         rationale.warn("memory", f"the memory need is unknown: {context.inputs.model_source}")
         why = f"the model's config.json was not read: {context.inputs.model_source}"
-        return MemoryFit(_unknown(why, rationale), known)
+        return MemoryFit(unknown_memory(why, rationale), known)
     try:
         shape = ModelShape.from_config(context.inputs.model)
         split = split_layers(context, shape.layers, sizes, rationale)
@@ -94,7 +94,7 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         ]
     except InputError as error:
         rationale.warn("memory", str(error))
-        return MemoryFit(_unknown(str(error), rationale), known)
+        return MemoryFit(unknown_memory(str(error), rationale), known)
     _explain_choice(context, choice, rationale)
     rows = [
         _rank_memory(context, node, workload, found, rationale)
@@ -107,7 +107,7 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         needs = [row.needed_bytes / found.needed_bytes for row, found in zip(rows, estimates, strict=True)]
         places = [_place(context, node, max(1.0, need)) for node, need in zip(nodes, needs, strict=True)]
         ways = ways_out(shape, workloads, places, context.settings, splittable=kind in SPLITTABLE_MODULES)
-    _refuse(rows, ways, rationale)
+    refuse_memory(rows, ways, rationale)
     whole = shape.total_parameters
     # The ranks of a pipeline train different layers, other ranks all the same ones.
     trained = sum(found.trainable_parameters for found in (estimates if split else estimates[:1]))
@@ -124,7 +124,7 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     return MemoryFit(section, choice.settings, split, largest, shape, workloads)
 
 
-def _unknown(reason: str, rationale: Rationale) -> Disabled:
+def unknown_memory(reason: str, rationale: Rationale) -> Disabled:
     rationale.explain("memory", Source.UNKNOWN, reason)
     return Disabled(reason=reason)
 
@@ -273,7 +273,7 @@ def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) 
         rationale.explain("settings.grad_checkpoint", Source.RULE, reason)
 
 
-def _refuse(rows: Sequence[RankMemory], ways: Sequence[WayOut], rationale: Rationale) -> None:
+def refuse_memory(rows: Sequence[RankMemory], ways: Sequence[WayOut], rationale: Rationale) -> None:
     unknown = [row.node for row in rows if row.limit_bytes is None]
     if unknown:
         rationale.warn("memory", f"the memory of {', '.join(unknown)} is unknown, and so is whether the job fits")

@@ -8,7 +8,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from mlx import nn
@@ -38,6 +38,16 @@ class LocalStep:
     update_s: float = 0.0
     """On a single rank 0: backward pass and update are one, in `compute_s`."""
 
+    def with_update(self, exchanged_s: float, applied_s: float, *, lazy: bool) -> LocalStep:
+        """An update's last iteration, with the seconds of its exchange and of its optimizer step. `lazy`: most of the
+        latter is the backward pass."""
+        return replace(
+            self,
+            compute_s=self.compute_s + (applied_s if lazy else 0.0),
+            communicate_s=self.communicate_s + exchanged_s,
+            update_s=0.0 if lazy else applied_s,
+        )
+
 
 class Strategy(ABC):
     """Methods are called by all ranks, in the same order, and may raise PeerLost, unless they are local.
@@ -51,6 +61,11 @@ class Strategy(ABC):
     """Every rank has the same, complete state; else each has a part of one."""
     any_part = False
     """Each part is enough to go on."""
+
+    @property
+    def lazy(self) -> bool:
+        """`apply` also computes what is left of the backward pass. Local."""
+        return self._collective.size == 1 or self.any_part
 
     def __init__(
         self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, elements: int | None = None

@@ -13,14 +13,15 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from engine.calibration.calibrate import nodes_too_small, ring_pairs, whole_job_on_each
-from engine.calibration.group import group_measure
+from engine.calibration.group import group_measure, reports_of
 from engine.calibration.throughput import MeasureOutput, _measure, _Measurement, step_batch
 from engine.checks.gradient import GroupOutcome
 from engine.cluster.replies import parse_line
 from engine.cluster.staging import HostLayout
 from engine.config.models import JobConfig
+from engine.errors import LaunchError
 from engine.measurements import GroupMeasure
-from engine.protocol.measurements import GroupStepReport, MeasureProgress, MeasureReport
+from engine.protocol.measurements import GroupStepReport, MeasureProgress, MeasureReport, RoundTimes
 from tests.unit.plan.calibrations import config
 from tests.unit.plan.clusters import QWEN3_32B, inputs, ultra_and_max
 
@@ -147,16 +148,42 @@ def test_ranks_whose_parts_do_not_fit_are_not_measured_together() -> None:
     assert "max" in nodes_too_small(planned)
 
 
-def test_an_iteration_of_all_ranks_ends_with_its_slowest_and_a_failed_rank_is_named() -> None:
-    of, asked = config(["a", "b"]), GroupMeasure(strategy="pipeline", batch=8)
-    reports = {
-        0: GroupStepReport(0, 6, 0.4, 0.3, 100.0, 2**30),
-        1: GroupStepReport(1, 6, 0.5, 0.2, 100.0, 2**29),
-    }
-    found = group_measure(of, asked, GroupOutcome(reports, {}, {}, ""))
-    assert (found.step_s, found.tokens_per_s, found.compute_s) == (0.5, 200.0, {"a": 0.3, "b": 0.2})
+def step_report(rank: int, step_s: float, communicate_s: float, peak: int) -> GroupStepReport:
+    update_s, data_s = 0.02, 0.01
+    computed = step_s - communicate_s - update_s - data_s
+    return GroupStepReport(rank, 6, step_s, data_s, computed, communicate_s, update_s, 100.0, peak)
+
+
+def test_an_iteration_of_all_ranks_ends_with_its_slowest() -> None:
+    asked = GroupMeasure(strategy="pipeline", batch=8)
+    reports = {"a": step_report(0, 0.4, 0.1, 2**30), "b": step_report(1, 0.5, 0.3, 2**29)}
+    found = group_measure(asked, reports)
+    assert (found.step_s, found.tokens_per_s) == (0.5, 200.0)
+    assert found.compute_s == pytest.approx({"a": 0.3, "b": 0.2})
     assert found.waiting == pytest.approx(0.5) and found.problem is None
-    lost = {**reports, 1: GroupStepReport(1, error="JobError: no data")}
-    assert group_measure(of, asked, GroupOutcome(lost, {}, {}, "")).problem == "rank 1 on b: JobError: no data"
-    silent = group_measure(of, asked, GroupOutcome({**reports, 1: None}, {1: "Killed"}, {}, ""))
-    assert silent.problem == "rank 1 on b: Killed" and silent.step_s is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message", "fault"),
+    [
+        (step_report(0, 0.4, 0.1, 1), GroupStepReport(1, error="no data"), "", "rank 1 on b: no data"),
+        (step_report(0, 0.4, 0.1, 1), None, "Killed", "rank 1 on b: Killed"),
+        (GroupStepReport(0, error="PeerLost: [ring] gone"), None, "Killed", "rank 1 on b: Killed"),
+        (GroupStepReport(0, error="PeerLost: [ring] gone"), step_report(1, 0.4, 0.1, 1), "", "rank 0 on a: PeerLost"),
+    ],
+)
+def test_a_failed_rank_is_named_rather_than_one_that_lost_it(
+    first: GroupStepReport, second: GroupStepReport | None, message: str, fault: str
+) -> None:
+    with pytest.raises(LaunchError, match=fault):
+        reports_of(config(["a", "b"]), GroupOutcome({0: first, 1: second}, {0: "", 1: message}, {}, ""))
+
+
+def test_the_parts_of_a_measured_step_add_up_to_it_whatever_a_few_slow_ones_are() -> None:
+    usual = [RoundTimes(0.4, 200.0, 0.01, 0.25, 0.1, 0.04)] * 6
+    slow = RoundTimes(9.0, 200.0, 8.0, 0.6, 0.3, 0.1)
+    report = GroupStepReport(0)
+    report.summarise([slow, *usual, slow], 2)
+    assert (report.steps, report.step_s, report.tokens) == pytest.approx((16, 0.2, 100.0))
+    parts = (report.data_s, report.compute_s, report.communicate_s, report.update_s)
+    assert parts == pytest.approx((0.005, 0.125, 0.05, 0.02)) and sum(filter(None, parts)) == pytest.approx(0.2)

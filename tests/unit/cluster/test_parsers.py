@@ -12,7 +12,7 @@ from engine.cluster import facts as answer
 from engine.cluster import hardware, network_interfaces, sensors
 from engine.cluster.network_interfaces import hardware_ports, linux_interfaces, mac_interfaces, thunderbolt_devices
 from engine.cluster.topology import thunderbolt_ports
-from engine.models import Interface, NodeFacts
+from engine.models import Interface, NodeFacts, NvidiaGpu
 from tests.data import NODES, node_output
 from tests.unit.cluster.macs import NOW, mesh
 
@@ -132,7 +132,10 @@ def test_interfaces_of_linux() -> None:
     assert found["br0"] == Interface(name="br0", ipv4=("10.0.0.5/24",), active=True)
     assert found["eth0"].bridge == "br0"
     assert (found["lo"].active, found["wlp3s0"].active) == (None, False)
-    assert hardware.nvidia_gpu_memory("NVIDIA H100, 81559\nNVIDIA H100, 81000\n") == 81000 * 2**20
+    assert hardware.nvidia_gpus("NVIDIA H100, 81559\nNVIDIA L4, [N/A]\n\nNVIDIA H100, 81000\n") == (
+        NvidiaGpu(name="NVIDIA H100", memory_bytes=81559 * 2**20),
+        NvidiaGpu(name="NVIDIA H100", memory_bytes=81000 * 2**20),
+    )
 
 
 def test_what_a_mac_reports_of_its_chip_and_gpu() -> None:

@@ -89,6 +89,14 @@ def test_keys_that_mlx_lm_does_not_have_are_left_out_and_noted(tmp_path: Path) -
         assert any(note in each for each in launch.launch_notes)
 
 
+@pytest.mark.parametrize(("report_to", "kept"), [("tensorboard", None), ("wandb, tensorboard", "wandb")])
+def test_mlx_lm_does_not_report_to_tensorboard(tmp_path: Path, report_to: str, kept: str | None) -> None:
+    launch = typed(config(node("a", tmp_path), settings={"report_to": report_to}))
+    argv = of_rank(launch, 0, tmp_path)
+    assert (argv[argv.index("--report-to") + 1] if "--report-to" in argv else None) == kept
+    assert any("tensorboard" in note.lower() for note in launch.launch_notes)
+
+
 def test_epochs_of_an_unknown_number_of_examples_are_left_to_the_reader(tmp_path: Path) -> None:
     launch = typed(config(node("a", tmp_path), settings={"epochs": 2}))
     assert "--iters" not in of_rank(launch, 0, tmp_path)

@@ -23,7 +23,8 @@ from engine.run.failure_cause import (
     first_cause,
 )
 from engine.run.journal import Journal
-from engine.run.signatures import SIGNATURES, Signature, SignatureKind
+from engine.run.signature import Signature, SignatureKind
+from engine.run.signatures import SIGNATURES
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.unit.run.logs.run_logs import RunLogs
 from tests.unit.run.run_maker import end

@@ -66,6 +66,16 @@ def test_without_a_node_the_ranks_are_counted_anew_and_the_rest_stays() -> None:
         plan().without(["left", "right"])
 
 
+@pytest.mark.parametrize(
+    ("report_to", "by_rank_0"),
+    [(None, None), ("wandb", None), ("tensorboard, swanlab", "swanlab"), ("swanlab", "swanlab")],
+)
+def test_rank_0_reports_only_to_what_the_head_does_not_write(report_to: str | None, by_rank_0: str | None) -> None:
+    job = CONFIG.job.model_copy(update={"mlx_lm": {**CONFIG.job.mlx_lm, "report_to": report_to}})
+    trained = trainer_job(CONFIG.model_copy(update={"job": job}))
+    assert trained is not None and trained["report_to"] == by_rank_0
+
+
 def test_chosen_settings_take_the_place_of_auto_alone() -> None:
     chosen = ChosenSettings(optimizer_precision="kahan", moments="8bit", grad_checkpoint=3)
     given = {"optimizer_precision": "auto", "moments": "float32", "grad_checkpoint": "auto"}

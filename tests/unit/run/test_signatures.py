@@ -8,7 +8,8 @@ import re
 import pytest
 
 from engine.run.failure_cause import findings
-from engine.run.signatures import BY_ID, SIGNATURES, Signature, SignatureKind
+from engine.run.signature import Signature, SignatureKind
+from engine.run.signatures import BY_ID, SIGNATURES
 from tests.data import DATA
 
 FAILURES: list[dict[str, str]] = json.loads((DATA / "failures.json").read_text())

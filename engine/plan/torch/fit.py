@@ -1,0 +1,373 @@
+"""The settings of a PyTorch job that it leaves to the plan, the memory that each rank needs with them, and the changes
+with which a job that is too large would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from engine.config.models import NodeConfig
+from engine.errors import InputError, memory_text
+from engine.models import NvidiaGpu
+from engine.plan.context import PlanContext
+from engine.plan.document import (
+    OVERRIDE,
+    ChosenTorchSettings,
+    MemoryBreakdown,
+    MemorySection,
+    RankMemory,
+    Rationale,
+    Source,
+    WayOut,
+)
+from engine.plan.memory.fit import MemoryFit, refuse_memory, unknown_memory
+from engine.plan.memory.shape import ModelShape
+from engine.plan.torch.gpus import choose_precision
+from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
+from engine.plan.torch.strategy import StrategyChoice, candidates, choose_strategy, label, with_torch_settings
+from engine.protocol.job import AUTO
+
+_KEYS = ("strategy", "sharding", "zero_stage", "offload", "grad_checkpoint")
+_SHORTEST = 256
+"""Tokens; shorter sequences are not proposed."""
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class TorchFit(MemoryFit):
+    """With what the section of the plan derives from it."""
+
+    on_gpu: bool = False
+    gpus: tuple[NvidiaGpu | None, ...] = ()
+    """Each rank's; None where it is not known, () on the CPU."""
+    choice: StrategyChoice | None = None
+    """None where the memory cannot be estimated."""
+    compared: StrategyChoice | None = None
+    """All strategies, whatever the job asks for, with the same precision and recomputation."""
+
+    @property
+    def chosen(self) -> ChosenTorchSettings:
+        assert isinstance(self.settings, ChosenTorchSettings)
+        return self.settings
+
+
+def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
+    """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
+    asked = _requested(context)
+    on_gpu, gpus = _gpus(context)
+    precision = asked["precision"]
+    if precision == AUTO:
+        found = choose_precision([gpu.name if gpu else None for gpu in gpus], on_gpu=on_gpu)
+        precision, why = found.precision, found.reason
+        rationale.explain("settings.precision", Source.FACT if on_gpu else Source.RULE, why)
+    else:
+        rationale.explain("settings.precision", Source.USER, "the job sets it")
+    why_not = None
+    if not context.settings:
+        why_not = "the job runs a custom command"
+    elif context.inputs.model is None:
+        why_not = f"the model's config.json was not read: {context.inputs.model_source}"
+        rationale.warn("memory", f"the memory need is unknown: {context.inputs.model_source}")
+    if why_not is not None or context.inputs.model is None:
+        unknown = _unestimated(asked | {"precision": precision}, why_not or "", rationale)
+        return replace(unknown, on_gpu=on_gpu, gpus=gpus)
+    try:
+        shape = ModelShape.from_config(context.inputs.model)
+        job = _Job(shape, _workloads(context, on_gpu), _limits(context, gpus, on_gpu), _host_limits(context))
+        options = job.options(asked, precision)
+        if not options:
+            rationale.refuse("strategy", _contradiction(asked), todo='set strategy = "auto", or remove one of them')
+            asked = {**asked, **dict.fromkeys(("strategy", "sharding", "zero_stage", "offload"), AUTO)}
+            options = job.options(asked, precision)
+        choice = job.choose(options)
+    except InputError as error:
+        rationale.warn("memory", str(error))
+        unknown = _unestimated(asked | {"precision": precision}, str(error), rationale)
+        return replace(unknown, on_gpu=on_gpu, gpus=gpus)
+    chosen = choice.chosen.settings
+    _explain(asked, choice, rationale)
+    rows = _rows(context, job, chosen, rationale)
+    ways: tuple[WayOut, ...] = ()
+    if choice.chosen.fits is False:
+        ways = _ways_out(job, asked, precision, context)
+    refuse_memory(rows, ways, rationale)
+    memory, whole = choice.chosen.memory, shape.total_parameters
+    section = MemorySection(
+        parameters=whole,
+        trainable_parameters=memory.trainable_parameters,
+        trainable_share=memory.trainable_parameters / whole,
+        layers=shape.layers,
+        assumptions=(_assumption(context, chosen),),
+        ranks=tuple(rows),
+        ways_out=ways,
+    )
+    compared = job.options(
+        {**dict.fromkeys(_KEYS, AUTO), "grad_checkpoint": chosen.grad_checkpoint}, precision, all_of_them=True
+    )
+    return TorchFit(
+        section,
+        chosen,
+        largest_batch=job.largest_batch(chosen),
+        on_gpu=on_gpu,
+        gpus=gpus,
+        choice=choice,
+        compared=job.choose(compared),
+    )
+
+
+def _requested(context: PlanContext) -> dict[str, Any]:
+    own, strategy = context.job.mlx_lm, context.inputs.strategy
+    asked = {key: own.get(key, AUTO) for key in (*_KEYS, "precision", "nvme_path")}
+    # A layer count is MLX's alone.
+    given = own.get("grad_checkpoint", False)
+    return asked | {"strategy": strategy, "grad_checkpoint": given if given == AUTO else bool(given)}
+
+
+def _gpus(context: PlanContext) -> tuple[bool, tuple[NvidiaGpu | None, ...]]:
+    """(the ranks compute on GPUs, each rank's GPU): the one of its place on its machine."""
+    on_gpu = context.backend == "nccl"
+    if not on_gpu:
+        return False, ()
+    nodes, facts = context.inputs.config.nodes, context.inputs.facts
+    hosts = [node.ssh for node in nodes]
+    found = []
+    for rank, node in enumerate(nodes):
+        own = facts[node.name].gpus if node.name in facts else ()
+        place = hosts[:rank].count(node.ssh)
+        found.append(own[place] if place < len(own) else None)
+    return True, tuple(found)
+
+
+def _host_limits(context: PlanContext) -> tuple[int | None, ...]:
+    return tuple(_host_limit(context, node) for node in context.inputs.config.nodes)
+
+
+def _host_limit(context: PlanContext, node: NodeConfig) -> int | None:
+    """The rank's part of its machine's memory, bytes."""
+    facts = context.inputs.facts.get(node.name)
+    ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
+    return facts.memory_total_bytes // ranks if facts is not None and facts.memory_total_bytes is not None else None
+
+
+def _limits(context: PlanContext, gpus: Sequence[NvidiaGpu | None], on_gpu: bool) -> tuple[int | None, ...]:
+    return tuple(gpu.memory_bytes if gpu else None for gpu in gpus) if on_gpu else _host_limits(context)
+
+
+def _workloads(context: PlanContext, on_gpu: bool) -> tuple[TorchWorkload, ...]:
+    settings = context.settings
+    lora = settings.get("lora_parameters") or {}
+    keys, optimizer = lora.get("keys"), str(settings["optimizer"])
+    momentum = ((settings.get("optimizer_config") or {}).get("sgd") or {}).get("momentum", 0)
+    even = max(1, -(-int(settings["batch_size"]) // context.ranks))
+    common = TorchWorkload(
+        fine_tune_type=context.job.fine_tune_type,
+        num_layers=int(settings["num_layers"]),
+        lora_rank=int(lora.get("rank", 8)),
+        lora_keys=tuple(keys) if keys else None,
+        sequence=int(settings["max_seq_length"]),
+        moments=2 if optimizer.startswith("adam") else 1 if momentum else 0,
+        accumulation=context.accumulation,
+        world_size=context.ranks,
+        on_gpu=on_gpu,
+    )
+    micro = context.micro_batches or {}
+    return tuple(replace(common, batch=micro.get(name, even)) for name in context.names)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The ranks, with their limits in bytes."""
+
+    shape: ModelShape
+    workloads: tuple[TorchWorkload, ...]
+    limits: tuple[int | None, ...]
+    host_limits: tuple[int | None, ...]
+
+    def options(
+        self, asked: Mapping[str, Any], precision: str, *, all_of_them: bool = False
+    ) -> list[ChosenTorchSettings]:
+        return candidates(
+            asked,
+            precision,
+            self.shape.total_parameters,
+            ranks=max(2 if all_of_them else 1, len(self.workloads)),
+            on_gpu=self.workloads[0].on_gpu,
+        )
+
+    def choose(self, options: Sequence[ChosenTorchSettings]) -> StrategyChoice:
+        return choose_strategy(self.shape, self.workloads, self.limits, options, self.host_limits)
+
+    def largest_batch(self, chosen: ChosenTorchSettings) -> int | None:
+        found = [
+            torch_largest_batch(self.shape, with_torch_settings(workload, chosen), limit)
+            for workload, limit in set(zip(self.workloads, self.limits, strict=True))
+            if limit is not None
+        ]
+        return min(found) if found and None not in self.limits else None
+
+    def changed(self, **fields: Any) -> _Job:
+        return replace(self, workloads=tuple(replace(each, **fields) for each in self.workloads))
+
+
+def _unestimated(asked: Mapping[str, Any], why: str, rationale: Rationale) -> TorchFit:
+    """The job's settings, and the defaults for what it leaves open."""
+    given = {key: asked[key] for key in ChosenTorchSettings.model_fields if asked[key] != AUTO}
+    if asked["strategy"] == AUTO:
+        rationale.explain("settings.strategy", Source.DEFAULT, f"DDP, since the memory is not known: {why}")
+    else:
+        rationale.explain("settings.strategy", Source.USER, "the job sets it")
+    settings = ChosenTorchSettings.model_validate(given)
+    return TorchFit(unknown_memory(why, rationale), settings)
+
+
+def _contradiction(asked: Mapping[str, Any]) -> str:
+    given = ", ".join(f"{key} = {asked[key]}" for key in _KEYS[:4] if asked[key] != AUTO)
+    return f"{given} do not go together: ddp offloads nothing, fsdp to the cpu alone, and only ZeRO-3 to nvme"
+
+
+def _explain(asked: Mapping[str, Any], choice: StrategyChoice, rationale: Rationale) -> None:
+    chosen = choice.chosen.settings
+    if asked["strategy"] == AUTO:
+        rationale.explain("settings.strategy", Source.RULE, choice.reason)
+    else:
+        rationale.explain("settings.strategy", Source.USER, "the job sets it")
+    for key, applies in (
+        ("sharding", chosen.strategy == "fsdp"),
+        ("zero_stage", chosen.strategy == "deepspeed"),
+        ("offload", chosen.strategy != "ddp"),
+    ):
+        if applies:
+            source = Source.RULE if asked[key] == AUTO else Source.USER
+            rationale.explain(f"settings.{key}", source, choice.reason if asked[key] == AUTO else "the job sets it")
+    given = asked["grad_checkpoint"]
+    why = "the activations fit" if not chosen.grad_checkpoint else "else the activations do not fit"
+    source = Source.RULE if given == AUTO else Source.USER if given else Source.DEFAULT
+    rationale.explain(
+        "settings.grad_checkpoint", source, why if given == AUTO else "the job sets it" if given else "not set"
+    )
+
+
+def _rows(context: PlanContext, job: _Job, chosen: ChosenTorchSettings, rationale: Rationale) -> list[RankMemory]:
+    rows = []
+    ranks = zip(context.inputs.config.nodes, job.workloads, job.limits, job.host_limits, strict=True)
+    for node, workload, limit, host in ranks:
+        found = torch_estimate(job.shape, with_torch_settings(workload, chosen))
+        source = "the GPU's memory" if workload.on_gpu else "the rank's part of the machine's memory"
+        if limit is None:
+            source = "the GPU was not reported" if workload.on_gpu else "the node did not report its memory"
+        offloaded = f", and {memory_text(found.host_bytes)} of the machine's memory" if found.host_bytes else ""
+        rationale.explain(
+            f"memory.{node.name}",
+            Source.RULE,
+            f"{memory_text(found.needed_bytes)} with the reserve{offloaded}, {workload.batch} × {workload.sequence:,} "
+            f"tokens, from config.json: {label(chosen)}, {chosen.precision}; limit: {source}",
+        )
+        if host is not None and found.host_bytes > host:
+            text = f"{node.name} needs {memory_text(found.host_bytes)} of {memory_text(host)} of its machine's memory"
+            rationale.refuse("memory", f"{text} for what is offloaded", OVERRIDE)
+        rows.append(
+            RankMemory(
+                **{name: getattr(found, name) for name in MemoryBreakdown.model_fields},
+                node=node.name,
+                source="estimate",
+                limit_bytes=limit,
+                limit_from=source,
+                fits=None if limit is None else found.needed_bytes <= limit,
+            )
+        )
+    return rows
+
+
+def _assumption(context: PlanContext, chosen: ChosenTorchSettings) -> str:
+    kind = context.job.fine_tune_type
+    trained = (
+        "float32 trained weights" if chosen.strategy != "deepspeed" else f"{chosen.precision} weights, float32 masters"
+    )
+    return f"{kind}, {trained}, {chosen.precision} computation, float32 moments, fused attention, {label(chosen)}"
+
+
+def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: PlanContext) -> tuple[WayOut, ...]:
+    """The smallest change of each kind with which every rank fits, those that leave the training as it is first."""
+
+    def attempt(change: str, changed: _Job, requested: Mapping[str, Any] = asked) -> Iterator[WayOut]:
+        options = changed.options(requested, precision)
+        choice = changed.choose(options) if options else None
+        if choice is not None and choice.chosen.fits:
+            yield WayOut(change=change, needed_bytes=choice.chosen.memory.needed_bytes)
+
+    def settings() -> Iterator[WayOut]:
+        fixed = {key: asked[key] for key in _KEYS if asked[key] != AUTO}
+        free = {**asked, **dict.fromkeys(_KEYS, AUTO)}
+        for keys in ([key] for key in fixed):
+            choice = job.choose(
+                job.options({**asked, **dict.fromkeys(keys, AUTO)}, precision) or [ChosenTorchSettings()]
+            )
+            if choice.chosen.fits:
+                yield from attempt(_text(choice, keys), job, {**asked, **dict.fromkeys(keys, AUTO)})
+        choice = job.choose(job.options(free, precision))
+        if fixed and choice.chosen.fits:
+            yield from attempt(_text(choice, list(_differing(choice, asked))), job, free)
+
+    def batches() -> Iterator[WayOut]:
+        batch, ranks = max(each.batch for each in job.workloads), len(job.workloads)
+        for divisor in _powers_of_two(batch):
+            if batch % divisor == 0:
+                steps = context.accumulation * divisor
+                text = f"batch_size = {ranks * batch // divisor} and grad_accumulation_steps = {steps}"
+                yield from attempt(text, job.changed(batch=batch // divisor, accumulation=steps))
+
+    def sequences() -> Iterator[WayOut]:
+        length = job.workloads[0].sequence
+        for divisor in _powers_of_two(length // _SHORTEST):
+            yield from attempt(f"max_seq_length = {length // divisor}", job.changed(sequence=length // divisor))
+
+    def adapters() -> Iterator[WayOut]:
+        if job.workloads[0].fine_tune_type == "full":
+            yield from attempt('fine_tune_type = "lora"', job.changed(fine_tune_type="lora"))
+
+    def more_ranks() -> Iterator[WayOut]:
+        free = {**asked, **dict.fromkeys(_KEYS, AUTO)}
+        count, one = (
+            len(job.workloads),
+            replace(job, workloads=job.workloads[:1], limits=job.limits[:1], host_limits=job.host_limits[:1]),
+        )
+        for ranks in _powers_of_two(_MOST_RANKS):
+            if ranks > count:
+                larger = one.changed(world_size=ranks, batch=1)
+                larger = replace(
+                    larger, workloads=larger.workloads * 2, limits=one.limits * 2, host_limits=one.host_limits * 2
+                )
+                yield from attempt(f"{ranks} ranks like {context.names[0]}", larger, free)
+
+    kinds = (settings(), batches(), sequences(), adapters(), more_ranks())
+    return tuple(way for ways in kinds for way in islice(ways, 1))
+
+
+def _differing(choice: StrategyChoice, asked: Mapping[str, Any]) -> Iterator[str]:
+    chosen = choice.chosen.settings
+    relevant = {
+        "ddp": ("strategy",),
+        "fsdp": ("strategy", "sharding", "offload"),
+        "deepspeed": ("strategy", "zero_stage", "offload"),
+    }
+    for key in (*relevant[chosen.strategy], "grad_checkpoint"):
+        if getattr(chosen, key) != asked[key]:
+            yield key
+
+
+def _text(choice: StrategyChoice, keys: Sequence[str]) -> str:
+    chosen = choice.chosen.settings
+    values = {key: getattr(chosen, key) for key in keys}
+    return " and ".join(
+        f"{key} = {str(value).lower() if isinstance(value, bool | int) else repr(value).replace(chr(39), chr(34))}"
+        for key, value in values.items()
+    )
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    divisor = 2
+    while divisor <= most:
+        yield divisor
+        divisor *= 2

@@ -1,0 +1,82 @@
+"""The precision for each generation of NVIDIA GPUs, as data with its sources, by the names that nvidia-smi prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AMPERE = (8, 0)
+"""The first compute capability with bfloat16 in its tensor cores."""
+TENSOR_CORES = (7, 0)
+"""The first one with float16 in tensor cores; Pascal's P100 (6, 0) computes float16 at twice the rate of float32."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    name: str
+    capability: tuple[int, int]
+    """The lowest of its GPUs."""
+    pattern: str
+    """Matches the names of its GPUs; the first row of GENERATIONS that matches counts."""
+    source: str = "https://developer.nvidia.com/cuda-gpus"
+
+    @property
+    def precision(self) -> str:
+        if self.capability >= AMPERE:
+            return "bf16"
+        return "fp16" if self.capability >= (6, 0) and self.name != "Pascal (GeForce)" else "fp32"
+
+
+GENERATIONS = (
+    Generation("Blackwell", (10, 0), r"\b(G?B[123]00|GB10|RTX PRO \d{4}|RTX 50[5-9]0)\b"),
+    Generation("Hopper", (9, 0), r"\b(H100|H200|H800|H20|GH200)\b"),
+    Generation(
+        "Ada Lovelace",
+        (8, 9),
+        r"\b(L4|L20|L40S?|L2|RTX 40[5-9]0|RTX [2-6]000 Ada|RTX (2000|4000|4500|5000|6000) SFF Ada)\b",
+    ),
+    Generation("Ampere", (8, 0), r"\b(A100X?|A800|A30X?|A40|A10[GM]?|A16|A2|RTX A\d{3,4}|RTX 30[5-9]0)\b"),
+    Generation(
+        "Turing", (7, 5), r"\b(T4G?|T1000|T[46]00|RTX 20[678]0|GTX 16[3-6]0|(Quadro )?RTX [3-8]000|TITAN RTX)\b"
+    ),
+    Generation("Volta", (7, 0), r"\b(V100S?|GV100|TITAN V)\b"),
+    Generation("Pascal", (6, 0), r"\b(P100|GP100)\b"),
+    # Their float16 runs at 1/64 of the rate of float32.
+    Generation("Pascal (GeForce)", (6, 1), r"\b(P40|P4|P6|GTX 10[5-8]0|TITAN Xp?|Quadro P\d{3,4})\b"),
+    Generation("Maxwell or Kepler", (3, 5), r"\b(Tesla (M60|M40|M4|M6|K80|K40|K20)|GTX [79]\d0)\b"),
+)
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    precision: str
+    reason: str
+
+
+def generation_of(gpu: str) -> Generation | None:
+    """None for a name that the table does not have."""
+    # "Tesla V100-SXM2-32GB", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090 Laptop GPU"
+    return next((each for each in GENERATIONS if re.search(each.pattern, gpu)), None)
+
+
+def choose_precision(gpus: Sequence[str | None], *, on_gpu: bool) -> PrecisionChoice:
+    """By the oldest of the ranks' GPUs, since all ranks compute in one type. `gpus`: each rank's GPU, None where it is
+    not known."""
+    if not on_gpu:
+        return PrecisionChoice("fp32", "the ranks compute on the CPU")
+    unknown = [name for name in gpus if name is None or generation_of(name) is None]
+    if unknown or not gpus:
+        named = ", ".join(dict.fromkeys(name or "a GPU whose name is not known" for name in unknown)) or "no GPU known"
+        return PrecisionChoice("fp32", f'{named}: float32 runs on each; set precision = "bf16" from Ampere on')
+    found = {name: generation for name in gpus if name is not None and (generation := generation_of(name)) is not None}
+    order = ("bf16", "fp16", "fp32")
+    oldest = max(found, key=lambda name: order.index(found[name].precision))
+    generation, precision = found[oldest], found[oldest].precision
+    why = {
+        "bf16": "has bfloat16 in its tensor cores, whose range needs no loss scaling",
+        "fp16": "has fast float16, and no bfloat16: the loss is scaled",
+        "fp32": "has no fast 16-bit arithmetic",
+    }[precision]
+    mixed = " (the oldest of the ranks' GPUs)" if len({each.name for each in found.values()}) > 1 else ""
+    return PrecisionChoice(precision, f"{oldest}{mixed}: {generation.name} {why}")

@@ -1,0 +1,343 @@
+"""Estimates the memory of one rank of a PyTorch job, in bytes, from config.json alone, for the recipe
+(engine.torch_trainer) with DistributedDataParallel, `fully_shard` or DeepSpeed's ZeRO.
+
+Per trained parameter, of N ranks, with Adam and a computation in c bytes (4 in fp32, else 2):
+
+                 weights    gradients      moments  master  buffers
+    ddp          4          4              8        -       4, the reducer's buckets, flat copies of the gradients
+    fsdp         4/N        4/N            8/N      -       what is gathered: two blocks (full) or all (grad_op)
+    ZeRO-1       c          in the bucket  8/N      4/N     c/N of reduced gradients, and the bucket
+    ZeRO-2       the same
+    ZeRO-3       c/N        c/N            8/N      4/N     the bucket, and what is gathered
+
+Frozen parameters have weights alone. Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models" (SC 2020), for what is partitioned; gradient_as_bucket_view in the documentation of
+torch.nn.parallel.DistributedDataParallel; torch.distributed.fsdp.fully_shard; stage_1_and_2.py and stage3.py in
+deepspeed/runtime/zero for the buffers. Activations are those of transformers' models with fused attention (sdpa),
+operation by operation.
+
+The peak is the largest of three moments: the gradient of the loss, the end of the backward pass, and the update.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine.plan.document import MemoryBreakdown
+from engine.plan.memory.architecture import Layer, Matrix, Sublayer
+from engine.plan.memory.estimate import MOST_SEQUENCES, RankWorkload, TrainedParameters, trained_parameters
+from engine.plan.memory.shape import ModelShape
+from engine.protocol.deepspeed import BUCKET_ELEMENTS
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_FLOAT32_BYTES = 4
+CUDA_RESERVE_BYTES = 2**30
+"""Outside PyTorch's allocator on a GPU: CUDA's context with the kernels of PyTorch, cuBLAS's workspaces and NCCL's
+buffers, 0.5 to 1 GiB."""
+PROCESS_BYTES = 400 * 10**6
+"""Resident memory of an interpreter with torch, transformers, accelerate and peft, before a model: measured."""
+DEEPSPEED_BYTES = 60 * 10**6
+"""DeepSpeed adds this to it: measured."""
+_PREFETCH_ELEMENTS = BUCKET_ELEMENTS // 4
+"""stage3_prefetch_bucket_size of engine.protocol.deepspeed."""
+_LIVE_ELEMENTS = 10**9
+"""stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults: a parameter that is used again within
+so many others stays gathered."""
+_SENT = 0.6
+"""Copies of parts of a bucket of ZeRO-1 and 2, over the bucket, that are alive while it is reduced: measured."""
+_LOSS_ARRAYS = 3
+"""Arrays of tokens × vocabulary in float32 at the gradient of the loss: the logits (or a copy of them), log-softmax and
+its gradient."""
+_WORKING_ARRAYS = 3
+"""Arrays of a block's widest matrix, and of its residual stream, that its backward pass has besides."""
+
+
+@dataclass(frozen=True)
+class TorchWorkload:
+    """One rank's share of a PyTorch job. `strategy` to `precision` are those of engine.protocol.job.TorchSettings."""
+
+    strategy: str = "ddp"
+    sharding: str = "full"
+    zero_stage: int = 2
+    offload: str = "none"
+    precision: str = "fp32"
+    grad_checkpoint: bool = False
+    fine_tune_type: str = "lora"
+    num_layers: int = -1
+    lora_rank: int = 8
+    lora_keys: tuple[str, ...] | None = None
+    batch: int = 1
+    sequence: int = 2048
+    moments: int = 2
+    """Float32 arrays of the optimizer for each trained weight: 2 for Adam, 1 for SGD with momentum."""
+    accumulation: int = 1
+    world_size: int = 1
+    on_gpu: bool = True
+
+    @property
+    def compute_bytes(self) -> int:
+        return COMPUTE_BYTES[self.precision]
+
+    @property
+    def label(self) -> str:
+        """As people call it: "FSDP full, cpu offload"."""
+        names = {"ddp": "DDP", "fsdp": f"FSDP {self.sharding}", "deepspeed": f"ZeRO-{self.zero_stage}"}
+        offload = f", {self.offload} offload" if self.offload != "none" else ""
+        return names[self.strategy] + offload + (", activations recomputed" if self.grad_checkpoint else "")
+
+
+class TorchMemory(MemoryBreakdown):
+    """`peak_bytes` is what the process has beside the reserve on its GPU or, on the CPU, in all."""
+
+    host_bytes: int
+    """State that is kept in the node's memory instead of the GPU's; 0 on the CPU, where there is only one memory."""
+    trainable_parameters: int
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Bytes of communication buffers that are alive at all times, and additionally at the gradient of the loss and at
+    the end of the backward pass."""
+
+    always: int = 0
+    loss: int = 0
+    backward: int = 0
+
+
+class _TorchRank:
+    """A rank's part of the model and of the job; nothing of it depends on the batch."""
+
+    def __init__(self, shape: ModelShape, workload: TorchWorkload) -> None:
+        self.shape, self.workload = shape, workload
+        self.full = workload.fine_tune_type == "full"
+        layers = shape.architecture.layers
+        self.trained_layers = layers if workload.num_layers < 0 else layers[max(0, len(layers) - workload.num_layers) :]
+        total = shape.total_parameters
+        self.frozen = total - self.trained.parameters if self.full else total
+        self.zero = workload.zero_stage if workload.strategy == "deepspeed" else 0
+        self.shards = max(1, workload.world_size)
+        """Ranks that share what is partitioned."""
+
+    @cached_property
+    def trained(self) -> TrainedParameters:
+        own = self.workload
+        return trained_parameters(
+            self.shape,
+            RankWorkload(
+                fine_tune_type="full" if self.full else "dora" if own.fine_tune_type == "dora" else "lora",
+                num_layers=own.num_layers,
+                lora_rank=own.lora_rank,
+                lora_keys=own.lora_keys,
+            ),
+        )
+
+    @property
+    def weights_partitioned(self) -> bool:
+        return self.workload.strategy == "fsdp" or self.zero == 3
+
+    @cached_property
+    def weights(self) -> int:
+        """Trained weights are float32, and all of a model that is fully fine-tuned; a frozen base has the type of the
+        computation. DeepSpeed has all of them in that type."""
+        compute = self.workload.compute_bytes
+        if self.zero:
+            whole = (self.trained.parameters + self.frozen) * compute
+        else:
+            whole = self.trained.parameters * _FLOAT32_BYTES + self.frozen * (_FLOAT32_BYTES if self.full else compute)
+        return -(-whole // self.shards) if self.weights_partitioned else whole
+
+    @cached_property
+    def optimizer(self) -> int:
+        """Moments in float32, and DeepSpeed's masters, which it also has in fp32."""
+        each = self.workload.moments * _FLOAT32_BYTES + (_FLOAT32_BYTES if self.zero else 0)
+        return -(-self.trained.parameters * each // (1 if self.workload.strategy == "ddp" else self.shards))
+
+    @cached_property
+    def gradients(self) -> int:
+        """Those alive at the end of the backward pass: float32, with ZeRO the rank's part in the computation's type."""
+        trained, compute = self.trained.parameters, self.workload.compute_bytes
+        if self.workload.strategy == "ddp":
+            return trained * _FLOAT32_BYTES
+        return -(-trained * (compute if self.zero else _FLOAT32_BYTES) // self.shards)
+
+    @cached_property
+    def update(self) -> int:
+        """Working memory of the update: an array like the rank's moments, and with ZeRO a gradient in float32."""
+        own = -(-self.trained.parameters // (1 if self.workload.strategy == "ddp" else self.shards))
+        return own * _FLOAT32_BYTES * ((1 if self.workload.moments == 2 else 0) + (1 if self.zero else 0))
+
+    @cached_property
+    def blocks(self) -> list[int]:
+        """Parameters of each layer, adapters included."""
+        first = len(self.shape.architecture.layers) - len(self.trained_layers)
+        adapters = 0 if self.full else -(-self.trained.parameters // max(1, len(self.trained_layers)))
+        return [
+            layer.parameters + (adapters if number >= first else 0)
+            for number, layer in enumerate(self.shape.architecture.layers)
+        ]
+
+    @cached_property
+    def buffers(self) -> _Buffers:
+        trained, compute, workload = self.trained.parameters, self.workload.compute_bytes, self.workload
+        largest = max(self.blocks)
+        # The embedding, the head and the last norm.
+        outside = self.shape.total_parameters - sum(layer.parameters for layer in self.shape.architecture.layers)
+        if workload.strategy == "ddp":
+            return _Buffers(always=trained * _FLOAT32_BYTES if workload.world_size > 1 else 0)
+        if workload.strategy == "fsdp":
+            # The section that is used, the next one, and the flat copy that the next one is gathered into.
+            two = min(2 * largest, sum(self.blocks))
+            inside = sum(self.blocks) if workload.sharding == "grad_op" else two
+            gathered = (outside + inside + max(outside, largest)) * compute
+            reduced = largest if self.full else trained // max(1, len(self.trained_layers))
+            back = reduced * (compute + _FLOAT32_BYTES) + -(-reduced * _FLOAT32_BYTES // self.shards)
+            return _Buffers(loss=gathered, backward=(outside + two) * compute + back)
+        # On a GPU a bucket is allocated whole; on the CPU memory is resident once it is written to.
+        bucket = (BUCKET_ELEMENTS if workload.on_gpu else min(trained, BUCKET_ELEMENTS)) * compute
+        if self.zero < 3:
+            # Two buckets, one filled while the other is sent, from the start of the backward pass to its end.
+            both = 2 * bucket if workload.on_gpu or trained > BUCKET_ELEMENTS else bucket
+            sent = round(_SENT * min(trained, BUCKET_ELEMENTS) * compute)
+            return _Buffers(loss=both if workload.on_gpu else 0, backward=both + sent)
+        whole = sum(self.blocks) + outside
+        live = min(whole, _LIVE_ELEMENTS) * compute
+        fetched = min(whole, _PREFETCH_ELEMENTS + largest) * compute
+        return _Buffers(always=bucket, loss=live + fetched, backward=live)
+
+    @cached_property
+    def offloaded(self) -> frozenset[str]:
+        """The parts of the state that are not on the GPU."""
+        workload = self.workload
+        if workload.offload == "none" or workload.strategy == "ddp":
+            return frozenset()
+        if workload.strategy == "fsdp" or self.zero == 3:
+            return frozenset({"weights", "gradients", "optimizer"})
+        return frozenset({"gradients", "optimizer"})
+
+    @cached_property
+    def _per_token(self) -> list[tuple[int, int]]:
+        """Bytes per token of each trained layer: what it keeps, and the working memory of its backward pass."""
+        known: dict[int, tuple[int, int]] = {}
+        for layer in self.trained_layers:
+            if id(layer) not in known:
+                known[id(layer)] = (self._kept(layer), self._working(layer))
+        return [known[id(layer)] for layer in self.trained_layers]
+
+    @property
+    def _autocast(self) -> bool:
+        """The operations convert, and not the parameters: DDP in 16 bits."""
+        return self.workload.strategy == "ddp" and self.workload.compute_bytes < _FLOAT32_BYTES
+
+    @property
+    def _residual(self) -> int:
+        """Bytes of an element of the residual stream: under autocast the embedding is as its weights are."""
+        return _FLOAT32_BYTES if self._autocast and self.full else self.workload.compute_bytes
+
+    def _kept(self, layer: Layer) -> int:
+        one, residual = self.workload.compute_bytes, self._residual
+        # A norm computes in float32 and keeps its input so, which is the residual stream itself where that is float32;
+        # a trained weight needs the normalised input, too.
+        norm = _FLOAT32_BYTES + (residual if self.full else 0)
+        kept = (layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)) * norm
+        return kept + sum(_kept_by(sublayer, one) + self._inputs(sublayer) for sublayer in layer.sublayers)
+
+    def _inputs(self, sublayer: Sublayer) -> int:
+        """Bytes per token of the inputs of trained matrices: shared ones once, but each adapter converts its own."""
+        one = self.workload.compute_bytes
+        if self.full:
+            return _sources(sublayer.matrices) * one
+        keys = self.workload.lora_keys
+        chosen = [matrix for matrix in sublayer.matrices if keys is None or matrix.name in keys]
+        ranks = sum(matrix.active for matrix in chosen) * self.workload.lora_rank * _FLOAT32_BYTES
+        if one == _FLOAT32_BYTES:
+            return ranks + _sources(chosen) * one
+        copied = one if self._autocast else _FLOAT32_BYTES
+        return ranks + sum(matrix.inputs * matrix.active for matrix in chosen) * copied
+
+    def _working(self, layer: Layer) -> int:
+        widest = max((matrix.outputs * matrix.active for matrix in layer.matrices), default=0)
+        return _WORKING_ARRAYS * (widest + self.shape.hidden) * self.workload.compute_bytes
+
+    def activations(self, batch: int) -> tuple[int, int, int]:
+        """Bytes that all layers keep, those of the backward pass of one, and of the loss."""
+        tokens, per_token = batch * self.workload.sequence, self._per_token
+        kept = [each for each, _ in per_token]
+        working = max((each for _, each in per_token), default=0)
+        if self.workload.grad_checkpoint:
+            working += max(kept, default=0)
+            kept = [self.shape.hidden * self._residual] * len(kept)
+        one = self.workload.compute_bytes
+        logits = self.shape.vocabulary * (_LOSS_ARRAYS * _FLOAT32_BYTES + (one if one < _FLOAT32_BYTES else 0))
+        return tokens * sum(kept), tokens * working, tokens * logits
+
+    @cached_property
+    def converted(self) -> int:
+        """16-bit copies of float32 weights, which autocast makes in the forward pass and the backward pass needs."""
+        if not self._autocast or not self.full:
+            return 0
+        return (self.shape.total_parameters - self.shape.architecture.embedding.weights) * self.workload.compute_bytes
+
+
+def _kept_by(sublayer: Sublayer, one: int) -> int:
+    """Bytes per token that a sublayer keeps beside the inputs of its matrices: of attention the queries, keys and
+    values, the latter two repeated for all heads, and the output; of a feed-forward network what goes into the
+    activation and, with a gate, what comes out of it. Of others, what MLX's operations keep."""
+    outputs = {matrix.source: matrix for matrix in sublayer.matrices}
+    if sublayer.scores and sublayer.window is None and "out" in outputs:
+        return 4 * outputs["out"].inputs * one
+    if "inner" in outputs and not sublayer.kept_float32:
+        down = outputs["inner"]
+        inward = sum(matrix.outputs * matrix.active for matrix in sublayer.matrices if matrix.source == "in")
+        gated = inward >= 2 * down.inputs * down.active
+        return (inward + (down.inputs * down.active if gated else 0)) * one
+    return sublayer.kept * one + sublayer.kept_float32 * _FLOAT32_BYTES
+
+
+def _sources(matrices: Sequence[Matrix]) -> int:
+    return sum({matrix.source: matrix.inputs * matrix.active for matrix in matrices}.values())
+
+
+def torch_estimate(shape: ModelShape, workload: TorchWorkload) -> TorchMemory:
+    """Raises InputError as `trained_parameters` does."""
+    return _estimate(_TorchRank(shape, workload), workload.batch)
+
+
+def torch_largest_batch(shape: ModelShape, workload: TorchWorkload, limit_bytes: int) -> int:
+    """Most sequences of a rank that fit `limit_bytes`, reserve included; 0 when not even one fits."""
+    rank = _TorchRank(shape, workload)
+    return bisect_right(
+        range(1, MOST_SEQUENCES + 1), limit_bytes, key=lambda batch: _estimate(rank, batch).needed_bytes
+    )
+
+
+def _estimate(rank: _TorchRank, batch: int) -> TorchMemory:
+    workload, buffers = rank.workload, rank.buffers
+    state = {"weights": rank.weights, "gradients": rank.gradients, "optimizer": rank.optimizer}
+    away = rank.offloaded if workload.on_gpu else frozenset[str]()
+    here = {name: 0 if name in away else size for name, size in state.items()}
+    update = 0 if "optimizer" in away else rank.update
+    kept, working, loss = rank.activations(batch)
+    # The sums of earlier micro-batches are there from the start.
+    before = here["gradients"] if workload.accumulation > 1 else 0
+    always = here["weights"] + here["optimizer"] + buffers.always
+    at_loss = before + kept + rank.converted + loss + buffers.loss
+    at_end = here["gradients"] + working + buffers.backward
+    at_update = here["gradients"] + update
+    communication = buffers.always + (buffers.loss if at_loss >= at_end else buffers.backward)
+    process = PROCESS_BYTES + (DEEPSPEED_BYTES if rank.zero else 0)
+    return TorchMemory(
+        weights_bytes=here["weights"],
+        gradients_bytes=here["gradients"],
+        optimizer_bytes=here["optimizer"],
+        activations_bytes=kept + rank.converted,
+        logits_bytes=loss,
+        communication_bytes=communication,
+        update_bytes=update,
+        reserve_bytes=CUDA_RESERVE_BYTES if workload.on_gpu else process,
+        peak_bytes=always + max(at_loss, at_end, at_update),
+        host_bytes=sum(size for name, size in state.items() if name in away and workload.offload == "cpu"),
+        trainable_parameters=rank.trained.parameters,
+    )

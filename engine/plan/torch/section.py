@@ -1,0 +1,174 @@
+"""The plan's torch section: the strategies side by side, and what the tools of PyTorch take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from engine.plan import network
+from engine.plan.context import PlanContext
+from engine.plan.document import Rationale, Source, TorchCandidate, TorchSection
+from engine.plan.torch.files import JOB, Machine, TorchLaunch, commands, files
+from engine.plan.torch.fit import TorchFit
+from engine.plan.torch.strategy import BLOCKS, label
+from engine.protocol.deepspeed import BUCKET_ELEMENTS
+from engine.protocol.launchers import split_launcher, started_program
+from engine.security.redact import is_public
+
+_RECIPE = "engine.torch_trainer.standalone"
+_CPU_FSDP = "Accelerate replaces FSDP by DDP on the CPU without a word: the recipe calls fully_shard itself"
+_SAVED = {
+    "ddp": "torch.distributed.checkpoint, one file for each rank; trained weights as safetensors",
+    "fsdp": "torch.distributed.checkpoint, sharded: each rank writes its part; trained weights as safetensors",
+    "deepspeed": "DeepSpeed's, sharded: each rank writes its part; trained weights as safetensors",
+}
+
+
+def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> TorchSection:
+    chosen, inputs = fit.chosen, context.inputs
+    launch = _launch(context, fit)
+    pasted, notes = commands(launch)
+    blocks = launch.blocks if chosen.strategy == "fsdp" else ()
+    accumulation = context.accumulation if context.settings else None
+    hosts = inputs.network.hosts if inputs.network is not None else ()
+    interfaces = {name: host.interface for name, host in zip(context.names, hosts, strict=False)}
+    infiniband = inputs.network is not None and inputs.network.infiniband
+    if not context.settings:
+        notes = (
+            *notes,
+            "the script's own batch, accumulation and checkpoints count: the files have only what is known",
+        )
+    if chosen.strategy == "fsdp" and not fit.on_gpu:
+        notes = (*notes, _CPU_FSDP)
+    section = TorchSection(
+        strategy=chosen.strategy,
+        precision=chosen.precision,
+        on_gpu=fit.on_gpu,
+        gpus={name: gpu.name if gpu else None for name, gpu in zip(context.names, fit.gpus, strict=False)},
+        candidates=_candidates(fit),
+        gradient_accumulation_steps=accumulation,
+        wrap_classes=blocks,
+        prefetch=_prefetch(fit),
+        activation_checkpointing=chosen.grad_checkpoint,
+        checkpoint_format=_SAVED[chosen.strategy] if context.settings else "the script's own",
+        backend=context.backend,
+        interfaces=interfaces,
+        infiniband=infiniband,
+        files=files(launch),
+        commands=pasted,
+        notes=notes,
+    )
+    _explain(context, section, rationale)
+    return section
+
+
+def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
+    inputs, job = context.inputs, context.job
+    nodes = inputs.config.nodes
+    counts = Counter[str]()
+    for node in nodes:
+        counts[node.ssh] += node.processes if job.elastic else 1
+    plan, command = inputs.network, job.command or ()
+    launcher = split_launcher(command)[0]
+    started = started_program(command) if command else ["python", "-m", _RECIPE, JOB]
+    # All launchers start python themselves.
+    program = started[1:] if started[:1] in (["python"], ["python3"]) else ["--no-python", *started]
+    kind = str((inputs.model or {}).get("model_type", ""))
+    settings = context.settings
+    even = max(context.micro_batches.values()) if context.micro_batches else None
+    return TorchLaunch(
+        name=job.name,
+        settings=fit.chosen,
+        machines=tuple(Machine(host, count) for host, count in counts.items()),
+        program=tuple(program),
+        address=plan.hosts[0].ips[0] if plan is not None and plan.hosts and plan.hosts[0].ips else nodes[0].ssh,
+        on_gpu=fit.on_gpu,
+        environment=_environment(context),
+        blocks=BLOCKS.get(kind, ()),
+        micro_batch=even,
+        accumulation=context.accumulation,
+        max_grad_norm=settings.get("max_grad_norm"),
+        nvme_path=job.mlx_lm.get("nvme_path"),
+        accelerate=launcher == "accelerate",
+        job=_resolved(context, fit) if settings else None,
+    )
+
+
+def _environment(context: PlanContext) -> Mapping[str, str]:
+    """The variables of all ranks alike: NCCL's and the job's own, and the interface where all machines call it the
+    same."""
+    plan, found = context.inputs.network, dict[str, str]()
+    if plan is not None and len({host.ssh for host in plan.hosts}) > 1:
+        names = {host.interface for host in plan.hosts}
+        name = names.pop() if len(names) == 1 else None
+        if name is not None:
+            found[f"{plan.backend.upper()}_SOCKET_IFNAME"] = name
+        if plan.backend == "nccl":
+            found |= network.nccl_environment(infiniband=plan.infiniband, gradient_bytes=None)
+    return found | {name: text for name, text in context.job.env.items() if is_public(name)}
+
+
+def _resolved(context: PlanContext, fit: TorchFit) -> dict[str, Any]:
+    """The job's keys as the trainer reads them, with each "auto" resolved."""
+    job = context.job
+    named = {"model": job.model, "data": job.data, "fine_tune_type": job.fine_tune_type, "framework": "torch"}
+    return {**context.settings, **named, **dict(fit.chosen), "chunking": job.chunking, "chunk_size": job.chunk_size}
+
+
+def _candidates(fit: TorchFit) -> tuple[TorchCandidate, ...]:
+    """All strategies, and the chosen one if it is none of them."""
+    if fit.choice is None or fit.compared is None:
+        return ()
+    chosen = fit.chosen
+    tried = [*fit.compared.tried]
+    tried += [fit.choice.chosen] if chosen not in [each.settings for each in tried] else []
+    return tuple(
+        TorchCandidate(
+            name=label(each.settings),
+            strategy=each.settings.strategy,
+            sharding=each.settings.sharding if each.settings.strategy == "fsdp" else None,
+            zero_stage=each.settings.zero_stage if each.settings.strategy == "deepspeed" else None,
+            offload=each.settings.offload,
+            needed_bytes=each.memory.needed_bytes,
+            host_bytes=each.memory.host_bytes,
+            fits=each.fits,
+            chosen=each.settings == chosen,
+        )
+        for each in tried
+    )
+
+
+def _prefetch(fit: TorchFit) -> str:
+    chosen = fit.chosen
+    if chosen.strategy == "ddp":
+        return "backward: gradients are reduced in buckets of 25 MiB beside it; forward: nothing to fetch"
+    if chosen.strategy == "fsdp":
+        kept = "the next block is gathered beside each block"
+        back = kept if chosen.sharding == "full" else "nothing to gather, parameters are kept until then"
+        return f"forward: {kept}; backward: {back}. FSDP2 does so by itself, and takes no setting for it"
+    if chosen.zero_stage == 3:
+        return f"both passes: up to {BUCKET_ELEMENTS // 4:,} parameters ahead (stage3_prefetch_bucket_size)"
+    return f"backward: gradients are reduced in buckets of {BUCKET_ELEMENTS:,} beside it; forward: nothing to fetch"
+
+
+def _explain(context: PlanContext, section: TorchSection, rationale: Rationale) -> None:
+    if section.gradient_accumulation_steps is not None:
+        total, each = context.total_batch, context.settings["batch_size"]
+        rationale.explain(
+            "torch.gradient_accumulation_steps",
+            Source.USER if context.given("grad_accumulation_steps") else Source.DEFAULT,
+            f"{total} sequences per update over {each} in flight ({context.ranks} ranks); "
+            "batch_configuration.suggested has target batch / (batch per GPU · GPUs)",
+        )
+    if section.strategy == "fsdp":
+        kind = (context.inputs.model or {}).get("model_type")
+        why = f"the blocks of transformers' model_type {kind}" if section.wrap_classes else "the model names its blocks"
+        rationale.explain("torch.wrap_classes", Source.RULE, why)
+    rationale.explain("torch.prefetch", Source.RULE, "what is sent travels beside the computation")
+    rationale.explain("torch.checkpoint_format", Source.RULE, "no rank has to gather the whole state to save it")
+    plan = context.inputs.network
+    source = Source.USER if context.inputs.config.cluster.backend != "auto" else Source.FACT
+    rationale.explain("torch.backend", source, "; ".join(plan.reasons) if plan is not None else "not known")
+    if section.infiniband:
+        rationale.explain("torch.infiniband", Source.FACT, "every node has an active InfiniBand device")

@@ -1,0 +1,205 @@
+"""Chooses the strategy of a PyTorch job, and how it shards and offloads, by what fits the memory of every rank; and the
+block class that FSDP wraps.
+
+The order in which candidates are tried is by the model's size. Where several fit, the first one counts: what
+communicates less comes first, recomputing activations before offloading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.errors import memory_text
+from engine.plan.document import ChosenTorchSettings
+from engine.plan.memory.shape import ModelShape
+from engine.plan.torch.memory import TorchMemory, TorchWorkload, torch_estimate
+from engine.protocol.job import AUTO
+
+COMFORTABLE = 0.95
+"""Share of a GPU's memory up to which candidates are chosen, if any fit: the allocator's blocks are fragmented."""
+SMALL, LARGE = 7e9, 70e9
+"""Parameters: below the first gradients and optimizer state are sharded first, above the second offloading is tried
+before a whole state on GPUs is given up."""
+_Way = tuple[str, dict[str, Any]]
+"""A strategy, with how it shards."""
+_DDP: _Way = ("ddp", {})
+_GRAD_OP: _Way = ("fsdp", {"sharding": "grad_op"})
+_FULL: _Way = ("fsdp", {"sharding": "full"})
+_ZERO: dict[int, _Way] = {stage: ("deepspeed", {"zero_stage": stage}) for stage in (1, 2, 3)}
+_ORDER: dict[str, tuple[_Way, ...]] = {
+    "small": (_DDP, _GRAD_OP, _FULL, _ZERO[1], _ZERO[2], _ZERO[3]),
+    "medium": (_DDP, _FULL, _ZERO[2], _ZERO[3], _GRAD_OP, _ZERO[1]),
+    "large": (_DDP, _FULL, _ZERO[3], _ZERO[2], _GRAD_OP, _ZERO[1]),
+}
+_OFFLOADS: dict[str, tuple[_Way, ...]] = {
+    "small": (_FULL, _ZERO[2], _ZERO[3], _GRAD_OP, _ZERO[1]),
+    "medium": (_FULL, _ZERO[2], _ZERO[3], _GRAD_OP, _ZERO[1]),
+    "large": (_ZERO[3], _FULL, _ZERO[2], _GRAD_OP, _ZERO[1]),
+}
+BLOCKS: Mapping[str, tuple[str, ...]] = {
+    "bloom": ("BloomBlock",),
+    "exaone4": ("Exaone4DecoderLayer",),
+    "falcon": ("FalconDecoderLayer",),
+    "falcon_h1": ("FalconH1DecoderLayer",),
+    "falcon_mamba": ("FalconMambaBlock",),
+    "gemma": ("GemmaDecoderLayer",),
+    "gemma2": ("Gemma2DecoderLayer",),
+    "gemma3": ("Gemma3DecoderLayer",),
+    "gemma3_text": ("Gemma3DecoderLayer",),
+    "gpt2": ("GPT2Block",),
+    "gpt_neox": ("GPTNeoXLayer",),
+    "granite": ("GraniteDecoderLayer",),
+    "granitemoe": ("GraniteMoeDecoderLayer",),
+    "granitemoehybrid": ("GraniteMoeHybridDecoderLayer",),
+    "iquestcoder": ("LlamaDecoderLayer",),
+    "jamba": ("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"),
+    "lfm2": ("Lfm2DecoderLayer",),
+    "llama": ("LlamaDecoderLayer",),
+    "mamba": ("MambaBlock",),
+    "mamba2": ("Mamba2Block",),
+    "ministral3": ("Ministral3DecoderLayer",),
+    "mistral": ("MistralDecoderLayer",),
+    "mixtral": ("MixtralDecoderLayer",),
+    "nemotron_h": ("NemotronHBlock",),
+    "olmo2": ("Olmo2DecoderLayer",),
+    "olmoe": ("OlmoeDecoderLayer",),
+    "opt": ("OPTDecoderLayer",),
+    "phi": ("PhiDecoderLayer",),
+    "phi3": ("Phi3DecoderLayer",),
+    "qwen2": ("Qwen2DecoderLayer",),
+    "qwen2_moe": ("Qwen2MoeDecoderLayer",),
+    "qwen3": ("Qwen3DecoderLayer",),
+    "qwen3_moe": ("Qwen3MoeDecoderLayer",),
+    "qwen3_next": ("Qwen3NextDecoderLayer",),
+    "smollm3": ("SmolLM3DecoderLayer",),
+    "starcoder2": ("Starcoder2DecoderLayer",),
+}
+"""model_type -> the classes of its blocks: `_no_split_modules` of transformers' models, which a test compares."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train the job, with what the rank that needs the most of its limit needs."""
+
+    settings: ChosenTorchSettings
+    memory: TorchMemory
+    fits: bool | None
+    """Every rank has enough; None if a limit is unknown."""
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    chosen: Candidate
+    tried: tuple[Candidate, ...]
+    """In the order of preference, the chosen one among them."""
+    reason: str
+
+
+def candidates(
+    requested: Mapping[str, Any], precision: str, parameters: int, *, ranks: int, on_gpu: bool
+) -> list[ChosenTorchSettings]:
+    """Those that the values of [job] (`requested`, "auto" where the plan chooses) allow, in the order of preference;
+    none if they contradict each other."""
+    return list(dict.fromkeys(_candidates(requested, precision, size_class(parameters), ranks=ranks, on_gpu=on_gpu)))
+
+
+def size_class(parameters: int) -> str:
+    return "small" if parameters < SMALL else "medium" if parameters <= LARGE else "large"
+
+
+def _candidates(
+    requested: Mapping[str, Any], precision: str, size: str, *, ranks: int, on_gpu: bool
+) -> Iterator[ChosenTorchSettings]:
+    asked = {key: value for key, value in requested.items() if value not in (AUTO, None)}
+    recomputed = asked.get("grad_checkpoint", AUTO)
+    places = ["none", "cpu", *(["nvme"] if asked.get("nvme_path") else [])]
+    if not on_gpu:
+        # All memory is the CPU's: offloading gains nothing, but may be set.
+        places = [str(asked.get("offload", "none"))]
+    passes = [
+        (way, place, each)
+        for place in places
+        for each in (False, True)
+        for way in (_ORDER if place == "none" else _OFFLOADS)[size]
+    ]
+    for (strategy, how), offload, checkpoint in passes:
+        if recomputed != AUTO and bool(recomputed) != checkpoint:
+            continue
+        if asked.get("strategy", strategy) != strategy or asked.get("offload", offload) != offload:
+            continue
+        # DeepSpeed's documentation of offload_optimizer: nvme is for stage 3 alone.
+        if offload == "nvme" and how != {"zero_stage": 3}:
+            continue
+        if any(key in asked and asked[key] != value for key, value in how.items()):
+            continue
+        # One rank has nobody to share with: sharding is of use only to offload.
+        if ranks == 1 and strategy != "ddp" and offload == "none" and "strategy" not in asked:
+            continue
+        yield ChosenTorchSettings(
+            **{"strategy": strategy, **how, "offload": offload, "precision": precision, "grad_checkpoint": checkpoint}
+        )
+
+
+def with_torch_settings(workload: TorchWorkload, settings: ChosenTorchSettings) -> TorchWorkload:
+    return replace(workload, **dict(settings))
+
+
+def choose_strategy(
+    shape: ModelShape,
+    workloads: Sequence[TorchWorkload],
+    limits: Sequence[int | None],
+    options: Sequence[ChosenTorchSettings],
+    host_limits: Sequence[int | None],
+) -> StrategyChoice:
+    """The first of `options` (at least one) with which every rank fits, or else the one that needs the least.
+    `workloads` and `limits` (bytes, None: unknown) by rank; `host_limits`: each rank's part of its machine's memory."""
+
+    def attempt(settings: ChosenTorchSettings) -> Candidate:
+        needs = {each: torch_estimate(shape, with_torch_settings(each, settings)) for each in set(workloads)}
+        found = [needs[each] for each in workloads]
+        rows = [
+            (need, limit)
+            for memory, here, host in zip(found, limits, host_limits, strict=True)
+            for need, limit in ((memory.needed_bytes, here), (memory.host_bytes, host if memory.host_bytes else None))
+        ]
+        fits: bool | None = None if None in limits else True
+        if any(limit is not None and need > limit for need, limit in rows):
+            fits = False
+        return Candidate(settings, max(found, key=lambda each: each.needed_bytes), fits)
+
+    tried = tuple(map(attempt, options))
+    size = size_class(shape.total_parameters)
+    billions = f"{shape.total_parameters / 1e9:.3g} × 10⁹ parameters"
+    comfortable = [
+        each
+        for each in tried
+        if each.fits and all(limit is None or each.memory.needed_bytes <= COMFORTABLE * limit for limit in limits)
+    ]
+    fitting = comfortable or [each for each in tried if each.fits]
+    if fitting:
+        chosen = fitting[0]
+        before = [each for each in tried[: tried.index(chosen)] if each.fits is False]
+        reason = f"{label(chosen.settings)} fits: {memory_text(chosen.memory.needed_bytes)} for each rank"
+        needs = [f"{label(each.settings)} needs {memory_text(each.memory.needed_bytes)}" for each in before[:3]]
+        reason = "; ".join([reason, *needs])
+        return StrategyChoice(chosen, tried, f"{reason} ({billions})")
+    if all(each.fits is False for each in tried):
+        least = min(tried, key=lambda each: each.memory.needed_bytes)
+        return StrategyChoice(least, tried, f"nothing fits; {label(least.settings)} needs the least ({billions})")
+    # By size alone, as nothing is known about the memory.
+    known = [each for each in tried if each.fits is None]
+    by_size = {"small": ("fsdp", "none"), "medium": ("fsdp", "none"), "large": ("deepspeed", "cpu")}[size]
+    sized = [each for each in known if (each.settings.strategy, each.settings.offload) == by_size]
+    chosen = (sized if len(workloads) > 1 and sized else known)[0]
+    return StrategyChoice(
+        chosen, tried, f"by the model's size, since the memory of the ranks is not known ({billions})"
+    )
+
+
+def label(settings: ChosenTorchSettings) -> str:
+    """As people call it: "FSDP full, cpu offload"."""
+    names = {"ddp": "DDP", "fsdp": f"FSDP {settings.sharding}", "deepspeed": f"ZeRO-{settings.zero_stage}"}
+    offload = f", {settings.offload} offload" if settings.offload != "none" else ""
+    return names[settings.strategy] + offload + (", activations recomputed" if settings.grad_checkpoint else "")

@@ -1,0 +1,216 @@
+"""Writes one run's metrics for a tracker: TensorBoard's event files, or W&B.
+
+`python -m engine.run.tracker <run directory> tensorboard|wandb`, started by engine.run.tracker_process, which holds its
+standard input open for as long as the run may report more. It follows metrics.jsonl from the first row on, so whoever
+follows a process that was killed writes everything anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.config.models import Config
+from engine.launch.rank_environment import trainer_job
+from engine.models import RunState
+from engine.protocol.attempt import write_atomic
+from engine.run.journal import read_history
+from engine.run.json_lines import LineTail, parse_json_line
+from engine.run.run_plan import read_plan
+from engine.security.sanitise import finite_or_none
+from engine.store.layout import RunDir
+
+_POLL_S = 0.5
+_END_LIMIT_S = 90
+"""A process that its supervisor has left ends by itself, when the service takes nothing."""
+_ENVELOPE = frozenset({"kind", "attempt", "at", "iteration"})
+_FAILED = frozenset({RunState.FAILED, RunState.ABORTED, RunState.LOST})
+
+
+class Tracker(Protocol):
+    def add(self, number: int, row: Mapping[str, Any], iteration: int) -> None:
+        """Row `number` of the run, from 0. `iteration` goes back where an attempt goes on from an earlier state."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoardFile:
+    """An event file: TFRecords (length, its CRC, data, its CRC) of Event protocol buffers, as tensorflow/core/util/
+    event.proto has them. TensorBoard drops what it has read at or after the step of a start of a session."""
+
+    def __init__(self, run_dir: RunDir, _config: Config) -> None:
+        folder = run_dir.tensorboard
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for earlier in folder.glob("events.out.tfevents.*"):
+            earlier.unlink()
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("wb")
+        self._attempt: object = None
+        self._event(time.time(), 0, _text(3, b"brain.Event:2"))
+
+    def add(self, number: int, row: Mapping[str, Any], iteration: int) -> None:
+        at = _seconds(row)
+        if row.get("attempt") != self._attempt:
+            self._attempt = row.get("attempt")
+            self._event(at, iteration if number else 0, _text(7, b"\x08\x01"))  # SessionLog.START
+        values = [_text(1, _text(1, tag.encode()) + b"\x15" + _float32(value)) for tag, value in figures(row).items()]
+        self._event(at, iteration, _text(5, b"".join(values)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _event(self, at: float, step: int, what: bytes) -> None:
+        data = b"\x09" + struct.pack("<d", at) + b"\x10" + _varint(step) + what
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _masked_crc(length) + data + _masked_crc(data))
+        self._file.flush()
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*encoded, number])
+
+
+def _text(field: int, data: bytes) -> bytes:
+    """A field of a protocol buffer that is a string, bytes or a message."""
+    return bytes([field << 3 | 2]) + _varint(len(data)) + data
+
+
+def _float32(value: float) -> bytes:
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return struct.pack("<f", float("inf") if value > 0 else float("-inf"))
+
+
+def _crc_table() -> list[int]:
+    table = []
+    for crc in range(256):
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        table.append(crc)
+    return table
+
+
+_CRC32C = _crc_table()
+
+
+def _masked_crc(data: bytes) -> bytes:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+class WandbRun:
+    """A run of W&B with the id of ours. Its step is the number of the row, which never goes back; the x-axis of every
+    curve is the iteration, which may."""
+
+    def __init__(self, run_dir: RunDir, config: Config) -> None:
+        import wandb
+
+        self._run_dir = run_dir
+        earlier = list(run_dir.wandb.glob(f"offline-run-*-{run_dir.id}"))
+        quiet = {"silent": True, "console": "off", "disable_git": True, "disable_code": True}
+        # This machine's own load and packages say nothing about the ranks.
+        unwanted = {"x_disable_stats": True, "x_save_requirements": False}
+        self._run = wandb.init(
+            project=config.job.mlx_lm.get("project_name"),
+            id=run_dir.id,
+            name=run_dir.id,
+            dir=str(run_dir.path),
+            resume="allow",
+            config={**(trainer_job(config) or {}), "world_size": len(config.nodes)},
+            settings=wandb.Settings(**quiet, **unwanted),
+        )
+        self._first = 0 if self._run.offline else self._run.starting_step
+        """The row from which on the service lacks them."""
+        if self._run.offline:
+            for folder in earlier:
+                shutil.rmtree(folder, ignore_errors=True)
+        elif self._run.url:
+            write_atomic(run_dir.wandb_url, self._run.url)
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def add(self, number: int, row: Mapping[str, Any], iteration: int) -> None:
+        if number >= self._first:
+            self._run.log({**figures(row), "iteration": iteration, "_timestamp": _seconds(row)}, step=number)
+
+    def close(self) -> None:
+        self._run.finish(exit_code=int(read_history(self._run_dir).record.state in _FAILED))
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row of metrics.jsonl, under mlx-lm's names; those that are not finite, too."""
+    known = {
+        name: value if isinstance(value, float) else finite_or_none(value)
+        for name, value in row.items()
+        if name not in _ENVELOPE
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _seconds(row: Mapping[str, Any]) -> float:
+    try:
+        return datetime.fromisoformat(str(row.get("at"))).timestamp()
+    except ValueError:
+        return time.time()
+
+
+TRACKERS: dict[str, Callable[[RunDir, Config], Tracker]] = {"tensorboard": TensorBoardFile, "wandb": WandbRun}
+
+
+def follow(run_dir: RunDir, tracker: Tracker) -> None:
+    """Write every row to `tracker`, until standard input has ended and no row is left."""
+    tail, number, ended = LineTail(run_dir.metrics), 0, False
+    while not ended:
+        # Before reading: then nothing comes any more.
+        ended = _input_ended(_POLL_S)
+        for line in tail.lines():
+            row = parse_json_line(line)
+            iteration = finite_or_none(row.get("iteration")) if row is not None else None
+            if row is not None and iteration is not None and iteration >= 0:
+                tracker.add(number, row, int(iteration))
+            number += bool(line.strip())
+    signal.alarm(_END_LIMIT_S)
+    tracker.close()
+
+
+def _input_ended(wait_s: float) -> bool:
+    readable, _, _ = select.select([0], [], [], wait_s)
+    return bool(readable) and not os.read(0, 4096)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    path, name = arguments or sys.argv[1:]
+    run_dir = RunDir(Path(path))
+    try:
+        follow(run_dir, TRACKERS[name](run_dir, read_plan(run_dir.plan).config))
+    except Exception as error:
+        traceback.print_exc()
+        # The last line is the reason that a person is shown.
+        with contextlib.suppress(OSError):
+            print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Starts a script with the environment that `accelerate launch` would give it, as one rank of a group that is there
+already: `python accelerate_launch.py [OPTIONS OF accelerate launch] SCRIPT [ARGUMENTS]`.
+
+Accelerate's own functions read the options and the configuration file, and make the environment. RANK, WORLD_SIZE and
+what else the ranks find each other by stay as they are: of these Accelerate would make its own, for processes that it
+starts itself. It is run by its path, and imports nothing of the bundle.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+
+_OF_THE_GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def accelerate_environment(args: Namespace) -> dict[str, str]:
+    """`args` as validated by Accelerate."""
+    from accelerate.utils import launch
+
+    if args.use_deepspeed:
+        return dict(launch.prepare_deepspeed_cmd_env(args)[1])
+    if args.cpu:
+        return dict(launch.prepare_simple_launcher_cmd_env(args)[1])
+    return dict(launch.prepare_multi_gpu_env(args))
+
+
+def main() -> None:
+    import torch
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    args = launch_command_parser().parse_args(sys.argv[1:])
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # One machine, for these functions: with several they would write the files of DeepSpeed's launcher.
+    args.num_processes, args.num_machines, args.machine_rank, args.main_process_port = world_size, 1, 0, 0
+    args, _, _ = _validate_launch_command(args)
+    args.num_processes, args.num_machines = world_size, 1
+    args.cpu = args.cpu or not (torch.cuda.is_available() or args.use_fsdp or args.use_deepspeed)
+    environment = accelerate_environment(args)
+    environment.update({name: os.environ[name] for name in _OF_THE_GROUP if name in os.environ})
+    module = ["-m"] if args.module else []
+    os.execve(sys.executable, [sys.executable, *module, args.training_script, *args.training_script_args], environment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""PyTorch jobs with a command of the user's own, on nodes without MLX: launched, followed, stopped and recovered."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.models import Config, JobConfig, RecoveryConfig
+from engine.models import Reason, RunState
+from engine.protocol.launchers import LAUNCHERS
+from tests.cluster.cluster import Cluster
+from tests.faults.cluster_runs import ClusterRun, ring_config, start_on
+from tests.faults.local_runs import DOUBLE_FORK, SHORT_GRACES, aborted
+from tests.needs import TORCH
+
+pytestmark = [pytest.mark.busy, pytest.mark.needs("torch")]
+
+SCRIPT = """
+import os, time, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, step, enough = dist.get_rank(), 0, False
+print("rank", rank, "of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"], "is up", flush=True)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+while not enough:
+    step += 1
+    loss = model(torch.ones(2, 4)).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    wish = torch.tensor(float(os.path.exists("enough")))
+    dist.all_reduce(wish)
+    enough = wish.item() > 0
+    if step % 2 == 0:
+        print("rank", rank, "step", step, flush=True)
+    {fault}
+    time.sleep(0.05)
+print("rank", rank, "done", flush=True)
+"""
+"""As local_runs.RING, with DDP over gloo."""
+
+
+def torch_config(
+    cluster: Cluster, *names: str, script: str = "", recovery: RecoveryConfig = SHORT_GRACES, **job: Any
+) -> Config:
+    """A script on these nodes, started as by torchrun, with a python that has torch and no MLX."""
+    config = ring_config(cluster, names=names, recovery=recovery)
+    workdir = config.nodes[0].workdir
+    for node in cluster.nodes:
+        node.write(f"{workdir}/train.py", script or SCRIPT.format(fault="pass"))
+    nodes = tuple(node.model_copy(update={"python": str(TORCH)}) for node in config.nodes)
+    own = JobConfig(**{"name": "torch", "framework": "torch", "command": ("torchrun", "train.py"), **job})
+    return config.model_copy(update={"nodes": nodes, "job": own})
+
+
+def finish(run: ClusterRun) -> None:
+    for node in run.nodes:
+        node.write(f"{run.workdir}/enough", "")
+
+
+def test_ranks_are_started_as_by_torchrun_and_succeed(nodes: Cluster, home: Path) -> None:
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea"))
+    run.everybody_steps()
+    finish(run)
+    record = run.ended()
+    assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 1), run.troubles()
+    assert record.backend == "gloo"
+    assert [f"rank {rank} of 2 local 0 is up" in run.dir.log(rank).read_text() for rank in (0, 1)] == [True, True]
+
+
+def test_the_rank_that_was_killed_is_named_and_not_the_one_that_lost_its_peer(nodes: Cluster, home: Path) -> None:
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea"))
+    run.everybody_steps()
+    run.kill(1, run.identity(1).trainer_pid)
+    record = run.ended()
+    assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.RANK_KILLED, 1), run.troubles()
+
+
+def test_the_exception_of_a_script_is_the_cause_although_its_peer_prints_more(nodes: Cluster, home: Path) -> None:
+    fault = 'if rank == 1 and step == 3: raise ValueError("the labels are shifted")'
+    recorded = (
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        f"@record\ndef main():\n{textwrap.indent(SCRIPT.format(fault=fault), '    ')}\nmain()\n"
+    )
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", script=recorded))
+    record = run.ended()
+    assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.RANK_FAILED, 1), run.troubles()
+    assert record.cause is not None and "ValueError: the labels are shifted" in record.cause
+    assert '"error_type": "ValueError"' in run.dir.events(1).read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_where_the_command_restores_itself(nodes: Cluster, home: Path) -> None:
+    recovery = SHORT_GRACES.model_copy(update={"restart_commands": True, "max_restarts": 1})
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", recovery=recovery))
+    run.everybody_steps()
+    run.kill(0, run.identity(0).trainer_pid)
+    run.wait(lambda: len(run.history.attempts) == 2)
+    finish(run)
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
+
+
+def test_an_abort_leaves_nothing_of_a_torch_job(nodes: Cluster, home: Path) -> None:
+    script = DOUBLE_FORK + SCRIPT.format(fault="pass")
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", script=script))
+    run.everybody_steps()
+    aborted(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "torchrun"])
+def test_scripts_get_what_their_launcher_would_give_them(nodes: Cluster, home: Path, launcher: str) -> None:
+    script = {
+        "accelerate": "from accelerate import Accelerator\n"
+        "state = Accelerator().state\nprint(state.distributed_type, state.num_processes, state.process_index)\n",
+        "deepspeed": "import sys, deepspeed\ndeepspeed.init_distributed('gloo')\n"
+        "print(sys.argv[1], deepspeed.comm.get_world_size(), deepspeed.comm.get_rank())\n",
+    }[launcher]
+    printed = {"accelerate": "DistributedType.MULTI_CPU 2 {}", "deepspeed": "--local_rank=0 2 {}"}[launcher]
+    run = start_on(
+        nodes, home, torch_config(nodes, "ana", "bea", script=script, command=(*LAUNCHERS[launcher], "train.py"))
+    )
+    record = run.ended()
+    assert record.state is RunState.SUCCEEDED, run.troubles()
+    for rank in (0, 1):
+        assert printed.format(rank) in run.dir.log(rank).read_text()
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_without_a_lost_node(nodes: Cluster, home: Path) -> None:
+    recovery = SHORT_GRACES.model_copy(update={"min_nodes": 2, "max_restarts": 3, "lease_s": 5.0})
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", "cyd", recovery=recovery, elastic=True))
+    run.await_output("of 3", 0)
+    run.await_output("step 4", 0)
+    nodes["cyd"].power_off()
+    run.await_output("of 2", 0)
+    finish_at = [nodes["ana"], nodes["bea"]]
+    for node in finish_at:
+        node.write(f"{run.workdir}/enough", "")
+    run.wait(lambda: run.record.state.ended)
+    assert (run.record.state, run.record.attempts) == (RunState.SUCCEEDED, 1), run.troubles()
+    assert any("cyd" in note for note in run.notes)
+    nodes["cyd"].power_on()
+    run.wait(lambda: not run.left(), after_end=True)

@@ -1,0 +1,126 @@
+"""What a plan writes is accepted by the parsers of Accelerate, DeepSpeed and torchrun, and means what was planned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.plan.torch.strategy import BLOCKS
+from tests.needs import TORCH
+from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
+from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section
+
+pytestmark = pytest.mark.needs("torch")
+H100, A100, V100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB"
+CLUSTER = infiniband("a", 8, A100, 1) + infiniband("b", 8, A100, 2)
+NVME = {**FULL, "offload": "nvme", "nvme_path": "/nvme"}
+COMMAND = {"command": ("accelerate", "launch", "train.py"), "model": None, "data": None, "strategy": "fsdp"}
+PLANS: dict[str, tuple[Any, ...]] = {
+    "cpu": (box("127.0.0.1", 2), FULL, TINY, {}),
+    "cpu, two machines": (box("a", 1) + box("b", 1, number=2), FULL, TINY, {"strategy": "fsdp"}),
+    "ddp": (box("h", 8, H100), FULL, TINY, {}),
+    "fsdp grad_op": (box("h", 8, H100), FULL, QWEN3_4B, {}),
+    "fsdp offload": (box("v", 4, V100, 32), FULL, QWEN3_4B, {}),
+    "zero 1": (box("v", 4, V100, 32), {**FULL, "zero_stage": 1}, TINY, {"strategy": "deepspeed"}),
+    "zero 2": (box("h", 8, H100), {**FULL, "zero_stage": 2, "max_grad_norm": 1.0}, TINY, {"strategy": "deepspeed"}),
+    "zero 3": (CLUSTER, FULL, LLAMA_70B, {}),
+    "zero 3, nvme": (CLUSTER, NVME, TINY, {"strategy": "deepspeed"}),
+    "command": (box("h", 8, H100), {}, None, COMMAND),
+    "one gpu": (box("l", 1, "NVIDIA L4", 24), FULL, TINY, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the tools made of each plan, from one process that imports them all."""
+    folders = []
+    for name, (nodes, settings, model, job) in PLANS.items():
+        made = section(plan(nodes, settings, model=model, job=dict(job)))
+        folder = tmp_path_factory.mktemp(name.replace(", ", "-").replace(" ", "-"))
+        for file, text in made.files.items():
+            (folder / file).write_text(text)
+        (folder / "commands.json").write_text(json.dumps({**made.commands, "world_size": len(nodes)}))
+        folders.append(str(folder))
+    program = Path(__file__).with_name("plan_files.py")
+    done = subprocess.run(
+        [str(TORCH), str(program), *folders],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin", "HF_HOME": str(folders[0])},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {"blocks": found["blocks"], **dict(zip(PLANS, found["plans"], strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "processes"), [("cpu", 1, 2), ("cpu, two machines", 2, 1), ("ddp", 1, 8), ("zero 3", 2, 8)]
+)
+def test_torchrun_starts_the_planned_ranks(answers: dict[str, Any], name: str, nodes: int, processes: int) -> None:
+    *found, program = answers[name]["torchrun"]
+    # On one machine torchrun turns the rendezvous of --standalone into its own static one.
+    assert found == [nodes, processes, "c10d" if nodes > 1 else "static"]
+    assert program == ["engine.torch_trainer.standalone", "job.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "processes", "precision"),
+    [
+        ("ddp", "MULTI_GPU", 8, "bf16"),
+        ("fsdp grad_op", "FSDP", 8, "bf16"),
+        ("fsdp offload", "FSDP", 4, "fp16"),
+        ("zero 3", "DEEPSPEED", 16, "no"),
+        ("one gpu", "NO", 1, "bf16"),
+        ("command", "FSDP", 8, "bf16"),
+    ],
+)
+def test_accelerate_launch_starts_what_was_planned(
+    answers: dict[str, Any], name: str, kind: str, processes: int, precision: str
+) -> None:
+    found = answers[name]["accelerate"]
+    assert (found["kind"], found["processes"], found["precision"]) == (kind, processes, precision)
+    assert found["script"] == "train.py"
+
+
+def test_accelerate_takes_the_keys_of_fsdp2(answers: dict[str, Any]) -> None:
+    kept, freed = (answers[name]["accelerate"]["fsdp"] for name in ("fsdp grad_op", "fsdp offload"))
+    assert {found["fsdp_version"] for found in (kept, freed)} == {2}
+    assert [found["fsdp_reshard_after_forward"] for found in (kept, freed)] == [False, True]
+    assert [found["fsdp_offload_params"] for found in (kept, freed)] == [False, True]
+    assert freed["fsdp_activation_checkpointing"] is True
+    assert kept["fsdp_transformer_layer_cls_to_wrap"] == "Qwen3DecoderLayer"
+    assert kept["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "precision", "offload"),
+    [
+        ("zero 1", 1, "fp16", "None"),
+        ("zero 2", 2, "bf16", "None"),
+        ("zero 3", 3, "bf16", "cpu"),
+        ("zero 3, nvme", 3, "bf16", "nvme"),
+    ],
+)
+def test_deepspeed_reads_its_configuration_as_it_was_meant(
+    answers: dict[str, Any], name: str, stage: int, precision: str, offload: str
+) -> None:
+    found = answers[name]["zero"]
+    assert (found["stage"], found["batch"], found["offload"]) == (stage, 16, offload)
+    assert [each for each in ("bf16", "fp16") if found[each]] == [precision]
+    assert found["communication"] == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
+    assert answers[name]["deepspeed"] == "train.py"
+    assert sum(answers[name]["hosts"].values()) == len(PLANS[name][0])
+
+
+def test_the_blocks_are_those_that_transformers_names(answers: dict[str, Any]) -> None:
+    known = answers["blocks"]
+    # A block is wrapped whole, with the mixer within it.
+    differing = {
+        kind: known.get(kind) for kind, names in BLOCKS.items() if not set(names) <= set(known.get(kind) or ())
+    }
+    assert differing == {}

@@ -1,0 +1,93 @@
+"""[job] framework = "torch": its strategies, keys, processes and commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.config.load import load_config
+from engine.config.models import Config
+from engine.errors import ConfigError
+from engine.protocol.launchers import rank_command, split_launcher, started_program
+
+NODES = '[[node]]\nname = "box"\nssh = "ana@box"\npython = "/venv/bin/python"\nprocesses = 2\n[[node]]\nname = "here"\n'
+TRAINING = '[job]\nframework = "torch"\nmodel = "/m"\ndata = "/d"\n'
+
+
+def loaded(folder: Path, text: str) -> Config:
+    file = folder / "flightdeck.toml"
+    file.write_text(text, encoding="utf-8")
+    return load_config(file)
+
+
+def faults(folder: Path, text: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        loaded(folder, text)
+    return [f"{fault.key}: {fault.accepted}" for fault in error.value.faults]
+
+
+def test_the_framework_is_one_key_and_the_rest_stays_as_it_is(tmp_path: Path) -> None:
+    text = '[[node]]\nname = "here"\n[job]\nmodel = "/m"\ndata = "/d"\nwire = "float32"\nprecision = "bf16"\n'
+    mlx, torch = loaded(tmp_path, text), loaded(tmp_path, text + 'framework = "torch"\n')
+    assert (mlx.job.strategy, torch.job.strategy) == ("data", "auto")
+    assert (mlx.job.unused, torch.job.unused) == (("precision",), ("wire",))
+    assert (mlx.job.mlx_lm["wire"], torch.job.mlx_lm["precision"]) == ("float32", "bf16")
+    assert "precision" not in mlx.job.mlx_lm and "wire" not in torch.job.mlx_lm
+    assert torch.starts_directly and not mlx.starts_directly
+
+
+def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
+    nodes = loaded(tmp_path, NODES + TRAINING).nodes
+    assert [(node.name, node.ssh) for node in nodes] == [
+        ("box.0", "ana@box"),
+        ("box.1", "ana@box"),
+        ("here", "127.0.0.1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (NODES + TRAINING + 'strategy = "data"', "job.strategy: one of 'auto', 'ddp', 'fsdp', 'deepspeed', or"),
+        (NODES + TRAINING + 'optimizer = "muon"', "job.optimizer: one of adam, adamw, sgd with PyTorch"),
+        (NODES + TRAINING + 'report_to = "swanlab"', "job.report_to: no swanlab"),
+        (NODES + TRAINING + 'offload = "nvme"', "job.nvme_path: a folder on every node"),
+        (NODES + TRAINING + "zero_stage = 4", 'job.zero_stage: 1, 2, 3 or "auto"'),
+        (NODES + TRAINING + '[cluster]\nbackend = "ring"', "cluster.backend: auto, nccl or gloo"),
+        (NODES + '[job]\nmodel = "/m"\ndata = "/d"', "node[0].processes: no value here, with framework mlx"),
+        (NODES + '[job]\nframework = "jax"\nmodel = "/m"\ndata = "/d"', "job.framework: "),
+        (NODES + '[job]\nframework = "torch"\nscript = "t.py"\ncommand = ["t"]', "job.script: no value here"),
+        (NODES + '[job]\nframework = "torch"\nscript = ""', "job.script: a script and its arguments"),
+        (
+            NODES + '[job]\nframework = "torch"\ncommand = ["torchrun", "--nproc_per_node", "2", "t.py"]',
+            "job.command: no --nproc_per_node: Flight Deck starts a rank for each [[node]] and its processes itself",
+        ),
+        (NODES + '[job]\nframework = "torch"\ncommand = ["accelerate", "launch"]', "job.command: a script after"),
+    ],
+)
+def test_a_fault_says_what_is_accepted(tmp_path: Path, text: str, fault: str) -> None:
+    found = faults(tmp_path, text)
+    assert any(each.startswith(fault) for each in found), found
+
+
+def test_a_script_is_a_short_command(tmp_path: Path) -> None:
+    config = loaded(tmp_path, NODES + "[job]\nframework = 'torch'\nscript = 'train.py --name \"a b\"'")
+    assert config.job.command == ("python", "train.py", "--name", "a b")
+
+
+def test_flight_deck_takes_the_place_of_a_launcher() -> None:
+    assert split_launcher(["accelerate", "launch", "--config_file", "c.yaml", "-m", "train", "--x"]) == (
+        "accelerate",
+        ["--config_file", "c.yaml", "-m", ""],
+        ["train", "--x"],
+    )
+    of_rank = [
+        (["torchrun", "t.py", "--lr", "1"], ["python", "t.py", "--lr", "1"]),
+        (["torchrun", "-m", "pkg.train"], ["python", "-m", "pkg.train"]),
+        (["deepspeed", "t.py", "--x"], ["python", "t.py", "--local_rank=3", "--x"]),
+        (["accelerate", "launch", "t.py"], ["python", "/launch.py", "t.py"]),
+        (["./own", "--flag"], ["./own", "--flag"]),
+    ]
+    assert [rank_command(given, 3, "/launch.py") for given, _ in of_rank] == [expected for _, expected in of_rank]
+    assert started_program(["accelerate", "launch", "--mixed_precision", "bf16", "t.py"]) == ["python", "t.py"]

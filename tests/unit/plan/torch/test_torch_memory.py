@@ -1,0 +1,165 @@
+"""The arithmetic of a rank's memory: what is divided, what grows, and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.plan.memory.shape import ModelShape
+from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
+from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
+from tests.unit.plan.torch.boxes import TINY
+
+LARGE = ModelShape.from_config(LLAMA_70B)
+PARTITIONING: list[dict[str, Any]] = [
+    {"strategy": "fsdp", "sharding": "full"},
+    {"strategy": "fsdp", "sharding": "grad_op"},
+    *({"strategy": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)),
+]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[ModelShape, TorchWorkload]:
+    config = TINY | {
+        "num_hidden_layers": draw(st.integers(1, 40)),
+        "vocab_size": draw(st.integers(100, 200_000)),
+        "intermediate_size": draw(st.sampled_from([512, 1376, 8192])),
+    }
+    workload = TorchWorkload(
+        fine_tune_type=draw(st.sampled_from(["full", "lora", "dora"])),
+        precision=draw(st.sampled_from(["fp32", "bf16", "fp16"])),
+        grad_checkpoint=draw(st.booleans()),
+        batch=draw(st.integers(1, 64)),
+        sequence=draw(st.integers(1, 4096)),
+        world_size=draw(st.integers(1, 64)),
+        accumulation=draw(st.integers(1, 4)),
+        moments=draw(st.integers(0, 2)),
+        on_gpu=draw(st.booleans()),
+    )
+    return ModelShape.from_config(config), workload
+
+
+@given(jobs(), st.sampled_from(PARTITIONING), st.integers(1, 64))
+@settings(deadline=None)
+def test_more_ranks_never_need_more(job: tuple[ModelShape, TorchWorkload], how: dict[str, Any], more: int) -> None:
+    shape, workload = job
+    # With one rank DDP has no buckets; what is partitioned shrinks.
+    few, many = (
+        replace(workload, **how, world_size=ranks) for ranks in (workload.world_size, workload.world_size + more)
+    )
+    assert torch_estimate(shape, many).needed_bytes <= torch_estimate(shape, few).needed_bytes
+
+
+@given(jobs(), st.sampled_from([{"strategy": "ddp"}, *PARTITIONING]))
+@settings(deadline=None)
+def test_a_larger_batch_never_needs_less(job: tuple[ModelShape, TorchWorkload], how: dict[str, Any]) -> None:
+    shape, workload = job
+    needs = [torch_estimate(shape, replace(workload, **how, batch=batch)).needed_bytes for batch in (1, 2, 3, 8, 64)]
+    assert all(one < two for one, two in pairwise(needs) if one != two) and needs == sorted(needs)
+
+
+@given(jobs())
+@settings(deadline=None)
+def test_of_full_fine_tuning_ddp_needs_the_most_and_full_sharding_the_least(
+    job: tuple[ModelShape, TorchWorkload],
+) -> None:
+    shape, workload = job
+    workload = replace(
+        workload, fine_tune_type="full", moments=2, world_size=max(2, workload.world_size), precision="fp32"
+    )
+    ddp = torch_estimate(shape, replace(workload, strategy="ddp")).weights_bytes
+    sharded = [torch_estimate(shape, replace(workload, **how)) for how in PARTITIONING[:2]]
+    assert sharded[0].needed_bytes <= sharded[1].needed_bytes
+    assert sharded[0].weights_bytes * workload.world_size >= ddp > sharded[0].weights_bytes
+
+
+def test_a_large_model_shrinks_from_ddp_over_grad_op_to_full() -> None:
+    asked = TorchWorkload(fine_tune_type="full", precision="bf16", world_size=16)
+    needs = [
+        torch_estimate(LARGE, replace(asked, **how)).needed_bytes for how in ({}, PARTITIONING[1], PARTITIONING[0])
+    ]
+    assert needs == sorted(needs, reverse=True) and needs[0] > 3 * needs[2]
+
+
+def test_the_state_of_full_fine_tuning_is_16_bytes_for_each_trained_parameter_and_4_for_a_frozen_one() -> None:
+    found = torch_estimate(LARGE, TorchWorkload(fine_tune_type="full", world_size=1))
+    frozen = LARGE.total_parameters - found.trainable_parameters
+    state = found.weights_bytes + found.gradients_bytes + found.optimizer_bytes
+    assert state == 16 * found.trainable_parameters + 4 * frozen
+    zero = torch_estimate(
+        LARGE, TorchWorkload("deepspeed", zero_stage=3, precision="bf16", fine_tune_type="full", world_size=8)
+    )
+    assert zero.optimizer_bytes == pytest.approx(12 * found.trainable_parameters / 8, rel=1e-6)
+    assert zero.weights_bytes == pytest.approx(2 * LARGE.total_parameters / 8, rel=1e-6)
+
+
+def test_what_is_offloaded_moves_to_the_machine_but_not_on_a_cpu() -> None:
+    asked = TorchWorkload("fsdp", precision="bf16", fine_tune_type="full", world_size=8)
+    whole, offloaded = (torch_estimate(LARGE, replace(asked, offload=offload)) for offload in ("none", "cpu"))
+    assert offloaded.host_bytes == whole.weights_bytes + whole.gradients_bytes + whole.optimizer_bytes
+    # At the gradient of the loss, which is the peak here, there are no gradients of parameters yet.
+    assert whole.needed_bytes - offloaded.needed_bytes == whole.weights_bytes + whole.optimizer_bytes
+    on_cpu = replace(asked, on_gpu=False)
+    assert torch_estimate(LARGE, on_cpu) == torch_estimate(LARGE, replace(on_cpu, offload="cpu"))
+    nvme = TorchWorkload(
+        "deepspeed", zero_stage=3, offload="nvme", precision="bf16", fine_tune_type="full", world_size=8
+    )
+    assert torch_estimate(LARGE, nvme).host_bytes == 0
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    shape, asked = ModelShape.from_config(QWEN3_4B), TorchWorkload(precision="bf16", world_size=8)
+    limit = 40 * 2**30
+    most = torch_largest_batch(shape, asked, limit)
+    assert most > 0
+    assert torch_estimate(shape, replace(asked, batch=most)).needed_bytes <= limit
+    assert torch_estimate(shape, replace(asked, batch=most + 1)).needed_bytes > limit
+
+
+SIZES = {"34 M": (512, 8, 1376, 8192, 8), "110 M": (768, 12, 2048, 16_384, 12)}
+"""Llama's hidden size, layers, inner size, vocabulary and heads."""
+
+
+@pytest.mark.parametrize(
+    ("size", "how", "more", "megabytes"),
+    [
+        ("34 M", {"strategy": "ddp"}, {}, 1063),
+        ("34 M", {"strategy": "ddp"}, {"precision": "bf16"}, 1107),
+        ("34 M", {"strategy": "ddp"}, {"grad_checkpoint": True}, 1040),
+        ("34 M", PARTITIONING[0], {}, 840),
+        ("34 M", PARTITIONING[0], {"precision": "bf16"}, 803),
+        ("34 M", PARTITIONING[1], {}, 938),
+        ("34 M", PARTITIONING[3], {}, 990),
+        ("34 M", PARTITIONING[3], {"precision": "bf16"}, 922),
+        ("34 M", PARTITIONING[4], {}, 1268),
+        ("34 M", PARTITIONING[4], {"precision": "bf16"}, 1015),
+        ("110 M", {"strategy": "ddp"}, {}, 2546),
+        ("110 M", PARTITIONING[0], {}, 1629),
+        ("110 M", PARTITIONING[3], {}, 2127),
+        ("110 M", PARTITIONING[4], {}, 2748),
+    ],
+)
+def test_the_estimate_is_what_was_measured_once(
+    size: str, how: dict[str, Any], more: dict[str, Any], megabytes: int
+) -> None:
+    """Peak RSS of two ranks over gloo, 2 × 256 tokens each, full fine-tuning of a Llama with torch 2.13, transformers
+    5.23 and DeepSpeed 0.19, MALLOC_MMAP_THRESHOLD_=1048576; tests.bench.torch_memory measures the trainer anew."""
+    hidden, layers, inner, words, heads = SIZES[size]
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "vocab_size": words,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    asked = TorchWorkload(fine_tune_type="full", batch=2, sequence=256, world_size=2, on_gpu=False)
+    found = torch_estimate(ModelShape.from_config(config), replace(asked, **how, **more))
+    assert found.needed_bytes / 1e6 == pytest.approx(megabytes, rel=0.15)

@@ -1,0 +1,79 @@
+"""Reads what trackers have written, by TensorBoard's own reader and by the records of W&B's."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_SCALARS = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+read = EventAccumulator(sys.argv[1]).Reload()
+tags = read.Tags()["scalars"]
+print(json.dumps({tag: [[each.step, each.value, each.wall_time] for each in read.Scalars(tag)] for tag in tags}))
+"""
+_RECORDS = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from wandb.proto.wandb_internal_pb2 import Record
+found = []
+for text in json.load(sys.stdin):
+    record = Record.FromString(bytes.fromhex(text))
+    kind = record.WhichOneof("record_type")
+    if kind == "run":
+        config = {each.key: json.loads(each.value_json) for each in record.run.config.update}
+        found.append(["run", {"id": record.run.run_id, "project": record.run.project, "config": config}])
+    elif kind == "history":
+        items = record.history.item
+        found.append([kind, {each.key or each.nested_key[0]: json.loads(each.value_json) for each in items}])
+    elif kind == "exit":
+        found.append([kind, {"code": record.exit.exit_code}])
+print(json.dumps(found))
+"""
+_BLOCK, _HEADER = 32768, 7
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
+    """Tag → (step, value, time) of each point, as TensorBoard shows them. In a process of its own, for its warnings."""
+    done = subprocess.run([sys.executable, "-c", _SCALARS, str(folder)], capture_output=True, text=True, check=True)
+    return {tag: [tuple(point) for point in points] for tag, points in json.loads(done.stdout).items()}
+
+
+def steps(folder: Path, tag: str) -> list[int]:
+    return [step for step, _, _ in scalars(folder)[tag]]
+
+
+def wandb_records(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The run, history and exit records of the one offline run below `folder`, in order."""
+    (file,) = folder.glob("offline-run-*/*.wandb")
+    texts = [record.hex() for record in _logged(file.read_bytes())]
+    argv = [sys.executable, "-c", _RECORDS]
+    done = subprocess.run(argv, input=json.dumps(texts), capture_output=True, text=True, check=True)
+    return [(kind, fields) for kind, fields in json.loads(done.stdout)]
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    return [fields for kind, fields in wandb_records(folder) if kind == "history"]
+
+
+def _logged(data: bytes) -> list[bytes]:
+    """LevelDB's log format: records in blocks of 32 KiB, a long one in parts (1 whole, 2 first, 3 middle, 4 last)."""
+    assert data[:4] == b":W&B"
+    records, parts, place = [], b"", _HEADER
+    while place < len(data):
+        left = _BLOCK - place % _BLOCK
+        if left < _HEADER:
+            place += left
+            continue
+        _, length, part = struct.unpack_from("<IHB", data, place)
+        parts += data[place + _HEADER : place + _HEADER + length]
+        place += _HEADER + length
+        if part in (1, 4):
+            records.append(parts)
+            parts = b""
+    return records
