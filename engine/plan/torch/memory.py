@@ -149,6 +149,13 @@ class _TorchRank:
             whole = self.trained.parameters * _FLOAT32_BYTES + self.frozen * (_FLOAT32_BYTES if self.full else compute)
         return -(-whole // self.shards) if self.weights_partitioned else whole
 
+    @property
+    def mapped(self) -> int:
+        """Bytes of a model's file that stay resident on the CPU: ZeRO-1 and 2 copy the trained weights out of it, and
+        the frozen ones keep it mapped. The system takes these pages back where memory is short."""
+        stays = 0 < self.zero < 3 and self.full and self.workload.precision == "fp32" and self.frozen > 0
+        return self.trained.parameters * _FLOAT32_BYTES if stays and not self.workload.on_gpu else 0
+
     @cached_property
     def optimizer(self) -> int:
         """Moments in float32, and DeepSpeed's masters, which it also has in fp32."""
@@ -327,7 +334,7 @@ def _estimate(rank: _TorchRank, batch: int) -> TorchMemory:
     at_end = here["gradients"] + working + buffers.backward
     at_update = here["gradients"] + update
     communication = buffers.always + (buffers.loss if at_loss >= at_end else buffers.backward)
-    process = PROCESS_BYTES + (DEEPSPEED_BYTES if rank.zero else 0)
+    process = PROCESS_BYTES + (DEEPSPEED_BYTES if rank.zero else 0) + rank.mapped
     return TorchMemory(
         weights_bytes=here["weights"],
         gradients_bytes=here["gradients"],
