@@ -37,6 +37,7 @@ from engine.plan.shares import MISSING
 from engine.plan.strategy import strategy_section
 from engine.plan.torch.fit import TorchFit, torch_fit
 from engine.plan.torch.section import torch_section
+from engine.protocol.job import AUTO
 from engine.protocol.partition import chunk_plan, progress_text
 
 _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
@@ -165,7 +166,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     not_validating = without_validation(context, needed, rationale)
     advised = advice_section(context, needed, not_validating)
     return TrainingPlan(
-        strategy=strategy_section(context, needed.split, needed.trained, rationale),
+        strategy=strategy_section(context, needed.split, needed.trained, rationale, automatic=inputs.strategy == AUTO),
         batch_configuration=batch_section(context, needed.largest_batch, rationale),
         distributed_config=distributed_section(context, rationale),
         rdma_config=rdma_section(context, rationale),

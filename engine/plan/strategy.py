@@ -12,7 +12,6 @@ from engine.plan.document import Rationale, Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.prediction import mean_updates
 from engine.protocol.exchange import averaging, exchange
-from engine.protocol.job import AUTO
 from engine.protocol.partition import (
     SPLITTABLE_MODULES,
     LayerSplit,
@@ -42,14 +41,18 @@ _APPROACH = {
 
 
 def strategy_section(
-    context: PlanContext, split: LayerSplit | None, trained: int | None, rationale: Rationale
+    context: PlanContext,
+    split: LayerSplit | None,
+    trained: int | None,
+    rationale: Rationale,
+    *,
+    automatic: bool = False,
 ) -> StrategySection:
     """`split` is None unless the strategy is a pipeline whose layers could be split. `trained` parameters, None if
-    unknown."""
+    unknown. `automatic`: the plan has chosen the strategy."""
     name = context.strategy
     hosts = [node.ssh for node in context.inputs.config.nodes]
     per_host = {hosts.count(host) for host in hosts}
-    automatic = context.job.strategy == AUTO
     origin = "set by --strategy" if name != context.job.strategy else "set by the job, or its default"
     if automatic:
         origin = 'strategy = "auto", by the memory of the ranks: see settings.strategy'

@@ -40,6 +40,7 @@ STRATEGIES: Mapping[str, dict[str, Any]] = {
 KINDS: Mapping[str, dict[str, Any]] = {
     "full": {"fine_tune_type": "full", "precision": "fp32"},
     "full, bf16": {"fine_tune_type": "full", "precision": "bf16"},
+    "full, recomputed": {"fine_tune_type": "full", "precision": "fp32", "grad_checkpoint": True},
     "lora": {"fine_tune_type": "lora", "precision": "fp32"},
 }
 WEIGHTS = """
@@ -84,9 +85,10 @@ def write_data(folder: Path) -> None:
 
 def measure(folder: Path, keys: Mapping[str, Any]) -> int:
     """Bytes of the highest peak RSS of a rank. `folder` has model and data."""
-    given = {"batch_size": RANKS * BATCH, "iters": STEPS, "max_seq_length": SEQUENCE + 1, "val_batches": 0, **keys}
+    given = {"batch_size": RANKS * BATCH, "iters": STEPS, "max_seq_length": SEQUENCE + 1, "val_batches": 0}
+    given |= {"grad_checkpoint": False, **keys}
     settings = with_defaults({key: value for key, value in given.items() if key != "strategy"})
-    job = {**settings, **given, "model": "model", "data": "data", "framework": "torch", "grad_checkpoint": False}
+    job = {**settings, **given, "model": "model", "data": "data", "framework": "torch"}
     job |= {key: None for key in TORCH_KEYS if job[key] == "auto"} | {"chunking": False}
     (folder / "job.json").write_text(json.dumps({"backend": "gloo", "job": job}))
     program = ["-m", "engine.torch_trainer.standalone", "job.json"]

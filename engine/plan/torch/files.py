@@ -61,6 +61,9 @@ class TorchLaunch:
     nvme_path: str | None = None
     accelerate: bool = False
     """The job's own command begins with `accelerate launch`."""
+    elastic: str = ""
+    """The least and the most machines of an elastic job, "2:4"."""
+    restarts: int = 0
     job: Mapping[str, Any] | None = None
     """The keys of a job of the built-in trainer, which divides its model itself; None for a command."""
 
@@ -222,7 +225,16 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
     if machines > 1:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{launch.address}:{MASTER_PORT}"]
         rendezvous += ["--rdzv-id", _word(launch.name)]
-    words = ["torchrun", "--nnodes", str(machines), "--nproc-per-node", per_machine, *rendezvous, *program]
+    rendezvous += ["--max-restarts", str(launch.restarts)] if launch.elastic else []
+    words = [
+        "torchrun",
+        "--nnodes",
+        launch.elastic or str(machines),
+        "--nproc-per-node",
+        per_machine,
+        *rendezvous,
+        *program,
+    ]
     found["torchrun"] = _line(before, words)
     if accelerate_config(launch) is None:
         why = "accelerate launch starts one process, and replaces FSDP by DDP, where there is no GPU"

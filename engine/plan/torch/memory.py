@@ -37,7 +37,7 @@ _FLOAT32_BYTES = 4
 CUDA_RESERVE_BYTES = 2**30
 """Outside PyTorch's allocator on a GPU: CUDA's context with the kernels of PyTorch, cuBLAS's workspaces and NCCL's
 buffers, 0.5 to 1 GiB."""
-PROCESS_BYTES = 400 * 10**6
+PROCESS_BYTES = 430 * 10**6
 """Resident memory of an interpreter with torch, transformers, accelerate and peft, before a model: measured."""
 DEEPSPEED_BYTES = 60 * 10**6
 """DeepSpeed adds this to it: measured."""
@@ -148,6 +148,13 @@ class _TorchRank:
         else:
             whole = self.trained.parameters * _FLOAT32_BYTES + self.frozen * (_FLOAT32_BYTES if self.full else compute)
         return -(-whole // self.shards) if self.weights_partitioned else whole
+
+    @property
+    def mapped(self) -> int:
+        """Bytes of a model's file that stay resident on the CPU: ZeRO-1 and 2 copy the trained weights out of it, and
+        the frozen ones keep it mapped. The system takes these pages back where memory is short."""
+        stays = 0 < self.zero < 3 and self.full and self.workload.precision == "fp32" and self.frozen > 0
+        return self.trained.parameters * _FLOAT32_BYTES if stays and not self.workload.on_gpu else 0
 
     @cached_property
     def optimizer(self) -> int:
@@ -327,7 +334,7 @@ def _estimate(rank: _TorchRank, batch: int) -> TorchMemory:
     at_end = here["gradients"] + working + buffers.backward
     at_update = here["gradients"] + update
     communication = buffers.always + (buffers.loss if at_loss >= at_end else buffers.backward)
-    process = PROCESS_BYTES + (DEEPSPEED_BYTES if rank.zero else 0)
+    process = PROCESS_BYTES + (DEEPSPEED_BYTES if rank.zero else 0) + rank.mapped
     return TorchMemory(
         weights_bytes=here["weights"],
         gradients_bytes=here["gradients"],

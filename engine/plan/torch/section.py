@@ -64,7 +64,7 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
 
 
 def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
-    inputs, job = context.inputs, context.job
+    inputs, job, recovery = context.inputs, context.job, context.inputs.config.recovery
     nodes = inputs.config.nodes
     counts = Counter[str]()
     for node in nodes:
@@ -91,6 +91,8 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         max_grad_norm=settings.get("max_grad_norm"),
         nvme_path=job.mlx_lm.get("nvme_path"),
         accelerate=launcher == "accelerate",
+        elastic=f"{recovery.min_nodes or len(nodes)}:{len(nodes)}" if job.elastic else "",
+        restarts=recovery.max_restarts,
         job=_resolved(context, fit) if settings else None,
     )
 

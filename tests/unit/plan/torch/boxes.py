@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.models import Interface, NodeFacts, NvidiaGpu, RdmaDevice
+from engine.plan.context import PlanInputs
 from engine.plan.document import TorchSection, TrainingPlan
 from engine.plan.planner import make_plan
 from tests.unit.plan.clusters import NOW, QWEN3_4B, inputs
@@ -36,10 +37,14 @@ def infiniband(host: str, ranks: int, gpu: str, number: int) -> list[NodeFacts]:
     return box(host, ranks, gpu, number=number, rdma_devices=(device,))
 
 
-def plan(nodes: Sequence[NodeFacts], settings: Mapping[str, Any] | None = None, **more: Any) -> TrainingPlan:
-    """`more`: fields of PlanInputs, or of the job (`job`)."""
+def torch_inputs(nodes: Sequence[NodeFacts], settings: Mapping[str, Any] | None = None, **more: Any) -> PlanInputs:
+    """`more`: fields of PlanInputs, or of the job (`job`) or the configuration (`config`)."""
     job = {"framework": "torch", "strategy": "auto", **more.pop("job", {})}
-    return make_plan(inputs(list(nodes), settings=settings, job=job, strategy=job["strategy"], **more))
+    return inputs(list(nodes), settings=settings, job=job, strategy=job["strategy"], **more)
+
+
+def plan(nodes: Sequence[NodeFacts], settings: Mapping[str, Any] | None = None, **more: Any) -> TrainingPlan:
+    return make_plan(torch_inputs(nodes, settings, **more))
 
 
 def section(made: TrainingPlan) -> TorchSection:

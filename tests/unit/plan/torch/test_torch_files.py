@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
+from engine.config.models import RecoveryConfig
 from engine.plan.document import ChosenTorchSettings
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section
@@ -155,6 +156,15 @@ def test_the_job_file_has_nothing_left_to_choose() -> None:
         "fsdp",
         "grad_op",
     )
+
+
+def test_an_elastic_job_names_its_least_and_most_machines() -> None:
+    recovery = {"recovery": RecoveryConfig(min_nodes=1, max_restarts=2)}
+    nodes = box("a", 1) + box("b", 1, number=2)
+    job = {"command": ("torchrun", "train.py"), "elastic": True, "strategy": "ddp", "model": None, "data": None}
+    made = section(plan(nodes, job=job, config=recovery, model=None, model_source="not read"))
+    assert "torchrun --nnodes 1:2 --nproc-per-node 1 " in made.commands["torchrun"]
+    assert "--max-restarts 2 train.py" in made.commands["torchrun"]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine.plan.document import ChosenTorchSettings, Disabled, MemorySection, TrainingPlan
+from engine.plan.planner import make_plan
 from engine.plan.torch.gpus import choose_precision, generation_of
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B, QWEN3_32B
-from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section
+from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section, torch_inputs
 
 A100 = "NVIDIA A100-SXM4-80GB"
 
@@ -150,3 +152,9 @@ def test_weights_that_mlx_has_quantized_are_refused() -> None:
     packed = QWEN3_4B | {"quantization": {"bits": 4, "group_size": 64}}
     made = plan(box("h", 8, "NVIDIA H100 80GB HBM3"), {"batch_size": 8}, model=packed)
     assert [each.name for each in made.refusals] == ["model"]
+
+
+def test_another_strategy_on_the_command_line_is_planned_and_not_launched() -> None:
+    made = make_plan(replace(torch_inputs(box("127.0.0.1", 2), {"batch_size": 4}, model=TINY), strategy="fsdp"))
+    assert (chosen(made).strategy, made.strategy.parallelism, made.strategy.launchable) == ("fsdp", "fsdp", False)
+    assert 'set [job] strategy = "fsdp"' in (made.strategy.not_launchable or "")
