@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from engine.api import Scaling
 
 _ROWS: Final = 9
-"""Of the plot, without its axis."""
+"""Rows of the plot, without its axis."""
 _WIDEST: Final = 64
 _PRIORITIES: Final = (9, 4, 8, 4, 9, 9, 6, 3, 5, 7, 3, 2)
-"""Of the table's columns."""
+"""Priorities of the columns of the table."""
 _INDENT: Final = 16
 
 
