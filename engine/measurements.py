@@ -15,6 +15,7 @@ import pydantic.dataclasses
 from pydantic import Field
 
 from engine.models import FrozenModel
+from engine.protocol.job import Framework
 from engine.protocol.partition import share_counts
 
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -132,7 +133,7 @@ class Scaling(FrozenModel):
     """See engine.plan.fingerprint.scaling_fingerprint."""
     taken_at: datetime
     strategy: str
-    framework: str = "mlx"
+    framework: Framework = "mlx"
     backend: str | None = None
     quick: bool = False
     per_rank_batch: bool = False

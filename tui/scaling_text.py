@@ -54,8 +54,7 @@ def figures(scaling: Scaling) -> list[dict[str, Any]]:
 
 
 def subject(scaling: Scaling) -> str:
-    """The measurement's kind and size, without its age, such as "strong scaling, strategy data, ring: a batch of 8 over
-    1 to 4 ranks"."""
+    """Its kind and size: "strong scaling, strategy data, ring: a batch of 8 over 1 to 4 ranks"."""
     last = scaling.points[-1] if scaling.points else None
     ranks = f"1 to {plural(last.ranks, 'rank')}" if last is not None and last.ranks > 1 else "1 rank"
     batch = last.batch if last is not None else 0

@@ -35,6 +35,7 @@ class CalibrationsApi:
         """Measure the job's step on every node and the links between them: progress, and at last the calibration,
         stored when every node was measured. Closing the iterator ends it on the nodes. Raises NodesInUse while a run
         or another calibration uses them, StateError, and the first node's error when none can be reached."""
+        _require_mlx(config)
         session, hosts = self._session, [node.ssh for node in config.nodes]
 
         async def work(report: Callable[[CalibrationProgress | Calibration], None]) -> None:
@@ -59,6 +60,7 @@ class CalibrationsApi:
         far, with `per_rank_batch` at each rank's part of the batch (weak scaling). The last is stored, and when the
         iterator is closed before, which ends it on the nodes, the one so far where it tells of two numbers of ranks.
         Raises as `measure` does, and InputError for a job with a command of its own."""
+        _require_mlx(config)
         session, hosts = self._session, [node.ssh for node in config.nodes]
         newest: Scaling | None = None
 
@@ -132,3 +134,10 @@ class CalibrationsApi:
                             where=used[0],
                             todo=f"wait for its end, or `flightdeck abort {record.id}`",
                         )
+
+
+def _require_mlx(config: Config) -> None:
+    """Raises InputError for a PyTorch job, whose steps are not measured."""
+    if config.job.framework != "mlx":
+        todo = "launch it: its reports have its speed; `flightdeck plan` has its memory"
+        raise InputError("a PyTorch job cannot be calibrated", why="calibrate measures MLX", todo=todo)

@@ -18,7 +18,7 @@ from engine.checks.plan_inputs import last_known_facts, shared_plan, shared_plan
 from engine.cluster.staging import HostLayout
 from engine.cluster.topology import topology
 from engine.config.models import Config, select_nodes
-from engine.errors import FlightDeckError, LaunchError, memory_text
+from engine.errors import FlightDeckError, InputError, LaunchError, memory_text
 from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import CheckStatus, NodeFacts
 from engine.plan.context import PlanInputs, make_context
@@ -28,6 +28,7 @@ from engine.plan.memory.choice import is_open, resolved
 from engine.plan.memory.fit import memory_fit
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.network import NetworkPlan, plan_network
+from engine.plan.torch.fit import torch_fit
 
 QUICK_S = 10.0
 GROUP_S = 20.0
@@ -44,8 +45,12 @@ async def calibrate(
     on_progress: Callable[[CalibrationProgress], None],
 ) -> Calibration:
     """Measure the nodes and their links. `known` are the last known facts, for nodes that do not answer now. A node
-    that cannot be reached is "not measured", with the reason; when none can, its error is raised."""
+    that cannot be reached is "not measured", with the reason; when none can, its error is raised. Raises InputError
+    for a PyTorch job."""
     config = context.config
+    if config.job.framework == "torch":
+        todo = "flightdeck calibrate --scaling times its steps over 1, 2, ... ranks"
+        raise InputError("single nodes are not measured for a PyTorch job", todo=todo)
     layouts = await context.on_all_nodes(context.layout_of)
     unreachable = {name: answer for name, answer in layouts.items() if not isinstance(answer, HostLayout)}
     if len(unreachable) == len(config.nodes):
@@ -114,7 +119,8 @@ def nodes_too_small(inputs: PlanInputs) -> dict[str, str]:
     machine."""
     if inputs.config.job.command is not None:
         return {}
-    section = memory_fit(make_context(replace(inputs, calibration=None), Rationale()), Rationale()).section
+    context = make_context(replace(inputs, calibration=None), Rationale())
+    section = (torch_fit if context.torch else memory_fit)(context, Rationale()).section
     return {
         rank.node: f"{memory_text(rank.needed_bytes)} by the estimate, of {memory_text(rank.limit_bytes)}"
         for rank in (section.ranks if isinstance(section, MemorySection) else ())

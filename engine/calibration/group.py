@@ -19,10 +19,12 @@ from engine.launch.rank_environment import common_environment, rank_spec, traine
 from engine.measurements import CalibrationProgress, GroupMeasure
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import AttemptSpec
+from engine.protocol.job import Framework
 from engine.protocol.measurements import GROUP_LIMIT_S, GroupStepReport
 from engine.security.sanitise import plain
 
-BENCH = "engine.trainer.group_bench"
+_BENCHES: Mapping[Framework, str] = {"mlx": "engine.trainer.group_bench", "torch": "engine.torch_trainer.bench"}
+"""The programs that time iterations: equal arguments, equal results."""
 TOGETHER = "all ranks' steps"
 _REPORT = TypeAdapter(GroupStepReport)
 
@@ -83,7 +85,7 @@ async def time_steps(
     def program(network: NetworkPlan, layouts: Sequence[HostLayout]) -> GroupProgram:
         spec = _spec(config, split, network, layouts)
         return GroupProgram(
-            BENCH,
+            _BENCHES[job.framework],
             ["{folder}/spec.json", "--seconds", str(seconds)],
             GROUP_LIMIT_S + 5 * seconds + 60,
             common_environment(network, job.env),

@@ -15,7 +15,7 @@ from engine.checks.plan_inputs import shared_plan, shared_plan_inputs
 from engine.config.models import Config, select_nodes
 from engine.errors import FlightDeckError, InputError, plural
 from engine.measurements import CalibrationProgress, Scaling, ScalingPoint
-from engine.plan.document import ChosenSettings
+from engine.plan.document import Disabled
 from engine.plan.memory.choice import is_open, resolved
 from engine.protocol.measurements import GroupStepReport
 
@@ -54,7 +54,8 @@ async def measure_scaling(
         raise InputError("no scaling is measured", why="the job runs a command of its own, whose steps cannot be timed")
     if is_open(config):
         chosen = (await shared_plan(context)).settings
-        config = resolved(config, chosen) if isinstance(chosen, ChosenSettings) else config
+        config = config if isinstance(chosen, Disabled) else resolved(config, chosen)
+    scaling = scaling.model_copy(update={"strategy": config.job.strategy})
     with contextlib.suppress(FlightDeckError):
         scaling = scaling.model_copy(update={"backend": (await context.network_plan()).backend})
     seconds = QUICK_GROUP_S if scaling.quick else min(config.calibration.seconds, GROUP_S)
@@ -86,6 +87,7 @@ def new_scaling(config: Config, fingerprint: str, *, quick: bool, per_rank_batch
         fingerprint=fingerprint,
         taken_at=datetime.now(UTC),
         strategy=job.strategy,
+        framework=job.framework,
         quick=quick,
         per_rank_batch=per_rank_batch,
         nodes=tuple(node.name for node in config.nodes),

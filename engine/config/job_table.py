@@ -15,12 +15,14 @@ from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import (
     DEFAULTS,
+    HEAD_TRACKERS,
     KEYS,
     MLX_KEYS,
     TORCH_KEYS,
     TORCH_OPTIMIZERS,
     scaled_rate,
     scaling_rule,
+    services,
     with_defaults,
 )
 from engine.config.models import JobConfig
@@ -32,6 +34,7 @@ OWN_KEYS = (
     *("name", "framework", "command", "script", "elastic", "env", "strategy", "layer_split", "data_quality_report"),
     *("chunking", "chunk_size"),
 )
+_TRACKER_KEYS = ("report_to", "project_name")
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
 _HINTS = {"hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported'}
@@ -76,6 +79,7 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
         faults.add(location, "elastic", True, 'false, or framework = "torch" and a command')
     if command:
         _check_command(faults, location, table, framework)
+        settings = _command_trackers(faults, location, table)
     else:
         settings, locations = _training(faults, location, table, base)
         settings = {key: value for key, value in settings.items() if key not in unused}
@@ -85,7 +89,7 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     if command and framework == "torch" and "strategy" in table:
         # An Accelerate script's: its configuration is made from them.
         own["strategy"] = table["strategy"]
-        settings = {key: table.get(key, DEFAULTS[key]) for key in TORCH_KEYS}
+        settings |= {key: table.get(key, DEFAULTS[key]) for key in TORCH_KEYS}
     _check_framework(faults, location, own, framework)
     if isinstance(own.get("layer_split"), str) and own.get("strategy") != "pipeline":
         faults.add(location, "layer_split", own.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
@@ -157,7 +161,7 @@ def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]
 def _check_command(faults: Faults, location: Location, table: Mapping[str, Any], framework: Framework) -> None:
     allowed = _check_launcher(faults, location, table) if framework == "torch" else ()
     for key, value in table.items():
-        if (key in KEYS or key in _TRAINING_KEYS) and key not in allowed:
+        if (key in KEYS or key in _TRAINING_KEYS) and key not in (*allowed, *_TRACKER_KEYS):
             faults.add(location, key, value, "no value here: a command has its own; remove this key or the command")
     command = table["command"]
     accepted = 'a list of strings such as ["python", "my_script.py"]'
@@ -173,6 +177,16 @@ def _check_command(faults: Faults, location: Location, table: Mapping[str, Any],
         for number, word in enumerate(command[1:], start=1):
             if isinstance(word, str) and "\0" in word:
                 faults.add(location, f"command[{number}]", word, "a string without NUL")
+
+
+def _command_trackers(faults: Faults, location: Location, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys for the trackers of a command, whose metrics the head writes alone."""
+    given = {key: table[key] for key in _TRACKER_KEYS if table.get(key) is not None}
+    for key, value in given.items():
+        swanlab = key == "report_to" and not set(services(value)) <= {*HEAD_TRACKERS}
+        if not KEYS[key].form.check(value) or swanlab:
+            faults.add(location, key, value, ", ".join(HEAD_TRACKERS) if swanlab else KEYS[key].form.accepted)
+    return given
 
 
 def _training(

@@ -17,8 +17,9 @@ did. "stop" asks the trainer for a last
 checkpoint and, when it has not exited after `stop_grace_s` (`save_grace_s` while its events show that it is saving),
 sends TERM to the group and after `term_grace_s` KILL. "end" sends TERM at once. "emergency_checkpoint" asks the trainer
 to save the state of its last finished update and to exit, because a peer is lost. A user's own command knows no such
-requests: for it all three are "end". HUP, TERM and INT to the keeper are "stop"; so is the lease's expiry, unless
-`on_lease_expiry` is "continue". These times go on in sleep, and after a lease they count from its end, as for the head.
+requests: for it all three are "end", but that with a lost peer an elastic job's torchrun starts its workers again. HUP,
+TERM and INT to the keeper are "stop"; so is the lease's expiry, unless `on_lease_expiry` is "continue". These times go
+on in sleep, and after a lease they count from its end, as for the head.
 
 With `--detach` the keeper detaches from the process that was started, which exits when the rank has started: with 0
 when the identity is written, with the keeper's own code when it ended before. So the rank depends on no launcher, ssh
@@ -38,6 +39,7 @@ rank<k>.keeper.log and its exit code 127.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import signal
@@ -52,7 +54,9 @@ from types import FrameType
 
 from engine.node import processes
 from engine.node.daemon import STARTED, GroupReaper, StartupNotifier, daemonize
-from engine.node.rank_process import Pump, RankLog, RankProcess
+from engine.node.printed_metrics import PrintedMetrics
+from engine.node.rank_process import TORCHRUN_ID_ENV, Pump, RankLog, RankProcess, torchrun_id
+from engine.node.torch_errors import reported_exception
 from engine.protocol.attempt import (
     EMERGENCY_CHECKPOINT,
     END,
@@ -69,7 +73,7 @@ from engine.protocol.attempt import (
     sync_file,
     write_atomic,
 )
-from engine.protocol.events import exit_output, has_stepped, last_phase
+from engine.protocol.events import EventWriter, exit_output, has_stepped, last_phase
 from engine.protocol.exit_codes import FINAL_EXITS, KeeperExit
 from engine.protocol.job import JobError
 
@@ -172,7 +176,7 @@ class Keeper:
     def _run_program(self, program: RankProcess) -> tuple[int, bool]:
         """Keep the program until nothing of it is left: its return code, and True if all its output is in the log."""
         self._reaper.set_group(program.pid)
-        pump = Pump(program.output, self._log)
+        pump = Pump(program.output, self._log, self._printed_metrics())
         self._identify(program)
         self._notifier.notify(STARTED)
         _log(f"sleep prevented: {processes.stay_awake(program.pid, '-ims')}")
@@ -182,9 +186,27 @@ class Keeper:
         self._sweep(program)
         program.close()
         stored = pump.finish(_DRAIN_S)
+        if code and not program.cooperative:
+            self._report_exception()
         if not stored:
             _log("the log's disk did not take the last output in time")
         return code, stored
+
+    def _printed_metrics(self) -> Callable[[bytes], None] | None:
+        """Where the output of a PyTorch command goes beside its log. Of an elastic job any node may have rank 0."""
+        spec = self._spec
+        if spec.framework != "torch" or spec.command is None or (self._rank.rank != 0 and not spec.elastic):
+            return None
+        return PrintedMetrics(self._events(), elastic=bool(spec.elastic)).feed
+
+    def _report_exception(self) -> None:
+        """A PyTorch program cannot write events, but leaves its exception in a file."""
+        exception = reported_exception(self._files, self._rank.rank)
+        if exception is not None:
+            self._events().write("failure", **exception)
+
+    def _events(self) -> EventWriter:
+        return EventWriter(self._files.events(self._rank.rank), self._rank.rank, self._spec.attempt)
 
     def _may_restart(self, code: int) -> bool:
         """The program failed by itself, and may not do so again."""
@@ -251,12 +273,25 @@ class Keeper:
             _log(f"unknown command {command[:80]!r}")
         elif command == STOP:
             self._stop(program, "stop")
+        elif command == EMERGENCY_CHECKPOINT and self._spec.elastic:
+            self._restart_workers()
         elif command == END or (command == EMERGENCY_CHECKPOINT and (program is None or not program.cooperative)):
             self._end(program, command.decode().strip())
         elif command == EMERGENCY_CHECKPOINT and program is not None:
             _log("a peer is lost: asking the trainer to save its state and exit")
             self._asked_to_leave = True
             program.send(EMERGENCY_CHECKPOINT)
+
+    def _restart_workers(self) -> None:
+        """End the workers of an elastic job's torchrun, which starts them again with the nodes that are left."""
+        _log("a peer is lost: KILL to torchrun's workers")
+        own = {NONCE_ENV: self._spec.nonce, TORCHRUN_ID_ENV: torchrun_id(self._spec)}
+        try:
+            for process in processes.with_variables(own):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        except (OSError, subprocess.SubprocessError) as error:
+            _log(f"the workers could not be listed: {error}")
 
     def _end_lease(self, program: RankProcess | None) -> None:
         _log(f"no heartbeat from the head for {self._spec.lease_s:g} s: {self._spec.on_lease_expiry}")

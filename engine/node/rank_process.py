@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.node import processes
@@ -18,6 +19,7 @@ from engine.protocol.launchers import rank_command
 _CHUNK_BYTES = 65_536
 _BUNDLE = Path(__file__).resolve().parents[2]
 """The folder that `engine` is imported from."""
+TORCHRUN_ID_ENV = "TORCHELASTIC_RUN_ID"
 _TRAINERS = {"mlx": "engine.trainer.main", "torch": "engine.torch_trainer.main"}
 _ACCELERATE_LAUNCH = _BUNDLE / "engine" / "torch_trainer" / "accelerate_launch.py"
 
@@ -78,7 +80,9 @@ class RankLog:
 class Pump:
     """A thread that copies bytes from the program's pipe to its log until the pipe ends, or until `finish`."""
 
-    def __init__(self, source: int, log: RankLog) -> None:
+    def __init__(self, source: int, log: RankLog, observe: Callable[[bytes], None] | None = None) -> None:
+        """`observe` is given what the log is given."""
+        self._observe = observe
         self._source = source
         self._log = log
         self._wake_read, self._wake_write = os.pipe()
@@ -115,6 +119,8 @@ class Pump:
             if not chunk:
                 break
             self._log.append(chunk)
+            if self._observe is not None:
+                self._observe(chunk)
         os.close(self._source)
         self._log.close()
 
@@ -173,6 +179,9 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     environment[EVENTS_ENV] = str(files.events(rank.rank))
     environment["MLX_RANK"] = str(rank.rank)
     environment["PYTHONUNBUFFERED"] = "1"
+    if spec.framework == "torch" and spec.command is not None and not spec.elastic:
+        # As torchrun does for its workers.
+        environment["TORCHELASTIC_ERROR_FILE"] = str(files.error(rank.rank))
     if spec.elastic:
         environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
         # A store of their own for the workers of each round. In the agents' common one they would find what those of
@@ -187,6 +196,11 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     return environment
 
 
+def torchrun_id(spec: AttemptSpec) -> str:
+    """The name of an elastic job's rendezvous, which its workers have as TORCHRUN_ID_ENV."""
+    return f"{spec.run_id}.{spec.attempt}"
+
+
 def _torchrun(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
     """torchrun and its options, as the agent of one node; the script and its arguments follow. It tells the lines of
     its workers apart by their ranks."""
@@ -197,10 +211,10 @@ def _torchrun(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
         "--max-restarts": spec.rank_restarts,
         "--rdzv-backend": "c10d",
         "--rdzv-endpoint": f"{host}:{os.environ['MASTER_PORT']}",
-        "--rdzv-id": f"{spec.run_id}.{spec.attempt}",
+        "--rdzv-id": torchrun_id(spec),
         "--rdzv-conf": f"is_host={int(rank.rank == 0)}",
         "--local-addr": rank.address or host,
-        "--log-dir": files.directory / f"rank{rank.rank}.workers",
+        "--log-dir": files.workers(rank.rank),
         "--tee": 3,
     }
     return ["-m", "torch.distributed.run", *(str(word) for option in options.items() for word in option)]

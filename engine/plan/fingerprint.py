@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, TypeVar
 
+from engine.config.mlx_lm_keys import TORCH_KEYS
 from engine.config.models import Config, NodeConfig
 from engine.measurements import Calibration, Scaling
 from engine.models import NodeFacts
@@ -55,7 +56,7 @@ def fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
 
 def scaling_fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
     """As `fingerprint`, and of how the ranks work together."""
-    known = {key: config.job.mlx_lm.get(key) for key in ("local_steps", "wire")}
+    known = {key: config.job.mlx_lm.get(key) for key in ("local_steps", *TORCH_KEYS)}
     return _digest({"job on nodes": fingerprint(config, facts), "strategy": config.job.strategy, **known})
 
 

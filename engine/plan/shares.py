@@ -33,6 +33,9 @@ def divide_batch(config: Config, calibration: Calibration | None, *, now: dateti
     if any(node.share is not None for node in config.nodes):
         relative = {node.name: node.share if node.share is not None else 1.0 for node in config.nodes}
         return Shares(parts=_normalised(relative), source="fixed", reason="set by share in [[node]]")
+    if config.job.framework == "torch":
+        parts = _normalised(dict.fromkeys(names, 1.0))
+        return Shares(parts=parts, source="equal", reason="equal shares: a PyTorch job is not calibrated")
     if not config.calibration.enabled:
         return _equal(names, f"{MISSING} ([calibration] enabled = false)")
     if calibration is None:

@@ -220,6 +220,14 @@ class NodeFiles:
     def events(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.events.jsonl"
 
+    def error(self, rank: int) -> Path:
+        """Where torchelastic's `record` leaves the exception of a PyTorch program."""
+        return self.directory / f"rank{rank}.error.json"
+
+    def workers(self, rank: int) -> Path:
+        """The logs and error files of an elastic job's torchrun: <run>/attempt_<n>/<local rank>/error.json."""
+        return self.directory / f"rank{rank}.workers"
+
     def exit(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.exit.json"
 

@@ -16,7 +16,7 @@ from typing import Final, Literal, TypeVar, TypeVarTuple
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
-from engine.protocol.attempt import END
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END
 from engine.run.attempt import AttemptOrigin
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.decide import SETTLE_S, RankState, RunningAttempt, Trigger, stop_trigger
@@ -95,7 +95,7 @@ class AttemptMonitor:
         self.intake = EventIntake(context.run_dir, attempt.number, attempt.event_bases, consistency, self._clock)
         self._watched = (0,) if self._outlives_ranks else tuple(nodes)
         """The ranks without whose steps the attempt hangs."""
-        self._watchdog = Watchdog(self.intake.progress, self._watched, self._recovery, self._clock())
+        self._watchdog = self._new_watchdog()
         self._began = self._clock()
         self._pids_checked_at = float("-inf")
         self._launcher_gone_at: float | None = None
@@ -202,7 +202,7 @@ class AttemptMonitor:
         # Liveness is read before the last read of a log.
         launcher_alive = self._launcher is not None and self._launcher.alive(check_pids=check_pids)
         lost = self._health.poll()
-        changed = self._poll_ranks() + self._poll_launcher() + self._ranks.lose(lost)
+        changed = self._poll_ranks() + self._poll_launcher() + self._lose(lost)
         self._note_sleep(running)
         starts = self.intake.progress.starts.copy()
         before = starts if self._starts_noted is None else self._starts_noted
@@ -226,6 +226,27 @@ class AttemptMonitor:
                 # Until the first update every rank is needed.
                 rank.dispensable = rank.started and rank.number != 0
         return changed
+
+    def _new_watchdog(self) -> Watchdog:
+        limits, job = self._recovery, self._context.plan.config.job
+        self._reporting_command = not self._trainer and job.framework == "torch"
+        if self._reporting_command:
+            # It does not say when it loads, validates or saves, and rank 0 alone reports; of an elastic job's nodes the
+            # one that has it.
+            limits = limits.model_copy(update={"hang_s": max(limits.hang_s, limits.stall_s)})
+            self._watched = self._watched if job.elastic else (0,)
+            self.intake.any_rank_reports = job.elastic
+        return Watchdog(self.intake.progress, self._watched, limits, self._clock())
+
+    def _lose(self, numbers: Sequence[int]) -> list[Rank]:
+        """Mark the ranks of lost nodes. An elastic job's workers elsewhere do not notice a node that fell silent: they
+        are started again, without it."""
+        lost = self._ranks.lose(numbers)
+        if lost and self._context.plan.config.job.elastic:
+            for rank in self._ranks.all:
+                if not rank.ended:
+                    self._context.connections.to(rank.number).send_command(rank.number, EMERGENCY_CHECKPOINT)
+        return lost
 
     def _dispense_nodes(self) -> None:
         """Mark the nodes that an elastic job can lose, each of which is a rank: all but rank 0's, as long as the least
@@ -289,7 +310,9 @@ class AttemptMonitor:
     def _check_hang(self, now: float) -> Hang | None:
         """Recorded when it is found; one that an earlier supervisor found counts too."""
         ranks = [rank for rank in self._ranks.all if rank.number in self._watched]
-        if not self._trainer or not all(rank.started for rank in self._ranks.all) or self._completed_at is not None:
+        # A command that never reports a step may do anything, for as long as it likes.
+        reports = self._trainer or (self._reporting_command and self.intake.progress.steps > 0)
+        if not reports or not all(rank.started for rank in self._ranks.all) or self._completed_at is not None:
             return None
         answering = any(self._context.connections.to(rank.number).state.answering for rank in ranks)
         hang = self._watchdog.check(now, receiving=answering and not self.intake.blocked)

@@ -219,6 +219,8 @@ class EventIntake:
         self._clock = clock
         self._consistency = consistency
         self.progress = AttemptProgress()
+        self.any_rank_reports = False
+        """Not only the attempt's rank 0, which else has the figures of all."""
         self._attempt = attempt
         self._file = LineFile(run_dir.metrics)
         lines = [parse_json_line(line) for line in LineTail(run_dir.metrics).lines() if line.strip()]
@@ -262,7 +264,7 @@ class EventIntake:
                 self._consistency.checkpoint(event)
             case "replica_check":
                 self._consistency.replica_check(event)
-            case ("report" | "validation") as name if rank == 0:
+            case ("report" | "validation") as name if rank == 0 or self.any_rank_reports:
                 self._keep(_METRICS[name], event)
 
     def _keep(self, kind: str, event: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     inputs["the base model"] = files_checksum(job, adapter=False)
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
-        # W&B and SwanLab by mlx-lm's own callbacks; None without report_to.
+        # SwanLab by mlx-lm's own callback, or None: the head writes for the other services.
         config = {key: str(value) for key, value in asdict(job).items()}
         reporter.callback = get_reporting_callbacks(
             job.report_to, project_name=job.project_name, log_dir=str(job.adapter_path), config=config

@@ -1,4 +1,4 @@
-"""The reports of a trainer: events for the head, lines for people, and mlx-lm's callbacks (W&B, SwanLab) where
+"""The reports of a trainer: events for the head, lines for people, and mlx-lm's callback for SwanLab where
 configured.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,13 @@ from tests.needs import TORCH
 pytestmark = [pytest.mark.busy, pytest.mark.needs("torch")]
 
 SCRIPT = """
-import os, time, torch
+import json, os, time, torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
 rank, step, enough = dist.get_rank(), 0, False
 print("rank", rank, "of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"], "is up", flush=True)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = torch.optim.SGD(model.parameters(), 0.001)
 while not enough:
     step += 1
     loss = model(torch.ones(2, 4)).square().mean()
@@ -34,6 +36,7 @@ while not enough:
     enough = wish.item() > 0
     if step % 2 == 0:
         print("rank", rank, "step", step, flush=True)
+        if rank == 0: print(json.dumps(dict(step=step, loss=loss.item())), flush=True)
     {fault}
     time.sleep(0.05)
 print("rank", rank, "done", flush=True)
@@ -65,6 +68,9 @@ def test_ranks_are_started_as_by_torchrun_and_succeed(nodes: Cluster, home: Path
     finish(run)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 1), run.troubles()
+    rows = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(2, 2 * len(rows) + 1, 2)), rows
+    assert rows[0]["train_loss"] > rows[-1]["train_loss"] >= 0 and record.iteration == rows[-1]["iteration"]
     assert record.backend == "gloo"
     assert [f"rank {rank} of 2 local 0 is up" in run.dir.log(rank).read_text() for rank in (0, 1)] == [True, True]
 
@@ -75,6 +81,19 @@ def test_the_rank_that_was_killed_is_named_and_not_the_one_that_lost_its_peer(no
     run.kill(1, run.identity(1).trainer_pid)
     record = run.ended()
     assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.RANK_KILLED, 1), run.troubles()
+
+
+def test_the_exception_of_a_script_is_the_cause_although_its_peer_prints_more(nodes: Cluster, home: Path) -> None:
+    fault = 'if rank == 1 and step == 3: raise ValueError("the labels are shifted")'
+    recorded = (
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        f"@record\ndef main():\n{textwrap.indent(SCRIPT.format(fault=fault), '    ')}\nmain()\n"
+    )
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", script=recorded))
+    record = run.ended()
+    assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.RANK_FAILED, 1), run.troubles()
+    assert record.cause is not None and "ValueError: the labels are shifted" in record.cause
+    assert '"error_type": "ValueError"' in run.dir.events(1).read_text()
 
 
 @pytest.mark.slow

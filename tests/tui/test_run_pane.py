@@ -11,7 +11,7 @@ from textual.events import Key
 
 from engine.errors import NodesInUse
 from engine.models import CheckResult, CheckStatus, Reason, RunState
-from engine.snapshots import ChunkProgress, RunSnapshot, Series, TrainedFile, Verification
+from engine.snapshots import ChunkProgress, RunSnapshot, Series, TrackerStatus, TrainedFile, Verification
 from tests.tui import fake_engine
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
@@ -88,6 +88,19 @@ async def test_the_end_of_a_run_says_where_the_trained_weights_are_and_how_they_
     async with opened(fake, size=SMALL, follow=going.record.id) as console:
         await console.shows("step 41/60")
         assert "trained" not in console.screen
+
+
+async def test_a_tracker_is_shown_when_it_fails_and_when_the_run_has_ended(fake: FakeEngine) -> None:
+    failed = TrackerStatus("wandb", None, "UsageError: no key")
+    well = TrackerStatus("tensorboard", "tensorboard --logdir /runs/r/tensorboard")
+    fake.add(going := replace(fake_engine.running(), trackers=(well, failed)))
+    async with opened(fake, size=SMALL, follow=going.record.id) as console:
+        await console.shows("wandb is no longer written: UsageError: no key")
+        assert "--logdir" not in console.screen
+    fake.add(ended := replace(fake_engine.succeeded(), trackers=(well,)))
+    async with opened(fake, size=SMALL, follow=ended.record.id) as console:
+        await console.shows("tensorboard --logdir /runs/r/tensorboard")
+        await console.shows("── train")
 
 
 async def test_maximised_the_run_has_the_whole_screen(fake: FakeEngine) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import ConfigError
 from tests.unit.config.documents import JOB, NODES, load
 
 
@@ -105,6 +106,16 @@ def test_a_command_has_no_training_keys_and_is_named_after_its_script(tmp_path: 
     job = load(tmp_path, NODES + '[job]\ncommand = ["python", "-u", "my_script.py", "--x"]\nenv = {LEVEL = "2"}\n').job
     assert job.command == ("python", "-u", "my_script.py", "--x")
     assert (job.name, job.model, job.mlx_lm, job.env) == ("my_script", None, {}, {"LEVEL": "2"})
+
+
+def test_a_command_may_have_trackers_of_the_heads_own(tmp_path: Path) -> None:
+    text = NODES + '[job]\ncommand = ["python", "my_script.py"]\nproject_name = "ours"\nreport_to = "{}"\n'
+    job = load(tmp_path, text.format("wandb, tensorboard")).job
+    assert (job.trackers, job.mlx_lm["project_name"]) == (("tensorboard", "wandb"), "ours")
+    for value, accepted in (("swanlab", "tensorboard, wandb"), ("none", "tensorboard, wandb")):
+        with pytest.raises(ConfigError) as refused:
+            load(tmp_path, text.format(value))
+        assert [(fault.key, fault.accepted) for fault in refused.value.faults] == [("job.report_to", accepted)]
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
         (NODES + TRAINING + 'strategy = "data"', "job.strategy: one of 'auto', 'ddp', 'fsdp', 'deepspeed', or"),
         (NODES + TRAINING + 'optimizer = "muon"', "job.optimizer: one of adam, adamw, sgd with PyTorch"),
         (NODES + TRAINING + 'report_to = "swanlab"', "job.report_to: no swanlab"),
+        (NODES + TRAINING + 'report_to = "mlflow"', "job.report_to: tensorboard, wandb, swanlab, or several"),
         (NODES + TRAINING + 'offload = "nvme"', "job.nvme_path: a folder on every node"),
         (NODES + TRAINING + "zero_stage = 4", 'job.zero_stage: 1, 2, 3 or "auto"'),
         (NODES + TRAINING + '[cluster]\nbackend = "ring"', "cluster.backend: auto, nccl or gloo"),

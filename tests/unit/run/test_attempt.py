@@ -13,7 +13,7 @@ import pytest
 from engine.cluster.staging import HostLayout
 from engine.config.models import CheckpointConfig, ClusterConfig, Config, JobConfig, NodeConfig
 from engine.plan import network
-from engine.run.attempt import attempt_spec, planned_layers, planned_validation
+from engine.run.attempt import attempt_spec, keep_secrets, planned_layers, planned_validation
 from engine.run.events import Attempt
 from engine.run.run_plan import RunPlan
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
@@ -35,6 +35,14 @@ def plan(job: JobConfig = TRAINING, **node: Any) -> RunPlan:
 
 def attempt(directory: Path, of: RunPlan) -> Attempt:
     return planned_attempt(RunDir(directory), of, [local_layout(directory / "node", 2)], 2, "nonce")
+
+
+def test_an_adopter_reports_to_wandb_as_the_launch_did(tmp_path: Path) -> None:
+    launched = {"WANDB_API_KEY": "key", "WANDB_MODE": "offline", "PATH": "/bin"}
+    keep_secrets(RunDir(tmp_path), launched, adopted=False)
+    adopter = {"PATH": "/usr/bin", "WANDB_MODE": "online"}
+    keep_secrets(RunDir(tmp_path), adopter, adopted=True)
+    assert adopter == {**launched, "PATH": "/usr/bin"}
 
 
 def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> None:
