@@ -135,7 +135,7 @@ def parse_nvidia_smi(lines: Iterable[str]) -> Readings:
 
 
 def parse_nvidia_memory(lines: Iterable[str]) -> tuple[GpuMemory, ...]:
-    """Of the same lines the memory of each GPU, in the order of their numbers."""
+    """The memory of each GPU in the same lines, in the order of their numbers."""
     newest = sorted((int(index), words) for index, words in _newest(lines).items())
     sizes = [(index, [count_or_none(word) for word in words[4:]]) for index, words in newest]
     return tuple(
