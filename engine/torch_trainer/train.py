@@ -76,7 +76,7 @@ def _train(process: TrainingProcess) -> None:
         "start",
         versions=package_versions(),
         world_size=accelerator.num_processes,
-        backend=dist.get_backend(),
+        backend=spec.backend if spec.backend == "nccl" else dist.get_backend(),
         config_hash=config_hash(raw),
         parameter_checksum=checksum,
         iterations=job.iters,
