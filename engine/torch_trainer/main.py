@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 
+from engine.protocol.attempt import AttemptSpec
 from engine.training.process import TrainingProcess, run_rank
 
 
@@ -17,15 +18,19 @@ def main() -> int:
 
 
 def _run(process: TrainingProcess) -> None:
-    if process.spec.backend == "gloo":
-        # Else Accelerate and DeepSpeed would take a GPU that is there.
-        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    hide_gpus(process.spec)
     from engine.torch_trainer.train import train
 
     # What the imports have made stays: no collection looks through it, not the one at the end either.
     gc.freeze()
     gc.enable()
     train(process)
+
+
+def hide_gpus(spec: AttemptSpec) -> None:
+    """Before PyTorch is imported. With gloo, Accelerate and DeepSpeed would else take a GPU that is there."""
+    if spec.backend == "gloo":
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 if __name__ == "__main__":
