@@ -299,3 +299,29 @@ class MlxLmReport(_Report):
     tells = (("mlx_lm",), ("mlx_lm_error",))
     mlx_lm: VersionText | None = None
     mlx_lm_error: ShortText | None = None
+
+
+class TorchBuild(FrozenModel):
+    """The build of one python's torch, and the GPUs that it can use."""
+
+    cuda: Annotated[str, Field(pattern=r"^[0-9]{1,3}(\.[0-9]{1,3}){0,3}$")] | None
+    """None for a build without CUDA."""
+    nccl: ShortText | None
+    backends: list[ShortText] = Field(max_length=8)
+    gpus: Annotated[int, Field(ge=0, le=1024)]
+    cuda_problem: ShortText | None
+    """PyTorch's warning where it can use none."""
+    nvidia_smi: Annotated[str, Field(max_length=2_000)] | None
+    """The first lines of what it prints; None without it. Not safe to show."""
+
+
+class TorchReport(FrozenModel):
+    python: VersionText
+    linux: bool
+    venv: bool
+    versions: Annotated[dict[ShortText, VersionText], Field(max_length=20)]
+    """By package, of those that were found or imported."""
+    errors: Annotated[dict[ShortText, ShortText], Field(max_length=20)]
+    """Why the others were not."""
+    build: TorchBuild | None = None
+    """None where torch was not imported."""
