@@ -22,7 +22,7 @@ def test_a_configuration_with_deepspeed_is_passed_on_and_the_group_stays_ours(tm
     )
     (tmp_path / "show.py").write_text("import json, os\nprint(json.dumps(dict(os.environ)))\n")
     group = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29999"}
-    command = [TORCH, accelerate_launch.__file__, "--config_file", "deepspeed.yaml", "show.py"]
+    command = [str(TORCH), str(accelerate_launch.__file__), "--config_file", "deepspeed.yaml", "show.py"]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", **group}
     finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
