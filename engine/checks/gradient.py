@@ -36,7 +36,6 @@ from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import arguments, rank_ends
 from engine.launch.rank_environment import (
     RankEnvironment,
-    common_environment,
     file_name,
     network_environment,
     rank_environment,
@@ -61,6 +60,8 @@ _OUTPUT_BYTES = 4096
 _RESULT = TypeAdapter(AllSumResult)
 _ALL_SUM = "engine.trainer.allreduce_check"
 _ALL_REDUCE = "engine.torch_trainer.allreduce_check"
+_TRIED = ("ACCELERATE_", "CUDA_", "GLOO_", "TORCH_")
+"""Variables of [job] env that decide how a group of PyTorch's comes about; others may be secrets."""
 _ACCELERATE_LAUNCH = "engine/torch_trainer/accelerate_launch.py"
 """In the bundle, where every rank is started."""
 Result = TypeVar("Result")
@@ -111,8 +112,8 @@ async def run_all_sum(context: CheckContext) -> AllSumOutcome:
         if network.framework == "torch":
             uses, launcher = _accelerate(config.job)
             arguments += ["--accelerate"] if uses else []
-            # For a GPU's rank, Accelerate and the job: their own settings are a part of what is tried.
-            environment = common_environment(network, config.job.env)
+            environment = network_environment(network, config.job.env)
+            environment |= {name: text for name, text in config.job.env.items() if name.startswith(_TRIED)}
             return GroupProgram(_ALL_REDUCE, arguments, limit_s, environment, launcher=launcher)
         return GroupProgram(_ALL_SUM, arguments, limit_s, network_environment(network, config.job.env))
 

@@ -49,6 +49,8 @@ class ModelFiles(FrozenModel):
     """The model's origin as config.json names it, ORG/NAME."""
     hashes: Annotated[dict[ShortText, ShortText], Field(max_length=10_000)]
     """File → SHA-256, of weights their size."""
+    quantized: bool = False
+    """By MLX: config.json has its `quantization`."""
 
     def describe(self) -> str:
         if self.faults:
@@ -240,6 +242,10 @@ class SystemLoad(FrozenModel):
     memory_bytes: Count
     nvidia: Annotated[str, Field(max_length=100_000)] | None = ""
     """None where there is a GPU, and its processes are not known."""
+    shm_bytes: Count | None = None
+    """Size of /dev/shm, where there is one."""
+    memlock_bytes: Count | None = None
+    """Memory that a process may lock, where that is limited and there is InfiniBand."""
     ioreg: Annotated[str, Field(max_length=100_000)] = ""
     assertions: Annotated[str, Field(max_length=1_000_000)] = ""
     caffeinate: bool | None = None

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.checks import gradient, hardware, versions, workers
+from engine.checks import data as check_data
+from engine.checks import gradient, hardware, health, hostfile, versions, workers
+from engine.checks import model as check_model
 from engine.checks.interpreter import Interpreter, torch_packages
-from engine.cluster.probe_results import StaleProcesses, TorchBuild
+from engine.cluster.probe_results import StaleProcesses, SystemLoad, TorchBuild
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
 from engine.models import CheckStatus
-from tests.checks.conftest import run_check
+from engine.plan.network import LaunchHost, NetworkPlan
+from engine.protocol.job import Framework
+from tests.checks.conftest import make_config, run_check
 from tests.checks.recorded import mac, studio
+from tests.demo_copies import made_demo
 from tests.needs import TORCH
 
 BUILD = TorchBuild(cuda="12.8", nccl="2.27.3", backends=["gloo", "nccl"], gpus=2, cuda_problem=None, nvidia_smi=None)
@@ -114,6 +123,68 @@ def here(tmp_path: Path, python: str, *command: str) -> Config:
     nodes = tuple(NodeConfig(name=f"node{rank}", python=python, workdir=str(tmp_path)) for rank in range(2))
     job = JobConfig(name="job", framework="torch", command=command)
     return Config(cluster=ClusterConfig(), nodes=nodes, job=job, preflight=PreflightConfig(all_sum_s=0.2))
+
+
+def test_each_machine_connects_to_every_other_one_and_ranks_of_one_machine_need_not() -> None:
+    hosts = tuple(LaunchHost(ssh=ssh, ips=("10.0.0.1",)) for ssh in ("a", "a", "b", "b", "c"))
+    network = NetworkPlan(backend="gloo", framework="torch", hosts=hosts)
+    assert hostfile.connections(network) == [{0: 2, 2: 4, 4: 0}, {0: 4, 2: 0, 4: 2}]
+    alone = network.model_copy(update={"hosts": hosts[:2]})
+    assert hostfile.connections(alone) == []
+
+
+def test_little_shared_memory_and_a_limit_of_locked_memory_warn_with_their_fixes() -> None:
+    config, facts = torch_config(), {name: mac(name, pmset_batt=None) for name in ("ultra", "max")}
+    heartbeats: dict[str, health.HeartbeatResult] = dict.fromkeys(facts, (0.001, time.monotonic()))
+    load = SystemLoad(processes=[], memory_bytes=1 << 36, caffeinate=True, shm_bytes=64 << 20, memlock_bytes=8 << 20)
+    result = health.evaluate(config, facts, heartbeats, dict.fromkeys(facts, load))
+    assert "/dev/shm has 64 MB" in result.summary and "ulimit -l" in result.summary, result.summary
+    assert "mount -o remount,size=8g /dev/shm && printf " in result.fixes["max"]
+    assert f"size={64 << 20} /dev/shm` takes that back" in result.effects["max"]
+    assert "/dev/shm" not in health.evaluate(studio(), facts, heartbeats, dict.fromkeys(facts, load)).summary
+
+
+@pytest.mark.parametrize(("framework", "status"), [("torch", CheckStatus.FAIL), ("mlx", CheckStatus.PASS)])
+async def test_a_model_that_mlx_has_quantized_is_refused_for_pytorch(
+    model: Path, config: Config, framework: Framework, status: CheckStatus
+) -> None:
+    known = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**known, "quantization": {"bits": 4, "group_size": 64}}))
+    job = config.job.model_copy(update={"framework": framework})
+    result = await run_check(check_model.run, config.model_copy(update={"job": job}))
+    assert (result.status, "quantized by MLX" in result.summary) == (status, framework == "torch"), result
+
+
+@pytest.mark.needs("torch")
+async def test_rows_that_the_chat_template_refuses_are_found_with_transformers(data: Path, tmp_path: Path) -> None:
+    """On nodes without mlx-lm."""
+    model = tmp_path / "templated"
+    shutil.copytree(made_demo() / "model", model)
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ raise_exception('never') if m.role == 'system' else m.content }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "chat_template": template}))
+    rows = [[{"role": role, "content": "hi"}, {"role": "assistant", "content": "yes"}] for role in ("user", "system")]
+    (data / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows * 4))
+    config = make_config(model, data, tmp_path, pythons=(str(TORCH),) * 2)
+    job = config.job.model_copy(update={"framework": "torch"})
+    result = await run_check(check_data.run, config.model_copy(update={"job": job}))
+    assert "line 2 is refused by the model's chat template (never), and 3 more lines" in result.summary, result
+
+
+@pytest.mark.needs("torch")
+async def test_the_preflight_of_a_torch_command_passes_on_nodes_without_mlx(tmp_path: Path, home: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    file = tmp_path / "flightdeck.toml"
+    file.write_text(
+        f'[[node]]\nname = "box"\nprocesses = 2\npython = "{TORCH}"\nworkdir = "{tmp_path}"\n'
+        '[job]\nname = "job"\nframework = "torch"\ncommand = ["torchrun", "train.py"]\n[preflight]\nall_sum_s = 0.5\n'
+    )
+    command = [str(Path(sys.executable).with_name("flightdeck")), "preflight", "-c", str(file)]
+    ended = await asyncio.to_thread(
+        subprocess.run, command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=170
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 ranks, exact" in ended.stdout
 
 
 async def test_a_node_without_torch_gets_the_command_that_installs_it(tmp_path: Path) -> None:
