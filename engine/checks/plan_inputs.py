@@ -314,8 +314,10 @@ def _tools() -> Tools:
 async def chosen_job(context: CheckContext) -> JobConfig:
     """The job with what the plan of a PyTorch job chooses, as far as there is one."""
     if context.config.job.framework == "torch":
-        with contextlib.suppress(FlightDeckError, ValueError):
-            return _chosen(await shared_plan_inputs(context)).job
+        with contextlib.suppress(FlightDeckError):
+            chosen = (await shared_plan(context)).settings
+            if not isinstance(chosen, Disabled):
+                return with_chosen(context.config, chosen).job
     return context.config.job
 
 

@@ -44,9 +44,9 @@ def deepspeed_config(
         # Optimizers of PyTorch and ours, not DeepSpeed's own.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        # 0 is none; without the key Accelerate clips to 1.
+        "gradient_clipping": max_grad_norm or 0.0,
     }
-    if max_grad_norm is not None:
-        config["gradient_clipping"] = max_grad_norm
     if settings.precision in ("bf16", "fp16"):
         # Gradients travel compressed to 16 bits; it is DeepSpeed's default, too.
         config["communication_data_type"] = settings.precision

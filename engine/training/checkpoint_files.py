@@ -157,7 +157,7 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "best": _is_table_of_numbers,
     "versions": _is_table_of_text,
     "files": lambda value: isinstance(value, list) and 0 < len(value) <= _MAX_FILES,
-    "name": _text(r"[a-z][a-z0-9_-]{0,60}\.(safetensors|json)(\.gz|\.zst)?"),
+    "name": _text(r"([a-z]{1,60}/)?\.?[A-Za-z0-9_][A-Za-z0-9_-]{0,100}(\.[A-Za-z0-9_-]{1,20}){0,3}"),
     "sha256": _text(r"[0-9a-f]{64}"),
     "stored_bytes": _number(),
     "bytes": _number(),

@@ -1,0 +1,335 @@
+"""Checkpoints of the training's state, from which another attempt goes on, with the same or another number of ranks.
+
+    step-000000390/          the strategy's files, and manifest-<rank>.json of each rank with their hashes
+    .step-000000400.partial/ being written
+
+Each rank writes to its node's disk, and the nodes need not share one: a checkpoint is complete when the manifests of
+all its ranks are on some node, and every file that they name. On resuming, the ranks send each node what it lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.protocol.attempt import replacing, sync_file, write_atomic
+from engine.protocol.job import JobError
+from engine.protocol.safetensors import CheckpointError
+from engine.torch_trainer.strategies import TorchStrategy
+from engine.training.best_validation import BestValidation
+from engine.training.checkpoint_files import (
+    CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    Origin,
+    folder_name,
+    replace_folder,
+    sync_folder,
+    update_of,
+    verify_file,
+)
+from engine.training.process import TrainingProcess
+from engine.training.reporting import ReportWindow
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+_MANIFEST = re.compile(r"manifest-(\d{1,6})\.json")
+_WRITER = re.compile(r"(?:zero_pp_rank_|__)(\d+)_")
+"""In a file's name, the rank that wrote it: DeepSpeed's and torch.distributed.checkpoint's. All others are rank 0's."""
+
+
+@dataclass(frozen=True)
+class TrainingPoint:
+    """The end of an update; all zero at the start of a training."""
+
+    iteration: int = 0
+    """Also the position in the data."""
+    update: int = 0
+    window: Mapping[str, Any] = field(default_factory=dict)
+    """The sums since the last report."""
+    best: Mapping[str, Any] = field(default_factory=dict)
+    """The best validation so far."""
+
+
+Listing = dict[int, tuple[dict[int, str], list[str]]]
+"""By update: the manifests on a disk, as JSON by the rank, and the names of all files there."""
+
+
+class StateCheckpoints:
+    """The checkpoints of one run. Every call is made by every rank."""
+
+    def __init__(
+        self, process: TrainingProcess, origin: Origin, strategy: TorchStrategy, versions: dict[str, str]
+    ) -> None:
+        """Raises JobError, OSError."""
+        self._spec, self._reporter, self._rank = process.spec, process.reporter, process.rank
+        self._origin, self._strategy, self._versions = origin, strategy, versions
+        node = self._spec.rank(self._rank)
+        self._base = process.home / "checkpoints"
+        if node.checkpoint_folder is not None:
+            if _URL.fullmatch(node.checkpoint_folder):
+                url = node.checkpoint_folder
+                raise JobError(f'[checkpoint] destination: {url}: framework = "torch" needs a folder, not a URL')
+            self._base = Path(node.workdir) / Path(node.checkpoint_folder).expanduser() / self._spec.run_id
+        self._saved: int | None = None
+        self._leaders = self._find_leaders()
+        """Per disk, the rank that acts for all ranks that share it."""
+        self._leads = self._rank in self._leaders
+
+    def _find_leaders(self) -> list[int]:
+        """The lowest of the ranks that see each other's marks in their checkpoints' folder."""
+        self._base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mark = self._base / f".rank-{self._spec.nonce}-{self._rank}"
+        mark.touch()
+        dist.barrier()
+        sharing = [int(path.name.rpartition("-")[2]) for path in self._base.glob(f".rank-{self._spec.nonce}-*")]
+        leaders = sorted(set(_gather(min(sharing))))
+        mark.unlink()
+        return leaders
+
+    def due(self, update: int) -> bool:
+        return self._spec.checkpoint_every > 0 and update % self._spec.checkpoint_every == 0
+
+    def save(self, point: TrainingPoint) -> None:
+        """Write the state at `point`, unless it has been. A full disk is a warning; older ones stay."""
+        if self._saved == point.update:
+            return
+        started = time.perf_counter()
+        target = self._base / folder_name(point.update)
+        facts: dict[str, Any] = {"kind": "state", "iteration": point.iteration, "update": point.update}
+        self._reporter.phase("saving")
+        self._reporter.event("checkpoint", phase="begin", path=str(target), **facts)
+        partial = target.with_name(f".{target.name}.partial")
+        if self._leads:
+            for left in self._base.glob(".*.partial"):
+                shutil.rmtree(left, ignore_errors=True)
+            partial.mkdir(mode=0o700)
+        dist.barrier()
+        try:
+            self._strategy.save(partial)
+            size, failure = self._write_manifest(partial, point), None
+        except (OSError, dist.checkpoint.CheckpointException) as error:
+            size, failure = 0, str(error).splitlines()[0]
+        failures = [each for each in _gather(failure) if each is not None]
+        if failures:
+            self._reporter.event("checkpoint", phase="failed", path=str(target), message=failures[0], **facts)
+            self._reporter.warn(f"no checkpoint of update {point.update} (iteration {point.iteration}): {failures[0]}")
+            return
+        if self._leads:
+            sync_folder(partial)
+            # Not there when a leader of another node shares the disk after all, and was first.
+            with contextlib.suppress(FileNotFoundError):
+                replace_folder(partial, target)
+            sync_folder(self._base)
+        dist.barrier()
+        self._saved = point.update
+        self._retain(point.update)
+        seconds = time.perf_counter() - started
+        self._reporter.event("checkpoint", phase="committed", path=str(target), bytes=size, seconds=seconds, **facts)
+
+    def _write_manifest(self, folder: Path, point: TrainingPoint) -> int:
+        """Hash what this rank has written, and return its bytes. Raises OSError."""
+        entries = []
+        for name in _files(folder):
+            found = _WRITER.search(name)
+            if (int(found[1]) if found else 0) == self._rank and not _MANIFEST.fullmatch(name):
+                digest, size = hashlib.sha256(), 0
+                with (folder / name).open("rb") as file:
+                    while data := file.read(CHUNK_BYTES):
+                        digest.update(data)
+                        size += len(data)
+                    sync_file(file.fileno())
+                entries.append(FileEntry(name, digest.hexdigest(), size, size, "none"))
+        manifest = Manifest(**asdict(self._origin), **asdict(point), versions=self._versions, files=tuple(entries))
+        write_atomic(folder / f"manifest-{self._rank}.json", manifest.to_json().decode())
+        return manifest.stored_bytes
+
+    def _retain(self, committed: int) -> None:
+        """Remove all but the newest; also those of a later update, since the training has resumed from an earlier
+        one."""
+        if not self._leads:
+            return
+        updates = sorted(update for update in self._list() if update <= committed)
+        kept = {folder_name(update) for update in updates[-max(1, self._spec.checkpoint_keep) :]}
+        for path in self._base.glob("step-*"):
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def resume(self) -> TrainingPoint:
+        """Restore the newest complete state, and report it. Raises JobError when there is none although the run had
+        reached an iteration, or of other data."""
+        started, refused = time.perf_counter(), 0
+        table: list[Listing] = _gather(self._list() if self._leads else {})
+        for update in sorted({update for listing in table for update in listing}, reverse=True):
+            try:
+                manifests = self._complete(update, table)
+                self._check_inputs(manifests[0])
+                self._assemble(update, manifests)
+            except CheckpointError as error:
+                refused += 1
+                self._reporter.warn(f"the state in {self._base / folder_name(update)} is not used: {error}")
+                continue
+            same = manifests[0].world_size == self._spec.world_size
+            self._strategy.load(self._base / folder_name(update), same_ranks=same)
+            found = manifests[0]
+            point = TrainingPoint(found.iteration, found.update, found.window, found.best)
+            self._saved = update
+            seconds = time.perf_counter() - started
+            self._report(point, "checkpoint", seconds, refused)
+            self._reporter.print(
+                f"resumes after iteration {point.iteration} (update {point.update}) from a checkpoint of "
+                f"{found.world_size} ranks, in {seconds:.2f} s"
+            )
+            return point
+        why = f"{refused} were refused" if refused else "no rank has any"
+        if self._spec.reached > 0:
+            raise JobError(
+                f"no state to resume from ({why}), and the run had reached iteration {self._spec.reached}: starting "
+                "again at 1 would overwrite the adapters that it has saved. Bring the node that has the state back and "
+                "`flightdeck resume`, or start a new run with `flightdeck launch`"
+            )
+        self._report(TrainingPoint(), "none", time.perf_counter() - started, refused)
+        self._reporter.warn(f"no state to resume from ({why}): the training starts at iteration 1")
+        return TrainingPoint()
+
+    def _report(self, point: TrainingPoint, source: str, seconds: float, refused: int) -> None:
+        self._reporter.event(
+            "resumed",
+            source=source,
+            iteration=point.iteration,
+            update=point.update,
+            from_rank=None,
+            seconds=seconds,
+            refused=refused,
+        )
+
+    def _list(self) -> Listing:
+        """What is on this rank's disk."""
+        found: Listing = {}
+        for path in self._base.glob("step-*"):
+            if (update := update_of(path.name)) is None or path.is_symlink():
+                continue
+            names = _files(path)
+            manifests = {}
+            for name in names:
+                if (rank := _MANIFEST.fullmatch(name)) and (path / name).stat().st_size <= MAX_MANIFEST_BYTES:
+                    manifests[int(rank[1])] = (path / name).read_text(errors="replace")
+            found[update] = manifests, names
+        return found
+
+    def _complete(self, update: int, table: list[Listing]) -> list[Manifest]:
+        """The manifests of all ranks that wrote it. Raises CheckpointError, on all ranks."""
+        texts: dict[int, str] = {}
+        for listing in table:
+            texts |= listing.get(update, ({}, []))[0]
+        manifests = [Manifest.from_json(texts[rank].encode()) for rank in sorted(texts)]
+        if not manifests or [each.part for each in manifests] != list(range(manifests[0].parts)):
+            raise CheckpointError(
+                f"the manifests of rank {', '.join(map(str, sorted(texts))) or 'no one'} are there, and not all"
+            )
+        for manifest in manifests:
+            if manifest.config_hash != self._origin.config_hash:
+                raise CheckpointError("it is of another job")
+            if manifest.update != update:
+                raise CheckpointError(f"its manifest is of update {manifest.update}")
+            for name, kind in (("window", ReportWindow), ("best", BestValidation)):
+                if unknown := getattr(manifest, name).keys() - kind.__dataclass_fields__.keys():
+                    raise CheckpointError(f"its manifest has {name} with {ascii(min(unknown))[:80]}")
+        names = [entry.name for manifest in manifests for entry in manifest.files]
+        written = "dcp" if ".metadata" in names else "deepspeed"
+        if written != self._strategy.format:
+            raise CheckpointError(f"its format is {written}, and this strategy reads {self._strategy.format}")
+        present = {name for listing in table for name in listing.get(update, ({}, []))[1]}
+        if missing := sorted(set(names) - present):
+            raise CheckpointError(f"{', '.join(missing[:3])} is on no node that takes part")
+        return manifests
+
+    def _check_inputs(self, manifest: Manifest) -> None:
+        changed = [name for name, value in manifest.inputs.items() if self._origin.inputs.get(name) != value]
+        if not changed:
+            return
+        message = f"{' and '.join(changed)} changed since the state of iteration {manifest.iteration} was saved"
+        if not self._spec.accept_changed_data:
+            raise JobError(
+                f"{message}: put back what the run was started with, go on all the same with `flightdeck resume last "
+                "--accept-changed-data`, or start a new run with `flightdeck launch`"
+            )
+        self._reporter.warn(f"{message}, and --accept-changed-data goes on all the same")
+
+    def _assemble(self, update: int, manifests: list[Manifest]) -> None:
+        """Verify every file on the disk of each leader, and send the leaders what they lack. Raises CheckpointError, on
+        all ranks, when a file is intact nowhere."""
+        folder = self._base / folder_name(update)
+        entries = {entry.name: entry for manifest in manifests for entry in manifest.files}
+        intact: list[set[str]] = _gather(set(self._verified(folder, entries)) if self._leads else set())
+        lost = [name for name in entries if not any(name in names for names in intact)]
+        if lost:
+            raise CheckpointError(f"{', '.join(lost[:3])} is damaged on every node that has it")
+        for name, entry in entries.items():
+            lacking = [rank for rank in self._leaders if name not in intact[rank]]
+            if lacking:
+                source = next(rank for rank in self._leaders if name in intact[rank])
+                self._send(folder, entry, source, self._rank in lacking)
+        if self._leads:
+            for manifest in manifests:
+                write_atomic(folder / f"manifest-{manifest.part}.json", manifest.to_json().decode())
+        dist.barrier()
+
+    def _verified(self, folder: Path, entries: Mapping[str, FileEntry]) -> Iterator[str]:
+        for name, entry in entries.items():
+            try:
+                verify_file(folder, entry, check_hash=True)
+            except CheckpointError as error:
+                if (folder / name).exists():
+                    self._reporter.warn(f"{folder}: {error}")
+            else:
+                yield name
+            self._reporter.going_on()
+
+    def _send(self, folder: Path, entry: FileEntry, source: int, lacking: bool) -> None:
+        """From the disk of rank `source` to those of the ranks that are `lacking`. Every rank takes part."""
+        path, left, digest = folder / entry.name, entry.stored_bytes, hashlib.sha256()
+        with contextlib.ExitStack() as stack:
+            read = write = None
+            if self._rank == source:
+                read = stack.enter_context(path.open("rb"))
+            elif lacking:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write = stack.enter_context(replacing(path, 0o600))
+            while left:
+                size = min(CHUNK_BYTES, left)
+                piece = torch.empty(size, dtype=torch.uint8)
+                if read is not None:
+                    piece = torch.frombuffer(bytearray(read.read(size)), dtype=torch.uint8)
+                dist.broadcast(piece, source)
+                left -= size
+                if write is not None:
+                    data = piece.numpy().tobytes()
+                    digest.update(data)
+                    write.write(data)
+            if write is not None and digest.hexdigest() != entry.sha256:
+                raise CheckpointError(f"{entry.name} has arrived damaged")
+        if lacking:
+            self._reporter.event("fetched", path=f"{folder.name}/{entry.name}", bytes=entry.stored_bytes)
+
+
+def _gather(own: Any) -> list[Any]:
+    """Every rank's value, by rank."""
+    table: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(table, own)
+    return table
+
+
+def _files(folder: Path) -> list[str]:
+    """The names of all files in a folder and its subfolders."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

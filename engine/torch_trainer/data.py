@@ -1,0 +1,99 @@
+"""Examples tokenised for PyTorch, token by token as mlx-lm (mlx_lm/tuner/datasets.py and tokenizer_utils.py) does it:
+text, prompt and completion, or chat; and batches as tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from engine.protocol.job import Job, JobError
+from engine.training.data import Batch, RowFormat, Tokens
+
+_THINKING = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>", "<channel|>"),
+)
+"""A vocabulary with one of these pairs makes mlx-lm render chats with enable_thinking."""
+
+
+def load_tokenizer(job: Job) -> Any:
+    """Raises JobError."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            job.model, local_files_only=True, trust_remote_code=job.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise JobError(f"the tokenizer in {job.model} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if "chat_template_type" in tokenizer.init_kwargs:
+        raise JobError(f"the tokenizer in {job.model} has a chat_template_type, which only mlx-lm can render")
+    return tokenizer
+
+
+def row_format(job: Job, tokenizer: Any) -> RowFormat:
+    vocabulary = tokenizer.get_vocab()
+    thinking = any(begin in vocabulary and end in vocabulary for begin, end in _THINKING)
+
+    def render(messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> list[int]:
+        tokens: list[int] = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=prompt, return_dict=False, enable_thinking=thinking
+        )
+        return tokens
+
+    def chat(messages: list[dict[str, Any]], tools: Any) -> Tokens:
+        tokens = render(messages, tools)
+        if not job.mask_prompt:
+            return tokens, 0
+        prompt = messages[-1].get("role") == "assistant"
+        return tokens, len(render(messages[:-1], tools, prompt=prompt))
+
+    def tokenise_completion(row: dict[str, Any]) -> Tokens:
+        asked = {"role": "user", "content": row[job.prompt_feature]}
+        return chat([asked, {"role": "assistant", "content": row[job.completion_feature]}], row.get("tools"))
+
+    def tokenise_chat(row: dict[str, Any]) -> Tokens:
+        return chat(row[job.chat_feature], row.get("tools"))
+
+    def tokenise_text(row: dict[str, Any]) -> Tokens:
+        tokens = tokenizer.encode(row[job.text_feature])
+        if tokens[-1] != tokenizer.eos_token_id:
+            tokens.append(tokenizer.eos_token_id)
+        return tokens, 0
+
+    def choose(first: dict[str, Any]) -> Callable[[dict[str, Any]], Tokens]:
+        if job.prompt_feature in first and job.completion_feature in first:
+            return tokenise_completion
+        if job.chat_feature in first:
+            return tokenise_chat
+        if job.text_feature not in first:
+            raise ValueError(
+                f"unsupported data format: a row has {job.prompt_feature} and {job.completion_feature}, "
+                f"{job.chat_feature}, or {job.text_feature}"
+            )
+        if job.mask_prompt:
+            raise ValueError("Prompt masking not supported for text dataset.")
+        return tokenise_text
+
+    return choose
+
+
+EMPTY = Batch(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), 0)
+"""For a rank without examples, which takes part in every forward pass of a partitioned model all the same."""
+
+
+def loss_sum(model: Any, batch: Batch, device: torch.device) -> Tensor:
+    """The sum of the targets' cross-entropies, a float32 scalar."""
+    tokens = torch.from_numpy(batch.tokens).to(device, torch.int64)
+    bounds = torch.from_numpy(batch.bounds).to(device, torch.int64)
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    position = torch.arange(1, tokens.shape[1], device=device)
+    mask = (position >= bounds[:, :1]) & (position < bounds[:, 1:])
+    # Only the targets' logits are made float32.
+    return torch.nn.functional.cross_entropy(logits[mask].float(), tokens[:, 1:][mask], reduction="sum")

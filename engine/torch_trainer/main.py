@@ -1,0 +1,32 @@
+"""The PyTorch trainer, the built-in recipe for fine-tuning: `python -m engine.torch_trainer.main`.
+
+PyTorch is imported late: it takes seconds, in which a stop is already heard and a wrong specification reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+from engine.training.process import TrainingProcess, run_rank
+
+
+def main() -> int:
+    return run_rank(_run)
+
+
+def _run(process: TrainingProcess) -> None:
+    if process.spec.backend == "gloo":
+        # Else Accelerate and DeepSpeed would take a GPU that is there.
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    from engine.torch_trainer.train import train
+
+    # What the imports have made stays: no collection looks through it, not the one at the end either.
+    gc.freeze()
+    gc.enable()
+    train(process)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Adam, AdamW and SGD, and the schedules of the learning rate, as mlx.optimizers defines them, so that a job trains
+alike in both frameworks: MLX's Adam corrects no bias unless it is asked to, where PyTorch's always does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.protocol.job import Job, JobError
+
+Schedule = Callable[[int], float]
+"""From the number of updates before this one to its learning rate."""
+
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": False}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": _ADAM,
+    "adamw": {**_ADAM, "weight_decay": 0.01},
+    "sgd": {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False},
+}
+
+
+class MlxOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """Elementwise, so that ZeRO and fully_shard can give it any part of the parameters. State is named as DeepSpeed's
+    universal checkpoints want it: `exp_avg` (MLX's m, or the v of SGD) and `exp_avg_sq` (MLX's v).
+
+    `begin` precedes each step. A step that nothing precedes only makes the state: DeepSpeed does one with gradients of
+    0, which would decay the weights.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], kind: str, settings: dict[str, Any]) -> None:
+        """`settings`: mlx-lm's optimizer_config of that kind. Raises JobError."""
+        if kind not in _DEFAULTS:
+            raise JobError(
+                f'[job] optimizer = {kind!r} does not exist with framework = "torch": use adamw, adam or sgd'
+            )
+        if unknown := settings.keys() - _DEFAULTS[kind].keys():
+            raise JobError(f"[job] optimizer_config.{kind}: unknown key {min(unknown)!r}")
+        super().__init__(parameters, {"lr": 0.0, "update": 0, "weight_decay": 0.0, **_DEFAULTS[kind], **settings})
+        self._kind = kind
+
+    def begin(self, learning_rate: float, update: int) -> None:
+        """`update`: of the step that follows, from 1."""
+        for group in self.param_groups:
+            group["lr"], group["update"] = learning_rate, update
+
+    def step(self, closure: None = None) -> None:
+        advance = self._advance_sgd if self._kind == "sgd" else self._advance_adam
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self._make_state(group, parameters)
+            if parameters and group["update"] > 0:
+                with torch.no_grad():
+                    advance(group, parameters, [parameter.grad for parameter in parameters])
+
+    def _make_state(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        names = ["exp_avg", "exp_avg_sq"]
+        if self._kind == "sgd":
+            names = ["exp_avg"] if group["momentum"] > 0 else []
+        for parameter in parameters:
+            for name in names:
+                if name not in self.state[parameter]:
+                    self.state[parameter][name] = torch.zeros_like(parameter)
+
+    def _kept(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
+        return [self.state[parameter][name] for parameter in parameters]
+
+    def _advance_adam(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Any]) -> None:
+        rate, (beta1, beta2) = group["lr"], group["betas"]
+        means, squares = self._kept("exp_avg", parameters), self._kept("exp_avg_sq", parameters)
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        roots = torch._foreach_sqrt(squares)
+        if group["bias_correction"]:
+            rate /= 1 - beta1 ** group["update"]
+            torch._foreach_div_(roots, math.sqrt(1 - beta2 ** group["update"]))
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_addcdiv_(parameters, means, roots, -rate)
+
+    def _advance_sgd(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Any]) -> None:
+        momentum = group["momentum"]
+        if group["weight_decay"]:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
+        if momentum > 0:
+            velocities = self._kept("exp_avg", parameters)
+            torch._foreach_mul_(velocities, momentum)
+            torch._foreach_add_(velocities, gradients, alpha=1 - group["dampening"])
+            if group["nesterov"]:
+                gradients = list(torch._foreach_add(gradients, velocities, alpha=momentum))
+            else:
+                gradients = velocities
+        torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
+
+
+def make_optimizer(job: Job, parameters: Iterable[Tensor]) -> MlxOptimizer:
+    """Raises JobError for what mlx.optimizers has and this module has not, or neither of them."""
+    return MlxOptimizer(parameters, job.optimizer, job.optimizer_config.get(job.optimizer) or {})
+
+
+def _exponential_decay(init: float, decay_rate: float) -> Schedule:
+    return lambda step: init * decay_rate**step
+
+
+def _step_decay(init: float, decay_rate: float, step_size: int) -> Schedule:
+    return lambda step: init * decay_rate ** (step // step_size)
+
+
+def _cosine_decay(init: float, decay_steps: int, end: float = 0.0) -> Schedule:
+    return lambda step: end + 0.5 * (1 + math.cos(math.pi / decay_steps * min(step, decay_steps))) * (init - end)
+
+
+def _linear_schedule(init: float, end: float, steps: int) -> Schedule:
+    return lambda step: min(step, steps) * ((end - init) / steps) + init
+
+
+_SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "exponential_decay": _exponential_decay,
+    "step_decay": _step_decay,
+    "cosine_decay": _cosine_decay,
+    "linear_schedule": _linear_schedule,
+}
+
+
+def make_schedule(job: Job) -> Schedule:
+    """mlx-lm's build_schedule. Raises JobError."""
+    if not job.lr_schedule:
+        return lambda step: job.learning_rate
+    try:
+        arguments, warmup = job.lr_schedule["arguments"], job.lr_schedule.get("warmup", 0)
+        after = _SCHEDULES[job.lr_schedule["name"]](*arguments)
+        before = _linear_schedule(job.lr_schedule.get("warmup_init", 0.0), arguments[0], warmup)
+    except (KeyError, TypeError, IndexError) as error:
+        raise JobError(f"[job] lr_schedule is not one that mlx-lm accepts: {error!r}") from error
+    if not warmup:
+        return after
+    return lambda step: before(step) if step <= warmup else after(step - warmup - 1)

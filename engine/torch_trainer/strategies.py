@@ -1,0 +1,278 @@
+"""How the ranks divide a training: DDP and DeepSpeed by Accelerate, FSDP by PyTorch's own `fully_shard`, since
+Accelerate replaces FSDP by DDP on the CPU without a word. What was asked for is compared with what has been made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
+from deepspeed.ops import __compatible_ops__
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.protocol.attempt import AttemptSpec
+from engine.protocol.deepspeed import deepspeed_config
+from engine.protocol.job import Job, JobError, TorchSettings
+from engine.torch_trainer.model import DTYPES, decoder_layers
+from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer
+from engine.training.outcome import GroupError
+
+_STATE = "state"
+"""DeepSpeed's tag: its files are in a folder of this name."""
+
+
+def join_group(spec: AttemptSpec, job: Job, settings: TorchSettings) -> Accelerator:
+    """Raises GroupError when the group is not the planned one; JobError for a precision that the device lacks."""
+    on_cpu = spec.backend != "nccl"
+    if not on_cpu and not torch.cuda.is_available():
+        raise GroupError("the backend is nccl, and PyTorch sees no GPU: see nvidia-smi and torch.version.cuda")
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Checkpoints and messages between the ranks are on the CPU.
+    dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
+    # With cpu=True for Accelerator, it would ignore DeepSpeed; without it, on the CPU, all other ranks.
+    PartialState(cpu=on_cpu)
+    plugin = None
+    # For one machine alone, and compiled with a g++ when it is first used.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    precision: str | None = "no" if settings.precision == "fp32" else settings.precision
+    if job.strategy == "deepspeed":
+        # With ZeRO-3 transformers loads the model in partitions, for which DeepSpeed must know the group.
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        plugin = DeepSpeedPlugin(
+            hf_ds_config=_deepspeed_config(spec, job, settings), zero3_init_flag=settings.zero_stage == 3
+        )
+        precision = None
+    try:
+        accelerator = Accelerator(
+            cpu=on_cpu and plugin is None,
+            mixed_precision=precision,
+            gradient_accumulation_steps=job.grad_accumulation_steps,
+            deepspeed_plugin=plugin,
+        )
+    except ValueError as error:
+        raise JobError(f"[job] precision = {settings.precision!r}: {str(error).splitlines()[0]}") from error
+    check_group(spec, job, accelerator)
+    return accelerator
+
+
+def check_group(spec: AttemptSpec, job: Job, accelerator: Any) -> None:
+    """Raises GroupError."""
+    size, kind = accelerator.num_processes, distributed_type(accelerator)
+    if size != spec.world_size or dist.get_world_size() != spec.world_size:
+        raise GroupError(
+            f"Accelerate sees {size} ranks and PyTorch {dist.get_world_size()}, and {spec.world_size} were asked for: "
+            "WORLD_SIZE, RANK and LOCAL_RANK are not those of the plan"
+        )
+    expected = "DEEPSPEED" if job.strategy == "deepspeed" else "MULTI_GPU" if spec.backend == "nccl" else "MULTI_CPU"
+    if kind != expected:
+        raise GroupError(f"Accelerate has chosen {kind} for strategy {job.strategy}, which needs {expected}")
+
+
+def distributed_type(accelerator: Any) -> str:
+    return str(accelerator.distributed_type).rsplit(".", 1)[-1]
+
+
+def _deepspeed_config(spec: AttemptSpec, job: Job, settings: TorchSettings) -> dict[str, Any]:
+    return deepspeed_config(
+        settings,
+        micro_batch=-(-job.batch_size // spec.world_size),
+        accumulation=job.grad_accumulation_steps,
+        world_size=spec.world_size,
+        max_grad_norm=job.max_grad_norm,
+    )
+
+
+class TorchStrategy(ABC):
+    """One rank's model and optimizer. Every call is made by every rank, at the same point of the training."""
+
+    partitioned: tuple[str, ...] = ()
+    """What each rank has only a part of: "optimizer", "gradients", "parameters"."""
+    format = "dcp"
+    """Of its state: one that reads its own format reads it on any number of ranks."""
+
+    def __init__(self, accelerator: Accelerator, job: Job, settings: TorchSettings, module: Any) -> None:
+        self.accelerator = accelerator
+        self.module = module
+        """The model as it was loaded, which saves itself."""
+        self._job, self._settings = job, settings
+        self.model, self.optimizer = self._prepare(module)
+        check_partitioned(self.model, self.partitioned)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of `loss`, the mean over all ranks and iterations of an update, to those of the update;
+        with `last` over all ranks."""
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            self.accelerator.sync_gradients = last
+            self.accelerator.backward(loss)
+
+    def begin(self, learning_rate: float, update: int) -> None:
+        """Called before an update's first backward pass. `update`: from 1."""
+        self._own.begin(learning_rate, update)
+
+    def step(self) -> float:
+        """One step of the optimizer; the norm of all gradients before clipping."""
+        limit = self._job.max_grad_norm
+        norm: Any = self.accelerator.clip_grad_norm_(self.trained, float("inf") if limit is None else limit)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """float16 overflowed, and the scale of the loss has been made smaller."""
+        return bool(self.accelerator.optimizer_step_was_skipped)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What `model.save_trained` writes, on rank 0; empty on the others."""
+        options = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=self._adapter)
+        found: dict[str, Tensor] = states.get_model_state_dict(self.module, options=options)
+        return found
+
+    @property
+    def _adapter(self) -> bool:
+        return self._job.fine_tune_type != "full"
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of the state of the trained parameters and of the optimizer."""
+        dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True))
+
+    def load(self, folder: Path, *, same_ranks: bool) -> None:
+        """Restore what was saved, with all ranks' files in `folder`. `same_ranks`: by as many as there are now."""
+        state = self._state()
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+        options = states.StateDictOptions(ignore_frozen_params=True, strict=False)
+        states.set_state_dict(
+            self.module,
+            self._own,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
+
+    def _state(self) -> dict[str, Any]:
+        # The optimizer's state is made by its first step.
+        options = states.StateDictOptions(ignore_frozen_params=True)
+        model, optimizer = states.get_state_dict(self.module, self._own, options=options)
+        return {"model": model, "optimizer": optimizer}
+
+    @abstractmethod
+    def _prepare(self, module: Any) -> tuple[Any, Any]:
+        """The model and the optimizer to train with; sets `_own`."""
+
+    _own: MlxOptimizer
+
+
+class DdpStrategy(TorchStrategy):
+    """Every rank has the whole model: DistributedDataParallel."""
+
+    def _prepare(self, module: Any) -> tuple[Any, Any]:
+        module.to(self.accelerator.device)
+        self._own = make_optimizer(self._job, self.trained)
+        model, optimizer = self.accelerator.prepare(module, self._own)
+        return model, optimizer
+
+
+class FsdpStrategy(TorchStrategy):
+    """Every rank has a part of each parameter: `fully_shard` of each block, and of the rest."""
+
+    partitioned = ("optimizer", "gradients", "parameters")
+
+    def _prepare(self, module: Any) -> tuple[Any, Any]:
+        settings = self._settings
+        mixed = settings.precision != "fp32"
+        options: dict[str, Any] = {
+            "reshard_after_forward": settings.sharding == "full",
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=DTYPES[settings.precision] if mixed else None,
+                reduce_dtype=torch.float32 if mixed else None,
+            ),
+            "offload_policy": CPUOffloadPolicy() if settings.offload == "cpu" else OffloadPolicy(),
+        }
+        # Each block is moved to the device when it is divided: the whole model need not fit there.
+        _, layers = decoder_layers(module)
+        for layer in layers:
+            fully_shard(layer, **options)
+        fully_shard(module, **options)
+        self._own = make_optimizer(self._job, self.trained)
+        return module, self.accelerator.prepare(self._own)
+
+
+class DeepSpeedStrategy(TorchStrategy):
+    """Every rank has a part of the optimizer's state, of the gradients and of the parameters, as zero_stage says."""
+
+    format = "deepspeed"
+
+    def _prepare(self, module: Any) -> tuple[Any, Any]:
+        stage = self._settings.zero_stage
+        self.partitioned = FsdpStrategy.partitioned[:stage]
+        self._own = make_optimizer(self._job, self.trained)
+        model, optimizer = self.accelerator.prepare(module, self._own)
+        if model.zero_optimization_stage() != stage:
+            raise GroupError(f"DeepSpeed trains with ZeRO-{model.zero_optimization_stage()}, and {stage} was asked for")
+        return model, optimizer
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        # With the last one DeepSpeed takes the optimizer's step, too.
+        self.accelerator.sync_gradients = last
+        self.accelerator.backward(loss)
+
+    def step(self) -> float:
+        return float(self.accelerator.clip_grad_norm_(self.trained, 0.0) or 0.0)
+
+    def weights(self) -> dict[str, Tensor]:
+        whole = self.accelerator.get_state_dict(self.model)
+        if self.accelerator.process_index > 0:
+            return {}
+        names = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in whole.items() if not self._adapter or name in names}
+
+    def save(self, folder: Path) -> None:
+        self.model.save_checkpoint(str(folder), tag=_STATE, exclude_frozen_parameters=True)
+
+    def load(self, folder: Path, *, same_ranks: bool) -> None:
+        raise NotImplementedError
+
+
+_STRATEGIES: dict[str, type[TorchStrategy]] = {
+    "ddp": DdpStrategy,
+    "fsdp": FsdpStrategy,
+    "deepspeed": DeepSpeedStrategy,
+}
+
+
+def make_strategy(accelerator: Accelerator, job: Job, settings: TorchSettings, model: Any) -> TorchStrategy:
+    """Raises GroupError when the model has been divided otherwise than asked; JobError."""
+    return _STRATEGIES[job.strategy](accelerator, job, settings, model)
+
+
+def check_partitioned(model: Any, partitioned: tuple[str, ...]) -> None:
+    """Raises GroupError unless the parameters of `model` are divided over the ranks if and only if they should be."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    divided = all(isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor") for parameter in trained)
+    if divided == ("parameters" in partitioned):
+        return
+    asked, got = ("a part", "all") if not divided else ("all", "a part")
+    why = ""
+    if isinstance(model, DistributedDataParallel):
+        why = ": Accelerate replaces FSDP by DDP on the CPU, and says nothing"
+    raise GroupError(
+        f"each rank should have {asked} of the parameters, and has {got} of them in a {type(model).__name__}{why}"
+    )

@@ -1,0 +1,103 @@
+"""Runs the PyTorch trainer on this machine: one process of the nodes' python per rank, with the environment that the
+keeper gives it, and nothing around them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.protocol.attempt import EVENTS_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
+from tests.needs import TORCH
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 400.0
+
+
+@dataclass
+class TorchRun:
+    """Ranks under way or over."""
+
+    files: list[NodeFiles]
+    """By rank."""
+    processes: list[subprocess.Popen[bytes]]
+
+    def wait(self) -> list[int]:
+        """The ranks' exit codes."""
+        try:
+            return [process.wait(LIMIT_S) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def succeeded(self) -> TorchRun:
+        codes = self.wait()
+        assert codes == [0] * len(codes), "\n".join(self.log(rank)[-3000:] for rank in range(len(codes)))
+        return self
+
+    def log(self, rank: int = 0) -> str:
+        return self.files[rank].log(rank).read_text()
+
+    def events(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+        path = self.files[rank].events(rank)
+        events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [event for event in events if event["event"] == kind]
+
+    def losses(self) -> dict[int, float]:
+        return {event["iteration"]: event["loss"] for event in self.events("step")}
+
+
+def start_torch(
+    directory: Path,
+    job: Mapping[str, Any],
+    *,
+    ranks: int = 1,
+    attempt: int = 1,
+    homes: list[str] | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> TorchRun:
+    """`homes`: the ranks' nodes, as names of folders, one for all without; `fields`: of AttemptSpec."""
+    names = homes or ["node"] * ranks
+    directory.mkdir(parents=True, exist_ok=True)
+    specs = [RankSpec(rank, f"n{rank}", "127.0.0.1", str(TORCH), str(directory)) for rank in range(ranks)]
+    spec = AttemptSpec(
+        "run", attempt, uuid.uuid4().hex, "gloo", ranks, specs, dict(job), framework="torch", **(fields or {})
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run = TorchRun([NodeFiles.for_attempt(directory / name, "run", attempt) for name in names], [])
+    for rank, files in enumerate(run.files):
+        files.directory.mkdir(parents=True, exist_ok=True)
+        write_atomic(files.spec, spec.to_json())
+        own = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MLX_RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+            SPEC_ENV: str(files.spec),
+            EVENTS_ENV: str(files.events(rank)),
+            "PYTHONPATH": str(ROOT),
+        }
+        with files.log(rank).open("wb") as log:
+            command = [str(TORCH), "-m", "engine.torch_trainer.main"]
+            process = subprocess.Popen(
+                command, env={**os.environ, **own}, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        run.processes.append(process)
+    return run
+
+
+def run_torch(directory: Path, job: Mapping[str, Any], **options: Any) -> TorchRun:
+    return start_torch(directory, job, **options).succeeded()
