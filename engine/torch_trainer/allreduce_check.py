@@ -11,6 +11,7 @@ Exit code 0 when the sums are exact and nothing failed, else 1.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -87,11 +88,13 @@ def check_accelerate(result: AllSumResult, backend: str, world_size: int, asked:
     from accelerate import Accelerator
 
     recipe = asked.get("recipe")
+    # Set by `accelerate launch` for its options and configuration file.
+    named = [name for name in _PARTITIONING if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
+    if "DEEPSPEED" in named:
+        compile_nothing()
     state = (Accelerator() if recipe is None else recipe_accelerator(backend, world_size, asked)).state
     kind = str(state.distributed_type.value)
     result.chosen = f"{kind} with {state.num_processes} process{'es' * (state.num_processes != 1)}"
-    # Set by `accelerate launch` for its options and configuration file.
-    named = [name for name in _PARTITIONING if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
     wanted = next(iter(named), str(asked["strategy"]).upper())
     if recipe is not None and wanted == "FSDP":
         wanted, result.chosen = "", f"{result.chosen}; the recipe calls fully_shard itself"
@@ -121,14 +124,12 @@ def recipe_accelerator(backend: str, world_size: int, asked: dict[str, Any]) -> 
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 
 
-def late(limit_s: float) -> str:
-    """What the time may have gone into. DeepSpeed compiles operators the first time, and waits for ever where a process
-    that compiled one was killed (torch.utils.file_baton)."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-    locked = next(folder.glob("**/lock"), None) if "deepspeed" in sys.modules else None
-    if locked is None:
-        return f"no result within {limit_s:g} s: a peer does not respond"
-    return f"no result within {limit_s:g} s, DeepSpeed waits for {locked}: if no ninja runs there, remove that file"
+def compile_nothing() -> None:
+    """DeepSpeed compiles an operator for the CPU as it makes its group. That takes minutes, and this check, which ends
+    itself when it is late, would leave a lock for which every later rank waited for ever (torch.utils.file_baton)."""
+    # deepspeed.comm.torch is also the name by which that package knows torch itself.
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    communication.build_shm_op = lambda: None
 
 
 def main() -> None:
@@ -149,7 +150,7 @@ def main() -> None:
         os._exit(0 if result.succeeded else 1)
 
     def give_up() -> None:
-        result.error = late(limit_s)
+        result.error = f"no result within {limit_s:g} s: a peer does not respond"
         end()
 
     timer = threading.Timer(limit_s, give_up)

@@ -239,6 +239,22 @@ async def test_accelerate_makes_what_the_recipe_asks_it_for(tmp_path: Path, stra
 
 @pytest.mark.needs("torch")
 @pytest.mark.slow
+async def test_a_launched_deepspeed_on_the_cpu_sees_one_process_and_compiles_nothing(tmp_path: Path) -> None:
+    """Accelerate then divides no data."""
+    (tmp_path / "zero.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: 'no'\nnum_machines: 1\n"
+        "num_processes: 2\nuse_cpu: false\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 1\n"
+    )
+    config = here(tmp_path, str(TORCH), "accelerate", "launch", "--config_file", "zero.yaml", "train.py")
+    operators = tmp_path / "operators"
+    job = config.job.model_copy(update={"env": {"TORCH_EXTENSIONS_DIR": str(operators)}})
+    result = await run_check(gradient.run, config.model_copy(update={"job": job}))
+    assert "Accelerate chose DEEPSPEED with 1 process, where 2 were asked for" in result.summary, result
+    assert not operators.exists()
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.slow
 async def test_a_strategy_that_accelerate_launch_is_not_configured_for_is_a_fault(tmp_path: Path) -> None:
     config = here(tmp_path, str(TORCH), "accelerate", "launch", "train.py")
     job = config.job.model_copy(update={"strategy": "fsdp"})
