@@ -201,6 +201,9 @@ def update_elements(elements: int) -> int:
 def config_hash(raw: dict[str, Any]) -> str:
     """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
     split, so that another number of ranks can resume with another split; nor on the form of the optimizer's state,
-    which a saved state shows itself."""
-    job = {key: value for key, value in raw.items() if key not in ("layer_split", "optimizer_precision", "moments")}
+    which a saved state shows itself; nor on how the ranks of a PyTorch job divide it."""
+    left_out = {"layer_split", "optimizer_precision", "moments"}
+    if raw.get("framework") == "torch":
+        left_out |= {"strategy", "grad_checkpoint", *(entry.name for entry in fields(TorchSettings))}
+    job = {key: value for key, value in raw.items() if key not in left_out}
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()

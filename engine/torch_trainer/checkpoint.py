@@ -179,9 +179,8 @@ class StateCheckpoints:
                 refused += 1
                 self._reporter.warn(f"the state in {self._base / folder_name(update)} is not used: {error}")
                 continue
-            same = manifests[0].world_size == self._spec.world_size
-            self._strategy.load(self._base / folder_name(update), same_ranks=same)
             found = manifests[0]
+            self._load(self._base / folder_name(update), found)
             point = TrainingPoint(found.iteration, found.update, found.window, found.best)
             self._saved = update
             seconds = time.perf_counter() - started
@@ -202,6 +201,23 @@ class StateCheckpoints:
         self._reporter.warn(f"no state to resume from ({why}): the training starts at iteration 1")
         return TrainingPoint()
 
+    def _load(self, folder: Path, found: Manifest) -> None:
+        """Raises JobError."""
+        target = None
+        try:
+            if found.world_size != self._spec.world_size and self._strategy.converts:
+                target = self._base / f".{folder.name}.converted"
+                if self._leads:
+                    shutil.rmtree(target, ignore_errors=True)
+                    self._strategy.convert(folder, target)
+                dist.barrier()
+            self._strategy.load(target or folder, converted=target is not None)
+        except CheckpointError as error:
+            raise JobError(f"the state in {folder} cannot be restored: {error}") from error
+        finally:
+            if target is not None and self._leads:
+                shutil.rmtree(target, ignore_errors=True)
+
     def _report(self, point: TrainingPoint, source: str, seconds: float, refused: int) -> None:
         self._reporter.event(
             "resumed",
@@ -214,7 +230,7 @@ class StateCheckpoints:
         )
 
     def _list(self) -> Listing:
-        """What is on this rank's disk."""
+        """The checkpoints on this rank's disk."""
         found: Listing = {}
         for path in self._base.glob("step-*"):
             if (update := update_of(path.name)) is None or path.is_symlink():

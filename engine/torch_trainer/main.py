@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 
 from engine.training.process import TrainingProcess, run_rank
 
@@ -20,6 +21,8 @@ def _run(process: TrainingProcess) -> None:
     if process.spec.backend == "gloo":
         # Else Accelerate and DeepSpeed would take a GPU that is there.
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    # DeepSpeed and Accelerate call functions that PyTorch has renamed.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     from engine.torch_trainer.train import train
 
     # What the imports have made stays: no collection looks through it, not the one at the end either.

@@ -61,7 +61,10 @@ class MlxOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         names = ["exp_avg", "exp_avg_sq"]
         if self._kind == "sgd":
             names = ["exp_avg"] if group["momentum"] > 0 else []
+        # Only read by DeepSpeed's universal checkpoints.
+        step = torch.tensor(float(group["update"]))
         for parameter in parameters:
+            self.state[parameter]["step"] = step
             for name in names:
                 if name not in self.state[parameter]:
                     self.state[parameter][name] = torch.zeros_like(parameter)

@@ -4,7 +4,9 @@ Accelerate replaces FSDP by DDP on the CPU without a word. What was asked for is
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import io
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
+from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from deepspeed.ops import __compatible_ops__
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
@@ -26,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.deepspeed import deepspeed_config
 from engine.protocol.job import Job, JobError, TorchSettings
+from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.model import DTYPES, decoder_layers
 from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer
 from engine.training.outcome import GroupError
@@ -100,9 +104,11 @@ class TorchStrategy(ABC):
     """One rank's model and optimizer. Every call is made by every rank, at the same point of the training."""
 
     partitioned: tuple[str, ...] = ()
-    """What each rank has only a part of: "optimizer", "gradients", "parameters"."""
+    """The things that each rank has only a part of: "optimizer", "gradients", "parameters"."""
     format = "dcp"
-    """Of its state: one that reads its own format reads it on any number of ranks."""
+    """The form of its state."""
+    converts = False
+    """Another number of ranks can load its state only after `convert`."""
 
     def __init__(self, accelerator: Accelerator, job: Job, settings: TorchSettings, module: Any) -> None:
         self.accelerator = accelerator
@@ -141,7 +147,7 @@ class TorchStrategy(ABC):
         return bool(self.accelerator.optimizer_step_was_skipped)
 
     def weights(self) -> dict[str, Tensor]:
-        """What `model.save_trained` writes, on rank 0; empty on the others."""
+        """The tensors that `model.save_trained` writes, on rank 0; empty on the others."""
         options = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=self._adapter)
         found: dict[str, Tensor] = states.get_model_state_dict(self.module, options=options)
         return found
@@ -154,8 +160,14 @@ class TorchStrategy(ABC):
         """Write this rank's part of the state of the trained parameters and of the optimizer."""
         dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True))
 
-    def load(self, folder: Path, *, same_ranks: bool) -> None:
-        """Restore what was saved, with all ranks' files in `folder`. `same_ranks`: by as many as there are now."""
+    def convert(self, folder: Path, target: Path) -> None:
+        """On one rank of a node, with `converts`: make of the files of another number of ranks in `folder` what `load`
+        accepts. Raises CheckpointError."""
+        raise NotImplementedError
+
+    def load(self, folder: Path, *, converted: bool) -> None:
+        """Restore what was saved, with all ranks' files in `folder`, or what has been `converted`. Raises
+        CheckpointError."""
         state = self._state()
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
         options = states.StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -219,6 +231,7 @@ class DeepSpeedStrategy(TorchStrategy):
     """Every rank has a part of the optimizer's state, of the gradients and of the parameters, as zero_stage says."""
 
     format = "deepspeed"
+    converts = True
 
     def _prepare(self, module: Any) -> tuple[Any, Any]:
         stage = self._settings.zero_stage
@@ -245,10 +258,35 @@ class DeepSpeedStrategy(TorchStrategy):
         return {name: value for name, value in whole.items() if not self._adapter or name in names}
 
     def save(self, folder: Path) -> None:
-        self.model.save_checkpoint(str(folder), tag=_STATE, exclude_frozen_parameters=True)
+        # ds_to_universal wants to be told that no parameter is partitioned in another way.
+        about: dict[str, Any] = {UNIVERSAL_CHECKPOINT_INFO: {}}
+        self.model.save_checkpoint(str(folder), _STATE, about, save_latest=False, exclude_frozen_parameters=True)
 
-    def load(self, folder: Path, *, same_ranks: bool) -> None:
-        raise NotImplementedError
+    def convert(self, folder: Path, target: Path) -> None:
+        """Make DeepSpeed's universal checkpoint, which any number of ranks can load. Raises CheckpointError."""
+        request = argparse.Namespace(
+            input_folder=str(folder / _STATE),
+            output_folder=str(target / _STATE),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+        try:
+            # It prints each of its steps.
+            with contextlib.redirect_stdout(io.StringIO()):
+                ds_to_universal.main(request)
+        except (KeyError, AssertionError, RuntimeError) as error:
+            raise CheckpointError(f"DeepSpeed cannot convert it for another number of ranks: {error!r}") from error
+
+    def load(self, folder: Path, *, converted: bool) -> None:
+        self.model._config.load_universal_checkpoint = converted
+        if self._settings.zero_stage < 3:
+            self.model.optimizer.load_universal = converted
+        path, _ = self.model.load_checkpoint(str(folder), _STATE, load_module_strict=False)
+        if path is None:
+            raise CheckpointError("DeepSpeed does not load it")
 
 
 _STRATEGIES: dict[str, type[TorchStrategy]] = {

@@ -14,8 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.protocol.attempt import EVENTS_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec, write_atomic
+from engine.protocol.attempt import (
+    CONTROL_FD_ENV,
+    EVENTS_ENV,
+    SPEC_ENV,
+    STOP,
+    AttemptSpec,
+    NodeFiles,
+    RankSpec,
+    write_atomic,
+)
 from tests.needs import TORCH
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0
@@ -28,14 +38,20 @@ class TorchRun:
     files: list[NodeFiles]
     """By rank."""
     processes: list[subprocess.Popen[bytes]]
+    controls: list[int]
+    """The keepers' ends of the ranks' control pipes."""
+
+    def stop(self, rank: int) -> None:
+        os.write(self.controls[rank], STOP)
 
     def wait(self) -> list[int]:
         """The ranks' exit codes."""
         try:
             return [process.wait(LIMIT_S) for process in self.processes]
         finally:
-            for process in self.processes:
+            for process, control in zip(self.processes, self.controls, strict=True):
                 process.kill()
+                os.close(control)
 
     def succeeded(self) -> TorchRun:
         codes = self.wait()
@@ -73,10 +89,12 @@ def start_torch(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    run = TorchRun([NodeFiles.for_attempt(directory / name, "run", attempt) for name in names], [])
+    run = TorchRun([NodeFiles.for_attempt(directory / name, "run", attempt) for name in names], [], [])
     for rank, files in enumerate(run.files):
         files.directory.mkdir(parents=True, exist_ok=True)
         write_atomic(files.spec, spec.to_json())
+        read, write = os.pipe()
+        run.controls.append(write)
         own = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -87,17 +105,27 @@ def start_torch(
             "MLX_RANK": str(rank),
             "OMP_NUM_THREADS": "1",
             SPEC_ENV: str(files.spec),
+            CONTROL_FD_ENV: str(read),
             EVENTS_ENV: str(files.events(rank)),
             "PYTHONPATH": str(ROOT),
         }
         with files.log(rank).open("wb") as log:
-            command = [str(TORCH), "-m", "engine.torch_trainer.main"]
-            process = subprocess.Popen(
-                command, env={**os.environ, **own}, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
+            command, environment = [str(TORCH), "-m", "engine.torch_trainer.main"], {**os.environ, **own}
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=[read])
+        os.close(read)
         run.processes.append(process)
     return run
 
 
 def run_torch(directory: Path, job: Mapping[str, Any], **options: Any) -> TorchRun:
     return start_torch(directory, job, **options).succeeded()
+
+
+def wait_for_event(run: TorchRun, kind: str) -> None:
+    """Until rank 0 has reported it. Fails when a rank ends before."""
+
+    def reported() -> bool:
+        assert all(process.poll() is None for process in run.processes), run.log()[-3000:]
+        return bool(run.events(kind))
+
+    wait_until(reported, LIMIT_S)

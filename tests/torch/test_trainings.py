@@ -1,0 +1,144 @@
+"""Trainings with PyTorch: the same losses whatever the number of ranks and however they divide the training, as with
+MLX, and after a checkpoint as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torch.running import TorchRun, run_torch, start_torch, wait_for_event
+from tests.training.launching import launch
+from tests.training.tiny import SCHEDULE, Tiny
+
+pytestmark = [pytest.mark.needs("torch"), pytest.mark.busy]
+
+DDP: dict[str, Any] = {"strategy": "ddp"}
+FSDP: dict[str, Any] = {"strategy": "fsdp"}
+GRAD_OP: dict[str, Any] = {"strategy": "fsdp", "sharding": "grad_op"}
+ZERO: dict[int, dict[str, Any]] = {stage: {"strategy": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
+CLOSE = 1e-4
+
+
+def torch_job(tiny: Tiny, division: Mapping[str, Any] = DDP, **keys: Any) -> dict[str, Any]:
+    return tiny.job(**{"framework": "torch", "precision": "fp32", "lr_schedule": SCHEDULE, **division, **keys})
+
+
+def assert_same_losses(one: Mapping[int, float], two: Mapping[int, float], within: float = CLOSE) -> None:
+    assert one.keys() == two.keys()
+    worst = max(one, key=lambda iteration: abs(one[iteration] - two[iteration]))
+    assert abs(one[worst] - two[worst]) < within, f"iteration {worst}: {one[worst]} and {two[worst]}"
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> TorchRun:
+    """One rank, whose last update has only two of four iterations."""
+    return run_torch(tmp_path_factory.mktemp("alone"), torch_job(tiny, iters=10, grad_accumulation_steps=4))
+
+
+@pytest.mark.parametrize("division", [FSDP, pytest.param(ZERO[2], marks=pytest.mark.slow)], ids=["fsdp", "ZeRO-2"])
+def test_two_ranks_have_the_losses_of_one(
+    tiny: Tiny, tmp_path: Path, alone: TorchRun, division: dict[str, Any]
+) -> None:
+    two = run_torch(tmp_path, torch_job(tiny, division, iters=10, grad_accumulation_steps=4), ranks=2)
+    assert_same_losses(two.losses(), alone.losses())
+    (start,) = two.events("start", rank=1)
+    partitioned = {"fsdp": ["optimizer", "gradients", "parameters"], "deepspeed": ["optimizer", "gradients"]}
+    assert start["partitioned"] == partitioned[division["strategy"]]
+    assert (start["world_size"], start["backend"], start["strategy"]) == (2, "gloo", division["strategy"])
+    assert start["distributed_type"] == ("DEEPSPEED" if division["strategy"] == "deepspeed" else "MULTI_CPU")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_every_division_has_the_losses_of_one_rank_over_50_steps(tiny: Tiny, tmp_path: Path, accumulation: int) -> None:
+    keys: dict[str, Any] = {"iters": 50 * accumulation, "grad_accumulation_steps": accumulation}
+    one = run_torch(tmp_path / "one", torch_job(tiny, **keys)).losses()
+    for number, division in enumerate([DDP, FSDP, GRAD_OP, *ZERO.values()]):
+        two = run_torch(tmp_path / str(number), torch_job(tiny, division, **keys), ranks=2)
+        assert_same_losses(two.losses(), one)
+
+
+def test_mlx_and_torch_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"iters": 50, "optimizer": "adamw", "max_grad_norm": 1.0, "val_batches": -1}
+    job = torch_job(tiny, steps_per_eval=20, steps_per_report=10, **keys)
+    torch = run_torch(tmp_path / "torch", job)
+    own = {key: value for key, value in job.items() if key not in ("framework", "precision", "strategy")}
+    mlx = launch(tmp_path / "mlx", own).succeeded()
+    assert_same_losses(torch.losses(), {event["iteration"]: event["loss"] for event in mlx.events(0, "step")}, 1e-3)
+    for kind, names in [("report", ("iteration", "learning_rate", "trained_tokens")), ("validation", ("iteration",))]:
+        for theirs, ours in zip(mlx.events(0, kind), torch.events(kind), strict=True):
+            assert ours.keys() == theirs.keys()
+            assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names])
+    for theirs, ours in zip(mlx.events(0, "validation"), torch.events("validation"), strict=True):
+        assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-3)
+    assert torch.events("end")[0]["completed"] and torch.events("report")[-1]["peak_memory"] > 0.05
+
+
+def test_a_state_is_sent_to_the_nodes_that_lack_it(tiny: Tiny, tmp_path: Path) -> None:
+    """Two nodes, each with its own part; then a third one, and the newest part on one of them is damaged."""
+    job = torch_job(tiny, FSDP)
+    saved = {"checkpoint_every": 2, "checkpoint_keep": 2}
+    before = run_torch(tmp_path, job, ranks=2, homes=["a", "b"], fields=saved)
+    states = [tmp_path / home / "runs" / "run" / "checkpoints" for home in ("a", "b")]
+    kept = ["step-000000006", "step-000000008"]
+    assert [sorted(path.name for path in folder.iterdir()) for folder in states] == [kept, kept]
+    assert not (states[1] / "step-000000006" / ".metadata").exists()
+    damaged = next((states[1] / "step-000000008").glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    fields = {"resume": True, "reached": 8}
+    after = run_torch(tmp_path, job, ranks=3, attempt=2, homes=["a", "b", "c"], fields=fields)
+    (resumed,) = after.events("resumed")
+    assert (resumed["update"], resumed["refused"]) == (6, 1)
+    warnings = [event["message"] for rank in range(3) for event in after.events("warning", rank)]
+    assert any("its hash is not the manifest's" in message for message in warnings)
+    assert any("is damaged on every node that has it" in message for message in warnings)
+    assert {event["path"].split("/")[0] for event in after.events("fetched", rank=2)} == {"step-000000006"}
+    assert_same_losses(after.losses(), {iteration: before.losses()[iteration] for iteration in (7, 8)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", [DDP, FSDP, ZERO[2], ZERO[3]], ids=["ddp", "fsdp", "ZeRO-2", "ZeRO-3"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_training_goes_on_with_any_number_of_ranks(
+    tiny: Tiny, tmp_path: Path, division: dict[str, Any], kind: str
+) -> None:
+    job = torch_job(tiny, division, fine_tune_type=kind)
+    before = run_torch(tmp_path, job, ranks=2, fields={"checkpoint_every": 5})
+    rest = {iteration: loss for iteration, loss in before.losses().items() if iteration > 5}
+    for attempt, ranks in enumerate([2, 1, 3], 2):
+        after = run_torch(tmp_path, job, ranks=ranks, attempt=attempt, fields={"resume": True})
+        assert_same_losses(after.losses(), rest)
+
+
+@pytest.mark.slow
+def test_a_state_of_ddp_is_one_of_fsdp(tiny: Tiny, tmp_path: Path) -> None:
+    before = run_torch(tmp_path, torch_job(tiny, DDP), ranks=2, fields={"checkpoint_every": 5})
+    after = run_torch(tmp_path, torch_job(tiny, FSDP), ranks=2, attempt=2, fields={"resume": True})
+    assert_same_losses(after.losses(), {iteration: before.losses()[iteration] for iteration in (6, 7, 8)})
+
+
+def test_a_stopped_training_saves_its_state_and_goes_on_from_it(tiny: Tiny, tmp_path: Path) -> None:
+    job = torch_job(tiny, ZERO[3], iters=2000, steps_per_report=1)
+    run = start_torch(tmp_path, job, ranks=2)
+    wait_for_event(run, "report")
+    run.stop(rank=1)
+    run.succeeded()
+    ends = [run.events("end", rank)[0] for rank in range(2)]
+    assert ends[0]["stopped"] and ends[0]["iteration"] == ends[1]["iteration"] < 2000
+    going_on = start_torch(tmp_path, job, ranks=1, attempt=2, fields={"resume": True, "reached": ends[0]["iteration"]})
+    wait_for_event(going_on, "report")
+    going_on.stop(rank=0)
+    going_on.succeeded()
+    assert going_on.events("step")[0]["iteration"] == ends[0]["iteration"] + 1
+
+
+def test_it_never_starts_again_where_a_state_should_be(tiny: Tiny, tmp_path: Path) -> None:
+    run = start_torch(tmp_path, torch_job(tiny), fields={"resume": True, "reached": 5})
+    assert run.wait() == [1]
+    assert "no state to resume from (no rank has any)" in run.events("failure")[0]["message"]
