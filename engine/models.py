@@ -374,6 +374,8 @@ class NodeFacts(FrozenModel):
     python: str | None = None
     mlx: str | None = None
     mlx_lm: str | None = None
+    torch: str | None = None
+    """Of a PyTorch job's nodes alone."""
     mlx_problem: str | None = None
     """Why mlx cannot be imported."""
     backends: tuple[str, ...] = ()

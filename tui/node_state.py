@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SKEW_LIMIT_S: Final = 1.0
 """A clock that is further off stands out: logs of two nodes can then not be read side by side."""
 DISK_LIMIT_BYTES: Final = 5_000_000_000
-VERSIONS: Final = ("python", "mlx", "mlx_lm")
+VERSIONS: Final = ("python", "mlx", "mlx_lm", "torch")
 
 
 def node_names(state: DeckState) -> list[str]:
@@ -35,7 +35,7 @@ def ranks_by_node(state: DeckState) -> dict[str, RankStatus]:
 
 
 def reference(state: DeckState) -> dict[str, str]:
-    """The version of python, mlx and mlx-lm that most nodes have, by field; of equals the first node's."""
+    """The version of python, mlx, mlx-lm and torch that most nodes have, by field; of equals the first node's."""
     found = {}
     for field in VERSIONS:
         values = Counter(value for facts in state.facts.values() if (value := getattr(facts, field)))

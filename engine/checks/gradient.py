@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -25,6 +26,7 @@ from engine.checks.context import CheckContext
 from engine.checks.interpreter import Interpreter
 from engine.checks.leases import Leases, leased
 from engine.checks.local_process import LocalProgram
+from engine.checks.plan_inputs import chosen_job
 from engine.checks.ports import fresh_block
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.staging import HostLayout, gather_all
@@ -48,6 +50,7 @@ from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.events import tail
+from engine.protocol.job import TorchSettings
 from engine.protocol.launchers import split_launcher
 from engine.protocol.measurements import AllSumResult
 from engine.security.sanitise import last_line, plain
@@ -62,6 +65,8 @@ _ALL_SUM = "engine.trainer.allreduce_check"
 _ALL_REDUCE = "engine.torch_trainer.allreduce_check"
 _TRIED = ("ACCELERATE_", "CUDA_", "GLOO_", "TORCH_")
 """Variables of [job] env that decide how a group of PyTorch's comes about; others may be secrets."""
+_TORCH_ALLOWANCE_S = 110.0
+"""START_ALLOWANCE_S of engine.torch_trainer.allreduce_check."""
 _ACCELERATE_LAUNCH = "engine/torch_trainer/accelerate_launch.py"
 """In the bundle, where every rank is started."""
 Result = TypeVar("Result")
@@ -103,15 +108,16 @@ AllSumOutcome = GroupOutcome[AllSumResult]
 async def run_all_sum(context: CheckContext) -> AllSumOutcome:
     """Run an all_sum on all ranks. Cancelled, it ends them first. Raises LaunchError, NodeUnreachable when they could
     not be started."""
-    config = context.config
+    config, job = context.config, await chosen_job(context)
 
     def program(network: NetworkPlan, _: Sequence[HostLayout]) -> GroupProgram:
         seconds = config.preflight.all_sum_s
         arguments = ["--seconds", str(seconds), "--world-size", str(len(config.nodes)), "--backend", network.backend]
         limit_s = START_ALLOWANCE_S + 5 * seconds
         if network.framework == "torch":
-            uses, launcher = _accelerate(config.job)
-            arguments += ["--accelerate"] if uses else []
+            limit_s = _TORCH_ALLOWANCE_S + 5 * seconds
+            asked, launcher = _accelerate(job)
+            arguments += ["--accelerate", json.dumps(asked)] if asked else []
             environment = network_environment(network, config.job.env)
             environment |= {name: text for name, text in config.job.env.items() if name.startswith(_TRIED)}
             return GroupProgram(_ALL_REDUCE, arguments, limit_s, environment, launcher=launcher)
@@ -120,11 +126,15 @@ async def run_all_sum(context: CheckContext) -> AllSumOutcome:
     return await run_group(context, program, _RESULT)
 
 
-def _accelerate(job: JobConfig) -> tuple[bool, list[str]]:
-    """True if the job's ranks use Accelerate, and the words that give them the environment of `accelerate launch`."""
+def _accelerate(job: JobConfig) -> tuple[dict[str, Any], list[str]]:
+    """What the job's ranks ask of Accelerate, empty if they do not use it, and the words that give them the environment
+    of `accelerate launch`."""
     launcher, options, _ = split_launcher(job.command)
+    if job.command is None:
+        settings = {entry.name: job.mlx_lm.get(entry.name) for entry in fields(TorchSettings)}
+        return {"strategy": job.strategy, "recipe": settings}, []
     if launcher != "accelerate":
-        return job.command is None, []
+        return {}, []
     words = [_ACCELERATE_LAUNCH]
     for option, value in zip(options[::2], options[1::2], strict=True):
         name, _, joined = option.partition("=")
@@ -133,7 +143,7 @@ def _accelerate(job: JobConfig) -> tuple[bool, list[str]]:
             words += [name, str(path if path.is_absolute() else PurePosixPath("{workdir}") / path)]
         elif name not in ("-m", "--module"):
             words += [word for word in (option, value) if word]
-    return True, words
+    return {"strategy": job.strategy}, words
 
 
 async def run_group(
@@ -261,7 +271,7 @@ def _last_line(output: bytes) -> str:
 
 
 NAME = "gradient_layer"
-_LIMIT_S = START_ALLOWANCE_S + 5 * 60 + 30
+_LIMIT_S = _TORCH_ALLOWANCE_S + 5 * 60 + 30
 """For the longest all_sum that a configuration allows."""
 
 CONSEQUENCES = re.compile(

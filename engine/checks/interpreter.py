@@ -29,6 +29,8 @@ def torch_packages(job: JobConfig) -> tuple[str, ...]:
     """Those that every rank of a PyTorch job imports, torch first: of a command, besides torch, its launcher."""
     if job.command is not None:
         launcher = split_launcher(job.command)[0]
+        if launcher == "accelerate" and job.strategy == "deepspeed":
+            return ("torch", "accelerate", "deepspeed")
         return ("torch", launcher) if launcher in ("accelerate", "deepspeed") else ("torch",)
     return ("torch", *_RECIPE, *(("deepspeed",) if job.strategy == "deepspeed" else ()))
 

@@ -7,6 +7,7 @@ reported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from engine.checks.obstacles import reporting_obstacles
 from engine.cluster.probe_results import ExampleCount, ModelConfiguration
 from engine.cluster.topology import topology
 from engine.config.formats import resolved
-from engine.config.models import Config, NodeConfig, select_nodes
+from engine.config.models import Config, JobConfig, NodeConfig, select_nodes
 from engine.errors import FlightDeckError, InputError, LaunchError, StateError, memory_text
 from engine.launch.hostfile import hostfile_document, write_hostfile
 from engine.launch.manual_launch import JobSizes, manual_launch
@@ -307,6 +308,17 @@ def _layers(model: Mapping[str, Any] | None) -> int | None:
 def _tools() -> Tools:
     beside = Path(sys.executable).with_name("flightdeck")
     return Tools(python=sys.executable, flightdeck=shlex.quote(str(beside)) if beside.exists() else "flightdeck")
+
+
+@once
+async def chosen_job(context: CheckContext) -> JobConfig:
+    """The job with what the plan of a PyTorch job chooses, as far as there is one."""
+    if context.config.job.framework == "torch":
+        with contextlib.suppress(FlightDeckError):
+            chosen = (await shared_plan(context)).settings
+            if not isinstance(chosen, Disabled):
+                return with_chosen(context.config, chosen).job
+    return context.config.job
 
 
 @once

@@ -26,6 +26,7 @@ from engine.checks.interpreter import (
     probe_imports,
     torch_packages,
 )
+from engine.checks.plan_inputs import chosen_job
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
@@ -74,16 +75,16 @@ def requirements(job: JobConfig) -> dict[str, Minimum]:
 
 async def run(context: CheckContext) -> CheckResult:
     interpreters, backend = await asyncio.gather(node_versions(context), planned_backend(context))
-    return evaluate(context.config, interpreters, backend)
+    # With the strategy that the plan chooses.
+    config = context.config.model_copy(update={"job": await chosen_job(context)})
+    return evaluate(config, interpreters, backend)
 
 
 @once
 async def node_versions(context: CheckContext) -> dict[str, Interpreter]:
     """Node name → its interpreter, with mlx-lm, or with PyTorch imported."""
-    found = await context.interpreters()
-    return await context.of_interpreters(
-        lambda node: probe_imports(context.agent(node), found[node.name], context.config.job)
-    )
+    found, job = await asyncio.gather(context.interpreters(), chosen_job(context))
+    return await context.of_interpreters(lambda node: probe_imports(context.agent(node), found[node.name], job))
 
 
 async def planned_backend(context: CheckContext) -> str:

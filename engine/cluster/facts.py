@@ -19,6 +19,7 @@ from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
 from engine.models import Failed, FrozenModel, HostKeyChange, HostKeyOffer, Late, NodeFacts, NoValue, Unparsable
 from engine.node.probes.facts import MAC_COMMANDS
+from engine.protocol.job import Framework
 from engine.security.sanitise import (
     count_or_none,
     finite_or_none,
@@ -69,6 +70,7 @@ def read_facts(report: Mapping[str, Any]) -> Fields:
         "disk_total_bytes": count_or_none(disk_total),
         "mlx": text_or_none(versions.get("mlx"), 40),
         "mlx_lm": text_or_none(versions.get("mlx_lm"), 40),
+        "torch": text_or_none(versions.get("torch"), 40),
     }
     fields["os"] = " ".join(filter(None, (fields["system"], text_or_none(report.get("release"), 60)))) or None
     fields |= _mlx(unknown.get("mlx_import"), answers)
@@ -248,7 +250,11 @@ async def probe_as_completed(
     for node in config.nodes:
         alike.setdefault((node.ssh, node.python, node.workdir), []).append(node)
     probed_for = {nodes[0].name: nodes for nodes in alike.values()}
-    probes = [asyncio.create_task(probe(nodes[0], fleet.agent(nodes[0]), clock)) for nodes in alike.values()]
+    framework = config.job.framework
+    probes = [
+        asyncio.create_task(probe(nodes[0], fleet.agent(nodes[0]), clock, framework=framework))
+        for nodes in alike.values()
+    ]
     try:
         for done in asyncio.as_completed(probes):
             facts = await done
@@ -260,11 +266,11 @@ async def probe_as_completed(
         await asyncio.gather(*probes, return_exceptions=True)
 
 
-async def probe(node: NodeConfig, agent: AgentClient, clock: Clock = now) -> NodeFacts:
+async def probe(node: NodeConfig, agent: AgentClient, clock: Clock = now, *, framework: Framework = "mlx") -> NodeFacts:
     """The facts of `node` now. Never raises for a node that cannot answer: `problem` then says why."""
     try:
         async with asyncio.timeout(TIME_LIMIT_S + _CONNECT_S):
-            fields = await _ask(node, agent, clock)
+            fields = await _ask(node, agent, clock, framework)
         return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
     except TimeoutError:
         fields = {"problem": f"no answer within {TIME_LIMIT_S + _CONNECT_S:g} s", "problem_kind": "unreachable"}
@@ -278,9 +284,10 @@ async def probe(node: NodeConfig, agent: AgentClient, clock: Clock = now) -> Nod
     return NodeFacts(node=node.name, host=node.ssh, probed_at=clock(), **fields)
 
 
-async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock) -> Fields:
+async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock, framework: Framework) -> Fields:
     round_trip_s = await agent.round_trip_s()
-    outcome = await agent.probe("facts", node.workdir, result_type=FactsReport, timeout_s=TIME_LIMIT_S)
+    asked = [node.workdir, *([framework] if framework != "mlx" else [])]
+    outcome = await agent.probe("facts", *asked, result_type=FactsReport, timeout_s=TIME_LIMIT_S)
     received = clock().timestamp()
     if isinstance(outcome, NoValue):
         return {"problem": str(outcome)}

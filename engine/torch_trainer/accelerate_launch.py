@@ -15,30 +15,34 @@ from argparse import Namespace
 _OF_THE_GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def accelerate_environment(args: Namespace) -> dict[str, str]:
-    """`args` as validated by Accelerate."""
-    from accelerate.utils import launch
-
-    if args.use_deepspeed:
-        return dict(launch.prepare_deepspeed_cmd_env(args)[1])
-    if args.cpu:
-        return dict(launch.prepare_simple_launcher_cmd_env(args)[1])
-    return dict(launch.prepare_multi_gpu_env(args))
-
-
-def main() -> None:
+def launch_environment(arguments: list[str]) -> tuple[Namespace, dict[str, str]]:
+    """The arguments of `accelerate launch` as it reads them, and the environment that it would give the script."""
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
 
-    args = launch_command_parser().parse_args(sys.argv[1:])
+    args = launch_command_parser().parse_args(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     # One machine, for these functions: with several they would write the files of DeepSpeed's launcher.
     args.num_processes, args.num_machines, args.machine_rank, args.main_process_port = world_size, 1, 0, 0
-    args, _, _ = _validate_launch_command(args)
+    args, defaults, has_precision = _validate_launch_command(args)
     args.num_processes, args.num_machines = world_size, 1
     args.cpu = args.cpu or not (torch.cuda.is_available() or args.use_fsdp or args.use_deepspeed)
-    environment = accelerate_environment(args)
+    if args.use_deepspeed:
+        # As its launch_command does.
+        fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if has_precision else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        environment = dict(launch.prepare_deepspeed_cmd_env(args)[1])
+    elif args.cpu:
+        environment = dict(launch.prepare_simple_launcher_cmd_env(args)[1])
+    else:
+        environment = dict(launch.prepare_multi_gpu_env(args))
     environment.update({name: os.environ[name] for name in _OF_THE_GROUP if name in os.environ})
+    return args, environment
+
+
+def main() -> None:
+    args, environment = launch_environment(sys.argv[1:])
     module = ["-m"] if args.module else []
     os.execve(sys.executable, [sys.executable, *module, args.training_script, *args.training_script_args], environment)
 

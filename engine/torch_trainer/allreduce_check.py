@@ -11,6 +11,7 @@ Exit code 0 when the sums are exact and nothing failed, else 1.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -20,8 +21,11 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from engine.protocol.attempt import write_atomic
+from engine.protocol.deepspeed import deepspeed_config
+from engine.protocol.job import TorchSettings
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES, AllSumResult
 
 _SMALL = 1_000
@@ -29,9 +33,11 @@ _LARGE = ALL_SUM_LARGE_BYTES // 4
 """Elements."""
 _LEAST = 2
 """Rounds before the last one."""
-_START_LIMIT_S = 50.0
-"""Importing PyTorch on a cold disk, and connecting."""
-_CONNECT_LIMIT_S = 30.0
+_START_LIMIT_S = 100.0
+"""Importing PyTorch, Accelerate and DeepSpeed by all ranks of a machine, and connecting."""
+_CONNECT_LIMIT = timedelta(seconds=90)
+_PARTITIONING = ("FSDP", "DEEPSPEED")
+"""Accelerate's distributed types that the strategies fsdp and deepspeed are to become."""
 
 
 def measure(result: AllSumResult, backend: str, world_size: int, seconds: float) -> None:
@@ -42,7 +48,8 @@ def measure(result: AllSumResult, backend: str, world_size: int, seconds: float)
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = "cuda" if backend == "nccl" else "cpu"
-    dist.init_process_group(backend, timeout=timedelta(seconds=_CONNECT_LIMIT_S))
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=_CONNECT_LIMIT)
     result.size = dist.get_world_size()
     connected = time.perf_counter()
     # Integers below 2^24 have the same float32 sum in whatever order they are added.
@@ -74,19 +81,55 @@ def measure(result: AllSumResult, backend: str, world_size: int, seconds: float)
     result.bandwidth_bytes_per_s = ALL_SUM_LARGE_BYTES / median_s(_LARGE, connected + seconds)
 
 
-def check_accelerate(result: AllSumResult, backend: str, world_size: int) -> None:
-    """Compare Accelerate's choice with what was asked for: it replaces silently what it does not support."""
+def check_accelerate(result: AllSumResult, backend: str, world_size: int, asked: dict[str, Any]) -> None:
+    """Have Accelerate make the group as it would for the job, and compare its choice with what was asked for: it
+    replaces silently what it does not support. `asked`: the job's `strategy`, and for the `recipe` its TorchSettings.
+    """
     from accelerate import Accelerator
 
-    state = Accelerator(cpu=backend == "gloo").state
-    kind = state.distributed_type.value
-    result.chosen = f"{kind} with {state.num_processes} processes"
+    recipe = asked.get("recipe")
     # Set by `accelerate launch` for its options and configuration file.
-    asked = next((name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"), None)
-    if state.num_processes != world_size:
+    named = [name for name in _PARTITIONING if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
+    if "DEEPSPEED" in named:
+        compile_nothing()
+    state = (Accelerator() if recipe is None else recipe_accelerator(backend, world_size, asked)).state
+    kind = str(state.distributed_type.value)
+    result.chosen = f"{kind} with {state.num_processes} process{'es' * (state.num_processes != 1)}"
+    wanted = next(iter(named), str(asked["strategy"]).upper())
+    if recipe is not None and wanted == "FSDP":
+        wanted, result.chosen = "", f"{result.chosen}; the recipe calls fully_shard itself"
+    if wanted in _PARTITIONING and kind != wanted:
+        why = f"which it does not support over {backend}" if named or backend == "gloo" else "which its options lack"
+        result.error = f"Accelerate chose {result.chosen} in place of {wanted}, {why}"
+    elif state.num_processes != world_size:
         result.error = f"Accelerate chose {result.chosen}, where {world_size} were asked for"
-    elif asked is not None and kind != asked:
-        result.error = f"Accelerate chose {kind} in place of {asked}, which it does not support over {backend}"
+
+
+def recipe_accelerator(backend: str, world_size: int, asked: dict[str, Any]) -> Any:
+    """Made of the same parts as that of engine.torch_trainer.strategies."""
+    import torch.distributed as dist
+
+    on_cpu, settings = backend == "gloo", TorchSettings.from_spec(asked["recipe"])
+    if on_cpu:
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    dist.init_process_group(backend if on_cpu else "cpu:gloo,cuda:nccl", timeout=_CONNECT_LIMIT)
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin
+
+    # With cpu=True for Accelerator, it would ignore DeepSpeed; without it, on the CPU, all other ranks.
+    PartialState(cpu=on_cpu)
+    if asked["strategy"] != "deepspeed":
+        return Accelerator(cpu=on_cpu, mixed_precision={"fp32": "no"}.get(settings.precision, settings.precision))
+    config = deepspeed_config(settings, micro_batch=1, accumulation=1, world_size=world_size, max_grad_norm=None)
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+
+
+def compile_nothing() -> None:
+    """DeepSpeed compiles an operator for the CPU as it makes its group. That takes minutes, and this check, which ends
+    itself when it is late, would leave a lock for which every later rank waited for ever (torch.utils.file_baton)."""
+    # deepspeed.comm.torch is also the name by which that package knows torch itself.
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    communication.build_shm_op = lambda: None
 
 
 def main() -> None:
@@ -94,7 +137,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long to measure")
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--backend", default="gloo")
-    parser.add_argument("--accelerate", action="store_true", help="also check what Accelerate chooses")
+    parser.add_argument("--accelerate", type=json.loads, help="also check what Accelerate chooses: see there")
     parser.add_argument("--out", required=True, help="where the result goes; {rank} is replaced")
     options = parser.parse_args()
     result = AllSumResult(int(os.environ["RANK"]))
@@ -114,9 +157,10 @@ def main() -> None:
     timer.daemon = True
     timer.start()
     try:
-        measure(result, options.backend, options.world_size, options.seconds)
-        if options.accelerate and result.succeeded:
-            check_accelerate(result, options.backend, options.world_size)
+        if options.accelerate is not None:
+            check_accelerate(result, options.backend, options.world_size, options.accelerate)
+        if result.error is None:
+            measure(result, options.backend, options.world_size, options.seconds)
     except Exception as error:
         result.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     timer.cancel()

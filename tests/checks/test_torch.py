@@ -18,10 +18,11 @@ from engine.checks import gradient, hardware, health, hostfile, versions, worker
 from engine.checks import model as check_model
 from engine.checks.interpreter import Interpreter, torch_packages
 from engine.cluster.probe_results import StaleProcesses, SystemLoad, TorchBuild
+from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
 from engine.models import CheckStatus
 from engine.plan.network import LaunchHost, NetworkPlan
-from engine.protocol.job import Framework
+from engine.protocol.job import Framework, Strategy
 from tests.checks.conftest import make_config, run_check
 from tests.checks.recorded import mac, studio
 from tests.demo_copies import made_demo
@@ -46,6 +47,7 @@ def both(seen: Interpreter, second: Interpreter | None = None) -> dict[str, Inte
     [
         ({"command": ("torchrun", "a.py"), "strategy": "deepspeed"}, ("torch",)),
         ({"command": ("accelerate", "launch", "a.py")}, ("torch", "accelerate")),
+        ({"command": ("accelerate", "launch", "a.py"), "strategy": "deepspeed"}, ("torch", "accelerate", "deepspeed")),
         ({"command": ("deepspeed", "a.py")}, ("torch", "deepspeed")),
         ({}, ("torch", "accelerate", "transformers", "peft")),
         ({"strategy": "deepspeed"}, ("torch", "accelerate", "transformers", "peft", "deepspeed")),
@@ -172,12 +174,16 @@ async def test_rows_that_the_chat_template_refuses_are_found_with_transformers(d
 
 
 @pytest.mark.needs("torch")
-async def test_the_preflight_of_a_torch_command_passes_on_nodes_without_mlx(tmp_path: Path, home: Path) -> None:
+@pytest.mark.parametrize("recipe", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_the_preflight_of_a_torch_job_passes_on_nodes_without_mlx(
+    tmp_path: Path, data: Path, home: Path, recipe: bool
+) -> None:
+    job = f'model = "{made_demo() / "model"}"\ndata = "{data}"\n' if recipe else 'command = ["torchrun", "train.py"]\n'
     (tmp_path / "train.py").write_text("import torch\n")
     file = tmp_path / "flightdeck.toml"
     file.write_text(
         f'[[node]]\nname = "box"\nprocesses = 2\npython = "{TORCH}"\nworkdir = "{tmp_path}"\n'
-        '[job]\nname = "job"\nframework = "torch"\ncommand = ["torchrun", "train.py"]\n[preflight]\nall_sum_s = 0.5\n'
+        f'[job]\nname = "job"\nframework = "torch"\n{job}[preflight]\nall_sum_s = 0.5\n'
     )
     command = [str(Path(sys.executable).with_name("flightdeck")), "preflight", "-c", str(file)]
     ended = await asyncio.to_thread(
@@ -213,7 +219,47 @@ async def test_what_accelerate_replaces_silently_is_a_fault_in_words(tmp_path: P
     command = ("accelerate", "launch", "--config_file", "fsdp.yaml", "train.py")
     result = await run_check(gradient.run, here(tmp_path, str(TORCH), *command))
     assert result.status is CheckStatus.FAIL
-    assert "Accelerate chose MULTI_CPU in place of FSDP" in result.summary, result
+    assert "Accelerate chose NO with 1 process in place of FSDP" in result.summary, result
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize(
+    ("strategy", "chosen"),
+    [
+        ("deepspeed", "Accelerate chose DEEPSPEED with 2 processes"),
+        pytest.param("fsdp", "2 processes; the recipe calls fully_shard itself", marks=pytest.mark.slow),
+    ],
+)
+async def test_accelerate_makes_what_the_recipe_asks_it_for(tmp_path: Path, strategy: Strategy, chosen: str) -> None:
+    config = here(tmp_path, str(TORCH))
+    job = JobConfig(name="job", framework="torch", strategy=strategy, mlx_lm=with_defaults({"zero_stage": 3}))
+    result = await run_check(gradient.run, config.model_copy(update={"job": job}))
+    assert (result.status, chosen in result.evidence["node1"]) == (CheckStatus.PASS, True), result
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.slow
+async def test_a_launched_deepspeed_on_the_cpu_sees_one_process_and_compiles_nothing(tmp_path: Path) -> None:
+    """Accelerate then divides no data."""
+    (tmp_path / "zero.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: 'no'\nnum_machines: 1\n"
+        "num_processes: 2\nuse_cpu: false\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 1\n"
+    )
+    config = here(tmp_path, str(TORCH), "accelerate", "launch", "--config_file", "zero.yaml", "train.py")
+    operators = tmp_path / "operators"
+    job = config.job.model_copy(update={"env": {"TORCH_EXTENSIONS_DIR": str(operators)}})
+    result = await run_check(gradient.run, config.model_copy(update={"job": job}))
+    assert "Accelerate chose DEEPSPEED with 1 process, where 2 were asked for" in result.summary, result
+    assert not operators.exists()
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.slow
+async def test_a_strategy_that_accelerate_launch_is_not_configured_for_is_a_fault(tmp_path: Path) -> None:
+    config = here(tmp_path, str(TORCH), "accelerate", "launch", "train.py")
+    job = config.job.model_copy(update={"strategy": "fsdp"})
+    result = await run_check(gradient.run, config.model_copy(update={"job": job}))
+    assert "Accelerate chose MULTI_CPU with 2 processes in place of FSDP" in result.summary, result
 
 
 def test_the_consoles_start_imports_nothing_of_the_nodes_frameworks() -> None:

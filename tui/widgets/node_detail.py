@@ -243,6 +243,7 @@ def _software(facts: NodeFacts) -> Pairs:
         ("python", facts.python),
         ("mlx", facts.mlx),
         ("mlx-lm", facts.mlx_lm),
+        *([("torch", facts.torch)] if facts.torch else []),
         ("device", facts.gpu),
         ("backends", ", ".join(facts.backends) or None),
     ]

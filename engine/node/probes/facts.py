@@ -224,16 +224,17 @@ def addresses() -> list[dict[str, Any]]:
     return found
 
 
-def queries(system: str, directory: str) -> list[Query]:
+def queries(system: str, directory: str, framework: str) -> list[Query]:
     # MLX in a process of its own: one that crashes on import, or hangs, must not take the rest with it.
     importing = CommandQuery("mlx_import", [sys.executable, "-c", MLX], MLX_LIMIT_S)
     importing.command = "import mlx"
+    versions = {"mlx": "mlx", "mlx_lm": "mlx-lm"} if framework == "mlx" else {"torch": "torch"}
     found: list[Query] = [
-        importing,
+        *([importing] if framework == "mlx" else []),
         Query("disk", lambda: disk(directory)),
         Query("user", user),
         Query("home", lambda: os.path.expanduser("~")),  # noqa: PTH111
-        Query("versions", lambda: {"mlx": version("mlx"), "mlx_lm": version("mlx-lm")}),
+        Query("versions", lambda: {name: version(package) for name, package in versions.items()}),
     ]
     if system == "Darwin":
         return [*found, *(CommandQuery(name, argv) for name, argv in MAC_COMMANDS.items())]
@@ -251,13 +252,13 @@ def queries(system: str, directory: str) -> list[Query]:
     ]
 
 
-def probe_facts(directory: str) -> dict[str, Any]:
+def probe_facts(directory: str, framework: str = "mlx") -> dict[str, Any]:
     """`answers` by name, and `unknown` by name: the `command` with its `late_s`, or its `exit_code` and `stderr`. The
-    free space is that of the disk of `directory`."""
+    free space is that of the disk of `directory`. MLX is asked about for a job of its own alone."""
     started = time.monotonic()
     usable = getattr(os, "sched_getaffinity", None)
     system = os.uname()
-    asked = queries(system.sysname, directory)
+    asked = queries(system.sysname, directory, framework)
     for query in asked:
         query.start()
     answers, unknown = {}, {}

@@ -24,8 +24,10 @@ from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import HostKeyUnknown, NodeUnreachable
 from engine.models import Failed, Late, NodeFacts, Unparsable
 from tests.agent import keeper_runner
+from tests.needs import TORCH
 from tests.unit.cluster.fake_agent import FakeFleet, FakeNode
 from tests.unit.cluster.macs import mesh
+from tui.node_state import warnings
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 Script = Callable[[str], NodeConfig]
@@ -180,6 +182,15 @@ async def test_an_mlx_that_crashes_on_import_costs_its_own_facts_only(tmp_path: 
     assert facts.mlx_problem == "importing it ended with -11"
     assert facts.unknown["mlx_import"] == Failed(command="import mlx", exit_code=-11)
     assert facts.python and facts.mlx and facts.cores
+
+
+@pytest.mark.needs("torch")
+async def test_a_node_of_a_pytorch_job_is_asked_for_torch_and_lacks_no_mlx() -> None:
+    node = NodeConfig(name="a", python=str(TORCH), workdir="/")
+    facts, as_for_mlx = await facts_of(node, framework="torch"), await facts_of(node)
+    assert facts.torch is not None and "mlx_import" not in facts.unknown
+    assert [line for line in warnings(facts, {}) if "mlx" in line] == []
+    assert [line for line in warnings(as_for_mlx, {}) if "mlx cannot be imported" in line]
 
 
 def test_the_probe_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
