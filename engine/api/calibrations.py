@@ -60,7 +60,6 @@ class CalibrationsApi:
         far, with `per_rank_batch` at each rank's part of the batch (weak scaling). The last is stored, and when the
         iterator is closed before, which ends it on the nodes, the one so far where it tells of two numbers of ranks.
         Raises as `measure` does, and InputError for a job with a command of its own."""
-        _require_mlx(config)
         session, hosts = self._session, [node.ssh for node in config.nodes]
         newest: Scaling | None = None
 
@@ -137,7 +136,7 @@ class CalibrationsApi:
 
 
 def _require_mlx(config: Config) -> None:
-    """Raises InputError for a PyTorch job, whose steps are not measured."""
+    """Raises InputError for a PyTorch job, of which no single node's step is measured."""
     if config.job.framework != "mlx":
-        todo = "launch it: its reports have its speed; `flightdeck plan` has its memory"
-        raise InputError("a PyTorch job cannot be calibrated", why="calibrate measures MLX", todo=todo)
+        todo = "`flightdeck calibrate --scaling` times its steps over 1, 2, ... ranks"
+        raise InputError("a PyTorch job cannot be calibrated", why="single nodes are measured with MLX", todo=todo)

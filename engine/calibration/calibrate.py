@@ -18,7 +18,7 @@ from engine.checks.plan_inputs import last_known_facts, shared_plan, shared_plan
 from engine.cluster.staging import HostLayout
 from engine.cluster.topology import topology
 from engine.config.models import Config, select_nodes
-from engine.errors import FlightDeckError, InputError, LaunchError, memory_text
+from engine.errors import FlightDeckError, LaunchError, memory_text
 from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import CheckStatus, NodeFacts
 from engine.plan.context import PlanInputs, make_context
@@ -45,12 +45,8 @@ async def calibrate(
     on_progress: Callable[[CalibrationProgress], None],
 ) -> Calibration:
     """Measure the nodes and their links. `known` are the last known facts, for nodes that do not answer now. A node
-    that cannot be reached is "not measured", with the reason; when none can, its error is raised. Raises InputError
-    for a PyTorch job."""
+    that cannot be reached is "not measured", with the reason; when none can, its error is raised."""
     config = context.config
-    if config.job.framework == "torch":
-        todo = "flightdeck calibrate --scaling times its steps over 1, 2, ... ranks"
-        raise InputError("single nodes are not measured for a PyTorch job", todo=todo)
     layouts = await context.on_all_nodes(context.layout_of)
     unreachable = {name: answer for name, answer in layouts.items() if not isinstance(answer, HostLayout)}
     if len(unreachable) == len(config.nodes):

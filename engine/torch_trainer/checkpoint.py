@@ -94,7 +94,9 @@ class StateCheckpoints:
         dist.barrier()
         sharing = [int(path.name.rpartition("-")[2]) for path in self._base.glob(f".rank-{self._spec.nonce}-*")]
         leaders = sorted(set(_gather(min(sharing))))
-        mark.unlink()
+        # Those of attempts that were killed, too.
+        for path in self._base.glob(".rank-*"):
+            path.unlink(missing_ok=True)
         return leaders
 
     def due(self, update: int) -> bool:
@@ -230,7 +232,7 @@ class StateCheckpoints:
         )
 
     def _list(self) -> Listing:
-        """The checkpoints on this rank's disk."""
+        """The states on this rank's disk."""
         found: Listing = {}
         for path in self._base.glob("step-*"):
             if (update := update_of(path.name)) is None or path.is_symlink():

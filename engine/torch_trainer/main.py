@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 
+from engine.protocol.attempt import AttemptSpec
 from engine.training.process import TrainingProcess, run_rank
 
 
@@ -18,9 +19,7 @@ def main() -> int:
 
 
 def _run(process: TrainingProcess) -> None:
-    if process.spec.backend == "gloo":
-        # Else Accelerate and DeepSpeed would take a GPU that is there.
-        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    hide_gpus(process.spec)
     # DeepSpeed and Accelerate call functions that PyTorch has renamed.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     from engine.torch_trainer.train import train
@@ -29,6 +28,12 @@ def _run(process: TrainingProcess) -> None:
     gc.freeze()
     gc.enable()
     train(process)
+
+
+def hide_gpus(spec: AttemptSpec) -> None:
+    """Before PyTorch is imported. With gloo, Accelerate and DeepSpeed would else take a GPU that is there."""
+    if spec.backend == "gloo":
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 if __name__ == "__main__":

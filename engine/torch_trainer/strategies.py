@@ -55,7 +55,7 @@ def join_group(spec: AttemptSpec, job: Job, settings: TorchSettings) -> Accelera
     precision: str | None = "no" if settings.precision == "fp32" else settings.precision
     if job.strategy == "deepspeed":
         # With ZeRO-3 transformers loads the model in partitions, for which DeepSpeed must know the group.
-        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(dist_backend=spec.backend, auto_mpi_discovery=False, verbose=False)
         plugin = DeepSpeedPlugin(
             hf_ds_config=_deepspeed_config(spec, job, settings), zero3_init_flag=settings.zero_stage == 3
         )
@@ -104,9 +104,9 @@ class TorchStrategy(ABC):
     """One rank's model and optimizer. Every call is made by every rank, at the same point of the training."""
 
     partitioned: tuple[str, ...] = ()
-    """The things that each rank has only a part of: "optimizer", "gradients", "parameters"."""
+    """Each rank has only a part of these: "optimizer", "gradients", "parameters"."""
     format = "dcp"
-    """The form of its state."""
+    """The format of its state."""
     converts = False
     """Another number of ranks can load its state only after `convert`."""
 
@@ -147,7 +147,7 @@ class TorchStrategy(ABC):
         return bool(self.accelerator.optimizer_step_was_skipped)
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors that `model.save_trained` writes, on rank 0; empty on the others."""
+        """The weights that `model.save_trained` writes, on rank 0; empty on the others."""
         options = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=self._adapter)
         found: dict[str, Tensor] = states.get_model_state_dict(self.module, options=options)
         return found

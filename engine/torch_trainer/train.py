@@ -29,6 +29,7 @@ from engine.torch_trainer.data import EMPTY, load_tokenizer, loss_sum, row_forma
 from engine.torch_trainer.model import FACTS_FILE, count_parameters, load_model, save_trained
 from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import TorchStrategy, distributed_type, join_group, make_strategy
+from engine.torch_trainer.waits import WaitTimer
 from engine.training.best_validation import BestValidation
 from engine.training.checkpoint_files import Origin
 from engine.training.control import Control
@@ -55,6 +56,32 @@ def train(process: TrainingProcess) -> None:
 
 
 def _train(process: TrainingProcess) -> None:
+    training, reporter = load_training(process), process.reporter
+    loop, test, job = training.loop, training.test, training.loop.job
+    outcome = loop.run()
+    if test is not None and not outcome.stopped:
+        reporter.phase("validating")
+        loss = loop.evaluate(test, job.test_batches)
+        if loss is not None:
+            reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
+            reporter.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
+    reporter.event("end", **asdict(outcome))
+    how = "completed" if outcome.completed else "stopped"
+    reporter.print(outcome.early or f"{how} at iteration {outcome.iteration}")
+    # The first rank to exit would take the others down.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class LoadedTraining:
+    loop: TorchLoop
+    test: Split | None
+    """For the job's `test`."""
+
+
+def load_training(process: TrainingProcess) -> LoadedTraining:
+    """Form the group, load model and data, and resume where the attempt says so. Raises JobError, GroupError."""
     spec, reporter = process.spec, process.reporter
     raw = spec.job or {}
     job, settings = rank_job(raw, spec.rank(process.rank), process.home), TorchSettings.from_spec(raw)
@@ -76,7 +103,7 @@ def _train(process: TrainingProcess) -> None:
         "start",
         versions=package_versions(),
         world_size=accelerator.num_processes,
-        backend=dist.get_backend(),
+        backend=spec.backend if spec.backend == "nccl" else dist.get_backend(),
         config_hash=config_hash(raw),
         parameter_checksum=checksum,
         iterations=job.iters,
@@ -99,19 +126,7 @@ def _train(process: TrainingProcess) -> None:
     checkpoints = StateCheckpoints(process, origin, strategy, package_versions())
     start = checkpoints.resume() if spec.resume else TrainingPoint()
     loop = TorchLoop(job, strategy, loader, valid, schedule, checkpoints, process.control, reporter, tokenizer, start)
-    outcome = loop.run()
-    if test is not None and not outcome.stopped:
-        reporter.phase("validating")
-        loss = loop.evaluate(test, job.test_batches)
-        if loss is not None:
-            reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
-            reporter.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
-    reporter.event("end", **asdict(outcome))
-    how = "completed" if outcome.completed else "stopped"
-    reporter.print(outcome.early or f"{how} at iteration {outcome.iteration}")
-    # The first rank to exit would take the others down.
-    dist.barrier()
-    dist.destroy_process_group()
+    return LoadedTraining(loop, test)
 
 
 def package_versions() -> dict[str, str]:
@@ -157,6 +172,7 @@ class TorchLoop:
     def __post_init__(self) -> None:
         self._accelerator = self.strategy.accelerator
         self._rank, self._ranks = self._accelerator.process_index, self._accelerator.num_processes
+        self._waits = WaitTimer(self.strategy.model, self._accelerator.device)
         self._point = self.start
         self._window, self._best = ReportWindow(**self.start.window), BestValidation(**self.start.best)
         self._stop = False
@@ -176,7 +192,7 @@ class TorchLoop:
             if self._patience_over:
                 early = self._best.early_stop(self._point.iteration)
                 return self._finish(Outcome(True, False, self._point.iteration, early))
-            self._update(first, last)
+            self.update(first, last)
             if self._stop and last < job.iters:
                 return self._finish(Outcome(False, True, last))
             if self.checkpoints.due(self._point.update):
@@ -185,7 +201,12 @@ class TorchLoop:
                 self._save(job.adapter_path, last=False)
         return self._finish(Outcome(True, self._stop, job.iters))
 
-    def _update(self, first: int, last: int) -> None:
+    @property
+    def stopping(self) -> bool:
+        """A rank has been asked to stop before the last update."""
+        return self._stop
+
+    def update(self, first: int, last: int) -> None:
         """The iterations from `first` to `last`, and one step of the optimizer with their mean loss."""
         self.reporter.phase("training")
         device = self._accelerator.device
@@ -200,16 +221,21 @@ class TorchLoop:
         self.strategy.begin(learning_rate, update)
         # The gradients are averaged over ranks and iterations, however many targets each has.
         scale = self._ranks * self.job.grad_accumulation_steps / max(sum(tokens), 1.0)
+        self._waits.take()
         for iteration in iterations:
             started = time.perf_counter()
             torch.manual_seed(dropout_seed(self.job.seed, iteration.number, self._rank))
             loss = loss_sum(self.strategy.model, iteration.batch, device)
             iteration.loss_sum = loss.detach()
             self.strategy.backward(loss * scale, last=iteration.number == last)
-            iteration.compute_s = time.perf_counter() - started
+            waited = self._waits.take()
+            iteration.compute_s = time.perf_counter() - started - waited
+            communicate_s += waited
         started = time.perf_counter()
         norm = self.strategy.step()
-        update_s = time.perf_counter() - started
+        waited = self._waits.take()
+        update_s = time.perf_counter() - started - waited
+        communicate_s += waited
         started = time.perf_counter()
         own = [float(iteration.loss_sum) for iteration in iterations if iteration.loss_sum is not None]
         losses = self._sum(own)

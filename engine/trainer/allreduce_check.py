@@ -10,20 +10,13 @@ failed, else 1.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import statistics
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.protocol.attempt import write_atomic
-from engine.protocol.measurements import ALL_SUM_LARGE_BYTES, AllSumResult, GroupStepReport
+from engine.protocol.measurements import ALL_SUM_LARGE_BYTES, AllSumResult
+from engine.training.group_bench import reported
 
 if TYPE_CHECKING:
     from engine.trainer.collective import Collective
@@ -85,34 +78,6 @@ def _median_s(collective: Collective, length: int, until: float) -> float:
         # Without numpy: its import would take as long as all of this.
         if not mx.array_equal(total[:1], everyone).item():
             return statistics.median(taken)
-
-
-@contextlib.contextmanager
-def reported(result: AllSumResult | GroupStepReport, out: str, limit_s: float, late: str) -> Iterator[None]:
-    """Write `result` to `out`, in which {rank} is replaced, when the body ends, fails, or has not ended after `limit_s`
-    seconds (`late` is its error then); and end the process, with code 0 where the result is good, else 1."""
-    path = Path(out.replace("{rank}", str(result.rank)))
-
-    def end() -> None:
-        write_atomic(path, json.dumps(asdict(result)))
-        sys.stdout.flush()
-        # Skips MLX's own shutdown, which may wait for peers that are gone.
-        os._exit(0 if result.succeeded else 1)
-
-    def give_up() -> None:
-        result.error = late
-        end()
-
-    timer = threading.Timer(limit_s, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except Exception as error:
-        kind = type(error).__name__
-        result.error = str(error) if kind == "JobError" else f"{kind}: {error}"
-    timer.cancel()
-    end()
 
 
 def main() -> None:

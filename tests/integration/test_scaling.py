@@ -13,7 +13,10 @@ import pytest
 import pytest_asyncio
 
 from engine.api import Engine
-from engine.config.models import CalibrationConfig, Config, select_nodes
+from engine.calibration.group import time_steps
+from engine.checks.context import CheckContext
+from engine.cluster.transport.fleet import Fleet
+from engine.config.models import CalibrationConfig, ClusterConfig, Config, select_nodes
 from engine.demo import demo_config
 from engine.measurements import CalibrationProgress, Scaling
 from tests.cluster.cluster import Cluster
@@ -21,6 +24,7 @@ from tests.cluster.node import Node
 from tests.demo_copies import demo_below
 from tests.faults.cluster_runs import demo_on
 from tests.integration.checks import assert_nothing_left, is_idle
+from tests.needs import TORCH
 from tests.waiting import wait_until
 
 PARTS = ("data_s", "compute_s", "communicate_s", "update_s")
@@ -37,8 +41,19 @@ def local(home: Path, ranks: int, **job: Any) -> Config:
     config = demo_config(home, ranks)
     keys = {"batch_size": 4, "max_seq_length": 64, **job.pop("mlx_lm", {})}
     changed = {"mlx_lm": {**config.job.mlx_lm, **keys}, **job}
-    timed = {"job": config.job.model_copy(update=changed), "calibration": CalibrationConfig(seconds=0.1)}
+    timed: dict[str, Any] = {
+        "job": config.job.model_copy(update=changed),
+        "calibration": CalibrationConfig(seconds=0.1),
+    }
+    if changed.get("framework") == "torch":
+        timed["cluster"] = ClusterConfig(name="demo", backend="gloo")
+        timed["nodes"] = tuple(node.model_copy(update={"python": str(TORCH)}) for node in config.nodes)
     return config.model_copy(update=timed)
+
+
+def with_torch(strategy: str, *, slow: bool = False) -> Any:
+    marks = [pytest.mark.needs("torch"), *([pytest.mark.slow] if slow else [])]
+    return pytest.param({"framework": "torch", "strategy": strategy}, marks=marks, id=strategy)
 
 
 async def measured(engine: Engine, config: Config, **how: Any) -> tuple[Scaling, list[CalibrationProgress]]:
@@ -69,6 +84,11 @@ def assert_adds_up(scaling: Scaling) -> None:
         pytest.param({"strategy": "sharded"}, False, marks=pytest.mark.slow),
         pytest.param({"strategy": "local", "mlx_lm": {"local_steps": 3}}, False, marks=pytest.mark.slow),
         pytest.param({"mlx_lm": {"grad_accumulation_steps": 2}}, False, marks=pytest.mark.slow),
+        pytest.param(
+            {"framework": "torch", "strategy": "auto", "mlx_lm": {"grad_accumulation_steps": 2}},
+            False,
+            marks=[pytest.mark.needs("torch"), pytest.mark.slow],
+        ),
     ],
 )
 async def test_two_ranks_of_this_machine(
@@ -78,13 +98,39 @@ async def test_two_ranks_of_this_machine(
     scaling, steps = await measured(engine, config, per_rank_batch=per_rank_batch)
     assert_adds_up(scaling)
     assert [point.batch for point in scaling.points] == ([2, 4] if per_rank_batch else [4, 4])
-    assert scaling.complete and scaling.nodes == ("node0", "node1") and scaling.strategy == config.job.strategy
+    assert scaling.complete and scaling.nodes == ("node0", "node1") and scaling.framework == config.job.framework
+    assert scaling.strategy == (config.job.strategy if config.job.strategy != "auto" else "ddp")
     assert [(step.what, step.phase) for step in steps] == [
         (ranks, phase) for ranks in ("1 rank", "2 ranks") for phase in ("measuring", "measured")
     ]
     assert engine.calibrations.latest_scaling(config) == scaling
     other = config.job.model_copy(update={"strategy": "pipeline"})
     assert engine.calibrations.latest_scaling(config.model_copy(update={"job": other})) is None
+
+
+@pytest.mark.busy
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="data"),
+        with_torch("ddp"),
+        with_torch("fsdp", slow=True),
+        with_torch("deepspeed", slow=True),
+    ],
+)
+async def test_the_time_in_which_a_rank_waits_for_a_slower_one_is_none_of_its_passes(
+    home: Path, job: dict[str, Any]
+) -> None:
+    config = local(demo_below(home), 2, **job)
+    batch = {"mlx_lm": {**config.job.mlx_lm, "batch_size": 16, "max_seq_length": 256}}
+    nodes = tuple(node.model_copy(update={"share": share}) for node, share in zip(config.nodes, (15, 1), strict=True))
+    config = config.model_copy(update={"job": config.job.model_copy(update=batch), "nodes": nodes})
+    async with Fleet(config.nodes, home) as fleet, CheckContext(config, fleet) as context:
+        reports = await time_steps(context, config, 0.1, {})
+    slow, fast = reports["node0"], reports["node1"]
+    assert slow.compute_s and fast.compute_s and slow.compute_s > 2 * fast.compute_s
+    assert slow.communicate_s is not None and fast.communicate_s is not None
+    assert fast.communicate_s > slow.communicate_s + 0.3 * (slow.compute_s - fast.compute_s)
 
 
 async def test_a_number_of_ranks_that_fails_is_told_of_and_the_others_are_measured(engine: Engine, home: Path) -> None:

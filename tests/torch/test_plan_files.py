@@ -11,6 +11,7 @@ import pytest
 
 from engine.plan.torch.strategy import BLOCKS
 from tests.needs import TORCH
+from tests.training.tiny import make_tiny
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section
 
@@ -124,3 +125,23 @@ def test_the_blocks_are_those_that_transformers_names(answers: dict[str, Any]) -
         kind: known.get(kind) for kind, names in BLOCKS.items() if not set(names) <= set(known.get(kind) or ())
     }
     assert differing == {}
+
+
+@pytest.mark.slow
+def test_the_printed_torchrun_command_trains_with_the_written_job(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path)
+    keys = {key: value for key, value in tiny.job(iters=4, batch_size=4).items() if key not in ("model", "data")}
+    job = {"model": str(tiny.model), "data": str(tiny.text)}
+    config = json.loads((tiny.model / "config.json").read_text())
+    made = section(plan(box("127.0.0.1", 2), keys, model=config, job=job))
+    (tmp_path / "job.json").write_text(made.files["job.json"])
+    own = {
+        "PATH": f"{TORCH.parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["/bin/sh", "-c", made.commands["torchrun"]]
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [json.loads(line) for line in (tmp_path / "standalone/attempts/1/events.1.jsonl").read_text().splitlines()]
+    assert [event["iteration"] for event in steps if event["event"] == "step"] == [1, 2, 3, 4]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine.protocol.exit_codes import TrainerExit
 from tests.torch.running import TorchRun, run_torch, start_torch, wait_for_event
 from tests.training.launching import launch
 from tests.training.tiny import SCHEDULE, Tiny
@@ -136,6 +137,15 @@ def test_a_stopped_training_saves_its_state_and_goes_on_from_it(tiny: Tiny, tmp_
     going_on.stop(rank=0)
     going_on.succeeded()
     assert going_on.events("step")[0]["iteration"] == ends[0]["iteration"] + 1
+
+
+def test_a_rank_that_loses_another_one_says_so(tiny: Tiny, tmp_path: Path) -> None:
+    run = start_torch(tmp_path, torch_job(tiny, iters=5000, steps_per_report=1), ranks=2)
+    wait_for_event(run, "report")
+    run.processes[1].kill()
+    assert run.wait()[0] == TrainerExit.PEER_LOST
+    (failure,) = run.events("failure")
+    assert failure["error_type"] == "PeerLost" and "by peer" in failure["message"]
 
 
 def test_it_never_starts_again_where_a_state_should_be(tiny: Tiny, tmp_path: Path) -> None:

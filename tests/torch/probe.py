@@ -1,0 +1,130 @@
+"""What the PyTorch trainer's parts do without a training, as JSON, for the tests to compare: run by the nodes' python.
+
+    python -m tests.torch.probe REQUEST
+
+The request has one model directory, its rows by format, and the steps of optimizers and schedules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from engine.protocol.attempt import AttemptSpec
+from engine.protocol.job import Job
+from engine.torch_trainer.data import load_tokenizer, row_format
+from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer, make_schedule
+from engine.torch_trainer.strategies import check_group, check_partitioned
+
+Request = dict[str, Any]
+
+
+def make_job(request: Request, **keys: Any) -> Job:
+    paths: dict[str, Any] = {name: Path(request["model"]) for name in ("model", "data", "adapter_path", "home")}
+    return Job(**paths, **keys)
+
+
+def tokens(request: Request) -> Any:
+    """By the names of the rows: every row's tokens, and the index of its first target."""
+    found: dict[str, Any] = {}
+    for name, rows in request["rows"].items():
+        for mask in (False, True):
+            job = make_job(request, mask_prompt=mask)
+            try:
+                tokenise = row_format(job, load_tokenizer(job))(rows[0])
+                found[f"{name} {mask}"] = [tokenise(row) for row in rows]
+            except ValueError as error:
+                found[f"{name} {mask}"] = str(error)
+    return found
+
+
+def optimizers(request: Request) -> Any:
+    """The parameter after each step."""
+    found = []
+    for kind, settings in request["optimizers"]:
+        parameter = nn.Parameter(torch.tensor(request["parameter"]))
+        optimizer = MlxOptimizer([parameter], kind, settings)
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        steps = []
+        for update, gradient in enumerate(request["gradients"], 1):
+            parameter.grad = torch.tensor(gradient)
+            optimizer.begin(0.1 / update, update)
+            optimizer.step()
+            steps.append(parameter.tolist())
+        found.append(steps)
+    return found
+
+
+def schedules(request: Request) -> Any:
+    found = []
+    for schedule in request["schedules"]:
+        rate = make_schedule(make_job(request, lr_schedule=schedule))
+        found.append([rate(step) for step in range(30)])
+    return found
+
+
+def refusals(request: Request) -> Any:
+    """What each refuses, as text; "" where nothing is refused."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo")
+    spec = AttemptSpec("run", 1, "", "gloo", 1, [])
+    two = AttemptSpec("run", 1, "", "gloo", 2, [])
+    seen = SimpleNamespace(num_processes=1, distributed_type="DistributedType.MULTI_CPU")
+    whole, divided = Accelerator(cpu=True).prepare(nn.Linear(2, 2)), ("optimizer", "gradients", "parameters")
+    cases: dict[str, Callable[[], Any]] = {
+        "as asked": lambda: check_group(spec, make_job(request, strategy="ddp"), seen),
+        "whole": lambda: check_partitioned(whole, ()),
+        "world size": lambda: check_group(two, make_job(request, strategy="ddp"), seen),
+        "DeepSpeed": lambda: check_group(spec, make_job(request, strategy="deepspeed"), seen),
+        "FSDP": lambda: check_partitioned(whole, divided),
+        "muon": lambda: make_optimizer(make_job(request, optimizer="muon"), whole.parameters()),
+        "adafactor": lambda: make_optimizer(make_job(request, optimizer="adafactor"), whole.parameters()),
+        "key": lambda: MlxOptimizer(whole.parameters(), "adam", {"weight_decay": 0.1}),
+        "schedule": lambda: make_schedule(make_job(request, lr_schedule={"name": "triangle", "arguments": [1.0]})),
+    }
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = ""
+        except (ValueError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def saved(request: Request) -> Any:
+    """What transformers and peft load of the folders: the loss of a text."""
+    found = {}
+    ids = torch.arange(1, 40)[None]
+    for name, folder in request["saved"].items():
+        adapter = (Path(folder) / "adapter_config.json").exists()
+        model = AutoModelForCausalLM.from_pretrained(request["model"] if adapter else folder)
+        base = float(model(input_ids=ids, labels=ids).loss)
+        if adapter:
+            model = PeftModel.from_pretrained(model, folder)
+        weights = load_file(next(Path(folder).glob("*.safetensors")))
+        norms = {key: float(value.norm()) for key, value in weights.items()}
+        found[name] = {"loss": float(model(input_ids=ids, labels=ids).loss), "base": base, "norms": norms}
+    return found
+
+
+PARTS = (tokens, optimizers, schedules, refusals, saved)
+
+
+if __name__ == "__main__":
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    print(json.dumps({part.__name__: part(asked) for part in PARTS if part.__name__ in asked["parts"]}))

@@ -1,0 +1,183 @@
+"""The parts of the PyTorch trainer against those of MLX and mlx-lm, what it refuses, and what it saves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from mlx_lm.tuner.utils import build_schedule
+
+from engine.trainer.data import row_format
+from engine.trainer.model import load_model
+from tests.needs import TORCH
+from tests.torch.running import ROOT, run_torch, start_torch
+from tests.training.tiny import SCHEDULE, Tiny, make_job
+
+pytestmark = [pytest.mark.needs("torch"), pytest.mark.busy]
+
+GRADIENTS = [[0.5, -2.0, 0.0], [0.1, 1.0, 3.0], [-0.7, 0.2, 1e-3]]
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("adam", {}),
+    ("adam", {"betas": [0.8, 0.9], "eps": 1e-3, "bias_correction": True}),
+    ("adamw", {}),
+    ("adamw", {"weight_decay": 0.3, "bias_correction": True}),
+    ("sgd", {}),
+    ("sgd", {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.5}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}),
+]
+SCHEDULES: list[dict[str, Any]] = [
+    SCHEDULE,
+    {"name": "exponential_decay", "arguments": [1e-3, 0.9]},
+    {"name": "step_decay", "arguments": [1e-3, 0.5, 7], "warmup": 2},
+    {"name": "linear_schedule", "arguments": [1e-3, 1e-5, 20]},
+]
+TOOLS = [{"type": "function", "function": {"name": "land", "parameters": {}}}]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": "tower to raven"}, {"text": "turn left<|end|>"}],
+    "completion": [
+        {"prompt": "tower", "completion": "raven copies"},
+        {"prompt": "a", "completion": "b", "tools": TOOLS},
+    ],
+    "chat": [
+        {"messages": [{"role": "user", "content": "climb"}, {"role": "assistant", "content": "level"}]},
+        {"messages": [{"role": "assistant", "content": "report"}, {"role": "user", "content": "over"}], "tools": TOOLS},
+    ],
+    "other": [{"question": "where"}],
+}
+
+Probe = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def probe(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    def ask(**request: Any) -> dict[str, Any]:
+        path = tmp_path_factory.mktemp("probe") / "request.json"
+        path.write_text(json.dumps({"model": str(tiny.model), **request}))
+        command = [str(TORCH), "-W", "ignore", "-m", "tests.torch.probe", str(path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def parts(probe: Probe) -> dict[str, Any]:
+    return probe(
+        parts=["tokens", "optimizers", "schedules", "refusals"],
+        rows=ROWS,
+        parameter=[1.0, -1.0, 0.5],
+        gradients=GRADIENTS,
+        optimizers=OPTIMIZERS,
+        schedules=SCHEDULES,
+    )
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("name", ["text", "completion", "chat"])
+def test_tokens_are_those_of_mlx_lm(tiny: Tiny, tmp_path: Path, parts: dict[str, Any], name: str, mask: bool) -> None:
+    job = make_job(tiny, tmp_path, mask_prompt=mask)
+    found = parts["tokens"][f"{name} {mask}"]
+    try:
+        tokenise = row_format(job, load_model(job)[1])(ROWS[name][0])
+    except ValueError as error:
+        assert found == str(error)
+        return
+    assert found == [list(tokenise(row)) for row in ROWS[name]]
+
+
+def test_a_row_of_no_format_is_refused(parts: dict[str, Any]) -> None:
+    assert parts["tokens"]["other False"].startswith("unsupported data format: a row has prompt and completion")
+
+
+@pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
+def test_steps_are_those_of_mlx(parts: dict[str, Any], number: int) -> None:
+    kind, settings = OPTIMIZERS[number]
+    made = {"adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD}[kind]
+    optimizer = made(learning_rate=lambda step: 0.1 / (step + 1), **settings)
+    parameters = {"weight": mx.array([1.0, -1.0, 0.5])}
+    for gradient, found in zip(GRADIENTS, parts["optimizers"][number], strict=True):
+        parameters = optimizer.apply_gradients({"weight": mx.array(gradient)}, parameters)
+        assert found == pytest.approx(parameters["weight"].tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("number", range(len(SCHEDULES)))
+def test_schedules_are_those_of_mlx_lm(parts: dict[str, Any], number: int) -> None:
+    schedule = build_schedule(SCHEDULES[number])
+    assert parts["schedules"][number] == pytest.approx(
+        [float(schedule(mx.array(step))) for step in range(30)], rel=1e-4
+    )
+
+
+REFUSALS = {
+    "as asked": "",
+    "whole": "",
+    "world size": "GroupError: Accelerate sees 1 ranks and PyTorch 1, and 2 were asked for",
+    "DeepSpeed": "GroupError: Accelerate has chosen MULTI_CPU for strategy deepspeed, which needs DEEPSPEED",
+    "FSDP": "GroupError: each rank should have a part of the parameters, and has all of them in a "
+    "DistributedDataParallel: Accelerate replaces FSDP by DDP on the CPU, and says nothing",
+    "muon": "JobError: [job] optimizer = 'muon' does not exist with framework = \"torch\": use adamw, adam or sgd",
+    "adafactor": "JobError: [job] optimizer = 'adafactor' does not exist",
+    "key": "JobError: [job] optimizer_config.adam: unknown key 'weight_decay'",
+    "schedule": "JobError: [job] lr_schedule is not one that mlx-lm accepts: KeyError('triangle')",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_not_as_asked_is_refused(parts: dict[str, Any], name: str) -> None:
+    assert parts["refusals"][name].startswith(REFUSALS[name])
+    assert bool(parts["refusals"][name]) == bool(REFUSALS[name])
+
+
+def test_a_failure_is_reported_as_one_line(tiny: Tiny, tmp_path: Path) -> None:
+    run = start_torch(tmp_path, tiny.job(framework="torch", strategy="ddp", model=str(tmp_path / "nowhere")))
+    assert run.wait() == [1]
+    message = f"the model {tmp_path / 'nowhere'} is not a directory on this node"
+    assert [event["message"] for event in run.events("failure")] == [message]
+    assert run.log().splitlines()[-1] == f"JobError: {message}"
+
+
+def test_what_is_saved_loads_in_transformers_and_peft(tiny: Tiny, tmp_path: Path, probe: Probe) -> None:
+    keys = {"framework": "torch", "save_every": 4, "val_batches": 2, "steps_per_eval": 4, "save_best": True}
+    lora = {
+        "fine_tune_type": "lora",
+        "num_layers": 1,
+        "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.1, "keys": ["self_attn.q_proj", "mlp.up_proj"]},
+        "data": str(tiny.chat),
+        "mask_prompt": True,
+        "grad_checkpoint": True,
+        "precision": "bf16",
+        "learning_rate": 1e-2,
+    }
+    run = run_torch(tmp_path / "lora", tiny.job(**keys, strategy="fsdp", **lora), ranks=2)
+    adapter = run.files[0].directory.parents[1] / "adapters"
+    zero = run_torch(tmp_path / "full", tiny.job(**keys, strategy="deepspeed", zero_stage=3), ranks=2)
+    whole = zero.files[0].directory.parents[1] / "adapters"
+    folders = {
+        "adapter": adapter,
+        "numbered": adapter / "checkpoint-4",
+        "best": adapter / "best",
+        "model": whole / "model",
+    }
+    saved = probe(parts=["saved"], saved={name: str(folder) for name, folder in folders.items()})["saved"]
+    assert all(saved[name]["loss"] != saved[name]["base"] for name in ("adapter", "numbered", "best"))
+    assert saved["adapter"]["loss"] != saved["numbered"]["loss"]
+    layers = {key.partition(".layers.")[2].split(".lora")[0] for key in saved["adapter"]["norms"]}
+    last = json.loads((tiny.model / "config.json").read_text())["num_hidden_layers"] - 1
+    assert layers == {f"{last}.self_attn.q_proj", f"{last}.mlp.up_proj"}
+    assert all(norm > 0 for norm in saved["adapter"]["norms"].values())
+    committed = [event["path"] for event in run.events("checkpoint") if event["phase"] == "committed"]
+    assert committed[-1] == str(adapter) and str(adapter / "checkpoint-4") in committed
+    assert json.loads((adapter / "best" / "training.json").read_text())["val_loss"] == min(
+        event["val_loss"] for event in run.events("validation") if event["iteration"] > 0
+    )
+    assert saved["model"]["loss"] == pytest.approx(saved["model"]["base"])
