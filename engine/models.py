@@ -375,7 +375,7 @@ class NodeFacts(FrozenModel):
     mlx: str | None = None
     mlx_lm: str | None = None
     torch: str | None = None
-    """Of a PyTorch job's nodes alone."""
+    """For a PyTorch job alone, as the mlx ones are for the others."""
     mlx_problem: str | None = None
     """Why mlx cannot be imported."""
     backends: tuple[str, ...] = ()

@@ -11,7 +11,6 @@ Exit code 0 when the sums are exact and nothing failed, else 1.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import statistics
@@ -127,9 +126,9 @@ def recipe_accelerator(backend: str, world_size: int, asked: dict[str, Any]) -> 
 def compile_nothing() -> None:
     """DeepSpeed compiles an operator for the CPU as it makes its group. That takes minutes, and this check, which ends
     itself when it is late, would leave a lock for which every later rank waited for ever (torch.utils.file_baton)."""
-    # deepspeed.comm.torch is also the name by which that package knows torch itself.
-    communication: Any = importlib.import_module("deepspeed.comm.torch")
-    communication.build_shm_op = lambda: None
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def main() -> None:
