@@ -127,8 +127,8 @@ async def run_all_sum(context: CheckContext) -> AllSumOutcome:
 
 
 def _accelerate(job: JobConfig) -> tuple[dict[str, Any], list[str]]:
-    """The request of the job's ranks to Accelerate, empty if they do not use it, and the words that give them the environment
-    of `accelerate launch`."""
+    """The request of the job's ranks to Accelerate, empty if they do not use it, and the words that give them the
+    environment of `accelerate launch`."""
     launcher, options, _ = split_launcher(job.command)
     if job.command is None:
         settings = {entry.name: job.mlx_lm.get(entry.name) for entry in fields(TorchSettings)}
