@@ -12,14 +12,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
-from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
-from deepspeed.ops import __compatible_ops__
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -50,10 +47,14 @@ def join_group(spec: AttemptSpec, job: Job, settings: TorchSettings) -> Accelera
     # With cpu=True for Accelerator, it would ignore DeepSpeed; without it, on the CPU, all other ranks.
     PartialState(cpu=on_cpu)
     plugin = None
-    # For one machine alone, and compiled with a g++ when it is first used.
-    __compatible_ops__["deepspeed_shm_comm"] = False
     precision: str | None = "no" if settings.precision == "fp32" else settings.precision
     if job.strategy == "deepspeed":
+        # Only here: the other strategies need no DeepSpeed.
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
+
+        # For one machine alone, and compiled with a g++ when it is first used.
+        __compatible_ops__["deepspeed_shm_comm"] = False
         # With ZeRO-3 transformers loads the model in partitions, for which DeepSpeed must know the group.
         deepspeed.init_distributed(dist_backend=spec.backend, auto_mpi_discovery=False, verbose=False)
         plugin = DeepSpeedPlugin(
@@ -258,12 +259,16 @@ class DeepSpeedStrategy(TorchStrategy):
         return {name: value for name, value in whole.items() if not self._adapter or name in names}
 
     def save(self, folder: Path) -> None:
+        from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
+
         # ds_to_universal wants to be told that no parameter is partitioned in another way.
         about: dict[str, Any] = {UNIVERSAL_CHECKPOINT_INFO: {}}
         self.model.save_checkpoint(str(folder), _STATE, about, save_latest=False, exclude_frozen_parameters=True)
 
     def convert(self, folder: Path, target: Path) -> None:
         """Make DeepSpeed's universal checkpoint, which any number of ranks can load. Raises CheckpointError."""
+        from deepspeed.checkpoint import ds_to_universal
+
         request = argparse.Namespace(
             input_folder=str(folder / _STATE),
             output_folder=str(target / _STATE),

@@ -6,6 +6,7 @@ stop) is gathered before its first backward pass, so that all of them stop after
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
@@ -14,7 +15,7 @@ import resource
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,12 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
 
 
 def package_versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    """The versions of Python and of those packages that this node has: DeepSpeed is only needed for its strategy."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _check_equal(own: dict[str, str]) -> None:
