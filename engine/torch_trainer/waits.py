@@ -37,7 +37,7 @@ class WaitTimer:
 
     # PyTorch checks the annotations, which must not be strings.
     def _exchange(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """The exchange that DDP does by itself. Its last bucket is ready when the backward pass has computed everything."""
+        """The exchange of DDP itself. Its last bucket is ready when the backward pass has computed everything."""
         if bucket.is_last():
             self._last_bucket_at = time.perf_counter()
         return allreduce_hook(state, bucket)
