@@ -65,6 +65,7 @@ def finish(run: ClusterRun) -> None:
 def test_ranks_are_started_as_by_torchrun_and_succeed(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, torch_config(nodes, "ana", "bea"))
     run.everybody_steps()
+    run.wait(lambda: run.dir.metrics.exists() and run.dir.metrics.read_bytes().count(b"\n") >= 3)
     finish(run)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 1), run.troubles()
