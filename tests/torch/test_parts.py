@@ -146,6 +146,7 @@ def test_a_failure_is_reported_as_one_line(tiny: Tiny, tmp_path: Path) -> None:
     assert run.log().splitlines()[-1] == f"JobError: {message}"
 
 
+@pytest.mark.slow
 def test_what_is_saved_loads_in_transformers_and_peft(tiny: Tiny, tmp_path: Path, probe: Probe) -> None:
     keys = {"framework": "torch", "save_every": 4, "val_batches": 2, "steps_per_eval": 4, "save_best": True}
     lora = {
