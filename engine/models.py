@@ -321,6 +321,12 @@ class NvidiaGpu(FrozenModel):
     name: str
     """"NVIDIA H100 80GB HBM3"."""
     memory_bytes: int | None = None
+    uuid: str | None = None
+    """"GPU-8f1d…"."""
+    compute_capability: str | None = None
+    """"9.0"."""
+    mig: bool | None = None
+    """It is divided into instances (MIG): a rank then has a part of its memory."""
 
 
 class NodeFacts(FrozenModel):
@@ -351,6 +357,10 @@ class NodeFacts(FrozenModel):
     gpu_limit_bytes: int | None = None
     """Memory limit of the GPU: iogpu.wired_limit_mb, else Metal's recommended working set."""
     gpus: tuple[NvidiaGpu, ...] = ()
+    """In the order of their numbers."""
+    nvidia_driver: str | None = None
+    cuda: str | None = None
+    """The newest CUDA that the driver supports: "12.4"."""
     swap_used_bytes: int | None = None
     disk_free_bytes: int | None = None
     disk_total_bytes: int | None = None
@@ -423,6 +433,14 @@ class RankUse(FrozenModel):
     rss_bytes: int
 
 
+class GpuMemory(FrozenModel):
+    """Memory of one NVIDIA GPU; None for what it does not report."""
+
+    index: int
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+
+
 class NodeTelemetry(FrozenModel):
     """One telemetry sample of a node. None means "not measured"."""
 
@@ -434,6 +452,7 @@ class NodeTelemetry(FrozenModel):
     gpu_use: float | None = None
     """0 to 1."""
     gpu_mhz: float | None = None
+    gpu_memory: tuple[GpuMemory, ...] = ()
     memory_used_bytes: int | None = None
     swap_used_bytes: int | None = None
     power_w: float | None = None

@@ -263,6 +263,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            panes=("calibration",), why_not=_calibrate),
     Action("calibrate_quick", ("C",), "quick", "Measure every node and link, 10 s a node", "nodes",
            panes=("calibration",), why_not=_calibrate, when=lambda state: state.calibrating is None),
+    Action("scaling", ("S",), "scaling", "Time the job's real steps over 1, 2, … ranks", "nodes",
+           panes=("calibration",), why_not=_calibrate, when=lambda state: state.calibrating is None),
     Action("fix", ("x",), "fix", "Fix what is selected: run a fix, set up cables, or compare a host key; asks first",
            "nodes", panes=("nodes", "preflight"), why_not=_first(_loading, _fix)),
     Action("shell", ("s",), "shell", "Open a shell on the selected node; the console waits for its end", "nodes",
@@ -329,7 +331,7 @@ _BAR: Final[dict[str, tuple[str, ...]]] = {
     "dashboard": ("demo", "launch", "abort", "recheck", "help", "palette", "quit"),
     "nodes": ("recheck", "fix", "shell", "copy", "back", "launch", "help", "quit"),
     "preflight": ("recheck", "fix", "copy", "back", "launch", "help", "quit"),
-    "calibration": ("calibrate", "calibrate_quick", "copy", "back", "launch", "help", "quit"),
+    "calibration": ("calibrate", "calibrate_quick", "scaling", "copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "log_axis", "back", "help", "quit"),
     "history": ("enter", "copy", "back", "launch", "help", "quit"),
 }

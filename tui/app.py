@@ -212,6 +212,7 @@ class FlightDeckApp(App[None]):
         config = message.config
         facts = {facts.node: facts for facts in message.facts}
         self.store.change(config=config, facts=facts, prediction=message.prediction, fault=None)
+        self.store.change(scaling=message.scaling)
         if config is not None:
             if config.ui.theme in self.available_themes:
                 self.theme = config.ui.theme
@@ -372,6 +373,9 @@ class FlightDeckApp(App[None]):
 
     def _calibrate(self, *, quick: bool) -> None:
         self._calibrating = self.run_worker(self.client.calibrate(quick=quick), group="calibration")
+
+    def do_scaling(self) -> None:
+        self._calibrating = self.run_worker(self.client.measure_scaling(), group="calibration")
 
     def do_demo(self) -> None:
         self._request(self.client.demo())

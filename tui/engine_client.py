@@ -22,11 +22,12 @@ from textual.message import Message
 
 from engine import api
 from engine.errors import FlightDeckError
+from tui import scaling_text
 from tui.actions import FixCommand
 from tui.state import StateStore
 
 if TYPE_CHECKING:
-    from engine.api import Completed, Config, Engine, NetworkPlan, Prediction
+    from engine.api import Completed, Config, Engine, NetworkPlan
     from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
 
 
@@ -306,7 +307,7 @@ class EngineClient:
             topology, network, problem = await self._loop.call(lambda: _connect(engine, config, known))
             store.change(topology=topology, network_plan=network, network_problem=problem)
             # A calibration is of chips and versions: the probe may have found others.
-            store.change(prediction=await self._loop.call(lambda: _predict(engine, config)))
+            store.change(**await self._loop.call(lambda: _known(engine, config)))
         await self.plan()
 
     async def plan(self) -> None:
@@ -351,7 +352,7 @@ class EngineClient:
                             problems = [f"{node.node}: {node.problem}" for node in step.nodes if node.problem]
                         else:
                             store.change(calibrating={**(store.state.calibrating or {}), step.what: step})
-                store.change(prediction=await self._loop.call(lambda: _predict(engine, config)), now=self._clock())
+                store.change(**await self._loop.call(lambda: _known(engine, config)), now=self._clock())
                 if problems:
                     self._notify(f"calibration: not kept, {'; '.join(problems)}", "error")
                 else:
@@ -359,6 +360,29 @@ class EngineClient:
                 await self.plan()
         except asyncio.CancelledError:
             self._notify("calibration: stopped")
+            raise
+
+    async def measure_scaling(self) -> None:
+        """Run the job's steps over 1, 2, … ranks; each number of ranks is shown as it ends. Cancelled, it ends on the
+        nodes, and what there is of it stays on the screen."""
+        store, config, engine = self._store, self._config, self.engine
+        store.change(busy="measuring the scaling", calibrating={})
+        problems: list[tuple[str, str]] = []
+        try:
+            with self._request("scaling", busy=None, calibrating=None):
+                async with aclosing(self._loop.each(lambda: engine.calibrations.measure_scaling(config))) as steps:
+                    async for step in steps:
+                        if isinstance(step, api.Scaling):
+                            store.change(scaling=step, now=self._clock())
+                            problems = scaling_text.problems(step)
+                        else:
+                            store.change(calibrating={**(store.state.calibrating or {}), step.what: step})
+                if problems:
+                    self._notify(f"scaling: {'; '.join(': '.join(problem) for problem in problems)}", "error")
+                else:
+                    self._notify("scaling: measured")
+        except asyncio.CancelledError:
+            self._notify("scaling: stopped")
             raise
 
     async def launch(self, config: Config) -> None:
@@ -435,8 +459,15 @@ async def _connect(
         return topology, None, str(error)
 
 
-async def _predict(engine: Engine, config: Config) -> Prediction:
-    return await asyncio.to_thread(lambda: engine.calibrations.predict(config, engine.calibrations.latest(config)))
+async def _known(engine: Engine, config: Config) -> dict[str, Any]:
+    """The newest calibration and scaling, as changes of the state."""
+    calibrations = engine.calibrations
+
+    def read() -> dict[str, Any]:
+        prediction = calibrations.predict(config, calibrations.latest(config))
+        return {"prediction": prediction, "scaling": calibrations.latest_scaling(config)}
+
+    return await asyncio.to_thread(read)
 
 
 def _output_lines(done: Completed) -> tuple[str, ...]:

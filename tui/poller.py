@@ -18,7 +18,7 @@ from textual.message import Message
 from engine.api import ExitCode
 
 if TYPE_CHECKING:
-    from engine.api import Config, Engine, Prediction, RunWatch
+    from engine.api import Config, Engine, Prediction, RunWatch, Scaling
     from engine.models import NodeFacts, RunRecord
     from engine.snapshots import RunSnapshot
 
@@ -38,6 +38,7 @@ class EngineReady(Message):
     config: Config | None
     facts: tuple[NodeFacts, ...] = ()
     prediction: Prediction | None = None
+    scaling: Scaling | None = None
     accepted: bool = True
     """Its interpreters may be run without a question."""
 
@@ -197,6 +198,7 @@ class RunPoller:
                 self._report(_error_text(trouble))
             try:
                 ready.prediction = engine.calibrations.predict(config, engine.calibrations.latest(config))
+                ready.scaling = engine.calibrations.latest_scaling(config)
             except Exception as trouble:
                 self._report(_error_text(trouble))
         self._post(ready)

@@ -14,7 +14,7 @@ from tui.formatting import ago
 from tui.glyphs import Glyphs
 
 if TYPE_CHECKING:
-    from engine.api import CalibrationProgress, Config, NetworkPlan, Prediction, TrainingPlan
+    from engine.api import CalibrationProgress, Config, NetworkPlan, Prediction, Scaling, TrainingPlan
     from engine.models import CheckResult, NodeFacts, NodeTelemetry, RunRecord, Topology
     from engine.snapshots import RunSnapshot
 
@@ -68,13 +68,16 @@ class DeckState:
     """When that preflight ended; None while it runs."""
     prediction: Prediction | None = None
     """The next launch by the newest calibration; without one by what is assumed."""
+    scaling: Scaling | None = None
+    """The newest scaling of the job, however old; while one is measured, what there is of it."""
     calibrating: Mapping[str, CalibrationProgress] | None = None
-    """Progress of the calibration under way, by what is measured; None while there is none."""
+    """Progress of the calibration or scaling under way, by what is measured; None while there is none."""
     snapshot: RunSnapshot | None = None
     runs: tuple[RunRecord, ...] | None = None
     """Newest first; None until they have been read."""
     busy: str | None = None
-    """The request to the engine under way: "launching", "checking", "calibrating"."""
+    """The request to the engine under way: "launching", "checking", "calibrating", "measuring the
+    scaling"."""
     view: str = "dashboard"
     pane: str = "run"
     frozen: bool = False

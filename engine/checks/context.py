@@ -66,7 +66,7 @@ class CheckContext:
 
     @once
     async def interpreters(self) -> dict[str, Interpreter]:
-        """Node name → Interpreter, without mlx-lm."""
+        """Node name → Interpreter, without what takes seconds to import."""
         return await self.of_interpreters(self._interpreter)
 
     @once
@@ -141,6 +141,6 @@ class CheckContext:
 
     async def _interpreter(self, node: NodeConfig) -> Interpreter:
         try:
-            return await probe_interpreter(self.agent(node))
+            return await probe_interpreter(self.agent(node), self.config.job)
         except NodeUnreachable as error:
             return Interpreter(problem=str(error))

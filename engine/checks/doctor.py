@@ -43,8 +43,8 @@ async def _mlx() -> CheckResult:
     if seen.python is not None:
         mlx_lm = await probe_here("mlx_lm", "import", result_type=MlxLmReport, timeout_s=IMPORT_LIMIT_S)
         seen = with_mlx_lm(seen, mlx_lm)
-    if seen.problem or not new_enough(seen.mlx, MLX_MINIMUM):
-        summary = seen.problem or f"mlx {seen.mlx} is older than {dotted(MLX_MINIMUM)}"
+    if seen.problem or not new_enough(mlx := seen.packages.get("mlx"), MLX_MINIMUM):
+        summary = seen.problem or f"mlx {mlx} is older than {dotted(MLX_MINIMUM)}"
         fix = install_fix(sys.executable, seen, {"mlx": f">={dotted(MLX_MINIMUM)}", "mlx-lm": ""})
         return verdict("mlx", CheckStatus.FAIL, summary, fix=fix)
     return verdict("mlx", CheckStatus.PASS, f"{seen.describe()}, {platform.system()} {platform.machine()}")

@@ -22,13 +22,14 @@ from pydantic import TypeAdapter, ValidationError
 from engine.checks import connectivity, hostfile, sync, versions
 from engine.checks.check import Check
 from engine.checks.context import CheckContext
+from engine.checks.interpreter import Interpreter
 from engine.checks.leases import Leases, leased
 from engine.checks.local_process import LocalProgram
 from engine.checks.ports import fresh_block
 from engine.cluster.agent_client import AgentClient
 from engine.cluster.staging import HostLayout, gather_all
 from engine.cluster.transport.base import Completed
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import FlightDeckError
 from engine.launch import ssh_shim
 from engine.launch.hostfile import write_hostfile
@@ -47,6 +48,7 @@ from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.events import tail
+from engine.protocol.launchers import split_launcher
 from engine.protocol.measurements import AllSumResult
 from engine.security.sanitise import last_line, plain
 
@@ -57,6 +59,11 @@ _RESULT_BYTES = 1 << 20
 _OUTPUT_BYTES = 4096
 _RESULT = TypeAdapter(AllSumResult)
 _ALL_SUM = "engine.trainer.allreduce_check"
+_ALL_REDUCE = "engine.torch_trainer.allreduce_check"
+_TRIED = ("ACCELERATE_", "CUDA_", "GLOO_", "TORCH_")
+"""Variables of [job] env that decide how a group of PyTorch's comes about; others may be secrets."""
+_ACCELERATE_LAUNCH = "engine/torch_trainer/accelerate_launch.py"
+"""In the bundle, where every rank is started."""
 Result = TypeVar("Result")
 
 
@@ -67,11 +74,13 @@ class GroupProgram:
 
     module: str
     arguments: Sequence[str]
-    """ "{folder}" is replaced by the folder of `files` on the node."""
+    """ "{folder}" is replaced by the folder of `files` on the node, "{workdir}" by the rank's workdir."""
     limit_s: float
     environment: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict)
     """By name, the same on every host."""
+    launcher: Sequence[str] = ()
+    """Words between python and `-m module`, with the same replacements."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +109,31 @@ async def run_all_sum(context: CheckContext) -> AllSumOutcome:
         seconds = config.preflight.all_sum_s
         arguments = ["--seconds", str(seconds), "--world-size", str(len(config.nodes)), "--backend", network.backend]
         limit_s = START_ALLOWANCE_S + 5 * seconds
+        if network.framework == "torch":
+            uses, launcher = _accelerate(config.job)
+            arguments += ["--accelerate"] if uses else []
+            environment = network_environment(network, config.job.env)
+            environment |= {name: text for name, text in config.job.env.items() if name.startswith(_TRIED)}
+            return GroupProgram(_ALL_REDUCE, arguments, limit_s, environment, launcher=launcher)
         return GroupProgram(_ALL_SUM, arguments, limit_s, network_environment(network, config.job.env))
 
     return await run_group(context, program, _RESULT)
+
+
+def _accelerate(job: JobConfig) -> tuple[bool, list[str]]:
+    """True if the job's ranks use Accelerate, and the words that give them the environment of `accelerate launch`."""
+    launcher, options, _ = split_launcher(job.command)
+    if launcher != "accelerate":
+        return job.command is None, []
+    words = [_ACCELERATE_LAUNCH]
+    for option, value in zip(options[::2], options[1::2], strict=True):
+        name, _, joined = option.partition("=")
+        if name == "--config_file":
+            path = PurePosixPath(value or joined)
+            words += [name, str(path if path.is_absolute() else PurePosixPath("{workdir}") / path)]
+        elif name not in ("-m", "--module"):
+            words += [word for word in (option, value) if word]
+    return True, words
 
 
 async def run_group(
@@ -172,8 +203,9 @@ class _Group:
 
     def _program(self, rank: int, layout: HostLayout) -> RankProgram:
         folder, python = self._folder(layout), layout.expanded(self.context.config.nodes[rank].python)
-        argv = [python, "-m", self.program.module]
-        argv += [word.replace("{folder}", str(folder)) for word in self.program.arguments]
+        workdir = layout.expanded(self.context.config.nodes[rank].workdir)
+        words = [*self.program.launcher, "-m", self.program.module, *self.program.arguments]
+        argv = [python, *(word.replace("{folder}", str(folder)).replace("{workdir}", workdir) for word in words)]
         argv += ["--out", str(folder / "rank{rank}.json")]
         return RankProgram(argv, f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1")
 
@@ -232,11 +264,26 @@ NAME = "gradient_layer"
 _LIMIT_S = START_ALLOWANCE_S + 5 * 60 + 30
 """For the longest all_sum that a configuration allows."""
 
-CONSEQUENCES = re.compile(r"PeerLost|connection to a peer|Couldn't connect|peer does not answer|ended with -15\b")
+CONSEQUENCES = re.compile(
+    r"PeerLost|connection to a peer|Couldn't connect|peer does not answer|ended with -15\b|Connection closed by peer|"
+    r"Connection reset by peer|DistStoreError|DistNetworkError|a peer does not respond"
+)
 """Messages of ranks that only lost a peer. -15 is the launcher's TERM, once another rank has ended."""
 ADVICE = (
     (r"Couldn't bind|error: (98|48)\b", "the port was taken a moment ago: run the check again"),
     (r"error: 65\b", "allow your terminal the Local Network in System Settings, Privacy & Security"),
+    (r"EADDRINUSE|address already in use", "the port was taken a moment ago: run the check again"),
+    (
+        r"(?i)unable to (find|resolve) .*interface|no socket interface found",
+        "set the interface by its name in [job] env",
+    ),
+    (r"No CUDA GPUs|no GPUs found|CUDA driver version is insufficient", 'set backend = "gloo" in [cluster]'),
+    (r"in place of FSDP", 'use strategy "fsdp" of the built-in recipe, or fully_shard in your script, or GPUs'),
+    (
+        r"ncclSystemError|ncclRemoteError|ncclInternalError|NCCL error",
+        "check NCCL_SOCKET_IFNAME and the firewall; NCCL_IB_DISABLE=1 in [job] env leaves InfiniBand out",
+    ),
+    (r"connectFullMesh failed|Connection refused|timed? ?out", "check that every node reaches every other one"),
     (r"Couldn't connect|does not answer", "check that the nodes reach each other on `ips`, and their firewall"),
 )
 """(pattern of a rank's message, what to do about it), the first that matches."""
@@ -245,8 +292,7 @@ ADVICE = (
 async def run(context: CheckContext) -> CheckResult:
     # Not versions_match as a whole: importing mlx-lm takes seconds and may run meanwhile.
     seen, backend = await asyncio.gather(context.interpreters(), versions.planned_backend(context))
-    needed = versions.mlx_name(backend)
-    if unfit := [name for name, each in seen.items() if each.mlx is None or needed not in each.backends]:
+    if unfit := [name for name, each in seen.items() if not _fit(context.config, each, backend)]:
         why = seen[unfit[0]].problem or f"no {backend} there"
         summary = f"not run: no rank can start on {', '.join(unfit)}: {why}"
         first = next(rank for rank, node in enumerate(context.config.nodes) if node.name == unfit[0])
@@ -254,10 +300,17 @@ async def run(context: CheckContext) -> CheckResult:
     return evaluate(context.config, await run_all_sum(context))
 
 
+def _fit(config: Config, seen: Interpreter, backend: str) -> bool:
+    if config.job.framework == "torch":
+        # Which backends it has is known only once it is imported.
+        return "torch" in seen.packages
+    return "mlx" in seen.packages and versions.backend_name(backend) in seen.backends
+
+
 def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     """A rank that only lost its peers is not blamed while another has a cause of its own."""
     world_size, results = len(config.nodes), found.results
-    faults = {rank: _fault(results[rank], world_size, found.messages[rank], found.codes.get(rank)) for rank in results}
+    faults = {rank: _fault(results[rank], config, found.messages[rank], found.codes.get(rank)) for rank in results}
     described = {rank: faults[rank] or _describe(results[rank]) for rank in results}
     evidence = {node.name: f"rank {rank}: {described[rank]}" for rank, node in enumerate(config.nodes)}
     failed = {rank: fault for rank, fault in faults.items() if fault is not None}
@@ -279,14 +332,15 @@ def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     return CheckResult(name=NAME, status=status, summary=summary, evidence=evidence, blames=blames)
 
 
-def _fault(result: AllSumResult | None, world_size: int, message: str, code: int | None) -> str | None:
+def _fault(result: AllSumResult | None, config: Config, message: str, code: int | None) -> str | None:
     if result is None:
         ended = f"ended with {code}" if code is not None else "wrote no result"
         return f"{ended}: {message}" if message else ended
     if result.error is not None:
         return plain(result.error, 300)
+    world_size, framework = len(config.nodes), "PyTorch" if config.job.framework == "torch" else "MLX"
     if result.size != world_size:
-        return f"MLX made a group of {result.size} where {world_size} are planned"
+        return f"{framework} made a group of {result.size} where {world_size} are planned"
     return None if result.exact else "the sum is not exact"
 
 
@@ -295,12 +349,13 @@ def _describe(result: AllSumResult | None) -> str:
         return "not measured"
     if result.size == 1:
         return "one rank"
-    return f"exact, {result.latency_s * 1e3:.2f} ms, {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
+    chosen = f", Accelerate chose {plain(result.chosen, 100)}" if result.chosen else ""
+    return f"exact, {result.latency_s * 1e3:.2f} ms, {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s{chosen}"
 
 
 CHECK = Check(
     NAME,
-    "a real all_sum over the real ring",
+    "a real all_sum over all ranks, by the job's own framework and backend",
     run,
     time_limit_s=_LIMIT_S,
     needs=(connectivity.NAME, hostfile.NAME, sync.NAME),

@@ -7,10 +7,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from engine.checks import connectivity, ports, sync
+from engine.checks import connectivity, ports, sync, versions
 from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix
+from engine.checks.interpreter import IMPORT_LIMIT_S, Interpreter
 from engine.checks.plan_inputs import MemoryNeed, describe_memory, memory_needs, memory_share, shared_plan
 from engine.checks.ports import HeldPorts
 from engine.cluster.probe_results import PortHolder
@@ -22,7 +23,7 @@ from engine.plan.document import PlanIssue
 from engine.plan.network import node_obstacles
 
 NAME = "hardware_layer"
-_LIMIT_S = 60.0
+_LIMIT_S = 60.0 + 2 * IMPORT_LIMIT_S
 _NETWORK = "distributed_config"
 """The plan's refusal that hostfile_valid reports."""
 _MEMORY = "memory"
@@ -33,17 +34,22 @@ _JACCL = ("jaccl", "jaccl-ring")
 async def run(context: CheckContext) -> CheckResult:
     facts, needed, held = await asyncio.gather(context.facts(), memory_needs(context), ports.held_ports(context))
     refusals = [refusal for refusal in (await shared_plan(context)).refusals if refusal.name != _NETWORK]
-    return evaluate(context.config, facts, needed, held, refusals)
+    torch: Mapping[str, Interpreter] = {}
+    if context.config.job.framework == "torch":
+        torch = await versions.node_versions(context)
+    return evaluate(context.config, facts, needed, held, refusals, torch=torch)
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913
     config: Config,
     facts: Mapping[str, NodeFacts],
     needed: Mapping[str, MemoryNeed],
     held: HeldPorts,
     refusals: Sequence[PlanIssue] = (),
+    *,
+    torch: Mapping[str, Interpreter] | None = None,
 ) -> CheckResult:
-    """`refusals` are the plan's."""
+    """`refusals` are the plan's; `torch` has each node's interpreter, for a PyTorch job."""
     found = Findings(NAME, config)
     for node in config.nodes:
         findings = found.on(node)
@@ -51,7 +57,10 @@ def evaluate(
         if seen.problem is not None:
             findings.warn(f"its hardware is not known: {seen.problem}")
         else:
-            _check_gpu(node, seen, findings)
+            if config.job.framework == "torch":
+                _check_torch(config, node, (torch or {}).get(node.name), findings)
+            else:
+                _check_gpu(node, seen, findings)
             _check_memory(config, needed[node.name], findings)
             _check_rdma(config, seen, findings)
             _check_power(seen, findings)
@@ -77,6 +86,26 @@ def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> No
         findings.fault(f"MLX there uses the {facts.gpu} and not the GPU (Metal)", Fix(install, effect))
     else:
         findings.passed.append(f"{name}: MLX uses its {facts.gpu}" if name else f"MLX uses its {facts.gpu}")
+
+
+def _check_torch(config: Config, node: NodeConfig, seen: Interpreter | None, findings: NodeFindings) -> None:
+    """GPUs that PyTorch sees on a machine, against its ranks."""
+    build = seen.build if seen is not None else None
+    if build is None:
+        findings.passed.append("its GPUs are not known: torch cannot be imported")
+        return
+    ranks = sum(each.processes if config.job.elastic else 1 for each in config.nodes if each.ssh == node.ssh)
+    described = f"{plural(build.gpus, 'GPU')} for {plural(ranks, 'rank')}"
+    if build.gpus >= ranks:
+        findings.passed.append(f"torch sees {described}")
+    elif config.cluster.backend == "nccl":
+        findings.fault(f"torch sees {described}, and nccl needs one for each: lower `processes`, or use gloo")
+    elif build.gpus:
+        findings.warn(f"torch sees {described}: gloo is used, and some ranks share a GPU")
+    elif build.nvidia_smi is not None:
+        findings.warn(f"torch sees none of its NVIDIA GPUs: {build.cuda_problem or 'a build without CUDA'}")
+    else:
+        findings.passed.append(f"torch sees the CPU alone, for {plural(ranks, 'rank')}")
 
 
 def _check_memory(config: Config, need: MemoryNeed, findings: NodeFindings) -> None:

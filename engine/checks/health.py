@@ -27,6 +27,9 @@ DISK_FAIL_BYTES = 50_000_000
 """A launch writes its files there, and its logs would be cut off."""
 SWAP_SHARE = 0.05
 """Share of all memory. macOS always swaps a little; a rank whose pages come from the disk is a hundred times slower."""
+SHM_BYTES = 1_000_000_000
+"""A container's is 64 MB unless one asks for more."""
+_MEMLOCK = "/etc/security/limits.d/flightdeck.conf"
 GPU_SHARE = 0.20
 """Share of the GPU's time, before any rank has started."""
 _PROBE_LIMIT_S = 20.0
@@ -68,6 +71,8 @@ def evaluate(
         _check_swap(facts[node.name], findings)
         _check_power(facts[node.name], findings)
         _check_load(facts[node.name], loads[node.name], findings)
+        if config.job.framework == "torch":
+            _check_limits(loads[node.name], findings)
     return found.verdict(f"{plural(len(config.nodes), 'node')} alive and idle")
 
 
@@ -141,6 +146,26 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
     else:
         now = {True: "is prevented now", False: "may come now", None: "now is not known"}
         findings.passed.append(f"sleep {now[sleep_prevented(load.assertions)]}, a run holds caffeinate")
+
+
+def _check_limits(load: LoadResult, findings: NodeFindings) -> None:
+    """Shared memory, by which NCCL and the workers of a DataLoader exchange, and what InfiniBand may lock."""
+    if isinstance(load, FlightDeckError):
+        return
+    shared, locked = load.shm_bytes, load.memlock_bytes
+    if shared is not None and shared < SHM_BYTES:
+        message = f"its /dev/shm has {memory_text(shared)}, less than NCCL and DataLoader workers need"
+        advice = "in a container start that with --ipc=host or --shm-size=8g"
+        back = f"sudo mount -o remount,size={shared} /dev/shm"
+        effect = f"enlarges it until the next restart; `{back}` takes that back"
+        findings.warn(f"{message}; {advice}", Fix("sudo mount -o remount,size=8g /dev/shm", effect))
+    elif shared is not None:
+        findings.passed.append(f"/dev/shm {memory_text(shared)}")
+    if locked is not None:
+        message = f"a process may lock {memory_text(locked)} (ulimit -l), which InfiniBand registers its buffers in"
+        lines = "* soft memlock unlimited\\n* hard memlock unlimited\\n"
+        command = f"printf '{lines}' | sudo tee {_MEMLOCK}"
+        findings.warn(message, Fix(command, f"holds from the next login on; sudo rm {_MEMLOCK} takes it back"))
 
 
 def describe_busy(process: BusyProcess, memory_bytes: int) -> str:

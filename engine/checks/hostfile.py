@@ -79,7 +79,9 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
     if found.faulty:
         return found.verdict()
     if not all(node.local for node in nodes):
-        await _check_connections(context, neighbours(network), ips, found)
+        for targets in connections(network):
+            if not found.faulty:
+                await _check_connections(context, targets, ips, found)
     reads = "MLX reads " if network.framework == "mlx" else ""
     passed = f"{reads}{plural(len(nodes), 'rank')}, {network.backend}"
     return found.verdict(passed, advice="check the cable and the firewall between them")
@@ -91,7 +93,7 @@ def _form_problem(ips: list[str]) -> str | None:
         try:
             ipaddress.IPv4Address(ip)
         except ValueError:
-            why = "MLX's ring takes no names, and splits IPv6 at its first colon"
+            why = "the ring takes no names, and splits IPv6 at its first colon"
             return f"{ip} is no IPv4 address: {why}; {_OWN_ADDRESS}"
     return None
 
@@ -102,6 +104,16 @@ def neighbours(network: NetworkPlan) -> dict[int, int]:
     if network.backend == RING:
         return {rank: (rank + 1) % ranks for rank in range(ranks) if ranks > 1}
     return dict.fromkeys(range(1, ranks), 0)
+
+
+def connections(network: NetworkPlan) -> list[dict[int, int]]:
+    """Rounds of rank → the rank it connects to. Gloo and NCCL connect every pair of machines, in both directions."""
+    if network.framework != "torch":
+        return [neighbours(network)]
+    # The first rank of each machine.
+    firsts = list({host.ssh: rank for rank, host in reversed(list(enumerate(network.hosts)))}.values())[::-1]
+    count = len(firsts)
+    return [{rank: firsts[(place + step) % count] for place, rank in enumerate(firsts)} for step in range(1, count)]
 
 
 async def _check_ownership(context: CheckContext, ips: Mapping[str, list[str]], found: Findings) -> None:
@@ -168,7 +180,7 @@ async def _check_connections(
 
 CHECK = Check(
     NAME,
-    "the hostfile in MLX's own parser, its addresses, and connections from rank to rank",
+    "the hostfile in MLX's own parser, its addresses, and connections from rank to rank (PyTorch: of every pair)",
     run,
     time_limit_s=60.0,
     needs=(connectivity.NAME,),

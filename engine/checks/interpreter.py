@@ -1,33 +1,47 @@
-"""A node's Python interpreter: its version, and whether it can import mlx and mlx-lm."""
+"""A node's Python interpreter: its version, and which packages of the job's framework it can import."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 from engine.cluster.agent_client import AgentClient, InterpreterBroken, InterpreterMissing
-from engine.cluster.probe_results import MlxLmReport, MlxReport
+from engine.cluster.probe_results import MlxLmReport, MlxReport, TorchBuild, TorchReport
+from engine.config.models import JobConfig
 from engine.errors import LaunchError
-from engine.models import NoValue
+from engine.models import FrozenModel, NoValue
+from engine.protocol.launchers import split_launcher
 
 HOME_ENVIRONMENT = PurePosixPath("~/.venv")
 """Where an environment is made for a python that belongs to the system."""
 _READ_ONLY = 3
 _OCCUPIED = f'[ -e "$1" ] || exit 1; [ -w "$2" ] || exit {_READ_ONLY}'
 IMPORT_LIMIT_S = 60.0
-"""For mlx-lm from a cold disk; from a warm one it takes one or two."""
+"""For mlx-lm, or PyTorch and all of the recipe's packages, from a cold disk; from a warm one it takes two to ten."""
+_RECIPE = ("accelerate", "transformers", "peft")
+Result = TypeVar("Result", bound=FrozenModel)
+
+
+def torch_packages(job: JobConfig) -> tuple[str, ...]:
+    """Those that every rank of a PyTorch job imports, torch first: of a command, besides torch, its launcher."""
+    if job.command is not None:
+        launcher = split_launcher(job.command)[0]
+        return ("torch", launcher) if launcher in ("accelerate", "deepspeed") else ("torch",)
+    return ("torch", *_RECIPE, *(("deepspeed",) if job.strategy == "deepspeed" else ()))
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """One node's python; a version of None is "not importable", with the reason in `problem`."""
+    """One node's python; a package without a version is not importable, with the reason in `problem`."""
 
     python: str | None = None
-    mlx: str | None = None
-    mlx_lm: str | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Name → version."""
     backends: tuple[str, ...] = ()
-    """The distributed backends that this build of MLX has."""
+    """The distributed backends that this build of MLX or PyTorch has."""
     problem: str | None = None
     absent: bool = False
     """There is no such interpreter, or it cannot be run."""
@@ -36,24 +50,41 @@ class Interpreter:
     venv: bool = False
     linux: bool = sys.platform.startswith("linux")
     """The head's own system where the interpreter has not answered."""
+    build: TorchBuild | None = None
+    """Torch's, once that was imported."""
 
     def describe(self) -> str:
-        versions = {"python": self.python, "mlx": self.mlx, "mlx-lm": self.mlx_lm}
+        versions = {"python": self.python, **self.packages}
         seen = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         return "; ".join(filter(None, (seen, self.problem)))
 
 
-async def probe_interpreter(agent: AgentClient) -> Interpreter:
-    """Import mlx on a node (a tenth of a second), mlx-lm not. Raises NodeUnreachable."""
+async def probe_interpreter(agent: AgentClient, job: JobConfig) -> Interpreter:
+    """Import mlx on a node (a tenth of a second), mlx-lm not; for a PyTorch job look for its packages. Raises
+    NodeUnreachable."""
+    if job.framework == "torch":
+        return await _probe_torch(agent, "find", torch_packages(job))
+    report = await _probe(agent, "mlx", result_type=MlxReport)
+    return report if isinstance(report, Interpreter) else as_interpreter(report, agent.node.python)
+
+
+async def _probe_torch(agent: AgentClient, how: str, packages: tuple[str, ...]) -> Interpreter:
+    report = await _probe(agent, "torch", how, *packages, result_type=TorchReport)
+    return report if isinstance(report, Interpreter) else with_torch(report, packages, agent.node.python)
+
+
+async def _probe(
+    agent: AgentClient, name: str, *arguments: str, result_type: type[Result]
+) -> Result | NoValue | Interpreter:
+    """The probe's result, or in its place the interpreter that cannot run it."""
     try:
-        report = await agent.probe("mlx", result_type=MlxReport, timeout_s=IMPORT_LIMIT_S)
+        return await agent.probe(name, *arguments, result_type=result_type, timeout_s=IMPORT_LIMIT_S)
     except LaunchError as error:
         problem = f"{error.what}: {error.why}" if error.why else error.what
         if isinstance(error, InterpreterMissing):
             problem = f"no such interpreter: {agent.node.python}"
         absent = isinstance(error, InterpreterBroken)
         return Interpreter(problem=problem, absent=absent, beside=await _occupied(agent) if absent else None)
-    return as_interpreter(report, agent.node.python)
 
 
 def environment_of(python: str) -> PurePosixPath:
@@ -71,12 +102,15 @@ async def _occupied(agent: AgentClient) -> PurePosixPath | None:
     return environment if code == 0 else HOME_ENVIRONMENT if code == _READ_ONLY else None
 
 
-async def probe_mlx_lm(agent: AgentClient, seen: Interpreter, *, imported: bool) -> Interpreter:
-    """`seen`, and whether that interpreter can also import mlx-lm: seconds of work where nothing proves it; not
-    `imported`, it is only looked for. Raises NodeUnreachable, LaunchError."""
+async def probe_imports(agent: AgentClient, seen: Interpreter, job: JobConfig) -> Interpreter:
+    """`seen`, and whether that interpreter can also import mlx-lm, or for a PyTorch job its packages: seconds of work
+    where nothing proves it. For a command, mlx-lm is only looked for. Raises NodeUnreachable, LaunchError."""
     if seen.python is None:
         return seen
-    how = "import" if imported else "find"
+    if job.framework == "torch":
+        return await _probe_torch(agent, "import", torch_packages(job))
+    # A job with a command of its own may never import it.
+    how = "import" if job.command is None else "find"
     return with_mlx_lm(seen, await agent.probe("mlx_lm", how, result_type=MlxLmReport, timeout_s=IMPORT_LIMIT_S))
 
 
@@ -85,7 +119,7 @@ def as_interpreter(report: MlxReport | NoValue, python: str) -> Interpreter:
         return Interpreter(problem=f"{python}: {report}")
     return Interpreter(
         report.python,
-        report.mlx,
+        {"mlx": report.mlx} if report.mlx is not None else {},
         backends=tuple(report.backends),
         problem=f"mlx cannot be imported: {report.mlx_error}" if report.mlx_error is not None else None,
         venv=report.venv,
@@ -94,7 +128,24 @@ def as_interpreter(report: MlxReport | NoValue, python: str) -> Interpreter:
 
 
 def with_mlx_lm(seen: Interpreter, report: MlxLmReport | NoValue) -> Interpreter:
-    if isinstance(report, MlxLmReport) and report.mlx_lm_error is None:
-        return replace(seen, mlx_lm=report.mlx_lm)
+    if isinstance(report, MlxLmReport) and report.mlx_lm is not None and report.mlx_lm_error is None:
+        return replace(seen, packages={**seen.packages, "mlx-lm": report.mlx_lm})
     why = report.mlx_lm_error if isinstance(report, MlxLmReport) else report
     return replace(seen, problem="; ".join(filter(None, (seen.problem, f"mlx-lm cannot be imported: {why}"))))
+
+
+def with_torch(report: TorchReport | NoValue, packages: Iterable[str], python: str) -> Interpreter:
+    """`packages`: those that were asked for."""
+    if isinstance(report, NoValue):
+        return Interpreter(problem=f"{python}: {report}")
+    missing = [name for name in packages if name not in report.versions]
+    problems = [f"{name} cannot be imported: {report.errors.get(name, 'not known')}" for name in missing]
+    return Interpreter(
+        report.python,
+        {name: report.versions[name] for name in packages if name in report.versions},
+        backends=tuple(report.build.backends) if report.build is not None else (),
+        problem="; ".join(problems) or None,
+        venv=report.venv,
+        linux=report.linux,
+        build=report.build,
+    )

@@ -25,6 +25,7 @@ _DOWNLOAD = (
     'hf download {repository} --local-dir "$d"'
 )
 """Into a folder that is new or empty, or of a download that was cut short, which hf resumes."""
+_SET_UNQUANTIZED = "set `model` in [job] to the model that it was made from"
 _SET_ANOTHER = "set `model` in [job] to a directory with an mlx-lm model"
 
 
@@ -39,6 +40,10 @@ async def run(context: CheckContext) -> CheckResult:
     complete = {name: files for name, files in answers.items() if isinstance(files, ModelFiles) and not files.faults}
     for node, files in found.answered(answers):
         found.evidence[node.name] = message = f"{folders[node.name]}: {files.describe()}"
+        if files.quantized and context.config.job.framework == "torch":
+            found.fault(
+                node, f"{folders[node.name]} is quantized by MLX, which PyTorch cannot read: {_SET_UNQUANTIZED}"
+            )
         fix = None
         # Where some node has the model, the others get a copy of that.
         if files.repository and not complete:

@@ -63,6 +63,9 @@ async def adapter_obstacles(
     """Adapters that mlx-lm cannot add to a model whose config.json is `config`, where the plan does not know the
     model's matrices. Raises InputError where it could not be tried, LaunchError, NodeUnreachable."""
     job = context.config.job
+    if job.framework == "torch":
+        # peft names what it cannot adapt, and there is no mlx-lm on these nodes.
+        return ()
     if config is None or not depends_on_matrices(job) or knows_matrices(config):
         return ()
     model, lora = context.path(node, node.model or job.model or ""), job.mlx_lm["lora_parameters"]
@@ -96,7 +99,7 @@ async def refused_rows(context: CheckContext, node: NodeConfig, files: Sequence[
     LaunchError, NodeUnreachable."""
     job = context.config.job
     flags = {key: bool(job.mlx_lm.get(key)) for key in ("mask_prompt", "trust_remote_code")}
-    settings = json.dumps({**data_features(job.mlx_lm), **flags})
+    settings = json.dumps({**data_features(job.mlx_lm), **flags, "framework": job.framework})
     model = context.path(node, node.model or job.model or "")
     report = await context.probe(
         node, "template", model, settings, *files, result_type=TemplateReport, timeout_s=TRIAL_LIMIT_S

@@ -1,7 +1,7 @@
-"""versions_match: python, mlx and mlx-lm can be imported on every node, are recent enough, and are the same
-everywhere.
+"""versions_match: python and the packages of the job's framework can be imported on every node, are recent enough, and
+are the same everywhere.
 
-Ranks with different mlx versions may disagree on what an all_sum is; mlx.launch does not check this.
+Ranks with different mlx versions may disagree on what an all_sum is; mlx.launch does not check this. Nor does PyTorch.
 """
 
 from __future__ import annotations
@@ -10,24 +10,66 @@ import asyncio
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from engine.checks import connectivity
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext, once
 from engine.checks.fixes import Fix, posix
-from engine.checks.interpreter import HOME_ENVIRONMENT, IMPORT_LIMIT_S, Interpreter, environment_of, probe_mlx_lm
+from engine.checks.interpreter import (
+    HOME_ENVIRONMENT,
+    IMPORT_LIMIT_S,
+    Interpreter,
+    environment_of,
+    probe_imports,
+    torch_packages,
+)
 from engine.cluster.transport.base import quoted
-from engine.config.models import Config, NodeConfig
+from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
 from engine.models import CheckResult
 
 NAME = "versions_match"
+
+
+class Minimum(NamedTuple):
+    """The least version of a package."""
+
+    version: tuple[int, ...]
+    reason: str = ""
+    """Why no older one."""
+
+
 MLX_MINIMUM = (0, 32, 1)
 MLX_LM_MINIMUM = (0, 32, 0)
+_MLX = {"mlx": Minimum(MLX_MINIMUM), "mlx-lm": Minimum(MLX_LM_MINIMUM)}
+_UNTRIED = "and older ones were never tried"
+_COMMAND = {
+    "torch": Minimum((2, 0), _UNTRIED),
+    "accelerate": Minimum((1, 6), "the first with FSDP2 (fsdp_version)"),
+    "deepspeed": Minimum((0, 16), _UNTRIED),
+}
+_RECIPE = {
+    **_COMMAND,
+    "torch": Minimum((2, 6), "the first with torch.distributed.fsdp.fully_shard"),
+    "transformers": Minimum((4, 56), "the first with the argument dtype"),
+    "peft": Minimum((0, 14), _UNTRIED),
+}
 _MLX_NAMES = {"jaccl-ring": "jaccl"}
 """Backend of a network plan → MLX's name for it, where that differs."""
 _LIMIT_S = 2 * IMPORT_LIMIT_S + 5
+_LOCAL_LABEL = re.compile(r"\+(cpu|cu[0-9]{2,4}|rocm[0-9.]{1,8}|xpu)$")
+"""PyTorch's, of the builds that its own index has."""
+
+
+def requirements(job: JobConfig) -> dict[str, Minimum]:
+    """The packages that the job's ranks need, in the order in which they are reported."""
+    if job.framework != "torch":
+        return _MLX
+    minimums = _RECIPE if job.command is None else _COMMAND
+    return {name: minimums[name] for name in torch_packages(job)}
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -37,69 +79,101 @@ async def run(context: CheckContext) -> CheckResult:
 
 @once
 async def node_versions(context: CheckContext) -> dict[str, Interpreter]:
-    """Node name → its interpreter, with mlx-lm."""
+    """Node name → its interpreter, with mlx-lm, or with PyTorch imported."""
     found = await context.interpreters()
-    # A job with a command of its own may never import it.
-    imported = context.config.job.command is None
     return await context.of_interpreters(
-        lambda node: probe_mlx_lm(context.agent(node), found[node.name], imported=imported)
+        lambda node: probe_imports(context.agent(node), found[node.name], context.config.job)
     )
 
 
 async def planned_backend(context: CheckContext) -> str:
-    """The network plan's backend; "ring" where there is none, which hostfile_valid reports."""
+    """The network plan's backend; the framework's over TCP where there is none, which hostfile_valid reports."""
     try:
         return (await context.network_plan()).backend
     except LaunchError:
-        return "ring"
+        return "gloo" if context.config.job.framework == "torch" else "ring"
 
 
-def mlx_name(backend: str) -> str:
-    """MLX's name for the backend of a network plan."""
+def backend_name(backend: str) -> str:
+    """The framework's name for the backend of a network plan."""
     return _MLX_NAMES.get(backend, backend)
 
 
 def evaluate(config: Config, interpreters: dict[str, Interpreter], backend: str = "ring") -> CheckResult:
     """Rank 0's versions are what the others are compared with; another patch version of Python only warns."""
     first = interpreters[config.nodes[0].name]
+    needed = requirements(config.job)
     found = Findings(NAME, config)
     for node in config.nodes:
         interpreter = interpreters[node.name]
         found.evidence[node.name] = interpreter.describe()
-        if (problem := _problem(interpreter, first, backend)) is not None:
+        if (problem := _problem(interpreter, first, backend, needed)) is not None:
             fault, wanted = problem
             advice, fix = _fix(node, interpreter, first, wanted)
             found.fault(node, f"{fault}{advice}", fix)
+        elif backend == "nccl" and (mismatch := _cuda_problem(interpreter, first)) is not None:
+            found.fault(node, mismatch)
         elif first.python not in (None, interpreter.python):
             found.warn(node, f"python {interpreter.python}, rank 0 has {first.python}")
     return found.verdict(f"the same on all nodes: {first.describe()}")
 
 
-def _problem(seen: Interpreter, first: Interpreter, backend: str) -> tuple[str, dict[str, str]] | None:
+def _problem(
+    seen: Interpreter, first: Interpreter, backend: str, needed: Mapping[str, Minimum]
+) -> tuple[str, dict[str, str]] | None:
     """A message, and the packages that would fix it as name → requirement; None when there is no problem."""
-    mlx = f"=={first.mlx}" if new_enough(first.mlx, MLX_MINIMUM) else f">={dotted(MLX_MINIMUM)}"
-    mlx_lm = f"=={first.mlx_lm}" if new_enough(first.mlx_lm, MLX_LM_MINIMUM) else f">={dotted(MLX_LM_MINIMUM)}"
-    both = {"mlx": mlx, "mlx-lm": mlx_lm}
-    needed = mlx_name(backend)
-    problem: tuple[str, dict[str, str]] | None = None
+    wanted = {name: _wanted(first.packages.get(name), least.version) for name, least in needed.items()}
     if seen.python is None:
-        problem = seen.problem or "the interpreter did not answer", both
-    elif first.python is not None and _minor(first.python) != _minor(seen.python):
-        problem = f"python {seen.python}, rank 0 has {first.python}", both
-    elif seen.problem:
-        missing = {"mlx": seen.mlx, "mlx-lm": seen.mlx_lm}
-        problem = seen.problem, {name: both[name] for name, version in missing.items() if version is None}
-    elif not new_enough(seen.mlx, MLX_MINIMUM):
-        problem = f"mlx {seen.mlx} is older than {dotted(MLX_MINIMUM)}", {"mlx": mlx}
-    elif not new_enough(seen.mlx_lm, MLX_LM_MINIMUM):
-        problem = f"mlx-lm {seen.mlx_lm} is older than {dotted(MLX_LM_MINIMUM)}", {"mlx-lm": mlx_lm}
-    elif needed not in seen.backends:
-        problem = f"this build of mlx has no {needed} backend", {"mlx": mlx}
-    elif first.mlx not in (None, seen.mlx):
-        problem = f"mlx {seen.mlx}, rank 0 has {first.mlx}", {"mlx": mlx}
-    elif first.mlx_lm not in (None, seen.mlx_lm):
-        problem = f"mlx-lm {seen.mlx_lm}, rank 0 has {first.mlx_lm}", {"mlx-lm": mlx_lm}
-    return problem
+        return seen.problem or "the interpreter did not answer", wanted
+    if first.python is not None and _minor(first.python) != _minor(seen.python):
+        return f"python {seen.python}, rank 0 has {first.python}", wanted
+    if seen.problem:
+        return seen.problem, {name: need for name, need in wanted.items() if name not in seen.packages}
+    return _version_problem(seen, first, backend_name(backend), needed, wanted)
+
+
+def _version_problem(
+    seen: Interpreter, first: Interpreter, backend: str, needed: Mapping[str, Minimum], wanted: Mapping[str, str]
+) -> tuple[str, dict[str, str]] | None:
+    main = next(iter(needed))
+    for name, least in needed.items():
+        if not new_enough(mine := seen.packages.get(name), least.version):
+            why = f", {least.reason}" if least.reason else ""
+            return f"{name} {mine} is older than {dotted(least.version)}{why}", {name: wanted[name]}
+    if backend not in seen.backends:
+        return f"this build of {main} has no {backend} backend", {main: wanted[main]}
+    for name in needed:
+        mine, theirs = seen.packages.get(name), first.packages.get(name)
+        if theirs is not None and not _same(mine, theirs):
+            return f"{name} {mine}, rank 0 has {theirs}", {name: wanted[name]}
+    return None
+
+
+def _wanted(first: str | None, minimum: tuple[int, ...]) -> str:
+    return f"=={first}" if new_enough(first, minimum) else f">={dotted(minimum)}"
+
+
+def _same(one: str | None, other: str) -> bool:
+    """PyTorch's CPU and CUDA builds of one version have different labels, and connect by gloo."""
+    return one is not None and _LOCAL_LABEL.sub("", one) == _LOCAL_LABEL.sub("", other)
+
+
+def _cuda_problem(seen: Interpreter, first: Interpreter) -> str | None:
+    """Why NCCL cannot run with this build of torch, or not with rank 0's."""
+    build, reference = seen.build, first.build
+    if build is None or reference is None:
+        return None
+    shown = re.search(r"CUDA Version: ([0-9]{1,3})\.([0-9]{1,3})", build.nvidia_smi or "")
+    if build.cuda is None:
+        return "this build of torch has no CUDA: install one that has"
+    if shown is not None and int(shown[1]) < int(build.cuda.split(".")[0]):
+        driver = f"{shown[1]}.{shown[2]}"
+        return f"torch is built for CUDA {build.cuda}, its NVIDIA driver is for CUDA {driver}: update the driver"
+    if build.gpus == 0:
+        return f"torch can use none of its GPUs: {build.cuda_problem or 'none is visible'}"
+    if build.cuda != reference.cuda:
+        return f"torch is built for CUDA {build.cuda}, rank 0's for {reference.cuda}"
+    return None if build.nccl == reference.nccl else f"torch has NCCL {build.nccl}, rank 0's {reference.nccl}"
 
 
 def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[str, str]) -> tuple[str, Fix | None]:
@@ -112,8 +186,7 @@ def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[s
         return "", None
     minor = _minor(first.python or "")
     if node.local and Path(environment_of(node.python)).expanduser() == Path(sys.prefix):
-        kept = {"mlx": seen.mlx, "mlx-lm": seen.mlx_lm}
-        wanted = {name: f"=={version}" for name, version in kept.items() if version is not None} | wanted
+        wanted = {name: f"=={version}" for name, version in seen.packages.items()} | wanted
     elif seen.python is not None and (first.python is None or _minor(seen.python) == minor):
         return "", install_fix(node.python, seen, wanted)
     path, environment = PurePosixPath(node.python), environment_of(node.python)
@@ -133,8 +206,7 @@ def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[s
 
 def install_fix(python: str, seen: Interpreter, wanted: dict[str, str]) -> Fix:
     """`install_command`, and as its effect the commands back to what was there."""
-    known = {"mlx": seen.mlx, "mlx-lm": seen.mlx_lm}
-    before = {name: f"=={known[name]}" for name in wanted if known[name] is not None}
+    before = {name: f"=={seen.packages[name]}" for name in wanted if name in seen.packages}
     added = " ".join(name for name in wanted if name not in before)
     back = [install_command(python, before, linux=seen.linux)] if before else []
     back += [f"uv pip uninstall --python {quoted(python)} {added}"] if added else []
@@ -150,10 +222,15 @@ def _minor(version: str) -> str:
 
 def install_command(python: str, wanted: dict[str, str], *, linux: bool = sys.platform.startswith("linux")) -> str:
     """The command that puts `wanted` (package → version condition) into the environment of `python`; on Linux mlx
-    without an extra has no backend at all."""
+    without an extra has no backend at all, and a labelled torch comes from PyTorch's own index."""
     extra = "[cpu]" if linux else ""
-    requirements = (shlex.quote(f"{name}{extra if name == 'mlx' else ''}{need}") for name, need in wanted.items())
-    return f"uv pip install --python {quoted(python)} {' '.join(requirements)}"
+    label = _LOCAL_LABEL.search(wanted.get("torch", ""))
+    index = f" --torch-backend {label[1]}" if label else ""
+    named = (
+        shlex.quote(f"{name}{extra if name == 'mlx' else ''}{_LOCAL_LABEL.sub('', need)}")
+        for name, need in wanted.items()
+    )
+    return f"uv pip install{index} --python {quoted(python)} {' '.join(named)}"
 
 
 def new_enough(version: str | None, minimum: tuple[int, ...]) -> bool:
@@ -168,7 +245,7 @@ def dotted(version: tuple[int, ...]) -> str:
 
 CHECK = Check(
     NAME,
-    "python, mlx and mlx-lm: importable, new enough, the same",
+    "python and the framework's packages (MLX or PyTorch): importable, new enough, the same",
     run,
     time_limit_s=_LIMIT_S,
     needs=(connectivity.NAME,),

@@ -102,6 +102,9 @@ def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], 
     if fields["system"] != "Darwin":
         if fields.get("interfaces"):
             found.pop("ip", None)
+        for more in ("nvidia_smi_more", "nvidia_smi_table"):
+            # Older drivers know no such columns; without a driver the first query reports it.
+            found.pop(more, None)
         return found
     buses = json_object(json_or_none(answers.get("thunderbolt"))).get(_THUNDERBOLT)
     ports = {port.device for port in fields["thunderbolt"]}
@@ -190,7 +193,9 @@ def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
 def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields) -> Fields:
     total, used, swap_used = hardware.linux_memory(_text(answers, "meminfo"))
     name, version = hardware.linux_os(_text(answers, "os_release"))
-    gpus = hardware.nvidia_gpus(_text(answers, "nvidia_smi"))
+    listed = _text(answers, "nvidia_smi")
+    gpus = hardware.nvidia_gpus(listed, _text(answers, "nvidia_smi_more"))
+    driver, cuda = hardware.nvidia_versions(listed, _text(answers, "nvidia_smi_table"))
     # The smallest one's, as a rank uses one.
     gpu_memory = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
     return {
@@ -203,6 +208,8 @@ def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields)
         "memory_used_bytes": used,
         "gpu_limit_bytes": gpu_memory if gpu_memory is not None else known.get("gpu_limit_bytes"),
         "gpus": gpus,
+        "nvidia_driver": driver,
+        "cuda": cuda,
         "swap_used_bytes": swap_used,
         "power_source": sensors.linux_power_source(answers.get("power_supply")),
         "low_power_mode": sensors.linux_low_power_mode(_text(answers, "platform_profile")),

@@ -118,15 +118,40 @@ def _used(sizes: Mapping[str, int | None], total: str, free: str) -> int | None:
     return max(0, whole - rest) if whole is not None and rest is not None else None
 
 
-def nvidia_gpus(nvidia_smi: str) -> tuple[NvidiaGpu, ...]:
-    """From `--query-gpu=name,memory.total`, in MiB."""
+def nvidia_gpus(nvidia_smi: str, more: str = "") -> tuple[NvidiaGpu, ...]:
+    """From `--query-gpu=name,memory.total,uuid,driver_version`, in MiB, and of `more`, `uuid,compute_cap,
+    mig.mode.current`. What a GPU does not report ("[N/A]", "[Not Supported]") is None."""
+    known = {words[0]: words[1:] for line in more.splitlines() if len(words := _columns(line)) == 3}
     found = []
     for line in nvidia_smi.splitlines():
-        name, _, size = line.rpartition(",")
-        count = count_or_none(size)
-        if name.strip() and count:
-            found.append(NvidiaGpu(name=plain(name.strip(), 60), memory_bytes=count * _MIB))
+        name, memory, uuid, _ = words if len(words := _columns(line)) == 4 else ("", "", "", "")
+        if name and _UUID.fullmatch(uuid):
+            capability, mig = known.get(uuid, ("", ""))
+            found.append(
+                NvidiaGpu(
+                    name=plain(name, 60),
+                    memory_bytes=(count_or_none(memory) or 0) * _MIB or None,
+                    uuid=uuid,
+                    compute_capability=capability if _VERSION.fullmatch(capability) else None,
+                    mig={"Enabled": True, "Disabled": False}.get(mig),
+                )
+            )
     return tuple(found)
+
+
+def nvidia_versions(nvidia_smi: str, table: str) -> tuple[str | None, str | None]:
+    """(driver, newest CUDA that it supports), from the same query and from the table that nvidia-smi prints alone."""
+    drivers = [words[3] for line in nvidia_smi.splitlines() if len(words := _columns(line)) == 4]
+    cuda = re.search(r"CUDA Version:\s{0,9}(\d{1,3}\.\d{1,3})", table)
+    return next(filter(_VERSION.fullmatch, drivers), None), cuda[1] if cuda else None
+
+
+_UUID = re.compile(r"[A-Z]{2,8}-[0-9a-f-]{8,60}")
+_VERSION = re.compile(r"\d{1,5}(?:\.\d{1,5}){1,3}", re.ASCII)
+
+
+def _columns(line: str) -> list[str]:
+    return [word.strip() for word in line.split(",")]
 
 
 def linux_os(os_release: str) -> tuple[str | None, str | None]:

@@ -49,6 +49,8 @@ class ModelFiles(FrozenModel):
     """The model's origin as config.json names it, ORG/NAME."""
     hashes: Annotated[dict[ShortText, ShortText], Field(max_length=10_000)]
     """File → SHA-256, of weights their size."""
+    quantized: bool = False
+    """By MLX: config.json has its `quantization`."""
 
     def describe(self) -> str:
         if self.faults:
@@ -240,6 +242,10 @@ class SystemLoad(FrozenModel):
     memory_bytes: Count
     nvidia: Annotated[str, Field(max_length=100_000)] | None = ""
     """None where there is a GPU, and its processes are not known."""
+    shm_bytes: Count | None = None
+    """Size of /dev/shm, where there is one."""
+    memlock_bytes: Count | None = None
+    """Memory that a process may lock, where that is limited and there is InfiniBand."""
     ioreg: Annotated[str, Field(max_length=100_000)] = ""
     assertions: Annotated[str, Field(max_length=1_000_000)] = ""
     caffeinate: bool | None = None
@@ -299,3 +305,29 @@ class MlxLmReport(_Report):
     tells = (("mlx_lm",), ("mlx_lm_error",))
     mlx_lm: VersionText | None = None
     mlx_lm_error: ShortText | None = None
+
+
+class TorchBuild(FrozenModel):
+    """The build of one python's torch, and the GPUs that it can use."""
+
+    cuda: Annotated[str, Field(pattern=r"^[0-9]{1,3}(\.[0-9]{1,3}){0,3}$")] | None
+    """None for a build without CUDA."""
+    nccl: ShortText | None
+    backends: list[ShortText] = Field(max_length=8)
+    gpus: Annotated[int, Field(ge=0, le=1024)]
+    cuda_problem: ShortText | None
+    """PyTorch's warning where it can use none."""
+    nvidia_smi: Annotated[str, Field(max_length=2_000)] | None
+    """The first lines of what it prints; None without it. Not safe to show."""
+
+
+class TorchReport(FrozenModel):
+    python: VersionText
+    linux: bool
+    venv: bool
+    versions: Annotated[dict[ShortText, VersionText], Field(max_length=20)]
+    """By package, of those that were found or imported."""
+    errors: Annotated[dict[ShortText, ShortText], Field(max_length=20)]
+    """Why the others were not."""
+    build: TorchBuild | None = None
+    """None where torch was not imported."""

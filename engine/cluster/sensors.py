@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from engine.models import GpuMemory
 from engine.security.sanitise import (
     count_or_none,
     finite_or_none,
@@ -120,13 +121,9 @@ def mac_thermal_pressure(notifyutil: str) -> str | None:
 
 
 def parse_nvidia_smi(lines: Iterable[str]) -> Readings:
-    """nvidia-smi's CSV lines (index, use %, MHz, W, °C): the last of each GPU counts. Use is the mean of the GPUs,
-    power the sum, clock and temperature the maximum."""
-    newest: dict[str, Sequence[str]] = {}
-    for line in lines:
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 5 and words[0].isdecimal():
-            newest[words[0]] = words[1:]
+    """nvidia-smi's CSV lines (index, use %, MHz, W, °C, MiB used, MiB in all): the last of each GPU counts. Use is the
+    mean of the GPUs, power the sum, clock and temperature the maximum."""
+    newest = _newest(lines)
     columns = [[value for words in newest.values() if (value := _number(words[at])) is not None] for at in range(4)]
     use, clocks, power, temperatures = columns
     return _measured(
@@ -135,6 +132,33 @@ def parse_nvidia_smi(lines: Iterable[str]) -> Readings:
         gpu_power_w=sum(power) if power else None,
         gpu_temperature_c=max(temperatures, default=None),
     )
+
+
+def parse_nvidia_memory(lines: Iterable[str]) -> tuple[GpuMemory, ...]:
+    """The memory of each GPU in the same lines, in the order of their numbers."""
+    newest = sorted((int(index), words) for index, words in _newest(lines).items())
+    sizes = [(index, [count_or_none(word) for word in words[4:]]) for index, words in newest]
+    return tuple(
+        GpuMemory(
+            index=index,
+            used_bytes=used * _MIB if used is not None else None,
+            total_bytes=total * _MIB if total else None,
+        )
+        for index, (used, total) in sizes
+    )
+
+
+_MIB = 2**20
+
+
+def _newest(lines: Iterable[str]) -> dict[str, Sequence[str]]:
+    """GPU's number → the other columns of its last line."""
+    newest: dict[str, Sequence[str]] = {}
+    for line in lines:
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 7 and words[0].isdecimal() and len(words[0]) <= 4:
+            newest[words[0]] = words[1:]
+    return newest
 
 
 def _number(text: str) -> float | None:

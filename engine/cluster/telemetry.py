@@ -151,7 +151,8 @@ class TelemetryParser:
         }
         lines = sample.get("nvidia")
         if isinstance(lines, list):
-            values |= sensors.parse_nvidia_smi(map(_text, lines))
+            texts = [_text(line) for line in lines]
+            values |= sensors.parse_nvidia_smi(texts) | {"gpu_memory": sensors.parse_nvidia_memory(texts)}
             values["source"] = "/proc, nvidia-smi"
         return values
 

@@ -90,7 +90,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 16_384
+"""torch prints some KB of C++ stack below an error, and torchrun its own traceback and a table."""
 _EVENT_TAIL_BYTES = 262_144
 
 

@@ -17,17 +17,19 @@ GROUP_LIMIT_S = 900.0
 
 @dataclass
 class AllSumResult:
-    """One rank's result of `engine.trainer.allreduce_check`."""
+    """One rank's result of `engine.trainer.allreduce_check`, or that of `engine.torch_trainer`."""
 
     rank: int
     size: int = 0
-    """Ranks in MLX's group; 0 without a group."""
+    """Ranks in the framework's group; 0 without a group."""
     exact: bool = False
     """Sums of small and of large arrays are right bit for bit."""
     latency_s: float | None = None
     """Median of one number's all_sum."""
     bandwidth_bytes_per_s: float | None = None
     """Median, payload bytes over time, of the largest array."""
+    chosen: str | None = None
+    """Accelerate's distributed type and number of processes, for a job that uses it."""
     error: str | None = None
     """One line."""
 

@@ -172,6 +172,12 @@ TRANSIENT: Final = frozenset(
         "metal.internal",
         "memory.killed",
         "ssh.refused",
+        "c10d.port_in_use",
+        "c10d.store_unreachable",
+        "c10d.clients_missing",
+        "gloo.connect",
+        "elastic.rendezvous",
+        "elastic.worker_killed",
     }
 )
 """Failure signatures that may be over at the next start: a port that was taken, a peer that came late, a GPU that was

@@ -92,8 +92,10 @@ _CHAINED = re.compile(
 """The line between two tracebacks of which one led to the other."""
 _RAISED = re.compile(r"^(?:[A-Za-z_][\w]{0,99}\.){0,9}[A-Z]\w{0,99}(?:Error|Exception)(?::|$)")
 """An exception on a line of its own, without a traceback."""
-_OF_OTHERS = re.compile(r"^(?:subprocess\.CalledProcessError\b|KeyboardInterrupt\b)")
+_OF_OTHERS = re.compile(r"^(?:subprocess\.CalledProcessError|KeyboardInterrupt|(?:\w{1,20}\.){5}ChildFailedError)\b")
 """Exceptions that only report that something else ended."""
+_RANK_PREFIX = re.compile(r"^(?:\[(?:rank ?|default)\d{1,6}\]:? ?){1,2}")
+"""Before each line of an exception in a process group, by torch, and of a worker's output, by torchrun."""
 _CRASHES: Final = frozenset({signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGFPE, signals.SIGILL})
 """Signals by which a program ends itself; its own output does not explain those from outside."""
 _DETAILED_BY_JOURNAL: Final = frozenset({Reason.OUT_OF_MEMORY, Reason.DISK_FULL})
@@ -133,7 +135,7 @@ class Finding:
 def findings(lines: Iterable[str]) -> list[Finding]:
     """The known failures in `lines` (sanitised text), each signature once, in the order of the lines. Takes time
     linear in the length of the lines, whatever they hold."""
-    texts = list(lines)
+    texts = [_RANK_PREFIX.sub("", line) for line in lines]
     text = "\n".join(texts) + "\n"
     starts = [0, *accumulate(len(line) + 1 for line in texts)]
     final = _exit_output(texts)
@@ -158,6 +160,9 @@ def findings(lines: Iterable[str]) -> list[Finding]:
     if bare is not None:
         raised.add(bare)
     for line in raised - explained:
+        # Another exception of a kind that was found: of several workers in one log, for example.
+        if any(re.search(signature.pattern, texts[line]) for signature in SIGNATURES):
+            continue
         found.append(Finding(SignatureKind.CAUSE, _cut(texts[line]), None, line, None, line < final, line >= end))
     return sorted(found, key=lambda finding: finding.line)
 

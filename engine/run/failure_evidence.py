@@ -25,6 +25,10 @@ from engine.run.signatures import BY_ID
 from engine.security.redact import redact, redact_document
 
 _FINAL_LINES = 15
+_FRAME = re.compile(r"^frame #\d+: ")
+"""A line of the C++ stack that torch prints below some of its errors and warnings."""
+_WORKER_FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: ")
+"""torchrun's line about its worker; its own traceback and a table follow, which explain nothing."""
 _CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
 
 
@@ -86,7 +90,17 @@ class RankEvidence:
     @property
     def final_lines(self) -> str:
         """The lines of its log that may report the end: what was logged long before is no part of it."""
-        return "\n".join(self.tail.splitlines()[-_FINAL_LINES:])
+        lines = [line for line in self.tail.splitlines() if not _FRAME.match(line)]
+        reports = (place for place in range(len(lines), 0, -1) if _WORKER_FAILED.search(lines[place - 1]))
+        if (end := next(reports, None)) is not None:
+            # The output of all its workers, each of which may print a traceback.
+            return "\n".join(lines[:end])
+        return "\n".join(lines[-_FINAL_LINES:])
+
+    @property
+    def is_torchrun(self) -> bool:
+        """Its log is torchrun's, with the output of all the workers of its node."""
+        return _WORKER_FAILED.search(self.tail) is not None
 
     @property
     def bind_error(self) -> str | None:

@@ -416,7 +416,7 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     Signature(
         "elastic.child_failed",
-        r"ChildFailedError:|failed \(exitcode: (?!-9\))-?\d+\) local_rank: ",
+        r"ChildFailedError:",
         "a worker of torchrun failed; its own output stands before this",
         "read the worker's own output; with @record on its main function, torchrun quotes it",
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",

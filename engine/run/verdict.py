@@ -172,7 +172,7 @@ def _left_together(rank: RankEvidence) -> bool:
     return rank.end is not None and rank.end.get("stopped") is True
 
 
-_OF_MLX = ("ring.", "jaccl.", "metal.")
+_OWN = ("ring.", "jaccl.", "metal.", "c10d.", "gloo.", "nccl.", "cuda.", "torch.", "ddp.", "fsdp.", "deepspeed.")
 
 
 def _lost_its_peers(rank: RankEvidence) -> bool:
@@ -180,11 +180,11 @@ def _lost_its_peers(rank: RankEvidence) -> bool:
     if rank.left_for_peers or rank.error_type == "PeerLost":
         return True
     known = findings(_lines(rank.final_lines if rank.failure is None else str(rank.failure.get("message", ""))))
-    # After its own failures too MLX reports that a connection is gone; whether other failures mattered is not known.
-    own = any(
-        found.kind is SignatureKind.CAUSE and found.signature is not None and found.signature.id.startswith(_OF_MLX)
-        for found in known
-    )
+    # After these too MLX and torch report that a connection is gone; whether other failures mattered is not known.
+    causes = [found for found in known if found.kind is SignatureKind.CAUSE]
+    own = any(found.signature is not None and found.signature.id.startswith(_OWN) for found in causes)
+    # One worker's exception is why the others of its torchrun lost it.
+    own = own or (bool(causes) and rank.failure is None and rank.is_torchrun)
     return not own and any(found.kind is SignatureKind.CONSEQUENCE for found in known)
 
 
@@ -251,7 +251,7 @@ def _lease_ended(rank: RankEvidence) -> tuple[Reason, str]:
 
 def _ended_by_itself(rank: RankEvidence, record: ExitRecord, trainer: bool) -> tuple[Reason, str]:
     # A command that ends well may have printed anything; only what fails is quoted, and its last line has the reason.
-    last = _last_line(rank.exception if rank.failure is not None else rank.tail)
+    last = _last_line(rank.exception if rank.failure is not None else rank.final_lines)
     if rank.error_type == "Diverged":
         return Reason.DIVERGED, last
     if record.code == 0:

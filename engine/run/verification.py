@@ -104,7 +104,9 @@ def _replicas(ranks: Sequence[RankReport], config: Config) -> Verification:
     if config.job.partitioned:
         return Verification("replicas", None, "there are none: the strategy gives every rank a part of its own")
     if config.job.strategy != "data":
-        return Verification("replicas", None, "not compared: every rank trains by itself until the next averaging")
+        local, torch = "every rank trains by itself until the next averaging", "PyTorch's ranks report no checksums"
+        why = local if config.job.framework == "mlx" else torch
+        return Verification("replicas", None, f"not compared: {why}")
     if not config.consistency.enabled:
         return Verification("replicas", None, "not compared: [consistency] enabled = false")
     compared = [rank for rank in ranks if rank.replicas_agree is not None]

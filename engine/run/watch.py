@@ -37,6 +37,8 @@ from engine.store.layout import RunDir
 
 _IDENTITY_AGE_S = 1.0
 """How long a supervisor that was seen alive counts as alive; checking costs a process on macOS."""
+_GENERATE = "from transformers import pipeline; print(pipeline('text-generation', model={!r})('Hello'))"
+"""Loads a model, or an adapter with the model that its adapter_config.json names."""
 _ACTIVE = frozenset({RunState.LAUNCHING, RunState.RUNNING, RunState.RECOVERING, RunState.FINISHING})
 
 Diagnose = Callable[[RunDir], Diagnosis | None]
@@ -167,6 +169,9 @@ class RunWatch:
         # A file of adapters is loaded with its folder's adapter_config.json, onto the model.
         adapters = path.suffix == ".safetensors"
         options = ["--model", model, "--adapter-path", str(path.parent)] if adapters else ["--model", str(path)]
+        if config.job.framework == "torch":
+            argv = [node.python, "-c", _GENERATE.format(str(path.parent if adapters else path))]
+            return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
         argv = [node.python, "-m", "mlx_lm", "generate", *options, "--prompt", "Hello"]
         return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
 

@@ -232,7 +232,7 @@ class StateCheckpoints:
         )
 
     def _list(self) -> Listing:
-        """The states on this rank's disk."""
+        """The checkpoints on this rank's disk."""
         found: Listing = {}
         for path in self._base.glob("step-*"):
             if (update := update_of(path.name)) is None or path.is_symlink():

@@ -22,7 +22,7 @@ from engine.protocol.job import Job, JobError, TorchSettings
 from engine.training.checkpoint_files import replace_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The type of the computation, by TorchSettings.precision."""
+"""Types of the computation, by TorchSettings.precision."""
 
 
 def load_model(job: Job, settings: TorchSettings) -> Any:

@@ -104,9 +104,9 @@ class TorchStrategy(ABC):
     """One rank's model and optimizer. Every call is made by every rank, at the same point of the training."""
 
     partitioned: tuple[str, ...] = ()
-    """Each rank has only a part of these: "optimizer", "gradients", "parameters"."""
+    """The things that each rank has only a part of: "optimizer", "gradients", "parameters"."""
     format = "dcp"
-    """The format of its state."""
+    """The form of its state."""
     converts = False
     """Another number of ranks can load its state only after `convert`."""
 
@@ -147,7 +147,7 @@ class TorchStrategy(ABC):
         return bool(self.accelerator.optimizer_step_was_skipped)
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that `model.save_trained` writes, on rank 0; empty on the others."""
+        """The tensors that `model.save_trained` writes, on rank 0; empty on the others."""
         options = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=self._adapter)
         found: dict[str, Tensor] = states.get_model_state_dict(self.module, options=options)
         return found

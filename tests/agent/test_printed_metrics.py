@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.node.printed_metrics import PrintedMetrics
 from engine.protocol.events import EventWriter
+from tests.data import DATA
 
 
 def events_of(folder: Path, *chunks: bytes, elastic: bool = False) -> list[dict[str, Any]]:
@@ -34,16 +35,35 @@ def test_a_json_object_with_a_step_is_a_report(tmp_path: Path) -> None:
     ]
 
 
-def test_the_trainers_dict_has_the_step_of_its_progress_bar(tmp_path: Path) -> None:
-    bar = b"  5%|5         | 10/200 [00:01<00:20, 9.1it/s]\r"
-    log = b"{'loss': '2.31', 'grad_norm': '1.2', 'learning_rate': '5e-05', 'epoch': '0.1'}\n"
-    evaluation = b"{'eval_loss': 2.2, 'eval_runtime': 0.5, 'epoch': 0.1}\n"
-    summary = b"{'train_runtime': 9.1, 'train_loss': 2.0, 'epoch': 1.0}\n"
-    assert events_of(tmp_path, bar + log + evaluation + summary) == [
-        {"event": "step", "iteration": 10},
-        {"event": "report", "iteration": 10, "train_loss": 2.31, "learning_rate": 5e-05},
-        {"event": "validation", "iteration": 10, "val_loss": 2.2},
+@pytest.mark.parametrize("size", [1, 100, 1 << 16])
+def test_the_trainers_logs_have_the_steps_of_its_own_progress_bar(tmp_path: Path, size: int) -> None:
+    """Output of transformers 5.23.0: 6 steps, a log after every 2, an evaluation, with a bar of its own, after every
+    3. The bar of a step may be older than its log."""
+    output = (DATA / "trainer_output.txt").read_bytes()
+    found = events_of(tmp_path, *(output[at : at + size] for at in range(0, len(output), size)))
+    rows = [(row["event"], row["iteration"], row.get("train_loss", row.get("val_loss"))) for row in found]
+    assert [row for row in rows if row[0] != "step"] == [
+        ("report", 2, 3.024),
+        ("validation", 3, 3.022),
+        ("report", 4, 3.022),
+        ("report", 6, 3.022),
+        ("validation", 6, 3.021),
     ]
+
+
+def test_the_bars_steps_are_progress_between_far_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 1000, 10))
+    monkeypatch.setattr("engine.node.printed_metrics.time.monotonic", lambda: float(next(ticks)))
+    bars = [b"\r %2d%%|##  | %d/200 [00:01<00:20, 9.1it/s]" % (step // 2, step) for step in (1, 2, 2, 3)]
+    found = events_of(tmp_path, *bars, b"\r")
+    assert found == [{"event": "step", "iteration": step} for step in (1, 2, 3)]
+
+
+def test_other_bars_than_the_trainings_have_no_steps(tmp_path: Path) -> None:
+    """That of the tokenizer, of the files of a checkpoint, of the evaluation."""
+    bars = b"Map: 100%|##| 500/500 [00:01<00:00]\r\rWriting model shards: 100%|##| 1/1 [00:00<00:00]\r"
+    bars += b"\n100%|##| 2/2 [00:00<00:00, 6.30it/s]\x1b[A\r"
+    assert [row["iteration"] for row in events_of(tmp_path, bars + b"{'loss': '2.5'}\n")] == [1, 1]
 
 
 def test_without_a_bar_logs_are_counted(tmp_path: Path) -> None:

@@ -279,6 +279,8 @@ async def test_a_reporter_without_its_package_or_key_is_refused(
 async def test_wandb_is_refused_without_its_package_or_key_on_this_machine(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Another test of this process may have imported it.
+    before = "wandb" in sys.modules
     """Without importing it. TensorBoard's files need no package."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
@@ -304,7 +306,7 @@ async def test_wandb_is_refused_without_its_package_or_key_on_this_machine(
         assert await obstacles(config.model_copy(update={"job": job})) == ()
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert await obstacles(config) == ()
-    assert "wandb" not in sys.modules
+    assert ("wandb" in sys.modules) is before
 
 
 async def test_the_plan_names_rows_that_the_chat_template_refuses(data: Path, tmp_path: Path) -> None:

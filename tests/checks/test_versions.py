@@ -154,7 +154,7 @@ async def test_a_program_that_is_no_python_is_not_believed(model: Path, data: Pa
     [("0.32.0", False), ("0.31.9", False), ("0.32.1", True), ("0.32.1.dev20260101+abc", True), ("1.0", True)],
 )
 def test_mlx_must_be_new_enough(model: Path, data: Path, tmp_path: Path, mlx: str, accepted: bool) -> None:
-    seen = Interpreter("3.11.9", mlx, "0.32.2", backends=("ring",))
+    seen = Interpreter("3.11.9", {"mlx": mlx, "mlx-lm": "0.32.2"}, backends=("ring",))
     result = evaluate(make_config(model, data, tmp_path), {"node0": seen, "node1": seen})
     assert (result.status is CheckStatus.PASS) is accepted
     if not accepted:
@@ -162,12 +162,12 @@ def test_mlx_must_be_new_enough(model: Path, data: Path, tmp_path: Path, mlx: st
 
 
 def test_a_build_without_the_ring_is_refused(model: Path, data: Path, tmp_path: Path) -> None:
-    seen = Interpreter("3.11.9", "0.32.4", "0.32.2", backends=())
+    seen = Interpreter("3.11.9", {"mlx": "0.32.4", "mlx-lm": "0.32.2"}, backends=())
     result = evaluate(make_config(model, data, tmp_path), {"node0": seen, "node1": seen})
     assert "no ring backend" in result.summary
 
 
-FIRST = Interpreter("3.11.9", "0.32.4", "0.32.2", backends=("ring",), venv=True, linux=False)
+FIRST = Interpreter("3.11.9", {"mlx": "0.32.4", "mlx-lm": "0.32.2"}, backends=("ring",), venv=True, linux=False)
 
 
 def test_another_python_is_a_difference_too_and_its_fix_makes_an_environment_beside_the_nodes_own(
@@ -191,7 +191,7 @@ def test_nothing_is_installed_into_the_environment_that_flight_deck_runs_from(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     config = make_config(model, data, tmp_path)
-    result = evaluate(config, {"node0": FIRST, "node1": replace(FIRST, mlx="0.31.0")})
+    result = evaluate(config, {"node0": FIRST, "node1": replace(FIRST, packages={"mlx": "0.31.0", "mlx-lm": "0.32.2"})})
     assert f"uv venv --python 3.11 {sys.prefix}-3.11 && " in (result.fix_command or "")
     install = f"uv pip install --python {sys.prefix}-3.11/bin/python mlx==0.32.4 mlx-lm==0.32.2"
     assert install in (result.fix_command or "") and f"{sys.prefix}/" not in (result.fix_command or "")
@@ -217,16 +217,23 @@ def test_a_home_is_no_environment_to_make_another_beside(
 @pytest.mark.parametrize(
     ("seen", "back"),
     [
-        (replace(FIRST, mlx="0.31.0"), "uv pip install --python '/a b/python' mlx==0.31.0"),
-        (replace(FIRST, mlx=None), "uv pip uninstall --python '/a b/python' mlx"),
+        (
+            replace(FIRST, packages={"mlx": "0.31.0", "mlx-lm": "0.32.2"}),
+            "uv pip install --python '/a b/python' mlx==0.31.0",
+        ),
+        (replace(FIRST, packages={"mlx-lm": "0.32.2"}), "uv pip uninstall --python '/a b/python' mlx"),
     ],
 )
 def test_the_way_back_of_an_installation_is_that_of_the_same_environment(seen: Interpreter, back: str) -> None:
     both = {"mlx": "==0.32.4", "mlx-lm": "==0.32.2"}
     mlx = check.install_fix("/a b/python", seen, {"mlx": both["mlx"]})
     assert f"`{back}` takes back all but dependencies" in mlx.effect
-    without = check.install_fix("/a b/python", replace(seen, mlx_lm=None), both)
-    lm = " mlx-lm" if seen.mlx is None else " && uv pip uninstall --python '/a b/python' mlx-lm"
+    without = check.install_fix(
+        "/a b/python",
+        replace(seen, packages={name: each for name, each in seen.packages.items() if name == "mlx"}),
+        both,
+    )
+    lm = " mlx-lm" if "mlx" not in seen.packages else " && uv pip uninstall --python '/a b/python' mlx-lm"
     assert f"`{back}{lm}` takes back" in without.effect
 
 

@@ -20,7 +20,7 @@ from engine.protocol.attempt import NONCE_ENV
 from tests.checks.conftest import run_check
 from tests.checks.recorded import mac, studio
 
-GOOD = Interpreter("3.12.4", "0.32.4", "0.32.2", backends=("ring", "jaccl"))
+GOOD = Interpreter("3.12.4", {"mlx": "0.32.4", "mlx-lm": "0.32.2"}, backends=("ring", "jaccl"))
 NOTHING = StaleProcesses(stale=[], marked_seen=True)
 
 

@@ -131,12 +131,15 @@ async def test_another_mlx_on_one_node_is_named_with_what_installs_the_right_one
         for node in config.nodes
     )
     context = CheckContext(config.model_copy(update={"nodes": nodes}), fleet)
-    seen = {name: replace(found, mlx_lm="0.32.2") for name, found in (await context.interpreters()).items()}
+    seen = {
+        name: replace(found, packages={**found.packages, "mlx-lm": "0.32.2"})
+        for name, found in (await context.interpreters()).items()
+    }
     await context.close()
     result = versions.evaluate(context.config, seen)
     assert (result.status, result.blames) == (CheckStatus.FAIL, (2, third.name))
     assert f"{third.name}: mlx 0.32.3, rank 0 has " in result.summary
-    mlx = seen[nodes[0].name].mlx
+    mlx = seen[nodes[0].name].packages["mlx"]
     installs = f"uv pip install --python \"$HOME\"/other/bin/python 'mlx[cpu]=={mlx}'"
     assert result.fixes == {third.name: installs}
     in_a_login_shell = f'"$SHELL" -lc {shlex.quote(installs)}'

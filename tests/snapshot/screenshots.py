@@ -104,7 +104,7 @@ class Screenshot:
     configured: bool = True
     ascii: bool = False
     calibrated: bool = False
-    """There is a calibration."""
+    """There are a calibration and a scaling."""
     studio: Callable[[], list[NodeFacts]] | None = None
     """A cluster of Macs in place of the demo's local ranks."""
 
@@ -113,7 +113,7 @@ class Screenshot:
         engine = FakeEngine(home).add(*self.runs())
         config = fake_engine.configuration() if self.configured else None
         if self.calibrated:
-            engine.taken = fake_engine.calibration()
+            engine.taken, engine.scaled = fake_engine.calibration(), fake_engine.scaling(speed_ups=(1.0, 1.58))
         if self.studio is not None:
             engine.found, config = self.studio(), macs.configuration()
             engine.values = macs.telemetry()

@@ -40,7 +40,7 @@ def alone(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> TorchRun:
     return run_torch(tmp_path_factory.mktemp("alone"), torch_job(tiny, iters=10, grad_accumulation_steps=4))
 
 
-@pytest.mark.parametrize("division", [FSDP, ZERO[2]], ids=["fsdp", "ZeRO-2"])
+@pytest.mark.parametrize("division", [FSDP, pytest.param(ZERO[2], marks=pytest.mark.slow)], ids=["fsdp", "ZeRO-2"])
 def test_two_ranks_have_the_losses_of_one(
     tiny: Tiny, tmp_path: Path, alone: TorchRun, division: dict[str, Any]
 ) -> None:

@@ -192,8 +192,8 @@ def _point(ranks: int, speed_up: float | None) -> ScalingPoint:
     update_s = 0.004 if ranks > 1 else 0.0
     return ScalingPoint(
         ranks=ranks, batch=8, steps=40, step_s=step_s, examples_per_s=8 / step_s, tokens_per_s=704 / step_s,
-        data_s=0.0009, compute_s=computed, communicate_s=step_s - computed - update_s - 0.0009, update_s=update_s,
-        peak_bytes=40_000_000 // ranks,
+        data_s=0.0009, compute_s=computed, update_s=update_s,
+        communicate_s=max(0.0, step_s - computed - update_s - 0.0009), peak_bytes=40_000_000 // ranks,
     )  # fmt: skip
 
 

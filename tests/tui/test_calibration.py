@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.measurements import CalibrationProgress, LinkMeasure
 from tests.tui import fake_engine
@@ -12,7 +14,9 @@ from tests.tui.conftest import DASHBOARD, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.actions import BY_ID, label
 from tui.formatting import bandwidth, latency, spread, throughput
+from tui.glyphs import Glyphs
 from tui.state import DeckState
+from tui.widgets.scaling_plot import scaling_lines
 from tui.widgets.shares_pane import _lines, shares, speed_up, verdict
 
 STEPS = [
@@ -170,3 +174,63 @@ def test_figures_as_people_write_them() -> None:
     assert [latency(s) for s in (None, 4.8e-5, 0.0123, 0.42)] == ["-", "48 µs", "12.3 ms", "0.42 s"]
     assert [throughput(e) for e in (None, 0.856, 16.44, 340.0)] == ["-", "0.86 ex/s", "16.4 ex/s", "340 ex/s"]
     assert (bandwidth(8.1e9), bandwidth(None), spread(0.023), spread(None)) == ("8.1 GB/s", "-", "±2 %", "-")
+
+
+async def test_a_scaling_is_a_table_and_a_plot_with_its_age_and_what_it_is_of(calibrated: FakeEngine) -> None:
+    calibrated.scaled = fake_engine.scaling()
+    async with opened(calibrated, size=(160, 45)) as console:
+        await console.press("3")
+        for text in (
+            "2 h ago, strong scaling, strategy data, ring: a batch of 8 over 1 to 4 ranks",
+            "it stops paying at 4 ranks",
+            "3,895 tok/s",
+            "90%",
+            "── speed-up   ⠒⠂ ideal   over ranks",
+        ):
+            await console.shows(text)
+
+
+async def test_on_a_small_screen_one_scrolls_to_its_end(calibrated: FakeEngine) -> None:
+    calibrated.scaled = fake_engine.scaling(speed_ups=(1.0, 1.9, None))
+    async with opened(calibrated, size=SMALL) as console:
+        await console.press("3")
+        await console.shows("efficiency")
+        await console.press("G")
+        await console.shows("needs 9 GB by the estimate")
+
+
+async def test_a_scaling_is_measured_from_the_pane_shown_as_it_grows_and_stopped_by_the_same_key(
+    fake: FakeEngine,
+) -> None:
+    part = fake_engine.scaling(speed_ups=(1.0, 1.9), old_s=0, complete=False)
+    fake.steps = [CalibrationProgress("2 ranks", "measured", examples_per_s=31.1), part, fake_engine.scaling()]
+    async with opened(fake, size=DASHBOARD) as console:
+        await console.press("3", "S")
+        for text in ("measuring, 1 done", "31.1 ex/s", "over 1 to 2 ranks of 4, interrupted", "c stop measuring"):
+            await console.shows(text)
+        assert fake.scalings == [(False, False)] and "waiting" not in console.screen
+        await console.press("c")
+        await console.until(lambda: fake.stopped == 1, "the engine's end")
+        await console.shows("over 1 to 2 ranks of 4, interrupted")
+        fake.measured.set()
+        await console.press("S")
+        await console.shows("over 1 to 4 ranks")
+        assert console.app.state.busy is None
+
+
+async def test_a_number_of_ranks_that_was_not_measured_is_told_of(fake: FakeEngine) -> None:
+    fake.steps = [fake_engine.scaling(speed_ups=(1.0, None))]
+    fake.measured.set()
+    async with opened(fake, size=DASHBOARD) as console:
+        await console.press("3", "S")
+        await console.until(lambda: any("scaling: 2 ranks: rank 2 on mini" in n for n in console.notifications), "it")
+
+
+@given(st.lists(st.none() | st.floats(0.05, 100), min_size=1, max_size=20), st.integers(40, 200), st.booleans())
+def test_a_scaling_is_drawn_in_whatever_room_there_is(speed_ups: list[float | None], width: int, ascii: bool) -> None:
+    lines = scaling_lines(fake_engine.scaling(speed_ups=speed_ups), "2 h ago", width, Glyphs(ascii=ascii))
+    text = [line for content in lines for line in content.plain.splitlines()]
+    measured = sum(speed_up is not None for speed_up in speed_ups)
+    assert any("ideal" in line for line in text) == (measured > 1)
+    assert max(map(len, text)) <= width
+    assert not ascii or all(line.isascii() for line in text if "µ" not in line)

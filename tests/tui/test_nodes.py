@@ -15,7 +15,7 @@ from textual.widgets import Button
 from engine.cluster.transport.base import Completed
 from engine.config.models import Config
 from engine.errors import HostKeyChanged
-from engine.models import NodeFacts, NodeTelemetry
+from engine.models import GpuMemory, NodeFacts, NodeTelemetry, NvidiaGpu
 from engine.snapshots import NodeCondition
 from tests.terminal import Terminal
 from tests.tui import fake_engine, macs
@@ -28,6 +28,7 @@ from tui.engine_client import TelemetryReceived
 from tui.formatting import memory
 from tui.screens.dialog import Confirm
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey
+from tui.widgets.node_detail import detail
 
 WIDE = (200, 50)
 
@@ -428,6 +429,19 @@ async def test_the_table_fits_any_width_and_keeps_what_matters_longest(studio: F
         row = next(line for line in console.screen.splitlines() if "ultra" in line and "✓ ok" in line)
         assert row.rstrip().endswith("│") and len(row) == width
         assert ("97%" in row) == (width >= 80) or width == 60
+
+
+async def test_nvidia_gpus_are_shown_where_there_are_some(studio: FakeEngine) -> None:
+    h100 = NvidiaGpu(name="NVIDIA H100", memory_bytes=80 * 2**30)
+    async with opened(studio, size=WIDE, config=macs.configuration()) as console:
+        state = console.app.state
+        facts = state.facts["mini"].model_copy(update={"gpus": (h100, h100), "nvidia_driver": "550.54", "cuda": "12.4"})
+        used = (GpuMemory(index=0, used_bytes=40 * 2**30, total_bytes=80 * 2**30), GpuMemory(index=1))
+        values = NodeTelemetry(node="mini", at=state.now, gpu_memory=used)
+        boxed = replace(state, facts={**state.facts, "mini": facts}, telemetry={"mini": values})
+        text = detail(boxed, "mini", 100).plain
+        assert "2 x NVIDIA H100" in text and "550.54, CUDA 12.4" in text and "0: 40/80 GB\n" in text
+        assert "NVIDIA" not in detail(state, "mini", 100).plain
 
 
 async def test_a_new_age_does_not_repaint_a_pane(studio: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ takes the theme's variables.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from time import monotonic
@@ -23,7 +23,7 @@ from engine import api
 from tui.glyphs import MUTED, Glyphs
 
 if TYPE_CHECKING:
-    from engine.snapshots import Series
+    from engine.snapshots import Series, SeriesMark
 
 
 @dataclass(frozen=True)
@@ -208,23 +208,42 @@ def draw(series: Series, width: int, height: int, *, glyphs: Glyphs, logarithmic
         return Content.styled("too small for the loss plot", FRAME)
     values = [loss for _, loss in (*train, *val)]
     loss_axis = Axis.of(values, rows * 4, logarithmic=logarithmic)
-    ticks = _ticks(loss_axis, max(2, rows // 3))
-    labels = {rows - 1 - loss_axis.position(tick) // 4: _tick(tick, ticks) for tick in ticks}
-    margin = max([len(label) for label in labels.values()], default=0) + 1
-    columns = width - margin - 1
+    labels = labels_of(loss_axis)
+    columns = width - margin_of(labels) - 1
     steps = [iteration for iteration, _ in (*train, *val)]
     step_axis = Axis(min(steps), max(*steps, min(steps) + 1), columns * 2)
     canvas = Canvas(columns, rows)
     canvas.curve(_dots(val, step_axis, loss_axis), VALIDATION, dotted=True)
     canvas.curve(_dots(train, step_axis, loss_axis), TRAIN)
     lines = [_legend(series, width, glyphs, loss_axis.logarithmic)] if legend else []
+    lines += framed(canvas, labels, step_axis, glyphs, series.marks)
+    return Content("\n").join(lines)
+
+
+def framed(
+    canvas: Canvas, labels: Mapping[int, str], x: Axis, glyphs: Glyphs, marks: Sequence[SeriesMark] = ()
+) -> list[Content]:
+    """The canvas with both axes: `labels` by row, and whole numbers below, with marks at some of them."""
+    margin = margin_of(labels)
     edge, ticked = ("|", "+") if glyphs.ascii else ("│", "┤")
-    for row in range(rows):
+    lines = []
+    for row in range(canvas.height):
         label = labels.get(row, "")
         frame = f"{label:>{margin - 1}} {ticked if label else edge}"
         lines.append(Content.assemble((frame, FRAME), canvas.row(row, ascii=glyphs.ascii)))
-    lines += _foot(series, step_axis, margin, columns, glyphs)
-    return Content("\n").join(lines)
+    return lines + _foot(marks, x, margin, canvas.width, glyphs)
+
+
+def labels_of(axis: Axis) -> dict[int, str]:
+    """Ticks of an upright axis by the row of cells, from the top."""
+    rows = axis.dots // 4
+    ticks = _ticks(axis, max(2, rows // 3))
+    return {rows - 1 - axis.position(tick) // 4: _tick(tick, ticks) for tick in ticks}
+
+
+def margin_of(labels: Mapping[int, str]) -> int:
+    """Cells left of an upright axis with these labels."""
+    return max([len(label) for label in labels.values()], default=0) + 1
 
 
 def _finite(points: Points) -> list[tuple[int, float]]:
@@ -268,8 +287,8 @@ def _legend(series: Series, width: int, glyphs: Glyphs, logarithmic: bool) -> Co
     return Content(" " * gap).join([Content.styled(text, style) for text, style in parts]).right(width)
 
 
-def _foot(series: Series, x: Axis, margin: int, columns: int, glyphs: Glyphs) -> list[Content]:
-    """The axis with its marks, and the iterations below it."""
+def _foot(marks: Sequence[SeriesMark], x: Axis, margin: int, columns: int, glyphs: Glyphs) -> list[Content]:
+    """The axis with its marks, and the numbers below it."""
     corner, flat, tick_shape = ("+", "-", "+") if glyphs.ascii else ("└", "─", "┬")
     cells = [(flat, FRAME)] * columns
     numbers = [" "] * columns
@@ -281,7 +300,7 @@ def _foot(series: Series, x: Axis, margin: int, columns: int, glyphs: Glyphs) ->
         start = min(max(0, column - len(text) // 2), columns - len(text))
         if start >= 0 and all(cell == " " for cell in numbers[max(0, start - 1) : start + len(text) + 1]):
             numbers[start : start + len(text)] = text
-    for mark in series.marks:
+    for mark in marks:
         if x.low <= mark.iteration <= x.high:
             style = _MARK_STYLES.get(mark.kind, FRAME)
             cells[x.position(mark.iteration) // 2] = (_mark(mark.kind, glyphs), style)

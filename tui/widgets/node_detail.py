@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
@@ -147,6 +148,7 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
     pairs: Pairs = [
         ("cpu", f"{values.cpu_use:.0%}" if values.cpu_use is not None else None),
         ("gpu", f"{values.gpu_use:.0%}{clock}" if values.gpu_use is not None else None),
+        ("GPU memory", _gpu_memory(values)),
         ("memory", memory(values.memory_used_bytes) + " used" if values.memory_used_bytes is not None else None),
         ("swap", memory(values.swap_used_bytes) + " used" if values.swap_used_bytes is not None else None),
         ("power", ", ".join(watts) or None),
@@ -156,6 +158,12 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
         ("read from", values.source),
     ]
     return [*lines, *(pair(label, text, width) for label, text in pairs if text is not None)]
+
+
+def _gpu_memory(values: NodeTelemetry) -> str | None:
+    """Each GPU by its number; without those that report nothing."""
+    known = [(gpu.index, gpu.used_bytes, gpu.total_bytes) for gpu in values.gpu_memory if gpu.total_bytes]
+    return ", ".join(f"{index}: {node_state.of_total(used, total or 0)}" for index, used, total in known) or None
 
 
 def _facts(state: DeckState, facts: NodeFacts, width: int, unknown: list[str]) -> list[Content]:
@@ -200,11 +208,20 @@ def _machine(state: DeckState, facts: NodeFacts) -> Pairs:
         ("chip", facts.chip),
         ("cpu cores", cores),
         ("gpu cores", str(facts.gpu_cores) if facts.gpu_cores is not None else None),
+        *_nvidia(facts),
         ("system", facts.os),
         ("power source", facts.power_source),
         ("Low Power", low),
         ("thermal", facts.thermal),
     ]
+
+
+def _nvidia(facts: NodeFacts) -> Pairs:
+    """Nothing where there is none."""
+    alike = Counter(gpu.name for gpu in facts.gpus)
+    driver = ", CUDA ".join(filter(None, (facts.nvidia_driver, facts.cuda)))
+    named = ", ".join(f"{count} x {name}" for name, count in alike.items())
+    return [pair for pair in (("GPUs", named), ("NVIDIA driver", driver)) if pair[1]]
 
 
 def _room(state: DeckState, facts: NodeFacts) -> Pairs:

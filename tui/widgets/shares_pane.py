@@ -13,6 +13,7 @@ from tui.glyphs import FAIL, MUTED, STALE
 from tui.node_state import node_names
 from tui.state import DeckState
 from tui.widgets.pane import Pane
+from tui.widgets.scaling_plot import scaling_lines
 from tui.widgets.text import Column, Text, lay_out, pair
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ _GAP = "   "
 
 
 class SharesPane(Pane, can_focus=True):
-    """A bar per node; "not measured" where nobody has measured."""
+    """A bar per node; "not measured" where nobody has measured. The full view leaves a column to its scroll bar."""
 
     NAME = "calibration"
     NUMBER = "3"
-    HINTS = ("calibrate", "enter")
+    HINTS = ("calibrate", "scaling", "enter")
 
     def compose(self) -> ComposeResult:
         yield Text(id="shares", wraps=True)
@@ -38,7 +39,7 @@ class SharesPane(Pane, can_focus=True):
         return f"calibration{state.glyphs.separator}{verdict(state)}"
 
     def draw(self, state: DeckState) -> None:
-        self.query_one("#shares", Text).put(Content("\n").join(_lines(state, self.room, full=self.full)))
+        self.query_one("#shares", Text).put(Content("\n").join(_lines(state, self.room - self.full, full=self.full)))
 
     def text(self) -> str:
         return "\n".join(line.plain for line in _lines(self.state, 100, full=True))
@@ -80,11 +81,18 @@ def speed_up(state: DeckState) -> float | None:
 def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
     if not node_names(state):
         return [Content.styled("no nodes: there is no configuration", MUTED)]
+    scaling = _scaling(state, width) if full else []
     if state.calibrating is not None:
-        return _measuring(state, width, full=full)
+        return _measuring(state, width, full=full) + scaling
     taken = state.prediction.calibration if state.prediction is not None else None
     lines = _shared(state, width, full=full) if taken is None else _measured(state, taken, width, full=full)
-    return lines + _notes(state, taken, width) if full else lines
+    return lines + scaling + _notes(state, taken, width) if full else lines
+
+
+def _scaling(state: DeckState, width: int) -> list[Content]:
+    if state.scaling is None or not state.scaling.points:
+        return []
+    return [Content(""), *scaling_lines(state.scaling, state.ago(state.scaling.taken_at), width, state.glyphs)]
 
 
 def _shared(state: DeckState, width: int, *, full: bool) -> list[Content]:
@@ -156,7 +164,7 @@ def _measuring(state: DeckState, width: int, *, full: bool) -> list[Content]:
     head, rows = lay_out(columns, width)
     waiting = [node for node in node_names(state) if node not in steps]
     lines = [head, *rows] if full and rows else rows
-    if waiting:
+    if waiting and state.busy == "calibrating":
         lines.append(Content.styled(f"{', '.join(waiting)}: waiting", MUTED).truncate(width))
     return [*lines, Content.styled("c stops it; what was measured before stays", MUTED).truncate(width)]
 

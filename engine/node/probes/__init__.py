@@ -29,7 +29,7 @@ class Probe:
     streams: bool = False
     """It goes on until its stdin ends."""
     own_process: bool = False
-    """It needs an interpreter of its own: it imports MLX, or is found by its command line."""
+    """It needs an interpreter of its own: it imports a framework, or is found by its command line."""
     outlives_agent: bool = False
     """Nothing but the end of its stdin may end it."""
 
@@ -47,8 +47,8 @@ PROBES = {
     "lease": Probe("leases", streams=True, own_process=True, outlives_agent=True),
     "listen": Probe("network", streams=True),
     "load": Probe("load"),
-    "mlx": Probe("mlx_import", own_process=True),
-    "mlx_lm": Probe("mlx_import", own_process=True),
+    "mlx": Probe("imports", own_process=True),
+    "mlx_lm": Probe("imports", own_process=True),
     "model": Probe("model"),
     "ports": Probe("network"),
     "program": Probe("files"),
@@ -58,6 +58,7 @@ PROBES = {
     "storage": Probe("storage"),
     "telemetry": Probe("telemetry", streams=True),
     "template": Probe("job", own_process=True),
+    "torch": Probe("imports", own_process=True),
     "tree": Probe("files"),
     "write": Probe("files"),
 }

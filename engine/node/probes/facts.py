@@ -62,7 +62,10 @@ MAC_COMMANDS = {
 }
 LINUX_COMMANDS = {
     "ip": ["ip", "-j", "addr"],
-    "nvidia_smi": ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+    "nvidia_smi": ["nvidia-smi", "--query-gpu=name,memory.total,uuid,driver_version", "--format=csv,noheader,nounits"],
+    # By themselves: a driver that does not know one of these columns prints none.
+    "nvidia_smi_more": ["nvidia-smi", "--query-gpu=uuid,compute_cap,mig.mode.current", "--format=csv,noheader,nounits"],
+    "nvidia_smi_table": ["nvidia-smi"],
 }
 LINUX_FILES = {
     "cpuinfo": "/proc/cpuinfo",

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def kinds_of_rows(path: Path, keys: Mapping[str, Any]) -> Iterator[tuple[int, in
 def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
     """`refused`: for each file and reason `file`, `line`, `count`, `why`; `problem` if the rows could not be tried.
     `settings` is JSON: {"prompt": …, "completion": …, "chat": …, "text": …, "mask_prompt": …, "trust_remote_code": …}.
-    mlx-lm's own code renders the rows, as it does for a rank."""
+    mlx-lm's own code renders the rows, as it does for a rank; with "framework": "torch" transformers'."""
     keys = json.loads(settings)
     try:
         rows = [(file, *kind) for file in files if Path(file).is_file() for kind in kinds_of_rows(Path(file), keys)]
@@ -82,20 +82,43 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
 
 def _refused(model: str, keys: Mapping[str, Any], rows: list[tuple[str, int, int, Any]]) -> list[dict[str, Any]]:
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    load = importlib.import_module("mlx_lm.utils").load_tokenizer
-    create_dataset = importlib.import_module("mlx_lm.tuner.datasets").create_dataset
-    tokenizer = load(Path(model), {"trust_remote_code": keys["trust_remote_code"]})
-    features = {f"{name}_feature": keys[name] for name in ("prompt", "completion", "chat", "text")}
-    job = types.SimpleNamespace(mask_prompt=keys["mask_prompt"], **features)
+    process = (_transformers if keys.get("framework") == "torch" else _mlx_lm)(model, keys)
     refused: dict[tuple[str, str], dict[str, Any]] = {}
     for file, line, count, row in rows:
         try:
-            create_dataset([row], tokenizer, job).process(row)
+            process(row)
         except Exception as error:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             entry = refused.setdefault((file, why), {"file": file, "line": line, "count": 0, "why": why})
             entry["count"] += count
     return list(refused.values())[:_REFUSED]
+
+
+def _transformers(model: str, keys: Mapping[str, Any]) -> Callable[[dict[str, Any]], object]:
+    """The tokens of one row, as engine.torch_trainer.data makes them."""
+    load = importlib.import_module("transformers").AutoTokenizer.from_pretrained
+    tokenizer = load(model, local_files_only=True, trust_remote_code=keys["trust_remote_code"])
+
+    def process(row: dict[str, Any]) -> object:
+        messages: Any = row.get(keys["chat"])
+        if keys["prompt"] in row and keys["completion"] in row:
+            pair = (("user", row[keys["prompt"]]), ("assistant", row[keys["completion"]]))
+            messages = [{"role": role, "content": content} for role, content in pair]
+        render = tokenizer.apply_chat_template
+        if keys["mask_prompt"]:
+            render(messages[:-1], tools=row.get("tools"), add_generation_prompt=messages[-1].get("role") == "assistant")
+        return render(messages, tools=row.get("tools"))
+
+    return process
+
+
+def _mlx_lm(model: str, keys: Mapping[str, Any]) -> Callable[[dict[str, Any]], object]:
+    load = importlib.import_module("mlx_lm.utils").load_tokenizer
+    create_dataset = importlib.import_module("mlx_lm.tuner.datasets").create_dataset
+    tokenizer = load(Path(model), {"trust_remote_code": keys["trust_remote_code"]})
+    features = {f"{name}_feature": keys[name] for name in ("prompt", "completion", "chat", "text")}
+    job = types.SimpleNamespace(mask_prompt=keys["mask_prompt"], **features)
+    return lambda row: create_dataset([row], tokenizer, job).process(row)
 
 
 def probe_adapters(model: str, settings: str) -> dict[str, Any]:

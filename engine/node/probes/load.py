@@ -7,8 +7,10 @@ sleep: `nvidia`, `ioreg`, `assertions`, and whether there is a `caffeinate`. Not
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -97,7 +99,24 @@ def _memory_bytes() -> int:
     return int(output)
 
 
+def _limits() -> dict[str, Any]:
+    """`shm_bytes`, the size of the shared memory, and `memlock_bytes`, what a process may lock for InfiniBand: left out
+    where there is no limit, or nothing that it limits."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        shared = os.statvfs("/dev/shm")
+        found["shm_bytes"] = shared.f_blocks * shared.f_frsize
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if _LINUX else resource.RLIM_INFINITY
+    if locked != resource.RLIM_INFINITY and Path("/dev/infiniband").is_dir():
+        found["memlock_bytes"] = locked
+    return found
+
+
 def _linux_output() -> dict[str, Any]:
+    return _limits() | _nvidia_output()
+
+
+def _nvidia_output() -> dict[str, Any]:
     if shutil.which("nvidia-smi") is None:
         return {"nvidia": ""}
     columns = "--query-compute-apps=pid,used_memory,process_name"

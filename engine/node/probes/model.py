@@ -22,8 +22,8 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def probe_model(path: str) -> dict[str, Any]:
-    """`kind` (model_type), `bytes`, `shards`, `faults`, `repository` (ORG/NAME that config.json names) and `hashes`:
-    SHA-256 of the small files that decide what is trained, and the sizes of the shards."""
+    """`kind` (model_type), `bytes`, `shards`, `faults`, `repository` (ORG/NAME that config.json names), `quantized` (by
+    MLX) and `hashes`: SHA-256 of the small files that decide what is trained, and the sizes of the shards."""
     directory = Path(path)
     report: dict[str, Any] = {"kind": "?", "bytes": 0, "shards": 0, "faults": [], "repository": None, "hashes": {}}
     if not directory.is_dir():
@@ -34,6 +34,7 @@ def probe_model(path: str) -> dict[str, Any]:
         configuration = json.loads((directory / CONFIGURATION).read_bytes())
         report["kind"] = str(configuration["model_type"])
         name = configuration.get("_name_or_path")
+        report["quantized"] = isinstance(configuration.get("quantization"), dict)
         report["repository"] = name if isinstance(name, str) and _REPOSITORY.fullmatch(name) else None
     except FileNotFoundError:
         faults.append("config.json is missing")

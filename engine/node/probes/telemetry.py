@@ -42,7 +42,7 @@ LINE_EVERY_S, TOOLS_WAIT_S = 4.0, 1.0
 one to the next, and so long each waits for the tools."""
 MACMON_PLACES = ("/opt/homebrew/bin", "/usr/local/bin", "/opt/local/bin", "~/.cargo/bin", "~/.local/bin")
 """Beside PATH: a shell that ssh starts knows none of them."""
-NVIDIA_FIELDS = "index,utilization.gpu,clocks.sm,power.draw,temperature.gpu"
+NVIDIA_FIELDS = "index,utilization.gpu,clocks.sm,power.draw,temperature.gpu,memory.used,memory.total"
 
 
 class ProcessOwner(NamedTuple):

@@ -206,7 +206,7 @@ class _TorchRank:
         bucket = (BUCKET_ELEMENTS if workload.on_gpu else min(trained, BUCKET_ELEMENTS)) * compute
         if self.zero < 3:
             # Two buckets, one filled while the other is sent, from the start of the backward pass to its end.
-            both = 2 * bucket if workload.on_gpu or trained > BUCKET_ELEMENTS else bucket
+            both = 2 * bucket if workload.on_gpu else min(trained, 2 * BUCKET_ELEMENTS) * compute
             sent = round(_SENT * min(trained, BUCKET_ELEMENTS) * compute)
             return _Buffers(loss=both if workload.on_gpu else 0, backward=both + sent)
         whole = sum(self.blocks) + outside

@@ -218,10 +218,11 @@ os._exit(0)
     )
     found = json.loads(done.stdout)
     assert found["unknown"].pop("nvidia_smi") == {
-        "command": "nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits",
+        "command": "nvidia-smi --query-gpu=name,memory.total,uuid,driver_version --format=csv,noheader,nounits",
         "exit_code": 9,
         "stderr": "no driver\n",
     }
+    assert found["unknown"].pop("nvidia_smi_more")["exit_code"] == found["unknown"].pop("nvidia_smi_table")["exit_code"]
     assert found["unknown"] == {
         "disk": {"command": "disk", "late_s": 3.0},
         "ip": {"command": "ip -j addr", "late_s": 3.0},

@@ -12,7 +12,7 @@ from engine.cluster import facts as answer
 from engine.cluster import hardware, network_interfaces, sensors
 from engine.cluster.network_interfaces import hardware_ports, linux_interfaces, mac_interfaces, thunderbolt_devices
 from engine.cluster.topology import thunderbolt_ports
-from engine.models import Interface, NodeFacts, NvidiaGpu
+from engine.models import Interface, NodeFacts
 from tests.data import NODES, node_output
 from tests.unit.cluster.macs import NOW, mesh
 
@@ -132,10 +132,46 @@ def test_interfaces_of_linux() -> None:
     assert found["br0"] == Interface(name="br0", ipv4=("10.0.0.5/24",), active=True)
     assert found["eth0"].bridge == "br0"
     assert (found["lo"].active, found["wlp3s0"].active) == (None, False)
-    assert hardware.nvidia_gpus("NVIDIA H100, 81559\nNVIDIA L4, [N/A]\n\nNVIDIA H100, 81000\n") == (
-        NvidiaGpu(name="NVIDIA H100", memory_bytes=81559 * 2**20),
-        NvidiaGpu(name="NVIDIA H100", memory_bytes=81000 * 2**20),
-    )
+
+
+NVIDIA = """NVIDIA H100 80GB HBM3, 81559, GPU-8f1d0a52-1111-2222-3333-000000000001, 550.54.15
+NVIDIA L4, [N/A], GPU-8f1d0a52-1111-2222-3333-000000000002, 550.54.15
+
+NVIDIA A100-SXM4-80GB, 81920, GPU-8f1d0a52-1111-2222-3333-000000000003, 550.54.15
+"""
+NVIDIA_MORE = """GPU-8f1d0a52-1111-2222-3333-000000000001, 9.0, Disabled
+GPU-8f1d0a52-1111-2222-3333-000000000002, 8.9, [N/A]
+GPU-8f1d0a52-1111-2222-3333-000000000003, [Not Supported], Enabled
+"""
+NVIDIA_TABLE = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |\n"
+
+
+def test_nvidia_gpus_in_the_form_that_nvidia_smi_documents() -> None:
+    """Written from its documentation: no such machine has been recorded."""
+    found = hardware.nvidia_gpus(NVIDIA, NVIDIA_MORE)
+    assert [(gpu.name, gpu.memory_bytes, gpu.compute_capability, gpu.mig) for gpu in found] == [
+        ("NVIDIA H100 80GB HBM3", 81559 * 2**20, "9.0", False),
+        ("NVIDIA L4", None, "8.9", None),
+        ("NVIDIA A100-SXM4-80GB", 81920 * 2**20, None, True),
+    ]
+    assert found[0].uuid == "GPU-8f1d0a52-1111-2222-3333-000000000001"
+    assert hardware.nvidia_versions(NVIDIA, NVIDIA_TABLE) == ("550.54.15", "12.4")
+
+
+def test_an_older_nvidia_smi_lists_its_gpus_without_what_it_does_not_know() -> None:
+    refused = 'Field "compute_cap" is not a valid field to query.\n'
+    ended = {"command": "nvidia-smi", "exit_code": 2, "stderr": ""}
+    answers = {"nvidia_smi": NVIDIA, "nvidia_smi_more": refused}
+    found = answer.read_facts({"system": "Linux", "answers": answers, "unknown": {"nvidia_smi_more": ended}})
+    assert (found["unknown"], found["nvidia_driver"], found["cuda"]) == ({}, "550.54.15", None)
+    (gpu, *_) = found["gpus"]
+    assert (gpu.name, gpu.compute_capability, gpu.mig) == ("NVIDIA H100 80GB HBM3", None, None)
+
+
+@pytest.mark.parametrize("text", ["", "No devices were found\n", "NVIDIA-SMI has failed, because, it, could not\n"])
+def test_without_a_gpu_or_a_driver_there_are_none(text: str) -> None:
+    assert hardware.nvidia_gpus(text, text) == ()
+    assert hardware.nvidia_versions(text, text) == (None, None)
 
 
 def test_what_a_mac_reports_of_its_chip_and_gpu() -> None:
@@ -183,7 +219,7 @@ NAMES = (
     *("sysctl", "sysctl_gpu", "vm_stat", "sw_vers", "profile", "thunderbolt", "networksetup", "ifconfig", "pmset"),
     *("ibv_devices", "ibv_devinfo", "rdma_ctl", "pmset_batt", "pmset_therm", "thermal_pressure", "mlx_import", "disk"),
     *("user", "home", "versions", "cpuinfo", "meminfo", "os_release", "product", "board", "platform_profile", "ip"),
-    *("addresses", "zones", "infiniband", "power_supply", "nvidia_smi"),
+    *("addresses", "zones", "infiniband", "power_supply", "nvidia_smi", "nvidia_smi_more", "nvidia_smi_table"),
 )
 
 

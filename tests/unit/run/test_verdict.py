@@ -19,6 +19,7 @@ from engine.run.failure_cause import CAUSE_CHARACTERS
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.verdict import is_consequence, verdict_on, with_cause
 from engine.store.layout import LAUNCHER_SOURCE
+from tests.data import DATA
 from tests.unit.run.logs.run_logs import RunLogs
 
 LOST = "Traceback (most recent call last):\n  File x\nRuntimeError: [ring] connection to a peer was lost\n"
@@ -520,3 +521,47 @@ def test_the_failure_that_a_rank_reported_goes_before_its_log(
     tmp_path: Path, failure: dict[str, Any] | None, expected: str
 ) -> None:
     assert cause(tmp_path, failure) == expected
+
+
+GLOO_LOST = (
+    "[rank{0}]: Traceback (most recent call last):\n"
+    '[rank{0}]:   File "train.py", line 9, in <module>\n'
+    "[rank{0}]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:35030. This is\n"
+)
+RAISED = (
+    "[rank{0}]: Traceback (most recent call last):\n"
+    '[rank{0}]:   File "train.py", line 7, in <module>\n'
+    "[rank{0}]: ValueError: the labels are shifted\n"
+)
+TORCHRUN_REPORT = (DATA / "torchrun_report.txt").read_text()
+"""What torch 2.13.0's torchrun printed after its workers' own output."""
+FRAMES = "".join(f"frame #{number}: <unknown function> + 0x27 (0x7f in libtorch_cpu.so)\n" for number in range(40))
+
+
+@pytest.mark.parametrize(
+    ("lost", "raised"),
+    [
+        (GLOO_LOST.format(0), RAISED.format(1)),
+        (GLOO_LOST.format(0) + FRAMES, RAISED.format(1) + FRAMES),
+        (GLOO_LOST.format(0) + TORCHRUN_REPORT, RAISED.format(1) + TORCHRUN_REPORT),
+        (
+            GLOO_LOST.format(0) + GLOO_LOST.format(1) + TORCHRUN_REPORT,
+            GLOO_LOST.format(2) + RAISED.format(3) + GLOO_LOST.format(4) + TORCHRUN_REPORT,
+        ),
+    ],
+    ids=["ranks", "with C++ stacks", "one worker each", "several workers each"],
+)
+def test_a_torch_rank_that_only_lost_its_peer_is_not_blamed_though_it_ended_first(lost: str, raised: str) -> None:
+    first, second = rank(0, 1, at=1.0, tail=lost), rank(1, 1, at=2.0, tail=raised)
+    verdict = verdict_on(evidence(first, second, trainer=False))
+    assert (verdict.reason, verdict.rank) == (Reason.RANK_FAILED, 1)
+    assert is_consequence(first) and not is_consequence(second)
+
+
+def test_of_torchruns_output_the_workers_own_is_the_cause(tmp_path: Path) -> None:
+    logs = RunLogs(tmp_path)
+    text = GLOO_LOST.format(0) + RAISED.format(1) + TORCHRUN_REPORT
+    logs.write(1, "step 3\n" + text)
+    found = evidence(rank(0, 1, at=2.0, tail=GLOO_LOST.format(0)), rank(1, 1, at=1.0, tail=text), trainer=False)
+    verdict = with_cause(verdict_on(found), found, logs.run_dir, {}, {})
+    assert (verdict.rank, verdict.cause) == (1, "ValueError: the labels are shifted")

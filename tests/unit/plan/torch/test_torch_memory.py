@@ -124,7 +124,7 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
 DDP: dict[str, Any] = {"strategy": "ddp"}
 FULL, _, _, ZERO_2, ZERO_3 = PARTITIONING
 BF16, LORA = {"precision": "bf16"}, {"fine_tune_type": "lora"}
-SIZES = {"34 M": (512, 8, 1376, 8192, 8), "110 M": (768, 12, 2048, 16_384, 12)}
+SIZES = {"34 M": (512, 8, 1376, 8192, 8), "110 M": (768, 12, 2048, 16_384, 12), "239 M": (1024, 16, 2816, 16_384, 16)}
 """Llama's hidden size, layers, inner size, vocabulary and heads."""
 
 
@@ -151,6 +151,14 @@ SIZES = {"34 M": (512, 8, 1376, 8192, 8), "110 M": (768, 12, 2048, 16_384, 12)}
         ("110 M", FULL, BF16, 1560),
         ("110 M", ZERO_2, BF16, 1812),
         ("110 M", ZERO_3, BF16, 2034),
+        ("239 M", DDP, {}, 5505),
+        ("239 M", FULL, {}, 2770),
+        ("239 M", ZERO_2, {}, 5115),
+        ("239 M", ZERO_3, {}, 5150),
+        ("34 M", DDP, {"grad_checkpoint": True}, 1094),
+        ("34 M", FULL, {"grad_checkpoint": True}, 762),
+        ("34 M", ZERO_2, {"grad_checkpoint": True}, 1080),
+        ("34 M", ZERO_3, {"grad_checkpoint": True}, 1165),
     ],
 )
 def test_the_estimate_is_what_was_measured_once(
@@ -171,4 +179,4 @@ def test_the_estimate_is_what_was_measured_once(
     }
     asked = TorchWorkload(fine_tune_type="full", batch=2, sequence=256, world_size=2, on_gpu=False)
     found = torch_estimate(ModelShape.from_config(config), replace(asked, **how, **more))
-    assert found.needed_bytes / 1e6 == pytest.approx(megabytes, rel=0.15)
+    assert found.needed_bytes / 1e6 == pytest.approx(megabytes, rel=0.10)

@@ -1,0 +1,183 @@
+"""The `mlx`, `mlx_lm` and `torch` probes: which of a framework's packages this python can import.
+
+An import of mlx-lm or PyTorch takes seconds of a core. So the files that one has read are kept, below the node root:
+while this python, its path and each of those files are the same, an import would find the same again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.node.processes import tool_output
+from engine.protocol.attempt import write_atomic
+
+PROOFS = Path("~/.flightdeck/imports")
+NICE = 10
+"""Other measurements on the node at the same time go first."""
+NVIDIA_SMI_LIMIT = 1_000
+"""Characters: its first lines have the versions of the driver and of CUDA."""
+
+
+def stat_of(path: str) -> list[int] | None:
+    try:
+        found = os.stat(path)  # noqa: PTH116  (thousands of them)
+    except OSError:
+        return None
+    return [found.st_size if not os.path.isdir(path) else 0, found.st_mtime_ns]  # noqa: PTH112
+
+
+def surroundings() -> dict[str, Any]:
+    """Conditions of an import besides the files of the modules. A file that is put beside those changes its folder."""
+    return {"python": sys.version, "system": platform.platform(), "path": {entry: stat_of(entry) for entry in sys.path}}
+
+
+def proof_file(subject: str) -> Path:
+    """The proof of this interpreter, by the name that it was called by: a venv's is a link."""
+    name = hashlib.sha256(f"{sys.executable}\0{sys.prefix}\0{subject}".encode()).hexdigest()[:16]
+    return PROOFS.expanduser() / f"{name}.json"
+
+
+def proved(subject: str) -> dict[str, Any] | None:
+    """The report of an earlier import, with its time as `proved`; None if it no longer holds."""
+    try:
+        proof = json.loads(proof_file(subject).read_text())
+        if proof["surroundings"] != surroundings() or any(stat_of(path) != was for path, was in proof["files"].items()):
+            return None
+        return {**proof["report"], "proved": float(proof["at"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def keep(subject: str, report: dict[str, Any]) -> None:
+    """Where the node root is there, and its disk takes it."""
+    files = {path for module in list(sys.modules.values()) if (path := getattr(module, "__file__", None))}
+    proof = {
+        "report": report,
+        "at": time.time(),
+        "surroundings": surroundings(),
+        "files": {path: stat_of(path) for path in sorted(files)},
+    }
+    with contextlib.suppress(OSError):
+        proof_file(subject).parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(proof_file(subject), json.dumps(proof))
+
+
+def imported() -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    try:
+        mlx_lm = importlib.import_module("mlx_lm")
+    except Exception as error:
+        return {"mlx_lm_error": f"{type(error).__name__}: {error}"}
+    report = {"mlx_lm": str(mlx_lm.__version__)}
+    keep("mlx_lm", report)
+    return report
+
+
+def found() -> dict[str, Any]:
+    if importlib.util.find_spec("mlx_lm") is None:
+        return {"mlx_lm_error": "ModuleNotFoundError: No module named 'mlx_lm'"}
+    return {"mlx_lm": importlib.import_module("importlib.metadata").version("mlx-lm")}
+
+
+def interpreter() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "linux": sys.platform.startswith("linux"),
+        "venv": sys.prefix != sys.base_prefix,
+    }
+
+
+def probe_mlx() -> dict[str, Any]:
+    """`python`, `linux`, `venv`, and `mlx` with its distributed `backends`, or `mlx_error`."""
+    report = interpreter()
+    try:
+        mx = importlib.import_module("mlx.core")
+        report["mlx"] = mx.__version__
+        report["backends"] = [name for name in ("ring", "jaccl", "nccl") if mx.distributed.is_available(name)]
+    except Exception as error:
+        report["mlx_error"] = f"{type(error).__name__}: {error}"
+    return report
+
+
+def probe_mlx_lm(how: str) -> dict[str, Any]:
+    """`mlx_lm`, its version, or `mlx_lm_error`. `how` is "import", or "find" without importing it; `proved` is when an
+    earlier import succeeded that still holds."""
+    return (proved("mlx_lm") or imported()) if how == "import" else found()
+
+
+def probe_torch(how: str, *packages: str) -> dict[str, Any]:
+    """`python`, `linux`, `venv`; of `packages`, torch first, the `versions` by name, and `errors` of the others; with
+    `how` "import" also the `build` of torch. "find" imports none."""
+    report = interpreter()
+    if how == "find":
+        return {**report, **find_packages(packages)}
+    # What torch sees of GPUs no file proves.
+    kept = None if shutil.which("nvidia-smi") else proved(" ".join(packages))
+    return {**report, **(kept or import_packages(packages))}
+
+
+def find_packages(packages: Sequence[str]) -> dict[str, Any]:
+    metadata = importlib.import_module("importlib.metadata")
+    versions, errors = {}, {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            errors[name] = f"ModuleNotFoundError: No module named {name!r}"
+    return {"versions": versions, "errors": errors}
+
+
+def import_packages(packages: Sequence[str]) -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    report: dict[str, Any] = {"versions": {}, "errors": {}}
+    # DeepSpeed logs on stdout; the report is the only thing there.
+    with contextlib.redirect_stdout(sys.stderr):
+        for name in packages:
+            try:
+                module = importlib.import_module(name)
+                report["versions"][name] = str(module.__version__)
+                if name == "torch":
+                    report["build"] = torch_build(module)
+            except Exception as error:
+                report["errors"][name] = f"{type(error).__name__}: {error}"
+    if not report["errors"]:
+        keep(" ".join(packages), report)
+    return report
+
+
+def torch_build(torch: Any) -> dict[str, Any]:
+    """`cuda`, the version that it was built with, and `nccl`'s; `backends`; `gpus` that it can use, and why there are
+    none as `cuda_problem`; `nvidia_smi`, the head of what that prints."""
+    distributed = torch.distributed
+    available = distributed.is_available()
+    named = {
+        "gloo": available and distributed.is_gloo_available(),
+        "nccl": available and distributed.is_nccl_available(),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    return {
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if usable and named["nccl"] else None,
+        "backends": [name for name, there in named.items() if there],
+        "gpus": torch.cuda.device_count() if usable else 0,
+        "cuda_problem": str(caught[0].message) if caught else None,
+        "nvidia_smi": tool_output("nvidia-smi")[:NVIDIA_SMI_LIMIT] if shutil.which("nvidia-smi") else None,
+    }
