@@ -9,13 +9,19 @@ import gc
 import os
 import sys
 import warnings
+from typing import NoReturn
 
 from engine.protocol.attempt import AttemptSpec
 from engine.training.process import TrainingProcess, run_rank
 
 
-def main() -> int:
-    return run_rank(_run)
+def main() -> NoReturn:
+    code = run_rank(_run)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The interpreter's own end now and then aborts a rank that has completed, by a thread of the group that is still
+    # there: "terminate called without an active exception".
+    os._exit(code)
 
 
 def _run(process: TrainingProcess) -> None:
@@ -37,4 +43,4 @@ def hide_gpus(spec: AttemptSpec) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

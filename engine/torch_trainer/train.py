@@ -71,7 +71,6 @@ def _train(process: TrainingProcess) -> None:
     reporter.print(outcome.early or f"{how} at iteration {outcome.iteration}")
     # The first rank to exit would take the others down.
     dist.barrier()
-    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
