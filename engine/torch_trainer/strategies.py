@@ -36,8 +36,12 @@ _STATE = "state"
 
 
 def join_group(spec: AttemptSpec, job: Job, settings: TorchSettings) -> Accelerator:
-    """Raises GroupError when the group is not the planned one; JobError for a precision that the device lacks."""
+    """Raises GroupError when the group is not the planned one; JobError for what the device lacks."""
     on_cpu = spec.backend != "nccl"
+    if on_cpu and settings.precision == "fp16":
+        raise JobError("[job] precision = 'fp16': on the CPU Accelerate computes in float32, and says nothing")
+    if on_cpu and job.strategy == "fsdp" and settings.offload != "none":
+        raise JobError(f"[job] offload = {settings.offload!r}: fully_shard offloads from a GPU only")
     if not on_cpu and not torch.cuda.is_available():
         raise GroupError("the backend is nccl, and PyTorch sees no GPU: see nvidia-smi and torch.version.cuda")
     if not on_cpu:

@@ -24,10 +24,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.protocol.attempt import AttemptSpec
-from engine.protocol.job import Job
+from engine.protocol.job import Job, TorchSettings
 from engine.torch_trainer.data import load_tokenizer, row_format
 from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer, make_schedule
-from engine.torch_trainer.strategies import check_group, check_partitioned
+from engine.torch_trainer.strategies import check_group, check_partitioned, join_group
 
 Request = dict[str, Any]
 
@@ -91,6 +91,8 @@ def refusals(request: Request) -> Any:
         "world size": lambda: check_group(two, make_job(request, strategy="ddp"), seen),
         "DeepSpeed": lambda: check_group(spec, make_job(request, strategy="deepspeed"), seen),
         "FSDP": lambda: check_partitioned(whole, divided),
+        "fp16": lambda: join_group(spec, make_job(request, strategy="ddp"), TorchSettings(precision="fp16")),
+        "offload": lambda: join_group(spec, make_job(request, strategy="fsdp"), TorchSettings(offload="cpu")),
         "muon": lambda: make_optimizer(make_job(request, optimizer="muon"), whole.parameters()),
         "adafactor": lambda: make_optimizer(make_job(request, optimizer="adafactor"), whole.parameters()),
         "key": lambda: MlxOptimizer(whole.parameters(), "adam", {"weight_decay": 0.1}),

@@ -125,6 +125,8 @@ REFUSALS = {
     "DeepSpeed": "GroupError: Accelerate has chosen MULTI_CPU for strategy deepspeed, which needs DEEPSPEED",
     "FSDP": "GroupError: each rank should have a part of the parameters, and has all of them in a "
     "DistributedDataParallel: Accelerate replaces FSDP by DDP on the CPU, and says nothing",
+    "fp16": "JobError: [job] precision = 'fp16': on the CPU Accelerate computes in float32, and says nothing",
+    "offload": "JobError: [job] offload = 'cpu': fully_shard offloads from a GPU only",
     "muon": "JobError: [job] optimizer = 'muon' does not exist with framework = \"torch\": use adamw, adam or sgd",
     "adafactor": "JobError: [job] optimizer = 'adafactor' does not exist",
     "key": "JobError: [job] optimizer_config.adam: unknown key 'weight_decay'",
