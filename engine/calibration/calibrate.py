@@ -22,7 +22,7 @@ from engine.errors import FlightDeckError, LaunchError, memory_text
 from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import CheckStatus, NodeFacts
 from engine.plan.context import PlanInputs, make_context
-from engine.plan.document import ChosenSettings, Disabled, MemorySection, Rationale
+from engine.plan.document import ChosenSettings, MemorySection, Rationale
 from engine.plan.fingerprint import fingerprint, node_fingerprints
 from engine.plan.memory.choice import is_open, resolved
 from engine.plan.memory.fit import memory_fit
@@ -55,7 +55,7 @@ async def calibrate(
     async with CheckContext(kept, context.fleet) if unreachable else contextlib.nullcontext(context) as reachable:
         seconds = QUICK_S if quick else config.calibration.seconds
         chosen = (await shared_plan(reachable)).settings if is_open(kept) else None
-        measured_job = kept if chosen is None or isinstance(chosen, Disabled) else resolved(kept, chosen)
+        measured_job = resolved(kept, chosen) if chosen is not None else kept
         inputs = replace(await shared_plan_inputs(reachable), config=measured_job)
         too_large = await asyncio.to_thread(nodes_too_small, whole_job_on_each(inputs))
         nodes, gradient_bytes, leftovers = await measure_nodes(reachable, measured_job, seconds, on_progress, too_large)

@@ -15,7 +15,6 @@ from engine.checks.plan_inputs import shared_plan, shared_plan_inputs
 from engine.config.models import Config, select_nodes
 from engine.errors import FlightDeckError, InputError, plural
 from engine.measurements import CalibrationProgress, Scaling, ScalingPoint
-from engine.plan.document import Disabled
 from engine.plan.memory.choice import is_open, resolved
 from engine.protocol.measurements import GroupStepReport
 
@@ -53,8 +52,7 @@ async def measure_scaling(
     if config.job.command is not None:
         raise InputError("no scaling is measured", why="the job runs a command of its own, whose steps cannot be timed")
     if is_open(config):
-        chosen = (await shared_plan(context)).settings
-        config = config if isinstance(chosen, Disabled) else resolved(config, chosen)
+        config = resolved(config, (await shared_plan(context)).settings)
     scaling = scaling.model_copy(update={"strategy": config.job.strategy})
     with contextlib.suppress(FlightDeckError):
         scaling = scaling.model_copy(update={"backend": (await context.network_plan()).backend})

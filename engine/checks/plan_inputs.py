@@ -293,8 +293,7 @@ def _chosen(inputs: PlanInputs) -> Config:
     """The configuration with what the plan chooses: a printed launch that recomputed nothing might not fit."""
     if not is_open(inputs.config):
         return inputs.config
-    chosen = memory_fit(make_context(inputs, Rationale()), Rationale()).settings
-    return with_chosen(inputs.config, chosen) if not isinstance(chosen, Disabled) else inputs.config
+    return with_chosen(inputs.config, memory_fit(make_context(inputs, Rationale()), Rationale()).settings)
 
 
 def _layers(model: Mapping[str, Any] | None) -> int | None:
@@ -315,9 +314,7 @@ async def chosen_job(context: CheckContext) -> JobConfig:
     """The job with what the plan of a PyTorch job chooses, as far as there is one."""
     if context.config.job.framework == "torch":
         with contextlib.suppress(FlightDeckError):
-            chosen = (await shared_plan(context)).settings
-            if not isinstance(chosen, Disabled):
-                return with_chosen(context.config, chosen).job
+            return with_chosen(context.config, (await shared_plan(context)).settings).job
     return context.config.job
 
 

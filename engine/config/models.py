@@ -305,6 +305,12 @@ class Config(_Section):
         return self.file.parent if self.file is not None else Path("/")
 
     @property
+    def elastic_nodes(self) -> str:
+        """The least and the most nodes of an elastic job, as torchrun takes them ("2:4"); "" for any other."""
+        most = len(self.nodes)
+        return f"{self.recovery.min_nodes or most}:{most}" if self.job.elastic else ""
+
+    @property
     def starts_directly(self) -> bool:
         """The ranks are started without mlx.launch, which ends all of them when one has ended."""
         return self.cluster.launcher == "direct" or self.job.outlives_ranks or self.job.framework == "torch"

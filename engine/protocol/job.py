@@ -149,6 +149,12 @@ class Job:
             raise JobError(f"the data {job.data} is not a directory on this node: it must hold train.jsonl")
         return job
 
+    def validates_before(self, iteration: int) -> bool:
+        """A validation is due before `iteration`, where there is something to validate on."""
+        if self.val_batches == 0:
+            return False
+        return iteration in (1, self.iters) or iteration % self.steps_per_eval == 0
+
     def layers(self, available: int) -> int:
         """Layers to train of a model with `available`: -1, or at most that many."""
         layers = self.num_layers if self.num_layers is not None else (-1 if self.fine_tune_type == "full" else 16)

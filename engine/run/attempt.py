@@ -288,7 +288,7 @@ def attempt_spec(
         checkpoint_compression=config.checkpoint.compression,
         resume=attempt.number > 1,
         rank_restarts=recovery.max_restarts if config.job.outlives_ranks else 0,
-        elastic=f"{recovery.min_nodes or len(plan.nodes)}:{len(plan.nodes)}" if config.job.elastic else "",
+        elastic=config.elastic_nodes,
         reached=attempt.reached,
         accept_changed_data=attempt.accept_changed_data,
     )

@@ -14,18 +14,15 @@ import argparse
 import json
 import os
 import statistics
-import sys
-import threading
 import time
-from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from engine.protocol.attempt import write_atomic
 from engine.protocol.deepspeed import deepspeed_config
 from engine.protocol.job import TorchSettings
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES, AllSumResult
+from engine.torch_trainer.main import hide_gpus
+from engine.training.group_bench import reported
 
 _SMALL = 1_000
 _LARGE = ALL_SUM_LARGE_BYTES // 4
@@ -109,8 +106,7 @@ def recipe_accelerator(backend: str, world_size: int, asked: dict[str, Any]) -> 
     import torch.distributed as dist
 
     on_cpu, settings = backend == "gloo", TorchSettings.from_spec(asked["recipe"])
-    if on_cpu:
-        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    hide_gpus(backend)
     dist.init_process_group(backend if on_cpu else "cpu:gloo,cuda:nccl", timeout=_CONNECT_LIMIT)
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin
@@ -141,29 +137,16 @@ def main() -> None:
     options = parser.parse_args()
     result = AllSumResult(int(os.environ["RANK"]))
     limit_s = _START_LIMIT_S + 5 * options.seconds
-
-    def end() -> None:
-        write_atomic(Path(options.out.replace("{rank}", str(result.rank))), json.dumps(asdict(result)))
-        sys.stdout.flush()
-        # Skips PyTorch's own shutdown, which may wait for peers that are gone.
-        os._exit(0 if result.succeeded else 1)
-
-    def give_up() -> None:
-        result.error = f"no result within {limit_s:g} s: a peer does not respond"
-        end()
-
-    timer = threading.Timer(limit_s, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        if options.accelerate is not None:
-            check_accelerate(result, options.backend, options.world_size, options.accelerate)
-        if result.error is None:
-            measure(result, options.backend, options.world_size, options.seconds)
-    except Exception as error:
-        result.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    timer.cancel()
-    end()
+    late = f"no result within {limit_s:g} s: a peer does not respond"
+    with reported(result, options.out, limit_s, late):
+        try:
+            if options.accelerate is not None:
+                check_accelerate(result, options.backend, options.world_size, options.accelerate)
+            if result.error is None:
+                measure(result, options.backend, options.world_size, options.seconds)
+        except Exception as error:
+            # PyTorch adds C++ frames below it.
+            result.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class _Clock(Control):
 
 
 def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: float) -> None:
-    hide_gpus(spec)
+    hide_gpus(spec.backend)
     from engine.torch_trainer.train import load_training
 
     reporter, control = _Steps(result.rank), _Clock()

@@ -93,7 +93,7 @@ class StateCheckpoints:
         mark.touch()
         dist.barrier()
         sharing = [int(path.name.rpartition("-")[2]) for path in self._base.glob(f".rank-{self._spec.nonce}-*")]
-        leaders = sorted(set(_gather(min(sharing))))
+        leaders = sorted(set(all_gather_object(min(sharing))))
         # Those of attempts that were killed, too.
         for path in self._base.glob(".rank-*"):
             path.unlink(missing_ok=True)
@@ -122,7 +122,7 @@ class StateCheckpoints:
             size, failure = self._write_manifest(partial, point), None
         except (OSError, dist.checkpoint.CheckpointException) as error:
             size, failure = 0, str(error).splitlines()[0]
-        failures = [each for each in _gather(failure) if each is not None]
+        failures = [each for each in all_gather_object(failure) if each is not None]
         if failures:
             self._reporter.event("checkpoint", phase="failed", path=str(target), message=failures[0], **facts)
             self._reporter.warn(f"no checkpoint of update {point.update} (iteration {point.iteration}): {failures[0]}")
@@ -171,7 +171,7 @@ class StateCheckpoints:
         """Restore the newest complete state, and report it. Raises JobError when there is none although the run had
         reached an iteration, or of other data."""
         started, refused = time.perf_counter(), 0
-        table: list[Listing] = _gather(self._list() if self._leads else {})
+        table: list[Listing] = all_gather_object(self._list() if self._leads else {})
         for update in sorted({update for listing in table for update in listing}, reverse=True):
             try:
                 manifests = self._complete(update, table)
@@ -289,7 +289,7 @@ class StateCheckpoints:
         all ranks, when a file is intact nowhere."""
         folder = self._base / folder_name(update)
         entries = {entry.name: entry for manifest in manifests for entry in manifest.files}
-        intact: list[set[str]] = _gather(set(self._verified(folder, entries)) if self._leads else set())
+        intact: list[set[str]] = all_gather_object(set(self._verified(folder, entries)) if self._leads else set())
         lost = [name for name in entries if not any(name in names for names in intact)]
         if lost:
             raise CheckpointError(f"{', '.join(lost[:3])} is damaged on every node that has it")
@@ -341,7 +341,7 @@ class StateCheckpoints:
             self._reporter.event("fetched", path=f"{folder.name}/{entry.name}", bytes=entry.stored_bytes)
 
 
-def _gather(own: Any) -> list[Any]:
+def all_gather_object(own: Any) -> list[Any]:
     """Every rank's value, by rank."""
     table: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(table, own)

@@ -11,7 +11,6 @@ import sys
 import warnings
 from typing import NoReturn
 
-from engine.protocol.attempt import AttemptSpec
 from engine.training.process import TrainingProcess, run_rank
 
 
@@ -25,7 +24,7 @@ def main() -> NoReturn:
 
 
 def _run(process: TrainingProcess) -> None:
-    hide_gpus(process.spec)
+    hide_gpus(process.spec.backend)
     # DeepSpeed and Accelerate call functions that PyTorch has renamed.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     from engine.torch_trainer.train import train
@@ -36,9 +35,9 @@ def _run(process: TrainingProcess) -> None:
     train(process)
 
 
-def hide_gpus(spec: AttemptSpec) -> None:
+def hide_gpus(backend: str) -> None:
     """Before PyTorch is imported. With gloo, Accelerate and DeepSpeed would else take a GPU that is there."""
-    if spec.backend == "gloo":
+    if backend == "gloo":
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.protocol.job import Job, TorchSettings, config_hash
 from engine.protocol.partition import epoch_iterations
-from engine.torch_trainer.checkpoint import StateCheckpoints, TrainingPoint
+from engine.torch_trainer.checkpoint import StateCheckpoints, TrainingPoint, all_gather_object
 from engine.torch_trainer.data import EMPTY, load_tokenizer, loss_sum, row_format
 from engine.torch_trainer.model import FACTS_FILE, count_parameters, load_model, save_trained
 from engine.torch_trainer.optimizer import Schedule, make_schedule
@@ -64,11 +64,8 @@ def _train(process: TrainingProcess) -> None:
         reporter.phase("validating")
         loss = loop.evaluate(test, job.test_batches)
         if loss is not None:
-            reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
-            reporter.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
-    reporter.event("end", **asdict(outcome))
-    how = "completed" if outcome.completed else "stopped"
-    reporter.print(outcome.early or f"{how} at iteration {outcome.iteration}")
+            reporter.test(loss)
+    reporter.end(outcome)
     # The first rank to exit would take the others down.
     dist.barrier()
 
@@ -140,8 +137,7 @@ def package_versions() -> dict[str, str]:
 
 def _check_equal(own: dict[str, str]) -> None:
     """Raises GroupError, on all ranks, when the ranks have different jobs, models or data."""
-    table: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(table, own)
+    table: list[dict[str, str]] = all_gather_object(own)
     for name in own:
         differing = [rank for rank, other in enumerate(table) if other[name] != table[0][name]]
         if differing:
@@ -326,9 +322,7 @@ class TorchLoop:
         return examples.batch(own) if len(own) else EMPTY
 
     def _validation_due(self, iteration: int) -> bool:
-        if not len(self.valid) or self.job.val_batches == 0:
-            return False
-        return iteration in (1, self.job.iters) or iteration % self.job.steps_per_eval == 0
+        return len(self.valid) > 0 and self.job.validates_before(iteration)
 
     def _validate(self, iteration: int) -> None:
         self.reporter.phase("validating")
@@ -344,7 +338,7 @@ class TorchLoop:
 
     @property
     def _patience_over(self) -> bool:
-        return self.job.patience is not None and self._best.since >= self.job.patience
+        return self._best.is_over(self.job.patience)
 
     def _finish(self, outcome: Outcome) -> Outcome:
         # What was never trained must not replace what an earlier run has left.

@@ -140,9 +140,7 @@ class Loop:
         return None if self._stop or not tokens else loss / tokens
 
     def _validation_due(self, iteration: int) -> bool:
-        if not len(self.valid) or self.job.val_batches == 0:
-            return False
-        return iteration in (1, self.job.iters) or iteration % self.job.steps_per_eval == 0
+        return len(self.valid) > 0 and self.job.validates_before(iteration)
 
     def _validate(self, iteration: int) -> None:
         self.reporter.phase("validating")
@@ -160,7 +158,7 @@ class Loop:
 
     @property
     def _patience_over(self) -> bool:
-        return self.job.patience is not None and self._best.since >= self.job.patience
+        return self._best.is_over(self.job.patience)
 
     def _train(self, iteration: int) -> None:
         """One iteration, and the update and the periodic checkpoint that end with it."""

@@ -4,7 +4,6 @@ strategy, the checkpoints and the loop, and runs it.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -80,14 +79,11 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
             reporter.phase("validating")
             loss = loop.evaluate(test, job.test_batches)
             if loss is not None:
-                reporter.event("test", test_loss=loss, test_ppl=math.exp(loss))
-                reporter.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
+                reporter.test(loss)
     except PeerLost:
         loop.emergency.save_on_peer_loss()
         raise
-    reporter.event("end", **asdict(outcome))
-    how = "completed" if outcome.completed else "stopped"
-    reporter.print(outcome.early or f"{how} at iteration {outcome.iteration}")
+    reporter.end(outcome)
 
 
 def load_strategy(spec: AttemptSpec, home: Path, collective: Collective, reporter: Reporter) -> tuple[Job, Strategy]:

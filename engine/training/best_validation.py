@@ -29,6 +29,10 @@ class BestValidation:
         self.since += 1
         return False
 
+    def is_over(self, patience: int | None) -> bool:
+        """So many validations in a row were not better; never with None."""
+        return patience is not None and self.since >= patience
+
     def early_stop(self, iteration: int) -> str:
         """Why the training ends at `iteration`, in one line."""
         best = f" (best {self.loss:.4f} at iteration {self.iteration})" if self.loss is not None else ""

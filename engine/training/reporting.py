@@ -4,11 +4,13 @@ configured.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.protocol.events import EventWriter
+from engine.training.outcome import Outcome
 
 _GOING_ON_S = 10.0
 
@@ -65,6 +67,16 @@ class Reporter:
         if self.callback is not None:
             self.callback.on_val_loss_report(values)
         self.print(f"iteration {values['iteration']}  val loss {values['val_loss']:.4f}  in {values['val_time']:.2f} s")
+
+    def test(self, loss: float) -> None:
+        """The loss of the job's test."""
+        self._events.write("test", test_loss=loss, test_ppl=math.exp(loss))
+        self.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
+
+    def end(self, outcome: Outcome) -> None:
+        self._events.write("end", **asdict(outcome))
+        how = "completed" if outcome.completed else "stopped"
+        self.print(outcome.early or f"{how} at iteration {outcome.iteration}")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.models import Config
-from engine.plan.document import ChosenSettings, ChosenTorchSettings, Settings
+from engine.plan.document import ChosenSettings, ChosenTorchSettings, Disabled, Settings
 from engine.plan.memory.estimate import RankWorkload, estimate, recomputable
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, MOST_PRECISE_FIRST
@@ -76,8 +76,10 @@ def is_open(config: Config) -> bool:
     return job.command is None and AUTO in map(job.mlx_lm.get, ChosenSettings.model_fields)
 
 
-def resolved(config: Config, chosen: Settings) -> Config:
-    """`config` with the chosen values where its job has "auto"."""
+def resolved(config: Config, chosen: Settings | Disabled) -> Config:
+    """`config` with the chosen values where its job has "auto"; the same where the plan has chosen none."""
+    if isinstance(chosen, Disabled):
+        return config
     own, updated = config.job.mlx_lm, {}
     values = {key: value for key, value in chosen if own.get(key) == AUTO}
     if isinstance(chosen, ChosenTorchSettings) and config.job.strategy == AUTO:

@@ -91,7 +91,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         max_grad_norm=settings.get("max_grad_norm"),
         nvme_path=job.mlx_lm.get("nvme_path"),
         accelerate=launcher == "accelerate",
-        elastic=f"{recovery.min_nodes or len(nodes)}:{len(nodes)}" if job.elastic else "",
+        elastic=inputs.config.elastic_nodes,
         restarts=recovery.max_restarts,
         job=_resolved(context, fit) if settings else None,
     )
