@@ -47,12 +47,20 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (folder / "commands.json").write_text(json.dumps({**made.commands, "world_size": len(nodes)}))
         folders.append(str(folder))
     program = Path(__file__).with_name("plan_files.py")
+    own = {
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PATH": "/usr/bin:/bin",
+        "HF_HOME": folders[0],
+        # torchrun leaves its folder of logs there.
+        "TMPDIR": folders[0],
+    }
     done = subprocess.run(
         [str(TORCH), str(program), *folders],
         capture_output=True,
         text=True,
         check=False,
-        env={"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin", "HF_HOME": str(folders[0])},
+        env=own,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -139,6 +147,7 @@ def test_the_printed_torchrun_command_trains_with_the_written_job(tmp_path: Path
         "PATH": f"{TORCH.parent}:/usr/bin:/bin",
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
     }
     command = ["/bin/sh", "-c", made.commands["torchrun"]]
     done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
