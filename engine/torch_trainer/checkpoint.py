@@ -4,7 +4,9 @@
     .step-000000400.partial/ being written
 
 Each rank writes to its node's disk, and the nodes need not share one: a checkpoint is complete when the manifests of
-all its ranks are on some node, and every file that they name. On resuming, the ranks send each node what it lacks.
+all its ranks are on some node, and every file that they name. Where nothing is partitioned, one rank of each disk
+writes the whole, as if it were rank 0, so that any node has all that a restart needs. On resuming, the ranks send each
+node what it lacks.
 """
 
 from __future__ import annotations
@@ -118,8 +120,10 @@ class StateCheckpoints:
             partial.mkdir(mode=0o700)
         dist.barrier()
         try:
-            self._strategy.save(partial)
-            size, failure = self._write_manifest(partial, point), None
+            size, failure = 0, None
+            if self._origin.parts > 1 or self._leads:
+                self._strategy.save(partial)
+                size = self._write_manifest(partial, point)
         except (OSError, dist.checkpoint.CheckpointException) as error:
             size, failure = 0, str(error).splitlines()[0]
         failures = [each for each in all_gather_object(failure) if each is not None]
@@ -144,7 +148,7 @@ class StateCheckpoints:
         entries = []
         for name in _files(folder):
             found = _WRITER.search(name)
-            if (int(found[1]) if found else 0) == self._rank and not _MANIFEST.fullmatch(name):
+            if (int(found[1]) if found else 0) == self._origin.part and not _MANIFEST.fullmatch(name):
                 digest, size = hashlib.sha256(), 0
                 with (folder / name).open("rb") as file:
                     while data := file.read(CHUNK_BYTES):
@@ -153,7 +157,7 @@ class StateCheckpoints:
                     sync_file(file.fileno())
                 entries.append(FileEntry(name, digest.hexdigest(), size, size, "none"))
         manifest = Manifest(**asdict(self._origin), **asdict(point), versions=self._versions, files=tuple(entries))
-        write_atomic(folder / f"manifest-{self._rank}.json", manifest.to_json().decode())
+        write_atomic(folder / f"manifest-{self._origin.part}.json", manifest.to_json().decode())
         return manifest.stored_bytes
 
     def _retain(self, committed: int) -> None:

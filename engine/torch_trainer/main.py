@@ -5,6 +5,8 @@ PyTorch is imported late: it takes seconds, in which a stop is already heard and
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -12,6 +14,11 @@ import warnings
 from typing import NoReturn
 
 from engine.training.process import TrainingProcess, run_rank
+
+_MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+_M_MMAP_THRESHOLD = -3
+"""mallopt(3)'s number for the same."""
+_THRESHOLD_BYTES = 2**20
 
 
 def main() -> NoReturn:
@@ -25,6 +32,8 @@ def main() -> NoReturn:
 
 def _run(process: TrainingProcess) -> None:
     hide_gpus(process.spec.backend)
+    if process.spec.backend == "gloo":
+        return_freed_tensors()
     # DeepSpeed and Accelerate call functions that PyTorch has renamed.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     from engine.torch_trainer.train import train
@@ -39,6 +48,15 @@ def hide_gpus(backend: str) -> None:
     """Before PyTorch is imported. With gloo, Accelerate and DeepSpeed would else take a GPU that is there."""
     if backend == "gloo":
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+
+def return_freed_tensors() -> None:
+    """Give the memory of a freed tensor back to the system. glibc's heap would keep it, FSDP's gathered parameters
+    above all; the price is some of the speed. MALLOC_MMAP_THRESHOLD_ in the environment wins."""
+    # musl and macOS have no mallopt.
+    with contextlib.suppress(AttributeError):
+        if _MMAP_THRESHOLD not in os.environ:
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
 
 
 if __name__ == "__main__":

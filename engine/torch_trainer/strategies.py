@@ -105,6 +105,16 @@ def _deepspeed_config(spec: AttemptSpec, job: Job, settings: TorchSettings) -> d
     )
 
 
+class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
+    """Equal states make equal files."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True)
+
+    def storage_meta(self) -> None:
+        """No path, and no identity of this one save."""
+
+
 class TorchStrategy(ABC):
     """One rank's model and optimizer. Every call is made by every rank, at the same point of the training."""
 
@@ -162,8 +172,9 @@ class TorchStrategy(ABC):
         return self._job.fine_tune_type != "full"
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of the state of the trained parameters and of the optimizer."""
-        dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True))
+        """Write this rank's part of the state of the trained parameters and of the optimizer; where nothing is
+        partitioned, the whole, without the other ranks, who need not call it."""
+        dcp.save(self._state(), storage_writer=_Writer(folder), no_dist=not self.partitioned)
 
     def convert(self, folder: Path, target: Path) -> None:
         """On one rank of a node, with `converts`: make of the files of another number of ranks in `folder` what `load`

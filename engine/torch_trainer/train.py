@@ -119,7 +119,8 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
     shares = [rank.share for rank in spec.ranks]
     validates = [rank.validates for rank in spec.ranks]
     loader = DataLoader(examples, job, shares, process.rank, reporter, validates if any(validates) else None)
-    origin = Origin(config_hash(raw), spec.world_size, process.rank, spec.world_size, inputs)
+    part, parts = (process.rank, spec.world_size) if strategy.partitioned else (0, 1)
+    origin = Origin(config_hash(raw), spec.world_size, part, parts, inputs)
     checkpoints = StateCheckpoints(process, origin, strategy, package_versions())
     start = checkpoints.resume() if spec.resume else TrainingPoint()
     loop = TorchLoop(job, strategy, loader, valid, schedule, checkpoints, process.control, reporter, tokenizer, start)

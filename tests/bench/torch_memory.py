@@ -3,8 +3,7 @@ on three sizes: `python -m tests.bench.torch_memory [--only WORD]`.
 
 Each line is a real training of a Llama with random weights by the built-in trainer, 2 ranks over gloo on this machine,
 started as `flightdeck plan` prints it for torchrun. Measured is the peak RSS that the ranks' last steps report, of the
-rank that needs the most, with MALLOC_MMAP_THRESHOLD_=1048576: a tensor that is freed goes back to the system. Without
-it glibc's heap keeps freed tensors, up to as much again. Exits 1 when an estimate is off by more than 15 %.
+rank that needs the most. Exits 1 when an estimate is off by more than 15 %.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def measure(folder: Path, keys: Mapping[str, Any]) -> int:
     job |= {key: None for key in TORCH_KEYS if job[key] == "auto"} | {"chunking": False}
     (folder / "job.json").write_text(json.dumps({"backend": "gloo", "job": job}))
     program = ["-m", "engine.torch_trainer.standalone", "job.json"]
-    own = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [str(TORCH), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *program],
         cwd=folder,

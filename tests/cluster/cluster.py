@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import ClassVar, Self
 from tests.cluster import disk, network
 from tests.cluster.client import Client, HostEntry
 from tests.cluster.detour import Detour
+from tests.cluster.machine import SHARED
 from tests.cluster.node import Node
 from tests.cluster.registry import Record, Registry
-from tests.cluster.specs import head_address, specs
+from tests.cluster.specs import FIRST_UID, head_address, specs
 
 
 def clear_namespaces(record: Record) -> None:
@@ -173,3 +175,15 @@ class Cluster:
     def _on_all(self, do: Callable[[Node], None]) -> None:
         with ThreadPoolExecutor(max(len(self.nodes), 1)) as pool:
             list(pool.map(do, self.nodes))
+
+
+class SharedDiskCluster(Cluster):
+    """Nodes of one user, who has a disk on all of them: system.VOLUME, as NFS in a data centre."""
+
+    def _make_nodes(self, record: Record) -> list[Node]:
+        nodes = super()._make_nodes(record)
+        for node in nodes:
+            node.uid = FIRST_UID
+        (record.folder / SHARED).mkdir(exist_ok=True)
+        os.chown(record.folder / SHARED, FIRST_UID, FIRST_UID)
+        return nodes

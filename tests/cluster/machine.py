@@ -23,6 +23,8 @@ from tests.cluster.registry import Record
 from tests.cluster.specs import FIRST_UID, NodeSpec, address
 
 UP_LIMIT_S = 30.0
+SHARED = "shared"
+"""The folder of the disk that the nodes of a cluster share, where they do."""
 
 
 class Machine:
@@ -132,6 +134,7 @@ class Machine:
                 home_on_node=self.home,
                 boot_id=boot_id,
                 owner=owner,
+                volume=self.folder.parent / SHARED,
                 kernel=self.kernel,
             )
             (self.folder / "boot.sh").write_text(text)

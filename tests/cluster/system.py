@@ -14,6 +14,8 @@ INIT = "/usr/local/libexec/flightdeck-init.py"
 """Where pid 1's program lies on a node."""
 MASKED = ("/root", "/home", "/tmp", "/var/tmp", "/run", "/mnt", "/media", "/srv")
 """What a node never sees of the head: its homes, temporary files and sockets."""
+VOLUME = "/Volumes/shared"
+"""Where nodes have the disk that they share."""
 DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 
 
@@ -43,10 +45,13 @@ def masked() -> list[str]:
     return [str(path) for path in sorted(wanted) if path.is_dir() and not wanted.intersection(path.parents)]
 
 
-def script(*, name: str, root: Path, home: Path, home_on_node: str, boot_id: Path, owner: int, kernel: str = "") -> str:
+def script(
+    *, name: str, root: Path, home: Path, home_on_node: str, boot_id: Path, owner: int, volume: Path, kernel: str = ""
+) -> str:
     """The boot script of node `name`. `root` is its merged root, `home` the directory of its home's disk, `boot_id` a
-    file with this boot's id, `owner` the descriptor of a pidfd. Run it with /bin/sh in new namespaces. A node with
-    `kernel` is a Mac: that is where its /proc and /sys lie, and it has macOS's limit of open files."""
+    file with this boot's id, `owner` the descriptor of a pidfd, `volume` the directory of the disk that it shares with
+    others, if that exists. Run it with /bin/sh in new namespaces. A node with `kernel` is a Mac: that is where its
+    /proc and /sys lie, and it has macOS's limit of open files."""
     lines = [
         "set -e",
         f"cd {quote(str(root))}",
@@ -77,6 +82,7 @@ def script(*, name: str, root: Path, home: Path, home_on_node: str, boot_id: Pat
         f"mkdir -p .{quote(home_on_node)} run/sshd",
         f"mount --bind {quote(str(home))} .{quote(home_on_node)}",
         f"mount --bind {quote(str(boot_id))} proc/sys/kernel/random/boot_id",
+        *([f"mkdir -p .{VOLUME}", f"mount --bind {quote(str(volume))} .{VOLUME}"] if volume.is_dir() else []),
         "pivot_root . .",
         "umount -l .",
     ]

@@ -30,8 +30,8 @@ class ClusterRun(Run):
 
     def node_of(self, rank: int, attempt: int = 1) -> Node:
         """The node that a rank was on in an attempt."""
-        found = self.history.attempt(attempt)
-        names = dict(enumerate(found.plan.nodes)) if found is not None else {}
+        plans = {found.number: found.plan for found in self.history.attempts}
+        names = dict(enumerate(plans[attempt].nodes)) if attempt in plans else {}
         return next((node for node in self.nodes if node.name == names.get(rank)), self.nodes[rank])
 
     def files_of(self, rank: int, attempt: int = 1) -> NodeFiles:

@@ -19,6 +19,7 @@ from tests.needs import TORCH
 
 pytestmark = [pytest.mark.busy, pytest.mark.needs("torch")]
 
+FOUR = ("ana", "bea", "cyd", "dov")
 SCRIPT = """
 import json, os, time, torch
 import torch.distributed as dist
@@ -62,8 +63,9 @@ def finish(run: ClusterRun) -> None:
         node.write(f"{run.workdir}/enough", "")
 
 
-def test_ranks_are_started_as_by_torchrun_and_succeed(nodes: Cluster, home: Path) -> None:
-    run = start_on(nodes, home, torch_config(nodes, "ana", "bea"))
+@pytest.mark.parametrize("names", [FOUR[:2], pytest.param(FOUR, marks=pytest.mark.slow)], ids=len)
+def test_ranks_are_started_as_by_torchrun_and_succeed(nodes: Cluster, home: Path, names: tuple[str, ...]) -> None:
+    run = start_on(nodes, home, torch_config(nodes, *names))
     run.everybody_steps()
     run.wait(lambda: run.dir.metrics.exists() and run.dir.metrics.read_bytes().count(b"\n") >= 3)
     finish(run)
@@ -73,7 +75,8 @@ def test_ranks_are_started_as_by_torchrun_and_succeed(nodes: Cluster, home: Path
     assert [row["iteration"] for row in rows] == list(range(2, 2 * len(rows) + 1, 2)), rows
     assert rows[0]["train_loss"] > rows[-1]["train_loss"] >= 0 and record.iteration == rows[-1]["iteration"]
     assert record.backend == "gloo"
-    assert [f"rank {rank} of 2 local 0 is up" in run.dir.log(rank).read_text() for rank in (0, 1)] == [True, True]
+    for rank in range(len(names)):
+        assert f"rank {rank} of {len(names)} local 0 is up" in run.dir.log(rank).read_text()
 
 
 def test_the_rank_that_was_killed_is_named_and_not_the_one_that_lost_its_peer(nodes: Cluster, home: Path) -> None:
@@ -100,7 +103,7 @@ def test_the_exception_of_a_script_is_the_cause_although_its_peer_prints_more(no
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_where_the_command_restores_itself(nodes: Cluster, home: Path) -> None:
     recovery = SHORT_GRACES.model_copy(update={"restart_commands": True, "max_restarts": 1})
-    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", recovery=recovery))
+    run = start_on(nodes, home, torch_config(nodes, *FOUR, recovery=recovery))
     run.everybody_steps()
     run.kill(0, run.identity(0).trainer_pid)
     run.wait(lambda: len(run.history.attempts) == 2)
@@ -109,9 +112,10 @@ def test_a_killed_rank_is_restarted_where_the_command_restores_itself(nodes: Clu
     assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
 
 
-def test_an_abort_leaves_nothing_of_a_torch_job(nodes: Cluster, home: Path) -> None:
+@pytest.mark.parametrize("names", [FOUR[:2], pytest.param(FOUR, marks=pytest.mark.slow)], ids=len)
+def test_an_abort_leaves_nothing_of_a_torch_job(nodes: Cluster, home: Path, names: tuple[str, ...]) -> None:
     script = DOUBLE_FORK + SCRIPT.format(fault="pass")
-    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", script=script))
+    run = start_on(nodes, home, torch_config(nodes, *names, script=script))
     run.everybody_steps()
     aborted(run)
 
