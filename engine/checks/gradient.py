@@ -39,6 +39,7 @@ from engine.launch.mlx_launch import arguments, rank_ends
 from engine.launch.rank_environment import (
     RankEnvironment,
     file_name,
+    job_command,
     network_environment,
     rank_environment,
     rank_variables,
@@ -129,7 +130,7 @@ async def run_all_sum(context: CheckContext) -> AllSumOutcome:
 def _accelerate(job: JobConfig) -> tuple[dict[str, Any], list[str]]:
     """The request of the job's ranks to Accelerate, empty if they do not use it, and the words that give them the
     environment of `accelerate launch`."""
-    launcher, options, _ = split_launcher(job.command)
+    launcher, options, _ = split_launcher(job_command(job))
     if job.command is None:
         settings = {entry.name: job.mlx_lm.get(entry.name) for entry in fields(TorchSettings)}
         return {"strategy": job.strategy, "recipe": settings}, []

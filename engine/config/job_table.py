@@ -31,8 +31,8 @@ from engine.protocol.launchers import LAUNCHER_OPTIONS, split_launcher
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (
-    *("name", "framework", "command", "script", "elastic", "env", "strategy", "layer_split", "data_quality_report"),
-    *("chunking", "chunk_size"),
+    *("name", "framework", "command", "script", "elastic", "logging_dir", "env", "strategy", "layer_split"),
+    *("data_quality_report", "chunking", "chunk_size"),
 )
 _TRACKER_KEYS = ("report_to", "project_name")
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
@@ -75,8 +75,12 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     table = _with_command(faults, location, table)
     command, settings, locations = "command" in table, dict[str, Any](), dict[str, Location]()
     unused = MLX_KEYS if framework == "torch" else TORCH_KEYS
-    if table.get("elastic") is True and not (command and framework == "torch"):
-        faults.add(location, "elastic", True, 'false, or framework = "torch" and a command')
+    if not (command and framework == "torch"):
+        if table.get("elastic") is True:
+            faults.add(location, "elastic", True, 'false, or framework = "torch" and a command')
+        if "logging_dir" in table:
+            accepted = 'no value here: it is for framework = "torch" and a command'
+            faults.add(location, "logging_dir", table["logging_dir"], accepted)
     if command:
         _check_command(faults, location, table, framework)
         settings = _command_trackers(faults, location, table)
@@ -86,9 +90,9 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     if framework == "torch":
         _check_torch(faults, location, settings, locations)
     own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
-    if command and framework == "torch" and "strategy" in table:
-        # An Accelerate script's: its configuration is made from them.
-        own["strategy"] = table["strategy"]
+    if command and framework == "torch" and any(key in table for key in ("strategy", *TORCH_KEYS)):
+        # The options of `accelerate launch` are made from them.
+        own["strategy"] = table.get("strategy", AUTO)
         settings |= {key: table.get(key, DEFAULTS[key]) for key in TORCH_KEYS}
     _check_framework(faults, location, own, framework)
     if isinstance(own.get("layer_split"), str) and own.get("strategy") != "pipeline":

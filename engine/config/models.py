@@ -116,6 +116,10 @@ class JobConfig(_Section):
     """With framework `torch` and a command: one `torchrun` on each node starts its `processes` and finds the others by
     the c10d rendezvous, which rank 0's node holds. A lost node leaves the others training, as long as `min_nodes` of
     `[recovery]` remain; failed workers are started again, `max_restarts` times."""
+    logging_dir: _HeadPath | None = None
+    """With framework `torch` and a command: folder on rank 0's node, absolute or below its workdir, in which the script
+    writes TensorBoard files, as `Accelerator(log_with="tensorboard")` and the Trainer's `report_to` do. The run's
+    metrics are then read from them. Default: none, and they are read from what the script prints."""
     script: str | None = None
     """A short way to write a command: `"train.py --lr 1e-4"` is `["python", "train.py", "--lr", "1e-4"]`. Default:
     none."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.cluster.staging import HostLayout
-from engine.config.models import Config, NodeConfig, on_node
+from engine.config.models import Config, JobConfig, NodeConfig, on_node
 from engine.launch.hostfile import RING, ports_of
 from engine.plan.network import NetworkPlan, nccl_environment
 from engine.protocol.attempt import RankSpec
+from engine.protocol.launchers import with_settings
 
 RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 """Set for every rank, whatever the backend; the job's own variables win."""
@@ -154,6 +155,11 @@ def trainer_job(config: Config, layer_split: str | None = None) -> dict[str, Any
     if "report_to" in job.mlx_lm:
         ours["report_to"] = ",".join(job.node_reporters) or None
     return {**job.mlx_lm, **ours, **{key: value for key, value in named.items() if value is not None}}
+
+
+def job_command(job: JobConfig) -> list[str] | None:
+    """The job's own command; None for a training."""
+    return with_settings(job.command, job.strategy, job.mlx_lm) if job.command is not None else None
 
 
 def rank_spec(config: Config, rank: int, layout: HostLayout, share: float) -> RankSpec:

@@ -54,8 +54,8 @@ from types import FrameType
 
 from engine.node import processes
 from engine.node.daemon import STARTED, GroupReaper, StartupNotifier, daemonize
-from engine.node.printed_metrics import PrintedMetrics
 from engine.node.rank_process import TORCHRUN_ID_ENV, Pump, RankLog, RankProcess, torchrun_id
+from engine.node.script_metrics import PrintedMetrics, TensorBoardMetrics
 from engine.node.torch_errors import reported_exception
 from engine.protocol.attempt import (
     EMERGENCY_CHECKPOINT,
@@ -176,28 +176,35 @@ class Keeper:
     def _run_program(self, program: RankProcess) -> tuple[int, bool]:
         """Keep the program until nothing of it is left: its return code, and True if all its output is in the log."""
         self._reaper.set_group(program.pid)
-        pump = Pump(program.output, self._log, self._printed_metrics())
+        printed, tracked = self._metrics()
+        pump = Pump(program.output, self._log, printed.feed if printed is not None else None)
         self._identify(program)
         self._notifier.notify(STARTED)
         _log(f"sleep prevented: {processes.stay_awake(program.pid, '-ims')}")
         while (code := program.returncode()) is None:
             self._wait()
             self._handle_input(program)
+            if tracked is not None:
+                tracked.poll()
         self._sweep(program)
         program.close()
         stored = pump.finish(_DRAIN_S)
+        if tracked is not None:
+            tracked.finish()
         if code and not program.cooperative:
             self._report_exception()
         if not stored:
             _log("the log's disk did not take the last output in time")
         return code, stored
 
-    def _printed_metrics(self) -> Callable[[bytes], None] | None:
-        """Where the output of a PyTorch command goes beside its log. Of an elastic job any node may have rank 0."""
+    def _metrics(self) -> tuple[PrintedMetrics | None, TensorBoardMetrics | None]:
+        """Readers of a PyTorch command's metrics, at most one. Of an elastic job any node may have rank 0."""
         spec = self._spec
         if spec.framework != "torch" or spec.command is None or (self._rank.rank != 0 and not spec.elastic):
-            return None
-        return PrintedMetrics(self._events(), elastic=bool(spec.elastic)).feed
+            return None, None
+        if spec.logging_dir is None:
+            return PrintedMetrics(self._events(), elastic=bool(spec.elastic)), None
+        return None, TensorBoardMetrics(self._events(), Path(self._rank.workdir, Path(spec.logging_dir).expanduser()))
 
     def _report_exception(self) -> None:
         """A PyTorch program cannot write events, but leaves its exception in a file."""

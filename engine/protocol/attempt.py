@@ -100,6 +100,8 @@ class AttemptSpec:
     """The user's own program instead of the trainer."""
     framework: str = "mlx"
     """"mlx" or "torch": of the trainer, and of a command, which then may begin with one of PyTorch's launchers."""
+    logging_dir: str | None = None
+    """Folder of the TensorBoard files of a PyTorch command, below the rank's workdir; None: it prints its metrics."""
     env: dict[str, str] = field(default_factory=dict)
     lease_s: float = 60.0
     on_lease_expiry: str = "end"

@@ -3,14 +3,16 @@ itself, with the environment and arguments that the launcher would have given it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from engine.protocol.job import AUTO, TorchSettings
 
 LAUNCHERS = {"torchrun": ("torchrun",), "accelerate": ("accelerate", "launch"), "deepspeed": ("deepspeed",)}
 """Name -> the words that a command of it begins with."""
 LAUNCHER_OPTIONS = ("--config_file", "--mixed_precision", "--module", "-m")
 """Options that may come before the script; all others are of nodes and processes, which the configuration has."""
-_FLAGS = ("--module", "-m")
+_FLAGS = ("--module", "-m", "--use_fsdp", "--use_deepspeed")
 """Options without a value."""
 
 
@@ -37,6 +39,35 @@ def started_program(command: Sequence[str]) -> list[str]:
     """The program that a command comes down to, whatever starts it."""
     launcher, options, program = split_launcher(command)
     return ["python", *(["-m"] if "-m" in options or "--module" in options else []), *program] if launcher else program
+
+
+def with_settings(command: Sequence[str], strategy: str, keys: Mapping[str, Any]) -> list[str]:
+    """An `accelerate launch` with the `strategy` and `keys` of [job] as its options (those of Accelerate 1.15), unless
+    it names a configuration file, which has its own; any other command itself."""
+    launcher, options, _ = split_launcher(command)
+    named = {option.partition("=")[0] for option in options[::2]}
+    if launcher != "accelerate" or "--config_file" in named:
+        return list(command)
+    settings, added = TorchSettings.from_spec(dict(keys)), list[str]()
+    if strategy == "fsdp":
+        added = [
+            "--use_fsdp",
+            "--fsdp_version=2",
+            f"--fsdp_reshard_after_forward={str(settings.sharding == 'full').lower()}",
+            f"--fsdp_offload_params={str(settings.offload == 'cpu').lower()}",
+            "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+            "--fsdp_state_dict_type=SHARDED_STATE_DICT",
+        ]
+    elif strategy == "deepspeed":
+        stage, device = settings.zero_stage, settings.offload
+        added = ["--use_deepspeed", f"--zero_stage={stage}", f"--offload_optimizer_device={device}"]
+        added += [f"--offload_param_device={device}", "--zero3_init_flag=true"] if stage == 3 else []
+        if device == "nvme":
+            added += [f"--offload_{what}_nvme_path={settings.nvme_path}" for what in ("optimizer", "param")]
+    if keys.get("precision", AUTO) != AUTO and "--mixed_precision" not in named:
+        added.append(f"--mixed_precision={settings.precision.replace('fp32', 'no')}")
+    begin = len(LAUNCHERS[launcher])
+    return [*command[:begin], *added, *command[begin:]]
 
 
 def rank_command(command: Sequence[str], local_rank: int, accelerate_launch: str) -> list[str]:

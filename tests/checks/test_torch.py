@@ -255,8 +255,27 @@ async def test_a_launched_deepspeed_on_the_cpu_sees_one_process_and_compiles_not
 
 @pytest.mark.needs("torch")
 @pytest.mark.slow
-async def test_a_strategy_that_accelerate_launch_is_not_configured_for_is_a_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "chosen"),
+    [
+        ("fsdp", "Accelerate chose NO with 1 process in place of FSDP"),
+        ("deepspeed", "Accelerate chose DEEPSPEED with 1 process, where 2 were asked for"),
+    ],
+)
+async def test_the_strategy_of_the_job_is_an_option_of_accelerate_launch(
+    tmp_path: Path, strategy: Strategy, chosen: str
+) -> None:
     config = here(tmp_path, str(TORCH), "accelerate", "launch", "train.py")
+    job = config.job.model_copy(update={"strategy": strategy})
+    result = await run_check(gradient.run, config.model_copy(update={"job": job}))
+    assert chosen in result.summary, result
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.slow
+async def test_a_configuration_file_of_another_strategy_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "ddp.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nuse_cpu: true\n")
+    config = here(tmp_path, str(TORCH), "accelerate", "launch", "--config_file", "ddp.yaml", "train.py")
     job = config.job.model_copy(update={"strategy": "fsdp"})
     result = await run_check(gradient.run, config.model_copy(update={"job": job}))
     assert "Accelerate chose MULTI_CPU with 2 processes in place of FSDP" in result.summary, result

@@ -140,6 +140,30 @@ def test_scripts_get_what_their_launcher_would_give_them(nodes: Cluster, home: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("elastic", [False, True])
+def test_what_accelerates_tracker_writes_are_the_metrics(nodes: Cluster, home: Path, elastic: bool) -> None:
+    script = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir="logs")
+accelerator.init_trackers("own", config={"lr": 0.1})
+for step in (10, 20, 30):
+    accelerator.log({"train_loss": 3.0 - step / 20, "lr": 0.125, "accuracy": 0.5}, step=step)
+accelerator.log({"eval_loss": 1.75}, step=30)
+accelerator.end_training()
+"""
+    command = ("torchrun", "train.py") if elastic else (*LAUNCHERS["accelerate"], "train.py")
+    own: dict[str, Any] = {"script": script, "command": command, "logging_dir": "logs", "elastic": elastic}
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", **own))
+    record = run.ended()
+    assert record.state is RunState.SUCCEEDED, run.troubles()
+    rows = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
+    trained = [(row["iteration"], row["train_loss"], row["learning_rate"]) for row in rows if row["kind"] == "train"]
+    assert trained == [(10, 2.5, 0.125), (20, 2.0, 0.125), (30, 1.5, 0.125)]
+    assert [(row["iteration"], row["val_loss"]) for row in rows if row["kind"] != "train"] == [(30, 1.75)]
+    assert (record.train_loss, record.val_loss) == (1.5, 1.75)
+
+
+@pytest.mark.slow
 def test_an_elastic_job_goes_on_without_a_lost_node(nodes: Cluster, home: Path) -> None:
     recovery = SHORT_GRACES.model_copy(update={"min_nodes": 2, "max_restarts": 3, "lease_s": 5.0})
     run = start_on(nodes, home, torch_config(nodes, "ana", "bea", "cyd", recovery=recovery, elastic=True))

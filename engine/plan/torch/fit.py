@@ -64,6 +64,9 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
         rationale.explain("settings.precision", Source.FACT if on_gpu else Source.RULE, why)
     else:
         rationale.explain("settings.precision", Source.USER, "the job sets it")
+    if precision == "fp16" and not on_gpu:
+        why = "precision = fp16 needs a GPU: on the CPU Accelerate computes in float32, and says nothing"
+        rationale.refuse("precision", why, todo='set precision = "auto"')
     why_not = None
     if not context.settings:
         why_not = "the job runs a custom command"
@@ -78,7 +81,9 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
         job = _Job(shape, _workloads(context, on_gpu), _limits(context, gpus, on_gpu), _host_limits(context))
         options = job.options(asked, precision)
         if not options:
-            rationale.refuse("strategy", _contradiction(asked), todo='set strategy = "auto", or remove one of them')
+            rationale.refuse(
+                "strategy", _contradiction(asked, on_gpu=on_gpu), todo='set strategy = "auto", or remove one of them'
+            )
             asked = {**asked, **dict.fromkeys(("strategy", "sharding", "zero_stage", "offload"), AUTO)}
             options = job.options(asked, precision)
         choice = job.choose(options)
@@ -222,9 +227,10 @@ def _unestimated(asked: Mapping[str, Any], why: str, rationale: Rationale) -> To
     return TorchFit(unknown_memory(why, rationale), settings)
 
 
-def _contradiction(asked: Mapping[str, Any]) -> str:
+def _contradiction(asked: Mapping[str, Any], *, on_gpu: bool) -> str:
     given = ", ".join(f"{key} = {asked[key]}" for key in _KEYS[:4] if asked[key] != AUTO)
-    return f"{given} do not go together: ddp offloads nothing, fsdp to the cpu alone, and only ZeRO-3 to nvme"
+    offloads = "fsdp to the cpu alone" if on_gpu else "fsdp from a GPU alone"
+    return f"{given} do not go together: ddp offloads nothing, {offloads}, and only ZeRO-3 to nvme"
 
 
 def _explain(asked: Mapping[str, Any], choice: StrategyChoice, rationale: Rationale) -> None:

@@ -132,6 +132,9 @@ def _candidates(
         # DeepSpeed's documentation of offload_optimizer: nvme is for stage 3 alone.
         if offload == "nvme" and how != {"zero_stage": 3}:
             continue
+        # `fully_shard` offloads from a GPU only.
+        if offload != "none" and strategy == "fsdp" and not on_gpu:
+            continue
         if any(key in asked and asked[key] != value for key, value in how.items()):
             continue
         # One rank has nobody to share with: sharding is of use only to offload.

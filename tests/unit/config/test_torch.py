@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.config.load import load_config
 from engine.config.models import Config
 from engine.errors import ConfigError
-from engine.protocol.launchers import rank_command, split_launcher, started_program
+from engine.protocol.launchers import rank_command, split_launcher, started_program, with_settings
 
 NODES = '[[node]]\nname = "box"\nssh = "ana@box"\npython = "/venv/bin/python"\nprocesses = 2\n[[node]]\nname = "here"\n'
 TRAINING = '[job]\nframework = "torch"\nmodel = "/m"\ndata = "/d"\n'
@@ -65,6 +66,7 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
             "job.command: no --nproc_per_node: Flight Deck starts a rank for each [[node]] and its processes itself",
         ),
         (NODES + '[job]\nframework = "torch"\ncommand = ["accelerate", "launch"]', "job.command: a script after"),
+        (NODES + TRAINING + 'logging_dir = "logs"', 'job.logging_dir: no value here: it is for framework = "torch"'),
     ],
 )
 def test_a_fault_says_what_is_accepted(tmp_path: Path, text: str, fault: str) -> None:
@@ -92,3 +94,64 @@ def test_flight_deck_takes_the_place_of_a_launcher() -> None:
     ]
     assert [rank_command(given, 3, "/launch.py") for given, _ in of_rank] == [expected for _, expected in of_rank]
     assert started_program(["accelerate", "launch", "--mixed_precision", "bf16", "t.py"]) == ["python", "t.py"]
+
+
+LAUNCH = ["accelerate", "launch"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({"strategy": "auto"}, []),
+        ({"strategy": "ddp", "precision": "bf16"}, ["--mixed_precision=bf16"]),
+        (
+            {"strategy": "fsdp", "sharding": "grad_op", "offload": "cpu", "precision": "fp32"},
+            [
+                "--use_fsdp",
+                "--fsdp_version=2",
+                "--fsdp_reshard_after_forward=false",
+                "--fsdp_offload_params=true",
+                "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+                "--fsdp_state_dict_type=SHARDED_STATE_DICT",
+                "--mixed_precision=no",
+            ],
+        ),
+        (
+            {"strategy": "deepspeed", "zero_stage": "auto"},
+            ["--use_deepspeed", "--zero_stage=2", "--offload_optimizer_device=none"],
+        ),
+        (
+            {"strategy": "deepspeed", "zero_stage": 3, "offload": "nvme", "nvme_path": "/nvme"},
+            [
+                "--use_deepspeed",
+                "--zero_stage=3",
+                "--offload_optimizer_device=nvme",
+                "--offload_param_device=nvme",
+                "--zero3_init_flag=true",
+                "--offload_optimizer_nvme_path=/nvme",
+                "--offload_param_nvme_path=/nvme",
+            ],
+        ),
+    ],
+    ids=["auto", "ddp", "fsdp", "zero-2", "zero-3"],
+)
+def test_accelerate_launch_is_given_what_the_job_asks(keys: dict[str, Any], options: list[str]) -> None:
+    command = with_settings([*LAUNCH, "t.py", "--lr", "1"], keys["strategy"], keys)
+    assert command == [*LAUNCH, *options, "t.py", "--lr", "1"]
+    assert rank_command(command, 0, "/launch.py") == ["python", "/launch.py", *options, "t.py", "--lr", "1"]
+
+
+@pytest.mark.parametrize("command", [["torchrun", "t.py"], [*LAUNCH, "--config_file", "c.yaml", "t.py"]])
+def test_other_commands_have_their_own_settings(command: list[str]) -> None:
+    assert with_settings(command, "fsdp", {"strategy": "fsdp", "precision": "bf16"}) == command
+
+
+def test_a_precision_named_in_the_command_stays() -> None:
+    command = [*LAUNCH, "--mixed_precision=fp8", "t.py"]
+    assert with_settings(command, "ddp", {"precision": "bf16"}) == command
+
+
+def test_the_keys_of_an_accelerate_script_are_kept(tmp_path: Path) -> None:
+    text = NODES + '[job]\nframework = "torch"\ncommand = ["accelerate", "launch", "t.py"]\nprecision = "bf16"'
+    job = loaded(tmp_path, text).job
+    assert (job.strategy, job.mlx_lm["precision"], job.mlx_lm["zero_stage"]) == ("auto", "bf16", "auto")

@@ -116,6 +116,21 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
     assert "ddp offloads nothing" in made.refusals[0].text
 
 
+@pytest.mark.parametrize(
+    ("settings", "strategy", "refused"),
+    [
+        ({"offload": "cpu"}, "fsdp", "strategy = fsdp, offload = cpu do not go together"),
+        ({"precision": "fp16"}, "ddp", "precision = fp16 needs a GPU"),
+        ({"offload": "cpu"}, "auto", ""),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_on_the_cpu(settings: dict[str, str], strategy: str, refused: str) -> None:
+    made = plan(box("127.0.0.1", 2), {**FULL, **settings}, model=TINY, job={"strategy": strategy})
+    assert [refused in issue.text for issue in made.refusals] == ([True] if refused else [])
+    if not refused:
+        assert section(made).strategy == "deepspeed"
+
+
 def test_a_job_that_does_not_fit_is_refused_with_ways_out() -> None:
     nodes = box("h", 2, "NVIDIA H100 80GB HBM3")
     made = plan(nodes, FULL, model=QWEN3_4B, job={"strategy": "ddp"})

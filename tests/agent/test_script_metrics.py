@@ -1,8 +1,9 @@
-"""Metrics that a PyTorch script prints, read from its output."""
+"""Metrics of a PyTorch script, read from its output or from its tracker's files."""
 
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.node.printed_metrics import PrintedMetrics
+from engine.node.script_metrics import PrintedMetrics, TensorBoardMetrics
 from engine.protocol.events import EventWriter
 from tests.data import DATA
 
@@ -21,7 +22,11 @@ def events_of(folder: Path, *chunks: bytes, elastic: bool = False) -> list[dict[
     metrics = PrintedMetrics(EventWriter(path, 0, 1), elastic=elastic)
     for chunk in chunks:
         metrics.feed(chunk)
-    named = ("event", "iteration", "train_loss", "val_loss", "learning_rate")
+    return rows_of(path)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    named = ("event", "iteration", "train_loss", "val_loss", "learning_rate", "iterations_per_second")
     rows = map(json.loads, path.read_text().splitlines())
     return [{name: row[name] for name in named if name in row} for row in rows]
 
@@ -53,7 +58,7 @@ def test_the_trainers_logs_have_the_steps_of_its_own_progress_bar(tmp_path: Path
 
 def test_the_bars_steps_are_progress_between_far_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(0, 1000, 10))
-    monkeypatch.setattr("engine.node.printed_metrics.time.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("engine.node.script_metrics.time.monotonic", lambda: float(next(ticks)))
     bars = [b"\r %2d%%|##  | %d/200 [00:01<00:20, 9.1it/s]" % (step // 2, step) for step in (1, 2, 2, 3)]
     found = events_of(tmp_path, *bars, b"\r")
     assert found == [{"event": "step", "iteration": step} for step in (1, 2, 3)]
@@ -104,3 +109,89 @@ def test_no_output_harms(chunks: list[bytes]) -> None:
 def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:
     found = events_of(tmp_path, *[b"x" * 65_536] * 20, b'\n{"step": 3, "loss": 1.0}\n')
     assert [row["iteration"] for row in found] == [3, 3]
+
+
+class Tracker:
+    """A script's TensorBoard, and the keeper's reader of it."""
+
+    def __init__(self, folder: Path) -> None:
+        event_pb2 = pytest.importorskip("tensorboard.compat.proto.event_pb2")
+        summary_pb2 = pytest.importorskip("tensorboard.compat.proto.summary_pb2")
+        self.event, self.summary = event_pb2.Event, summary_pb2.Summary
+        self.folder, self.path = folder / "logs" / "run", folder / "events.jsonl"
+        self.reader = TensorBoardMetrics(EventWriter(self.path, 0, 1), folder / "logs")
+        self.writer = self.file()
+
+    def file(self) -> Any:
+        writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+        return writer.EventFileWriter(str(self.folder))
+
+    def add(self, step: int, *, at: float = 0.0, **values: float) -> None:
+        """One event for each value, as SummaryWriter.add_scalar writes them."""
+        for name, value in values.items():
+            summary = self.summary(value=[self.summary.Value(tag=name.replace("__", "/"), simple_value=value)])
+            self.writer.add_event(self.event(wall_time=at, step=step, summary=summary))
+        self.writer.flush()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        self.reader.poll()
+        return rows_of(self.path)
+
+
+@pytest.mark.needs("trackers")
+def test_the_scalars_of_a_step_are_one_report(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path)
+    tracker.add(10, at=100.0, train_loss=2.0)
+    assert tracker.rows == []
+    tracker.add(10, at=100.0, learning_rate=0.125, accuracy=0.5)
+    tracker.add(30, at=105.0, train__loss=1.5, eval__loss=1.75)
+    assert tracker.rows == []
+    first = [
+        {"event": "step", "iteration": 10},
+        {"event": "report", "iteration": 10, "train_loss": 2.0, "learning_rate": 0.125},
+    ]
+    second = [
+        {"event": "step", "iteration": 30},
+        {"event": "report", "iteration": 30, "train_loss": 1.5, "iterations_per_second": 4.0},
+        {"event": "validation", "iteration": 30, "val_loss": 1.75},
+    ]
+    assert tracker.rows == first + second
+    tracker.add(31, train_loss=1.0)
+    tracker.reader.finish()
+    assert [row["iteration"] for row in tracker.rows][len(first + second) :] == [31, 31]
+
+
+@pytest.mark.needs("trackers")
+def test_what_was_there_before_is_another_runs(tmp_path: Path) -> None:
+    before = Tracker(tmp_path)
+    before.add(1, train_loss=9.0)
+    tracker = Tracker(tmp_path)
+    tracker.add(2, train_loss=1.0)
+    tracker.reader.finish()
+    assert {row["iteration"] for row in tracker.rows} == {2}
+
+
+@pytest.mark.needs("trackers")
+def test_a_record_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path)
+    tracker.add(5, train_loss=3.0)
+    (file,) = tracker.folder.iterdir()
+    whole = file.read_bytes()
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        assert tracker.rows == []
+    file.write_bytes(whole)
+    assert tracker.rows == []
+    assert [row["train_loss"] for row in tracker.rows if row["event"] == "report"] == [3.0]
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_no_file_harms(tmp_path_factory: pytest.TempPathFactory, content: bytes, framed: bool) -> None:
+    folder = tmp_path_factory.mktemp("logs")
+    reader = TensorBoardMetrics(EventWriter(None, 0, 1), folder)
+    if framed:
+        content = len(content).to_bytes(8, "little") + bytes(4) + content + bytes(4)
+    (folder / f"events.out.tfevents.1.{socket.gethostname()}.1.0").write_bytes(content)
+    reader.poll()
+    reader.finish()
