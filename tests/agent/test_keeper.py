@@ -609,3 +609,19 @@ def test_a_fenced_attempt_starts_no_program_again(tmp_path: Path) -> None:
     fences = "Path(os.environ['FLIGHTDECK_SPEC']).with_name('fenced').touch(); sys.exit(9)"
     kept = start_rank_1(tmp_path, fences, rank_restarts=3)
     assert (kept.ended().code, kept.output()) == (9, b"start 1\n")
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "given", "threads"), [("1", None, b"None"), ("4", None, b"1"), ("4", "3", b"3")]
+)
+def test_pytorch_ranks_on_one_machine_have_a_thread_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_ranks: str, given: str | None, threads: bytes
+) -> None:
+    """As torchrun's workers have. What the job sets stays."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    show = ["python", "-c", "import os; print(os.environ.get('OMP_NUM_THREADS'))"]
+    fields = {"framework": "torch", "env": {"OMP_NUM_THREADS": given} if given else {}}
+    keeper = start_keeper(tmp_path, show, spec_fields=fields)
+    keeper.ended()
+    assert keeper.output().strip() == threads
