@@ -5,6 +5,7 @@ temperature, and the ports of the ring.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from engine.checks import connectivity, ports, sync, versions
@@ -17,10 +18,10 @@ from engine.checks.ports import HeldPorts
 from engine.cluster.probe_results import PortHolder
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, plural
+from engine.errors import FlightDeckError, LaunchError, plural
 from engine.models import CheckResult, NodeFacts
 from engine.plan.document import PlanIssue
-from engine.plan.network import node_obstacles
+from engine.plan.network import NetworkPlan, node_obstacles, ranks_of_host
 
 NAME = "hardware_layer"
 _LIMIT_S = 60.0 + 2 * IMPORT_LIMIT_S
@@ -35,9 +36,13 @@ async def run(context: CheckContext) -> CheckResult:
     facts, needed, held = await asyncio.gather(context.facts(), memory_needs(context), ports.held_ports(context))
     refusals = [refusal for refusal in (await shared_plan(context)).refusals if refusal.name != _NETWORK]
     torch: Mapping[str, Interpreter] = {}
+    network: NetworkPlan | None = None
     if context.config.job.framework == "torch":
         torch = await versions.node_versions(context)
-    return evaluate(context.config, facts, needed, held, refusals, torch=torch)
+        # Without a plan, hostfile_valid says why.
+        with contextlib.suppress(LaunchError):
+            network = await context.network_plan()
+    return evaluate(context.config, facts, needed, held, refusals, torch=torch, network=network)
 
 
 def evaluate(  # noqa: PLR0913
@@ -48,8 +53,9 @@ def evaluate(  # noqa: PLR0913
     refusals: Sequence[PlanIssue] = (),
     *,
     torch: Mapping[str, Interpreter] | None = None,
+    network: NetworkPlan | None = None,
 ) -> CheckResult:
-    """`refusals` are the plan's; `torch` has each node's interpreter, for a PyTorch job."""
+    """`refusals` are the plan's; `torch` has each node's interpreter, for a PyTorch job, and `network` its backend."""
     found = Findings(NAME, config)
     for node in config.nodes:
         findings = found.on(node)
@@ -58,7 +64,7 @@ def evaluate(  # noqa: PLR0913
             findings.warn(f"its hardware is not known: {seen.problem}")
         else:
             if config.job.framework == "torch":
-                _check_torch(config, node, (torch or {}).get(node.name), findings)
+                _check_torch(config, node, (torch or {}).get(node.name), network, findings)
             else:
                 _check_gpu(node, seen, findings)
             _check_memory(config, needed[node.name], findings)
@@ -88,20 +94,27 @@ def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> No
         findings.passed.append(f"{name}: MLX uses its {facts.gpu}" if name else f"MLX uses its {facts.gpu}")
 
 
-def _check_torch(config: Config, node: NodeConfig, seen: Interpreter | None, findings: NodeFindings) -> None:
-    """GPUs that PyTorch sees on a machine, against its ranks."""
+def _check_torch(
+    config: Config, node: NodeConfig, seen: Interpreter | None, network: NetworkPlan | None, findings: NodeFindings
+) -> None:
+    """GPUs that PyTorch sees on a machine, against its ranks and the planned backend."""
     build = seen.build if seen is not None else None
     if build is None:
         findings.passed.append("its GPUs are not known: torch cannot be imported")
         return
-    ranks = sum(each.processes if config.job.elastic else 1 for each in config.nodes if each.ssh == node.ssh)
-    described = f"{plural(build.gpus, 'GPU')} for {plural(ranks, 'rank')}"
-    if build.gpus >= ranks:
-        findings.passed.append(f"torch sees {described}")
-    elif config.cluster.backend == "nccl":
-        findings.fault(f"torch sees {described}, and nccl needs one for each: lower `processes`, or use gloo")
+    ranks = ranks_of_host(config, node.ssh)
+    backend = network.backend if network is not None else config.cluster.backend
+    described = f"torch sees {plural(build.gpus, 'GPU')} for {plural(ranks, 'rank')}"
+    if backend == "nccl" and build.gpus < ranks:
+        todo = 'lower `processes`, or set backend = "gloo" in [cluster]'
+        findings.fault(f"{described}, and nccl, which is planned, needs one for each: {todo}")
+    elif network is not None and backend == "gloo" and config.cluster.backend == "auto" and build.gpus:
+        todo = "lower `processes` to use them"
+        if build.gpus >= ranks:
+            todo = 'mend that, or set backend in [cluster]: "nccl", or "gloo" to train on the CPU'
+        findings.warn(f"{described}, and the plan uses none of them, but gloo: {network.reasons[0]}; {todo}")
     elif build.gpus:
-        findings.warn(f"torch sees {described}: gloo is used, and some ranks share a GPU")
+        findings.passed.append(described)
     elif build.nvidia_smi is not None:
         findings.warn(f"torch sees none of its NVIDIA GPUs: {build.cuda_problem or 'a build without CUDA'}")
     else:

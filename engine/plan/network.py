@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.cluster import hardware
 from engine.cluster.topology import ring_order
 from engine.config.models import Config, NodeConfig, RdmaRow
-from engine.errors import LaunchError
+from engine.errors import LaunchError, plural
 from engine.models import FrozenModel, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
 from engine.protocol.job import Framework, Strategy
@@ -243,7 +243,7 @@ def plan_network(
     nodes = config.nodes
     local = (strategy or config.job.strategy) == "local"
     if config.job.framework == "torch":
-        choice = _for_torch(config.cluster.backend, nodes, known)
+        choice = _for_torch(config, known)
     elif local:
         choice = _for_local(config.cluster.backend)
     elif config.cluster.backend == "auto":
@@ -278,16 +278,33 @@ def _interface(fact: NodeFacts | None, ips: Sequence[str]) -> str | None:
     return next((each.name for each in interfaces if any(ip.split("/")[0] == ips[0] for ip in each.ipv4)), None)
 
 
-def _for_torch(backend: str, nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts]) -> _BackendChoice:
+def ranks_of_host(config: Config, ssh: str) -> int:
+    """The ranks of one machine: its nodes, or the processes that its torchrun starts."""
+    return sum(node.processes if config.job.elastic else 1 for node in config.nodes if node.ssh == ssh)
+
+
+def _for_torch(config: Config, facts: Mapping[str, NodeFacts]) -> _BackendChoice:
     """NCCL wants an NVIDIA GPU for each rank."""
+    backend, nodes = config.cluster.backend, config.nodes
     if backend != "auto":
         return _BackendChoice(backend, (f"the configuration sets {backend}",))
-    hosts = [node.ssh for node in nodes]
-    gpus = {node.name: len(facts[node.name].gpus) if node.name in facts else 0 for node in nodes}
-    without = [node.name for node in nodes if gpus[node.name] < hosts.count(node.ssh)]
+    without: dict[str, list[str]] = {}
+    for node in nodes:
+        fact, ranks = facts.get(node.name), ranks_of_host(config, node.ssh)
+        if fact is None or len(fact.gpus) < ranks:
+            without.setdefault(_too_few_gpus(fact, ranks), []).append(node.name)
     if without:
-        return _BackendChoice("gloo", (f"not known to have an NVIDIA GPU for each rank: {', '.join(without)}",))
+        found = "; ".join(f"{', '.join(names)} ({why})" for why, names in without.items())
+        return _BackendChoice("gloo", (f"not known to have an NVIDIA GPU for each rank: {found}",))
     return _BackendChoice("nccl", ("every rank has an NVIDIA GPU", _infiniband(nodes, facts)))
+
+
+def _too_few_gpus(fact: NodeFacts | None, ranks: int) -> str:
+    if fact is None or fact.problem is not None:
+        return "not probed"
+    if fact.gpus:
+        return f"nvidia-smi lists {plural(len(fact.gpus), 'GPU')} for {plural(ranks, 'rank')}"
+    return str(fact.unknown.get("nvidia_smi", "no nvidia-smi found, or it lists no GPU"))
 
 
 def _for_local(backend: str) -> _BackendChoice:

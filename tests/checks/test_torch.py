@@ -18,10 +18,11 @@ from engine.checks import gradient, hardware, health, hostfile, versions, worker
 from engine.checks import model as check_model
 from engine.checks.interpreter import Interpreter, torch_packages
 from engine.cluster.probe_results import StaleProcesses, SystemLoad, TorchBuild
+from engine.cluster.topology import topology
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
-from engine.models import CheckStatus
-from engine.plan.network import LaunchHost, NetworkPlan
+from engine.models import CheckResult, CheckStatus, Interface, Late, NodeFacts, NvidiaGpu
+from engine.plan.network import LaunchHost, NetworkPlan, plan_network
 from engine.protocol.job import Framework, Strategy
 from tests.checks.conftest import make_config, run_check
 from tests.checks.recorded import mac, studio
@@ -61,7 +62,7 @@ def test_another_torch_is_installed_from_the_index_of_rank_0s_build() -> None:
     other = replace(SEEN, packages={"torch": "2.7.1+cu128"})
     result = versions.evaluate(torch_config(), both(SEEN, other), "gloo")
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "max"))
-    install = 'uv pip install --torch-backend cu128 --python "$HOME"/venv/bin/python torch=='
+    install = 'uv pip install --torch-backend cu128 --reinstall-package torch --python "$HOME"/venv/bin/python torch=='
     assert (f"{install}2.8.0" == result.fixes["max"], f"`{install}2.7.1` takes back" in result.effects["max"]) == (
         True,
         True,
@@ -72,6 +73,17 @@ def test_a_cpu_build_beside_a_cuda_build_trains_over_gloo_and_not_over_nccl() ->
     without = replace(SEEN, packages={"torch": "2.8.0+cpu"}, backends=("gloo",), build=CPU)
     assert versions.evaluate(torch_config(), both(SEEN, without), "gloo").status is CheckStatus.PASS
     assert "no nccl backend" in versions.evaluate(torch_config(), both(SEEN, without), "nccl").summary
+
+
+@pytest.mark.parametrize(("first", "label"), [("2.8.0+cpu", "auto"), ("2.8.0", "auto"), ("2.8.0+cu128", "cu128")])
+def test_a_cpu_build_is_replaced_by_one_with_cuda(first: str, label: str) -> None:
+    without = replace(SEEN, packages={"torch": "2.8.0+cpu"}, backends=("gloo",), build=CPU)
+    result = versions.evaluate(torch_config(), both(replace(SEEN, packages={"torch": first}), without), "nccl")
+    install = (
+        'uv pip install --torch-backend {} --reinstall-package torch --python "$HOME"/venv/bin/python torch==2.8.0'
+    )
+    assert result.fixes["max"] == install.format(label)
+    assert f"`{install.format('cpu')}` takes back" in result.effects["max"]
 
 
 @pytest.mark.parametrize(
@@ -97,28 +109,71 @@ def test_the_recipe_refuses_a_torch_without_fully_shard_and_says_why() -> None:
     assert "torch 2.5.1 is older than 2.6, the first with torch.distributed.fsdp.fully_shard" in result.summary
 
 
+NO_ANSWER = Late(command="nvidia-smi", after_s=4.0)
+
+
+def gpu_facts(*gpus: int, unknown: dict[str, Late] | None = None) -> dict[str, NodeFacts]:
+    """Linux machines on which nvidia-smi lists so many GPUs."""
+    gpu, found = NvidiaGpu(name="NVIDIA H100 80GB HBM3"), {}
+    for rank, (name, count) in enumerate(zip(("ultra", "max"), gpus, strict=True), start=1):
+        ethernet = Interface(name="eth0", ipv4=(f"10.0.0.{rank}/24",), active=True)
+        seen = {"system": "Linux", "gpus": (gpu,) * count, "unknown": unknown or {}, "interfaces": (ethernet,)}
+        found[name] = mac(name, pmset_batt=None, ibv_devices=None).model_copy(update=seen)
+    return found
+
+
+def gpus_checked(config: Config, facts: dict[str, NodeFacts], build: TorchBuild) -> CheckResult:
+    need = dict.fromkeys(facts, "the job runs a command of its own")
+    network = plan_network(config, list(facts.values()), topology(list(facts.values())))
+    seen = both(replace(SEEN, build=build))
+    return hardware.evaluate(config, facts, need, {}, torch=seen, network=network)
+
+
 @pytest.mark.parametrize(
-    ("build", "backend", "status", "text"),
+    ("build", "backend", "listed", "status", "text"),
     [
-        (CPU, "auto", CheckStatus.PASS, "torch sees the CPU alone, for 1 rank"),
-        (BUILD, "auto", CheckStatus.PASS, "torch sees 2 GPUs for 1 rank"),
-        (CPU, "nccl", CheckStatus.FAIL, "nccl needs one for each"),
-        (CPU.model_copy(update={"nvidia_smi": "x"}), "auto", CheckStatus.WARN, "none of its NVIDIA GPUs"),
+        (CPU, "auto", 0, CheckStatus.PASS, "torch sees the CPU alone, for 1 rank"),
+        (BUILD, "auto", 2, CheckStatus.PASS, "torch sees 2 GPUs for 1 rank"),
+        (BUILD, "gloo", 0, CheckStatus.PASS, "torch sees 2 GPUs for 1 rank"),
+        (CPU, "nccl", 0, CheckStatus.FAIL, "and nccl, which is planned, needs one for each"),
+        # nvidia-smi lists two, and CUDA_VISIBLE_DEVICES hides them.
+        (CPU, "auto", 2, CheckStatus.FAIL, "torch sees 0 GPUs for 1 rank, and nccl, which is planned"),
+        (CPU.model_copy(update={"nvidia_smi": "x"}), "auto", 0, CheckStatus.WARN, "none of its NVIDIA GPUs"),
     ],
 )
 def test_the_gpus_that_torch_sees_are_compared_with_the_ranks_of_their_machine(
-    build: TorchBuild, backend: str, status: CheckStatus, text: str
+    build: TorchBuild, backend: str, listed: int, status: CheckStatus, text: str
 ) -> None:
-    config = torch_config(backend=backend)
-    facts = {name: mac(name, pmset_batt=None, ibv_devices=None) for name in ("ultra", "max")}
-    linux = {name: each.model_copy(update={"system": "Linux"}) for name, each in facts.items()}
-    need = dict.fromkeys(linux, "the job runs a command of its own")
-    result = hardware.evaluate(config, linux, need, {}, torch=both(replace(SEEN, build=build)))
+    config, facts = torch_config(backend=backend), gpu_facts(listed, listed)
+    result = gpus_checked(config, facts, build)
     assert (result.status, text in result.evidence["max"] + result.summary) == (status, True), result
     ready = workers.evaluate(
-        config, dict.fromkeys(linux, StaleProcesses(stale=[], marked_seen=True)), both(SEEN), linux, "gloo"
+        config, dict.fromkeys(facts, StaleProcesses(stale=[], marked_seen=True)), both(SEEN), facts, "gloo"
     )
     assert "gloo available, torch sees 2 GPUs" in ready.evidence["max"] and "mlx" not in ready.evidence["max"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        (gpu_facts(2, 0), "max (no nvidia-smi found, or it lists no GPU)"),
+        (gpu_facts(2, 0, unknown={"nvidia_smi": NO_ANSWER}), "max (nvidia-smi gave no answer within 4 s)"),
+    ],
+)
+def test_gpus_that_the_plan_does_not_use_are_warned_of(facts: dict[str, NodeFacts], why: str) -> None:
+    result = gpus_checked(torch_config(), facts, BUILD)
+    used = "torch sees 2 GPUs for 1 rank, and the plan uses none of them, but gloo"
+    todo = 'mend that, or set backend in [cluster]: "nccl", or "gloo" to train on the CPU'
+    assert result.status is CheckStatus.WARN
+    assert f"{used}: not known to have an NVIDIA GPU for each rank: {why}; {todo}" in result.summary
+
+
+def test_each_process_of_an_elastic_node_needs_a_gpu() -> None:
+    config = torch_config(job=OWN.model_copy(update={"elastic": True}))
+    nodes = tuple(node.model_copy(update={"processes": 4}) for node in config.nodes)
+    result = gpus_checked(config.model_copy(update={"nodes": nodes}), gpu_facts(2, 2), BUILD)
+    assert "torch sees 2 GPUs for 4 ranks, and the plan uses none of them, but gloo" in result.summary
+    assert "(nvidia-smi lists 2 GPUs for 4 ranks); lower `processes` to use them" in result.summary
 
 
 def here(tmp_path: Path, python: str, *command: str) -> Config:

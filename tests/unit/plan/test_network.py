@@ -13,7 +13,7 @@ from engine.calibration.calibrate import connected_as
 from engine.cluster.topology import topology
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
-from engine.models import Failed, Interface, Late, NodeFacts, RdmaDevice, Topology, Unparsable
+from engine.models import Failed, Interface, Late, NodeFacts, NvidiaGpu, RdmaDevice, Topology, Unparsable
 from engine.plan.addresses import setup_commands, setup_script
 from engine.plan.network import NetworkPlan, plan_network
 from tests.unit.cluster.macs import NOW, Macs, mesh, ring
@@ -489,3 +489,24 @@ def test_a_configured_backend_that_local_has_no_use_for_is_refused() -> None:
     deck = config(*(node(name) for name in macs.names), backend="jaccl")
     with pytest.raises(LaunchError, match=r"jaccl is not possible.*TCP connections of its own.*backend = \"ring\""):
         plan_network(deck, facts, topology(facts), "local")
+
+
+def test_torch_takes_nccl_if_nvidia_smi_lists_a_gpu_for_each_rank_and_else_says_why_not() -> None:
+    gpus: dict[str, Any] = {"gpus": (NvidiaGpu(name="NVIDIA H100 80GB HBM3"),) * 2}
+    seen = [linux("a", "eth0 10.0.0.1/24", **gpus), linux("b", "eth0 10.0.0.2/24", **gpus)]
+
+    def planned(*facts: NodeFacts, processes: int = 2) -> NetworkPlan:
+        deck = config(*(node(fact.node, processes=processes) for fact in facts))
+        job = deck.job.model_copy(update={"framework": "torch", "elastic": True})
+        return wired(deck.model_copy(update={"job": job}), *facts)
+
+    assert planned(*seen).backend == "nccl"
+    network = planned(*seen, processes=4)
+    assert (network.backend, network.reasons[0]) == (
+        "gloo",
+        "not known to have an NVIDIA GPU for each rank: a, b (nvidia-smi lists 2 GPUs for 4 ranks)",
+    )
+    late = Late(command="nvidia-smi", after_s=4.0)
+    network = planned(seen[0], seen[1].model_copy(update={"gpus": (), "unknown": {"nvidia_smi": late}}))
+    assert network.reasons[0].endswith("for each rank: b (nvidia-smi gave no answer within 4 s)")
+    assert planned(seen[0], seen[1].model_copy(update={"gpus": ()})).backend == "gloo"
