@@ -61,8 +61,8 @@ _RECIPE = {
 _MLX_NAMES = {"jaccl-ring": "jaccl"}
 """Backend of a network plan → MLX's name for it, where that differs."""
 _LIMIT_S = 2 * IMPORT_LIMIT_S + 5
-_LOCAL_LABEL = re.compile(r"\+(cpu|cu[0-9]{2,4}|rocm[0-9.]{1,8}|xpu)$")
-"""PyTorch's, of the builds that its own index has."""
+_LOCAL_LABEL = re.compile(r"\+(cpu|cu[0-9]{2,4}|rocm[0-9.]{1,8}|xpu|auto)$")
+"""PyTorch's, of the builds that its own index has; "auto" is uv's choice among them, by the node's GPU."""
 
 
 def requirements(job: JobConfig) -> dict[str, Minimum]:
@@ -142,7 +142,11 @@ def _version_problem(
             why = f", {least.reason}" if least.reason else ""
             return f"{name} {mine} is older than {dotted(least.version)}{why}", {name: wanted[name]}
     if backend not in seen.backends:
-        return f"this build of {main} has no {backend} backend", {main: wanted[main]}
+        need = wanted[main]
+        if (main, backend) == ("torch", "nccl") and not _LOCAL_LABEL.search(need := need.removesuffix("+cpu")):
+            # Rank 0 has the build that lacks it, too, or one without a label.
+            need += "+auto"
+        return f"this build of {main} has no {backend} backend", {main: need}
     for name in needed:
         mine, theirs = seen.packages.get(name), first.packages.get(name)
         if theirs is not None and not _same(mine, theirs):
@@ -227,6 +231,8 @@ def install_command(python: str, wanted: dict[str, str], *, linux: bool = sys.pl
     extra = "[cpu]" if linux else ""
     label = _LOCAL_LABEL.search(wanted.get("torch", ""))
     index = f" --torch-backend {label[1]}" if label else ""
+    # Another build of the version that is there counts as installed.
+    index += " --reinstall-package torch" if "torch" in wanted else ""
     named = (
         shlex.quote(f"{name}{extra if name == 'mlx' else ''}{_LOCAL_LABEL.sub('', need)}")
         for name, need in wanted.items()
