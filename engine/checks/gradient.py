@@ -52,7 +52,7 @@ from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.events import tail
 from engine.protocol.job import TorchSettings
-from engine.protocol.launchers import split_launcher
+from engine.protocol.launchers import joined_options, split_launcher
 from engine.protocol.measurements import AllSumResult
 from engine.security.sanitise import last_line, plain
 
@@ -136,15 +136,12 @@ def _accelerate(job: JobConfig) -> tuple[dict[str, Any], list[str]]:
         return {"strategy": job.strategy, "recipe": settings}, []
     if launcher != "accelerate":
         return {}, []
-    words = [_ACCELERATE_LAUNCH]
-    for option, value in zip(options[::2], options[1::2], strict=True):
-        name, _, joined = option.partition("=")
-        if name == "--config_file":
-            path = PurePosixPath(value or joined)
-            words += [name, str(path if path.is_absolute() else PurePosixPath("{workdir}") / path)]
-        elif name not in ("-m", "--module"):
-            words += [word for word in (option, value) if word]
-    return {"strategy": job.strategy}, words
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    if "--config_file" in given:
+        # Relative to the workdir; an absolute path stays as it is.
+        given["--config_file"] = str(PurePosixPath("{workdir}", given["--config_file"]))
+    words = [word for name, value in given.items() if name not in ("-m", "--module") for word in (name, value)]
+    return {"strategy": job.strategy}, [_ACCELERATE_LAUNCH, *joined_options(words)]
 
 
 async def run_group(

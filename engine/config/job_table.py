@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,18 +82,18 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
             accepted = 'no value here: it is for framework = "torch" and a command'
             faults.add(location, "logging_dir", table["logging_dir"], accepted)
     if command:
-        _check_command(faults, location, table, framework)
-        settings = _command_trackers(faults, location, table)
+        allowed = _check_command(faults, location, table, framework)
+        settings = _command_settings(faults, location, table, allowed)
     else:
         settings, locations = _training(faults, location, table, base)
         settings = {key: value for key, value in settings.items() if key not in unused}
-    if framework == "torch":
-        _check_torch(faults, location, settings, locations)
     own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
     if command and framework == "torch" and any(key in table for key in ("strategy", *TORCH_KEYS)):
         # The options of `accelerate launch` are made from them.
         own["strategy"] = table.get("strategy", AUTO)
-        settings |= {key: table.get(key, DEFAULTS[key]) for key in TORCH_KEYS}
+        settings = {key: DEFAULTS[key] for key in TORCH_KEYS} | settings
+    if framework == "torch":
+        _check_torch(faults, location, settings, locations)
     _check_framework(faults, location, own, framework)
     if isinstance(own.get("layer_split"), str) and own.get("strategy") != "pipeline":
         faults.add(location, "layer_split", own.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
@@ -162,10 +162,13 @@ def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]
     return ("strategy", *TORCH_KEYS) if launcher == "accelerate" else ()
 
 
-def _check_command(faults: Faults, location: Location, table: Mapping[str, Any], framework: Framework) -> None:
-    allowed = _check_launcher(faults, location, table) if framework == "torch" else ()
+def _check_command(
+    faults: Faults, location: Location, table: Mapping[str, Any], framework: Framework
+) -> tuple[str, ...]:
+    """The keys that may be beside the command."""
+    allowed = (*_TRACKER_KEYS, *(_check_launcher(faults, location, table) if framework == "torch" else ()))
     for key, value in table.items():
-        if (key in KEYS or key in _TRAINING_KEYS) and key not in (*allowed, *_TRACKER_KEYS):
+        if (key in KEYS or key in _TRAINING_KEYS) and key not in allowed:
             faults.add(location, key, value, "no value here: a command has its own; remove this key or the command")
     command = table["command"]
     accepted = 'a list of strings such as ["python", "my_script.py"]'
@@ -181,16 +184,23 @@ def _check_command(faults: Faults, location: Location, table: Mapping[str, Any],
         for number, word in enumerate(command[1:], start=1):
             if isinstance(word, str) and "\0" in word:
                 faults.add(location, f"command[{number}]", word, "a string without NUL")
+    return allowed
 
 
-def _command_trackers(faults: Faults, location: Location, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys for the trackers of a command, whose metrics the head writes alone."""
-    given = {key: table[key] for key in _TRACKER_KEYS if table.get(key) is not None}
-    for key, value in given.items():
+def _command_settings(
+    faults: Faults, location: Location, table: Mapping[str, Any], allowed: Collection[str]
+) -> dict[str, Any]:
+    """The valid ones of these keys beside a command, whose metrics the head alone writes to trackers."""
+    valid = {}
+    for key in allowed:
+        if key not in KEYS or (value := table.get(key)) is None:
+            continue
         swanlab = key == "report_to" and not set(services(value)) <= {*HEAD_TRACKERS}
-        if not KEYS[key].form.check(value) or swanlab:
+        if swanlab or not KEYS[key].form.check(value):
             faults.add(location, key, value, ", ".join(HEAD_TRACKERS) if swanlab else KEYS[key].form.accepted)
-    return given
+        else:
+            valid[key] = value
+    return valid
 
 
 def _training(

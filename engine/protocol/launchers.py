@@ -3,6 +3,7 @@ itself, with the environment and arguments that the launcher would have given it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,20 @@ LAUNCHERS = {"torchrun": ("torchrun",), "accelerate": ("accelerate", "launch"), 
 """Name -> the words that a command of it begins with."""
 LAUNCHER_OPTIONS = ("--config_file", "--mixed_precision", "--module", "-m")
 """Options that may come before the script; all others are of nodes and processes, which the configuration has."""
-_FLAGS = ("--module", "-m", "--use_fsdp", "--use_deepspeed")
-"""Options without a value."""
+FLAGS = (
+    *("-h", "--help", "-m", "--module", "--no_python", "-q", "--quiet", "--standalone", "--run_path"),
+    *("--virtual_local_rank", "--cpu", "--multi_gpu", "--tpu", "--tpu_cluster", "--no_tpu_cluster", "--tpu_use_sudo"),
+    *("--same_network", "--use_fsdp", "--use_deepspeed", "--use_megatron_lm", "--use_parallelism_config", "--debug"),
+    *("--dynamo_use_fullgraph", "--dynamo_use_dynamic", "--dynamo_use_regional_compilation", "--enable_cpu_affinity"),
+    *("--downcast_bf16", "--fp8_use_autocast_during_eval", "--bind_cores_to_rank", "--no_local_rank", "--no_ssh"),
+    *("--no_ssh_check", "--force_multi", "--save_pid"),
+)
+"""Options without a value: those of torchrun 2.13, Accelerate 1.15 and DeepSpeed 0.19 together."""
 
 
 def split_launcher(command: Any) -> tuple[str | None, list[str], list[str]]:
-    """(launcher, its options, the script and its arguments); without a launcher all of it is the third. An option
-    without a value is followed by "", so that names have even places."""
+    """(launcher, its options, the script and its arguments); without a launcher all of it is the third. Names of
+    options have underscores for dashes and even places: each is followed by its value, "" if it has none."""
     words = list(command) if isinstance(command, (list, tuple)) else []
     if not all(isinstance(word, str) for word in words):
         return None, [], []
@@ -27,12 +35,17 @@ def split_launcher(command: Any) -> tuple[str | None, list[str], list[str]]:
         return None, [], words
     options, rest = list[str](), words[len(LAUNCHERS[launcher]) :]
     while rest and rest[0].startswith("-"):
-        option, rest = rest[0], rest[1:]
-        value = ""
-        if option not in _FLAGS and "=" not in option:
+        option, joined, value = rest[0].partition("=")
+        name, rest = re.sub(r"(?<=\w)-", "_", option), rest[1:]
+        if not joined and name not in FLAGS:
             value, rest = next(iter(rest), ""), rest[1:]
-        options += [option, value]
+        options += [name, value]
     return launcher, options, rest
+
+
+def joined_options(options: Sequence[str]) -> list[str]:
+    """The options of `split_launcher` as words: "--mixed_precision=bf16", so that a value may begin with a dash."""
+    return [f"{name}={value}" if value else name for name, value in zip(options[::2], options[1::2], strict=True)]
 
 
 def started_program(command: Sequence[str]) -> list[str]:
@@ -45,7 +58,7 @@ def with_settings(command: Sequence[str], strategy: str, keys: Mapping[str, Any]
     """An `accelerate launch` with the `strategy` and `keys` of [job] as its options (those of Accelerate 1.15), unless
     it names a configuration file, which has its own; any other command itself."""
     launcher, options, _ = split_launcher(command)
-    named = {option.partition("=")[0] for option in options[::2]}
+    named = options[::2]
     if launcher != "accelerate" or "--config_file" in named:
         return list(command)
     settings, added = TorchSettings.from_spec(dict(keys)), list[str]()
@@ -74,7 +87,7 @@ def rank_command(command: Sequence[str], local_rank: int, accelerate_launch: str
     """The command of one rank in place of a launcher's; any other command itself. `accelerate_launch`: the path of
     engine/torch_trainer/accelerate_launch.py on the node."""
     launcher, options, program = split_launcher(command)
-    given = [word for word in options if word]
+    given = joined_options(options)
     if launcher == "accelerate":
         return ["python", accelerate_launch, *given, *program]
     if launcher is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.protocol.launchers import FLAGS, split_launcher
 from engine.torch_trainer import accelerate_launch
 from tests.needs import TORCH
 
@@ -30,3 +31,29 @@ def test_a_configuration_with_deepspeed_is_passed_on_and_the_group_stays_ours(tm
     assert {name: seen[name] for name in group} == group
     assert (seen["ACCELERATE_USE_DEEPSPEED"], seen["ACCELERATE_DEEPSPEED_ZERO_STAGE"]) == ("true", "3")
     assert "zero_stage" in seen["ACCELERATE_CONFIG_DS_FIELDS"].split(",")
+
+
+_PRINT_FLAGS = """
+import argparse, contextlib, json
+from unittest import mock
+from accelerate.commands.launch import launch_command_parser
+from deepspeed.launcher.runner import parse_args
+from torch.distributed.run import get_args_parser
+parsers = [launch_command_parser(), get_args_parser()]
+def keep(parser, **_):
+    parsers.append(parser)
+    raise SystemExit
+with mock.patch.object(argparse.ArgumentParser, "parse_args", keep), contextlib.suppress(SystemExit):
+    parse_args([])
+flags = [action for parser in parsers for action in parser._actions if action.nargs == 0]
+names = [name for action in flags for name in action.option_strings]
+print(json.dumps(names))
+"""
+
+
+def test_the_options_without_a_value_are_those_of_the_three_launchers() -> None:
+    printed = subprocess.run([TORCH, "-c", _PRINT_FLAGS], capture_output=True, text=True, check=True).stdout
+    names = json.loads(printed.splitlines()[-1])
+    options = [split_launcher(["torchrun", name, "t.py"])[1] for name in names]
+    assert {option for option, _ in options} == {*FLAGS}
+    assert {value for _, value in options} == {""}

@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.protocol.launchers import rank_command, split_launcher, started_program, with_settings
 
 NODES = '[[node]]\nname = "box"\nssh = "ana@box"\npython = "/venv/bin/python"\nprocesses = 2\n[[node]]\nname = "here"\n'
+OWN = NODES + '[job]\nframework = "torch"\ncommand = ["accelerate", "launch", "t.py"]\n'
 TRAINING = '[job]\nframework = "torch"\nmodel = "/m"\ndata = "/d"\n'
 
 
@@ -66,6 +67,11 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
             "job.command: no --nproc_per_node: Flight Deck starts a rank for each [[node]] and its processes itself",
         ),
         (NODES + '[job]\nframework = "torch"\ncommand = ["accelerate", "launch"]', "job.command: a script after"),
+        (OWN + 'report_to = "swanlab"', "job.report_to: tensorboard, wandb"),
+        (OWN + "zero_stage = 9", 'job.zero_stage: 1, 2, 3 or "auto"'),
+        (OWN + 'offload = "moon"', "job.offload: "),
+        (OWN + 'precision = "int4"', "job.precision: "),
+        (OWN + 'offload = "nvme"', "job.nvme_path: a folder on every node"),
         (NODES + TRAINING + 'logging_dir = "logs"', 'job.logging_dir: no value here: it is for framework = "torch"'),
     ],
 )
@@ -77,6 +83,21 @@ def test_a_fault_says_what_is_accepted(tmp_path: Path, text: str, fault: str) ->
 def test_a_script_is_a_short_command(tmp_path: Path) -> None:
     config = loaded(tmp_path, NODES + "[job]\nframework = 'torch'\nscript = 'train.py --name \"a b\"'")
     assert config.job.command == ("python", "train.py", "--name", "a b")
+
+
+@pytest.mark.parametrize("option", ["--config_file=c.yaml", "--config-file=c.yaml", "--mixed-precision=bf16"])
+def test_an_option_is_written_as_its_tool_takes_it(tmp_path: Path, option: str) -> None:
+    command = f'command = ["accelerate", "launch", "{option}", "--module", "train"]'
+    job = loaded(tmp_path, f'{NODES}[job]\nframework = "torch"\n{command}').job
+    assert job.command == ("accelerate", "launch", option, "--module", "train")
+
+
+def test_a_refused_option_without_a_value_does_not_hide_the_script(tmp_path: Path) -> None:
+    command = 'command = ["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]'
+    assert faults(tmp_path, f'{NODES}[job]\nframework = "torch"\n{command}') == [
+        f"job.command: no {option}: Flight Deck starts a rank for each [[node]] and its processes itself"
+        for option in ("--standalone", "--nproc_per_node")
+    ]
 
 
 def test_flight_deck_takes_the_place_of_a_launcher() -> None:
@@ -141,13 +162,16 @@ def test_accelerate_launch_is_given_what_the_job_asks(keys: dict[str, Any], opti
     assert rank_command(command, 0, "/launch.py") == ["python", "/launch.py", *options, "t.py", "--lr", "1"]
 
 
-@pytest.mark.parametrize("command", [["torchrun", "t.py"], [*LAUNCH, "--config_file", "c.yaml", "t.py"]])
+@pytest.mark.parametrize(
+    "command",
+    [["torchrun", "t.py"], [*LAUNCH, "--config_file", "c.yaml", "t.py"], [*LAUNCH, "--config-file=c.yaml", "t.py"]],
+)
 def test_other_commands_have_their_own_settings(command: list[str]) -> None:
     assert with_settings(command, "fsdp", {"strategy": "fsdp", "precision": "bf16"}) == command
 
 
 def test_a_precision_named_in_the_command_stays() -> None:
-    command = [*LAUNCH, "--mixed_precision=fp8", "t.py"]
+    command = [*LAUNCH, "--mixed-precision=fp8", "t.py"]
     assert with_settings(command, "ddp", {"precision": "bf16"}) == command
 
 
