@@ -24,6 +24,7 @@ from engine.plan.document import (
 )
 from engine.plan.memory.fit import MemoryFit, refuse_memory, unknown_memory
 from engine.plan.memory.shape import ModelShape
+from engine.plan.memory.ways_out import describe_ways
 from engine.plan.torch.gpus import choose_precision
 from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
 from engine.plan.torch.strategy import StrategyChoice, candidates, choose_strategy, label, with_torch_settings
@@ -59,7 +60,7 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
     on_gpu, gpus = _gpus(context)
     precision = asked["precision"]
     if precision == AUTO:
-        found = choose_precision([gpu.name if gpu else None for gpu in gpus], on_gpu=on_gpu)
+        found = choose_precision(gpus, on_gpu=on_gpu)
         precision, why = found.precision, found.reason
         rationale.explain("settings.precision", Source.FACT if on_gpu else Source.RULE, why)
     else:
@@ -93,11 +94,13 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
         return replace(unknown, on_gpu=on_gpu, gpus=gpus)
     chosen = choice.chosen.settings
     _explain(asked, choice, rationale)
-    rows = _rows(context, job, chosen, rationale)
+    rows, short = _rows(context, job, chosen, rationale)
     ways: tuple[WayOut, ...] = ()
     if choice.chosen.fits is False:
         ways = _ways_out(job, asked, precision, context)
     refuse_memory(rows, ways, rationale)
+    if short:
+        rationale.refuse("memory", "; ".join(short), OVERRIDE, describe_ways(ways))
     memory, whole = choice.chosen.memory, shape.total_parameters
     section = MemorySection(
         parameters=whole,
@@ -157,7 +160,8 @@ def _host_limit(context: PlanContext, node: NodeConfig) -> int | None:
 
 
 def _limits(context: PlanContext, gpus: Sequence[NvidiaGpu | None], on_gpu: bool) -> tuple[int | None, ...]:
-    return tuple(gpu.memory_bytes if gpu else None for gpu in gpus) if on_gpu else _host_limits(context)
+    """Bytes; unknown of a GPU that is divided (MIG), since a rank then has a part of it."""
+    return tuple(gpu.memory_bytes if gpu and not gpu.mig else None for gpu in gpus) if on_gpu else _host_limits(context)
 
 
 def _workloads(context: PlanContext, on_gpu: bool) -> tuple[TorchWorkload, ...]:
@@ -255,24 +259,31 @@ def _explain(asked: Mapping[str, Any], choice: StrategyChoice, rationale: Ration
     )
 
 
-def _rows(context: PlanContext, job: _Job, chosen: ChosenTorchSettings, rationale: Rationale) -> list[RankMemory]:
-    rows = []
+def _rows(
+    context: PlanContext, job: _Job, chosen: ChosenTorchSettings, rationale: Rationale
+) -> tuple[list[RankMemory], list[str]]:
+    """The ranks, and which of their machines have too little memory."""
+    rows, short = [], []
     ranks = zip(context.inputs.config.nodes, job.workloads, job.limits, job.host_limits, strict=True)
+    divided = {name for name, gpu in zip(context.names, _gpus(context)[1], strict=False) if gpu and gpu.mig}
     for node, workload, limit, host in ranks:
         found = torch_estimate(job.shape, with_torch_settings(workload, chosen))
         source = "the GPU's memory" if workload.on_gpu else "the rank's part of the machine's memory"
         if limit is None:
             source = "the GPU was not reported" if workload.on_gpu else "the node did not report its memory"
-        offloaded = f", and {memory_text(found.host_bytes)} of the machine's memory" if found.host_bytes else ""
+        if node.name in divided:
+            source = "the GPU is divided (MIG), and the memory of the rank's part is not known"
+        host_need = f", and {memory_text(found.host_bytes)} of the machine's memory {found.host_use}"
         rationale.explain(
             f"memory.{node.name}",
             Source.RULE,
-            f"{memory_text(found.needed_bytes)} with the reserve{offloaded}, {workload.batch} × {workload.sequence:,} "
-            f"tokens, from config.json: {label(chosen)}, {chosen.precision}; limit: {source}",
+            f"{memory_text(found.needed_bytes)} with the reserve{host_need if found.host_bytes else ''}, "
+            f"{workload.batch} × {workload.sequence:,} tokens, from config.json: {label(chosen)}, {chosen.precision}; "
+            f"limit: {source}",
         )
         if host is not None and found.host_bytes > host:
             text = f"{node.name} needs {memory_text(found.host_bytes)} of {memory_text(host)} of its machine's memory"
-            rationale.refuse("memory", f"{text} for what is offloaded", OVERRIDE)
+            short.append(f"{text} {found.host_use}")
         rows.append(
             RankMemory(
                 **{name: getattr(found, name) for name in MemoryBreakdown.model_fields},
@@ -283,7 +294,7 @@ def _rows(context: PlanContext, job: _Job, chosen: ChosenTorchSettings, rational
                 fits=None if limit is None else found.needed_bytes <= limit,
             )
         )
-    return rows
+    return rows, short
 
 
 def _assumption(context: PlanContext, chosen: ChosenTorchSettings) -> str:
@@ -341,7 +352,7 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
         )
         for ranks in _powers_of_two(_MOST_RANKS):
             if ranks > count:
-                larger = one.changed(world_size=ranks, batch=1)
+                larger = one.changed(world_size=ranks, batch=-(-sum(each.batch for each in job.workloads) // ranks))
                 larger = replace(
                     larger, workloads=larger.workloads * 2, limits=one.limits * 2, host_limits=one.host_limits * 2
                 )

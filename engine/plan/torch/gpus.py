@@ -1,4 +1,5 @@
-"""The precision for each generation of NVIDIA GPUs, as data with its sources, by the names that nvidia-smi prints."""
+"""The precision for each generation of NVIDIA GPUs, as data with its sources, by the names that nvidia-smi prints, or
+else by their compute capability."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.models import NvidiaGpu
+
 AMPERE = (8, 0)
 """The first compute capability with bfloat16 in its tensor cores."""
-TENSOR_CORES = (7, 0)
-"""The first one with float16 in tensor cores; Pascal's P100 (6, 0) computes float16 at twice the rate of float32."""
+PASCAL = (6, 0)
+"""That of the P100, which computes float16 at twice the rate of float32; Volta (7, 0) has it in tensor cores."""
+SLOW_FLOAT16 = (6, 1)
+"""Pascal's other GPUs, whose float16 runs at 1/64 of the rate of float32."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Generation:
     def precision(self) -> str:
         if self.capability >= AMPERE:
             return "bf16"
-        return "fp16" if self.capability >= (6, 0) and self.name != "Pascal (GeForce)" else "fp32"
+        return "fp16" if self.capability >= PASCAL and self.capability != SLOW_FLOAT16 else "fp32"
 
 
 GENERATIONS = (
@@ -42,8 +47,7 @@ GENERATIONS = (
     ),
     Generation("Volta", (7, 0), r"\b(V100S?|GV100|TITAN V)\b"),
     Generation("Pascal", (6, 0), r"\b(P100|GP100)\b"),
-    # Their float16 runs at 1/64 of the rate of float32.
-    Generation("Pascal (GeForce)", (6, 1), r"\b(P40|P4|P6|GTX 10[5-8]0|TITAN Xp?|Quadro P\d{3,4})\b"),
+    Generation("Pascal (GeForce)", SLOW_FLOAT16, r"\b(P40|P4|P6|GTX 10[5-8]0|TITAN Xp?|Quadro P\d{3,4})\b"),
     Generation("Maxwell or Kepler", (3, 5), r"\b(Tesla (M60|M40|M4|M6|K80|K40|K20)|GTX [79]\d0)\b"),
 )
 
@@ -54,22 +58,28 @@ class PrecisionChoice:
     reason: str
 
 
-def generation_of(gpu: str) -> Generation | None:
-    """None for a name that the table does not have."""
+def generation_of(gpu: NvidiaGpu) -> Generation | None:
+    """By its name, or else by its compute capability; None where neither is known."""
     # "Tesla V100-SXM2-32GB", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090 Laptop GPU"
-    return next((each for each in GENERATIONS if re.search(each.pattern, gpu)), None)
+    named = next((each for each in GENERATIONS if re.search(each.pattern, gpu.name)), None)
+    if named is None and (found := re.fullmatch(r"(\d+)\.(\d+)", gpu.compute_capability or "")):
+        capability = int(found[1]), int(found[2])
+        return Generation(f"compute capability {gpu.compute_capability}", capability, "")
+    return named
 
 
-def choose_precision(gpus: Sequence[str | None], *, on_gpu: bool) -> PrecisionChoice:
+def choose_precision(gpus: Sequence[NvidiaGpu | None], *, on_gpu: bool) -> PrecisionChoice:
     """By the oldest of the ranks' GPUs, since all ranks compute in one type. `gpus`: each rank's GPU, None where it is
     not known."""
     if not on_gpu:
         return PrecisionChoice("fp32", "the ranks compute on the CPU")
-    unknown = [name for name in gpus if name is None or generation_of(name) is None]
-    if unknown or not gpus:
-        named = ", ".join(dict.fromkeys(name or "a GPU whose name is not known" for name in unknown)) or "no GPU known"
+    generations = [generation_of(gpu) if gpu else None for gpu in gpus]
+    names = [gpu.name if gpu else "a GPU whose name is not known" for gpu in gpus]
+    found = {name: each for name, each in zip(names, generations, strict=True) if each is not None}
+    if None in generations or not gpus:
+        unknown = (name for name, each in zip(names, generations, strict=True) if each is None)
+        named = ", ".join(dict.fromkeys(unknown)) or "no GPU known"
         return PrecisionChoice("fp32", f'{named}: float32 runs on each; set precision = "bf16" from Ampere on')
-    found = {name: generation for name in gpus if name is not None and (generation := generation_of(name)) is not None}
     order = ("bf16", "fp16", "fp32")
     oldest = max(found, key=lambda name: order.index(found[name].precision))
     generation, precision = found[oldest], found[oldest].precision

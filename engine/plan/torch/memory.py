@@ -10,13 +10,16 @@ Per trained parameter, of N ranks, with Adam and a computation in c bytes (4 in 
     ZeRO-2       the same
     ZeRO-3       c/N        c/N            8/N      4/N     the bucket, and what is gathered
 
-Frozen parameters have weights alone. Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+With accumulation ZeRO-1 has whole gradients, c, since it reduces them in the last iteration alone. Frozen parameters
+have weights alone. Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models" (SC 2020), for what is partitioned; gradient_as_bucket_view in the documentation of
 torch.nn.parallel.DistributedDataParallel; torch.distributed.fsdp.fully_shard; stage_1_and_2.py and stage3.py in
 deepspeed/runtime/zero for the buffers. Activations are those of transformers' models with fused attention (sdpa),
 operation by operation.
 
-The peak is the largest of three moments: the gradient of the loss, the end of the backward pass, and the update.
+The peak is the largest of three moments: the gradient of the loss, the end of the backward pass, and the update; on
+the CPU also a fourth one, when the model is loaded. Every rank loads the whole of it into its machine's memory before
+it is divided or moved to a GPU, unless ZeRO-3 divides it meanwhile.
 """
 
 from __future__ import annotations
@@ -81,20 +84,24 @@ class TorchWorkload:
     def compute_bytes(self) -> int:
         return COMPUTE_BYTES[self.precision]
 
-    @property
-    def label(self) -> str:
-        """As people call it: "FSDP full, cpu offload"."""
-        names = {"ddp": "DDP", "fsdp": f"FSDP {self.sharding}", "deepspeed": f"ZeRO-{self.zero_stage}"}
-        offload = f", {self.offload} offload" if self.offload != "none" else ""
-        return names[self.strategy] + offload + (", activations recomputed" if self.grad_checkpoint else "")
-
 
 class TorchMemory(MemoryBreakdown):
     """`peak_bytes` is what the process has beside the reserve on its GPU or, on the CPU, in all."""
 
-    host_bytes: int
-    """State that is kept in the node's memory instead of the GPU's; 0 on the CPU, where there is only one memory."""
+    offloaded_bytes: int
+    """State that is kept in the machine's memory instead of the GPU's; 0 on the CPU, where there is only one memory."""
+    loaded_bytes: int
+    """The model in the machine's memory before it is on the GPU; 0 on the CPU, where it is in the peak."""
     trainable_parameters: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the machine's memory, for a rank on a GPU."""
+        return max(self.offloaded_bytes, self.loaded_bytes)
+
+    @property
+    def host_use(self) -> str:
+        return "to load the model" if self.loaded_bytes > self.offloaded_bytes else "for what is offloaded"
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,19 @@ class _TorchRank:
             whole = self.trained.parameters * _FLOAT32_BYTES + self.frozen * (_FLOAT32_BYTES if self.full else compute)
         return -(-whole // self.shards) if self.weights_partitioned else whole
 
+    @cached_property
+    def loaded(self) -> int:
+        """The whole model as it is loaded, with its adapters."""
+        if self.zero == 3:
+            return 0
+        loaded_type = _FLOAT32_BYTES if self.full else self.workload.compute_bytes
+        same = loaded_type == self.shape.dtype_bytes and (self.full or self.workload.precision != "fp16")
+        if same and self.workload.on_gpu:
+            # Mapped from the file, whose pages all ranks share and the system may take back.
+            return 0
+        adapters = 0 if self.full else self.trained.parameters * _FLOAT32_BYTES
+        return self.shape.total_parameters * loaded_type + adapters
+
     @property
     def mapped(self) -> int:
         """Bytes of a model's file that stay resident on the CPU: ZeRO-1 and 2 copy the trained weights out of it, and
@@ -169,6 +189,16 @@ class _TorchRank:
         if self.workload.strategy == "ddp":
             return trained * _FLOAT32_BYTES
         return -(-trained * (compute if self.zero else _FLOAT32_BYTES) // self.shards)
+
+    @property
+    def accumulated(self) -> int:
+        """Gradients of earlier iterations of an update. ZeRO-1 reduces them at its end: until then they are whole, and
+        on the GPU."""
+        if self.workload.accumulation == 1:
+            return 0
+        if self.zero == 1:
+            return self.trained.parameters * self.workload.compute_bytes
+        return 0 if "gradients" in self.away else self.gradients
 
     @cached_property
     def update(self) -> int:
@@ -215,14 +245,24 @@ class _TorchRank:
         return _Buffers(always=bucket, loss=live + fetched, backward=live)
 
     @cached_property
-    def offloaded(self) -> frozenset[str]:
+    def away(self) -> frozenset[str]:
         """The parts of the state that are not on the GPU."""
         workload = self.workload
-        if workload.offload == "none" or workload.strategy == "ddp":
+        if workload.offload == "none" or workload.strategy == "ddp" or not workload.on_gpu:
             return frozenset()
         if workload.strategy == "fsdp" or self.zero == 3:
             return frozenset({"weights", "gradients", "optimizer"})
         return frozenset({"gradients", "optimizer"})
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of the machine's memory, with those of the update, which is made there. What counts as gradients of
+        ZeRO-1 and 2 is a buffer for the updated weights; accumulation has another one (accumulated_grads_in_cpu)."""
+        if not self.away or self.workload.offload != "cpu":
+            return 0
+        state = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        again = self.gradients if 0 < self.zero < 3 and self.workload.accumulation > 1 else 0
+        return sum(state[name] for name in self.away) + self.update + again
 
     @cached_property
     def _per_token(self) -> list[tuple[int, int]]:
@@ -323,15 +363,12 @@ def torch_largest_batch(shape: ModelShape, workload: TorchWorkload, limit_bytes:
 def _estimate(rank: _TorchRank, batch: int) -> TorchMemory:
     workload, buffers = rank.workload, rank.buffers
     state = {"weights": rank.weights, "gradients": rank.gradients, "optimizer": rank.optimizer}
-    away = rank.offloaded if workload.on_gpu else frozenset[str]()
-    here = {name: 0 if name in away else size for name, size in state.items()}
-    update = 0 if "optimizer" in away else rank.update
+    here = {name: 0 if name in rank.away else size for name, size in state.items()}
+    update = 0 if "optimizer" in rank.away else rank.update
     kept, working, loss = rank.activations(batch)
-    # The sums of earlier micro-batches are there from the start.
-    before = here["gradients"] if workload.accumulation > 1 else 0
     always = here["weights"] + here["optimizer"] + buffers.always
-    at_loss = before + kept + rank.converted + loss + buffers.loss
-    at_end = here["gradients"] + working + buffers.backward
+    at_loss = rank.accumulated + kept + rank.converted + loss + buffers.loss
+    at_end = max(here["gradients"], rank.accumulated) + working + buffers.backward
     at_update = here["gradients"] + update
     communication = buffers.always + (buffers.loss if at_loss >= at_end else buffers.backward)
     process = PROCESS_BYTES + (DEEPSPEED_BYTES if rank.zero else 0) + rank.mapped
@@ -344,7 +381,8 @@ def _estimate(rank: _TorchRank, batch: int) -> TorchMemory:
         communication_bytes=communication,
         update_bytes=update,
         reserve_bytes=CUDA_RESERVE_BYTES if workload.on_gpu else process,
-        peak_bytes=always + max(at_loss, at_end, at_update),
-        host_bytes=sum(size for name, size in state.items() if name in away and workload.offload == "cpu"),
+        peak_bytes=max(always + max(at_loss, at_end, at_update), 0 if workload.on_gpu else rank.loaded),
+        offloaded_bytes=rank.offloaded,
+        loaded_bytes=rank.loaded if workload.on_gpu else 0,
         trainable_parameters=rank.trained.parameters,
     )

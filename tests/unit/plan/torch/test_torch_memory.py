@@ -101,7 +101,8 @@ def test_the_state_of_full_fine_tuning_is_16_bytes_for_each_trained_parameter_an
 def test_what_is_offloaded_moves_to_the_machine_but_not_on_a_cpu() -> None:
     asked = TorchWorkload("fsdp", precision="bf16", fine_tune_type="full", world_size=8)
     whole, offloaded = (torch_estimate(LARGE, replace(asked, offload=offload)) for offload in ("none", "cpu"))
-    assert offloaded.host_bytes == whole.weights_bytes + whole.gradients_bytes + whole.optimizer_bytes
+    state = whole.weights_bytes + whole.gradients_bytes + whole.optimizer_bytes
+    assert offloaded.offloaded_bytes == state + whole.update_bytes
     # At the gradient of the loss, which is the peak here, there are no gradients of parameters yet.
     assert whole.needed_bytes - offloaded.needed_bytes == whole.weights_bytes + whole.optimizer_bytes
     on_cpu = replace(asked, on_gpu=False)
@@ -110,6 +111,60 @@ def test_what_is_offloaded_moves_to_the_machine_but_not_on_a_cpu() -> None:
         "deepspeed", zero_stage=3, offload="nvme", precision="bf16", fine_tune_type="full", world_size=8
     )
     assert torch_estimate(LARGE, nvme).host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "elements"),
+    # Masters, their gradients, two moments and the update in float32; a 16-bit buffer of the updated weights; with
+    # accumulation a 16-bit one of the gradients; of ZeRO-3 16-bit weights and gradients.
+    [(1, 1, 22), (2, 1, 22), (2, 4, 24), (3, 1, 24), (3, 4, 24)],
+)
+def test_what_deepspeed_offloads_for_each_trained_parameter(stage: int, accumulation: int, elements: int) -> None:
+    asked = TorchWorkload(
+        "deepspeed",
+        zero_stage=stage,
+        offload="cpu",
+        precision="bf16",
+        fine_tune_type="full",
+        world_size=8,
+        accumulation=accumulation,
+    )
+    found = torch_estimate(LARGE, asked)
+    frozen = (LARGE.total_parameters - found.trainable_parameters) * 2 if stage == 3 else 0
+    assert found.offloaded_bytes == pytest.approx((elements * found.trainable_parameters + frozen) / 8, rel=1e-6)
+
+
+def test_with_accumulation_zero_1_has_whole_gradients_on_the_gpu() -> None:
+    asked = TorchWorkload("deepspeed", zero_stage=1, precision="bf16", fine_tune_type="full", world_size=8)
+    one, four = (torch_estimate(LARGE, replace(asked, accumulation=steps)) for steps in (1, 4))
+    stage_2 = torch_estimate(LARGE, replace(asked, zero_stage=2, accumulation=4))
+    # Instead of the rank's part of them.
+    assert four.peak_bytes - stage_2.peak_bytes == pytest.approx(2 * four.trainable_parameters * 7 / 8, rel=1e-3)
+    assert four.peak_bytes > one.peak_bytes
+    offloaded = torch_estimate(LARGE, replace(asked, accumulation=4, offload="cpu"))
+    assert offloaded.peak_bytes > 2 * LARGE.total_parameters + 2 * four.trainable_parameters
+
+
+@pytest.mark.parametrize(
+    ("how", "more", "each"),
+    [
+        # The file is bfloat16.
+        (PARTITIONING[0], {"fine_tune_type": "full"}, 4),
+        (PARTITIONING[3], {"fine_tune_type": "full"}, 4),
+        ({"strategy": "ddp"}, {"fine_tune_type": "full"}, 4),
+        (PARTITIONING[0], {"precision": "fp16"}, 2),
+        # Pages of the file, which all ranks share; and partitions.
+        (PARTITIONING[0], {"precision": "bf16"}, 0),
+        (PARTITIONING[4], {"fine_tune_type": "full"}, 0),
+    ],
+)
+def test_each_rank_loads_the_whole_model_into_its_machines_memory(
+    how: dict[str, Any], more: dict[str, Any], each: int
+) -> None:
+    found = torch_estimate(LARGE, TorchWorkload(world_size=8, **how, **more))
+    assert found.host_bytes == found.loaded_bytes == pytest.approx(each * LARGE.total_parameters, rel=0.01)
+    on_cpu = torch_estimate(LARGE, TorchWorkload(world_size=1024, sequence=16, on_gpu=False, **how, **more))
+    assert on_cpu.host_bytes == 0 and on_cpu.peak_bytes >= each * LARGE.total_parameters
 
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.models import NvidiaGpu
 from engine.plan.document import ChosenTorchSettings, Disabled, MemorySection, TrainingPlan
 from engine.plan.planner import make_plan
 from engine.plan.torch.gpus import choose_precision, generation_of
@@ -51,15 +52,34 @@ def reason(made: TrainingPlan, key: str) -> str:
     ],
 )
 def test_the_precision_is_that_of_the_gpus_generation(name: str, precision: str) -> None:
-    assert choose_precision([name], on_gpu=True).precision == precision
+    assert choose_precision([NvidiaGpu(name=name)], on_gpu=True).precision == precision
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"),
+    [
+        ("12.1", "bf16"),
+        ("8.0", "bf16"),
+        ("7.5", "fp16"),
+        ("6.0", "fp16"),
+        ("6.1", "fp32"),
+        ("5.2", "fp32"),
+        ("", "fp32"),
+    ],
+)
+def test_of_a_gpu_that_the_table_lacks_the_compute_capability_counts(capability: str, precision: str) -> None:
+    gpu = NvidiaGpu(name="a GPU of tomorrow", compute_capability=capability or None)
+    found = choose_precision([gpu], on_gpu=True)
+    assert found.precision == precision
+    assert ("compute capability" in found.reason) == bool(capability)
 
 
 def test_the_oldest_gpu_decides_and_the_cpu_computes_in_float32() -> None:
-    found = choose_precision(["NVIDIA H100 80GB HBM3", "Tesla T4"], on_gpu=True)
+    found = choose_precision([NvidiaGpu(name="NVIDIA H100 80GB HBM3"), NvidiaGpu(name="Tesla T4")], on_gpu=True)
     assert (found.precision, found.reason[:8]) == ("fp16", "Tesla T4")
-    assert choose_precision([None, "NVIDIA L4"], on_gpu=True).precision == "fp32"
+    assert choose_precision([None, NvidiaGpu(name="NVIDIA L4")], on_gpu=True).precision == "fp32"
     assert choose_precision([], on_gpu=False).precision == "fp32"
-    assert generation_of("Apple M4") is None
+    assert generation_of(NvidiaGpu(name="Apple M4")) is None
 
 
 @pytest.mark.parametrize(
@@ -141,6 +161,36 @@ def test_a_job_that_does_not_fit_is_refused_with_ways_out() -> None:
     assert ways[0].startswith('strategy = "fsdp"') and 'fine_tune_type = "lora"' in ways
     huge = plan(box("l", 1, "NVIDIA L4", 24), FULL, model=QWEN3_32B)
     assert "ranks like l.0" in huge.refusals[-1].text
+
+
+def test_a_machine_that_cannot_load_the_model_on_every_rank_is_refused() -> None:
+    nodes = box("h", 8, "NVIDIA H200", 141, memory_total_bytes=512 * 2**30)
+    made = plan(nodes, FULL, model=QWEN3_32B, job={"strategy": "fsdp"})
+    assert [each.name for each in made.refusals] == ["memory"]
+    assert "h.0 needs 122.0 GB of 64 GB of its machine's memory to load the model" in made.refusals[0].text
+    assert 'strategy = "deepspeed"' in made.refusals[0].text
+    # ZeRO-3 divides it meanwhile.
+    made = plan(nodes, FULL, model=QWEN3_32B)
+    assert (chosen(made).strategy, chosen(made).zero_stage) == ("deepspeed", 3) and not made.refused
+
+
+def test_the_memory_of_a_part_of_a_gpu_is_not_known() -> None:
+    nodes = box("h", 2, "NVIDIA H100 80GB HBM3")
+    parts = tuple(gpu.model_copy(update={"mig": True}) for gpu in nodes[0].gpus)
+    made = plan([node.model_copy(update={"gpus": parts}) for node in nodes], FULL, model=TINY)
+    assert isinstance(made.memory, MemorySection) and [rank.limit_bytes for rank in made.memory.ranks] == [None, None]
+    assert "MIG" in made.memory.ranks[0].limit_from
+
+
+def test_more_ranks_share_the_batch_that_the_job_has() -> None:
+    settings = {**FULL, "batch_size": 64}
+    made = plan(box("h", 2, "NVIDIA H100 80GB HBM3"), settings, model=QWEN3_32B)
+    assert isinstance(made.memory, MemorySection)
+    way = next(way for way in made.memory.ways_out if way.change == "8 ranks like h.0")
+    # A machine with so much memory for each of its ranks.
+    made = plan(box("h", 8, "NVIDIA H100 80GB HBM3", memory_total_bytes=2**42), settings, model=QWEN3_32B)
+    assert isinstance(made.memory, MemorySection)
+    assert {rank.needed_bytes for rank in made.memory.ranks} == {way.needed_bytes}
 
 
 def test_without_facts_the_size_decides_and_it_is_said() -> None:
