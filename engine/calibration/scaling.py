@@ -45,22 +45,27 @@ async def measure_scaling(
     report: Callable[[CalibrationProgress | Scaling], None],
 ) -> None:
     """Report `scaling` with every point so far after each. `shares`: relative, by node, as a launch divides the batch.
-    A number of ranks that cannot be measured is "not measured", with the reason. The plan's settings for all ranks
-    ("auto" in the job) are those of each number of ranks, so that nothing else changes between them. Cancelled, it ends
-    what it has started. Raises InputError for a job with a command of its own, and what `shared_plan` does."""
+    A number of ranks that cannot be measured is "not measured", with the reason. The plan's settings and backend for
+    all ranks ("auto" in the configuration) are those of each number of ranks, so that nothing else changes between
+    them; but one rank of MLX exchanges nothing, and has its own backend. Cancelled, it ends what it has started. Raises
+    InputError for a job with a command of its own, and what `shared_plan` does."""
     config = context.config
     if config.job.command is not None:
         raise InputError("no scaling is measured", why="the job runs a command of its own, whose steps cannot be timed")
     if is_open(config):
         config = resolved(config, (await shared_plan(context)).settings)
-    scaling = scaling.model_copy(update={"strategy": config.job.strategy})
+    scaling, alone = scaling.model_copy(update={"strategy": config.job.strategy}), config
     with contextlib.suppress(FlightDeckError):
-        scaling = scaling.model_copy(update={"backend": (await context.network_plan()).backend})
+        backend = (await context.network_plan()).backend
+        scaling = scaling.model_copy(update={"backend": backend})
+        cluster = config.cluster.model_copy(update={"backend": backend})
+        config = config.model_copy(update={"cluster": cluster})
     seconds = QUICK_GROUP_S if scaling.quick else min(config.calibration.seconds, GROUP_S)
     counts, whole = rank_counts(len(config.nodes)), int(config.job.mlx_lm["batch_size"])
     for ranks in counts:
         batch = batch_of(whole, ranks, len(config.nodes), per_rank=scaling.per_rank_batch)
-        part, what = _first_ranks(config, ranks, batch, shares), plural(ranks, "rank")
+        whole_plan = alone if ranks == 1 and config.job.framework == "mlx" else config
+        part, what = _first_ranks(whole_plan, ranks, batch, shares), plural(ranks, "rank")
         report(CalibrationProgress(what, "measuring", seconds=seconds))
         point = await _measure(context, part, seconds)
         points = (*scaling.points, point)

@@ -15,10 +15,14 @@ import pytest_asyncio
 from engine.api import Engine
 from engine.calibration.group import time_steps
 from engine.checks.context import CheckContext
+from engine.cluster.facts import probe_all
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import CalibrationConfig, ClusterConfig, Config, select_nodes
 from engine.demo import demo_config
+from engine.errors import LaunchError
 from engine.measurements import CalibrationProgress, Scaling
+from engine.models import NodeFacts, NvidiaGpu
+from engine.protocol.measurements import GroupStepReport
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
 from tests.demo_copies import demo_below
@@ -141,6 +145,29 @@ async def test_a_number_of_ranks_that_fails_is_told_of_and_the_others_are_measur
     assert one.examples_per_s and one.problem is None
     assert two.problem is not None and two.examples_per_s is None
     assert "rank 1 on node1: the data" in two.problem and "nowhere is not a directory on this node" in two.problem
+
+
+@pytest.mark.needs("torch")
+async def test_every_number_of_ranks_has_the_backend_of_all(
+    engine: Engine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By themselves, one rank of a machine with one GPU would use nccl, and two gloo."""
+    used = list[str]()
+
+    async def with_gpu(config: Config, fleet: Fleet) -> list[NodeFacts]:
+        gpus = (NvidiaGpu(name="NVIDIA H100 80GB HBM3", memory_bytes=80 << 30),)
+        return [facts.model_copy(update={"gpus": gpus}) for facts in await probe_all(config, fleet)]
+
+    async def backend(context: CheckContext, *_: Any) -> dict[str, GroupStepReport]:
+        used.append((await context.network_plan()).backend)
+        raise LaunchError("not measured")
+
+    monkeypatch.setattr("engine.checks.context.probe_all", with_gpu)
+    monkeypatch.setattr("engine.calibration.scaling.time_steps", backend)
+    config = local(home, 2, framework="torch", strategy="ddp")
+    auto = config.cluster.model_copy(update={"backend": "auto"})
+    scaling, _ = await measured(engine, config.model_copy(update={"cluster": auto}))
+    assert (scaling.backend, used) == ("gloo", ["gloo", "gloo"])
 
 
 async def test_closed_before_its_end_it_ends_and_what_tells_nothing_yet_is_not_kept(engine: Engine, home: Path) -> None:

@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from engine.config.models import Config
-from engine.models import NodeFacts
-from engine.plan.fingerprint import changed_nodes, fingerprint, is_stale, latest_matching, node_fingerprints
+from engine.models import NodeFacts, NvidiaGpu
+from engine.plan.fingerprint import (
+    changed_nodes,
+    fingerprint,
+    is_stale,
+    latest_matching,
+    node_fingerprints,
+    scaling_fingerprint,
+)
 from tests.unit.plan.calibrations import TAKEN, calibration, config
 
 
@@ -61,6 +68,18 @@ def test_nodes_and_their_versions_change_it_and_their_shares_do_not() -> None:
     assert fingerprint(deck, [facts("a", chip="Apple M3"), SEEN[1]]) != known
     assert fingerprint(deck, SEEN[:1]) != known
     assert fingerprint(config(["b", "a"]), SEEN) != known
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"torch": "2.13.1"}, {"nvidia_driver": "580.1"}, {"gpus": (NvidiaGpu(name="NVIDIA H200"),)}, {"mlx": "0.33.0"}],
+)
+def test_a_scaling_is_of_pytorch_and_the_gpus_too(changes: dict[str, Any]) -> None:
+    deck = config(["a", "b"])
+    nvidia: dict[str, Any] = {"torch": "2.13.0", "nvidia_driver": "570.1", "gpus": (NvidiaGpu(name="NVIDIA H100"),)}
+    known = scaling_fingerprint(deck, [facts("a", **nvidia), facts("b", **nvidia)])
+    assert scaling_fingerprint(deck, iter([facts("b", **nvidia), facts("a", **nvidia)])) == known
+    assert scaling_fingerprint(deck, [facts("a", **nvidia), facts("b", **{**nvidia, **changes})]) != known
 
 
 def test_changed_nodes_are_named_and_an_unreachable_node_is_unchanged() -> None:
