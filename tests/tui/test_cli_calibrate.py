@@ -127,6 +127,22 @@ def test_a_scaling_as_one_document_and_as_csv(
         scaled(fake, show=True, csv=tmp_path)
 
 
+def test_a_csv_that_cannot_be_written_is_found_before_anything_is_measured(fake: FakeEngine, tmp_path: Path) -> None:
+    fake.steps = [fake_engine.scaling()]
+    with pytest.raises(InputError, match="the CSV cannot be written"):
+        scaled(fake, csv=tmp_path / "nowhere" / "s.csv")
+    with pytest.raises(InputError, match=r"--csv - and --json both print to stdout.*name a file for the CSV"):
+        scaled(fake, csv=Path("-"), json=True)
+    assert fake.scalings == []
+
+
+def test_a_csv_stays_as_it_was_when_nothing_was_measured(fake: FakeEngine, tmp_path: Path) -> None:
+    earlier = tmp_path / "s.csv"
+    earlier.write_text("ranks\n")
+    assert scaled(fake, show=True, csv=earlier) == ExitCode.FAILED
+    assert earlier.read_text() == "ranks\n"
+
+
 def test_numbers_of_ranks_that_failed_are_told_of_once_for_each_reason(
     fake: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:

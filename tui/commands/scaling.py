@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import csv
 import sys
+from collections.abc import Iterator
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 from engine.api import Config, Engine, ExitCode, Scaling
 from engine.errors import InputError
@@ -24,7 +26,13 @@ _STDOUT = Path("-")
 
 def scaling(options: argparse.Namespace, engine: Engine, config: Config) -> int:
     """Measure, or show what was measured last; 1 when a number of ranks could not be measured, or nothing is stored,
-    130 when interrupted, with what there is so far."""
+    130 when interrupted, with what there is so far. Raises InputError."""
+    if options.json and options.csv == _STDOUT:
+        raise InputError("--csv - and --json both print to stdout", todo="name a file for the CSV")
+    if options.csv is not None:
+        # Before minutes of measuring.
+        with _opened(options.csv, "a"):
+            pass
     code: int | None = None
     if options.show:
         found = engine.calibrations.latest_scaling(config)
@@ -76,11 +84,17 @@ def _print(lines: Lines, found: Scaling) -> None:
 
 
 def _write_csv(path: Path, found: Scaling) -> None:
+    with _opened(path, "w") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(values | {"nodes": " ".join(values["nodes"])} for values in figures(found))
+
+
+@contextlib.contextmanager
+def _opened(path: Path, mode: str) -> Iterator[IO[str]]:
     """Raises InputError."""
     try:
-        with contextlib.nullcontext(sys.stdout) if path == _STDOUT else path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(values | {"nodes": " ".join(values["nodes"])} for values in figures(found))
+        with contextlib.nullcontext(sys.stdout) if path == _STDOUT else path.open(mode, newline="") as file:
+            yield file
     except OSError as error:
         raise InputError("the CSV cannot be written", where=str(path), why=error) from error
