@@ -170,8 +170,14 @@ def _checked_by_run(state: DeckState) -> str | None:
 _measure: Final = _first(_loading, _nothing_to("measure"), _running("uses the nodes now: wait for its end"), _busy)
 
 
-def _calibrate(state: DeckState) -> str | None:
+def _scale(state: DeckState) -> str | None:
     return _measure(state) if state.calibrating is None else None
+
+
+def _calibrate(state: DeckState) -> str | None:
+    if state.calibrating is None and state.config is not None and state.config.job.framework == "torch":
+        return "single nodes are measured with MLX: ranks of a PyTorch job have equal shares"
+    return _scale(state)
 
 
 def _log(state: DeckState) -> str | None:
@@ -264,7 +270,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("calibrate_quick", ("C",), "quick", "Measure every node and link, 10 s a node", "nodes",
            panes=("calibration",), why_not=_calibrate, when=lambda state: state.calibrating is None),
     Action("scaling", ("S",), "scaling", "Time the job's real steps over 1, 2, … ranks", "nodes",
-           panes=("calibration",), why_not=_calibrate, when=lambda state: state.calibrating is None),
+           panes=("calibration",), why_not=_scale, when=lambda state: state.calibrating is None),
     Action("fix", ("x",), "fix", "Fix what is selected: run a fix, set up cables, or compare a host key; asks first",
            "nodes", panes=("nodes", "preflight"), why_not=_first(_loading, _fix)),
     Action("shell", ("s",), "shell", "Open a shell on the selected node; the console waits for its end", "nodes",

@@ -27,7 +27,7 @@ from engine.models import CheckResult
 from engine.plan.fingerprint import age_days, changed_nodes, is_stale
 from engine.plan.memory.choice import COMFORTABLE
 from engine.plan.prediction import Prediction, predict, step_s
-from engine.plan.shares import MISSING
+from engine.plan.shares import MISSING, OF_TORCH
 from engine.protocol.partition import share_counts
 
 NAME = "performance_layer"
@@ -68,7 +68,7 @@ def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, Mem
     passed = ""
     calibration = status.calibration
     if config.job.framework == "torch":
-        passed = "a PyTorch job has equal shares: calibrate measures MLX"
+        passed = OF_TORCH
     elif calibration is None:
         found.overall.warn(status.missing, fix)
     else:

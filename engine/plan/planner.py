@@ -33,7 +33,7 @@ from engine.plan.fingerprint import age_days
 from engine.plan.memory.fit import memory_fit
 from engine.plan.obstacles import refuse_obstacles
 from engine.plan.preflight import consistency_section, sync_section
-from engine.plan.shares import MISSING
+from engine.plan.shares import MISSING, OF_TORCH
 from engine.plan.strategy import strategy_section
 from engine.plan.torch.fit import TorchFit, torch_fit
 from engine.plan.torch.section import torch_section
@@ -73,12 +73,14 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
     rationale.explain("hardware_calibration.workload_distribution", context.shares_source, context.shares.reason)
     if calibration is None or not inputs.config.calibration.enabled:
         reason = MISSING if inputs.config.calibration.enabled else "[calibration] enabled = false"
-        hint = "flightdeck calibrate measures the job's step on every node, and the links"
+        hints = ["flightdeck calibrate measures the job's step on every node, and the links"]
+        if context.torch:
+            reason, hints = OF_TORCH, []
         return NoCalibrationSection(
             reason=reason,
             workload_distribution=shares,
             macos_qos_api=qos,
-            calibration_notes=tuple(dict.fromkeys((*context.shares.warnings, hint))),
+            calibration_notes=tuple(dict.fromkeys((*context.shares.warnings, *hints))),
         )
     notes = [*calibration.notes, *context.shares.warnings]
     if calibration.synthetic_model:
@@ -158,6 +160,8 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     rationale = Rationale()
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
+    if unused := context.job.unused:
+        rationale.warn("job", f'with framework = "{context.job.framework}" these keys are unused: {", ".join(unused)}')
     refuse_obstacles(context, rationale)
     needed = torch_fit(context, rationale) if context.torch else memory_fit(context, rationale)
     if isinstance(needed, TorchFit):

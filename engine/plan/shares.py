@@ -17,6 +17,7 @@ UNEQUAL_ABOVE = 0.10
 """Coefficient of variation of the nodes' throughputs above which unequal shares pay off."""
 WARN_ABOVE = 0.20
 MISSING = "hardware calibration missing, assuming equal performance"
+OF_TORCH = "calibrate measures MLX alone: ranks of a PyTorch job have equal shares, unless [[node]] share sets them"
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def divide_batch(config: Config, calibration: Calibration | None, *, now: dateti
         return Shares(parts=_normalised(relative), source="fixed", reason="set by share in [[node]]")
     if config.job.framework == "torch":
         parts = _normalised(dict.fromkeys(names, 1.0))
-        return Shares(parts=parts, source="equal", reason="equal shares: a PyTorch job is not calibrated")
+        return Shares(parts=parts, source="equal", reason=OF_TORCH)
     if not config.calibration.enabled:
         return _equal(names, f"{MISSING} ([calibration] enabled = false)")
     if calibration is None:

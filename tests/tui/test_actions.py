@@ -93,6 +93,17 @@ def test_a_disabled_action_says_why() -> None:
     assert BY_ID["search"].why_not(IDLE) == "no log yet: no run is shown"
 
 
+def test_single_nodes_of_a_pytorch_job_are_not_measured_but_its_scaling_is_and_c_ends_it() -> None:
+    config = fake_engine.configuration()
+    torch = replace(
+        IDLE, config=config.model_copy(update={"job": config.job.model_copy(update={"framework": "torch"})})
+    )
+    why = "single nodes are measured with MLX: ranks of a PyTorch job have equal shares"
+    assert [BY_ID[key].why_not(torch) for key in ("calibrate", "calibrate_quick", "scaling")] == [why, why, None]
+    assert BY_ID["calibrate"].why_not(replace(torch, calibrating={})) is None
+    assert BY_ID["calibrate"].why_not(IDLE) is None
+
+
 def test_the_key_table_names_every_action() -> None:
     table = markdown()
     assert all(action.help in table for action in ACTIONS)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from engine.models import NvidiaGpu
-from engine.plan.document import ChosenTorchSettings, Disabled, MemorySection, TrainingPlan
+from engine.plan.document import ChosenTorchSettings, Disabled, MemorySection, NoCalibrationSection, TrainingPlan
 from engine.plan.planner import make_plan
+from engine.plan.shares import OF_TORCH
 from engine.plan.torch.gpus import choose_precision, generation_of
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B, QWEN3_32B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section, torch_inputs
@@ -223,3 +224,18 @@ def test_another_strategy_on_the_command_line_is_planned_and_not_launched() -> N
     made = make_plan(replace(torch_inputs(box("127.0.0.1", 2), {"batch_size": 4}, model=TINY), strategy="fsdp"))
     assert (chosen(made).strategy, made.strategy.parallelism, made.strategy.launchable) == ("fsdp", "fsdp", False)
     assert 'set [job] strategy = "fsdp"' in (made.strategy.not_launchable or "")
+
+
+def test_shares_are_equal_and_nobody_is_sent_to_calibrate() -> None:
+    made = plan(box("a", 2, A100))
+    found = made.hardware_calibration
+    assert isinstance(found, NoCalibrationSection) and found.reason == OF_TORCH
+    assert (found.workload_distribution, found.calibration_notes) == ({"a.0": 0.5, "a.1": 0.5}, ())
+    assert reason(made, "hardware_calibration.workload_distribution") == OF_TORCH
+
+
+def test_keys_of_the_other_framework_are_warned_of() -> None:
+    made = plan(box("a", 2, A100), job={"unused": ("moments", "wire")})
+    text = 'with framework = "torch" these keys are unused: moments, wire'
+    assert text in [warning.text for warning in made.warnings]
+    assert not [warning for warning in plan(box("a", 2, A100)).warnings if warning.name == "job"]
