@@ -321,8 +321,6 @@ class NvidiaGpu(FrozenModel):
     name: str
     """"NVIDIA H100 80GB HBM3"."""
     memory_bytes: int | None = None
-    uuid: str | None = None
-    """"GPU-8f1d…"."""
     compute_capability: str | None = None
     """"9.0"."""
     mig: bool | None = None

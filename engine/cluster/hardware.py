@@ -131,7 +131,6 @@ def nvidia_gpus(nvidia_smi: str, more: str = "") -> tuple[NvidiaGpu, ...]:
                 NvidiaGpu(
                     name=plain(name, 60),
                     memory_bytes=(count_or_none(memory) or 0) * _MIB or None,
-                    uuid=uuid,
                     compute_capability=capability if _VERSION.fullmatch(capability) else None,
                     mig={"Enabled": True, "Disabled": False}.get(mig),
                 )
