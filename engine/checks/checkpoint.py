@@ -99,9 +99,18 @@ def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize
 
 def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None) -> list[str]:
     """How saved weights differ from those that the job trains: MLX silently ignores what fits nowhere."""
-    wanted = config.job.fine_tune_type
+    wanted, torch = config.job.fine_tune_type, config.job.framework == "torch"
     if resume.kind != wanted:
         return [f"holds weights of {resume.kind}, and the job trains {wanted}: set fine_tune_type, or leave it out"]
+    if wanted == "full" and torch:
+        # It saves the whole model.
+        return []
+    if wanted != "full" and resume.peft != torch:
+        theirs, other = ("peft", "torch") if resume.peft else ("mlx-lm", "mlx")
+        return [
+            f"holds an adapter of {theirs}, which framework = {config.job.framework!r} cannot continue: name one that "
+            f"it has saved, or set framework = {other!r}"
+        ]
     found = []
     lora = config.job.mlx_lm["lora_parameters"]
     rank = int(lora.get("rank", 8))

@@ -256,6 +256,8 @@ class AdapterWeights(FrozenModel):
     """The kind of training that a file of trained weights continues."""
 
     kind: Literal["lora", "dora", "full"]
+    peft: bool = False
+    """An adapter of peft, with other names than mlx-lm's."""
     ranks: Annotated[list[Count], Field(max_length=10_000)]
     layers: Annotated[list[Count], Field(max_length=100_000)]
     modules: Annotated[list[ShortText], Field(max_length=10_000)]

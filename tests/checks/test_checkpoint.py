@@ -224,6 +224,30 @@ def test_weights_of_a_full_fine_tuning_are_distinguished_from_adapters(tmp_path:
     assert check.resume_mismatches(found, saving, 4)[0].startswith("holds weights of full, and the job trains lora")
 
 
+def test_an_adapter_of_peft_is_for_torch_and_one_of_mlx_lm_is_not(tmp_path: Path, saving: Config) -> None:
+    names = {f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight": [8, 64] for layer in (2, 3)}
+    peft = AdapterWeights.model_validate(storage.adapter(tensors(tmp_path / "a.safetensors", names)))
+    assert (peft.kind, peft.ranks, peft.layers, peft.modules) == ("lora", [8], [2, 3], ["self_attn.q_proj"])
+    magnitudes = {name.replace("lora_A.weight", "lora_magnitude_vector"): [64] for name in names}
+    assert storage.adapter(tensors(tmp_path / "b.safetensors", names | magnitudes))["kind"] == "dora"
+    ours = AdapterWeights.model_validate(storage.adapter(weights(tmp_path / "c.safetensors", 2, 3)))
+    torch = saving.model_copy(update={"job": saving.job.model_copy(update={"framework": "torch"})})
+    assert check.resume_mismatches(peft, torch, 4) == check.resume_mismatches(ours, saving, 4) == []
+    (message,) = check.resume_mismatches(ours, torch, 4)
+    assert message.startswith("holds an adapter of mlx-lm, which framework = 'torch' cannot continue")
+    (message,) = check.resume_mismatches(peft, saving, 4)
+    assert message.startswith("holds an adapter of peft, which framework = 'mlx' cannot continue")
+
+
+def test_a_whole_model_of_torch_has_more_layers_than_are_trained(tmp_path: Path, saving: Config) -> None:
+    names = {f"model.layers.{layer}.mlp.up_proj.weight": [4, 4] for layer in range(4)}
+    found = AdapterWeights.model_validate(storage.adapter(tensors(tmp_path / "whole.safetensors", names)))
+    full = saving.model_copy(update={"job": saving.job.model_copy(update={"fine_tune_type": "full"})})
+    assert check.resume_mismatches(found, full, 4)[0].startswith("has layers 0 to 3")
+    torch = full.model_copy(update={"job": full.job.model_copy(update={"framework": "torch"})})
+    assert check.resume_mismatches(found, torch, 4) == []
+
+
 def test_too_little_room_names_the_largest_of_earlier_runs(tmp_path: Path) -> None:
     for name, size in (("small", 10), ("large", 1000)):
         (tmp_path / "runs" / name).mkdir(parents=True)

@@ -14,7 +14,8 @@ from engine.node.probes import did_you_mean, is_withheld, nearest, reason_of
 from engine.protocol.attempt import sync_file, write_atomic
 from engine.protocol.safetensors import CheckpointError, check_header
 
-_ADAPTER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.(.+)\.lora_a$")
+_ADAPTER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.(.+)\.lora_(?:a|(A)\.weight)$")
+"""The names of mlx-lm, and of peft."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 
 
@@ -30,18 +31,19 @@ def safetensors_fault(path: Path) -> str | None:
 
 
 def adapter(path: Path) -> dict[str, Any]:
-    """Description of a file of trained weights: its `kind` (lora, dora, full), the adapters' `ranks`, the `layers`
-    and the `modules` in them. Raises CheckpointError, OSError."""
+    """Description of a file of trained weights: its `kind` (lora, dora, full), whether `peft` has written it and not
+    mlx-lm, the adapters' `ranks`, the `layers` and the `modules` in them. Raises CheckpointError, OSError."""
     tensors = check_header(path).tensors
     found = [(match, shape) for name, (_, shape) in tensors.items() if (match := _ADAPTER.search(name)) is not None]
     if not found:
         layers = {int(match[1]) for name in tensors if (match := _LAYER.search(name)) is not None}
-        return {"kind": "full", "ranks": [], "layers": sorted(layers), "modules": []}
-    magnitudes = any(name.endswith(".m") for name in tensors)
+        return {"kind": "full", "peft": False, "ranks": [], "layers": sorted(layers), "modules": []}
+    magnitudes = any(name.endswith((".m", ".lora_magnitude_vector")) for name in tensors)
     return {
         "kind": "dora" if magnitudes else "lora",
+        "peft": any(match[3] for match, _ in found),
         # Of an expert's stack the axes are others: its rank is not read here.
-        "ranks": sorted({shape[1] for _, shape in found if len(shape) == 2}),
+        "ranks": sorted({shape[0 if match[3] else 1] for match, shape in found if len(shape) == 2}),
         "layers": sorted({int(match[1]) for match, _ in found}),
         "modules": sorted({match[2] for match, _ in found}),
     }
