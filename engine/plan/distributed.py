@@ -8,11 +8,12 @@ import json
 import shlex
 
 from engine.cluster.transport.base import quoted
-from engine.config.models import NodeConfig
+from engine.config.models import JobConfig, NodeConfig
 from engine.plan import network
 from engine.plan.addresses import setup_commands
 from engine.plan.context import PlanContext, usable_calibration
 from engine.plan.document import DistributedSection, Rationale, RdmaSection, Source
+from engine.protocol.launchers import split_launcher
 from engine.security.identifiers import SshTarget
 
 _SYNC = {
@@ -21,7 +22,7 @@ _SYNC = {
     "pipeline": "activations and their gradients between neighbouring ranks; one small all_sum per update",
     "local": "no gradients: the change of the weights to rank 0 and its average back every local_steps updates, and a "
     "small message after each update, over TCP connections of its own",
-    "auto": "by the chosen strategy",
+    "auto": "the script's own",
     "ddp": "an all_reduce of the gradients in buckets, beside the backward pass",
     "fsdp": "an all_gather of each block's parameters, and a reduce_scatter of its gradients",
     "deepspeed": "a reduce_scatter of the gradients, and an all_gather of the updated parameters",
@@ -144,11 +145,30 @@ def _sets_fast_synch(context: PlanContext) -> bool:
 
 
 _VERSIONS = "import mlx.core as mx, mlx_lm; print(mx.__version__, mlx_lm.__version__, mx.default_device())"
-_TORCH_VERSIONS = (
-    "import torch, accelerate, transformers, peft; "
-    "print(torch.__version__, accelerate.__version__, torch.version.cuda, torch.cuda.device_count())"
-)
 _PARSES = "from mlx._distributed_utils.common import Hostfile; print(Hostfile.from_file({path}).hosts)"
+
+
+def torch_packages(job: JobConfig) -> tuple[str, ...]:
+    """Those that every rank of a PyTorch job imports, torch first: of a command, besides torch, its launcher."""
+    if job.command is None:
+        return ("torch", "accelerate", "transformers", "peft", *(["deepspeed"] if job.strategy == "deepspeed" else []))
+    launcher = split_launcher(job.command)[0]
+    if launcher == "accelerate" and job.strategy == "deepspeed":
+        return ("torch", "accelerate", "deepspeed")
+    return ("torch", launcher) if launcher in ("accelerate", "deepspeed") else ("torch",)
+
+
+def _torch_versions(context: PlanContext) -> str:
+    packages = torch_packages(context.job.model_copy(update={"strategy": context.strategy}))
+    versions = ", ".join(f"{name}.__version__" for name in packages)
+    return f"import {', '.join(packages)}; print({versions}, torch.version.cuda, torch.cuda.device_count())"
+
+
+def _calibration(context: PlanContext) -> str | None:
+    """None for what calibrate does not measure: PyTorch commands."""
+    if context.torch:
+        return "calibrate --scaling --quick" if context.settings else None
+    return "calibrate --quick"
 
 
 def verification_steps(context: PlanContext) -> tuple[str, ...]:
@@ -160,7 +180,7 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
     hostfile = inputs.launching.hostfile
     if hostfile is not None and (path := hostfile.path) is not None:
         steps.append(f"{shlex.quote(inputs.tools.python)} -c {shlex.quote(_PARSES.format(path=json.dumps(path)))}")
-    versions = _TORCH_VERSIONS if context.torch else _VERSIONS
+    versions = _torch_versions(context) if context.torch else _VERSIONS
     for node in inputs.config.nodes:
         steps.append(_on(node, f"{quoted(node.python)} -c {shlex.quote(versions)}"))
     hosts = {node.ssh: node for node in inputs.config.nodes}.values()
@@ -171,7 +191,7 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
     elif context.backend == "nccl":
         steps += [_on(node, "nvidia-smi") for node in hosts] if context.torch else []
         steps += [_on(node, "ibstat") for node in hosts]
-    steps += [f"{deck} preflight{config}", f"{deck} calibrate --quick{config}", f"{deck} launch --follow{config}"]
+    steps += [f"{deck} {each}{config}" for each in ("preflight", _calibration(context), "launch --follow") if each]
     if context.backend == "nccl":
         steps.append(f'{deck} logs last | grep "Using network"')
     return (*dict.fromkeys(steps), f"{deck} show last")

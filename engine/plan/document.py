@@ -107,7 +107,7 @@ class StrategySection(FrozenModel):
     gpus_per_node: int | None
     """Ranks per machine; null if they differ."""
     parallelism: str
-    """ "data", "sharded", "pipeline" or "local"; with PyTorch "ddp", "fsdp" or "deepspeed"."""
+    """ "data", "sharded", "pipeline" or "local"; with PyTorch "ddp", "fsdp", "deepspeed" or "the script's own"."""
     layer_split: str | None
     """Layers of each pipeline rank as half-open ranges: "0-8,8-36"."""
     world_size: int
@@ -447,8 +447,9 @@ class TorchSection(FrozenModel):
     """A PyTorch job: `settings` says what the trainer gets; this is how it comes about, and what other tools take."""
 
     enabled: Literal[True] = True
-    strategy: str
-    precision: str
+    strategy: str | None
+    precision: str | None
+    """null like the strategy where they are the script's own: `settings` has the reason."""
     on_gpu: bool
     gpus: dict[str, str | None]
     """By node; null where it is not known, {} on the CPU."""
@@ -459,7 +460,8 @@ class TorchSection(FrozenModel):
     wrap_classes: tuple[str, ...]
     """Block classes that FSDP wraps; empty for other strategies, and where the model itself names them."""
     prefetch: str
-    activation_checkpointing: bool
+    activation_checkpointing: bool | None
+    """null for a custom command."""
     checkpoint_format: str
     backend: str | None
     interfaces: dict[str, str | None]

@@ -165,12 +165,15 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     refuse_obstacles(context, rationale)
     needed = torch_fit(context, rationale) if context.torch else memory_fit(context, rationale)
     if isinstance(needed, TorchFit):
-        # The other sections are about the strategy that was chosen.
-        context = replace(context, inputs=replace(inputs, strategy=needed.chosen.strategy))
+        # The other sections are about the strategy that was chosen; "auto" is the script's own.
+        own = isinstance(needed.settings, Disabled)
+        context = replace(context, inputs=replace(inputs, strategy=AUTO if own else needed.chosen.strategy))
     not_validating = without_validation(context, needed, rationale)
     advised = advice_section(context, needed, not_validating)
     return TrainingPlan(
-        strategy=strategy_section(context, needed.split, needed.trained, rationale, automatic=inputs.strategy == AUTO),
+        strategy=strategy_section(
+            context, needed.split, needed.trained, rationale, automatic=AUTO in (inputs.strategy, context.strategy)
+        ),
         batch_configuration=batch_section(context, needed.largest_batch, rationale),
         distributed_config=distributed_section(context, rationale),
         rdma_config=rdma_section(context, rationale),

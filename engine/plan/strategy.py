@@ -12,6 +12,7 @@ from engine.plan.document import Rationale, Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.prediction import mean_updates
 from engine.protocol.exchange import averaging, exchange
+from engine.protocol.job import AUTO
 from engine.protocol.partition import (
     SPLITTABLE_MODULES,
     LayerSplit,
@@ -33,7 +34,7 @@ _APPROACH = {
     "pipeline": "pipeline parallelism (1F1B): every rank holds contiguous layers",
     "local": "local training with periodic averaging (as DiLoCo): every rank trains the whole model by itself on its "
     "share of each batch; another algorithm than data, with other losses",
-    "auto": "by the memory of the GPUs",
+    "auto": "as the command divides the training",
     "ddp": "distributed data parallelism (DDP): every rank holds the whole training state",
     "fsdp": "fully sharded data parallelism (FSDP2): the training state is partitioned over the ranks",
     "deepspeed": "DeepSpeed ZeRO: the training state is partitioned over the ranks",
@@ -56,7 +57,10 @@ def strategy_section(
     origin = "set by --strategy" if name != context.job.strategy else "set by the job, or its default"
     if automatic:
         origin = 'strategy = "auto", by the memory of the ranks: see settings.strategy'
-    rationale.explain("strategy.parallelism", Source.RULE if automatic else Source.USER, f"{name}: {origin}")
+    shown, source = str(name), Source.RULE if automatic else Source.USER
+    if name == AUTO:
+        shown, source, origin = "the script's own", Source.USER, "see settings"
+    rationale.explain("strategy.parallelism", source, f"{shown}: {origin}")
     each = "process" if context.torch else "[[node]]"
     rationale.explain(
         "strategy.world_size",
@@ -93,7 +97,7 @@ def strategy_section(
         total_gpus=context.ranks,
         nodes=len(set(hosts)),
         gpus_per_node=per_host.pop() if len(per_host) == 1 else None,
-        parallelism=name,
+        parallelism=shown,
         layer_split=format_split(split) if split is not None else None,
         world_size=context.ranks,
         bubble=wait,

@@ -20,6 +20,9 @@ H100, A100, V100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Tesla V100
 CLUSTER = infiniband("a", 8, A100, 1) + infiniband("b", 8, A100, 2)
 NVME = {**FULL, "offload": "nvme", "nvme_path": "/nvme"}
 COMMAND = {"command": ("accelerate", "launch", "train.py"), "model": None, "data": None, "strategy": "fsdp"}
+ZERO_3 = {"strategy": "deepspeed", "mlx_lm": {"precision": "bf16", "zero_stage": 3, "offload": "cpu"}}
+OWN_FILE = {"command": ("accelerate", "launch", "--config_file", "own.yaml", "--mixed_precision", "bf16", "train.py")}
+DEEPSPEED = {"command": ("deepspeed", "--module", "my.train"), "model": None, "data": None, "strategy": "auto"}
 PLANS: dict[str, tuple[Any, ...]] = {
     "cpu": (box("127.0.0.1", 2), FULL, TINY, {}),
     "cpu, two machines": (box("a", 1) + box("b", 1, number=2), FULL, TINY, {"strategy": "fsdp"}),
@@ -31,6 +34,11 @@ PLANS: dict[str, tuple[Any, ...]] = {
     "zero 3": (CLUSTER, FULL, LLAMA_70B, {}),
     "zero 3, nvme": (CLUSTER, NVME, TINY, {"strategy": "deepspeed"}),
     "command": (box("h", 8, H100), {}, None, COMMAND),
+    "command, zero 3": (box("h", 8, H100), {}, None, {**COMMAND, **ZERO_3}),
+    "command, own file": (CLUSTER, {}, None, {**COMMAND, **OWN_FILE}),
+    "command, script's own": (box("h", 8, H100), {}, None, {**COMMAND, "strategy": "auto", "mlx_lm": {}}),
+    "command, deepspeed": (box("h", 8, H100), {}, None, DEEPSPEED),
+    "command, python's options": (box("h", 8, H100), {}, None, {**COMMAND, "command": ("python", "-u", "train.py")}),
     "one gpu": (box("l", 1, "NVIDIA L4", 24), FULL, TINY, {}),
 }
 
@@ -44,6 +52,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(name.replace(", ", "-").replace(" ", "-"))
         for file, text in made.files.items():
             (folder / file).write_text(text)
+        (folder / "own.yaml").write_text("distributed_type: FSDP\nmixed_precision: fp16\nnum_processes: 4\n")
         (folder / "commands.json").write_text(json.dumps({**made.commands, "world_size": len(nodes)}))
         folders.append(str(folder))
     program = Path(__file__).with_name("plan_files.py")
@@ -77,6 +86,13 @@ def test_torchrun_starts_the_planned_ranks(answers: dict[str, Any], name: str, n
     assert program == ["engine.torch_trainer.standalone", "job.json"]
 
 
+def test_the_launchers_take_what_a_command_has(answers: dict[str, Any]) -> None:
+    # python, -u and the script.
+    assert answers["command, python's options"]["torchrun"][-1] == ["-u", "train.py"]
+    assert answers["command, own file"]["accelerate"]["machines"] == 2
+    assert answers["command, deepspeed"]["deepspeed"] == "my.train"
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "processes", "precision"),
     [
@@ -86,6 +102,9 @@ def test_torchrun_starts_the_planned_ranks(answers: dict[str, Any], name: str, n
         ("zero 3", "DEEPSPEED", 16, "no"),
         ("one gpu", "NO", 1, "bf16"),
         ("command", "FSDP", 8, "bf16"),
+        ("command, zero 3", "DEEPSPEED", 8, "no"),
+        ("command, own file", "FSDP", 16, "bf16"),
+        ("command, script's own", "MULTI_GPU", 8, "no"),
     ],
 )
 def test_accelerate_launch_starts_what_was_planned(
@@ -124,6 +143,11 @@ def test_deepspeed_reads_its_configuration_as_it_was_meant(
     assert found["communication"] == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
     assert answers[name]["deepspeed"] == "train.py"
     assert sum(answers[name]["hosts"].values()) == len(PLANS[name][0])
+
+
+def test_what_a_script_knows_is_filled_in_by_accelerate_and_transformers(answers: dict[str, Any]) -> None:
+    found = answers["command, zero 3"]["filled"]
+    assert found == {"accelerate": [8 * 2 * 4, 1.0], "transformers": [8 * 2 * 4, 0.5], "zero.Init": 3}
 
 
 def test_the_blocks_are_those_that_transformers_names(answers: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import yaml
 
 from engine.plan.document import ChosenTorchSettings
 from engine.protocol.deepspeed import deepspeed_config
-from engine.protocol.job import TorchSettings
+from engine.protocol.job import AUTO, TorchSettings
 
 MASTER_PORT = 29500
 """torchrun's own default."""
@@ -29,6 +29,12 @@ SCRIPT = "train.py"
 IMAGE = "registry.example.com/torch:latest"
 """Stands for the user's own image."""
 _NOT_OF_A_NAME = re.compile(r"[^a-z0-9-]+")
+_OF_THE_SCRIPT = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "gradient_clipping",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class TorchLaunch:
     settings: ChosenTorchSettings
     machines: tuple[Machine, ...]
     program: tuple[str, ...]
-    """The words after a launcher: a script or "-m" and a module, with its arguments."""
+    """The words after a launcher: a script, "-m" and a module, or "--no_python" and another program, with its
+    arguments."""
     address: str = "localhost"
     """Rank 0's, for the others."""
     on_gpu: bool = True
@@ -59,8 +66,12 @@ class TorchLaunch:
     accumulation: int = 1
     max_grad_norm: float | None = None
     nvme_path: str | None = None
-    accelerate: bool = False
-    """The job's own command begins with `accelerate launch`."""
+    planned: bool = True
+    """False: strategy and precision are the script's own, and `settings` have the defaults."""
+    launcher: str | None = None
+    """The one that the job's own command begins with: "accelerate"."""
+    options: tuple[str, ...] = ()
+    """Of that `accelerate launch`, before its script: "--mixed_precision=bf16"."""
     elastic: str = ""
     """The least and the most machines of an elastic job, "2:4"."""
     restarts: int = 0
@@ -72,6 +83,23 @@ class TorchLaunch:
         return sum(machine.processes for machine in self.machines)
 
     @property
+    def own_file(self) -> bool:
+        """The user's `accelerate launch` names a configuration file."""
+        return any(option.startswith("--config_file") for option in self.options)
+
+    @property
+    def with_accelerate(self) -> bool:
+        """`accelerate launch` starts this job's ranks. On the CPU it starts one process whatever is asked, and FSDP
+        becomes DDP there."""
+        given = self.job is not None or self.launcher == "accelerate"
+        return given and self.on_gpu and self.processes is not None
+
+    @property
+    def with_deepspeed(self) -> bool:
+        given = self.settings.strategy == "deepspeed" if self.job is not None else self.launcher == "deepspeed"
+        return given and self.on_gpu
+
+    @property
     def processes(self) -> int | None:
         """On each machine; None where they differ."""
         counts = {machine.processes for machine in self.machines}
@@ -79,10 +107,9 @@ class TorchLaunch:
 
 
 def accelerate_config(launch: TorchLaunch) -> dict[str, Any] | None:
-    """None where Accelerate would start something else: on the CPU `accelerate launch` starts one process whatever is
-    asked, and FSDP becomes DDP there."""
+    """None where Accelerate does not start the job, or with a file of the user's own."""
     settings = launch.settings
-    if not launch.on_gpu or launch.processes is None:
+    if not launch.with_accelerate or launch.own_file:
         return None
     kind = {"ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}[settings.strategy]
     config: dict[str, Any] = {
@@ -106,7 +133,8 @@ def accelerate_config(launch: TorchLaunch) -> dict[str, Any] | None:
             "zero3_init_flag": settings.zero_stage == 3,
         }
         return config
-    config["mixed_precision"] = "no" if settings.precision == "fp32" else settings.precision
+    if launch.planned:
+        config["mixed_precision"] = "no" if settings.precision == "fp32" else settings.precision
     if settings.strategy == "fsdp":
         config["fsdp_config"] = {
             "fsdp_version": 2,
@@ -122,12 +150,11 @@ def accelerate_config(launch: TorchLaunch) -> dict[str, Any] | None:
 
 
 def deepspeed_file(launch: TorchLaunch) -> dict[str, Any] | None:
-    """None for other strategies. Of a script's own batch, the largest rank and accumulation are DeepSpeed's defaults:
-    1."""
+    """None for other strategies. Accelerate and transformers replace "auto" by what a script of the user's own does."""
     settings = launch.settings
     if settings.strategy != "deepspeed":
         return None
-    return deepspeed_config(
+    found = deepspeed_config(
         TorchSettings(
             zero_stage=settings.zero_stage,
             offload=settings.offload,
@@ -139,17 +166,21 @@ def deepspeed_file(launch: TorchLaunch) -> dict[str, Any] | None:
         world_size=launch.ranks,
         max_grad_norm=launch.max_grad_norm,
     )
+    return found if launch.job is not None else found | dict.fromkeys(_OF_THE_SCRIPT, AUTO)
 
 
-def pytorch_job(launch: TorchLaunch) -> dict[str, Any]:
-    """A manifest of kubeflow.org/v1, one pod for each machine. The operator sets MASTER_ADDR, MASTER_PORT, RANK and
-    torchrun's own variables (PET_NNODES, PET_NPROC_PER_NODE, …), so that the command needs none of them."""
-    processes = launch.processes or 1
+def pytorch_job(launch: TorchLaunch) -> dict[str, Any] | None:
+    """A manifest of kubeflow.org/v1, one pod for each machine; None where their numbers of ranks differ. The operator
+    sets MASTER_ADDR, MASTER_PORT, RANK and torchrun's own variables (PET_NNODES, PET_NPROC_PER_NODE, …), so that the
+    command needs none of them."""
+    processes = launch.processes
+    if processes is None:
+        return None
     gpus = {"limits": {"nvidia.com/gpu": processes}} if launch.on_gpu else {"requests": {"cpu": processes}}
     command = ["torchrun", *launch.program]
-    if launch.accelerate and launch.on_gpu:
+    if launch.launcher == "accelerate" and launch.on_gpu:
         where = ["--machine_rank=$(RANK)", "--main_process_ip=$(MASTER_ADDR)", "--main_process_port=$(MASTER_PORT)"]
-        command = ["accelerate", "launch", f"--config_file={ACCELERATE}", *where, *launch.program]
+        command = ["accelerate", "launch", *_accelerate_options(launch, pasted=False), *where, *launch.program]
     container: dict[str, Any] = {
         "name": "pytorch",
         "image": IMAGE,
@@ -168,7 +199,7 @@ def pytorch_job(launch: TorchLaunch) -> dict[str, Any]:
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": {"name": _NOT_OF_A_NAME.sub("-", launch.name.lower()).strip("-")[:50] or "job"},
+        "metadata": {"name": _label(launch.name)},
         "spec": {
             "nprocPerNode": str(processes),
             "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 3},
@@ -181,6 +212,12 @@ def pytorch_job(launch: TorchLaunch) -> dict[str, Any]:
     }
 
 
+def _label(name: str) -> str:
+    """A DNS-1035 label, of at most 50 characters, since the operator appends to it."""
+    found = _NOT_OF_A_NAME.sub("-", name.lower()).strip("-")
+    return (found if found[:1].isalpha() else f"job-{found}")[:50].strip("-")
+
+
 def files(launch: TorchLaunch) -> dict[str, str]:
     """File name -> its text."""
     found: dict[str, str] = {}
@@ -188,11 +225,13 @@ def files(launch: TorchLaunch) -> dict[str, str]:
         found[ACCELERATE] = _yaml(accelerated)
     if (zero := deepspeed_file(launch)) is not None:
         found[DEEPSPEED] = json.dumps(zero, indent=2) + "\n"
+    if launch.with_deepspeed:
         found[HOSTFILE] = "".join(f"{machine.host} slots={machine.processes}\n" for machine in launch.machines)
     if launch.job is not None:
         backend = "nccl" if launch.on_gpu else "gloo"
         found[JOB] = json.dumps({"backend": backend, "job": dict(launch.job)}, indent=2) + "\n"
-    found[PYTORCH_JOB] = _yaml(pytorch_job(launch))
+    if (manifest := pytorch_job(launch)) is not None:
+        found[PYTORCH_JOB] = _yaml(manifest)
     return found
 
 
@@ -219,7 +258,10 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
     elsewhere = "" if machines == 1 else f"on each of the {machines} machines: "
     if processes is None:
         each = ", ".join(f"{machine.host} {machine.processes}" for machine in launch.machines)
-        notes.append(f"the machines have different numbers of ranks: set --nproc-per-node on each ({each})")
+        notes.append(
+            f"the machines have different numbers of ranks: set --nproc-per-node on each ({each}); srun and a "
+            "PyTorchJob have one number for all, and are left out"
+        )
     per_machine = str(processes or launch.machines[0].processes)
     rendezvous = ["--standalone"]
     if machines > 1:
@@ -236,17 +278,12 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
         *program,
     ]
     found["torchrun"] = _line(before, words)
-    if accelerate_config(launch) is None:
-        why = "accelerate launch starts one process, and replaces FSDP by DDP, where there is no GPU"
-        notes.append(f"no {ACCELERATE}: {why if not launch.on_gpu else 'it wants as many ranks on each machine'}")
-    else:
-        rank = ["--machine_rank", "0"] if machines > 1 else []
-        found["accelerate"] = _line(before, ["accelerate", "launch", "--config_file", ACCELERATE, *rank, *script])
-        if machines > 1:
-            notes.append(
-                f"accelerate launch: --machine_rank 0 on {launch.machines[0].host}, then 1, 2, … on the others"
-            )
-    if launch.settings.strategy == "deepspeed" and launch.on_gpu:
+    if launch.with_accelerate:
+        found["accelerate"] = _line(
+            before, ["accelerate", "launch", *_accelerate_options(launch, pasted=True), *script]
+        )
+    notes += _accelerate_notes(launch)
+    if launch.with_deepspeed:
         where = ["--num_gpus", per_machine]
         if machines > 1:
             where = ["--hostfile", HOSTFILE, "--master_addr", launch.address, "--master_port", str(MASTER_PORT)]
@@ -255,7 +292,9 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
             )
         module = ["--module", *script[1:]] if script[0] == "-m" else script
         found["deepspeed"] = _line(before, ["deepspeed", *where, *module])
-    found["srun"] = _srun(launch, before, per_machine)
+    if processes is not None:
+        found["srun"] = _srun(launch, before, per_machine)
+        notes.append(f"{PYTORCH_JOB}: {IMAGE} stands for an image with PyTorch, your program, its data and the model")
     if elsewhere:
         notes.insert(0, f"torchrun and accelerate launch are started {elsewhere.removesuffix(': ')}")
     if launch.job is not None:
@@ -266,8 +305,29 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
         )
         if "accelerate" in found:
             notes.append(f"{SCRIPT} stands for a script of your own with this job's sizes and strategy")
-    notes.append(f"{PYTORCH_JOB}: {IMAGE} stands for an image with PyTorch, your program, its data and the model")
     return found, tuple(notes)
+
+
+def _accelerate_options(launch: TorchLaunch, *, pasted: bool) -> list[str]:
+    """Its configuration; with a file of the user's own, whose ranks may be others, also this job's. `pasted`: on the
+    first of the machines, with rank 0's address."""
+    options = ["--config_file", ACCELERATE, *launch.options]
+    address = ["--main_process_ip", launch.address, "--main_process_port", str(MASTER_PORT)]
+    if launch.own_file:
+        options = [*launch.options, f"--num_machines={len(launch.machines)}", f"--num_processes={launch.ranks}"]
+    if not pasted or len(launch.machines) == 1:
+        return options
+    return [*options, *(address if launch.own_file else []), "--machine_rank", "0"]
+
+
+def _accelerate_notes(launch: TorchLaunch) -> Iterator[str]:
+    if launch.with_accelerate and len(launch.machines) > 1:
+        yield f"accelerate launch: --machine_rank 0 on {launch.machines[0].host}, then 1, 2, … on the others"
+    elif not launch.with_accelerate and (launch.job is not None or launch.launcher == "accelerate"):
+        why = "starts one process, and replaces FSDP by DDP, where there is no GPU"
+        yield f"accelerate launch {'wants as many ranks on each machine' if launch.on_gpu else why}"
+    if launch.launcher == "accelerate":
+        yield "torchrun and srun start the script without what accelerate launch sets for it"
 
 
 def _srun(launch: TorchLaunch, before: Sequence[str], per_machine: str) -> str:

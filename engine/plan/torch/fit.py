@@ -15,6 +15,7 @@ from engine.plan.context import PlanContext
 from engine.plan.document import (
     OVERRIDE,
     ChosenTorchSettings,
+    Disabled,
     MemoryBreakdown,
     MemorySection,
     RankMemory,
@@ -29,6 +30,7 @@ from engine.plan.torch.gpus import choose_precision
 from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
 from engine.plan.torch.strategy import StrategyChoice, candidates, choose_strategy, label, with_torch_settings
 from engine.protocol.job import AUTO
+from engine.protocol.launchers import split_launcher
 
 _KEYS = ("strategy", "sharding", "zero_stage", "offload", "grad_checkpoint")
 _SHORTEST = 256
@@ -50,14 +52,18 @@ class TorchFit(MemoryFit):
 
     @property
     def chosen(self) -> ChosenTorchSettings:
-        assert isinstance(self.settings, ChosenTorchSettings)
-        return self.settings
+        """The defaults where they are the script's own."""
+        return self.settings if isinstance(self.settings, ChosenTorchSettings) else ChosenTorchSettings()
 
 
 def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
     """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
-    asked = _requested(context)
     on_gpu, gpus = _gpus(context)
+    if (own := _scripts_own(context)) is not None:
+        rationale.explain("settings", Source.USER, own)
+        memory = unknown_memory("the job runs a custom command", rationale)
+        return TorchFit(memory, Disabled(reason=own), on_gpu=on_gpu, gpus=gpus)
+    asked = _requested(context)
     precision = asked["precision"]
     if precision == AUTO:
         found = choose_precision(gpus, on_gpu=on_gpu)
@@ -101,11 +107,11 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
     refuse_memory(rows, ways, rationale)
     if short:
         rationale.refuse("memory", "; ".join(short), OVERRIDE, describe_ways(ways))
-    memory, whole = choice.chosen.memory, shape.total_parameters
+    trained, whole = choice.chosen.memory.trainable_parameters, shape.total_parameters
     section = MemorySection(
         parameters=whole,
-        trainable_parameters=memory.trainable_parameters,
-        trainable_share=memory.trainable_parameters / whole,
+        trainable_parameters=trained,
+        trainable_share=trained / whole,
         layers=shape.layers,
         assumptions=(_assumption(context, chosen),),
         ranks=tuple(rows),
@@ -123,6 +129,18 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
         choice=choice,
         compared=job.choose(compared),
     )
+
+
+def _scripts_own(context: PlanContext) -> str | None:
+    """Where a job's own command has its strategy and precision from; None if the launch gives it those of [job]."""
+    if context.job.command is None:
+        return None
+    launcher, options, _ = split_launcher(context.job.command)
+    if launcher == "accelerate" and any(name.startswith("--config_file") for name in options[::2]):
+        return "strategy and precision are those of the command's --config_file"
+    if launcher == "accelerate" and "precision" in context.job.mlx_lm:
+        return None
+    return "strategy and precision are the script's own"
 
 
 def _requested(context: PlanContext) -> dict[str, Any]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.plan import network
 from engine.plan.context import PlanContext
-from engine.plan.document import Rationale, Source, TorchCandidate, TorchSection
+from engine.plan.document import Disabled, Rationale, Source, TorchCandidate, TorchSection
 from engine.plan.torch.files import JOB, Machine, TorchLaunch, commands, files
 from engine.plan.torch.fit import TorchFit
 from engine.plan.torch.strategy import BLOCKS, label
 from engine.protocol.deepspeed import BUCKET_ELEMENTS
 from engine.protocol.launchers import split_launcher, started_program
-from engine.security.redact import is_public
+from engine.security.redact import is_public, redact
 
+_MODULE = ("-m", "--module")
+_PLACEHOLDER = re.compile(r"\{(?:rank|workdir|model|data|python)\}")
 _RECIPE = "engine.torch_trainer.standalone"
 _CPU_FSDP = "Accelerate replaces FSDP by DDP on the CPU without a word: the recipe calls fully_shard itself"
 _SAVED = {
@@ -29,28 +32,26 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
     chosen, inputs = fit.chosen, context.inputs
     launch = _launch(context, fit)
     pasted, notes = commands(launch)
+    notes = (*notes, *_command_notes(context))
     blocks = launch.blocks if chosen.strategy == "fsdp" else ()
     accumulation = context.accumulation if context.settings else None
     hosts = inputs.network.hosts if inputs.network is not None else ()
     interfaces = {name: host.interface for name, host in zip(context.names, hosts, strict=False)}
     infiniband = inputs.network is not None and inputs.network.infiniband
-    if not context.settings:
-        notes = (
-            *notes,
-            "the script's own batch, accumulation and checkpoints count: the files have only what is known",
-        )
-    if chosen.strategy == "fsdp" and not fit.on_gpu:
+    own = fit.settings.reason if isinstance(fit.settings, Disabled) else None
+    notes = (*notes, own) if own is not None else notes
+    if context.settings and chosen.strategy == "fsdp" and not fit.on_gpu:
         notes = (*notes, _CPU_FSDP)
     section = TorchSection(
-        strategy=chosen.strategy,
-        precision=chosen.precision,
+        strategy=chosen.strategy if own is None else None,
+        precision=chosen.precision if own is None else None,
         on_gpu=fit.on_gpu,
         gpus={name: gpu.name if gpu else None for name, gpu in zip(context.names, fit.gpus, strict=False)},
         candidates=_candidates(fit),
         gradient_accumulation_steps=accumulation,
         wrap_classes=blocks,
-        prefetch=_prefetch(fit),
-        activation_checkpointing=chosen.grad_checkpoint,
+        prefetch=_prefetch(fit) if own is None else "the script's own",
+        activation_checkpointing=chosen.grad_checkpoint if context.settings else None,
         checkpoint_format=_SAVED[chosen.strategy] if context.settings else "the script's own",
         backend=context.backend,
         interfaces=interfaces,
@@ -69,11 +70,10 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
     counts = Counter[str]()
     for node in nodes:
         counts[node.ssh] += node.processes if job.elastic else 1
-    plan, command = inputs.network, job.command or ()
-    launcher = split_launcher(command)[0]
+    plan, command = inputs.network, _shown(job.command or ())
+    launcher, options, _ = split_launcher(command)
     started = started_program(command) if command else ["python", "-m", _RECIPE, JOB]
-    # All launchers start python themselves.
-    program = started[1:] if started[:1] in (["python"], ["python3"]) else ["--no-python", *started]
+    pairs = zip(options[::2], options[1::2], strict=True)
     kind = str((inputs.model or {}).get("model_type", ""))
     settings = context.settings
     even = max(context.micro_batches.values()) if context.micro_batches else None
@@ -81,7 +81,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         name=job.name,
         settings=fit.chosen,
         machines=tuple(Machine(host, count) for host, count in counts.items()),
-        program=tuple(program),
+        program=tuple(_program(started)),
         address=plan.hosts[0].ips[0] if plan is not None and plan.hosts and plan.hosts[0].ips else nodes[0].ssh,
         on_gpu=fit.on_gpu,
         environment=_environment(context),
@@ -90,11 +90,43 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         accumulation=context.accumulation,
         max_grad_norm=settings.get("max_grad_norm"),
         nvme_path=job.mlx_lm.get("nvme_path"),
-        accelerate=launcher == "accelerate",
+        planned=not isinstance(fit.settings, Disabled),
+        launcher=launcher,
+        options=tuple(f"{name}={value}" if value else name for name, value in pairs if name not in _MODULE),
         elastic=inputs.config.elastic_nodes,
         restarts=recovery.max_restarts,
         job=_resolved(context, fit) if settings else None,
     )
+
+
+def _program(started: Sequence[str]) -> list[str]:
+    """The words after a launcher, which starts python itself, but without python's own options."""
+    python = started[0] in ("python", "python3") and len(started) > 1
+    if python and (started[1] == "-m" or not started[1].startswith("-")):
+        return list(started[1:])
+    # All three know it so; DeepSpeed knows no --no-python.
+    return ["--no_python", *started]
+
+
+def _shown(command: Sequence[str]) -> list[str]:
+    """The words without credentials, also in the word after an option: `--hf_token VALUE`."""
+    shown = list[str]()
+    for option, word in zip(("", *command), command, strict=False):
+        begin = f"{option}=" if option.startswith("--") and "=" not in option else ""
+        shown.append(redact(begin + word, {}).removeprefix(begin))
+    return shown
+
+
+def _command_notes(context: PlanContext) -> Iterator[str]:
+    """How a job's own command differs here from what a launch starts."""
+    command = context.job.command
+    if command is None:
+        return
+    if _shown(command) != list(command):
+        yield "the command's credentials are left out: it does not run as it is shown"
+    if found := sorted(set(_PLACEHOLDER.findall(" ".join(command)))):
+        yield f"{', '.join(found)} in the command: flightdeck launch alone fills this in for each rank"
+    yield "the script's own batch, accumulation and checkpoints count: the files have only what is known"
 
 
 def _environment(context: PlanContext) -> Mapping[str, str]:
@@ -167,8 +199,9 @@ def _explain(context: PlanContext, section: TorchSection, rationale: Rationale) 
         kind = (context.inputs.model or {}).get("model_type")
         why = f"the blocks of transformers' model_type {kind}" if section.wrap_classes else "the model names its blocks"
         rationale.explain("torch.wrap_classes", Source.RULE, why)
-    rationale.explain("torch.prefetch", Source.RULE, "what is sent travels beside the computation")
-    rationale.explain("torch.checkpoint_format", Source.RULE, "no rank has to gather the whole state to save it")
+    if context.settings:
+        rationale.explain("torch.prefetch", Source.RULE, "what is sent travels beside the computation")
+        rationale.explain("torch.checkpoint_format", Source.RULE, "no rank has to gather the whole state to save it")
     plan = context.inputs.network
     source = Source.USER if context.inputs.config.cluster.backend != "auto" else Source.FACT
     rationale.explain("torch.backend", source, "; ".join(plan.reasons) if plan is not None else "not known")

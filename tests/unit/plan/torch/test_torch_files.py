@@ -10,8 +10,10 @@ import jsonschema
 import pytest
 import yaml
 
-from engine.config.models import RecoveryConfig
-from engine.plan.document import ChosenTorchSettings
+from engine.checks.interpreter import torch_packages as checked_packages
+from engine.config.models import JobConfig, RecoveryConfig
+from engine.plan.distributed import torch_packages
+from engine.plan.document import ChosenTorchSettings, Disabled
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section
 
@@ -67,7 +69,7 @@ PYTORCH_JOB = _object(
     {
         "apiVersion": {"const": "kubeflow.org/v1"},
         "kind": {"const": "PyTorchJob"},
-        "metadata": _object({"name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"}}, "name"),
+        "metadata": _object({"name": {"type": "string", "pattern": "^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"}}, "name"),
         "spec": _object(
             {
                 "elasticPolicy": _ANY,
@@ -134,7 +136,7 @@ def test_on_the_cpu_accelerate_would_start_something_else_and_it_is_said() -> No
     made = section(plan(box("a", 1) + box("b", 1, number=2), FULL, model=TINY, job={"strategy": "fsdp"}))
     assert set(made.files) == {"job.json", "pytorchjob.yaml"} and set(made.commands) == {"torchrun", "srun"}
     assert made.commands["torchrun"].startswith("GLOO_SOCKET_IFNAME=eth0 torchrun --nnodes 2 --nproc-per-node 1 ")
-    assert any("accelerate launch starts one process" in note for note in made.notes)
+    assert any(note.startswith("accelerate launch starts one process") for note in made.notes)
     assert any("fully_shard" in note for note in made.notes)
 
 
@@ -173,7 +175,11 @@ def test_an_elastic_job_names_its_least_and_most_machines() -> None:
         (["torchrun", "train.py", "--lr", "1e-4"], "train.py --lr 1e-4"),
         (["python", "-m", "trainer.main"], "-m trainer.main"),
         (["accelerate", "launch", "train.py"], "train.py"),
-        (["./train.sh"], "--no-python ./train.sh"),
+        (["./train.sh"], "--no_python ./train.sh"),
+        (["bash", "run.sh"], "--no_python bash run.sh"),
+        # torchrun starts python without its options.
+        (["python", "-u", "train.py"], "--no_python python -u train.py"),
+        (["python3", "train.py"], "train.py"),
     ],
 )
 def test_a_command_of_the_users_own_is_what_is_started(command: list[str], program: str) -> None:
@@ -185,3 +191,154 @@ def test_a_command_of_the_users_own_is_what_is_started(command: list[str], progr
     started = manifest["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["command"]
     assert started[0] == ("accelerate" if command[0] == "accelerate" else "torchrun")
     assert " ".join(started).endswith(program)
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def command_section(nodes: Any, *words: str, **job: Any) -> Any:
+    keys = job.pop("mlx_lm", {})
+    own = {"command": words, "model": None, "data": None, "mlx_lm": keys, **job}
+    return section(plan(nodes, job=own, model=None, model_source="not read"))
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("Support: v2", "support-v2"),
+        ("4b-lora", "job-4b-lora"),
+        ("---", "job"),
+        ("a" * 49 + "-tail", "a" * 49),
+        ("Überprüfung", "berpr-fung"),
+    ],
+)
+def test_the_manifests_name_is_a_dns_label(name: str, label: str) -> None:
+    made = section(plan(box("h", 2, H100), FULL, model=TINY, job={"name": name}))
+    manifest = yaml.safe_load(made.files["pytorchjob.yaml"])
+    jsonschema.validate(manifest, PYTORCH_JOB)
+    assert manifest["metadata"]["name"] == label
+
+
+def test_what_has_one_number_of_ranks_for_all_machines_is_left_out_where_they_differ() -> None:
+    made = section(plan(box("a", 8, H100) + box("b", 4, H100, number=2), FULL, model=TINY))
+    assert "pytorchjob.yaml" not in made.files and set(made.commands) == {"torchrun"}
+    assert any("a 8, b 4" in note and "srun and a PyTorchJob" in note for note in made.notes)
+    assert not any("pytorchjob.yaml" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("torchrun", "train.py", "--hf_token", "hf_abcdefghijklmnopqrst"),
+        ("python", "train.py", "--wandb_api_key", "0123456789abcdef"),
+        ("accelerate", "launch", "train.py", "--api_key=0123456789abcdef"),
+        ("deepspeed", "train.py", "--data", "https://me:0123456789abcdef@host/data"),
+    ],
+)
+def test_credentials_of_the_command_are_written_nowhere(words: tuple[str, ...]) -> None:
+    made = command_section(box("h", 2, H100), *words)
+    document = made.model_dump_json()
+    assert "hf_abc" not in document and "0123456789" not in document
+    assert "[redacted]" in made.commands["torchrun"] and "[redacted]" in made.files["pytorchjob.yaml"]
+    assert any("credentials are left out" in note for note in made.notes)
+    kept = command_section(box("h", 2, H100), "torchrun", "train.py", "--lr", "1e-4")
+    assert not any("credentials" in note for note in kept.notes)
+
+
+def test_a_placeholder_that_no_other_launcher_fills_in_is_said() -> None:
+    made = command_section(box("h", 2, H100), "python", "{workdir}/train.py", "--out", "out.{rank}", "--end", "{x}")
+    assert any(note.startswith("{rank}, {workdir} in the command") for note in made.notes)
+
+
+def test_a_script_has_its_own_strategy_and_precision() -> None:
+    nodes = box("h", 8, H100)
+    job: dict[str, Any] = {"command": ("torchrun", "train.py"), "model": None, "data": None, "mlx_lm": {}}
+    made = plan(nodes, job=job, model=None, model_source="not read")
+    own = "strategy and precision are the script's own"
+    assert isinstance(made.settings, Disabled) and made.settings.reason == own
+    assert (made.strategy.parallelism, made.strategy.launchable) == ("the script's own", True)
+    found = section(made)
+    assert (found.strategy, found.precision, found.activation_checkpointing) == (None, None, None)
+    assert own in found.notes and set(found.commands) == {"torchrun", "srun"}
+    assert set(found.files) == {"pytorchjob.yaml"}
+    text = json.dumps(made.document())
+    assert "bf16" not in text and "ddp" not in text
+
+
+def test_a_configuration_file_of_the_users_own_is_kept() -> None:
+    words = ("accelerate", "launch", "--config_file", "fsdp.yaml", "--mixed_precision", "bf16", "-m", "my.train")
+    made = command_section(CLUSTER, *words, strategy="fsdp", mlx_lm={"precision": "auto"})
+    assert "accelerate_config.yaml" not in made.files and made.strategy is None
+    assert made.commands["accelerate"].endswith(
+        "accelerate launch --config_file=fsdp.yaml --mixed_precision=bf16 --num_machines=2 --num_processes=16 "
+        "--main_process_ip 10.0.0.1 --main_process_port 29500 --machine_rank 0 -m my.train"
+    )
+    assert "strategy and precision are those of the command's --config_file" in made.notes
+    manifest = yaml.safe_load(made.files["pytorchjob.yaml"])
+    started = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["command"]
+    assert started[:3] == ["accelerate", "launch", "--config_file=fsdp.yaml"]
+    assert "--machine_rank=$(RANK)" in started and "--num_processes=16" in started
+
+
+def test_without_keys_of_the_job_accelerate_leaves_the_precision_to_the_script() -> None:
+    made = command_section(box("h", 8, H100), "accelerate", "launch", "train.py")
+    config = yaml.safe_load(made.files["accelerate_config.yaml"])
+    assert config["distributed_type"] == "MULTI_GPU" and "mixed_precision" not in config
+    made = command_section(box("h", 8, H100), "accelerate", "launch", "train.py", mlx_lm={"precision": "auto"})
+    # As the launch passes it on.
+    assert yaml.safe_load(made.files["accelerate_config.yaml"])["mixed_precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "command"),
+    [
+        (box("h", 8, H100), ["train.py", "--lr", "1"], "deepspeed --num_gpus 8 train.py --lr 1"),
+        (box("h", 8, H100), ["--module", "my.train"], "deepspeed --num_gpus 8 --module my.train"),
+        (CLUSTER, ["train.py"], "--hostfile hostfile --master_addr 10.0.0.1 --master_port 29500 train.py"),
+    ],
+)
+def test_a_command_of_deepspeeds_is_printed_as_one(nodes: Any, words: list[str], command: str) -> None:
+    made = command_section(nodes, "deepspeed", *words)
+    assert made.commands["deepspeed"].endswith(command)
+    # Its configuration is the script's own.
+    assert "hostfile" in made.files and "ds_config.json" not in made.files
+
+
+def test_what_only_the_script_knows_is_auto_in_deepspeeds_file() -> None:
+    keys = {"precision": "bf16", "zero_stage": 3, "offload": "none"}
+    made = command_section(box("h", 8, H100), "accelerate", "launch", "t.py", strategy="deepspeed", mlx_lm=keys)
+    found = json.loads(made.files["ds_config.json"])
+    assert {key for key, value in found.items() if value == "auto"} == {
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+    }
+    assert found["zero_optimization"]["stage"] == 3
+    # Accelerate's launcher alone gives the script its DeepSpeed plugin.
+    assert set(made.commands) == {"torchrun", "accelerate", "srun"}
+
+
+@pytest.mark.parametrize(
+    ("command", "strategy", "imports"),
+    [
+        (None, "ddp", "import torch, accelerate, transformers, peft; "),
+        (None, "deepspeed", "import torch, accelerate, transformers, peft, deepspeed; "),
+        (("torchrun", "train.py"), "auto", "import torch; "),
+        (("accelerate", "launch", "train.py"), "fsdp", "import torch, accelerate; "),
+        (("accelerate", "launch", "train.py"), "deepspeed", "import torch, accelerate, deepspeed; "),
+        (("deepspeed", "train.py"), "auto", "import torch, deepspeed; "),
+    ],
+)
+def test_the_steps_of_verification_are_those_of_the_job(
+    command: tuple[str, ...] | None, strategy: str, imports: str
+) -> None:
+    given: dict[str, Any] = {"command": command, "model": None, "data": None} if command else {}
+    made = plan(box("h", 2, H100), FULL, model=TINY, job={"strategy": strategy, **given})
+    steps = made.verification_steps
+    assert any(imports in step for step in steps)
+    assert [step for step in steps if "calibrate" in step] == (
+        [] if command else ["flightdeck calibrate --scaling --quick"]
+    )
+    job = JobConfig.model_validate({"name": "job", "framework": "torch", "strategy": strategy, **given})
+    assert torch_packages(job) == checked_packages(job)
