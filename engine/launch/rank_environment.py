@@ -110,7 +110,10 @@ def torch_rank_variables(network: NetworkPlan, rank: int) -> dict[str, str]:
     }
     interface = network.hosts[rank].interface
     if interface is not None and len(machines) > 1:
-        own[f"{network.backend.upper()}_SOCKET_IFNAME"] = interface
+        # gloo also beside nccl, for what is on the CPU.
+        own["GLOO_SOCKET_IFNAME"] = interface
+        if network.backend == "nccl":
+            own["NCCL_SOCKET_IFNAME"] = interface
     return own
 
 

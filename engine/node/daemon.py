@@ -8,9 +8,10 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from engine.node.processes import kill_group
+from engine.node.processes import kill_group, with_variables
 from engine.protocol.exit_codes import KeeperExit
 
 STARTED = 0
@@ -95,7 +96,9 @@ def _redirect(log: Path) -> None:
 class GroupReaper:
     """Held by the process whose group must not outlive it."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Mapping[str, str] | None = None) -> None:
+        """`marks`: variables of processes outside the group that must not outlive it either, such as torchrun's
+        workers, each of which has a session of its own."""
         read_end, self._write_end = os.pipe()
         try:
             self.pid = os.fork()
@@ -109,7 +112,7 @@ class GroupReaper:
             for target in range(_AFTER_STDERR):
                 os.dup2(nothing, target)
             close_all_but(read_end)
-            _watch(read_end)
+            _watch(read_end, dict(marks or {}))
         os.close(read_end)
 
     def set_group(self, pgid: int) -> None:
@@ -131,8 +134,8 @@ class GroupReaper:
             os.write(self._write_end, b"%d\n" % pgid)
 
 
-def _watch(pipe: int) -> None:
-    """Read group ids until the pipe ends, then kill the last one. Never returns."""
+def _watch(pipe: int, marks: dict[str, str]) -> None:
+    """Read group ids until the pipe ends, then kill the last one, and what has the variables `marks`. Never returns."""
     try:
         os.setsid()
         for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
@@ -143,5 +146,9 @@ def _watch(pipe: int) -> None:
         pgid = int(received.split()[-1]) if received.split() else 0
         if pgid:
             kill_group(pgid, signal.SIGKILL)
+            for process in with_variables(marks) if marks else ():
+                if process.pid != os.getpid():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
     finally:
         os._exit(0)

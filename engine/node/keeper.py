@@ -157,6 +157,7 @@ class Keeper:
         while again:
             self._events_begin = size_of(self._files.events(self._rank.rank)) or 0
             started = time.monotonic()
+            printed, tracked = self._metrics()
             try:
                 program = RankProcess(self._spec, self._rank, self._files)
             except (OSError, ValueError) as error:
@@ -166,17 +167,20 @@ class Keeper:
                 _log(f"cannot start: {message}")
                 reserve.write(self._record(KeeperExit.CANNOT_START, message))
                 return KeeperExit.CANNOT_START
-            code, stored = self._run_program(program)
+            if tracked is not None:
+                tracked.start()
+            code, stored = self._run_program(program, printed)
+            if tracked is not None:
+                tracked.finish(_DRAIN_S)
             if time.monotonic() - started >= STEADY_S:
                 self._restarts = 0
             again = stored and self._may_restart(code) and self._await_restart(code)
         reserve.write(self._record(code, None))
         return code if code >= 0 else 128 - code
 
-    def _run_program(self, program: RankProcess) -> tuple[int, bool]:
+    def _run_program(self, program: RankProcess, printed: PrintedMetrics | None) -> tuple[int, bool]:
         """Keep the program until nothing of it is left: its return code, and True if all its output is in the log."""
         self._reaper.set_group(program.pid)
-        printed, tracked = self._metrics()
         pump = Pump(program.output, self._log, printed.feed if printed is not None else None)
         self._identify(program)
         self._notifier.notify(STARTED)
@@ -184,13 +188,9 @@ class Keeper:
         while (code := program.returncode()) is None:
             self._wait()
             self._handle_input(program)
-            if tracked is not None:
-                tracked.poll()
         self._sweep(program)
         program.close()
         stored = pump.finish(_DRAIN_S)
-        if tracked is not None:
-            tracked.finish()
         if code and not program.cooperative:
             self._report_exception()
         if not stored:
@@ -198,19 +198,26 @@ class Keeper:
         return code, stored
 
     def _metrics(self) -> tuple[PrintedMetrics | None, TensorBoardMetrics | None]:
-        """Readers of a PyTorch command's metrics, at most one. Of an elastic job any node may have rank 0."""
+        """Readers of a PyTorch command's metrics, at most one; none where no events can be written. Of an elastic job
+        any node may have rank 0."""
         spec = self._spec
         if spec.framework != "torch" or spec.command is None or (self._rank.rank != 0 and not spec.elastic):
             return None, None
+        try:
+            events = self._events()
+        except OSError as error:
+            _log(f"no metrics: {error}")
+            return None, None
         if spec.logging_dir is None:
-            return PrintedMetrics(self._events(), elastic=bool(spec.elastic)), None
-        return None, TensorBoardMetrics(self._events(), Path(self._rank.workdir, Path(spec.logging_dir).expanduser()))
+            return PrintedMetrics(events, elastic=bool(spec.elastic)), None
+        return None, TensorBoardMetrics(events, Path(self._rank.workdir, Path(spec.logging_dir).expanduser()))
 
     def _report_exception(self) -> None:
         """A PyTorch program cannot write events, but leaves its exception in a file."""
         exception = reported_exception(self._files, self._rank.rank)
         if exception is not None:
-            self._events().write("failure", **exception)
+            with contextlib.suppress(OSError):
+                self._events().write("failure", **exception)
 
     def _events(self) -> EventWriter:
         return EventWriter(self._files.events(self._rank.rank), self._rank.rank, self._spec.attempt)
@@ -473,7 +480,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, notifier: StartupNotifier) -> int:
-    reaper = GroupReaper()
+    marks = {NONCE_ENV: spec.nonce, TORCHRUN_ID_ENV: torchrun_id(spec), "MLX_RANK": str(rank.rank)}
+    reaper = GroupReaper(marks if spec.elastic else None)
     try:
         return Keeper(spec, rank, files, reaper, notifier).run()
     finally:

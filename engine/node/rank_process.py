@@ -180,8 +180,16 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     environment["MLX_RANK"] = str(rank.rank)
     environment["PYTHONUNBUFFERED"] = "1"
     if spec.framework == "torch" and spec.command is not None and not spec.elastic:
-        # As torchrun does for its workers.
-        environment["TORCHELASTIC_ERROR_FILE"] = str(files.error(rank.rank))
+        # As torchrun does for its workers, whose store its agent has.
+        own = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
+        environment |= {
+            "TORCHELASTIC_ERROR_FILE": str(files.error(rank.rank)),
+            TORCHRUN_ID_ENV: torchrun_id(spec),
+            "TORCHELASTIC_RESTART_COUNT": str(spec.attempt - 1),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), own, strict=True)),
+            "ROLE_NAME": "default",
+        }
     if spec.framework == "torch" and (local := int(environment.get("LOCAL_WORLD_SIZE", "1"))) > 1:
         # As torchrun does: each rank would else have a thread for every core. Over gloo the trainer computes there.
         computes = spec.command is None and spec.backend == "gloo"

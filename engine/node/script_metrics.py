@@ -14,11 +14,13 @@ which the scalars are read. They are read here, where the script's own packages 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import re
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,10 +33,11 @@ _LONGEST_LINE = 4096
 _BAR = re.compile(rb"\s{0,3}\d{1,3}%\|[^|]{0,300}\| {0,12}(\d{1,12})/\d{1,12} \[[^\x1b]{0,60}$")
 """tqdm's, without a name, as those of downloads and files have; a bar below another one, as the evaluation's below the
 training's, ends with a move of the cursor."""
-_STEP_EVERY_S = 1.0
+_ANY_BAR = re.compile(rb"[^|]{0,80}\d{1,3}%\|[^|]{0,300}\| {0,12}\d{1,12}/\d{1,12} \[")
+_ACTIVITY_EVERY_S = 1.0
 """A bar may be printed ten times a second."""
 _OF_RANK = re.compile(rb"\[rank (\d{1,6})\] ")
-"""The beginning of a line of an elastic job's worker."""
+"""What an elastic job's torchrun writes before the output of a worker, also in the middle of another one's line."""
 _STEPS = ("step", "iteration", "global_step")
 _TRAIN = {
     "loss": "train_loss",
@@ -53,7 +56,8 @@ _VALIDATION = {
     "eval_runtime": "val_time",
 }
 _SUMMARY = "train_runtime"
-"""In the Trainer's last line, which repeats the whole training."""
+"""Beside the Trainer's last `train_loss`, which is the mean of the whole training."""
+_POLL_S = 1.0
 _LONGEST_RECORD = 65_536
 """Bytes; a longer one is an image or a histogram."""
 _OF_EVALUATION = re.compile(r"(eval|val|validation)/")
@@ -70,7 +74,7 @@ class _Reports:
         self.last = 0
         """The step of the last report."""
         self._last_at = 0.0
-        self._stepped, self._stepped_at = 0, time.monotonic()
+        self._active_at = time.monotonic()
 
     def write(self, step: int, train: dict[str, float], validation: dict[str, float], at: float | None = None) -> None:
         """Values as `_sorted` gives them. `at`: their time, seconds, by one clock for all; None: now."""
@@ -79,16 +83,16 @@ class _Reports:
         if "val_loss" in validation:
             self._events.write("validation", iteration=step, **validation)
 
-    def advance(self, step: int, every_s: float = 0.0) -> None:
-        """The program goes on: logs may be far apart. A restarted worker begins at a lower step."""
+    def activity(self) -> None:
+        """The program goes on, whatever it does: logs may be far apart."""
         now = time.monotonic()
-        if step != self._stepped and now - self._stepped_at >= every_s:
-            self._events.write("step", iteration=step)
-            self._stepped, self._stepped_at = step, now
+        if now - self._active_at >= _ACTIVITY_EVERY_S:
+            self._events.write("activity")
+            self._active_at = now
 
     def _report(self, step: int, values: dict[str, float], at: float) -> None:
         made = step - self.last
-        self.advance(step)
+        self._events.write("step", iteration=step)
         if made > 0 and self.last and at > self._last_at:
             values = {"iterations_per_second": made / (at - self._last_at), **values}
         self.last, self._last_at = step, at
@@ -120,18 +124,21 @@ class PrintedMetrics:
         self._rest = b"" if self._skipping else rest
 
     def _read(self, line: bytes) -> None:
-        prefix = _OF_RANK.match(line)
-        if prefix is not None:
-            if int(prefix[1]) != 0:
-                return
-            line = line[prefix.end() :]
-        elif self._elastic:
+        if not self._elastic:
+            self._read_own(line)
             return
+        _, *parts = _OF_RANK.split(line)
+        for rank, part in zip(parts[::2], parts[1::2], strict=True):
+            if int(rank) == 0:
+                self._read_own(part)
+
+    def _read_own(self, line: bytes) -> None:
+        if _ANY_BAR.match(line) is not None:
+            self._reports.activity()
         bar = _BAR.match(line)
         if bar is not None:
             self._step = int(bar[1])
             self._settle()
-            self._reports.advance(self._step, _STEP_EVERY_S)
         begin, end = line.find(b"{"), line.rfind(b"}")
         if 0 <= begin < end:
             self._take(_numbers(line[begin : end + 1]))
@@ -156,16 +163,42 @@ class PrintedMetrics:
 
 
 class TensorBoardMetrics:
-    """Follows the event files that this machine's programs write below a folder from now on."""
+    """Follows the event files that this machine's programs write below a folder from now on, in a thread of its own:
+    the folder may be on a disk that stalls."""
 
     def __init__(self, events: EventWriter, folder: Path) -> None:
         self._reports = _Reports(events)
         self._folder = folder
         self._names = f"events.out.tfevents.*.{socket.gethostname()}*"
-        self._read = {path: path.stat().st_size for path in self._files()}
+        self._read: dict[Path, int] = {}
         """Bytes by file."""
         self._pending: dict[int, dict[str, float]] = {}
         """By step: values by name, and when they were made by ""."""
+        self.follows = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self, within_s: float) -> None:
+        """The program has ended: what it has written is reported, unless that takes longer."""
+        self._ended.set()
+        self._thread.join(within_s)
+
+    def _follow(self) -> None:
+        self.skip()
+        self.follows = True
+        while not self._ended.wait(_POLL_S):
+            self.poll()
+        self.poll()
+        self._report(self._pending)
+
+    def skip(self) -> None:
+        """What is there is another run's."""
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                self._read[path] = path.stat().st_size
 
     def poll(self) -> None:
         """Report the steps that are complete: a step's scalars are written one by one, until none has come."""
@@ -177,12 +210,6 @@ class TensorBoardMetrics:
         earlier = {step: values for step, values in self._pending.items() if step in fresh}
         self._pending = {step: {**earlier.get(step, {}), **values} for step, values in fresh.items()}
         self._report(complete)
-
-    def finish(self) -> None:
-        """The program has ended."""
-        self.poll()
-        self._report(self._pending)
-        self._pending = {}
 
     def _report(self, found: dict[int, dict[str, float]]) -> None:
         for step, values in sorted(found.items()):
@@ -255,6 +282,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def _sorted(values: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
     """Those of training and those of validation, by mlx-lm's names."""
+    if _SUMMARY in values:
+        values = {name: value for name, value in values.items() if name != "train_loss"}
     train = {ours: values[name] for name, ours in _TRAIN.items() if name in values}
     return train, {ours: values[name] for name, ours in _VALIDATION.items() if name in values}
 

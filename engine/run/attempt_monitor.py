@@ -232,29 +232,42 @@ class AttemptMonitor:
         self._reporting_command = not self._trainer and job.framework == "torch"
         if self._reporting_command:
             # It does not say when it loads, validates or saves, and rank 0 alone reports; of an elastic job's nodes the
-            # one that has it.
+            # one to which torchrun has given it.
             limits = limits.model_copy(update={"hang_s": max(limits.hang_s, limits.stall_s)})
-            self._watched = self._watched if job.elastic else (0,)
+            self._watched = tuple(rank.number for rank in self._ranks.all) if job.elastic else (0,)
             self.intake.any_rank_reports = job.elastic
-        return Watchdog(self.intake.progress, self._watched, limits, self._clock())
+            self.intake.progress.first_steps = 0
+        return Watchdog(self.intake.progress, self._watched, limits, self._clock(), is_command=self._reporting_command)
 
     def _lose(self, numbers: Sequence[int]) -> list[Rank]:
         """Mark the ranks of lost nodes. An elastic job's workers elsewhere do not notice a node that fell silent: they
         are started again, without it."""
         lost = self._ranks.lose(numbers)
-        if lost and self._context.plan.config.job.elastic:
-            for rank in self._ranks.all:
+        if self._context.plan.config.job.elastic:
+            self._dispense_nodes()
+            # An earlier supervisor has done so for those that it recorded.
+            unknown = any(rank.number not in self._context.history.ended for rank in lost)
+            for rank in self._ranks.all if unknown else ():
                 if not rank.ended:
                     self._context.connections.to(rank.number).send_command(rank.number, EMERGENCY_CHECKPOINT)
         return lost
 
     def _dispense_nodes(self) -> None:
         """Mark the nodes that an elastic job can lose, each of which is a rank: all but rank 0's, as long as the least
-        number remains. One that was lost while that was so stays dispensable."""
-        going = [rank for rank in self._ranks.all if not rank.ended]
-        spare = len(going) > (self._recovery.min_nodes or len(self._ranks.all))
-        for rank in going:
-            rank.dispensable = spare and rank.started and rank.number != 0
+        number remains. One that was lost while that was so stays dispensable. One whose torchrun gave up does not: it
+        has closed the rendezvous, and all others end with it."""
+        ranks = self._ranks.all
+        for rank in ranks:
+            record = rank.record
+            if record is not None and record.code and record.stopped_by is None:
+                rank.dispensable = False
+        spare = len(ranks) - (self._recovery.min_nodes or len(ranks))
+        gone = [rank for rank in ranks if rank.ended and rank.dispensable]
+        for rank in gone[spare:]:
+            rank.dispensable = False
+        for rank in ranks:
+            if not rank.ended:
+                rank.dispensable = len(gone) < spare and rank.started and rank.number != 0
 
     def _act(self, abort: RequestReceived | None, now: float, launcher_alive: bool) -> None:
         state = self._observe(now, launcher_alive, abort=abort is not None)

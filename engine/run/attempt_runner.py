@@ -433,14 +433,22 @@ class AttemptRunner:
         self, number: int, verdict: Verdict, reached: int = 0, failed_at: datetime | None = None
     ) -> AttemptFailed:
         """An attempt that never got going (`reached` 0) leaves the run where it was."""
-        failures = self._run.history.failures
+        failures, failed_at = self._run.history.failures, failed_at or datetime.now(UTC)
         return AttemptFailed(
             attempt=number,
             verdict=verdict,
             reached=reached or (failures[-1].reached if failures else 0),
-            failed_at=failed_at or datetime.now(UTC),
+            failed_at=failed_at,
+            ran_long=not reached and self._ran_s(number, failed_at) > self._run.plan.config.recovery.stall_s,
             unconfirmed=tuple(self.unconfirmed),
         )
+
+    def _ran_s(self, number: int, until: datetime) -> float:
+        """For how long all ranks of a command had run in an attempt, seconds; 0 for the trainer, which reports."""
+        attempt = next((each for each in self._run.history.attempts if each.number == number), None)
+        if attempt is None or self._run.plan.config.job.command is None or not attempt.started:
+            return 0.0
+        return (until - max(event.at for event in attempt.started.values())).total_seconds()
 
     def _record_failure(self, number: int, verdict: Verdict) -> Verdict:
         self._recorder.append(self._failure(number, verdict))

@@ -203,7 +203,8 @@ def describe_failure(failed: AttemptFailed) -> str:
     who = f"rank {verdict.rank}'s" if verdict.rank is not None else "the"
     if verdict.reason is Reason.NODE_LOST:
         who = f"{verdict.host}'s" if verdict.host else "a node's"
-    return f"{who} {_FAILURES.get(verdict.reason, 'failure')} {_place(failed.reached)}"
+    what = f"{who} {_FAILURES.get(verdict.reason, 'failure')}"
+    return what if failed.ran_long else f"{what} {_place(failed.reached)}"
 
 
 def _kind(failed: AttemptFailed) -> tuple[object, ...]:
@@ -260,13 +261,15 @@ def _known_cause(run: FailedRun) -> bool:
 
 def _never_stepped(run: FailedRun) -> bool:
     last = run.last
-    if run.earlier or last.reached:
+    if run.earlier or last.reached or last.ran_long:
         return False
     return last.verdict.reason not in _FROM_OUTSIDE and last.verdict.signature not in TRANSIENT
 
 
 def _repeated(run: FailedRun) -> bool:
     """The same failure at the same iteration."""
+    if run.last.ran_long:
+        return False
     return run.last.reached <= run.furthest_before and _kind(run.last) in map(_kind, run.earlier)
 
 
@@ -334,7 +337,7 @@ def stalled(failures: Sequence[AttemptFailed]) -> int:
     """How many attempts at the end of `failures` brought the run no further than it had been."""
     furthest, in_vain = 0, 0
     for failure in failures:
-        in_vain = 0 if failure.reached > furthest else in_vain + 1
+        in_vain = 0 if failure.reached > furthest or failure.ran_long else in_vain + 1
         furthest = max(furthest, failure.reached)
     return in_vain
 

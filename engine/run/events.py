@@ -285,6 +285,8 @@ class AttemptFailed(SyncedEvent):
     """The last iteration that any rank finished, or that the attempt went on from; 0 for none."""
     failed_at: datetime
     """When the failure was noticed, on the head."""
+    ran_long: bool = False
+    """A command that reports no steps ran for longer than `stall_s`: that counts as progress."""
     unconfirmed: tuple[str, ...] = ()
 
 

@@ -58,6 +58,9 @@ class AttemptProgress:
         """Rank → how often its trainer was started."""
         self.steps = 0
         """Iterations made by the foremost rank."""
+        self.first_steps = FIRST_STEPS
+        self.first_step_at: float | None = None
+        """By the head's clock, s."""
         self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
         self._updated_at: dict[int, float] = {}
         """Rank → its own monotonic time of its last update, until it does something else."""
@@ -82,6 +85,7 @@ class AttemptProgress:
         iteration = int(found[1])
         foremost = iteration > max(self.reached.values(), default=0)
         self.steps += foremost
+        self.first_step_at = now if self.first_step_at is None else self.first_step_at
         self.reached[rank] = max(iteration, self.reached.get(rank, 0))
         self.moved_at[rank] = now
         if clock is not None and self._ends_an_update(line):
@@ -108,6 +112,8 @@ class AttemptProgress:
             case "resumed" if self.resumed is None:
                 self.resumed = _resumed(event)
                 self.moved_at[rank] = now
+            case "activity":
+                self.moved_at[rank] = now
         if self.phases.get(rank) in ("loading", "validating"):
             # What it fetches or validates may be large: as long as it reports anything, it makes progress.
             self.moved_at[rank] = now
@@ -131,7 +137,7 @@ class AttemptProgress:
 
     def _time(self, rank: int, at: float, *, foremost: bool) -> None:
         self._timed += foremost
-        if rank in self._updated_at and self._timed > FIRST_STEPS:
+        if rank in self._updated_at and self._timed > self.first_steps:
             self._durations.append(max(0.0, at - self._updated_at[rank]))
         self._updated_at[rank] = at
 
@@ -156,12 +162,22 @@ def _resumed(event: Mapping[str, Any]) -> Resumed:
 class Watchdog:
     """The watchdog of one attempt. Call `check` at every tick."""
 
-    def __init__(self, progress: AttemptProgress, ranks: Sequence[int], recovery: RecoveryConfig, now: float) -> None:
-        """`ranks`: those whose steps count, all unless the others can do without some."""
+    def __init__(
+        self,
+        progress: AttemptProgress,
+        ranks: Sequence[int],
+        recovery: RecoveryConfig,
+        now: float,
+        *,
+        is_command: bool = False,
+    ) -> None:
+        """`ranks`: those whose steps count, all unless the others can do without some. `is_command`: a user's own
+        program, which may report as rarely as it likes, and of which one rank alone reports."""
         self._progress = progress
         self._ranks = ranks
         self._hang_s, self._stall_s = recovery.hang_s, recovery.stall_s
-        self._since = self._checked_at = now
+        self._is_command = is_command
+        self._began = self._since = self._checked_at = now
 
     def check(self, now: float, *, receiving: bool) -> Hang | None:
         """`receiving`: events could have come since the last check."""
@@ -185,12 +201,17 @@ class Watchdog:
         if slow:
             return slow[0], self._stall_s
         long_step = self._progress.long_step_s()
+        if long_step is None and self._is_command and (first := self._progress.first_step_at) is not None:
+            # Until the second report, the time to the first one tells how rare they are.
+            return "training", max(self._stall_s, _TIMES * (first - self._began))
         if long_step is None:
             return ("training" if self._progress.steps else "starting"), self._stall_s
         return "training", max(self._hang_s, _TIMES * long_step)
 
     def _behind(self) -> int | None:
         """The one rank that is behind all others whose steps count, if there are others at all."""
+        if self._is_command:
+            return None
         reached = {rank: self._progress.reached.get(rank, 0) for rank in self._ranks}
         last = min(reached.values())
         behind = [rank for rank, iteration in reached.items() if iteration == last]

@@ -85,3 +85,31 @@ def test_the_program_does_not_outlive_a_killed_detached_keeper(tmp_path: Path) -
     kept.await_output(b"up")
     os.kill(kept.identity().keeper_pid, signal.SIGKILL)
     kept.nothing_left()
+
+
+KEEPER_OF_TORCHRUN = """
+import os, subprocess, sys, uuid
+from engine.node.daemon import GroupReaper
+mark = {"TEST_MARK": uuid.uuid4().hex}
+def start(**more):
+    wait = "print('up', flush=True); import time; time.sleep(60)"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    program = subprocess.Popen([sys.executable, "-c", wait], start_new_session=True, **pipes, **more)
+    program.stdout.readline()
+    return program.pid
+agent, worker, other = start(), start(env={**os.environ, **mark}), start()
+reaper = GroupReaper(mark)
+reaper.set_group(agent)
+print(agent, worker, other, flush=True)
+os._exit(0)
+"""
+
+
+def test_workers_in_sessions_of_their_own_do_not_outlive_their_keeper() -> None:
+    done = subprocess.run([sys.executable, "-c", KEEPER_OF_TORCHRUN], capture_output=True, text=True, check=True)
+    agent, worker, other = map(int, done.stdout.split())
+    try:
+        wait_until(lambda: not any(map(processes.exists, (agent, worker))))
+        assert processes.exists(other)
+    finally:
+        os.kill(other, signal.SIGKILL)

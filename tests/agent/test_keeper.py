@@ -625,3 +625,19 @@ def test_pytorch_ranks_on_one_machine_have_a_thread_each(
     keeper = start_keeper(tmp_path, show, spec_fields=fields)
     keeper.ended()
     assert keeper.output().strip() == threads
+
+
+def test_a_pytorch_command_has_the_variables_of_torchruns_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+    show = [
+        "python",
+        "-c",
+        f"import os; print(*[os.environ[name] for name in {names}], os.environ['TORCHELASTIC_RUN_ID'])",
+    ]
+    keeper = start_keeper(tmp_path, show, spec_fields={"framework": "torch"})
+    keeper.ended()
+    assert keeper.output().split() == [b"0", b"False", b"default", b"3", b"8", b"run.1"]

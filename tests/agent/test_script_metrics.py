@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.node.script_metrics import PrintedMetrics, TensorBoardMetrics
 from engine.protocol.events import EventWriter
 from tests.data import DATA
+from tests.waiting import wait_until
 
 
 def events_of(folder: Path, *chunks: bytes, elastic: bool = False) -> list[dict[str, Any]]:
@@ -56,12 +57,16 @@ def test_the_trainers_logs_have_the_steps_of_its_own_progress_bar(tmp_path: Path
     ]
 
 
-def test_the_bars_steps_are_progress_between_far_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(0, 1000, 10))
-    monkeypatch.setattr("engine.node.script_metrics.time.monotonic", lambda: float(next(ticks)))
-    bars = [b"\r %2d%%|##  | %d/200 [00:01<00:20, 9.1it/s]" % (step // 2, step) for step in (1, 2, 2, 3)]
-    found = events_of(tmp_path, *bars, b"\r")
-    assert found == [{"event": "step", "iteration": step} for step in (1, 2, 3)]
+@pytest.mark.parametrize(
+    "bar", [b"\r %2d%%|##  | %d/200 [00:01<00:20, 9.1it/s]", b"\rMap: %2d%%|##| %d/500 [00:01<00:00]\x1b[A"]
+)
+def test_a_bar_of_whatever_kind_is_activity_and_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bar: bytes
+) -> None:
+    """That a script goes through its data is not an iteration."""
+    monkeypatch.setattr("engine.node.script_metrics._ACTIVITY_EVERY_S", 0.0)
+    found = events_of(tmp_path, *[bar % (step // 2, step) for step in (1, 2)], b"\r")
+    assert found == [{"event": "activity"}] * 2
 
 
 def test_other_bars_than_the_trainings_have_no_steps(tmp_path: Path) -> None:
@@ -80,6 +85,13 @@ def test_of_an_elastic_job_the_worker_of_rank_0_counts(tmp_path: Path) -> None:
     chunk = b'[rank 1] {"step": 1, "loss": 9}\n[rank 0] {"step": 1, "loss": 3}\n{"step": 2, "loss": 4}\n'
     found = events_of(tmp_path, chunk, elastic=True)
     assert [row["train_loss"] for row in found if row["event"] == "report"] == [3]
+
+
+def test_a_worker_may_write_into_the_line_of_another_one(tmp_path: Path) -> None:
+    bar = b"[rank 1]  10%|#  | 3/30 [00:00<00:01, 30it/s]"
+    chunk = bar + b'[rank 0] {"step": 5, "loss": 0.5}\n[rank 0] {"step": 6, "loss": 0.25}' + bar + b"\n"
+    found = events_of(tmp_path, chunk, elastic=True)
+    assert [row["train_loss"] for row in found if row["event"] == "report"] == [0.5, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +132,7 @@ class Tracker:
         self.event, self.summary = event_pb2.Event, summary_pb2.Summary
         self.folder, self.path = folder / "logs" / "run", folder / "events.jsonl"
         self.reader = TensorBoardMetrics(EventWriter(self.path, 0, 1), folder / "logs")
+        self.reader.skip()
         self.writer = self.file()
 
     def file(self) -> Any:
@@ -157,9 +170,6 @@ def test_the_scalars_of_a_step_are_one_report(tmp_path: Path) -> None:
         {"event": "validation", "iteration": 30, "val_loss": 1.75},
     ]
     assert tracker.rows == first + second
-    tracker.add(31, train_loss=1.0)
-    tracker.reader.finish()
-    assert [row["iteration"] for row in tracker.rows][len(first + second) :] == [31, 31]
 
 
 @pytest.mark.needs("trackers")
@@ -168,8 +178,28 @@ def test_what_was_there_before_is_another_runs(tmp_path: Path) -> None:
     before.add(1, train_loss=9.0)
     tracker = Tracker(tmp_path)
     tracker.add(2, train_loss=1.0)
-    tracker.reader.finish()
+    assert tracker.rows == []
     assert {row["iteration"] for row in tracker.rows} == {2}
+
+
+@pytest.mark.needs("trackers")
+def test_what_a_script_writes_last_is_reported_when_it_has_ended(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path)
+    tracker.add(1, train_loss=9.0)
+    reader = TensorBoardMetrics(EventWriter(tracker.path, 0, 1), tmp_path)
+    reader.start()
+    wait_until(lambda: reader.follows)
+    tracker.add(2, train_loss=1.0)
+    reader.finish(within_s=30.0)
+    assert [(row["event"], row["iteration"]) for row in rows_of(tracker.path)] == [("step", 2), ("report", 2)]
+
+
+@pytest.mark.needs("trackers")
+def test_the_trainers_mean_loss_is_not_the_last_one(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path)
+    tracker.add(30, train__loss=1.5, train__train_loss=2.25, train__train_runtime=9.0)
+    assert tracker.rows == []
+    assert [row["train_loss"] for row in tracker.rows if row["event"] == "report"] == [1.5]
 
 
 @pytest.mark.needs("trackers")
@@ -194,4 +224,4 @@ def test_no_file_harms(tmp_path_factory: pytest.TempPathFactory, content: bytes,
         content = len(content).to_bytes(8, "little") + bytes(4) + content + bytes(4)
     (folder / f"events.out.tfevents.1.{socket.gethostname()}.1.0").write_bytes(content)
     reader.poll()
-    reader.finish()
+    reader.poll()

@@ -17,9 +17,10 @@ import pytest
 
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import ConnectionState
+from engine.config.models import JobConfig, RecoveryConfig
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
-from engine.protocol.attempt import END, ExitRecord, Identity, write_atomic
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, ExitRecord, Identity, write_atomic
 from engine.protocol.exit_codes import TrainerExit
 from engine.protocol.job import Strategy
 from engine.run import attempt_monitor, decide, shutdown
@@ -28,34 +29,54 @@ from engine.run.attempt_monitor import AttemptMonitor
 from engine.run.decide import failed_run, refusal
 from engine.run.events import AttemptFailed, Note, RequestReceived, StopStageReached, Verdict
 from engine.run.journal import RunRecorder, read_journal
+from engine.run.logs import mirror
 from engine.run.ranks import AttemptContext, HostConnections
 from engine.run.signatures import BY_ID
+from engine.security.identifiers import LOCAL
 from tests.unit.run.file_host import FileHost
 from tests.unit.run.run_maker import MadeRun
 from tests.waiting import until
 
 
 class MonitoredAttempt:
-    """A monitored attempt of two ranks; their keepers and trainers are the test itself."""
+    """A monitored attempt of two ranks, or of three that are the nodes of an elastic job and of which one may be
+    lost; their keepers and trainers are the test itself."""
 
-    def __init__(self, home: Path, *, restarts: bool, steps: bool = True, strategy: Strategy = "data") -> None:
-        run = MadeRun(home, strategy=strategy).attempt().state("preflight", "launching", "running").close()
+    def __init__(
+        self,
+        home: Path,
+        *,
+        restarts: bool,
+        steps: bool = True,
+        strategy: Strategy = "data",
+        elastic: str = "",
+    ) -> None:
+        """`elastic`: where the nodes of an elastic job are; what ranks report is read on this machine alone."""
+        ranks = range(3 if elastic else 2)
+        run = MadeRun(home, strategy=strategy, ranks=len(ranks))
+        run.attempt().state("preflight", "launching", "running").close()
         self.directory, self.plan = run.directory, run.plan
-        self.recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
+        if elastic:
+            command = ("torchrun", "train.py")
+            job = JobConfig(name="job", framework="torch", strategy="auto", elastic=True, command=command)
+            changed = {"job": job, "recovery": RecoveryConfig(min_nodes=2, lease_s=3.0)}
+            config = run.plan.config.model_copy(update=changed)
+            self.plan = run.plan.model_copy(update={"config": config})
+        self.recorder = RunRecorder(run.directory.journal, self.plan, lambda _record: None)
         attempt = self.recorder.history.attempts[-1].plan
         self.files = attempt.files(run.id, 0)
         self.files.directory.mkdir(parents=True, exist_ok=True)
         self.abort: RequestReceived | None = None
         self.verdicts: list[Verdict] = []
         self._restarts = restarts
-        for rank in (0, 1):
+        for rank in ranks:
             self._start(rank, attempt.nonce, run.id)
             if steps:
                 self.report(rank, event="step", iteration=3, update=3, t=1.0, at=1.0)
-        # As two hosts, so that one may be silent.
-        self.hosts = [FileHost(self.files, (rank,), (f"node{rank}",)) for rank in (0, 1)]
+        # As several hosts, so that one may be silent.
+        self.hosts = [FileHost(self.files, (rank,), (f"node{rank}",), ssh=elastic or LOCAL) for rank in ranks]
         connections = HostConnections(self.hosts)
-        self.context = AttemptContext(run.directory, run.plan, attempt, connections, self.recorder)
+        self.context = AttemptContext(run.directory, self.plan, attempt, connections, self.recorder)
         self.monitor = AttemptMonitor(self.context, AttemptOrigin(), self._may_restart)
 
     def _start(self, rank: int, nonce: str, run_id: str) -> None:
@@ -100,7 +121,7 @@ class MonitoredAttempt:
             event.stage.value for event in read_journal(self.directory.journal) if isinstance(event, StopStageReached)
         ]
 
-    def run(self) -> Awaitable[Any]:
+    def run(self) -> asyncio.Task[Any]:
         return asyncio.create_task(self.monitor.run(lambda: self.abort))
 
 
@@ -361,3 +382,61 @@ async def test_a_rank_that_leaves_because_rank_0_has_failed_is_not_noted_as_lost
     attempt.exit(0, 1)
     assert (await verdict_of(attempt, run)).rank == 0
     assert LOSS not in attempt.notes()
+
+
+AWAY = ConnectionState(500.0, answered=True)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a node that is away has to send is not waited for."""
+    for module, name in ((shutdown, "SILENT_S"), (shutdown, "UNCONFIRMED_S"), (mirror, "_LATE_BYTES_S")):
+        monkeypatch.setattr(module, name, 0.3)
+    monkeypatch.setattr(decide, "LINGER_S", 0.3)
+
+
+async def test_an_elastic_job_goes_on_without_one_node_and_ends_with_the_second(
+    made: Callable[..., MonitoredAttempt], impatient: None
+) -> None:
+    attempt = made(restarts=False, elastic="ana@box")
+    run = attempt.run()
+    await until(lambda: len(attempt.context.history.started) == 3)
+    for host in attempt.hosts[1:]:
+        host.shown, host.left = AWAY, None
+    await until(lambda: bool(attempt.stages()))
+    attempt.exit(0, 1, stopped_by="end")
+    verdict = await verdict_of(attempt, run)
+    assert (verdict.state, verdict.reason) == (RunState.FAILED, Reason.NODE_LOST)
+
+
+async def test_the_workers_are_started_again_once_for_a_lost_node_over_supervisors(
+    made: Callable[..., MonitoredAttempt], impatient: None
+) -> None:
+    attempt = made(restarts=False, elastic="ana@box")
+    run = attempt.run()
+    await until(lambda: len(attempt.context.history.started) == 3)
+    attempt.hosts[2].shown, attempt.hosts[2].left = AWAY, None
+    await until(lambda: len([note for note in attempt.notes() if "node2" in note]) == 1)
+    run.cancel()
+    attempt.adopt()
+    run = attempt.run()
+    await until(lambda: len(attempt.context.history.started) == 3)
+    assert attempt.stages() == []
+    for rank in (0, 1):
+        attempt.exit(rank, 0)
+    assert (await verdict_of(attempt, run)).state is RunState.SUCCEEDED
+    again = [command for host in attempt.hosts for command in host.commands if command[1] == EMERGENCY_CHECKPOINT]
+    assert again == [(0, EMERGENCY_CHECKPOINT), (1, EMERGENCY_CHECKPOINT)]
+
+
+async def test_a_torchrun_that_gave_up_is_the_cause_on_whichever_node(made: Callable[..., MonitoredAttempt]) -> None:
+    attempt = made(restarts=False, elastic=LOCAL)
+    run = attempt.run()
+    await until(lambda: bool(attempt.monitor.intake.progress.steps))
+    attempt.report(2, event="failure", error_type="ValueError", message="bad row")
+    attempt.exit(2, 1)
+    await until(lambda: bool(attempt.stages()))
+    for rank in (0, 1):
+        attempt.exit(rank, 1, stopped_by="end")
+    verdict = await verdict_of(attempt, run)
+    assert (verdict.reason, verdict.rank) == (Reason.RANK_FAILED, 2)

@@ -61,6 +61,8 @@ def changed(failed: AttemptFailed, **fields: Any) -> AttemptFailed:
     return failed.model_copy(update={**own, "verdict": replace(failed.verdict, **fields)})
 
 
+UNREPORTED = failure(1, Reason.RANK_FAILED, "ana", exit_code=1).model_copy(update={"ran_long": True})
+"""Of a command that reports no steps, after hours."""
 KILLED = failure(1, Reason.RANK_KILLED, "bea", signal=9, reached=37, rank=1)
 
 RUNS, GONE = RankState(started=True), RankState(started=True, ended=True)
@@ -360,3 +362,13 @@ def test_before_its_first_step_a_run_needs_no_more_nodes_than_are_configured(tmp
 
 def history(plan: RunPlan, reached: int) -> RunHistory:
     return RunHistory(plan.record(), "n", plan.created_at, reached=reached)
+
+
+def test_a_command_without_metrics_that_ran_long_has_made_progress() -> None:
+    often = tuple(changed(UNREPORTED, attempt=number) for number in range(1, 4))
+    for count in (1, 2, 3):
+        state = FailedRun(RECOVERY, often[:count], needed=4, lost_after_s=None, nodes=ALL_THERE)
+        assert isinstance(decide(state), Restart), count
+    soon = tuple(failure.model_copy(update={"ran_long": False}) for failure in often)
+    never = decide(FailedRun(RECOVERY, soon[:1], needed=4, lost_after_s=None, nodes=ALL_THERE))
+    assert isinstance(never, Finish) and "never made a step" in never.why

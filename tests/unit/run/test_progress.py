@@ -14,7 +14,7 @@ import pytest
 from engine.config.models import ConsistencyConfig, RecoveryConfig
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures
-from engine.run.progress import AttemptProgress, EventIntake, Watchdog
+from engine.run.progress import FIRST_STEPS, AttemptProgress, EventIntake, Watchdog
 from engine.run.rank_events import RankEvents
 from engine.store.layout import RunDir
 
@@ -167,10 +167,12 @@ def line(iteration: int, t: float) -> bytes:
 class Training:
     """Two ranks and the watchdog over them, or over some."""
 
-    def __init__(self, watched: tuple[int, ...] = (0, 1)) -> None:
+    def __init__(self, watched: tuple[int, ...] = (0, 1), *, is_command: bool = False) -> None:
         self.now = 1000.0
         self.progress = AttemptProgress()
-        self.dog = Watchdog(self.progress, watched, RecoveryConfig(hang_s=HANG_S, stall_s=STALL_S), self.now)
+        limits = RecoveryConfig(hang_s=STALL_S if is_command else HANG_S, stall_s=STALL_S)
+        self.progress.first_steps = 0 if is_command else FIRST_STEPS
+        self.dog = Watchdog(self.progress, watched, limits, self.now, is_command=is_command)
 
     def steps(self, first: int, last: int, *, seconds: float = 1.0, ranks: tuple[int, ...] = (0, 1)) -> None:
         for iteration in range(first, last + 1):
@@ -349,3 +351,30 @@ def test_a_validation_that_goes_on_does_not_hang_however_long_it_is() -> None:
         assert training.wait(STALL_S - 1.0) is None
         training.event(0, event="going_on", phase="validating")
     assert training.wait(STALL_S + 1.0).doing == "validating", "one of its batches has the whole limit"
+
+
+def test_a_command_that_reports_rarely_has_five_times_its_longest_interval() -> None:
+    training = Training((0,), is_command=True)
+    rare = 2 * STALL_S
+    training.now += rare
+    training.steps(500, 500, seconds=0.0, ranks=(0,))
+    assert training.wait(4.9 * rare) is None, "the first report was as late"
+    training.steps(1000, 1000, seconds=0.0, ranks=(0,))
+    assert training.wait(20 * rare) is None
+    assert training.wait(5 * rare).limit_s == pytest.approx(5 * 4.9 * rare, rel=0.01)
+
+
+def test_activity_is_life_and_no_step() -> None:
+    training = Training((0,), is_command=True)
+    training.steps(1, 2, ranks=(0,))
+    for _ in range(4):
+        assert training.wait(0.9 * STALL_S) is None
+        training.event(0, event="activity")
+    assert training.progress.furthest == 2
+    assert training.wait(1.1 * STALL_S) is not None
+
+
+def test_of_an_elastic_job_any_rank_may_be_the_one_that_reports() -> None:
+    training = Training((0, 1), is_command=True)
+    training.steps(1, 20, ranks=(1,), seconds=STALL_S / 10)
+    assert training.wait(STALL_S + 0.2).rank is None
