@@ -258,8 +258,11 @@ class _TorchRank:
     def offloaded(self) -> int:
         """Bytes of the machine's memory, with those of the update, which is made there. What counts as gradients of
         ZeRO-1 and 2 is a buffer for the updated weights; accumulation has another one (accumulated_grads_in_cpu)."""
-        if not self.away or self.workload.offload != "cpu":
+        if not self.away:
             return 0
+        if self.workload.offload == "nvme":
+            # grad_partitions_flat_buffer, from which they are written.
+            return self.gradients
         state = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         again = self.gradients if 0 < self.zero < 3 and self.workload.accumulation > 1 else 0
         return sum(state[name] for name in self.away) + self.update + again

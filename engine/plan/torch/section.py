@@ -137,7 +137,8 @@ def _environment(context: PlanContext) -> Mapping[str, str]:
         names = {host.interface for host in plan.hosts}
         name = names.pop() if len(names) == 1 else None
         if name is not None:
-            found[f"{plan.backend.upper()}_SOCKET_IFNAME"] = name
+            # gloo also beside nccl, for what is on the CPU.
+            found |= {f"{kind.upper()}_SOCKET_IFNAME": name for kind in ("gloo", plan.backend)}
         if plan.backend == "nccl":
             found |= network.nccl_environment(infiniband=plan.infiniband, gradient_bytes=None)
     return found | {name: text for name, text in context.job.env.items() if is_public(name)}

@@ -121,7 +121,7 @@ def test_two_machines_with_infiniband() -> None:
     assert zero["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert (zero["bf16"], zero["communication_data_type"]) == ({"enabled": True}, "bf16")
     torchrun = shlex.split(made.commands["torchrun"])
-    assert {"NCCL_IB_DISABLE=0", "NCCL_SOCKET_IFNAME=eth0"} <= set(torchrun)
+    assert {"NCCL_IB_DISABLE=0", "NCCL_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth0"} <= set(torchrun)
     assert torchrun[torchrun.index("--rdzv-endpoint") + 1] == "10.0.0.1:29500"
     assert torchrun[torchrun.index("--nproc-per-node") + 1] == "8"
     assert "--hostfile hostfile --master_addr 10.0.0.1" in made.commands["deepspeed"]

@@ -110,7 +110,7 @@ def test_what_is_offloaded_moves_to_the_machine_but_not_on_a_cpu() -> None:
     nvme = TorchWorkload(
         "deepspeed", zero_stage=3, offload="nvme", precision="bf16", fine_tune_type="full", world_size=8
     )
-    assert torch_estimate(LARGE, nvme).host_bytes == 0
+    assert torch_estimate(LARGE, nvme).host_bytes == whole.gradients_bytes // 2
 
 
 @pytest.mark.parametrize(
