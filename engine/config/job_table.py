@@ -120,11 +120,12 @@ def _with_command(faults: Faults, location: Location, table: Mapping[str, Any]) 
         words = shlex.split(table["script"]) if isinstance(table["script"], str) else []
     except ValueError:
         words = []
+    launched = split_launcher(words)[0] is not None
     if not words or words[0].startswith("-"):
         faults.add(location, "script", table["script"], 'a script and its arguments, such as "train.py --epochs 3"')
     elif "command" in table:
         faults.add(location, "script", table["script"], "no value here: command is set, and it is one or the other")
-    return {"command": ["python", *words], **rest}
+    return {"command": words if launched else ["python", *words], **rest}
 
 
 def _check_framework(faults: Faults, location: Location, own: dict[str, Any], framework: Framework) -> None:
@@ -153,9 +154,13 @@ def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]
     launcher, options, program = split_launcher(table["command"])
     if table.get("elastic") is True and launcher != "torchrun" and program[:1] != ["python"]:
         faults.add(location, "elastic", True, 'false, or a command that begins with "torchrun" or "python"')
+    if program[1:3] == ["-m", "torch.distributed.launch"]:
+        accepted = '"torchrun": torch.distributed.launch is its deprecated predecessor'
+        faults.add(location, "command", "torch.distributed.launch", accepted)
     for option in options[::2]:
-        if option not in LAUNCHER_OPTIONS:
+        if launcher is not None and option not in LAUNCHER_OPTIONS[launcher]:
             accepted = f"no {option}: Flight Deck starts a rank for each [[node]] and its processes itself"
+            accepted += "; other settings are in [job] or a --config_file" if launcher == "accelerate" else ""
             faults.add(location, "command", option, accepted)
     if launcher is not None and not program:
         faults.add(location, "command", table["command"], f"a script after {launcher}")

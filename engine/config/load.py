@@ -23,6 +23,7 @@ from engine.config.models import (
     CheckpointConfig,
     ClusterConfig,
     Config,
+    JobConfig,
     NodeConfig,
     RecoveryConfig,
     on_node,
@@ -219,6 +220,8 @@ def load_config(path: Path) -> Config:
     good = tuple(node for node in nodes if node is not None)
     _check_job_paths(faults, job, good)
     config = job.config
+    if config is not None and framework == "torch":
+        _check_torch(faults, name, config, sections, len(nodes))
     if faults.found or cluster is None or config is None:
         raise ConfigError(faults.found)
     if imported and imported.env:
@@ -242,6 +245,21 @@ def _read_sections(
         elif isinstance(section, RecoveryConfig) and (section.min_nodes or 0) > len(nodes) > 0:
             faults.add(location, "min_nodes", section.min_nodes, f"at most {len(nodes)}, the number of nodes")
     return sections
+
+
+def _check_torch(faults: Faults, file: str, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
+    """What a PyTorch job does not have, or not so."""
+    checkpoint, recovery = sections["checkpoint"], sections["recovery"]
+    if checkpoint is not None and job.command is None:
+        location = Location(file, "checkpoint")
+        if "://" in (checkpoint.destination or ""):
+            accepted = 'a folder with framework = "torch", no URL'
+            faults.add(location, "destination", checkpoint.destination, accepted)
+        if checkpoint.compression != "none":
+            faults.add(location, "compression", checkpoint.compression, '"none" with framework = "torch"')
+    if recovery is not None and job.elastic and not recovery.max_restarts and (recovery.min_nodes or nodes) < nodes:
+        accepted = "1 or more: without a lost node torchrun starts the others' workers again"
+        faults.add(Location(file, "recovery"), "max_restarts", 0, accepted)
 
 
 def _read_hostfile(faults: Faults, name: str, cluster: Mapping[str, Any], base: Path) -> ImportedHosts | None:

@@ -242,7 +242,11 @@ def _arguments(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]
     if not given:
         raise ValueError("the command is empty")
     if spec.elastic:
-        given = ["python", *_torchrun(spec, rank, files), *given[1:]]
+        script = given[1:]
+        if script and script[0].startswith("-") and script[0] != "-m":
+            # An option of python's, which torchrun does not know.
+            script = ["--no-python", rank.python, *script]
+        given = ["python", *_torchrun(spec, rank, files), *script]
     values = {
         "{workdir}": rank.workdir,
         "{model}": rank.model or "",

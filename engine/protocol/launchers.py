@@ -5,13 +5,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from engine.protocol.job import AUTO, TorchSettings
 
 LAUNCHERS = {"torchrun": ("torchrun",), "accelerate": ("accelerate", "launch"), "deepspeed": ("deepspeed",)}
 """Name -> the words that a command of it begins with."""
-LAUNCHER_OPTIONS = ("--config_file", "--mixed_precision", "--module", "-m")
+_SPELLINGS = {
+    **{words: name for name, words in LAUNCHERS.items()},
+    ("accelerate-launch",): "accelerate",
+    ("python", "-m", "torch.distributed.run"): "torchrun",
+    ("python", "-m", "accelerate.commands.launch"): "accelerate",
+    ("python", "-m", "deepspeed.launcher.runner"): "deepspeed",
+}
+LAUNCHER_OPTIONS = {
+    "torchrun": ("--module", "-m"),
+    "accelerate": ("--config_file", "--mixed_precision", "--module", "-m"),
+    "deepspeed": ("--module",),
+}
 """Options that may come before the script; all others are of nodes and processes, which the configuration has."""
 FLAGS = (
     *("-h", "--help", "-m", "--module", "--no_python", "-q", "--quiet", "--standalone", "--run_path"),
@@ -28,12 +40,14 @@ def split_launcher(command: Any) -> tuple[str | None, list[str], list[str]]:
     """(launcher, its options, the script and its arguments); without a launcher all of it is the third. Names of
     options have underscores for dashes and even places: each is followed by its value, "" if it has none."""
     words = list(command) if isinstance(command, (list, tuple)) else []
-    if not all(isinstance(word, str) for word in words):
+    if not words or not all(isinstance(word, str) for word in words):
         return None, [], []
-    launcher = next((name for name, begin in LAUNCHERS.items() if tuple(words[: len(begin)]) == begin), None)
-    if launcher is None:
+    # Wherever it is, and whichever python has it.
+    begun = [re.sub(r"^python3?(\.\d+)?$", "python", PurePosixPath(words[0]).name), *words[1:]]
+    spelling = next((begin for begin in _SPELLINGS if tuple(begun[: len(begin)]) == begin), None)
+    if spelling is None:
         return None, [], words
-    options, rest = list[str](), words[len(LAUNCHERS[launcher]) :]
+    launcher, options, rest = _SPELLINGS[spelling], list[str](), words[len(spelling) :]
     while rest and rest[0].startswith("-"):
         option, joined, value = rest[0].partition("=")
         name, rest = re.sub(r"(?<=\w)-", "_", option), rest[1:]
@@ -57,7 +71,7 @@ def started_program(command: Sequence[str]) -> list[str]:
 def with_settings(command: Sequence[str], strategy: str, keys: Mapping[str, Any]) -> list[str]:
     """An `accelerate launch` with the `strategy` and `keys` of [job] as its options (those of Accelerate 1.15), unless
     it names a configuration file, which has its own; any other command itself."""
-    launcher, options, _ = split_launcher(command)
+    launcher, options, program = split_launcher(command)
     named = options[::2]
     if launcher != "accelerate" or "--config_file" in named:
         return list(command)
@@ -79,8 +93,7 @@ def with_settings(command: Sequence[str], strategy: str, keys: Mapping[str, Any]
             added += [f"--offload_{what}_nvme_path={settings.nvme_path}" for what in ("optimizer", "param")]
     if keys.get("precision", AUTO) != AUTO and "--mixed_precision" not in named:
         added.append(f"--mixed_precision={settings.precision.replace('fp32', 'no')}")
-    begin = len(LAUNCHERS[launcher])
-    return [*command[:begin], *added, *command[begin:]]
+    return [*LAUNCHERS[launcher], *added, *joined_options(options), *program]
 
 
 def rank_command(command: Sequence[str], local_rank: int, accelerate_launch: str) -> list[str]:

@@ -151,7 +151,7 @@ for step in (10, 20, 30):
 accelerator.log({"eval_loss": 1.75}, step=30)
 accelerator.end_training()
 """
-    command = ("torchrun", "train.py") if elastic else (*LAUNCHERS["accelerate"], "train.py")
+    command = ("python", "-u", "train.py") if elastic else (*LAUNCHERS["accelerate"], "train.py")
     own: dict[str, Any] = {"script": script, "command": command, "logging_dir": "logs", "elastic": elastic}
     run = start_on(nodes, home, torch_config(nodes, "ana", "bea", **own))
     record = run.ended()

@@ -14,6 +14,7 @@ from engine.protocol.launchers import rank_command, split_launcher, started_prog
 
 NODES = '[[node]]\nname = "box"\nssh = "ana@box"\npython = "/venv/bin/python"\nprocesses = 2\n[[node]]\nname = "here"\n'
 OWN = NODES + '[job]\nframework = "torch"\ncommand = ["accelerate", "launch", "t.py"]\n'
+ELASTIC = '[job]\nframework = "torch"\ncommand = ["torchrun", "t.py"]\nelastic = true\n'
 TRAINING = '[job]\nframework = "torch"\nmodel = "/m"\ndata = "/d"\n'
 
 
@@ -72,6 +73,20 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
         (OWN + 'offload = "moon"', "job.offload: "),
         (OWN + 'precision = "int4"', "job.precision: "),
         (OWN + 'offload = "nvme"', "job.nvme_path: a folder on every node"),
+        (
+            NODES + '[job]\nframework = "torch"\ncommand = ["torchrun", "--mixed_precision", "bf16", "t.py"]',
+            "job.command: no --mixed_precision: Flight Deck starts",
+        ),
+        (
+            NODES + '[job]\nframework = "torch"\ncommand = ["python", "-m", "torch.distributed.launch", "t.py"]',
+            'job.command: "torchrun": torch.distributed.launch',
+        ),
+        (NODES + TRAINING + '[checkpoint]\ndestination = "s3://bucket/x"', "checkpoint.destination: a folder with"),
+        (NODES + TRAINING + '[checkpoint]\ncompression = "zstd"', 'checkpoint.compression: "none" with framework'),
+        (
+            NODES.replace("processes = 2", "") + ELASTIC + "[recovery]\nmax_restarts = 0\nmin_nodes = 1",
+            "recovery.max_restarts: 1 or more",
+        ),
         (NODES + TRAINING + 'logging_dir = "logs"', 'job.logging_dir: no value here: it is for framework = "torch"'),
     ],
 )
@@ -100,6 +115,11 @@ def test_a_refused_option_without_a_value_does_not_hide_the_script(tmp_path: Pat
     ]
 
 
+def test_a_script_may_begin_with_a_launcher(tmp_path: Path) -> None:
+    config = loaded(tmp_path, NODES + "[job]\nframework = 'torch'\nscript = 'torchrun -m train --lr 1'")
+    assert config.job.command == ("torchrun", "-m", "train", "--lr", "1")
+
+
 def test_flight_deck_takes_the_place_of_a_launcher() -> None:
     assert split_launcher(["accelerate", "launch", "--config_file", "c.yaml", "-m", "train", "--x"]) == (
         "accelerate",
@@ -112,6 +132,10 @@ def test_flight_deck_takes_the_place_of_a_launcher() -> None:
         (["deepspeed", "t.py", "--x"], ["python", "t.py", "--local_rank=3", "--x"]),
         (["accelerate", "launch", "t.py"], ["python", "/launch.py", "t.py"]),
         (["./own", "--flag"], ["./own", "--flag"]),
+        (["/venv/bin/torchrun", "t.py"], ["python", "t.py"]),
+        (["python3", "-m", "torch.distributed.run", "t.py"], ["python", "t.py"]),
+        (["accelerate-launch", "-m", "t"], ["python", "/launch.py", "-m", "t"]),
+        (["python", "-m", "own.run", "t.py"], ["python", "-m", "own.run", "t.py"]),
     ]
     assert [rank_command(given, 3, "/launch.py") for given, _ in of_rank] == [expected for _, expected in of_rank]
     assert started_program(["accelerate", "launch", "--mixed_precision", "bf16", "t.py"]) == ["python", "t.py"]
@@ -172,7 +196,7 @@ def test_other_commands_have_their_own_settings(command: list[str]) -> None:
 
 def test_a_precision_named_in_the_command_stays() -> None:
     command = [*LAUNCH, "--mixed-precision=fp8", "t.py"]
-    assert with_settings(command, "ddp", {"precision": "bf16"}) == command
+    assert with_settings(command, "ddp", {"precision": "bf16"}) == [*LAUNCH, "--mixed_precision=fp8", "t.py"]
 
 
 def test_the_keys_of_an_accelerate_script_are_kept(tmp_path: Path) -> None:
