@@ -191,11 +191,25 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         SignatureKind.CONSEQUENCE,
     ),
     Signature(
+        "nccl.watchdog_stuck",
+        r"ProcessGroupNCCL's watchdog got stuck for \d+ seconds|due to ProcessGroupNCCL watchdog hang",
+        "NCCL or CUDA did not return: torch ended this rank, as its watchdog could not look after the collectives",
+        "find the rank that failed or hung first; if none did, see the driver and NCCL_DEBUG=INFO, or give it longer "
+        "(TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC)",
+        "[rank2]:[E704 13:48:58.260494728 ProcessGroupNCCL.cpp:1746] [PG ID 0 PG GUID 0(default_pg) Rank 2] "
+        "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued "
+        "collectives.",
+        Citation("torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp", Provenance.SOURCE),
+        SignatureKind.CONSEQUENCE,
+    ),
+    Signature(
         "nccl.peer_lost",
-        r"ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+        r"ncclRemoteError: A call failed possibly due to a network error or a remote process exiting"
+        r"|remote process exited or there was a network error",
         "another rank went away, or the network to it",
         "find the rank that went first; if none did, the network between the nodes",
-        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
+        "remote process exited or there was a network error, NCCL version 2.21.5",
         Citation("NVIDIA/nccl#2076, NVIDIA/nccl#934", Provenance.REPORTED),
         SignatureKind.CONSEQUENCE,
     ),
@@ -222,6 +236,28 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before anything else, and no more `processes` than GPUs",
         "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 2000",
         Citation("verl-project/verl#161", Provenance.REPORTED),
+    ),
+    Signature(
+        "nccl.versions_differ",
+        r"Mismatched NCCL version detected : rank (?P<a>\d+) version (?P<one>\d+) "
+        r"rank (?P<b>\d+) version (?P<other>\d+)",
+        "ranks {a} and {b} have different versions of NCCL: {one} and {other}",
+        "install the same torch on every node, from the same lock file, and set no LD_LIBRARY_PATH or LD_PRELOAD to "
+        "another libnccl",
+        "gpu-1:1958:1958 [0] init.cc:790 NCCL WARN Mismatched NCCL version detected : rank 1 version 22705 rank 0 "
+        "version 22703",
+        Citation("NVIDIA/nccl src/init.cc", Provenance.SOURCE),
+    ),
+    Signature(
+        "nccl.invalid_usage",
+        # Not where NCCL's own words, which torch prints below, are known.
+        r"ncclInvalidUsage: This usually reflects invalid usage of NCCL library"
+        r"(?!.{0,200}\nLast error: ?\n(?:Duplicate GPU|Mismatched NCCL version) detected)",
+        "NCCL refused the call: the ranks' devices, environment or calls do not fit together",
+        "read the lines below it (Last error) or NCCL_DEBUG=WARN; most often two ranks use one GPU, or NCCL_* names a "
+        "network that this host does not have",
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+        Citation("torch/csrc/distributed/c10d/NCCLUtils.cpp, NVIDIA/nccl#1241", Provenance.REPORTED),
     ),
     # CUDA and its driver.
     Signature(
@@ -260,6 +296,15 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         Citation("RangiLyu/nanodet#216, lllyasviel/Fooocus#1313", Provenance.REPORTED),
     ),
     Signature(
+        "cuda.no_library",
+        r"(?:ImportError|OSError): (?P<library>lib(?:cu|nv|nccl|torch|c10)[\w.-]{1,60}): "
+        r"cannot open shared object file",
+        "{library} is not on this host: what was installed is built for another CUDA, or another torch, than is there",
+        "install torch and its extensions for one version of CUDA, from the same lock file, on every node",
+        "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory",
+        Citation("glibc elf/dl-load.c, pytorch/pytorch#131284", Provenance.REPORTED),
+    ),
+    Signature(
         "cuda.no_kernel",
         r"no kernel image is available for execution on the device",
         "this torch, or one of its extensions, was not built for this generation of GPU",
@@ -293,6 +338,25 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         Citation("vllm-project/vllm#5222", Provenance.REPORTED),
     ),
     # torch itself, DDP and FSDP.
+    Signature(
+        "torch.other_build",
+        r"(?P<file>[^/\s:]{1,120}\.so): undefined symbol: _Z[A-Z]{1,4}(?:3c10|2at|5torch)\w",
+        "{file}, an extension of torch, was built for another version of torch than this host has",
+        "build or install it anew for this torch (pip install --no-build-isolation --force-reinstall), on every node",
+        "ImportError: /opt/train/lib/python3.11/site-packages/flash_attn_2_cuda.cpython-311-x86_64-linux-gnu.so: "
+        "undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_string",
+        Citation("facebookresearch/maskrcnn-benchmark#421, rusty1s/pytorch_cluster#100", Provenance.REPORTED),
+    ),
+    Signature(
+        "torch.old_system",
+        r"(?:ImportError|OSError): (?P<library>\S{1,300}): version `(?P<version>\w{1,20}_[\d.]{1,12})' not found",
+        "{library} has no {version}: what was installed is built for a newer system than this host's",
+        "install a release that is built for this system (an older one, or from source), or use a newer system or a "
+        "container there",
+        "OSError: /lib64/libm.so.6: version `GLIBC_2.29' not found (required by /opt/train/lib/python3.11/"
+        "site-packages/libpyg.so)",
+        Citation("glibc elf/dl-version.c, pyg-team/pyg-lib#266", Provenance.REPORTED),
+    ),
     Signature(
         "torch.cpu_oom",
         r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (?P<bytes>\d+) bytes",

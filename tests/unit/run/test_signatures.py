@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from engine.run.failure_cause import findings
+from engine.run.failure_cause import explain, findings
 from engine.run.signature import Signature, SignatureKind
 from engine.run.signatures import BY_ID, SIGNATURES
 from tests.data import DATA
@@ -80,3 +80,35 @@ def test_a_folder_that_macos_keeps_private_names_full_disk_access_and_others_do_
     for path, private in (("/Users/ana/Documents/a.jsonl", True), ("/Volumes/ext/a", True), ("/Users/ana/a", False)):
         found = known(f"PermissionError: [Errno 1] Operation not permitted: '{path}'")
         assert (found == ["os.full_disk_access"]) is private
+
+
+_LAST_ERROR = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.27.3
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+"""
+_ENDS = {
+    "nccl.peer_lost": "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.",
+    "nccl.same_gpu": _LAST_ERROR + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 2000",
+    "nccl.versions_differ": _LAST_ERROR
+    + "Mismatched NCCL version detected : rank 1 version 22705 rank 0 version 22703",
+    "nccl.invalid_usage": _LAST_ERROR + "Error: network gIB not found.",
+    "nccl.watchdog_stuck": "[rank7]:[F429 14:03:49.385461578 ProcessGroupNCCL.cpp:1554] [PG ID 0 PG GUID 0(default_pg) "
+    "Rank 7] Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang.",
+    "torch.other_build": "OSError: ~/miniconda3/lib/python3.8/site-packages/torch_cluster/_grid_cuda.so: undefined "
+    "symbol: _ZNK3c104Type14isSubtypeOfExtESt10shared_ptrIS0_EPSo",
+    "torch.old_system": "ImportError: /lib64/libc.so.6: version `GLIBC_2.28' not found (required by /opt/x.so)",
+    "cuda.no_library": "OSError: libcublas.so.12: cannot open shared object file: No such file or directory",
+}
+
+
+@pytest.mark.parametrize(("known", "text"), _ENDS.items(), ids=_ENDS)
+def test_what_nccl_and_the_loader_of_libraries_print_is_explained(known: str, text: str) -> None:
+    traceback = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n' + text
+    found = explain([f"[rank1]: {line}" for line in traceback.splitlines()])
+    assert found is not None and found.signature is BY_ID[known]
+
+
+def test_a_warning_about_a_library_that_was_left_out_does_not_explain_an_end() -> None:
+    warning = "UserWarning: Disabling 'pyg-lib'. Stacktrace: /lib64/libm.so.6: version `GLIBC_2.29' not found"
+    assert explain([warning]) is None
