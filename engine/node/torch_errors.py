@@ -17,11 +17,9 @@ _TEXT, _TRACEBACK = 2000, 20_000
 def reported_exception(files: NodeFiles, rank: int) -> dict[str, Any] | None:
     """The fields of the `failure` event of a rank whose program left an error file; None without one that can be read.
     Of an elastic job's workers, the first failure of the last round."""
-    rounds: dict[Path, list[Path]] = {}
-    for path in files.workers(rank).glob("*/attempt_*/*/error.json"):
-        rounds.setdefault(path.parents[1], []).append(path)
+    rounds = files.workers(rank).glob("*/attempt_*")
     last = max(rounds, key=lambda folder: (len(folder.name), folder.name), default=None)
-    found = [_read(path) for path in ([files.error(rank)] if last is None else rounds[last])]
+    found = [_read(path) for path in ([files.error(rank)] if last is None else last.glob("*/error.json"))]
     known = [each for each in found if each is not None]
     return min(known, key=lambda each: float(each["raised_at"]), default=None)
 

@@ -45,6 +45,14 @@ def test_of_an_elastic_jobs_workers_the_first_failure_of_the_last_round_counts(t
     assert found is not None and found["message"] == "1 1"
 
 
+def test_an_exception_of_an_earlier_round_is_not_that_of_the_last(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path)
+    run = files.workers(0) / "run_x"
+    left(run / "attempt_9" / "0" / "error.json", {"message": "ValueError: old", "extraInfo": {"timestamp": "1"}})
+    (run / "attempt_10" / "0").mkdir(parents=True)
+    assert reported_exception(files, 0) is None
+
+
 def test_a_text_without_a_type_is_an_error(tmp_path: Path) -> None:
     files = NodeFiles(tmp_path)
     left(files.error(0), "signal 11 (SIGSEGV) received by PID 7")
