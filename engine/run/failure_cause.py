@@ -8,11 +8,11 @@ import os
 import re
 import signal as signals
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from engine.errors import StateError
 from engine.models import Reason, RunRecord
@@ -94,14 +94,21 @@ _RAISED = re.compile(r"^(?:[A-Za-z_][\w]{0,99}\.){0,9}[A-Z]\w{0,99}(?:Error|Exce
 """An exception on a line of its own, without a traceback."""
 _OF_OTHERS = re.compile(r"^(?:subprocess\.CalledProcessError|KeyboardInterrupt|(?:\w{1,20}\.){5}ChildFailedError)\b")
 """Exceptions that only report that something else ended."""
-_RANK_PREFIX = re.compile(r"^(?:\[(?:rank ?|default)\d{1,6}\]:? ?){1,2}")
-"""Before each line of an exception in a process group, by torch, and of a worker's output, by torchrun."""
+_WORKER = re.compile(r"\[(?:rank |default)(\d{1,6})\](?:: ?| )")
+"""Before the output of a worker, by torchrun: also in the middle of a line, where another worker's has no end yet."""
+_RAISED_BY_RANK = re.compile(r"^\[rank\d{1,6}\]:? ?")
+"""Before each line of an exception in a process group, by torch."""
+WORKER_FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: ")
+"""torchrun's line about its workers, at the end of each round; after the last one follow its own traceback and a table,
+which explain nothing."""
+FRAME = re.compile(r"^(?:\[[^\]]{1,20}\]:? ?){0,2}frame #\d+: ")
+"""A line of the C++ stack that torch prints below some of its errors and warnings."""
 _CRASHES: Final = frozenset({signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGFPE, signals.SIGILL})
 """Signals by which a program ends itself; its own output does not explain those from outside."""
 _DETAILED_BY_JOURNAL: Final = frozenset({Reason.OUT_OF_MEMORY, Reason.DISK_FULL})
 """Reasons for which the journal's cause has more detail (which file, which array) than a signature."""
 _FIXES: Final = {Reason.OUT_OF_MEMORY: BY_ID["memory.killed"].fix, Reason.DISK_FULL: BY_ID["disk.full"].fix}
-
+_CONSEQUENCES: Final = [known.pattern for known in SIGNATURES if known.kind is SignatureKind.CONSEQUENCE]
 
 Ending = RunRecord | Verdict
 """How a run or an attempt ended."""
@@ -121,7 +128,8 @@ class Finding:
     survived: bool = False
     """Too much was printed after it for it to belong to the exit output."""
     final: bool = True
-    """Printed in the exception that ended the program, or after it; without an exception, everything is."""
+    """Printed in the exception that ended the program, or after it; without an exception, everything is. Of torchrun's
+    workers, each has its own end."""
 
     @property
     def order(self) -> tuple[int, bool, bool, bool, int]:
@@ -135,36 +143,95 @@ class Finding:
 def findings(lines: Iterable[str]) -> list[Finding]:
     """The known failures in `lines` (sanitised text), each signature once, in the order of the lines. Takes time
     linear in the length of the lines, whatever they hold."""
-    texts = [_RANK_PREFIX.sub("", line) for line in lines]
-    text = "\n".join(texts) + "\n"
-    starts = [0, *accumulate(len(line) + 1 for line in texts)]
-    final = _exit_output(texts)
-    tracebacks = [
-        (bisect_right(starts, match.start()) - 1, bisect_right(starts, match.start("error")) - 1)
-        for match in _TRACEBACK.finditer(text)
-    ]
-    bare = _bare(texts)
-    end = _end(texts, tracebacks, bare)
+    lines = list(lines)
+    counted = last_round(lines)
+    pieces = sorted(_pieces(lines, counted.start), key=lambda piece: piece.worker)
+    text = "".join(f"{piece.text}\n" for piece in pieces)
+    starts = [0, *accumulate(len(piece.text) + 1 for piece in pieces)]
+    ends = _Ends.of(pieces, counted.stop)
     found = []
     explained: set[int] = set()
     for signature in SIGNATURES:
-        pattern = re.compile(signature.pattern)
-        places = (starts[place] for place in dict.fromkeys((end, final, 0)))
-        match = next(filter(None, (pattern.search(text, place) for place in places)), None)
-        line = -1 if match is None else bisect_right(starts, match.start()) - 1
-        if match is not None and line not in explained:
-            explained.add(line)
+        matches = ((bisect_right(starts, match.start()) - 1, match) for match in re.finditer(signature.pattern, text))
+        place, match = min(matches, key=lambda each: ends.order(each[0]), default=(-1, None))
+        if match is not None and place not in explained:
+            explained.add(place)
             cause, fix = _cause_and_fix(signature, match)
-            found.append(Finding(signature.kind, cause, fix, line, signature, line < final, line >= end))
-    raised = {error for _, error in tracebacks}
-    if bare is not None:
-        raised.add(bare)
-    for line in raised - explained:
+            found.append(ends.finding(place, signature.kind, cause, fix, signature))
+    for place in ends.raised - explained:
         # Another exception of a kind that was found: of several workers in one log, for example.
-        if any(re.search(signature.pattern, texts[line]) for signature in SIGNATURES):
-            continue
-        found.append(Finding(SignatureKind.CAUSE, _cut(texts[line]), None, line, None, line < final, line >= end))
+        if not any(re.search(signature.pattern, pieces[place].text) for signature in SIGNATURES):
+            found.append(ends.finding(place, SignatureKind.CAUSE, _cut(pieces[place].text)))
     return sorted(found, key=lambda finding: finding.line)
+
+
+def last_round(lines: Sequence[str]) -> range:
+    """The lines of the last round of torchrun's workers; all those of another program."""
+    reports = [place for place, line in enumerate(lines) if WORKER_FAILED.search(line)]
+    if not reports or any(_WORKER.match(line) for line in lines[reports[-1] + 1 :]):
+        # The workers were started again.
+        reports.append(len(lines) - 1)
+    begin, end = [-1, *reports][-2:]
+    return range(begin + 1, end + 1)
+
+
+class _Piece(NamedTuple):
+    """A line, or what one worker printed of it, without its prefix."""
+
+    worker: int
+    """-1: all that torchrun did not pass on."""
+    line: int
+    """Its place among the lines that were read."""
+    text: str
+
+
+def _pieces(lines: Sequence[str], first: int) -> Iterator[_Piece]:
+    for number, line in enumerate(lines[first:], first):
+        parts = _WORKER.split(line) if _WORKER.match(line) else ["", "-1", line]
+        for worker, text in zip(parts[1::2], parts[2::2], strict=True):
+            yield _Piece(int(worker), number, _RAISED_BY_RANK.sub("", text))
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Pieces of a log, in the order of their workers, and which of them belong to the end of the program."""
+
+    pieces: Sequence[_Piece]
+    survived: Sequence[bool]
+    final: Sequence[bool]
+    raised: frozenset[int]
+    """Places of the exceptions."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[_Piece], stop: int) -> _Ends:
+        """Exceptions from line `stop` on are torchrun's own."""
+        survived: list[bool] = []
+        ended_at: list[int | None] = []
+        raised: set[int] = set()
+        for _, group in groupby(pieces, key=lambda piece: piece.worker):
+            own = list(group)
+            texts = [piece.text for piece in own]
+            exceptions, end = _exceptions(texts[: sum(piece.line < stop for piece in own)])
+            raised |= {len(survived) + place for place in exceptions}
+            exit_output = _exit_output(texts)
+            survived += [place < exit_output for place in range(len(own))]
+            ended_at += [None if end is None else own[end].line] * len(own)
+        # Whoever has no exception of its own, as torchrun itself, may have been ended because of another's.
+        earliest = min((line for line in ended_at if line is not None), default=0)
+        final = [
+            piece.line >= (earliest if line is None else line) for piece, line in zip(pieces, ended_at, strict=True)
+        ]
+        return cls(pieces, survived, final, frozenset(raised))
+
+    def order(self, place: int) -> tuple[bool, bool, int]:
+        """Sorts the places where one text was printed, the one that explains the end best first."""
+        return self.survived[place], not self.final[place], self.pieces[place].line
+
+    def finding(
+        self, place: int, kind: SignatureKind, cause: str, fix: str | None = None, signature: Signature | None = None
+    ) -> Finding:
+        line = self.pieces[place].line
+        return Finding(kind, cause, fix, line, signature, self.survived[place], self.final[place])
 
 
 def explain(lines: Iterable[str]) -> Finding | None:
@@ -302,27 +369,48 @@ def _is_logged(own: Finding, found: Finding) -> bool:
     return own.signature is found.signature and (own.signature is not None or found.cause.endswith(own.cause))
 
 
-def _end(lines: list[str], tracebacks: list[tuple[int, int]], bare: int | None) -> int:
-    """The line at which the exception that ended the program begins, with those that led to it; 0 when none did, or one
-    that does not explain it. `tracebacks`: where each begins, and where its exception is named."""
-    ends = [bare] if bare is not None and not _OF_OTHERS.match(lines[bare]) else []
-    if tracebacks and _is_last(lines, tracebacks[-1][1]) and not _OF_OTHERS.match(lines[tracebacks[-1][1]]):
-        first = len(tracebacks) - 1
-        while first and _chained(lines, tracebacks[first][0]):
-            first -= 1
-        ends.append(tracebacks[first][0])
-    return min(ends, default=0)
+def _exceptions(lines: list[str]) -> tuple[set[int], int | None]:
+    """The lines that name an exception, and the line at which the one that ended the program begins, with those that
+    led to it; None when none did, or one that does not explain it."""
+    text = "".join(f"{line}\n" for line in lines)
+    starts = [0, *accumulate(len(line) + 1 for line in lines)]
+    tracebacks = [
+        (bisect_right(starts, match.start()) - 1, bisect_right(starts, match.start("error")) - 1)
+        for match in _TRACEBACK.finditer(text)
+    ]
+    bare = [(place, place) for place, line in enumerate(lines) if _RAISED.match(line)]
+    ends = [end for end in (_end(lines, bare), _end(lines, tracebacks)) if end is not None]
+    named = {error for _, error in tracebacks} | {error for _, error in ends}
+    if bare and _spoken(lines, bare[-1][1] + 1, len(lines)) <= TRAILING_LINES:
+        named.add(bare[-1][1])
+    return named, min((begin for begin, _ in ends), default=None)
 
 
-def _bare(lines: list[str]) -> int | None:
-    """The last line that is an exception, if little was printed after it."""
-    last = next((place for place in reversed(range(len(lines))) if _RAISED.match(lines[place])), None)
-    return last if last is not None and _is_last(lines, last) else None
+def _end(lines: list[str], exceptions: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """Beginning and name of the exception that ended the program; it begins with those that led to it. Others, little
+    apart, may follow that only report that something else ended: of other workers, for example. `exceptions`: where
+    each begins, and where it is named."""
+    limit, found = len(lines), None
+    place = len(exceptions) - 1
+    while place >= 0:
+        begin, named = exceptions[place]
+        if _spoken(lines, named + 1, limit) > TRAILING_LINES:
+            break
+        while place and _chained(lines, begin):
+            place -= 1
+            begin = exceptions[place][0]
+        if not _OF_OTHERS.match(lines[named]):
+            found = begin, named
+            if not any(re.search(pattern, lines[named]) for pattern in _CONSEQUENCES):
+                break
+        limit = begin
+        place -= 1
+    return found
 
 
-def _is_last(lines: list[str], place: int) -> bool:
-    """Little was printed after this line."""
-    return sum(bool(line.strip()) for line in lines[place + 1 :]) <= TRAILING_LINES
+def _spoken(lines: list[str], first: int, limit: int) -> int:
+    """How many of these lines may be the program's own."""
+    return sum(bool(line.strip()) and not FRAME.match(line) for line in lines[first:limit])
 
 
 def _chained(lines: list[str], place: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,17 +20,17 @@ from engine.protocol.exit_codes import ShellExit, TrainerExit
 from engine.run.attempt import AttemptOrigin
 from engine.run.decide import Trigger
 from engine.run.events import Hang
+from engine.run.failure_cause import FRAME, WORKER_FAILED, last_round
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, Rank
 from engine.run.signatures import BY_ID
 from engine.security.redact import redact, redact_document
 
 _FINAL_LINES = 15
-_FRAME = re.compile(r"^frame #\d+: ")
-"""A line of the C++ stack that torch prints below some of its errors and warnings."""
-_WORKER_FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: ")
-"""torchrun's line about its worker; its own traceback and a table follow, which explain nothing."""
+_OF_RANK = re.compile(r"\[(?:rank ?|default)(\d{1,6})\]")
+"""Before lines of a worker, by torchrun, and before those of an exception, by torch."""
 _CANNOT_BIND = re.compile(BY_ID["ring.bind"].pattern)
+_CANNOT_LISTEN = re.compile(BY_ID["c10d.port_in_use"].pattern)
 
 
 @dataclass(frozen=True)
@@ -90,23 +91,36 @@ class RankEvidence:
     @property
     def final_lines(self) -> str:
         """The lines of its log that may report the end: what was logged long before is no part of it."""
-        lines = [line for line in self.tail.splitlines() if not _FRAME.match(line)]
-        reports = (place for place in range(len(lines), 0, -1) if _WORKER_FAILED.search(lines[place - 1]))
-        if (end := next(reports, None)) is not None:
-            # The output of all its workers, each of which may print a traceback.
-            return "\n".join(lines[:end])
-        return "\n".join(lines[-_FINAL_LINES:])
+        lines = [line for line in self.tail.splitlines() if not FRAME.match(line)]
+        if not self.is_torchrun:
+            return "\n".join(lines[-_FINAL_LINES:])
+        # Each of its workers may print a traceback.
+        kept: list[str] = []
+        seen: Counter[str | None] = Counter()
+        for place in reversed(last_round(lines)):
+            line = lines[place]
+            ranks = set(_OF_RANK.findall(line)) or {None}
+            seen.update(ranks)
+            if any(seen[rank] <= _FINAL_LINES for rank in ranks):
+                kept.append(line)
+        return "\n".join(reversed(kept))
 
     @property
     def is_torchrun(self) -> bool:
         """Its log is torchrun's, with the output of all the workers of its node."""
-        return _WORKER_FAILED.search(self.tail) is not None
+        return WORKER_FAILED.search(self.tail) is not None
 
     @property
     def bind_error(self) -> str | None:
         """The error number with which the ring could not bind its port."""
         found = _CANNOT_BIND.search(f"{self.final_lines}\n{self.exception}")
         return found["errno"] if found is not None else None
+
+    @property
+    def busy_master_port(self) -> int | None:
+        """The port on which PyTorch's store could not listen, since another program had it."""
+        found = _CANNOT_LISTEN.search(f"{self.final_lines}\n{self.exception}")
+        return int(found["port"]) if found is not None else None
 
 
 @dataclass(frozen=True)
@@ -220,15 +234,19 @@ class EvidenceCollector:
     def _with_ports(self, ranks: Sequence[RankEvidence]) -> list[RankEvidence]:
         """The same with `port`, where the host answers in time: each host is asked once, all at the same time."""
         attempt = self._context.attempt
-        failed = [each.rank for each in ranks if each.bind_error is not None]
-        ports = {rank: ports_of(rank, attempt.network, attempt.starting_port) for rank in failed}
-        asked = {self._connection(rank) for rank in failed}
+        ports = {
+            each.rank: ports_of(each.rank, attempt.network, attempt.starting_port)
+            for each in ranks
+            if each.bind_error is not None
+        }
+        ports |= {each.rank: range(port, port + 1) for each in ranks if (port := each.busy_master_port) is not None}
+        asked = {self._connection(rank) for rank in ports}
         for connection in asked:
             connection.request_port_holders([port for rank in connection.ranks for port in ports.get(rank, ())])
         deadline = time.monotonic() + _ANSWER_LIMIT_S
         while any(connection.port_holders is None for connection in asked) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        holders = {rank: self._connection(rank).port_holders for rank in failed}
+        holders = {rank: self._connection(rank).port_holders for rank in ports}
         found = {rank: _port(ports[rank], held) for rank, held in holders.items() if held is not None}
         return [replace(each, port=found.get(each.rank)) for each in ranks]
 

@@ -18,7 +18,7 @@ from engine.protocol.attempt import ExitRecord
 from engine.protocol.exit_codes import ShellExit
 from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
-from engine.run.failure_cause import CAUSE_CHARACTERS, findings, first_cause
+from engine.run.failure_cause import CAUSE_CHARACTERS, explain, findings, first_cause
 from engine.run.failure_evidence import FailureEvidence, RankEvidence, succeeded
 from engine.run.signature import SignatureKind
 from engine.security.redact import redact
@@ -257,12 +257,13 @@ def _ended_by_itself(rank: RankEvidence, record: ExitRecord, trainer: bool) -> t
     if record.code == 0:
         return Reason.RANK_FAILED, _left_early(rank, trainer)
     ended = _how_ended(record)
-    known = findings(_lines(rank.final_lines, rank.exception))
-    reasons = {found.signature.reason for found in known if found.signature is not None}
-    if Reason.OUT_OF_MEMORY in reasons or (record.signal == signal.SIGKILL and rank.memory_killed):
+    known = explain(_lines(rank.final_lines, rank.exception))
+    reason = known.signature.reason if known is not None and known.signature is not None else None
+    if reason is Reason.OUT_OF_MEMORY or (record.signal == signal.SIGKILL and rank.memory_killed):
         return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
-    if Reason.DISK_FULL in reasons:
-        return Reason.DISK_FULL, f"disk full: {last or ended}"
+    if known is not None and reason in (Reason.DISK_FULL, Reason.LAUNCH_FAILED):
+        no_port = rank.port or known.cause
+        return reason, no_port if reason is Reason.LAUNCH_FAILED else f"disk full: {last or ended}"
     if record.signal is not None:
         return Reason.RANK_KILLED, f"{ended}: {last}" if _LIKE_AN_ERROR.search(last) else ended
     output = f"{': ' if _LIKE_AN_ERROR.search(last) else '; its last output: '}{last}" if last else " without output"

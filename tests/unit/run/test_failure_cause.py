@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -331,3 +332,34 @@ def test_of_a_long_line_both_ends_are_kept(tmp_path: Path) -> None:
     log.write_bytes(b"begin" + b"x" * 3 * LINE_BYTES + b"end\n")
     (line,) = LogEnds.of(log, 0).lines
     assert line.startswith("begin") and line.endswith("end") and len(line) < LINE_BYTES + 10
+
+
+SHARED_LINES = """[rank 1]  10%|#  | 3/30 [00:01][rank 0] [rank0]: Traceback (most recent call last):
+[rank 0] [rank0]:   File "train.py", line 7, in <module>
+[rank 1] [rank1]: Traceback (most recent call last):
+[rank 0] [rank0]:     raise ValueError("boom")
+[rank 1] [rank1]:   File "train.py", line 9, in <module>
+[rank 0] [rank0]: ValueError: boom
+[rank 1] [rank1]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:45723.
+"""
+
+
+def test_the_lines_of_torchruns_workers_are_told_apart_where_they_share_one(logs: RunLogs) -> None:
+    logs.write(0, SHARED_LINES)
+    found = diagnose(logs.run_dir)
+    assert found is not None and found.cause == "ValueError: boom"
+    assert logs.run_dir.log(0).read_bytes()[found.offset :].startswith(b"[rank 0] [rank0]: ValueError: boom\n")
+
+
+def test_what_follows_another_workers_prefix_is_known(logs: RunLogs) -> None:
+    logs.write(0, "[rank 1]  10%|#  | 3/30 [00:01][rank 0] KeyError: 'labels'\n")
+    found = diagnose(logs.run_dir)
+    assert found is not None and found.cause == "KeyError: 'labels'"
+
+
+def test_a_log_of_very_many_workers_costs_no_more_than_another() -> None:
+    """Else each worker's lines would be searched for each signature."""
+    lines = [f"[rank {number}] step 1" for number in range(20_000)]
+    begun = time.process_time()
+    assert explain([*lines, "[rank 7] ValueError: boom"]) is not None
+    assert time.process_time() - begun < 5

@@ -21,6 +21,7 @@ from engine.run.journal import RunRecorder
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, HostConnections, Rank
 from engine.run.run_plan import RunPlan
+from engine.run.signatures import BY_ID
 from engine.store.layout import RunDir
 from tests.unit.launch.host_layouts import configured_network
 from tests.unit.run.file_host import FileHost
@@ -100,3 +101,12 @@ def test_ranks_that_cannot_bind_share_one_wait_and_each_host_is_asked_once(
     assert [rank.port for rank in found.ranks] == [free, held, None, None, None, None]
     assert [host.asked for host in (shared, *silent)] == [[[20_000, 20_001]], [[20_003]], [[20_004]], [[20_005]]]
     assert clock.now == pytest.approx(failure_evidence._ANSWER_LIMIT_S, abs=0.1)
+
+
+def test_who_holds_pytorchs_port_is_asked_for_the_port_that_could_not_be_listened_on(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path)
+    files.log(0).write_text(BY_ID["c10d.port_in_use"].example)
+    host = PortHost(files, (0,), {29_500: "nginx"})
+    with collector(tmp_path, [host]) as evidence:
+        found = evidence.collect([Rank(0, "node0")], Trigger.ENDED)
+    assert [rank.port for rank in found.ranks] == ["port 29500 is in use by nginx"]

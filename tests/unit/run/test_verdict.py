@@ -17,6 +17,7 @@ from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
 from engine.run.failure_cause import CAUSE_CHARACTERS
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
+from engine.run.signatures import BY_ID
 from engine.run.verdict import is_consequence, verdict_on, with_cause
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.data import DATA
@@ -565,3 +566,105 @@ def test_of_torchruns_output_the_workers_own_is_the_cause(tmp_path: Path) -> Non
     found = evidence(rank(0, 1, at=2.0, tail=GLOO_LOST.format(0)), rank(1, 1, at=1.0, tail=text), trainer=False)
     verdict = with_cause(verdict_on(found), found, logs.run_dir, {}, {})
     assert (verdict.rank, verdict.cause) == (1, "ValueError: the labels are shifted")
+
+
+def of_worker(number: int, text: str) -> str:
+    """As torchrun passes it on for an elastic job."""
+    return "".join(f"[rank {number}] {line}\n" for line in text.splitlines())
+
+
+def verdict_of_log(tmp_path: Path, log: str) -> Verdict:
+    logs = RunLogs(tmp_path)
+    logs.write(0, log)
+    found = evidence(rank(0, 1, tail=log), trainer=False)
+    return with_cause(verdict_on(found), found, logs.run_dir, {}, {})
+
+
+RETRIED = "CUDA out of memory: retrying with batch size 4\n"
+STEPS = "".join(f"step {number}\n" for number in range(100))
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        RETRIED + STEPS + RAISED.format(0),
+        RETRIED + STEPS + RAISED.format(0) + TORCHRUN_REPORT,
+        RETRIED + STEPS + RAISED.format(0) + GLOO_LOST.format(1) + TORCHRUN_REPORT,
+        of_worker(0, RETRIED + STEPS + RAISED.format(0)) + TORCHRUN_REPORT,
+        of_worker(1, RETRIED + STEPS) + of_worker(0, RAISED.format(0)) + of_worker(1, FRAMES) + TORCHRUN_REPORT,
+        of_worker(0, RETRIED + RAISED.format(0)) + of_worker(1, STEPS + GLOO_LOST.format(1)) + TORCHRUN_REPORT,
+    ],
+    ids=["a rank", "a worker", "two workers", "an elastic worker", "another elastic worker", "just before"],
+)
+def test_memory_that_ran_out_and_was_found_does_not_explain_a_later_exception(tmp_path: Path, log: str) -> None:
+    verdict = verdict_of_log(tmp_path, log)
+    assert (verdict.reason, verdict.signature) == (Reason.RANK_FAILED, None)
+    assert verdict.cause is not None and verdict.cause.endswith("ValueError: the labels are shifted")
+
+
+MEMORY = RAISED.replace("ValueError: the labels are shifted", "torch.OutOfMemoryError: CUDA out of memory. Tried to")
+
+
+@pytest.mark.parametrize("others", ["", GLOO_LOST.format(1) * 3, FRAMES + GLOO_LOST.format(1) + FRAMES])
+@pytest.mark.parametrize("elastic", [True, False])
+def test_memory_that_ended_a_worker_is_the_reason_whatever_the_others_print_after_it(
+    tmp_path: Path, others: str, elastic: bool
+) -> None:
+    own, lost = STEPS + MEMORY.format(0), others
+    log = of_worker(0, own) + of_worker(1, lost) if elastic else own + lost
+    verdict = verdict_of_log(tmp_path, log + TORCHRUN_REPORT)
+    assert (verdict.reason, verdict.signature) == (Reason.OUT_OF_MEMORY, "cuda.oom")
+
+
+def test_an_earlier_round_of_torchruns_workers_does_not_explain_the_last(tmp_path: Path) -> None:
+    failed = next(line for line in TORCHRUN_REPORT.splitlines() if "failed (exitcode: 1)" in line)
+    first = of_worker(0, MEMORY.format(0)) + failed + "\n"
+    killed = TORCHRUN_REPORT.replace("(exitcode: 1)", "(exitcode: -9)")
+    verdict = verdict_of_log(tmp_path, first + of_worker(0, "step 1\n") + killed)
+    assert (verdict.reason, verdict.signature) == (Reason.RANK_FAILED, "elastic.worker_killed")
+
+
+def test_an_agent_that_ended_in_a_later_round_is_not_explained_by_the_first(tmp_path: Path) -> None:
+    failed = next(line for line in TORCHRUN_REPORT.splitlines() if "failed (exitcode: 1)" in line)
+    first = of_worker(0, MEMORY.format(0)) + failed + "\n"
+    ended = TRACEBACK + "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
+    verdict = verdict_of_log(tmp_path, first + of_worker(0, STEPS) + ended)
+    assert (verdict.reason, verdict.signature) == (Reason.RANK_FAILED, "elastic.signal")
+
+
+NCCL_LOST = (
+    "[rank{0}]: Traceback (most recent call last):\n"
+    '[rank{0}]:   File "train.py", line 9, in <module>\n'
+    "[rank{0}]: torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:"
+    "268, remote process exited or there was a network error, NCCL version 2.21.5\n"
+    "[rank{0}]: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.\n"
+    "[rank{0}]: Last error:\n"
+    "[rank{0}]: socketProgressOpt: Call to recv from 10.0.0.2<33759> failed : Connection reset by peer\n"
+)
+
+
+@pytest.mark.parametrize("report", ["", TORCHRUN_REPORT], ids=["ranks", "under torchrun"])
+def test_a_rank_whose_nccl_lost_its_peer_is_not_blamed_though_it_ended_first(report: str) -> None:
+    first = rank(0, 1, at=1.0, tail=NCCL_LOST.format(0) + report)
+    second = rank(1, 1, at=2.0, tail=RAISED.format(1) + report)
+    verdict = verdict_on(evidence(first, second, trainer=False))
+    assert verdict.rank == 1
+    assert is_consequence(first) and not is_consequence(second)
+
+
+PORT_IN_USE = f"{TRACEBACK}{BY_ID['c10d.port_in_use'].example}\n"
+
+
+def test_a_master_port_that_is_taken_is_a_failure_to_start_and_its_holder_is_named(tmp_path: Path) -> None:
+    verdict = verdict_of_log(tmp_path, PORT_IN_USE)
+    assert (verdict.reason, verdict.signature) == (Reason.LAUNCH_FAILED, "c10d.port_in_use")
+    assert verdict.cause is not None and "MASTER_PORT 29500" in verdict.cause
+    held = rank(0, 1, tail=PORT_IN_USE, port="port 29500 is in use by pid 5 (x)")
+    assert verdict_on(evidence(held, trainer=False)).cause == "port 29500 is in use by pid 5 (x)"
+
+
+def test_a_port_that_was_taken_before_another_was_used_does_not_explain_a_later_exception(tmp_path: Path) -> None:
+    verdict = verdict_of_log(tmp_path, PORT_IN_USE + "step 1\n" + RAISED.format(0))
+    assert (verdict.reason, verdict.signature) == (Reason.RANK_FAILED, None)
+    assert verdict.cause is not None and verdict.cause.endswith("ValueError: the labels are shifted")
