@@ -13,7 +13,7 @@ from engine.cluster.probe_results import MlxLmReport, MlxReport, TorchBuild, Tor
 from engine.config.models import JobConfig
 from engine.errors import LaunchError
 from engine.models import FrozenModel, NoValue
-from engine.protocol.launchers import split_launcher
+from engine.plan.distributed import torch_packages
 
 HOME_ENVIRONMENT = PurePosixPath("~/.venv")
 """Where an environment is made for a python that belongs to the system."""
@@ -21,18 +21,7 @@ _READ_ONLY = 3
 _OCCUPIED = f'[ -e "$1" ] || exit 1; [ -w "$2" ] || exit {_READ_ONLY}'
 IMPORT_LIMIT_S = 60.0
 """For mlx-lm, or PyTorch and all of the recipe's packages, from a cold disk; from a warm one it takes two to ten."""
-_RECIPE = ("accelerate", "transformers", "peft")
 Result = TypeVar("Result", bound=FrozenModel)
-
-
-def torch_packages(job: JobConfig) -> tuple[str, ...]:
-    """Those that every rank of a PyTorch job imports, torch first: of a command, besides torch, its launcher."""
-    if job.command is not None:
-        launcher = split_launcher(job.command)[0]
-        if launcher == "accelerate" and job.strategy == "deepspeed":
-            return ("torch", "accelerate", "deepspeed")
-        return ("torch", launcher) if launcher in ("accelerate", "deepspeed") else ("torch",)
-    return ("torch", *_RECIPE, *(("deepspeed",) if job.strategy == "deepspeed" else ()))
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from engine.checks.interpreter import (
     Interpreter,
     environment_of,
     probe_imports,
-    torch_packages,
 )
 from engine.checks.plan_inputs import chosen_job
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
 from engine.models import CheckResult
+from engine.plan.distributed import torch_packages
 
 NAME = "versions_match"
 

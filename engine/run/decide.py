@@ -362,10 +362,18 @@ def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> Fail
     wanted = max(recovery.min_nodes or nodes, 2 if config.job.strategy == "pipeline" else 1)
     # Before its first step a run has no state that could be lost with a node.
     needs_all = history.newest_reached > 0 and needs_all_nodes(config)
+    failures = (*history.failures, *more)
+    never = config.job.command is not None and not recovery.restart_commands and not _nothing_ran(failures[-1])
     return FailedRun(
         recovery,
-        (*history.failures, *more),
+        failures,
         needed=nodes if needs_all else min(wanted, nodes),
         lost_after_s=lost_after_s(config),
-        why_never=_OWN_STATE if config.job.command is not None and not recovery.restart_commands else None,
+        why_never=_OWN_STATE if never else None,
     )
+
+
+def _nothing_ran(failed: AttemptFailed) -> bool:
+    """A port was taken, for example: the program has no state that could be lost."""
+    verdict = failed.verdict
+    return verdict.reason is Reason.LAUNCH_FAILED and verdict.signature in TRANSIENT and not failed.reached

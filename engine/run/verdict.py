@@ -265,7 +265,10 @@ def _ended_by_itself(rank: RankEvidence, record: ExitRecord, trainer: bool) -> t
         no_port = rank.port or known.cause
         return reason, no_port if reason is Reason.LAUNCH_FAILED else f"disk full: {last or ended}"
     if record.signal is not None:
-        return Reason.RANK_KILLED, f"{ended}: {last}" if _LIKE_AN_ERROR.search(last) else ended
+        # After its exception a rank may abort in the interpreter's own end, by a thread of the group.
+        own = record.signal == signal.SIGABRT and rank.failure is not None
+        reason = Reason.RANK_FAILED if own else Reason.RANK_KILLED
+        return reason, f"{ended}: {last}" if _LIKE_AN_ERROR.search(last) else ended
     output = f"{': ' if _LIKE_AN_ERROR.search(last) else '; its last output: '}{last}" if last else " without output"
     return Reason.RANK_FAILED, ended + output
 

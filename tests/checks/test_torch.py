@@ -16,12 +16,13 @@ import pytest
 from engine.checks import data as check_data
 from engine.checks import gradient, hardware, health, hostfile, versions, workers
 from engine.checks import model as check_model
-from engine.checks.interpreter import Interpreter, torch_packages
+from engine.checks.interpreter import Interpreter
 from engine.cluster.probe_results import StaleProcesses, SystemLoad, TorchBuild
 from engine.cluster.topology import topology
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
 from engine.models import CheckResult, CheckStatus, Interface, Late, NodeFacts, NvidiaGpu
+from engine.plan.distributed import torch_packages
 from engine.plan.network import LaunchHost, NetworkPlan, plan_network
 from engine.protocol.job import Framework, Strategy
 from tests.checks.conftest import make_config, run_check

@@ -372,3 +372,14 @@ def test_a_command_without_metrics_that_ran_long_has_made_progress() -> None:
     soon = tuple(failure.model_copy(update={"ran_long": False}) for failure in often)
     never = decide(FailedRun(RECOVERY, soon[:1], needed=4, lost_after_s=None, nodes=ALL_THERE))
     assert isinstance(never, Finish) and "never made a step" in never.why
+
+
+def test_a_command_that_found_its_port_taken_is_started_again(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    job = made.plan.config.job.model_copy(update={"command": ("torchrun", "t.py"), "framework": "torch"})
+    plan = made.plan.model_copy(update={"config": made.plan.config.model_copy(update={"job": job})})
+    history = RunHistory(plan.record(), plan.nonce, plan.created_at)
+    taken = failure(1, Reason.LAUNCH_FAILED, "ana", signature="c10d.port_in_use")
+    assert refusal(failed_run(plan, history, taken)) is None
+    assert refusal(failed_run(plan, history, changed(taken, reached=5))) is not None
+    assert refusal(failed_run(plan, history, failure(1, Reason.RANK_KILLED, "ana"))) is not None

@@ -668,3 +668,12 @@ def test_a_port_that_was_taken_before_another_was_used_does_not_explain_a_later_
     verdict = verdict_of_log(tmp_path, PORT_IN_USE + "step 1\n" + RAISED.format(0))
     assert (verdict.reason, verdict.signature) == (Reason.RANK_FAILED, None)
     assert verdict.cause is not None and verdict.cause.endswith("ValueError: the labels are shifted")
+
+
+def test_a_rank_that_aborts_after_its_exception_has_failed_by_that() -> None:
+    """gloo's threads, in the interpreter's own end."""
+    failure = {"error_type": "ValueError", "message": "bad row", "traceback": "ValueError: bad row", "certain": True}
+    aborted = rank(1, sig=signal.SIGABRT, failure=failure, tail="Fatal Python error: Aborted\n")
+    verdict = verdict_on(evidence(rank(0, sig=signal.SIGTERM, stopped_by="end"), aborted))
+    assert (verdict.reason, verdict.rank) == (Reason.RANK_FAILED, 1)
+    assert "ValueError: bad row" in (verdict.cause or "")

@@ -10,9 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from engine.checks.interpreter import torch_packages as checked_packages
-from engine.config.models import JobConfig, RecoveryConfig
-from engine.plan.distributed import torch_packages
+from engine.config.models import RecoveryConfig
 from engine.plan.document import ChosenTorchSettings, Disabled
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section
@@ -340,5 +338,3 @@ def test_the_steps_of_verification_are_those_of_the_job(
     assert [step for step in steps if "calibrate" in step] == (
         [] if command else ["flightdeck calibrate --scaling --quick"]
     )
-    job = JobConfig.model_validate({"name": "job", "framework": "torch", "strategy": strategy, **given})
-    assert torch_packages(job) == checked_packages(job)
