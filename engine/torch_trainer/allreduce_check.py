@@ -23,6 +23,7 @@ from engine.protocol.job import TorchSettings
 from engine.protocol.measurements import ALL_SUM_LARGE_BYTES, AllSumResult
 from engine.torch_trainer.main import hide_gpus
 from engine.training.group_bench import reported
+from engine.training.outcome import first_line
 
 _SMALL = 1_000
 _LARGE = ALL_SUM_LARGE_BYTES // 4
@@ -87,6 +88,9 @@ def check_accelerate(result: AllSumResult, backend: str, world_size: int, asked:
     # Set by `accelerate launch` for its options and configuration file.
     named = [name for name in _PARTITIONING if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
     if "DEEPSPEED" in named:
+        from engine.torch_trainer.strategies import compile_nothing
+
+        # This check ends itself when it is late.
         compile_nothing()
     state = (Accelerator() if recipe is None else recipe_accelerator(backend, world_size, asked)).state
     kind = str(state.distributed_type.value)
@@ -102,29 +106,12 @@ def check_accelerate(result: AllSumResult, backend: str, world_size: int, asked:
 
 
 def recipe_accelerator(backend: str, world_size: int, asked: dict[str, Any]) -> Any:
-    """Made of the same parts as that of engine.torch_trainer.strategies."""
-    import torch.distributed as dist
-
-    on_cpu, settings = backend == "gloo", TorchSettings.from_spec(asked["recipe"])
     hide_gpus(backend)
-    dist.init_process_group(backend if on_cpu else "cpu:gloo,cuda:nccl", timeout=_CONNECT_LIMIT)
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin
+    from engine.torch_trainer.strategies import make_accelerator
 
-    # With cpu=True for Accelerator, it would ignore DeepSpeed; without it, on the CPU, all other ranks.
-    PartialState(cpu=on_cpu)
-    if asked["strategy"] != "deepspeed":
-        return Accelerator(cpu=on_cpu, mixed_precision={"fp32": "no"}.get(settings.precision, settings.precision))
+    settings = TorchSettings.from_spec(asked["recipe"])
     config = deepspeed_config(settings, micro_batch=1, accumulation=1, world_size=world_size, max_grad_norm=None)
-    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-
-
-def compile_nothing() -> None:
-    """DeepSpeed compiles an operator for the CPU as it makes its group. That takes minutes, and this check, which ends
-    itself when it is late, would leave a lock for which every later rank waited for ever (torch.utils.file_baton)."""
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__["deepspeed_shm_comm"] = False
+    return make_accelerator(backend, asked["strategy"], settings, config, _CONNECT_LIMIT)
 
 
 def main() -> None:
@@ -146,7 +133,7 @@ def main() -> None:
                 measure(result, options.backend, options.world_size, options.seconds)
         except Exception as error:
             # PyTorch adds C++ frames below it.
-            result.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            result.error = f"{type(error).__name__}: {first_line(error) if str(error) else ''}"
 
 
 if __name__ == "__main__":

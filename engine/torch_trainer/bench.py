@@ -10,7 +10,7 @@ from typing import Any
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.events import EventWriter
 from engine.protocol.measurements import GroupStepReport, RoundTimes
-from engine.torch_trainer.main import hide_gpus
+from engine.torch_trainer.main import import_trainer
 from engine.training.control import Control
 from engine.training.group_bench import run_bench, timed_rounds
 from engine.training.process import TrainingProcess
@@ -42,9 +42,7 @@ class _Clock(Control):
 
 
 def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: float) -> None:
-    hide_gpus(spec.backend)
-    from engine.torch_trainer.train import load_training
-
+    load_training = import_trainer(spec.backend).load_training
     reporter, control = _Steps(result.rank), _Clock()
     loop = load_training(TrainingProcess(spec, home, result.rank, control, reporter)).loop
     loop.strategy.model.train()

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from engine.training.checkpoint_files import (
     update_of,
     verify_file,
 )
+from engine.training.outcome import first_line
 from engine.training.process import TrainingProcess
 from engine.training.reporting import ReportWindow
 
@@ -61,6 +64,14 @@ class TrainingPoint:
     """The sums since the last report."""
     best: Mapping[str, Any] = field(default_factory=dict)
     """The best validation so far."""
+
+
+@dataclass(frozen=True)
+class StateManifest(Manifest):
+    attempt: int
+    """The attempt that wrote it: parts of two attempts are no state, though they are of one update."""
+    layout: str
+    """TorchStrategy.layout"""
 
 
 Listing = dict[int, tuple[dict[int, str], list[str]]]
@@ -99,6 +110,9 @@ class StateCheckpoints:
         # Those of attempts that were killed, too.
         for path in self._base.glob(".rank-*"):
             path.unlink(missing_ok=True)
+        if self._rank in leaders:
+            for path in [*self._base.glob(".*.partial"), *self._base.glob(".*.converted")]:
+                shutil.rmtree(path, ignore_errors=True)
         return leaders
 
     def due(self, update: int) -> bool:
@@ -113,31 +127,33 @@ class StateCheckpoints:
         facts: dict[str, Any] = {"kind": "state", "iteration": point.iteration, "update": point.update}
         self._reporter.phase("saving")
         self._reporter.event("checkpoint", phase="begin", path=str(target), **facts)
-        partial = target.with_name(f".{target.name}.partial")
-        if self._leads:
-            for left in self._base.glob(".*.partial"):
-                shutil.rmtree(left, ignore_errors=True)
-            partial.mkdir(mode=0o700)
-        dist.barrier()
-        try:
-            size, failure = 0, None
+        scratch, size = target.with_name(f".{target.name}.partial"), 0
+
+        def make_folder() -> None:
+            if self._leads:
+                scratch.mkdir(mode=0o700, exist_ok=True)
+
+        def write() -> None:
+            nonlocal size
             if self._origin.parts > 1 or self._leads:
-                self._strategy.save(partial)
-                size = self._write_manifest(partial, point)
-        except (OSError, dist.checkpoint.CheckpointException) as error:
-            size, failure = 0, str(error).splitlines()[0]
-        failures = [each for each in all_gather_object(failure) if each is not None]
-        if failures:
-            self._reporter.event("checkpoint", phase="failed", path=str(target), message=failures[0], **facts)
-            self._reporter.warn(f"no checkpoint of update {point.update} (iteration {point.iteration}): {failures[0]}")
+                self._strategy.save(scratch)
+                size = self._write_manifest(scratch, point)
+
+        def commit() -> None:
+            if self._leads:
+                sync_folder(scratch)
+                # Not there when a leader of another node shares the disk after all, and was first.
+                with contextlib.suppress(FileNotFoundError):
+                    replace_folder(scratch, target)
+                sync_folder(self._base)
+
+        failure = _first_failure(make_folder) or _first_failure(write) or _first_failure(commit)
+        if failure is not None:
+            if self._leads:
+                shutil.rmtree(scratch, ignore_errors=True)
+            self._reporter.event("checkpoint", phase="failed", path=str(target), message=failure, **facts)
+            self._reporter.warn(f"no checkpoint of update {point.update} (iteration {point.iteration}): {failure}")
             return
-        if self._leads:
-            sync_folder(partial)
-            # Not there when a leader of another node shares the disk after all, and was first.
-            with contextlib.suppress(FileNotFoundError):
-                replace_folder(partial, target)
-            sync_folder(self._base)
-        dist.barrier()
         self._saved = point.update
         self._retain(point.update)
         seconds = time.perf_counter() - started
@@ -148,7 +164,8 @@ class StateCheckpoints:
         entries = []
         for name in _files(folder):
             found = _WRITER.search(name)
-            if (int(found[1]) if found else 0) == self._origin.part and not _MANIFEST.fullmatch(name):
+            # Manifests of the other ranks are perhaps being written, under other names.
+            if (int(found[1]) if found else 0) == self._origin.part and "manifest-" not in name:
                 digest, size = hashlib.sha256(), 0
                 with (folder / name).open("rb") as file:
                     while data := file.read(CHUNK_BYTES):
@@ -156,7 +173,14 @@ class StateCheckpoints:
                         size += len(data)
                     sync_file(file.fileno())
                 entries.append(FileEntry(name, digest.hexdigest(), size, size, "none"))
-        manifest = Manifest(**asdict(self._origin), **asdict(point), versions=self._versions, files=tuple(entries))
+        manifest = StateManifest(
+            **asdict(self._origin),
+            **asdict(point),
+            versions=self._versions,
+            files=tuple(entries),
+            attempt=self._spec.attempt,
+            layout=self._strategy.layout,
+        )
         write_atomic(folder / f"manifest-{self._origin.part}.json", manifest.to_json().decode())
         return manifest.stored_bytes
 
@@ -207,22 +231,28 @@ class StateCheckpoints:
         self._reporter.warn(f"no state to resume from ({why}): the training starts at iteration 1")
         return TrainingPoint()
 
-    def _load(self, folder: Path, found: Manifest) -> None:
+    def _load(self, folder: Path, found: StateManifest) -> None:
         """Raises JobError."""
-        target = None
+        target = self._base / f".{folder.name}.converted"
+        same = found.world_size == self._spec.world_size and found.layout == self._strategy.layout
+        converted = self._strategy.converts and not same
+
+        def convert() -> None:
+            if converted and self._leads:
+                self._strategy.convert(folder, target)
+
+        failure = _first_failure(convert)
         try:
-            if found.world_size != self._spec.world_size and self._strategy.converts:
-                target = self._base / f".{folder.name}.converted"
-                if self._leads:
-                    shutil.rmtree(target, ignore_errors=True)
-                    self._strategy.convert(folder, target)
-                dist.barrier()
-            self._strategy.load(target or folder, converted=target is not None)
+            if failure is not None:
+                raise CheckpointError(failure)
+            self._strategy.load(target if converted else folder, converted=converted)
         except CheckpointError as error:
-            raise JobError(f"the state in {folder} cannot be restored: {error}") from error
-        finally:
-            if target is not None and self._leads:
-                shutil.rmtree(target, ignore_errors=True)
+            saved = "" if same else f", which {found.world_size} ranks have saved as {found.layout}"
+            raise JobError(f"the state in {folder}{saved}, cannot be restored: {error}") from error
+        # A rank that is done removes nothing that another one still reads.
+        dist.barrier()
+        if converted and self._leads:
+            shutil.rmtree(target, ignore_errors=True)
 
     def _report(self, point: TrainingPoint, source: str, seconds: float, refused: int) -> None:
         self._reporter.event(
@@ -249,16 +279,9 @@ class StateCheckpoints:
             found[update] = manifests, names
         return found
 
-    def _complete(self, update: int, table: list[Listing]) -> list[Manifest]:
+    def _complete(self, update: int, table: list[Listing]) -> list[StateManifest]:
         """The manifests of all ranks that wrote it. Raises CheckpointError, on all ranks."""
-        texts: dict[int, str] = {}
-        for listing in table:
-            texts |= listing.get(update, ({}, []))[0]
-        manifests = [Manifest.from_json(texts[rank].encode()) for rank in sorted(texts)]
-        if not manifests or [each.part for each in manifests] != list(range(manifests[0].parts)):
-            raise CheckpointError(
-                f"the manifests of rank {', '.join(map(str, sorted(texts))) or 'no one'} are there, and not all"
-            )
+        manifests = _newest([text for listing in table for text in listing.get(update, ({}, []))[0].values()])
         for manifest in manifests:
             if manifest.config_hash != self._origin.config_hash:
                 raise CheckpointError("it is of another job")
@@ -268,15 +291,14 @@ class StateCheckpoints:
                 if unknown := getattr(manifest, name).keys() - kind.__dataclass_fields__.keys():
                     raise CheckpointError(f"its manifest has {name} with {ascii(min(unknown))[:80]}")
         names = [entry.name for manifest in manifests for entry in manifest.files]
-        written = "dcp" if ".metadata" in names else "deepspeed"
-        if written != self._strategy.format:
+        if (written := manifests[0].layout.split()[0]) != self._strategy.format:
             raise CheckpointError(f"its format is {written}, and this strategy reads {self._strategy.format}")
         present = {name for listing in table for name in listing.get(update, ({}, []))[1]}
         if missing := sorted(set(names) - present):
             raise CheckpointError(f"{', '.join(missing[:3])} is on no node that takes part")
         return manifests
 
-    def _check_inputs(self, manifest: Manifest) -> None:
+    def _check_inputs(self, manifest: StateManifest) -> None:
         changed = [name for name, value in manifest.inputs.items() if self._origin.inputs.get(name) != value]
         if not changed:
             return
@@ -288,7 +310,7 @@ class StateCheckpoints:
             )
         self._reporter.warn(f"{message}, and --accept-changed-data goes on all the same")
 
-    def _assemble(self, update: int, manifests: list[Manifest]) -> None:
+    def _assemble(self, update: int, manifests: list[StateManifest]) -> None:
         """Verify every file on the disk of each leader, and send the leaders what they lack. Raises CheckpointError, on
         all ranks, when a file is intact nowhere."""
         folder = self._base / folder_name(update)
@@ -301,48 +323,94 @@ class StateCheckpoints:
             lacking = [rank for rank in self._leaders if name not in intact[rank]]
             if lacking:
                 source = next(rank for rank in self._leaders if name in intact[rank])
-                self._send(folder, entry, source, self._rank in lacking)
-        if self._leads:
-            for manifest in manifests:
+                send = partial(self._send, folder, entry, source, self._rank in lacking)
+                if (failure := _first_failure(send)) is not None:
+                    raise CheckpointError(f"{name} cannot be sent to the nodes that lack it: {failure}")
+
+        def write_manifests() -> None:
+            for manifest in manifests if self._leads else ():
                 write_atomic(folder / f"manifest-{manifest.part}.json", manifest.to_json().decode())
-        dist.barrier()
+
+        if (failure := _first_failure(write_manifests)) is not None:
+            raise CheckpointError(failure)
 
     def _verified(self, folder: Path, entries: Mapping[str, FileEntry]) -> Iterator[str]:
         for name, entry in entries.items():
             try:
                 verify_file(folder, entry, check_hash=True)
-            except CheckpointError as error:
-                if (folder / name).exists():
+            except (CheckpointError, OSError) as error:
+                if os.path.lexists(folder / name):
                     self._reporter.warn(f"{folder}: {error}")
             else:
                 yield name
             self._reporter.going_on()
 
     def _send(self, folder: Path, entry: FileEntry, source: int, lacking: bool) -> None:
-        """From the disk of rank `source` to those of the ranks that are `lacking`. Every rank takes part."""
+        """From the disk of rank `source` to those of the ranks that are `lacking`. Every rank takes part to the end;
+        then raises CheckpointError, OSError, where it has failed."""
         path, left, digest = folder / entry.name, entry.stored_bytes, hashlib.sha256()
+        errors: list[OSError] = []
         with contextlib.ExitStack() as stack:
             read = write = None
-            if self._rank == source:
-                read = stack.enter_context(path.open("rb"))
-            elif lacking:
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                write = stack.enter_context(replacing(path, 0o600))
+            with _kept(errors):
+                if self._rank == source:
+                    read = stack.enter_context(path.open("rb"))
+                elif lacking:
+                    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    write = stack.enter_context(replacing(path, 0o600))
             while left:
-                size = min(CHUNK_BYTES, left)
-                piece = torch.empty(size, dtype=torch.uint8)
-                if read is not None:
-                    piece = torch.frombuffer(bytearray(read.read(size)), dtype=torch.uint8)
-                dist.broadcast(piece, source)
-                left -= size
-                if write is not None:
-                    data = piece.numpy().tobytes()
-                    digest.update(data)
-                    write.write(data)
+                data = bytearray(min(CHUNK_BYTES, left))
+                with _kept(errors):
+                    if read is not None:
+                        read.readinto(data)
+                dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), source)
+                left -= len(data)
+                with _kept(errors):
+                    if write is not None and not errors:
+                        digest.update(data)
+                        write.write(data)
+            if errors:
+                raise errors[0]
             if write is not None and digest.hexdigest() != entry.sha256:
-                raise CheckpointError(f"{entry.name} has arrived damaged")
+                raise CheckpointError("it has arrived damaged")
         if lacking:
             self._reporter.event("fetched", path=f"{folder.name}/{entry.name}", bytes=entry.stored_bytes)
+
+
+@contextlib.contextmanager
+def _kept(errors: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        errors.append(error)
+
+
+def _first_failure(step: Callable[[], None]) -> str | None:
+    """Take a step on every rank; why it has failed on the first of those where it has, on all of them."""
+    own = None
+    try:
+        step()
+    except (OSError, CheckpointError) as error:
+        own = first_line(error)
+    return next((each for each in all_gather_object(own) if each is not None), None)
+
+
+def _newest(texts: list[str]) -> list[StateManifest]:
+    """The manifests of the newest attempt that all parts are there of. Raises CheckpointError."""
+    attempts: dict[int, dict[int, StateManifest]] = {}
+    why = "it has no manifest"
+    for text in texts:
+        try:
+            manifest = StateManifest.from_json(text.encode())
+            attempts.setdefault(manifest.attempt, {})[manifest.part] = manifest
+        except CheckpointError as error:
+            why = str(error)
+    for attempt, parts in sorted(attempts.items(), reverse=True):
+        found = [parts[part] for part in sorted(parts)]
+        if sorted(parts) == list(range(found[0].parts)):
+            return found
+        why = f"of attempt {attempt} only the manifests of rank {', '.join(map(str, sorted(parts)))} are there"
+    raise CheckpointError(why)
 
 
 def all_gather_object(own: Any) -> list[Any]:

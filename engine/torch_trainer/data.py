@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from engine.protocol.job import Job, JobError
 from engine.training.data import Batch, RowFormat, Tokens
+from engine.training.outcome import first_line
 
 _THINKING = (
     ("<think>", "</think>"),
@@ -30,8 +31,8 @@ def load_tokenizer(job: Job) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             job.model, local_files_only=True, trust_remote_code=job.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise JobError(f"the tokenizer in {job.model} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise JobError(f"the tokenizer in {job.model} cannot be loaded: {first_line(error)}") from error
     if "chat_template_type" in tokenizer.init_kwargs:
         raise JobError(f"the tokenizer in {job.model} has a chat_template_type, which only mlx-lm can render")
     return tokenizer

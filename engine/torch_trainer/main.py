@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import warnings
+from types import ModuleType
 from typing import NoReturn
 
 from engine.training.process import TrainingProcess, run_rank
@@ -31,17 +32,23 @@ def main() -> NoReturn:
 
 
 def _run(process: TrainingProcess) -> None:
-    hide_gpus(process.spec.backend)
-    if process.spec.backend == "gloo":
+    import_trainer(process.spec.backend).train(process)
+
+
+def import_trainer(backend: str) -> ModuleType:
+    """engine.torch_trainer.train, in a process set up for it."""
+    hide_gpus(backend)
+    if backend == "gloo":
         return_freed_tensors()
     # DeepSpeed and Accelerate call functions that PyTorch has renamed.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-    from engine.torch_trainer.train import train
+    gc.disable()
+    from engine.torch_trainer import train
 
     # What the imports have made stays: no collection looks through it, not the one at the end either.
     gc.freeze()
     gc.enable()
-    train(process)
+    return train
 
 
 def hide_gpus(backend: str) -> None:

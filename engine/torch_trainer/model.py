@@ -5,14 +5,18 @@ meaning of num_layers and lora_parameters; and how it is saved for transformers 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -20,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.protocol.job import Job, JobError, TorchSettings
 from engine.training.checkpoint_files import replace_folder
+from engine.training.outcome import first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of the computation, by TorchSettings.precision."""
@@ -39,8 +44,8 @@ def load_model(job: Job, settings: TorchSettings) -> Any:
             trust_remote_code=job.trust_remote_code,
             dtype=torch.float32 if full else DTYPES[settings.precision],
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise JobError(f"the model in {job.model} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        raise JobError(f"the model in {job.model} cannot be loaded: {first_line(error)}") from error
     name, layers = decoder_layers(model)
     count = job.layers(len(layers))
     first = len(layers) - count if count >= 0 else 0
@@ -48,7 +53,7 @@ def load_model(job: Job, settings: TorchSettings) -> Any:
     if full:
         layers[first:].requires_grad_(True)
     else:
-        model = get_peft_model(model, _lora_config(job, name, layers, first), autocast_adapter_dtype=True)
+        model = _with_adapter(job, model, name, first)
     if job.resume_adapter_file is not None:
         _load_trained(job, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -68,15 +73,15 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     raise JobError(f"{type(model).__name__} has no list of {count} blocks, as config.json has it")
 
 
-def _lora_config(job: Job, name: str, layers: nn.ModuleList, first: int) -> LoraConfig:
-    """mlx-lm's lora_parameters for peft: `keys` are names within a block; without them all of its linear layers are
-    meant. Raises JobError."""
-    parameters = job.lora_parameters
+def _with_adapter(job: Job, model: Any, name: str, first: int) -> Any:
+    """mlx-lm's lora_parameters for peft, from the block `first` of the list `name` on: `keys` are names within a block;
+    without them all of its linear layers are meant. Raises JobError."""
+    parameters, layers = job.lora_parameters, model.get_submodule(name)
     linear = {path for layer in layers for path, module in layer.named_modules() if isinstance(module, nn.Linear)}
     keys = set(parameters.get("keys") or linear)
     try:
         rank, scale, dropout = (parameters[key] for key in ("rank", "scale", "dropout"))
-        return LoraConfig(
+        config = LoraConfig(
             task_type="CAUSAL_LM",
             r=rank,
             lora_alpha=scale * rank,
@@ -86,20 +91,44 @@ def _lora_config(job: Job, name: str, layers: nn.ModuleList, first: int) -> Lora
             layers_pattern=name.rsplit(".", 1)[-1] if first else None,
             use_dora=job.fine_tune_type == "dora",
         )
+        return get_peft_model(model, config, autocast_adapter_dtype=True)
     except (KeyError, TypeError, ValueError) as error:
-        raise JobError(f"[job] lora_parameters or fine_tune_type: {error}") from error
+        raise JobError(f"[job] lora_parameters or fine_tune_type: {first_line(error)}") from error
 
 
 def _load_trained(job: Job, model: Any) -> None:
-    """The weights of resume_adapter_file, as `save_trained` writes them. Raises JobError."""
+    """The weights of resume_adapter_file, as `TrainedFolder` writes them. Raises JobError."""
+    named = f"[job] resume_adapter_file = {job.resume_adapter_file!r}"
     try:
         weights = load_file(str(job.resume_adapter_file))
         if job.fine_tune_type == "full":
-            model.load_state_dict(weights, strict=False)
+            unknown = _load_parameters(model, weights)
         else:
-            set_peft_model_state_dict(model, weights)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise JobError(f"[job] resume_adapter_file = {job.resume_adapter_file!r}: {error}") from error
+            unknown = set_peft_model_state_dict(model, weights).unexpected_keys
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise JobError(f"{named}: {' '.join(str(error).split())}") from error
+    if unknown:
+        raise JobError(
+            f"{named}: it has {sorted(unknown)[0]}, which is not in a model that is trained with fine_tune_type = "
+            f"{job.fine_tune_type!r}, num_layers = {job.num_layers} and these lora_parameters; a file of mlx-lm does "
+            "not fit, either"
+        )
+
+
+def _load_parameters(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
+    """Returns the names that the model lacks. Raises RuntimeError for other shapes."""
+    if not any(hasattr(parameter, "ds_tensor") for parameter in model.parameters()):
+        return list(model.load_state_dict(weights, strict=False).unexpected_keys)
+    from deepspeed import zero
+
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            # Of ZeRO-3 each rank has a part; rank 0's whole is divided again.
+            with zero.GatheredParameters(parameter, modifier_rank=0):
+                if parameter.shape != weights[name].shape:
+                    raise RuntimeError(f"size mismatch for {name}: {[*weights[name].shape]}, not {[*parameter.shape]}")
+                parameter.data.copy_(weights[name])
+    return list(weights.keys() - model.state_dict().keys())
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -111,25 +140,55 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 FACTS_FILE = "training.json"
 
 
-def save_trained(target: Path, model: Any, tokenizer: Any, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> int:
-    """Write a folder that `from_pretrained` of transformers (the whole model) or peft (an adapter) loads; returns the
-    bytes of its weights. A reader sees a complete folder or the previous one, and of an adapter each file so, since
-    its folder holds others as well. `weights`: all of the unwrapped `model`'s, or the adapter's; `facts`: about them,
-    for FACTS_FILE. Raises OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
-    ) as folder:
-        scratch = Path(folder) / target.name
-        model.save_pretrained(scratch, state_dict=dict(weights))
-        # peft's model card, an empty form.
-        (scratch / "README.md").unlink(missing_ok=True)
-        tokenizer.save_pretrained(scratch)
-        (scratch / FACTS_FILE).write_text(json.dumps(facts, indent=1))
-        size = sum(path.stat().st_size for path in scratch.glob("*.safetensors"))
-        if (scratch / "config.json").exists() or not target.exists():
-            replace_folder(scratch, target)
-        else:
-            for path in scratch.iterdir():
-                path.replace(target / path.name)
-    return size
+_SCRATCH = ".saving."
+_LEFT = (f"{_SCRATCH}*", ".model.*", ".best.*", ".checkpoint-*.*")
+"""Folders that a killed save, or replace_folder in it, has left."""
+
+
+@dataclass(frozen=True)
+class TrainedFolder:
+    """Where the trained weights are written, as what `from_pretrained` of transformers (the whole model) or peft (an
+    adapter) loads."""
+
+    path: Path
+    model: Any
+    """Unwrapped."""
+    tokenizer: Any
+
+    def save(self, targets: Sequence[Path], weights: Mapping[str, Tensor], facts: dict[str, Any]) -> int:
+        """Write `weights`, all of the model's or the adapter's, once, as each of the `targets`: folders in `path`, or
+        `path` itself. Returns the bytes of the weights. A reader sees a complete folder or the previous one, and in
+        `path`, which holds others as well, each file so. `facts`: about them, for FACTS_FILE. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for pattern in _LEFT:
+            for left in self.path.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self.path, ignore_cleanup_errors=True) as scratch:
+            whole = Path(scratch, "whole")
+            try:
+                self.model.save_pretrained(whole, state_dict=dict(weights))
+            except SafetensorError as error:
+                # A full disk, say.
+                raise OSError(first_line(error)) from error
+            # peft's model card, an empty form.
+            (whole / "README.md").unlink(missing_ok=True)
+            self.tokenizer.save_pretrained(whole)
+            (whole / FACTS_FILE).write_text(json.dumps(facts, indent=1))
+            for target in targets:
+                copy = shutil.copytree(whole, Path(scratch, "copy"), copy_function=_link)
+                if target != self.path:
+                    replace_folder(copy, target)
+                    continue
+                for path in copy.iterdir():
+                    place = replace_folder if path.is_dir() else Path.replace
+                    place(path, target / path.name)
+                copy.rmdir()
+            return sum(path.stat().st_size for path in whole.glob("*.safetensors"))
+
+
+def _link(source: str, target: str) -> None:
+    """A second name of a file, which nothing writes to again; a copy where the volume has no such links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -9,6 +9,8 @@ import contextlib
 import io
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,12 @@ from engine.protocol.attempt import AttemptSpec
 from engine.protocol.deepspeed import deepspeed_config
 from engine.protocol.job import Job, JobError, TorchSettings
 from engine.protocol.safetensors import CheckpointError
-from engine.torch_trainer.model import DTYPES, decoder_layers
 from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer
-from engine.training.outcome import GroupError
+from engine.training.outcome import GroupError, first_line
 
 _STATE = "state"
 """DeepSpeed's tag: its files are in a folder of this name."""
+_NVME = "offload = 'nvme': DeepSpeed's files in nvme_path are not part of a checkpoint of the state"
 
 
 def join_group(spec: AttemptSpec, job: Job, settings: TorchSettings) -> Accelerator:
@@ -42,40 +44,58 @@ def join_group(spec: AttemptSpec, job: Job, settings: TorchSettings) -> Accelera
         raise JobError("[job] precision = 'fp16': on the CPU Accelerate computes in float32, and says nothing")
     if on_cpu and job.strategy == "fsdp" and settings.offload != "none":
         raise JobError(f"[job] offload = {settings.offload!r}: fully_shard offloads from a GPU only")
+    if settings.offload == "nvme" and (spec.checkpoint_every > 0 or spec.resume):
+        raise JobError(f"[job] {_NVME}: set enabled = false in [checkpoint], or offload = 'cpu'")
     if not on_cpu and not torch.cuda.is_available():
         raise GroupError("the backend is nccl, and PyTorch sees no GPU: see nvidia-smi and torch.version.cuda")
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Checkpoints and messages between the ranks are on the CPU.
-    dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
-    # With cpu=True for Accelerator, it would ignore DeepSpeed; without it, on the CPU, all other ranks.
-    PartialState(cpu=on_cpu)
-    plugin = None
-    precision: str | None = "no" if settings.precision == "fp32" else settings.precision
-    if job.strategy == "deepspeed":
-        # Only here: the other strategies need no DeepSpeed.
-        import deepspeed
-        from deepspeed.ops import __compatible_ops__
-
-        # For one machine alone, and compiled with a g++ when it is first used.
-        __compatible_ops__["deepspeed_shm_comm"] = False
-        # With ZeRO-3 transformers loads the model in partitions, for which DeepSpeed must know the group.
-        deepspeed.init_distributed(dist_backend=spec.backend, auto_mpi_discovery=False, verbose=False)
-        plugin = DeepSpeedPlugin(
-            hf_ds_config=_deepspeed_config(spec, job, settings), zero3_init_flag=settings.zero_stage == 3
-        )
-        precision = None
+    config = deepspeed_config(
+        settings,
+        micro_batch=-(-job.batch_size // spec.world_size),
+        accumulation=job.grad_accumulation_steps,
+        world_size=spec.world_size,
+        max_grad_norm=job.max_grad_norm,
+    )
     try:
-        accelerator = Accelerator(
-            cpu=on_cpu and plugin is None,
-            mixed_precision=precision,
-            gradient_accumulation_steps=job.grad_accumulation_steps,
-            deepspeed_plugin=plugin,
-        )
+        accelerator = make_accelerator(spec.backend, job.strategy, settings, config)
     except ValueError as error:
-        raise JobError(f"[job] precision = {settings.precision!r}: {str(error).splitlines()[0]}") from error
+        raise JobError(f"[job] precision = {settings.precision!r}: {first_line(error)}") from error
     check_group(spec, job, accelerator)
     return accelerator
+
+
+def make_accelerator(
+    backend: str, strategy: str, settings: TorchSettings, config: dict[str, Any], timeout: timedelta | None = None
+) -> Accelerator:
+    """Form the group. `config`: ds_config.json; `timeout`: of connecting. Raises what PyTorch and Accelerate raise."""
+    on_cpu = backend != "nccl"
+    # Checkpoints and messages between the ranks are on the CPU.
+    dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", timeout=timeout)
+    # With cpu=True for Accelerator, it would ignore DeepSpeed; without it, on the CPU, all other ranks.
+    PartialState(cpu=on_cpu)
+    if strategy != "deepspeed":
+        return Accelerator(
+            cpu=on_cpu,
+            mixed_precision={"fp32": "no"}.get(settings.precision, settings.precision),
+            gradient_accumulation_steps=config["gradient_accumulation_steps"],
+        )
+    # Only here: the other strategies need no DeepSpeed.
+    import deepspeed
+
+    compile_nothing()
+    # With ZeRO-3 transformers loads the model in partitions, for which DeepSpeed must know the group.
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=settings.zero_stage == 3)
+    return Accelerator(gradient_accumulation_steps=config["gradient_accumulation_steps"], deepspeed_plugin=plugin)
+
+
+def compile_nothing() -> None:
+    """DeepSpeed compiles an operator, for one machine alone, as it makes a group on the CPU. That takes minutes, and a
+    process that ends meanwhile leaves a lock for which every later one waits for ever (torch.utils.file_baton)."""
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def check_group(spec: AttemptSpec, job: Job, accelerator: Any) -> None:
@@ -95,14 +115,25 @@ def distributed_type(accelerator: Any) -> str:
     return str(accelerator.distributed_type).rsplit(".", 1)[-1]
 
 
-def _deepspeed_config(spec: AttemptSpec, job: Job, settings: TorchSettings) -> dict[str, Any]:
-    return deepspeed_config(
-        settings,
-        micro_batch=-(-job.batch_size // spec.world_size),
-        accumulation=job.grad_accumulation_steps,
-        world_size=spec.world_size,
-        max_grad_norm=job.max_grad_norm,
-    )
+@contextlib.contextmanager
+def _named_causes() -> Iterator[None]:
+    """Raises OSError where PyTorch hides one: "unexpected pos 704 vs 598" is its message for a full disk."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise error.__context__ if isinstance(error.__context__, OSError) else OSError(first_line(error)) from error
+
+
+@contextlib.contextmanager
+def _first_cause() -> Iterator[None]:
+    """Raises CheckpointError for the errors of all ranks that torch.distributed.checkpoint gathers."""
+    try:
+        yield
+    except dist.checkpoint.CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise CheckpointError(first_line(cause)) from error
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
 
 
 class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
@@ -110,6 +141,10 @@ class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True)
+
+    def write_data(self, *arguments: Any) -> Any:
+        with _named_causes():
+            return super().write_data(*arguments)
 
     def storage_meta(self) -> None:
         """No path, and no identity of this one save."""
@@ -126,6 +161,7 @@ class TorchStrategy(ABC):
     """Another number of ranks can load its state only after `convert`."""
 
     def __init__(self, accelerator: Accelerator, job: Job, settings: TorchSettings, module: Any) -> None:
+        """Raises GroupError when the model has been divided otherwise than asked; JobError."""
         self.accelerator = accelerator
         self.module = module
         """The model as it was loaded, which saves itself."""
@@ -137,12 +173,14 @@ class TorchStrategy(ABC):
     def trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of `loss`, the mean over all ranks and iterations of an update, to those of the update;
-        with `last` over all ranks."""
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-            self.accelerator.sync_gradients = last
-            self.accelerator.backward(loss)
+    def accumulate(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
+        """Around the forward and the backward pass of an iteration: `last` is that of an update."""
+        self.accelerator.sync_gradients = last
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, the mean over all ranks and iterations of an update, to those of the update."""
+        self.accelerator.backward(loss)
 
     def begin(self, learning_rate: float, update: int) -> None:
         """Called before an update's first backward pass. `update`: from 1."""
@@ -158,11 +196,20 @@ class TorchStrategy(ABC):
 
     @property
     def step_was_skipped(self) -> bool:
-        """float16 overflowed, and the scale of the loss has been made smaller."""
+        """A gradient was not finite. With fp16 the scale of the loss has been made smaller."""
         return bool(self.accelerator.optimizer_step_was_skipped)
 
+    @property
+    def scales_loss(self) -> bool:
+        return self._settings.precision == "fp16"
+
+    @property
+    def layout(self) -> str:
+        """The format of its state, and what else must be the same to load it without `convert`; in words."""
+        return self.format
+
     def weights(self) -> dict[str, Tensor]:
-        """The weights that `model.save_trained` writes, on rank 0; empty on the others."""
+        """The weights that model.TrainedFolder writes, on rank 0; empty on the others."""
         options = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=self._adapter)
         found: dict[str, Tensor] = states.get_model_state_dict(self.module, options=options)
         return found
@@ -173,19 +220,26 @@ class TorchStrategy(ABC):
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of the state of the trained parameters and of the optimizer; where nothing is
-        partitioned, the whole, without the other ranks, who need not call it."""
-        dcp.save(self._state(), storage_writer=_Writer(folder), no_dist=not self.partitioned)
+        partitioned, the whole, without the other ranks, who need not call it. Raises CheckpointError, OSError."""
+        with _first_cause():
+            dcp.save(self._state(), storage_writer=_Writer(folder), no_dist=not self.partitioned)
 
     def convert(self, folder: Path, target: Path) -> None:
-        """On one rank of a node, with `converts`: make of the files of another number of ranks in `folder` what `load`
-        accepts. Raises CheckpointError."""
+        """On one rank of a node, with `converts`: make of the files of another number of ranks or of another layout in
+        `folder` what `load` accepts. Raises CheckpointError, OSError."""
         raise NotImplementedError
 
     def load(self, folder: Path, *, converted: bool) -> None:
         """Restore what was saved, with all ranks' files in `folder`, or what has been `converted`. Raises
         CheckpointError."""
-        state = self._state()
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+        state, reader = self._state(), dcp.FileSystemReader(folder)
+        with _first_cause():
+            if not any(name.startswith("scaler.") for name in reader.read_metadata().state_dict_metadata):
+                # It was saved in another precision.
+                state.pop("scaler", None)
+            dcp.load(state, storage_reader=reader)
+        if "scaler" in state:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
         options = states.StateDictOptions(ignore_frozen_params=True, strict=False)
         states.set_state_dict(
             self.module,
@@ -199,7 +253,10 @@ class TorchStrategy(ABC):
         # The optimizer's state is made by its first step.
         options = states.StateDictOptions(ignore_frozen_params=True)
         model, optimizer = states.get_state_dict(self.module, self._own, options=options)
-        return {"model": model, "optimizer": optimizer}
+        state = {"model": model, "optimizer": optimizer}
+        if (scaler := self.accelerator.scaler) is not None:
+            state["scaler"] = scaler.state_dict()
+        return state
 
     @abstractmethod
     def _prepare(self, module: Any) -> tuple[Any, Any]:
@@ -217,13 +274,22 @@ class DdpStrategy(TorchStrategy):
         model, optimizer = self.accelerator.prepare(module, self._own)
         return model, optimizer
 
+    def accumulate(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
+        super().accumulate(last=last)
+        # Whether a backward pass exchanges gradients, DDP decides in the forward pass.
+        return contextlib.nullcontext() if last else self.model.no_sync()
+
 
 class FsdpStrategy(TorchStrategy):
-    """Every rank has a part of each parameter: `fully_shard` of each block, and of the rest."""
+    """Every rank has a part of each parameter: `fully_shard` of each block, and of the rest. Gradients are exchanged
+    in each iteration: until the last one of an update, each rank would have to keep all of them."""
 
     partitioned = ("optimizer", "gradients", "parameters")
 
     def _prepare(self, module: Any) -> tuple[Any, Any]:
+        # Late: it imports transformers, which the check of a group does not need.
+        from engine.torch_trainer.model import DTYPES, decoder_layers
+
         settings = self._settings
         mixed = settings.precision != "fp32"
         options: dict[str, Any] = {
@@ -249,6 +315,10 @@ class DeepSpeedStrategy(TorchStrategy):
     format = "deepspeed"
     converts = True
 
+    @property
+    def layout(self) -> str:
+        return f"{self.format} ZeRO-{self._settings.zero_stage} {self._settings.precision}"
+
     def _prepare(self, module: Any) -> tuple[Any, Any]:
         stage = self._settings.zero_stage
         self.partitioned = FsdpStrategy.partitioned[:stage]
@@ -258,31 +328,55 @@ class DeepSpeedStrategy(TorchStrategy):
             raise GroupError(f"DeepSpeed trains with ZeRO-{model.zero_optimization_stage()}, and {stage} was asked for")
         return model, optimizer
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        # With the last one DeepSpeed takes the optimizer's step, too.
-        self.accelerator.sync_gradients = last
-        self.accelerator.backward(loss)
-
     def step(self) -> float:
         return float(self.accelerator.clip_grad_norm_(self.trained, 0.0) or 0.0)
 
     def weights(self) -> dict[str, Tensor]:
-        whole = self.accelerator.get_state_dict(self.model)
-        if self.accelerator.process_index > 0:
-            return {}
+        from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+        first = self.accelerator.process_index == 0
+        if self._settings.zero_stage == 3:
+            # On rank 0; every rank takes part.
+            whole = self.model._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=self._adapter) or {}
+        else:
+            whole = self.module.state_dict() if first else {}
         names = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        return {name: value for name, value in whole.items() if not self._adapter or name in names}
+        chosen = {name: value for name, value in whole.items() if not self._adapter or name in names}
+        # Views of the buffer that all parameters are in.
+        found: dict[str, Tensor] = clone_tensors_for_torch_save(chosen)
+        return found
 
     def save(self, folder: Path) -> None:
         from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
 
+        if self._settings.offload == "nvme":
+            raise CheckpointError(_NVME)
+        failures: list[OSError] = []
+
+        def write(state_dict: Any, path: str) -> None:
+            # A rank whose disk is full takes part in what follows all the same: the others wait for it there.
+            try:
+                with _named_causes(), Path(path).open("wb") as file:
+                    torch.save(state_dict, file)
+            except OSError as error:
+                failures.append(error)
+
+        self.model.checkpoint_engine.save = write
+        # It would copy scripts, and does not expect a full disk there.
+        self.model._copy_recovery_script = lambda path: None
         # ds_to_universal wants to be told that no parameter is partitioned in another way.
         about: dict[str, Any] = {UNIVERSAL_CHECKPOINT_INFO: {}}
         self.model.save_checkpoint(str(folder), _STATE, about, save_latest=False, exclude_frozen_parameters=True)
+        if failures:
+            raise failures[0]
 
     def convert(self, folder: Path, target: Path) -> None:
-        """Make DeepSpeed's universal checkpoint, which any number of ranks can load. Raises CheckpointError."""
+        """Make DeepSpeed's universal checkpoint, which any number of ranks can load, in any precision."""
         from deepspeed.checkpoint import ds_to_universal
+
+        divided = any((folder / _STATE).glob("zero_pp_rank_*_model_states.pt"))
+        if divided != (self._settings.zero_stage == 3):
+            raise CheckpointError("DeepSpeed converts no state between ZeRO-3 and the others: set zero_stage back")
 
         request = argparse.Namespace(
             input_folder=str(folder / _STATE),
@@ -298,27 +392,25 @@ class DeepSpeedStrategy(TorchStrategy):
             with contextlib.redirect_stdout(io.StringIO()):
                 ds_to_universal.main(request)
         except (KeyError, AssertionError, RuntimeError) as error:
-            raise CheckpointError(f"DeepSpeed cannot convert it for another number of ranks: {error!r}") from error
+            raise CheckpointError(f"DeepSpeed cannot convert it: {error!r}") from error
 
     def load(self, folder: Path, *, converted: bool) -> None:
         self.model._config.load_universal_checkpoint = converted
         if self._settings.zero_stage < 3:
             self.model.optimizer.load_universal = converted
-        path, _ = self.model.load_checkpoint(str(folder), _STATE, load_module_strict=False)
+        try:
+            path, _ = self.model.load_checkpoint(str(folder), _STATE, load_module_strict=False)
+        except (KeyError, AssertionError, OSError) as error:
+            raise CheckpointError(f"DeepSpeed cannot load it: {error!r}") from error
         if path is None:
             raise CheckpointError("DeepSpeed does not load it")
 
 
-_STRATEGIES: dict[str, type[TorchStrategy]] = {
+STRATEGIES: dict[str, type[TorchStrategy]] = {
     "ddp": DdpStrategy,
     "fsdp": FsdpStrategy,
     "deepspeed": DeepSpeedStrategy,
 }
-
-
-def make_strategy(accelerator: Accelerator, job: Job, settings: TorchSettings, model: Any) -> TorchStrategy:
-    """Raises GroupError when the model has been divided otherwise than asked; JobError."""
-    return _STRATEGIES[job.strategy](accelerator, job, settings, model)
 
 
 def check_partitioned(model: Any, partitioned: tuple[str, ...]) -> None:

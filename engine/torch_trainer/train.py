@@ -27,9 +27,9 @@ from engine.protocol.job import Job, TorchSettings, config_hash
 from engine.protocol.partition import epoch_iterations
 from engine.torch_trainer.checkpoint import StateCheckpoints, TrainingPoint, all_gather_object
 from engine.torch_trainer.data import EMPTY, load_tokenizer, loss_sum, row_format
-from engine.torch_trainer.model import FACTS_FILE, count_parameters, load_model, save_trained
+from engine.torch_trainer.model import FACTS_FILE, TrainedFolder, count_parameters, load_model
 from engine.torch_trainer.optimizer import Schedule, make_schedule
-from engine.torch_trainer.strategies import TorchStrategy, distributed_type, join_group, make_strategy
+from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
 from engine.training.best_validation import BestValidation
 from engine.training.checkpoint_files import Origin
@@ -95,7 +95,7 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
     checksum = files_checksum(job, adapter=True)
     _check_equal({"the job's configuration": config_hash(raw), **inputs, "the model or the adapter": checksum})
     trainable, total = count_parameters(model)
-    strategy = make_strategy(accelerator, job, settings, model)
+    strategy = STRATEGIES[job.strategy](accelerator, job, settings, model)
     reporter.event(
         "start",
         versions=package_versions(),
@@ -116,9 +116,7 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
         f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, {job.strategy}"
         f"{divided}, {len(examples)} examples, {job.iters} iterations of {job.batch_size} on {accelerator.device}"
     )
-    shares = [rank.share for rank in spec.ranks]
-    validates = [rank.validates for rank in spec.ranks]
-    loader = DataLoader(examples, job, shares, process.rank, reporter, validates if any(validates) else None)
+    loader = DataLoader(examples, job, [rank.share for rank in spec.ranks], process.rank, reporter)
     part, parts = (process.rank, spec.world_size) if strategy.partitioned else (0, 1)
     origin = Origin(config_hash(raw), spec.world_size, part, parts, inputs)
     checkpoints = StateCheckpoints(process, origin, strategy, package_versions())
@@ -227,9 +225,10 @@ class TorchLoop:
         for iteration in iterations:
             started = time.perf_counter()
             torch.manual_seed(dropout_seed(self.job.seed, iteration.number, self._rank))
-            loss = loss_sum(self.strategy.model, iteration.batch, device)
-            iteration.loss_sum = loss.detach()
-            self.strategy.backward(loss * scale, last=iteration.number == last)
+            with self.strategy.accumulate(last=iteration.number == last):
+                loss = loss_sum(self.strategy.model, iteration.batch, device)
+                iteration.loss_sum = loss.detach()
+                self.strategy.backward(loss * scale)
             waited = self._waits.take()
             iteration.compute_s = time.perf_counter() - started - waited
             communicate_s += waited
@@ -247,9 +246,10 @@ class TorchLoop:
                 raise Diverged(f"loss is not finite at iteration {number}")
         if not sum(tokens):
             self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
-        if self.strategy.step_was_skipped:
+        skipped = self.strategy.step_was_skipped
+        if skipped and self.strategy.scales_loss:
             self.reporter.warn(f"iteration {last}: float16 overflowed, so nothing was learned from it")
-        elif not math.isfinite(norm):
+        elif skipped or not math.isfinite(norm):
             raise Diverged(f"gradient is not finite at iteration {last}")
         facts = {
             "grad_norm": norm if math.isfinite(norm) else None,
@@ -375,10 +375,12 @@ class TorchLoop:
         iteration, started = self._point.iteration, time.perf_counter()
         if self.job.fine_tune_type == "full" and not facts:
             target = target / "model"
-        self.reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(target))
+        targets = [target, *([self.job.adapter_path / f"checkpoint-{iteration}"] if numbered else [])]
+        path = targets[-1]
+        self.reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(path))
         about = {"run": self.job.home.name, "iteration": iteration, **facts}
-        for path in [target, *([self.job.adapter_path / f"checkpoint-{iteration}"] if numbered else [])]:
-            size = save_trained(path, self.strategy.module, self.tokenizer, weights, about)
+        folder = TrainedFolder(self.job.adapter_path, self.strategy.module, self.tokenizer)
+        size = folder.save(targets, weights, about)
         self.reporter.event(
             "checkpoint",
             phase="committed",

@@ -18,6 +18,7 @@ class WaitTimer:
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._waited_s = 0.0
+        self._device = device
         self._last_bucket_at: float | None = None
         if device.type != "cpu":
             return
@@ -43,7 +44,10 @@ class WaitTimer:
         return allreduce_hook(state, bucket)
 
     def take(self) -> float:
-        """The seconds since the last call; called at the end of each backward pass."""
+        """The seconds since the last call; called at the end of each backward pass and of the update."""
+        if self._device.type == "cuda":
+            # The program is ahead of the GPU: what is timed here would be counted where it next waits.
+            torch.cuda.synchronize(self._device)
         waited, self._waited_s = self._waited_s, 0.0
         if self._last_bucket_at is not None:
             waited += time.perf_counter() - self._last_bucket_at

@@ -31,7 +31,8 @@ from engine.protocol.attempt import sync_file
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 
-Document = TypeVar("Document", "Manifest", "FileEntry")
+Document = TypeVar("Document", bound="Manifest | FileEntry")
+Kind = TypeVar("Kind", bound="Manifest")
 
 MANIFEST_FORMAT = 4
 MANIFEST_NAME = "manifest.json"
@@ -91,7 +92,7 @@ class Manifest(Origin):
         return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode()
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Manifest:
+    def from_json(cls: type[Kind], raw: bytes) -> Kind:
         """Raises CheckpointError."""
         try:
             document = json.loads(raw)
@@ -150,6 +151,8 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "world_size": _number(least=1),
     "part": _number(),
     "parts": _number(1, _MAX_PARTS + 1),
+    "attempt": _number(),
+    "layout": _text(r"[A-Za-z0-9-]{1,40}( [A-Za-z0-9-]{1,40}){0,3}"),
     "inputs": _is_table_of_text,
     "update": _number(),
     "iteration": _number(),

@@ -16,6 +16,11 @@ class Outcome:
     """Why it is complete before the job's last iteration."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of its message that says anything; its type without one."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+
+
 class GroupError(TrainerError):
     """The group could not be formed as planned, or its ranks do not have the same job, model and data."""
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.protocol.attempt import AttemptSpec
-from engine.protocol.job import Job, TorchSettings
+from engine.protocol.job import Job, JobError, TorchSettings
 from engine.torch_trainer.data import load_tokenizer, row_format
+from engine.torch_trainer.model import load_model
 from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer, make_schedule
 from engine.torch_trainer.strategies import check_group, check_partitioned, join_group
 
@@ -108,6 +110,24 @@ def refusals(request: Request) -> Any:
     return found
 
 
+def models(request: Request) -> Any:
+    """Why a model is refused, by the case; its trained parameters' norms where it is not."""
+    found: dict[str, Any] = {}
+    for name, keys in request["models"].items():
+        try:
+            model = load_model(make_job(request, **keys), TorchSettings())
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            found[name] = [float(parameter.norm()) for parameter in trained]
+        except JobError as error:
+            found[name] = str(error)
+    empty = Path(request["empty"])
+    try:
+        load_tokenizer(replace(make_job(request), model=empty))
+    except JobError as error:
+        found["tokenizer"] = str(error)
+    return found
+
+
 def saved(request: Request) -> Any:
     """What transformers and peft load of the folders: the loss of a text."""
     found = {}
@@ -124,7 +144,7 @@ def saved(request: Request) -> Any:
     return found
 
 
-PARTS = (tokens, optimizers, schedules, refusals, saved)
+PARTS = (tokens, optimizers, schedules, refusals, models, saved)
 
 
 if __name__ == "__main__":

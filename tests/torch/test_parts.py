@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,146 @@ REFUSALS = {
 def test_what_is_not_as_asked_is_refused(parts: dict[str, Any], name: str) -> None:
     assert parts["refusals"][name].startswith(REFUSALS[name])
     assert bool(parts["refusals"][name]) == bool(REFUSALS[name])
+
+
+LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+ADAPTER = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": LORA}
+
+
+@pytest.fixture(scope="module")
+def models(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, probe: Probe) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("weights")
+    names = {"mlx": "model.{0}lora_a", "peft": "base_model.model.model.{0}lora_A.weight", "whole": "model.{0}weight"}
+    shapes = {"mlx": (32, 4), "peft": (4, 32), "whole": (32, 32)}
+    for kind, name in names.items():
+        weights = {name.format(f"layers.{layer}.self_attn.q_proj."): mx.ones(shapes[kind]) for layer in range(2)}
+        mx.save_safetensors(str(folder / f"{kind}.safetensors"), weights)
+    (folder / "torn.safetensors").write_bytes(b"torn")
+    files = {kind: {"resume_adapter_file": str(folder / f"{kind}.safetensors")} for kind in (*names, "torn")}
+    cases = {
+        "mlx": {**ADAPTER, **files["mlx"]},
+        "peft": {**ADAPTER, **files["peft"]},
+        "other rank": {**ADAPTER, "lora_parameters": {**LORA, "rank": 8}, **files["peft"]},
+        "torn": {**ADAPTER, **files["torn"]},
+        "typo": {**ADAPTER, "lora_parameters": {**LORA, "keys": ["self_attn.q_prog"]}},
+        "an adapter for the whole": {"fine_tune_type": "full", **files["peft"]},
+        "whole": {"fine_tune_type": "full", **files["whole"]},
+    }
+    return probe(parts=["models"], models=cases, empty=str(folder))["models"]  # type: ignore[no-any-return]
+
+
+def test_saved_weights_are_what_the_training_goes_on_with(models: dict[str, Any]) -> None:
+    assert models["peft"].count(pytest.approx(128**0.5)) == 2
+    assert models["whole"].count(pytest.approx(32)) == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("mlx", r"\[job\] resume_adapter_file = '.*': it has .*q_proj\.lora_a.*, which is not in a model"),
+        ("other rank", r"\[job\] resume_adapter_file = '.*size mismatch for .*lora_A"),
+        ("torn", r"\[job\] resume_adapter_file = '.*'.*header"),
+        ("an adapter for the whole", r"\[job\] resume_adapter_file = '.*': it has base_model.*lora_A\.weight, which"),
+        ("typo", r"\[job\] lora_parameters or fine_tune_type: .*self_attn\.q_prog.*"),
+        ("tokenizer", r"the tokenizer in .* cannot be loaded: ."),
+    ],
+)
+def test_what_the_user_can_fix_is_one_line(models: dict[str, Any], case: str, message: str) -> None:
+    assert re.fullmatch(f"{message}.*", models[case]), models[case]
+
+
+def faults(case: str, tiny: Tiny, home: Path, **keys: Any) -> dict[str, Any]:
+    """See tests.torch.faults."""
+    lora = {**ADAPTER, "lora_parameters": {**LORA, "rank": 16}}
+    own = {"framework": "torch", "grad_accumulation_steps": 4, "adapter_path": str(home / "adapters"), **lora}
+    command = [str(TORCH), "-W", "ignore", "-m", "tests.torch.faults", case, str(home)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, json.dumps(tiny.job(**own, **keys))], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def ddp(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return faults("ddp", tiny, tmp_path_factory.mktemp("ddp"), strategy="ddp")
+
+
+@pytest.fixture(scope="module", params=["fsdp", "deepspeed 2", "deepspeed 3"])
+def partitioned(request: Any, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    strategy, *stage = request.param.split()
+    keys = {"zero_stage": int(stage[0])} if stage else {}
+    return faults("partitioned", tiny, tmp_path_factory.mktemp(strategy), strategy=strategy, **keys)
+
+
+def test_ddp_exchanges_gradients_once_in_an_update(ddp: dict[str, Any]) -> None:
+    assert ddp["exchanges"] == 1
+
+
+def assert_full_disks_are_warnings(found: dict[str, Any]) -> None:
+    """And leave nothing of what was being written."""
+    state, weights = found["full disk"]["warnings"]
+    assert state == "no checkpoint of update 1 (iteration 4): [Errno 27] File too large"
+    assert weights.startswith("iteration 4: not saved: ") and "File too large" in weights
+    assert (found["full disk"]["states"], found["full disk"]["saved"]) == ([], [])
+
+
+def assert_saves_are_whole(found: dict[str, Any]) -> None:
+    saves = found["saves"]
+    assert set(saves["paths"]) == {"checkpoint-4"}, "every event of a save names its numbered folder"
+    files = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "training.json"}
+    assert files < set(saves["numbered"]) and {*saves["numbered"], "checkpoint-4"} == set(saves["names"])
+    assert saves["written once"] and saves["templates"] == ["tool_use.jinja"]
+    assert len(saves["tensors"]) == 4 and all(".lora_" in name for name in saves["tensors"])
+
+
+def test_a_full_disk_is_a_warning(ddp: dict[str, Any]) -> None:
+    assert_full_disks_are_warnings(ddp)
+
+
+def test_a_state_without_its_folder_is_a_warning(ddp: dict[str, Any]) -> None:
+    (message,) = ddp["no folder"]
+    assert "File exists" in message
+
+
+def test_a_save_is_written_once_and_clears_what_a_killed_one_has_left(ddp: dict[str, Any]) -> None:
+    assert_saves_are_whole(ddp)
+
+
+@pytest.mark.slow
+def test_what_is_partitioned_is_saved_as_ddp_saves(partitioned: dict[str, Any]) -> None:
+    assert_full_disks_are_warnings(partitioned)
+    assert_saves_are_whole(partitioned)
+    assert partitioned["layout"] in ("dcp", "deepspeed ZeRO-2 fp32", "deepspeed ZeRO-3 fp32")
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_ends_the_training(partitioned: dict[str, Any]) -> None:
+    """DeepSpeed skips that step in every precision."""
+    assert partitioned["diverges"] == "gradient is not finite at iteration 4"
+
+
+def test_a_manifest_names_no_file_that_another_rank_is_writing(ddp: dict[str, Any]) -> None:
+    assert ddp["manifest"] == {"files": [".metadata", "__0_0.distcp"], "layout": "dcp"}
+
+
+def test_the_scale_of_the_loss_is_part_of_the_state(ddp: dict[str, Any]) -> None:
+    assert ddp["scale"] == [2.0, 8.0]
+
+
+def test_a_state_that_cannot_be_read_is_refused_in_words(ddp: dict[str, Any]) -> None:
+    assert "No such file or directory" in ddp["unreadable"]
+
+
+def test_a_state_is_of_one_attempt(ddp: dict[str, Any]) -> None:
+    mixed = "of attempt 1 only the manifests of rank 0 are there"
+    assert ddp["newest"] == [[[2, 0]], mixed, [[2, 0], [2, 1]], [[3, 0]]]
+
+
+def test_the_phases_of_a_gpu_are_timed_when_it_has_done_them(ddp: dict[str, Any]) -> None:
+    assert ddp["GPU"] == ["cuda:0"]
 
 
 def test_a_failure_is_reported_as_one_line(tiny: Tiny, tmp_path: Path) -> None:

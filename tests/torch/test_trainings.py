@@ -4,6 +4,7 @@ MLX, and after a checkpoint as without.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from engine.protocol.exit_codes import TrainerExit
 from tests.torch.running import TorchRun, run_torch, start_torch, wait_for_event
 from tests.training.launching import launch
-from tests.training.tiny import SCHEDULE, Tiny
+from tests.training.tiny import SCHEDULE, Tiny, write_weights
 
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.busy]
 
@@ -80,27 +81,31 @@ def test_mlx_and_torch_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_state_is_sent_to_the_nodes_that_lack_it(tiny: Tiny, tmp_path: Path) -> None:
-    """Two nodes, each with its own part; then a third one, and the newest part on one of them is damaged."""
+    """Two nodes, each with its own part; then a third one, the newest part on one of them is damaged, and a file of the
+    state before cannot be put on the third."""
     job = torch_job(tiny, FSDP)
-    saved = {"checkpoint_every": 2, "checkpoint_keep": 2}
+    saved = {"checkpoint_every": 2, "checkpoint_keep": 3}
     before = run_torch(tmp_path, job, ranks=2, homes=["a", "b"], fields=saved)
     states = [tmp_path / home / "runs" / "run" / "checkpoints" for home in ("a", "b")]
-    kept = ["step-000000006", "step-000000008"]
+    kept = ["step-000000004", "step-000000006", "step-000000008"]
     assert [sorted(path.name for path in folder.iterdir()) for folder in states] == [kept, kept]
     assert not (states[1] / "step-000000006" / ".metadata").exists()
     damaged = next((states[1] / "step-000000008").glob("*.distcp"))
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
+    third = tmp_path / "c" / "runs" / "run" / "checkpoints"
+    (third / "step-000000006" / "__0_0.distcp").mkdir(parents=True)
     fields = {"resume": True, "reached": 8}
     after = run_torch(tmp_path, job, ranks=3, attempt=2, homes=["a", "b", "c"], fields=fields)
     (resumed,) = after.events("resumed")
-    assert (resumed["update"], resumed["refused"]) == (6, 1)
+    assert (resumed["update"], resumed["refused"]) == (4, 2)
     warnings = [event["message"] for rank in range(3) for event in after.events("warning", rank)]
     assert any("its hash is not the manifest's" in message for message in warnings)
     assert any("is damaged on every node that has it" in message for message in warnings)
-    assert {event["path"].split("/")[0] for event in after.events("fetched", rank=2)} == {"step-000000006"}
-    assert_same_losses(after.losses(), {iteration: before.losses()[iteration] for iteration in (7, 8)})
+    assert any("cannot be sent to the nodes that lack it: [Errno 21] Is a directory" in message for message in warnings)
+    assert "step-000000004/__1_0.distcp" in [event["path"] for event in after.events("fetched", rank=2)]
+    assert_same_losses(after.losses(), {iteration: before.losses()[iteration] for iteration in (5, 6, 7, 8)})
 
 
 @pytest.mark.slow
@@ -115,6 +120,38 @@ def test_a_training_goes_on_with_any_number_of_ranks(
     for attempt, ranks in enumerate([2, 1, 3], 2):
         after = run_torch(tmp_path, job, ranks=ranks, attempt=attempt, fields={"resume": True})
         assert_same_losses(after.losses(), rest)
+
+
+@pytest.mark.slow
+def test_zero_1_and_2_go_on_from_each_other_in_any_precision_and_zero_3_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    before = run_torch(tmp_path, torch_job(tiny, ZERO[2]), ranks=2, fields={"checkpoint_every": 5})
+    fields = {"resume": True, "reached": 5}
+    other = torch_job(tiny, ZERO[1], precision="bf16")
+    after = run_torch(tmp_path, other, ranks=2, attempt=2, fields=fields)
+    assert_same_losses(after.losses(), {iteration: before.losses()[iteration] for iteration in (6, 7, 8)}, 1e-2)
+    refused = start_torch(tmp_path, torch_job(tiny, ZERO[3]), ranks=2, attempt=3, fields=fields)
+    assert refused.wait() == [1, 1]
+    message = refused.events("failure", rank=1)[0]["message"]
+    assert "which 2 ranks have saved as deepspeed ZeRO-2 fp32, cannot be restored" in message
+    assert message.endswith("DeepSpeed converts no state between ZeRO-3 and the others: set zero_stage back")
+
+
+@pytest.mark.slow
+def test_zero_3_goes_on_with_a_whole_model(tiny: Tiny, tmp_path: Path) -> None:
+    config = json.loads((tiny.model / "config.json").read_text())
+    write_weights(tmp_path, config, seed=5)
+    keys: dict[str, Any] = {"resume_adapter_file": str(tmp_path / "model.safetensors"), "num_layers": -1, "iters": 1}
+    alone = run_torch(tmp_path / "ddp", torch_job(tiny, **keys))
+    two = run_torch(tmp_path / "ZeRO-3", torch_job(tiny, ZERO[3], **keys), ranks=2)
+    assert_same_losses(two.losses(), alone.losses())
+    assert abs(alone.losses()[1] - run_torch(tmp_path, torch_job(tiny, iters=1)).losses()[1]) > CLOSE
+
+
+def test_nvme_is_refused_with_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
+    job = torch_job(tiny, ZERO[3], offload="nvme", nvme_path=str(tmp_path))
+    run = start_torch(tmp_path, job, fields={"checkpoint_every": 5})
+    assert run.wait() == [1]
+    assert "offload = 'nvme'" in run.events("failure")[0]["message"]
 
 
 @pytest.mark.slow
