@@ -248,7 +248,7 @@ def _read_sections(
 
 
 def _check_torch(faults: Faults, file: str, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
-    """What a PyTorch job does not have, or not so."""
+    """Check sections for values that a PyTorch job does not have."""
     checkpoint, recovery = sections["checkpoint"], sections["recovery"]
     if checkpoint is not None and job.command is None:
         location = Location(file, "checkpoint")

@@ -37,7 +37,7 @@ _ANY_BAR = re.compile(rb"[^|]{0,80}\d{1,3}%\|[^|]{0,300}\| {0,12}\d{1,12}/\d{1,1
 _ACTIVITY_EVERY_S = 1.0
 """A bar may be printed ten times a second."""
 _OF_RANK = re.compile(rb"\[rank (\d{1,6})\] ")
-"""What an elastic job's torchrun writes before the output of a worker, also in the middle of another one's line."""
+"""Prefix that an elastic job's torchrun writes before the output of a worker, also in the middle of another one's line."""
 _STEPS = ("step", "iteration", "global_step")
 _TRAIN = {
     "loss": "train_loss",
@@ -195,7 +195,7 @@ class TensorBoardMetrics:
         self._report(self._pending)
 
     def skip(self) -> None:
-        """What is there is another run's."""
+        """Leave out all that is there by now: it is another run's."""
         for path in self._files():
             with contextlib.suppress(OSError):
                 self._read[path] = path.stat().st_size

@@ -437,7 +437,7 @@ class TorchCandidate(FrozenModel):
     needed_bytes: int
     """On the GPU, or in all on the CPU; the reserve included."""
     host_bytes: int
-    """Of the machine's memory besides: to load the model, or for what is offloaded, whichever takes more."""
+    """Bytes of the machine's memory besides: to load the model, or for what is offloaded, whichever takes more."""
     fits: bool | None
     """null if a limit is unknown."""
     chosen: bool

@@ -71,7 +71,7 @@ class TorchLaunch:
     launcher: str | None = None
     """The one that the job's own command begins with: "accelerate"."""
     options: tuple[str, ...] = ()
-    """Of that `accelerate launch`, before its script: "--mixed_precision=bf16"."""
+    """Options of that `accelerate launch`, before its script: "--mixed_precision=bf16"."""
     elastic: str = ""
     """The least and the most machines of an elastic job, "2:4"."""
     restarts: int = 0

@@ -96,7 +96,7 @@ class TorchMemory(MemoryBreakdown):
 
     @property
     def host_bytes(self) -> int:
-        """Of the machine's memory, for a rank on a GPU."""
+        """Bytes of the machine's memory, for a rank on a GPU."""
         return max(self.offloaded_bytes, self.loaded_bytes)
 
     @property
