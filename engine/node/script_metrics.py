@@ -37,7 +37,7 @@ _ANY_BAR = re.compile(rb"[^|]{0,80}\d{1,3}%\|[^|]{0,300}\| {0,12}\d{1,12}/\d{1,1
 _ACTIVITY_EVERY_S = 1.0
 """A bar may be printed ten times a second."""
 _OF_RANK = re.compile(rb"\[rank (\d{1,6})\] ")
-"""Prefix that an elastic job's torchrun writes before the output of a worker, also in the middle of another one's line."""
+"""Prefix by which torchrun tells the output of its workers apart, also in the middle of a line."""
 _STEPS = ("step", "iteration", "global_step")
 _TRAIN = {
     "loss": "train_loss",
