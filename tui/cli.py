@@ -94,7 +94,8 @@ def _version(_: argparse.Namespace) -> int:
 def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flightdeck",
-        description="Checks, launches, watches and stops distributed MLX training. Alone it opens the console.",
+        description="Checks, launches, watches and stops distributed training with MLX or PyTorch. Alone it opens the "
+        "console.",
         epilog=_examples(
             ("flightdeck demo", "a real 2-rank training run, nothing to configure"),
             ("flightdeck", "the console on ./flightdeck.toml"),

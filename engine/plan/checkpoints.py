@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import PARTITIONED, Config
+from engine.config.models import Config
 from engine.plan.context import PlanContext
 from engine.plan.document import CheckpointSection, Rationale, Source
 from engine.security.redact import redact
@@ -65,9 +65,11 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
         if context.iterations is not None:
             suggested = save_every(context.iterations, full=context.full)
         _frequency(context, rationale, frequency, suggested)
-        where = "each node, which stores its own part"
-        if context.strategy not in PARTITIONED and not context.torch:
-            where = "the node of rank 0" if context.strategy == "data" else "each node, which stores its own state"
+        where = {
+            "data": "the node of rank 0",
+            "ddp": "each node, which stores the whole state",
+            "local": "each node, which stores its own state",
+        }.get(context.strategy, "each node, which stores its own part")
         storage = redact(checkpoint.destination or "", {}) or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
     return CheckpointSection(
         async_=bool(context.settings) and checkpoint.enabled,

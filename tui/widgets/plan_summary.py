@@ -111,6 +111,8 @@ def _why_shares(state: DeckState, config: Config) -> str:
         return "one node: no link to wait for"
     if any(node.share is not None for node in config.nodes):
         return "shares as fixed in the configuration"
+    if config.job.framework == "torch":
+        return "equal shares, as ranks of a PyTorch job have them"
     if state.prediction is not None and state.prediction.calibration is not None:
         return f"shares {state.prediction.shares.reason}"
     return "equal shares: hardware calibration missing, assuming equal performance"
