@@ -111,7 +111,7 @@ class StateCheckpoints:
         for path in self._base.glob(".rank-*"):
             path.unlink(missing_ok=True)
         if self._rank in leaders:
-            for path in [*self._base.glob(".*.partial"), *self._base.glob(".*.converted")]:
+            for path in self._base.glob(".step-*"):
                 shutil.rmtree(path, ignore_errors=True)
         return leaders
 
@@ -274,8 +274,10 @@ class StateCheckpoints:
             names = _files(path)
             manifests = {}
             for name in names:
-                if (rank := _MANIFEST.fullmatch(name)) and (path / name).stat().st_size <= MAX_MANIFEST_BYTES:
-                    manifests[int(rank[1])] = (path / name).read_text(errors="replace")
+                # One that cannot be read is as good as none.
+                with contextlib.suppress(OSError):
+                    if (rank := _MANIFEST.fullmatch(name)) and (path / name).stat().st_size <= MAX_MANIFEST_BYTES:
+                        manifests[int(rank[1])] = (path / name).read_text(errors="replace")
             found[update] = manifests, names
         return found
 

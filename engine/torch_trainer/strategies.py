@@ -334,16 +334,16 @@ class DeepSpeedStrategy(TorchStrategy):
     def weights(self) -> dict[str, Tensor]:
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-        first = self.accelerator.process_index == 0
+        names = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         if self._settings.zero_stage == 3:
             # On rank 0; every rank takes part.
             whole = self.model._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=self._adapter) or {}
         else:
-            whole = self.module.state_dict() if first else {}
-        names = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        chosen = {name: value for name, value in whole.items() if not self._adapter or name in names}
-        # Views of the buffer that all parameters are in.
-        found: dict[str, Tensor] = clone_tensors_for_torch_save(chosen)
+            whole = self.module.state_dict() if self.accelerator.process_index == 0 else {}
+        found: dict[str, Tensor] = {name: whole[name] for name in whole if not self._adapter or name in names}
+        if self._settings.zero_stage < 3:
+            # They are views of one buffer.
+            found = clone_tensors_for_torch_save(found)
         return found
 
     def save(self, folder: Path) -> None:

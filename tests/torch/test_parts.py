@@ -141,6 +141,11 @@ def test_what_is_not_as_asked_is_refused(parts: dict[str, Any], name: str) -> No
     assert bool(parts["refusals"][name]) == bool(REFUSALS[name])
 
 
+def test_the_check_of_a_group_does_not_wait_for_transformers() -> None:
+    program = "import sys, engine.torch_trainer.strategies; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([str(TORCH), "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
 LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
 ADAPTER = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": LORA}
 
