@@ -47,7 +47,6 @@ from engine.training.outcome import first_line
 from engine.training.process import TrainingProcess
 from engine.training.reporting import ReportWindow
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _MANIFEST = re.compile(r"manifest-(\d{1,6})\.json")
 _WRITER = re.compile(r"(?:zero_pp_rank_|__)(\d+)_")
 """In a file's name, the rank that wrote it: DeepSpeed's and torch.distributed.checkpoint's. All others are rank 0's."""
@@ -90,9 +89,6 @@ class StateCheckpoints:
         node = self._spec.rank(self._rank)
         self._base = process.home / "checkpoints"
         if node.checkpoint_folder is not None:
-            if _URL.fullmatch(node.checkpoint_folder):
-                url = node.checkpoint_folder
-                raise JobError(f'[checkpoint] destination: {url}: framework = "torch" needs a folder, not a URL')
             self._base = Path(node.workdir) / Path(node.checkpoint_folder).expanduser() / self._spec.run_id
         self._saved: int | None = None
         self._leaders = self._find_leaders()
