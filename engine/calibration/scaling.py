@@ -64,7 +64,11 @@ async def measure_scaling(
     counts, whole = rank_counts(len(config.nodes)), int(config.job.mlx_lm["batch_size"])
     for ranks in counts:
         batch = batch_of(whole, ranks, len(config.nodes), per_rank=scaling.per_rank_batch)
-        whole_plan = alone if ranks == 1 and config.job.framework == "mlx" else config
+        # A part of a ring is none.
+        own = (ranks == 1 and config.job.framework == "mlx") or (
+            config.cluster.backend == "jaccl-ring" and ranks < len(config.nodes)
+        )
+        whole_plan = alone if own else config
         part, what = _first_ranks(whole_plan, ranks, batch, shares), plural(ranks, "rank")
         report(CalibrationProgress(what, "measuring", seconds=seconds))
         point = await _measure(context, part, seconds)

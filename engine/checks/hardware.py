@@ -106,10 +106,10 @@ def _check_torch(
     backend = network.backend if network is not None else config.cluster.backend
     described = f"torch sees {plural(build.gpus, 'GPU')} for {plural(ranks, 'rank')}"
     if backend == "nccl" and build.gpus < ranks:
-        todo = 'lower `processes`, or set backend = "gloo" in [cluster]'
+        todo = 'fewer ranks on this machine, or backend = "gloo" in [cluster]'
         findings.fault(f"{described}, and nccl, which is planned, needs one for each: {todo}")
     elif network is not None and backend == "gloo" and config.cluster.backend == "auto" and build.gpus:
-        todo = "lower `processes` to use them"
+        todo = "fewer ranks on this machine would use them"
         if build.gpus >= ranks:
             todo = 'mend that, or set backend in [cluster]: "nccl", or "gloo" to train on the CPU'
         findings.warn(f"{described}, and the plan uses none of them, but gloo: {network.reasons[0]}; {todo}")

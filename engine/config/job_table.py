@@ -27,7 +27,7 @@ from engine.config.mlx_lm_keys import (
 )
 from engine.config.models import JobConfig
 from engine.protocol.job import AUTO, STRATEGIES, Framework
-from engine.protocol.launchers import LAUNCHER_OPTIONS, split_launcher
+from engine.protocol.launchers import LAUNCHER_OPTIONS, MIXED_PRECISIONS, split_launcher
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (
@@ -159,12 +159,24 @@ def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]
         faults.add(location, "command", "torch.distributed.launch", accepted)
     for option in options[::2]:
         if launcher is not None and option not in LAUNCHER_OPTIONS[launcher]:
-            accepted = f"no {option}: Flight Deck starts a rank for each [[node]] and its processes itself"
-            accepted += "; other settings are in [job] or a --config_file" if launcher == "accelerate" else ""
-            faults.add(location, "command", option, accepted)
+            faults.add(location, "command", option, _instead(launcher, option))
+    named = MIXED_PRECISIONS.get(dict(zip(options[::2], options[1::2], strict=True)).get("--mixed_precision", ""))
+    if named is not None and table.get("precision", AUTO) not in (AUTO, named):
+        accepted = f"{named!r}, as the command's --mixed_precision, or only one of the two"
+        faults.add(location, "precision", table["precision"], accepted)
     if launcher is not None and not program:
         faults.add(location, "command", table["command"], f"a script after {launcher}")
     return ("strategy", *TORCH_KEYS) if launcher == "accelerate" else ()
+
+
+def _instead(launcher: str, option: str) -> str:
+    """What to write in place of an option that a launcher may not have here."""
+    if option == "--no_python":
+        return f"the program alone, without {launcher}: each rank gets the same variables"
+    if option == "-m":
+        return "--module, as deepspeed has it"
+    taken = f"no {option}: Flight Deck starts a rank for each [[node]] and its processes itself"
+    return f"{taken}; other settings are in [job] or a --config_file" if launcher == "accelerate" else taken
 
 
 def _check_command(

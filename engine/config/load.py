@@ -250,15 +250,19 @@ def _read_sections(
 def _check_torch(faults: Faults, file: str, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
     """Check sections for values that a PyTorch job does not have."""
     checkpoint, recovery = sections["checkpoint"], sections["recovery"]
-    if checkpoint is not None and job.command is None:
-        location = Location(file, "checkpoint")
-        if "://" in (checkpoint.destination or ""):
-            accepted = 'a folder with framework = "torch", no URL'
-            faults.add(location, "destination", checkpoint.destination, accepted)
-        if checkpoint.compression != "none":
-            faults.add(location, "compression", checkpoint.compression, '"none" with framework = "torch"')
+    if (
+        checkpoint is not None
+        and checkpoint.enabled
+        and job.command is None
+        and "://" in (checkpoint.destination or "")
+    ):
+        accepted = 'a folder with framework = "torch", no URL'
+        faults.add(Location(file, "checkpoint"), "destination", checkpoint.destination, accepted)
+    if checkpoint is not None and checkpoint.enabled and job.mlx_lm.get("offload") == "nvme" and job.command is None:
+        accepted = "false: of what is offloaded to nvme there is no checkpoint"
+        faults.add(Location(file, "checkpoint"), "enabled", True, accepted)
     if recovery is not None and job.elastic and not recovery.max_restarts and (recovery.min_nodes or nodes) < nodes:
-        accepted = "1 or more: without a lost node torchrun starts the others' workers again"
+        accepted = "1 or more: when a node is lost, torchrun starts the others' workers again; or leave out min_nodes"
         faults.add(Location(file, "recovery"), "max_restarts", 0, accepted)
 
 

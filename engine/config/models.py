@@ -239,11 +239,11 @@ class CheckpointConfig(_Section):
     keep: int = Field(default=3, ge=1, le=1000)
     """Checkpoints to keep. Older ones are removed after a newer one was verified."""
     compression: Literal["none", "gzip", "zstd"] = "none"
-    """Compression of the checkpoints."""
+    """Compression of the checkpoints. MLX only."""
     destination: str | None = None
     """Folder for the checkpoints (another disk, NFS) on each node that writes, or an fsspec URL (`s3://…`, `gs://…`) to
-    which they are copied. With a partitioned strategy it must be a folder that all nodes can reach. Default: the run's
-    folder on the node."""
+    which they are copied (MLX only). With a partitioned strategy it must be a folder that all nodes can reach. Default:
+    the run's folder on the node."""
 
 
 class RecoveryConfig(_Section):

@@ -198,8 +198,8 @@ class Keeper:
         return code, stored
 
     def _metrics(self) -> tuple[PrintedMetrics | None, TensorBoardMetrics | None]:
-        """Readers of a PyTorch command's metrics, at most one; none where no events can be written. Of an elastic job
-        any node may have rank 0."""
+        """Readers of what a PyTorch command prints, and of its tracker's files, which then have the metrics; none where
+        no events can be written. Of an elastic job any node may have rank 0."""
         spec = self._spec
         if spec.framework != "torch" or spec.command is None or (self._rank.rank != 0 and not spec.elastic):
             return None, None
@@ -208,9 +208,10 @@ class Keeper:
         except OSError as error:
             _log(f"no metrics: {error}")
             return None, None
+        printed = PrintedMetrics(events, elastic=bool(spec.elastic), activity_only=spec.logging_dir is not None)
         if spec.logging_dir is None:
-            return PrintedMetrics(events, elastic=bool(spec.elastic)), None
-        return None, TensorBoardMetrics(events, Path(self._rank.workdir, Path(spec.logging_dir).expanduser()))
+            return printed, None
+        return printed, TensorBoardMetrics(events, Path(self._rank.workdir, Path(spec.logging_dir).expanduser()))
 
     def _report_exception(self) -> None:
         """A PyTorch program cannot write events, but leaves its exception in a file."""

@@ -190,10 +190,9 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
             **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), own, strict=True)),
             "ROLE_NAME": "default",
         }
-    if spec.framework == "torch" and (local := int(environment.get("LOCAL_WORLD_SIZE", "1"))) > 1:
-        # As torchrun does: each rank would else have a thread for every core. Over gloo the trainer computes there.
-        computes = spec.command is None and spec.backend == "gloo"
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)) if computes else "1")
+    if spec.framework == "torch" and spec.command is not None and int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        # As torchrun does: each rank would else have a thread for every core.
+        environment.setdefault("OMP_NUM_THREADS", "1")
     if spec.elastic:
         environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
         # A store of their own for the workers of each round. In the agents' common one they would find what those of

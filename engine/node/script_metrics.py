@@ -58,6 +58,7 @@ _VALIDATION = {
 _SUMMARY = "train_runtime"
 """Beside the Trainer's last `train_loss`, which is the mean of the whole training."""
 _POLL_S = 1.0
+_SEARCH_EVERY_S = 10.0
 _LONGEST_RECORD = 65_536
 """Bytes; a longer one is an image or a histogram."""
 _OF_EVALUATION = re.compile(r"(eval|val|validation)/")
@@ -102,9 +103,11 @@ class _Reports:
 class PrintedMetrics:
     """Follows the output of one rank; only rank 0's lines count."""
 
-    def __init__(self, events: EventWriter, *, elastic: bool) -> None:
+    def __init__(self, events: EventWriter, *, elastic: bool, activity_only: bool = False) -> None:
+        """`activity_only`: the metrics are elsewhere."""
         self._reports = _Reports(events)
         self._elastic = elastic
+        self._activity_only = activity_only
         self._rest = b""
         self._skipping = False
         self._step: int | None = None
@@ -135,6 +138,8 @@ class PrintedMetrics:
     def _read_own(self, line: bytes) -> None:
         if _ANY_BAR.match(line) is not None:
             self._reports.activity()
+        if self._activity_only:
+            return
         bar = _BAR.match(line)
         if bar is not None:
             self._step = int(bar[1])
@@ -174,6 +179,8 @@ class TensorBoardMetrics:
         """Bytes by file."""
         self._pending: dict[int, dict[str, float]] = {}
         """By step: values by name, and when they were made by ""."""
+        self._found: list[Path] = []
+        self._search_at = float("-inf")
         self.follows = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="metrics", daemon=True)
@@ -191,6 +198,7 @@ class TensorBoardMetrics:
         self.follows = True
         while not self._ended.wait(_POLL_S):
             self.poll()
+        self._search_at = float("-inf")
         self.poll()
         self._report(self._pending)
 
@@ -216,10 +224,12 @@ class TensorBoardMetrics:
             self._reports.write(step, *_sorted(values), values[""])
 
     def _files(self) -> list[Path]:
-        try:
-            return sorted(self._folder.rglob(self._names))
-        except OSError:
-            return []
+        """All that were there when the folder was last searched, which may hold data and checkpoints, too."""
+        if (now := time.monotonic()) >= self._search_at:
+            self._search_at = now + _SEARCH_EVERY_S
+            with contextlib.suppress(OSError):
+                self._found = sorted(self._folder.rglob(self._names))
+        return self._found
 
     def _scalars(self, path: Path) -> Iterator[tuple[int, float, str, float]]:
         """(step, time, name, value) of the records that are whole and have not been read. The last one may be being

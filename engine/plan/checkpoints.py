@@ -71,9 +71,12 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
             "local": "each node, which stores its own state",
         }.get(context.strategy, "each node, which stores its own part")
         storage = redact(checkpoint.destination or "", {}) or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
+    if context.torch and checkpoint.compression != "none":
+        text = f"compression = {checkpoint.compression} is unused: PyTorch's states are not compressed"
+        rationale.warn("checkpoint_strategy", text)
     return CheckpointSection(
         async_=bool(context.settings) and checkpoint.enabled,
-        compression=checkpoint.compression,
+        compression="none" if context.torch else checkpoint.compression,
         storage=storage,
         frequency=frequency,
         retention=f"last_{checkpoint.keep}_checkpoints",

@@ -58,13 +58,14 @@ def scaling_fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
     """As `fingerprint`, and of how the ranks work together, PyTorch's versions and NVIDIA's drivers and GPUs."""
     seen = {(fact.node, fact.host): fact for fact in facts}
     known = {key: config.job.mlx_lm.get(key) for key in ("local_steps", *TORCH_KEYS)}
-    machines = [
-        (fact.torch, fact.nvidia_driver, [gpu.name for gpu in fact.gpus])
-        for node in config.nodes
-        if (fact := seen.get((node.name, node.ssh))) is not None
-    ]
+    if config.job.framework == "torch":
+        known["machines"] = [
+            (fact.torch, fact.nvidia_driver, [gpu.name for gpu in fact.gpus])
+            for node in config.nodes
+            if (fact := seen.get((node.name, node.ssh))) is not None
+        ]
     on_nodes = fingerprint(config, seen.values())
-    return _digest({"job on nodes": on_nodes, "strategy": config.job.strategy, "machines": machines, **known})
+    return _digest({"job on nodes": on_nodes, "strategy": config.job.strategy, **known})
 
 
 def node_fingerprints(config: Config, facts: Iterable[NodeFacts]) -> dict[str, str]:

@@ -17,7 +17,7 @@ UNEQUAL_ABOVE = 0.10
 """Coefficient of variation of the nodes' throughputs above which unequal shares pay off."""
 WARN_ABOVE = 0.20
 MISSING = "hardware calibration missing, assuming equal performance"
-OF_TORCH = "calibrate measures MLX alone: ranks of a PyTorch job have equal shares, unless [[node]] share sets them"
+OF_TORCH = "single nodes are measured with MLX alone: a PyTorch job has equal shares, unless [[node]] share sets them"
 
 _log = logging.getLogger(__name__)
 

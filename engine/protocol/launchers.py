@@ -19,6 +19,8 @@ _SPELLINGS = {
     ("python", "-m", "accelerate.commands.launch"): "accelerate",
     ("python", "-m", "deepspeed.launcher.runner"): "deepspeed",
 }
+MIXED_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+"""Accelerate's name of a precision -> that of [job]."""
 LAUNCHER_OPTIONS = {
     "torchrun": ("--module", "-m"),
     "accelerate": ("--config_file", "--mixed_precision", "--module", "-m"),

@@ -78,6 +78,10 @@ class AttemptMonitor:
         self._may_restart = may_restart
         history = context.history
         self._ranks = Ranks(context.connections, context.plan.nodes)
+        if context.plan.config.job.elastic:
+            # Without those that an earlier supervisor saw the end of, the attempt has gone on.
+            for number in history.ended:
+                self._ranks.all[number].dispensable = number != 0
         self._health = NodeHealth(
             context.connections, self._recorder.append, lost_after_s(context.plan.config), history.nodes
         )
@@ -262,7 +266,9 @@ class AttemptMonitor:
             if record is not None and record.code and record.stopped_by is None:
                 rank.dispensable = False
         spare = len(ranks) - (self._recovery.min_nodes or len(ranks))
-        gone = [rank for rank in ranks if rank.ended and rank.dispensable]
+        ends = list(self._context.history.ended)
+        gone = [rank for rank in ranks if rank.ended and rank.dispensable and self._failed(rank)]
+        gone.sort(key=lambda rank: ends.index(rank.number) if rank.number in ends else len(ends))
         for rank in gone[spare:]:
             rank.dispensable = False
         for rank in ranks:
@@ -328,7 +334,9 @@ class AttemptMonitor:
         if not reports or not all(rank.started for rank in self._ranks.all) or self._completed_at is not None:
             return None
         answering = any(self._context.connections.to(rank.number).state.answering for rank in ranks)
-        hang = self._watchdog.check(now, receiving=answering and not self.intake.blocked)
+        started_at = min((each.identity.started_at for each in ranks if each.identity is not None), default=None)
+        receiving = answering and not self.intake.blocked
+        hang = self._watchdog.check(now, receiving=receiving, started_at=started_at)
         if hang is not None and self._context.history.hang is None:
             node = next((rank.node for rank in ranks if rank.number == hang.rank), None)
             self._recorder.append(HangDetected(hang=hang, node=node))

@@ -363,7 +363,9 @@ def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> Fail
     # Before its first step a run has no state that could be lost with a node.
     needs_all = history.newest_reached > 0 and needs_all_nodes(config)
     failures = (*history.failures, *more)
-    never = config.job.command is not None and not recovery.restart_commands and not _nothing_ran(failures[-1])
+    # The port of a PyTorch group is ours.
+    unlaunched = config.job.framework == "torch" and _nothing_ran(failures[-1])
+    never = config.job.command is not None and not recovery.restart_commands and not unlaunched
     return FailedRun(
         recovery,
         failures,
@@ -376,4 +378,5 @@ def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> Fail
 def _nothing_ran(failed: AttemptFailed) -> bool:
     """A port was taken, for example: the program has no state that could be lost."""
     verdict = failed.verdict
-    return verdict.reason is Reason.LAUNCH_FAILED and verdict.signature in TRANSIENT and not failed.reached
+    never_ran = not failed.reached and not failed.ran_long
+    return verdict.reason is Reason.LAUNCH_FAILED and verdict.signature in TRANSIENT and never_ran

@@ -33,6 +33,7 @@ STEPS_KEPT = 512
 """The newest step durations that count."""
 _ITERATION = re.compile(rb'"iteration": (\d{1,18})[,}]')
 _MONOTONIC = re.compile(rb'"t": (\d{1,15}(?:\.\d{1,20})?)[,}]')
+_WALL = re.compile(rb'"at": (\d{1,15}(?:\.\d{1,20})?)[,}]')
 SLOW_PHASES = frozenset({"loading", "validating", "saving"})
 _TIMES = 5.0
 
@@ -60,7 +61,7 @@ class AttemptProgress:
         """Iterations made by the foremost rank."""
         self.first_steps = FIRST_STEPS
         self.first_step_at: float | None = None
-        """By the head's clock, s."""
+        """By the clock of the rank's node, s."""
         self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
         self._updated_at: dict[int, float] = {}
         """Rank → its own monotonic time of its last update, until it does something else."""
@@ -85,7 +86,8 @@ class AttemptProgress:
         iteration = int(found[1])
         foremost = iteration > max(self.reached.values(), default=0)
         self.steps += foremost
-        self.first_step_at = now if self.first_step_at is None else self.first_step_at
+        if self.first_step_at is None and (wall := _WALL.search(line)) is not None:
+            self.first_step_at = float(wall[1])
         self.reached[rank] = max(iteration, self.reached.get(rank, 0))
         self.moved_at[rank] = now
         if clock is not None and self._ends_an_update(line):
@@ -177,10 +179,11 @@ class Watchdog:
         self._ranks = ranks
         self._hang_s, self._stall_s = recovery.hang_s, recovery.stall_s
         self._is_command = is_command
-        self._began = self._since = self._checked_at = now
+        self._since = self._checked_at = now
 
-    def check(self, now: float, *, receiving: bool) -> Hang | None:
-        """`receiving`: events could have come since the last check."""
+    def check(self, now: float, *, receiving: bool, started_at: float | None = None) -> Hang | None:
+        """`receiving`: events could have come since the last check. `started_at`: the start of a command, by its node's
+        clock, s."""
         if not receiving:
             # What happened meanwhile is not known: that time does not count.
             self._since += now - self._checked_at
@@ -189,21 +192,22 @@ class Watchdog:
         counted = (at for rank, at in moved if rank in self._ranks or not self._progress.steps)
         self._since = max([self._since, *counted])
         self._checked_at = now
-        doing, limit = self._limit()
+        doing, limit = self._limit(started_at)
         silent = now - self._since
         if silent <= limit:
             return None
         return Hang(silent, limit, doing, self._progress.furthest, self._behind())
 
-    def _limit(self) -> tuple[str, float]:
+    def _limit(self, started_at: float | None) -> tuple[str, float]:
         phases = {phase for rank, phase in self._progress.phases.items() if rank in self._ranks}
         slow = sorted(phases & SLOW_PHASES)
         if slow:
             return slow[0], self._stall_s
         long_step = self._progress.long_step_s()
-        if long_step is None and self._is_command and (first := self._progress.first_step_at) is not None:
+        first = self._progress.first_step_at
+        if long_step is None and self._is_command and first is not None and started_at is not None:
             # Until the second report, the time to the first one tells how rare they are.
-            return "training", max(self._stall_s, _TIMES * (first - self._began))
+            return "training", max(self._stall_s, _TIMES * (first - started_at))
         if long_step is None:
             return ("training" if self._progress.steps else "starting"), self._stall_s
         return "training", max(self._hang_s, _TIMES * long_step)

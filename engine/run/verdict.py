@@ -252,24 +252,27 @@ def _lease_ended(rank: RankEvidence) -> tuple[Reason, str]:
 def _ended_by_itself(rank: RankEvidence, record: ExitRecord, trainer: bool) -> tuple[Reason, str]:
     # A command that ends well may have printed anything; only what fails is quoted, and its last line has the reason.
     last = _last_line(rank.exception if rank.failure is not None else rank.final_lines)
-    if rank.error_type == "Diverged":
-        return Reason.DIVERGED, last
-    if record.code == 0:
-        return Reason.RANK_FAILED, _left_early(rank, trainer)
+    diverged = rank.error_type == "Diverged"
+    if diverged or record.code == 0:
+        return (Reason.DIVERGED, last) if diverged else (Reason.RANK_FAILED, _left_early(rank, trainer))
     ended = _how_ended(record)
-    known = explain(_lines(rank.final_lines, rank.exception))
-    reason = known.signature.reason if known is not None and known.signature is not None else None
-    if reason is Reason.OUT_OF_MEMORY or (record.signal == signal.SIGKILL and rank.memory_killed):
+    lines = _lines(rank.final_lines, rank.exception)
+    known = explain(lines)
+    # The end of a torchrun is that of all its workers, of whose troubles only the last counts.
+    found = [known] if rank.is_torchrun else findings(lines)
+    reasons = {each.signature.reason for each in found if each is not None and each.signature is not None}
+    if Reason.OUT_OF_MEMORY in reasons or (record.signal == signal.SIGKILL and rank.memory_killed):
         return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
-    if known is not None and reason in (Reason.DISK_FULL, Reason.LAUNCH_FAILED):
-        no_port = rank.port or known.cause
-        return reason, no_port if reason is Reason.LAUNCH_FAILED else f"disk full: {last or ended}"
+    if Reason.DISK_FULL in reasons:
+        return Reason.DISK_FULL, f"disk full: {last or ended}"
+    if known is not None and known.signature is not None and known.signature.reason is Reason.LAUNCH_FAILED:
+        return Reason.LAUNCH_FAILED, rank.port or known.cause
+    like_an_error = _LIKE_AN_ERROR.search(last) is not None
     if record.signal is not None:
-        # After its exception a rank may abort in the interpreter's own end, by a thread of the group.
-        own = record.signal == signal.SIGABRT and rank.failure is not None
-        reason = Reason.RANK_FAILED if own else Reason.RANK_KILLED
-        return reason, f"{ended}: {last}" if _LIKE_AN_ERROR.search(last) else ended
-    output = f"{': ' if _LIKE_AN_ERROR.search(last) else '; its last output: '}{last}" if last else " without output"
+        # After its exception a script may abort in the interpreter's own end, by a thread of PyTorch's group.
+        own = record.signal == signal.SIGABRT and rank.failure is not None and not trainer
+        return Reason.RANK_FAILED if own else Reason.RANK_KILLED, f"{ended}: {last}" if like_an_error else ended
+    output = f"{': ' if like_an_error else '; its last output: '}{last}" if last else " without output"
     return Reason.RANK_FAILED, ended + output
 
 

@@ -38,6 +38,10 @@ def _run(process: TrainingProcess) -> None:
 def import_trainer(backend: str) -> ModuleType:
     """engine.torch_trainer.train, in a process set up for it."""
     hide_gpus(backend)
+    if (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+        # Each rank would else have a thread for every core. Over gloo it computes there.
+        threads = max(1, (os.cpu_count() or 1) // local) if backend == "gloo" else 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if backend == "gloo":
         return_freed_tensors()
     # DeepSpeed and Accelerate call functions that PyTorch has renamed.

@@ -69,6 +69,13 @@ def test_a_bar_of_whatever_kind_is_activity_and_no_step(
     assert found == [{"event": "activity"}] * 2
 
 
+def test_beside_a_tracker_the_output_is_activity_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.node.script_metrics._ACTIVITY_EVERY_S", 0.0)
+    metrics = PrintedMetrics(EventWriter(tmp_path / "events", 0, 1), elastic=False, activity_only=True)
+    metrics.feed(b'{"step": 1, "loss": 1.0}\r 10%|#  | 2/20 [00:01<00:09, 1.0it/s]\r')
+    assert rows_of(tmp_path / "events") == [{"event": "activity"}]
+
+
 def test_other_bars_than_the_trainings_have_no_steps(tmp_path: Path) -> None:
     """That of the tokenizer, of the files of a checkpoint, of the evaluation."""
     bars = b"Map: 100%|##| 500/500 [00:01<00:00]\r\rWriting model shards: 100%|##| 1/1 [00:00<00:00]\r"
@@ -121,6 +128,12 @@ def test_no_output_harms(chunks: list[bytes]) -> None:
 def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:
     found = events_of(tmp_path, *[b"x" * 65_536] * 20, b'\n{"step": 3, "loss": 1.0}\n')
     assert [row["iteration"] for row in found] == [3, 3]
+
+
+@pytest.fixture(autouse=True)
+def searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New files are found at once."""
+    monkeypatch.setattr("engine.node.script_metrics._SEARCH_EVERY_S", 0.0)
 
 
 class Tracker:

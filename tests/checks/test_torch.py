@@ -174,7 +174,7 @@ def test_each_process_of_an_elastic_node_needs_a_gpu() -> None:
     nodes = tuple(node.model_copy(update={"processes": 4}) for node in config.nodes)
     result = gpus_checked(config.model_copy(update={"nodes": nodes}), gpu_facts(2, 2), BUILD)
     assert "torch sees 2 GPUs for 4 ranks, and the plan uses none of them, but gloo" in result.summary
-    assert "(nvidia-smi lists 2 GPUs for 4 ranks); lower `processes` to use them" in result.summary
+    assert "(nvidia-smi lists 2 GPUs for 4 ranks); fewer ranks on this machine would use them" in result.summary
 
 
 def here(tmp_path: Path, python: str, *command: str) -> Config:

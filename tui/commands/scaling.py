@@ -29,10 +29,13 @@ def scaling(options: argparse.Namespace, engine: Engine, config: Config) -> int:
     130 when interrupted, with what there is so far. Raises InputError."""
     if options.json and options.csv == _STDOUT:
         raise InputError("--csv - and --json both print to stdout", todo="name a file for the CSV")
-    if options.csv is not None:
+    if options.csv is not None and not options.show:
         # Before minutes of measuring.
+        new = not options.csv.exists()
         with _opened(options.csv, "a"):
             pass
+        if new:
+            options.csv.unlink(missing_ok=True)
     code: int | None = None
     if options.show:
         found = engine.calibrations.latest_scaling(config)

@@ -30,7 +30,7 @@ from engine.plan.torch.gpus import choose_precision
 from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
 from engine.plan.torch.strategy import StrategyChoice, candidates, choose_strategy, label, with_torch_settings
 from engine.protocol.job import AUTO
-from engine.protocol.launchers import split_launcher
+from engine.protocol.launchers import MIXED_PRECISIONS, split_launcher
 
 _KEYS = ("strategy", "sharding", "zero_stage", "offload", "grad_checkpoint")
 _SHORTEST = 256
@@ -64,16 +64,7 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
         memory = unknown_memory("the job runs a custom command", rationale)
         return TorchFit(memory, Disabled(reason=own), on_gpu=on_gpu, gpus=gpus)
     asked = _requested(context)
-    precision = asked["precision"]
-    if precision == AUTO:
-        found = choose_precision(gpus, on_gpu=on_gpu)
-        precision, why = found.precision, found.reason
-        rationale.explain("settings.precision", Source.FACT if on_gpu else Source.RULE, why)
-    else:
-        rationale.explain("settings.precision", Source.USER, "the job sets it")
-    if precision == "fp16" and not on_gpu:
-        why = "precision = fp16 needs a GPU: on the CPU Accelerate computes in float32, and says nothing"
-        rationale.refuse("precision", why, todo='set precision = "auto"')
+    precision = _precision(context, asked["precision"], gpus, rationale)
     why_not = None
     if not context.settings:
         why_not = "the job runs a custom command"
@@ -143,12 +134,35 @@ def _scripts_own(context: PlanContext) -> str | None:
     return "strategy and precision are the script's own"
 
 
+def _precision(context: PlanContext, asked: str, gpus: Sequence[NvidiaGpu | None], rationale: Rationale) -> str:
+    on_gpu = context.backend == "nccl"
+    if asked == AUTO:
+        found = choose_precision(gpus, on_gpu=on_gpu)
+        rationale.explain("settings.precision", Source.FACT if on_gpu else Source.RULE, found.reason)
+        return found.precision
+    rationale.explain("settings.precision", Source.USER, "the job sets it")
+    if asked == "fp16" and context.backend == "gloo":
+        why = "precision = fp16 needs a GPU: on the CPU Accelerate computes in float32, and says nothing"
+        todo = 'set precision = "auto", or backend = "nccl" in [cluster]'
+        if all(node.name in context.inputs.facts for node in context.inputs.config.nodes):
+            rationale.refuse("precision", why, todo=todo)
+        else:
+            rationale.warn("precision", f"{why}; {todo}")
+    return asked
+
+
 def _requested(context: PlanContext) -> dict[str, Any]:
     own, strategy = context.job.mlx_lm, context.inputs.strategy
     asked = {key: own.get(key, AUTO) for key in (*_KEYS, "precision", "nvme_path")}
+    if asked["offload"] == AUTO and context.inputs.config.checkpoint.enabled and context.job.command is None:
+        # Of what is offloaded there, there is no checkpoint.
+        asked["nvme_path"] = None
     # A layer count is MLX's alone.
     given = own.get("grad_checkpoint", False)
-    return asked | {"strategy": strategy, "grad_checkpoint": given if given == AUTO else bool(given)}
+    asked |= {"strategy": strategy, "grad_checkpoint": given if given == AUTO else bool(given)}
+    _, options, _ = split_launcher(context.job.command)
+    named = dict(zip(options[::2], options[1::2], strict=True)).get("--mixed_precision")
+    return asked | ({"precision": MIXED_PRECISIONS[named]} if named in MIXED_PRECISIONS else {})
 
 
 def _gpus(context: PlanContext) -> tuple[bool, tuple[NvidiaGpu | None, ...]]:

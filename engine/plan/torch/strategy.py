@@ -172,6 +172,13 @@ def choose_strategy(
             fits = False
         return Candidate(settings, max(found, key=lambda each: each.needed_bytes), fits)
 
+    def lacks_host(each: Candidate) -> bool:
+        return any(limit is not None and each.memory.host_bytes > limit for limit in host_limits)
+
+    def needs(each: Candidate) -> str:
+        host = f" and {memory_text(each.memory.host_bytes)} of the machine's memory" if lacks_host(each) else ""
+        return f"{label(each.settings)} needs {memory_text(each.memory.needed_bytes)}{host}"
+
     tried = tuple(map(attempt, options))
     size = size_class(shape.total_parameters)
     billions = f"{shape.total_parameters / 1e9:.3g} × 10⁹ parameters"
@@ -185,12 +192,11 @@ def choose_strategy(
         chosen = fitting[0]
         before = [each for each in tried[: tried.index(chosen)] if each.fits is False]
         reason = f"{label(chosen.settings)} fits: {memory_text(chosen.memory.needed_bytes)} for each rank"
-        needs = [f"{label(each.settings)} needs {memory_text(each.memory.needed_bytes)}" for each in before[:3]]
-        reason = "; ".join([reason, *needs])
+        reason = "; ".join([reason, *map(needs, before[:3])])
         return StrategyChoice(chosen, tried, f"{reason} ({billions})")
     if all(each.fits is False for each in tried):
-        least = min(tried, key=lambda each: each.memory.needed_bytes)
-        return StrategyChoice(least, tried, f"nothing fits; {label(least.settings)} needs the least ({billions})")
+        least = min(tried, key=lambda each: (lacks_host(each), each.memory.needed_bytes))
+        return StrategyChoice(least, tried, f"nothing fits; {needs(least)}, the least ({billions})")
     # By size alone, as nothing is known about the memory.
     known = [each for each in tried if each.fits is None]
     by_size = {"small": ("fsdp", "none"), "medium": ("fsdp", "none"), "large": ("deepspeed", "cpu")}[size]

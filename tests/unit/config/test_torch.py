@@ -57,6 +57,7 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
         (NODES + TRAINING + 'report_to = "swanlab"', "job.report_to: no swanlab"),
         (NODES + TRAINING + 'report_to = "mlflow"', "job.report_to: tensorboard, wandb, swanlab, or several"),
         (NODES + TRAINING + 'offload = "nvme"', "job.nvme_path: a folder on every node"),
+        (NODES + TRAINING + 'offload = "nvme"\nnvme_path = "/n"', "checkpoint.enabled: false: of what is offloaded"),
         (NODES + TRAINING + "zero_stage = 4", 'job.zero_stage: 1, 2, 3 or "auto"'),
         (NODES + TRAINING + '[cluster]\nbackend = "ring"', "cluster.backend: auto, nccl or gloo"),
         (NODES + '[job]\nmodel = "/m"\ndata = "/d"', "node[0].processes: no value here, with framework mlx"),
@@ -78,11 +79,24 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
             "job.command: no --mixed_precision: Flight Deck starts",
         ),
         (
+            NODES + '[job]\nframework = "torch"\ncommand = ["torchrun", "--no-python", "./t.sh"]',
+            "job.command: the program alone, without torchrun",
+        ),
+        (
+            NODES + '[job]\nframework = "torch"\ncommand = ["deepspeed", "-m", "train"]',
+            "job.command: --module, as deepspeed has it",
+        ),
+        (
+            NODES
+            + '[job]\nframework = "torch"\nprecision = "fp16"\n'
+            + 'command = ["accelerate", "launch", "--mixed_precision", "bf16", "t.py"]',
+            "job.precision: 'bf16', as the command's --mixed_precision",
+        ),
+        (
             NODES + '[job]\nframework = "torch"\ncommand = ["python", "-m", "torch.distributed.launch", "t.py"]',
             'job.command: "torchrun": torch.distributed.launch',
         ),
         (NODES + TRAINING + '[checkpoint]\ndestination = "s3://bucket/x"', "checkpoint.destination: a folder with"),
-        (NODES + TRAINING + '[checkpoint]\ncompression = "zstd"', 'checkpoint.compression: "none" with framework'),
         (
             NODES.replace("processes = 2", "") + ELASTIC + "[recovery]\nmax_restarts = 0\nmin_nodes = 1",
             "recovery.max_restarts: 1 or more",
@@ -203,3 +217,8 @@ def test_the_keys_of_an_accelerate_script_are_kept(tmp_path: Path) -> None:
     text = NODES + '[job]\nframework = "torch"\ncommand = ["accelerate", "launch", "t.py"]\nprecision = "bf16"'
     job = loaded(tmp_path, text).job
     assert (job.strategy, job.mlx_lm["precision"], job.mlx_lm["zero_stage"]) == ("auto", "bf16", "auto")
+
+
+def test_checkpoints_that_are_off_may_have_any_destination(tmp_path: Path) -> None:
+    text = NODES + TRAINING + '[checkpoint]\nenabled = false\ndestination = "s3://bucket/x"\ncompression = "zstd"'
+    assert loaded(tmp_path, text).checkpoint.compression == "zstd"

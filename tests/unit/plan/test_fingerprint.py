@@ -75,7 +75,8 @@ def test_nodes_and_their_versions_change_it_and_their_shares_do_not() -> None:
     [{"torch": "2.13.1"}, {"nvidia_driver": "580.1"}, {"gpus": (NvidiaGpu(name="NVIDIA H200"),)}, {"mlx": "0.33.0"}],
 )
 def test_a_scaling_is_of_pytorch_and_the_gpus_too(changes: dict[str, Any]) -> None:
-    deck = config(["a", "b"])
+    mlx = config(["a", "b"])
+    deck = mlx.model_copy(update={"job": mlx.job.model_copy(update={"framework": "torch"})})
     nvidia: dict[str, Any] = {"torch": "2.13.0", "nvidia_driver": "570.1", "gpus": (NvidiaGpu(name="NVIDIA H100"),)}
     known = scaling_fingerprint(deck, [facts("a", **nvidia), facts("b", **nvidia)])
     assert scaling_fingerprint(deck, iter([facts("b", **nvidia), facts("a", **nvidia)])) == known

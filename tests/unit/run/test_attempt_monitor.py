@@ -440,3 +440,18 @@ async def test_a_torchrun_that_gave_up_is_the_cause_on_whichever_node(made: Call
         attempt.exit(rank, 1, stopped_by="end")
     verdict = await verdict_of(attempt, run)
     assert (verdict.reason, verdict.rank) == (Reason.RANK_FAILED, 2)
+
+
+async def test_the_nodes_that_completed_are_not_counted_as_lost(
+    made: Callable[..., MonitoredAttempt], impatient: None
+) -> None:
+    attempt = made(restarts=False, elastic="ana@box")
+    run = attempt.run()
+    await until(lambda: len(attempt.context.history.started) == 3)
+    attempt.hosts[2].shown, attempt.hosts[2].left = AWAY, None
+    await until(lambda: len(attempt.context.history.ended) == 1)
+    for rank in (1, 0):
+        attempt.exit(rank, 0)
+        await until(lambda rank=rank: rank in attempt.context.history.ended)  # type: ignore[misc]
+    verdict = await verdict_of(attempt, run)
+    assert (verdict.state, verdict.reason) == (RunState.SUCCEEDED, Reason.COMPLETED)

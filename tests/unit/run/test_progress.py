@@ -158,9 +158,9 @@ def test_a_report_with_no_usable_time_is_kept(tmp_path: Path, at: object) -> Non
 HANG_S, STALL_S = 10.0, 600.0
 
 
-def line(iteration: int, t: float) -> bytes:
+def line(iteration: int, t: float, at: float = 1e9) -> bytes:
     """A step as a trainer writes it; `t` is its own monotonic clock."""
-    event = {"event": "step", "rank": 0, "seq": 1, "t": t, "at": 1e9, "attempt": 1, "iteration": iteration, "loss": 1.0}
+    event = {"event": "step", "rank": 0, "seq": 1, "t": t, "at": at, "attempt": 1, "iteration": iteration, "loss": 1.0}
     return json.dumps(event).encode()
 
 
@@ -173,19 +173,20 @@ class Training:
         limits = RecoveryConfig(hang_s=STALL_S if is_command else HANG_S, stall_s=STALL_S)
         self.progress.first_steps = 0 if is_command else FIRST_STEPS
         self.dog = Watchdog(self.progress, watched, limits, self.now, is_command=is_command)
+        self.started_at = self.now
 
     def steps(self, first: int, last: int, *, seconds: float = 1.0, ranks: tuple[int, ...] = (0, 1)) -> None:
         for iteration in range(first, last + 1):
             self.now += seconds
             for rank in ranks:
-                self.progress.step(rank, line(iteration, self.now - 900.0), self.now)
+                self.progress.step(rank, line(iteration, self.now - 900.0, self.now), self.now)
             assert self.check() is None
 
     def event(self, rank: int, **fields: Any) -> None:
         self.progress.take(rank, fields, self.now)
 
     def check(self, *, receiving: bool = True) -> Any:
-        return self.dog.check(self.now, receiving=receiving)
+        return self.dog.check(self.now, receiving=receiving, started_at=self.started_at)
 
     def wait(self, seconds: float, *, receiving: bool = True) -> Any:
         """What it finds meanwhile, checking ten times a second."""

@@ -674,6 +674,6 @@ def test_a_rank_that_aborts_after_its_exception_has_failed_by_that() -> None:
     """gloo's threads, in the interpreter's own end."""
     failure = {"error_type": "ValueError", "message": "bad row", "traceback": "ValueError: bad row", "certain": True}
     aborted = rank(1, sig=signal.SIGABRT, failure=failure, tail="Fatal Python error: Aborted\n")
-    verdict = verdict_on(evidence(rank(0, sig=signal.SIGTERM, stopped_by="end"), aborted))
+    verdict = verdict_on(evidence(rank(0, sig=signal.SIGTERM, stopped_by="end"), aborted, trainer=False))
     assert (verdict.reason, verdict.rank) == (Reason.RANK_FAILED, 1)
     assert "ValueError: bad row" in (verdict.cause or "")

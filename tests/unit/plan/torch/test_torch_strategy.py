@@ -239,3 +239,23 @@ def test_keys_of_the_other_framework_are_warned_of() -> None:
     text = 'with framework = "torch" these keys are unused: moments, wire'
     assert text in [warning.text for warning in made.warnings]
     assert not [warning for warning in plan(box("a", 2, A100)).warnings if warning.name == "job"]
+
+
+def test_a_command_with_a_precision_of_its_own_is_planned_with_it() -> None:
+    command = ("accelerate", "launch", "--mixed_precision", "bf16", "train.py")
+    keys = {"strategy": "deepspeed", "command": command, "model": None, "data": None}
+    mlx_lm = {"precision": "auto", "zero_stage": 2}
+    made = plan(box("v", 2, "Tesla V100-SXM2-32GB", 32), mlx_lm, model=None, job=keys)
+    assert chosen(made).precision == "bf16"
+    assert '"bf16": {' in section(made).files["ds_config.json"]
+
+
+def test_what_a_machine_lacks_to_load_a_model_is_in_the_reason() -> None:
+    small = box("h", 8, "NVIDIA H100 80GB HBM3", memory_total_bytes=64 * 2**30)
+    made = plan(small, FULL, model=QWEN3_4B)
+    assert "of the machine's memory" in reason(made, "settings.strategy")
+
+
+def test_an_unknown_machine_may_have_a_gpu_for_fp16() -> None:
+    made = plan(box("a", 2), {**FULL, "precision": "fp16"}, model=TINY, facts={})
+    assert [issue.name for issue in made.refusals if issue.name == "precision"] == []
