@@ -170,7 +170,7 @@ def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]
 
 
 def _instead(launcher: str, option: str) -> str:
-    """What to write in place of an option that a launcher may not have here."""
+    """Words to write in place of an option that a launcher may not have here."""
     if option == "--no_python":
         return f"the program alone, without {launcher}: each rank gets the same variables"
     if option == "-m":
