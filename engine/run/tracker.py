@@ -58,13 +58,20 @@ class TensorBoardFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("wb")
         self._attempt: object = None
+        self._validated: set[int] = set()
         self._event(time.time(), 0, _text(3, b"brain.Event:2"))
 
     def add(self, number: int, row: Mapping[str, Any], iteration: int) -> None:
-        at = _seconds(row)
+        at, validation = _seconds(row), row.get("kind") == "val"
         if row.get("attempt") != self._attempt:
             self._attempt = row.get("attempt")
-            self._event(at, iteration if number else 0, _text(7, b"\x08\x01"))  # SessionLog.START
+            # An attempt may begin with a validation of what the one before had trained.
+            begin = iteration + validation if number else 0
+            self._validated = {each for each in self._validated if each < begin}
+            self._event(at, begin, _text(7, b"\x08\x01"))  # SessionLog.START
+        if validation and iteration in self._validated:
+            return
+        self._validated |= {iteration} if validation else set()
         values = [_text(1, _text(1, tag.encode()) + b"\x15" + _float32(value)) for tag, value in figures(row).items()]
         self._event(at, iteration, _text(5, b"".join(values)))
 

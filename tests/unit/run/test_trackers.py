@@ -246,3 +246,32 @@ def test_a_run_that_reports_nothing_has_no_tracker(tracked: Callable[..., Tracke
     run = tracked("wandb, tensorboard")
     assert run.close() == []
     assert not run.dir.wandb.exists() and not run.dir.tensorboard.exists()
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_an_attempt_that_begins_with_a_validation_keeps_what_was_trained_before_it(
+    tracked: Callable[..., Tracked], validated: bool
+) -> None:
+    run = tracked("tensorboard")
+    for iteration in range(1, 8):
+        run.row(iteration)
+    if validated:
+        run.row(7, val_loss=2.0)
+    run.row(7, attempt=2, val_loss=2.0)
+    run.row(8, attempt=2)
+    assert run.close() == []
+    assert steps(run.dir.tensorboard, "train_loss") == list(range(1, 9))
+    assert steps(run.dir.tensorboard, "val_loss") == [7]
+
+
+def test_an_attempt_that_goes_back_validates_again(tracked: Callable[..., Tracked]) -> None:
+    run = tracked("tensorboard")
+    for iteration in (1, 2, 3):
+        run.row(iteration)
+    run.row(3, val_loss=2.0)
+    for iteration in (2, 3):
+        run.row(iteration, attempt=2)
+    run.row(3, attempt=2, val_loss=1.5)
+    assert run.close() == []
+    assert steps(run.dir.tensorboard, "train_loss") == [1, 2, 3]
+    assert [point[:2] for point in scalars(run.dir.tensorboard)["val_loss"]] == [(3, 1.5)]
