@@ -161,6 +161,7 @@ def test_a_state_of_ddp_is_one_of_fsdp(tiny: Tiny, tmp_path: Path) -> None:
     assert_same_losses(after.losses(), {iteration: before.losses()[iteration] for iteration in (6, 7, 8)})
 
 
+@pytest.mark.slow
 def test_a_stopped_training_saves_its_state_and_goes_on_from_it(tiny: Tiny, tmp_path: Path) -> None:
     job = torch_job(tiny, ZERO[3], iters=2000, steps_per_report=1)
     run = start_torch(tmp_path, job, ranks=2)
