@@ -91,7 +91,8 @@ def measure(folder: Path, keys: Mapping[str, Any]) -> int:
     job |= {key: None for key in TORCH_KEYS if job[key] == "auto"} | {"chunking": False}
     (folder / "job.json").write_text(json.dumps({"backend": "gloo", "job": job}))
     program = ["-m", "engine.torch_trainer.standalone", "job.json"]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # torchrun leaves its folder of logs in TMPDIR.
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     done = subprocess.run(
         [str(TORCH), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *program],
         cwd=folder,
