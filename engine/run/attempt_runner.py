@@ -446,10 +446,8 @@ class AttemptRunner:
     def _ran_s(self, number: int, until: datetime) -> float:
         """For how long all ranks of a PyTorch command had run in an attempt, seconds; 0 for a trainer, which
         reports."""
-        attempt, job = (
-            next((each for each in self._run.history.attempts if each.number == number), None),
-            self._run.plan.config.job,
-        )
+        job = self._run.plan.config.job
+        attempt = next((each for each in self._run.history.attempts if each.number == number), None)
         if attempt is None or job.command is None or job.framework != "torch" or not attempt.started:
             return 0.0
         return (until - max(event.at for event in attempt.started.values())).total_seconds()

@@ -127,7 +127,7 @@ def _scripts_own(context: PlanContext) -> str | None:
     if context.job.command is None:
         return None
     launcher, options, _ = split_launcher(context.job.command)
-    if launcher == "accelerate" and any(name.startswith("--config_file") for name in options[::2]):
+    if launcher == "accelerate" and "--config_file" in options[::2]:
         return "strategy and precision are those of the command's --config_file"
     if launcher == "accelerate" and "precision" in context.job.mlx_lm:
         return None

@@ -14,7 +14,7 @@ from engine.plan.torch.files import JOB, Machine, TorchLaunch, commands, files
 from engine.plan.torch.fit import TorchFit
 from engine.plan.torch.strategy import BLOCKS, label
 from engine.protocol.deepspeed import BUCKET_ELEMENTS
-from engine.protocol.launchers import split_launcher, started_program
+from engine.protocol.launchers import joined_options, split_launcher, started_program
 from engine.security.redact import is_public, redact
 
 _MODULE = ("-m", "--module")
@@ -73,7 +73,6 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
     plan, command = inputs.network, _shown(job.command or ())
     launcher, options, _ = split_launcher(command)
     started = started_program(command) if command else ["python", "-m", _RECIPE, JOB]
-    pairs = zip(options[::2], options[1::2], strict=True)
     kind = str((inputs.model or {}).get("model_type", ""))
     settings = context.settings
     even = max(context.micro_batches.values()) if context.micro_batches else None
@@ -92,7 +91,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         nvme_path=job.mlx_lm.get("nvme_path"),
         planned=not isinstance(fit.settings, Disabled),
         launcher=launcher,
-        options=tuple(f"{name}={value}" if value else name for name, value in pairs if name not in _MODULE),
+        options=tuple(option for option in joined_options(options) if option not in _MODULE),
         elastic=inputs.config.elastic_nodes,
         restarts=recovery.max_restarts,
         job=_resolved(context, fit) if settings else None,

@@ -395,12 +395,18 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "LINGER_S", 0.3)
 
 
-async def test_an_elastic_job_goes_on_without_one_node_and_ends_with_the_second(
-    made: Callable[..., MonitoredAttempt], impatient: None
-) -> None:
+async def elastic_run(made: Callable[..., MonitoredAttempt]) -> tuple[MonitoredAttempt, asyncio.Task[Any]]:
+    """On three other machines, each of which has started."""
     attempt = made(restarts=False, elastic="ana@box")
     run = attempt.run()
     await until(lambda: len(attempt.context.history.started) == 3)
+    return attempt, run
+
+
+async def test_an_elastic_job_goes_on_without_one_node_and_ends_with_the_second(
+    made: Callable[..., MonitoredAttempt], impatient: None
+) -> None:
+    attempt, run = await elastic_run(made)
     for host in attempt.hosts[1:]:
         host.shown, host.left = AWAY, None
     await until(lambda: bool(attempt.stages()))
@@ -412,9 +418,7 @@ async def test_an_elastic_job_goes_on_without_one_node_and_ends_with_the_second(
 async def test_the_workers_are_started_again_once_for_a_lost_node_over_supervisors(
     made: Callable[..., MonitoredAttempt], impatient: None
 ) -> None:
-    attempt = made(restarts=False, elastic="ana@box")
-    run = attempt.run()
-    await until(lambda: len(attempt.context.history.started) == 3)
+    attempt, run = await elastic_run(made)
     attempt.hosts[2].shown, attempt.hosts[2].left = AWAY, None
     await until(lambda: len([note for note in attempt.notes() if "node2" in note]) == 1)
     run.cancel()
@@ -445,9 +449,7 @@ async def test_a_torchrun_that_gave_up_is_the_cause_on_whichever_node(made: Call
 async def test_the_nodes_that_completed_are_not_counted_as_lost(
     made: Callable[..., MonitoredAttempt], impatient: None
 ) -> None:
-    attempt = made(restarts=False, elastic="ana@box")
-    run = attempt.run()
-    await until(lambda: len(attempt.context.history.started) == 3)
+    attempt, run = await elastic_run(made)
     attempt.hosts[2].shown, attempt.hosts[2].left = AWAY, None
     await until(lambda: len(attempt.context.history.ended) == 1)
     for rank in (1, 0):
