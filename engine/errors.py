@@ -1,4 +1,4 @@
-"""Errors that are shown to the user, each with what went wrong, where, why and what to do; and counts in messages."""
+"""Errors that are shown to the user, each with what went wrong, where, why and what to do; and texts of several messages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ def memory_text(count: float) -> str:
     amount, unit = (count / 2**30, "GB") if abs(count) >= 2**30 else (count / 2**20, "MB")
     whole = amount == int(amount) or (unit == "MB" and abs(amount) >= 10)
     return f"{amount:,.0f} {unit}" if whole else f"{amount:,.1f} {unit}"
+
+
+ENABLE_RDMA = (
+    "turn on RDMA over Thunderbolt in System Settings (newer macOS: search for RDMA), or run `rdma_ctl enable` in the "
+    "Terminal of macOS Recovery; then restart"
+)
+"""Both ways: developer.apple.com/videos/play/wwdc2026/233 at 7:08, and Apple's TN3205."""
 
 
 def plural(count: int, noun: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
+from engine.errors import ENABLE_RDMA
 from tui.formatting import memory, size
 from tui.glyphs import FAIL, OK, RUNNING, STALE, UNKNOWN, WARN, Glyph
 from tui.state import FACTS_LIMIT_S, RANK_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
@@ -112,7 +113,7 @@ def warnings(facts: NodeFacts, versions: dict[str, str]) -> list[str]:
     if facts.thermal not in (None, "nominal"):
         found.append(f"it is throttled: {facts.thermal}")
     if facts.rdma_enabled is False and any(port.peer_uuid for port in facts.thunderbolt):
-        found.append("RDMA is off: `rdma_ctl enable` in Recovery OS turns it on")
+        found.append(f"RDMA is off: {ENABLE_RDMA}")
     found += [f"not known: {why}" for why in facts.unknown.values()]
     return found
 

@@ -17,7 +17,7 @@ from engine.cluster.network_interfaces import rdma_device_names, whole_rdma_tabl
 from engine.cluster.probe_results import MlxLmReport, MlxReport
 from engine.cluster.replies import probe_here
 from engine.cluster.transport.local import LocalTransport
-from engine.errors import LaunchError
+from engine.errors import ENABLE_RDMA, LaunchError
 from engine.launch.mlx_launch import executable
 from engine.models import CheckResult, CheckStatus
 from engine.security.sanitise import plain
@@ -84,7 +84,7 @@ async def _rdma() -> CheckResult:
         return verdict("rdma", CheckStatus.WARN, f"its devices are not known: {plain(finished.exit_output, 200)}")
     devices = rdma_device_names(table)
     if not devices:
-        return verdict("rdma", CheckStatus.WARN, "no devices: RDMA is switched on in Recovery OS by `rdma_ctl enable`")
+        return verdict("rdma", CheckStatus.WARN, f"no devices: {ENABLE_RDMA}")
     return verdict("rdma", CheckStatus.PASS, ", ".join(devices))
 
 

@@ -145,7 +145,7 @@ def _check_rdma(config: Config, facts: NodeFacts, findings: NodeFindings) -> Non
         why = facts.unknown.get("ibv_devices")
         obstacles = [f"its devices are not known: {why}" if why else "ibv_devices shows no RDMA device"]
     for obstacle in obstacles:
-        # No fix: rdma_ctl is run by hand in Recovery OS.
+        # No fix: RDMA is turned on by hand: System Settings or Recovery, then a restart.
         if required:
             findings.fault(f"no RDMA, which {backend} needs: {obstacle}")
         else:

@@ -9,6 +9,7 @@ import shlex
 
 from engine.cluster.transport.base import quoted
 from engine.config.models import JobConfig, NodeConfig
+from engine.errors import ENABLE_RDMA
 from engine.plan import network
 from engine.plan.addresses import setup_commands
 from engine.plan.context import PlanContext, usable_calibration
@@ -63,7 +64,6 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
 
 
 _OVER_RDMA = ("jaccl", "jaccl-ring")
-_RECOVERY = "once per Mac: boot into Recovery OS, open Terminal, run rdma_ctl enable"
 _RDMA_GAIN = "users report about 50 µs instead of 300 µs with TCP, and about 5 GB/s"
 _FAST_SYNCH = "MLX_METAL_FAST_SYNCH"
 _DEADLOCK = "MLX documents that it can deadlock the GPU, until the Mac is restarted"
@@ -131,7 +131,7 @@ def _setup(context: PlanContext, *, enabled: bool) -> tuple[str, ...]:
         return tuple(steps)
     if context.platform != "apple":
         return ()
-    steps = [] if enabled else [f"{_RECOVERY} ({_RDMA_GAIN})"]
+    steps = [] if enabled else [f"once per Mac: {ENABLE_RDMA} ({_RDMA_GAIN})"]
     facts = [fact for name in context.names if (fact := inputs.facts.get(name)) is not None]
     for node, commands in setup_commands(inputs.topology, facts).items():
         steps.append(f"{node}: {' && '.join(commands)}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.cluster import hardware
 from engine.cluster.topology import ring_order
 from engine.config.models import Config, NodeConfig, RdmaRow
-from engine.errors import LaunchError, plural
+from engine.errors import ENABLE_RDMA, LaunchError, plural
 from engine.models import FrozenModel, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
 from engine.protocol.job import Framework, Strategy
@@ -76,7 +76,6 @@ def nccl_environment(*, infiniband: bool, gradient_bytes: int | None) -> dict[st
 MIN_MACOS = (26, 2)
 MAX_MESH_RANKS = 8
 """Limit of a full mesh in MLX's jaccl."""
-_ENABLE = "boot into Recovery OS, open Terminal, run rdma_ctl enable"
 _PREFIX = "rdma_"
 _OWN_NETWORK = "give each cable its own /30 network, and take the Thunderbolt bridge down"
 
@@ -174,7 +173,7 @@ def node_obstacles(fact: NodeFacts | None) -> list[str]:
     if generation is not None and generation < 5:
         faults.append(f"{fact.chip} has Thunderbolt {generation}: RDMA needs 5")
     elif fact.rdma_enabled is False:
-        faults.append(f"RDMA is disabled: {_ENABLE}")
+        faults.append(f"RDMA is disabled: {ENABLE_RDMA}")
     elif fact.rdma_enabled is None:
         why = fact.unknown.get("rdma_ctl") or "rdma_ctl is missing, or its output is not understood"
         faults.append(f"cannot tell whether RDMA is enabled: {why}")

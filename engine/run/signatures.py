@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from engine.errors import ENABLE_RDMA
 from engine.models import Reason
 from engine.run.signature import Citation, Provenance, Signature, SignatureKind
 from engine.run.torch_signatures import TORCH_MODULE, TORCH_SIGNATURES
@@ -126,7 +127,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "config.rdma_off",
         r"does not seem to have RDMA enabled|don't have RDMA enabled or they don't support RDMA",
         "a Mac has RDMA switched off, or no Thunderbolt 5",
-        "start that Mac in Recovery, run `rdma_ctl enable` in its Terminal and restart; or use the ring",
+        f"on that Mac {ENABLE_RDMA}; or use the ring",
         "[WARN] studio-2 does not seem to have RDMA enabled",
         Citation(_CONFIG, Provenance.SOURCE),
     ),

@@ -7,7 +7,7 @@ from engine.checks import performance, sync
 from engine.checks.plan_inputs import MemoryNeed
 from engine.cluster.probe_results import PortHolder
 from engine.config.models import Config, JobConfig
-from engine.errors import LaunchError
+from engine.errors import ENABLE_RDMA, LaunchError
 from engine.models import CheckResult, CheckStatus, NodeFacts
 from engine.plan.document import PlanIssue, RankMemory
 from tests.checks.conftest import run_check
@@ -86,7 +86,7 @@ def test_rdma_that_is_off_fails_only_where_jaccl_is_demanded_and_says_that_a_per
     off = mac("max", rdma_ctl="disabled\n", ibv_devices=None)
     demanded = evaluated(studio(backend="jaccl"), mac("ultra"), off)
     assert (demanded.status, demanded.blames) == (CheckStatus.FAIL, (1, "max"))
-    assert "no RDMA, which jaccl needs: RDMA is disabled: boot into Recovery OS" in demanded.summary
+    assert f"no RDMA, which jaccl needs: RDMA is disabled: {ENABLE_RDMA}" in demanded.summary
     assert demanded.fix_command is None
     tried = evaluated(studio(), mac("ultra"), off)
     assert (tried.status, "max: no RDMA: RDMA is disabled" in tried.summary) == (CheckStatus.WARN, True)

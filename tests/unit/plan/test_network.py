@@ -12,7 +12,7 @@ import pytest
 from engine.calibration.calibrate import connected_as
 from engine.cluster.topology import topology
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
-from engine.errors import LaunchError
+from engine.errors import ENABLE_RDMA, LaunchError
 from engine.models import Failed, Interface, Late, NodeFacts, NvidiaGpu, RdmaDevice, Topology, Unparsable
 from engine.plan.addresses import setup_commands, setup_script
 from engine.plan.network import NetworkPlan, plan_network
@@ -57,7 +57,7 @@ def refused(macs: Macs, facts: Sequence[NodeFacts], backend: str = "jaccl") -> s
 
 
 OBSTACLES: list[tuple[dict[str, Any], str]] = [
-    ({"rdma_enabled": False}, "mac1: RDMA is disabled: boot into Recovery OS, open Terminal"),
+    ({"rdma_enabled": False}, f"mac1: RDMA is disabled: {ENABLE_RDMA}"),
     (
         {"rdma_enabled": None, "unknown": {"rdma_ctl": Late(command="rdma_ctl status", after_s=4)}},
         "mac1: cannot tell whether RDMA is enabled: rdma_ctl status gave no answer within 4 s",

@@ -23,6 +23,7 @@ from engine.checks.context import CheckContext
 from engine.checks.runner import plan_with_results, run_checks
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import CalibrationConfig, CheckpointConfig, ConsistencyConfig, JobConfig, PreflightConfig
+from engine.errors import ENABLE_RDMA
 from engine.launch.hostfile import write_hostfile
 from engine.measurements import Calibration, LinkMeasure, MemoryProbe, NodeMeasure
 from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync
@@ -936,7 +937,7 @@ def test_macs_without_rdma_fall_back_with_the_obstacles() -> None:
     plan = make_plan(inputs(facts))
     assert (plan.rdma_config.enabled, plan.rdma_config.backend) == (False, "ring")
     assert plan.rdma_config.expected_speedup is None
-    assert any(step.startswith("once per Mac: boot into Recovery OS") for step in plan.rdma_config.setup)
+    assert any(step.startswith(f"once per Mac: {ENABLE_RDMA}") for step in plan.rdma_config.setup)
     assert any("RDMA is disabled" in warning.text for warning in plan.warnings)
 
 
