@@ -1,4 +1,4 @@
-"""Errors that are shown to the user, each with what went wrong, where, why and what to do; and texts of several messages."""
+"""Errors that are shown to the user, each with what went wrong, where, why and what to do; and shared texts."""
 
 from __future__ import annotations
 

@@ -6,17 +6,19 @@ over mean).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Literal
 
-import pydantic.dataclasses
 from pydantic import Field
 
 from engine.models import FrozenModel
 from engine.protocol.job import Framework
 from engine.protocol.partition import share_counts
+from engine.security.identifiers import IDENTIFIER_FORM, is_identifier, safe_repr
+from engine.validators.values import not_negative
 
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -307,19 +309,41 @@ class Division(Shares, ThroughputPrediction):
         )
 
 
-_NotNegative = Annotated[float, Field(ge=0)]
-_Name = Annotated[str, Field(min_length=1)]
+_MODEL_NAME = re.compile(r"[\w~/][\w~/.:@+ ()-]{0,255}")
+"""A name of the Hugging Face Hub, or a path: no command, no option, one line."""
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config={"strict": True, "allow_inf_nan": False, "defer_build": True})
+def valid_node_id(value: object) -> str:
+    """An identifier (CWE-20). Raises ValueError."""
+    if not isinstance(value, str) or not is_identifier(value):
+        raise ValueError(f"node_id = {safe_repr(value)}: must be {IDENTIFIER_FORM}")
+    return value
+
+
+def valid_model_name(value: object) -> str:
+    """Raises ValueError."""
+    if not isinstance(value, str) or _MODEL_NAME.fullmatch(value) is None:
+        raise ValueError(f"model_name = {safe_repr(value)}: must be a name or a path, 256 characters at most")
+    return value
+
+
+@dataclass(frozen=True)
 class HardwareMetrics:
-    """A benchmark result of one node. Raises ValueError for an empty name, and for a number that is negative or not
-    finite."""
+    """A benchmark result of one node. Raises ValueError for a name of another form, a number that is negative or not
+    finite, and a timestamp that is no datetime."""
 
-    node_id: _Name
-    model_name: _Name
-    throughput: _NotNegative
+    node_id: str
+    model_name: str
+    throughput: float
     """Examples per second; 0 is an offline node."""
-    memory_gb: _NotNegative
-    latency_ms: _NotNegative
+    memory_gb: float
+    latency_ms: float
     timestamp: datetime
+
+    def __post_init__(self) -> None:
+        node = valid_node_id(self.node_id)
+        valid_model_name(self.model_name)
+        for name in ("throughput", "memory_gb", "latency_ms"):
+            not_negative(getattr(self, name), f"{name} of {node}")
+        if not isinstance(self.timestamp, datetime):
+            raise ValueError(f"timestamp of {node} = {safe_repr(self.timestamp)}: must be a datetime")

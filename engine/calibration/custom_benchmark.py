@@ -13,10 +13,12 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from engine.measurements import HardwareMetrics
+from engine.measurements import HardwareMetrics, valid_model_name, valid_node_id
 from engine.node.processes import kill_group
+from engine.security.identifiers import safe_repr
 from engine.security.paths import default_roots, validate_path
 from engine.security.sanitise import plain
+from engine.validators.values import finite, table
 
 _ALLOWANCE_S = 10.0
 """For the benchmark's start and end."""
@@ -31,13 +33,17 @@ def calibrate_node(
     `memory_gb` and `latency_ms`. An executable is run itself, anything else by this python, with the arguments
     `--node-id`, `--model-name` and `--duration` (seconds).
 
-    Raises ValueError for a `node_id` or `model_name` in `node_config` that is missing or empty, for an invalid path, an
-    output that is no such object, and figures below 0; TimeoutError when it runs for more than `duration_s` + 10 s;
+    Raises ValueError for a `node_config` that is no table, a `node_id` in it that is no identifier (letters, digits, -
+    and _) or a `model_name` that is neither a name nor a path, for an invalid path or duration, an output that is no
+    such object, and figures below 0; TimeoutError when it runs for more than `duration_s` + 10 s;
     RuntimeError with its exit code and stderr when it fails. A throughput of 0 is an offline node.
     """
-    node_id, model_name = (_text(node_config, name) for name in ("node_id", "model_name"))
-    if not duration_s > 0:
+    names = table(node_config, "node_config")
+    node_id, model_name = valid_node_id(names.get("node_id")), valid_model_name(names.get("model_name"))
+    if not finite(duration_s, "duration_s") > 0:
         raise ValueError(f"duration_s must be above 0: {duration_s!r}")
+    if not isinstance(benchmark_path, (str, PathLike)):
+        raise ValueError(f"benchmark_path = {safe_repr(benchmark_path)}: must be a path")
     # It may be anywhere, but a symlink may not lead out of its folder.
     path = validate_path(fspath(benchmark_path), "benchmark", roots=(*default_roots(), Path(benchmark_path).parent))
     program = [str(path)] if path.suffix != ".py" and os.access(path, os.X_OK) else [sys.executable, str(path)]
@@ -61,13 +67,6 @@ def _run(argv: list[str], where: str, limit_s: float) -> tuple[int, bytes, bytes
         finally:
             kill_group(process.pid, signal.SIGKILL)
     return process.returncode, output, errors
-
-
-def _text(node_config: Mapping[str, Any], name: str) -> str:
-    value = node_config.get(name)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"node_config needs {name}, a text that is not empty: {value!r}")
-    return value
 
 
 def _figures(output: bytes, where: str) -> dict[str, float]:

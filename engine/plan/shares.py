@@ -12,6 +12,7 @@ from typing import Literal
 from engine.config.models import Config
 from engine.measurements import Calibration, HardwareMetrics, NodeMeasure, Shares
 from engine.plan.fingerprint import age_days, is_stale
+from engine.validators.values import check_items
 
 UNEQUAL_ABOVE = 0.10
 """Coefficient of variation of the nodes' throughputs above which unequal shares pay off."""
@@ -52,11 +53,10 @@ def divide_batch(config: Config, calibration: Calibration | None, *, now: dateti
 def calculate_workload_distribution(metrics: Sequence[HardwareMetrics]) -> dict[str, float]:
     """Share of the work by node: its throughput over the sum of all. They sum to 1.
 
-    A node without throughput counts as offline: it is left out, with a logged warning. Raises ValueError for an empty
-    list, for duplicate nodes, and when no node is left.
+    A node without throughput counts as offline: it is left out, with a logged warning. Raises ValueError for no list
+    of metrics or an empty one, for duplicate nodes, and when no node is left.
     """
-    if not metrics:
-        raise ValueError("no metrics to distribute the work by")
+    check_items(metrics, HardwareMetrics, "metrics")
     names = [measured.node_id for measured in metrics]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"duplicate metrics of a node: {', '.join(twice)}")

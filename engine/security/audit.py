@@ -29,8 +29,11 @@ def audit_log(
     """Append `{"at", "event_type", "status", "context", "pid"}`. Returns False, without raising, when the disk is full
     or the directory is gone: an abort must not fail because it cannot be recorded.
 
-    JSON escapes every control character, so text from outside cannot start a line of its own.
+    Raises ValueError for a `context` that is no table. JSON escapes every control character, so text from outside
+    cannot start a line of its own.
     """
+    if not isinstance(context, Mapping):
+        raise ValueError(f"context = {safe_repr(context)}: must be a table of names and values")
     home = home or state_home()
     at = (now or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="milliseconds")
     entry = {"at": at, "event_type": event_type, "status": status, "context": dict(context), "pid": os.getpid()}

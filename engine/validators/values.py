@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -44,6 +44,14 @@ def whole(value: object, what: str, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} = {safe_repr(value)}: must be a whole number, at least {least}")
     return value
+
+
+def check_items(value: object, kind: type, what: str) -> None:
+    """Raises ValueError for anything but a sequence of instances of `kind` with one at least."""
+    if not isinstance(value, Sequence) or not all(isinstance(item, kind) for item in value):
+        raise ValueError(f"{what} = {safe_repr(value)}: must be a list of {kind.__name__}")
+    if not value:
+        raise ValueError(f"there are no {what}")
 
 
 def table(value: object, what: str) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from statistics import fmean, median, pvariance
 from typing import Final
 
 from engine.security.identifiers import safe_repr
-from engine.validators.values import finite, not_negative, whole
+from engine.validators.values import check_items, finite, not_negative, whole
 
 KRUM_MIN_WORKERS: Final = 5
 """n >= 2 f + 3 with f = 1."""
@@ -167,8 +167,7 @@ def validate_worker_consistency(
     Byzantine workers are detected from loss and gradient norm, by Krum from five workers on, below that by median and
     MAD. Raises ValueError for no states, for two of one worker, and for a limit that is negative or not a number.
     """
-    if not states:
-        raise ValueError("there are no worker states")
+    check_items(states, WorkerState, "worker states")
     names = [state.worker_id for state in states]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 import engine
 from engine.calibration import custom_benchmark
 from engine.calibration.custom_benchmark import calibrate_node
+from engine.measurements import HardwareMetrics
+from engine.security.identifiers import safe_repr
 
 CONFIG = {"node_id": "a", "model_name": "qwen"}
 GOOD = '{"throughput": 0.85, "memory_gb": 98.5, "latency_ms": 1176}'
@@ -55,6 +59,59 @@ def test_a_field_that_is_missing_or_no_text_is_named(tmp_path: Path, field: str,
         calibrate_node({**CONFIG, field: value}, benchmark(tmp_path, "raise SystemExit(9)"))
     with pytest.raises(ValueError, match=field):
         calibrate_node({key: text for key, text in CONFIG.items() if key != field}, tmp_path / "none.py")
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a; rm -rf ~", "$(id)", "-n", "a\0", "a\u2028b", "a b" * 40 + "|"])
+def test_a_name_of_another_form_is_refused_before_anything_runs(tmp_path: Path, value: str) -> None:
+    for field in CONFIG:
+        with pytest.raises(ValueError, match=field):
+            calibrate_node({**CONFIG, field: value}, tmp_path / "none.py")
+    with pytest.raises(ValueError, match="node_id"):
+        HardwareMetrics(value, "m", 1.0, 1.0, 1.0, datetime.now(UTC))
+    with pytest.raises(ValueError, match="model_name"):
+        HardwareMetrics("n", value, 1.0, 1.0, 1.0, datetime.now(UTC))
+
+
+@pytest.mark.parametrize(
+    "model", ["mlx-community/Qwen3-0.6B-4bit", "~/models/Qwen 3 (mlx)", "/Volumes/é/m", "qwen@main"]
+)
+def test_the_name_of_a_model_may_be_that_of_the_hub_or_a_path(tmp_path: Path, model: str) -> None:
+    program = benchmark(tmp_path, f"print({GOOD!r})")
+    assert calibrate_node({**CONFIG, "model_name": model}, program).model_name == model
+
+
+@pytest.mark.parametrize("config", [None, [], "x", 5, b"x", [("node_id", "a")]])
+def test_a_configuration_that_is_no_table_is_a_value_error(tmp_path: Path, config: Any) -> None:
+    with pytest.raises(ValueError, match=r"node_config = .*must be a table"):
+        calibrate_node(config, tmp_path / "none.py")
+
+
+def test_a_path_or_duration_of_another_type_is_a_value_error(tmp_path: Path) -> None:
+    for path in (None, 5, b"bench.py", ["bench.py"]):
+        with pytest.raises(ValueError, match="benchmark_path"):
+            calibrate_node(CONFIG, path)  # type: ignore[arg-type]
+    for duration in (None, "5", 0, -1, float("nan"), float("inf"), True):
+        with pytest.raises(ValueError, match="duration_s"):
+            calibrate_node(CONFIG, tmp_path / "none.py", duration_s=duration)  # type: ignore[arg-type]
+
+
+def test_metrics_may_be_made_in_a_module_that_imports_datetime_itself() -> None:
+    program = "import datetime; from engine import HardwareMetrics\n"
+    program += "print(HardwareMetrics('n', 'm', 1.0, 1.0, 1.0, datetime.datetime.now()).node_id)"
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"n\n"
+
+
+HOSTILE = [None, 5, 1.5, True, b"x", "x", [None], ["x"], [[1]], {"a": 1}, object(), float("nan"), 10**400, "\ud800"]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=[safe_repr(value) for value in HOSTILE])
+def test_the_functions_for_other_tools_refuse_what_is_of_another_type_with_a_value_error(value: Any) -> None:
+    for function in (engine.calculate_workload_distribution, engine.validate_worker_consistency):
+        with pytest.raises(ValueError, match=r"must be a list of|there are no"):
+            function(value)
+    if not isinstance(value, dict):
+        with pytest.raises(ValueError, match="must be a table"):
+            engine.audit_log("event", "ok", value)
 
 
 @pytest.mark.parametrize(
