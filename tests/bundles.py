@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 from engine.cluster.bundle import node_bundle
-from engine.node.bootstrap import install, prepare_root
-from engine.security.paths import make_private
+from engine.node.bootstrap import install, make_private, prepare_root
 
 _KEPT_S = 86_400
 """After its last use by a process that began with it; others may be under way with an earlier content."""

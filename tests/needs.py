@@ -109,7 +109,7 @@ ABILITIES: dict[str, Callable[[], str | None]] = {
 def mounted_disk(folder: Path, size: str) -> Iterator[Path]:
     """`folder`, which is made, with a tmpfs of `size` (as mount writes it) on it. For tests that need "tmpfs"."""
     folder.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(folder)], check=True)
     try:
         yield folder
     finally:

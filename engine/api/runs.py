@@ -90,7 +90,7 @@ class RunsApi:
 
     def adopt_orphans(self) -> list[str]:
         """Start a supervisor for every run that has lost its own, which adopts or fences it; the ids."""
-        return adopt_orphans(self._session.home)
+        return adopt_orphans(self._session.home, self._session.notify)
 
     async def abort(self, run: str, *, now: bool = False) -> AsyncIterator[StopProgress]:
         """Ask the run's supervisor to stop it and follow until that is proved; `now` leaves out the cooperative
@@ -152,16 +152,11 @@ class RunsApi:
         except StateError as error:
             if supervisor_alive(self.directory(record.id)):
                 return record
-            self._notify(record.id, str(error))
+            self._session.notify(f"{record.id}: {error}")
             return record.model_copy(update={"state": RunState.LOST, "cause": str(error)})
         live = snapshot.record
         for text in snapshot.damage:
-            self._notify(record.id, text)
+            self._session.notify(f"{record.id}: {text}")
         if live.state.ended:
             self._watches.pop(record.id, None)
         return live
-
-    def _notify(self, run: str, damage: str) -> None:
-        notice = f"{run}: {damage}"
-        if notice not in self._session.notices:
-            self._session.notices.append(notice)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.config.models import Config
-from engine.security.paths import state_home
+from engine.security.paths import check_private, state_home
 from engine.store.store import Store
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ Item = TypeVar("Item")
 
 class Session:
     def __init__(self, home: Path | None = None) -> None:
+        """Raises StateError where another user could have written the state."""
         self.home = home or state_home()
+        check_private(self.home)
         self.notices: list[str] = []
         self._fleets: dict[tuple[str, ...], Fleet] = {}
 
@@ -31,7 +33,12 @@ class Session:
 
     def report_damage(self, store: Store) -> None:
         """Keep the notices of a store that has been read."""
-        self.notices += [notice for notice in store.notices if notice not in self.notices]
+        for notice in store.notices:
+            self.notify(notice)
+
+    def notify(self, notice: str) -> None:
+        if notice not in self.notices:
+            self.notices.append(notice)
 
     def fleet(self, config: Config) -> Fleet:
         """The connections to the configuration's nodes, kept until `close`."""

@@ -20,8 +20,8 @@ from engine.cluster.probe_results import LeaseHeld, LeaseReleased
 from engine.cluster.staging import HostLayout, gather_all
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError
+from engine.node.bootstrap import make_private
 from engine.protocol.attempt import CHECK_PREFIX
-from engine.security.paths import make_private
 from engine.store.layout import node_root
 
 LEASE_S = 7.0

@@ -36,7 +36,7 @@ from engine.errors import InputError, LaunchError
 from engine.launch.ssh_shim import openssh_client, put_first
 from engine.models import NodeSync, SyncReport
 from engine.security.identifiers import SshTarget
-from engine.security.paths import make_home, make_private
+from engine.security.paths import make_home
 
 COPY_LIMIT_S = 1800.0
 """For a whole project over a slow link."""
@@ -166,7 +166,7 @@ class _Copier:
 
 def _ssh_shim(home: Path, target: NodeConfig) -> Path:
     """A folder whose `ssh` is the real one with our settings: an option of rsync's would split a path with a space."""
-    make_private(home)
+    make_home(home)
     config = home / "ssh_config.sync"
     write_openssh_config(config, home)
     port = SshTarget.parse(target.ssh).port

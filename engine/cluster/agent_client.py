@@ -23,6 +23,7 @@ from engine.cluster.transport.base import Channel, Completed, Transport, expande
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.models import Late, NoValue
+from engine.node.bootstrap import make_private
 from engine.protocol.attempt import lease_clock
 from engine.protocol.exit_codes import ShellExit
 from engine.protocol.messages import (
@@ -41,7 +42,7 @@ from engine.protocol.messages import (
     encode,
 )
 from engine.security.identifiers import LOCAL, safe_repr
-from engine.security.paths import make_private, path_fault
+from engine.security.paths import path_fault
 from engine.security.sanitise import count_or_none, json_object, json_or_none, plain
 from engine.store.layout import node_root
 

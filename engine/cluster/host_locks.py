@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from engine.errors import NodesInUse, StateError
 from engine.models import FrozenModel
+from engine.node.bootstrap import make_private
 from engine.node.processes import alive, boot_id, known_start, same_boot
 from engine.security.identifiers import SshTarget
-from engine.security.paths import make_private
 
 _HOLDER_BYTES = 4096
 

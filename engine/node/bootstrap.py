@@ -9,11 +9,16 @@ it could be written. Then this process becomes the agent: from the bundle, or fr
 from __future__ import annotations
 
 import contextlib
+import errno
+import grp
 import hashlib
 import importlib.machinery
 import json
 import os
+import pwd
+import shlex
 import shutil
+import stat
 import sys
 import zlib
 from collections.abc import Mapping
@@ -50,10 +55,42 @@ def bundle_hash(package: Path) -> str:
 
 
 def make_private(directory: Path) -> None:
-    """Make the directory for its owner alone. Raises OSError."""
-    directory.mkdir(mode=0o700, exist_ok=True)
+    """Make the directory, and what is missing above it, for its owner alone. Raises OSError, also where `access_fault`
+    finds one."""
+    for each in reversed((directory, *directory.parents)):
+        each.mkdir(mode=0o700, exist_ok=True)
+    if fault := access_fault(directory):
+        raise PermissionError(errno.EACCES, fault, str(directory))
     if directory.stat().st_mode & 0o077:
         directory.chmod(0o700)
+
+
+def access_fault(path: Path) -> str:
+    """How another user than root could change what lies at `path`, with the command that ends it; "" where nobody can.
+    As sshd's StrictModes (sshd_config(5)): the path and each folder above belong to this user or root, and nobody else
+    may write there, but for entries of their own in a sticky one such as /tmp. Raises OSError."""
+    whole, real = path.absolute(), Path(os.path.realpath(path))
+    # With the folders of a link on the way: who can replace the link decides where it leads.
+    for each in dict.fromkeys((whole, *whole.parents, real, *real.parents)):
+        try:
+            status = each.lstat()
+        except FileNotFoundError:
+            continue
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{each} belongs to another user"
+        writable = status.st_mode & (stat.S_IWOTH if _is_own_group(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP)
+        sticky = status.st_mode & stat.S_ISVTX and each not in (whole, real)
+        if writable and not sticky and not stat.S_ISLNK(status.st_mode):
+            return f"other users can write there: chmod go-w {shlex.quote(str(each))}"
+    return ""
+
+
+def _is_own_group(group: int) -> bool:
+    """The group has the user's name and no other member: many Linux systems let it write by default (umask 002)."""
+    with contextlib.suppress(KeyError):
+        user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+        return os.geteuid() != 0 and found.gr_name == user and set(found.gr_mem) <= {user}
+    return False
 
 
 def is_whole(bundle: Path) -> bool:

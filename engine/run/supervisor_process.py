@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, St
 from engine.run.journal import read_history, read_journal_end
 from engine.run.run_plan import copy_of
 from engine.run.watch import newest_supervisor, supervisor_alive
+from engine.security.paths import check_private
 from engine.security.sanitise import last_line
 from engine.store.layout import RunDir
 
@@ -53,8 +54,9 @@ def start_supervisor(run_dir: RunDir, *options: str) -> int:
     """Start the supervisor of `run_dir` and return its pid once it is in charge (supervisor.json is its own).
 
     `options` are engine.run.supervisor's. Raises LaunchError, with the supervisor's own last line, or when another
-    supervisor of this run lives.
+    supervisor of this run lives; StateError where another user could have written the run's plan.
     """
+    check_private(run_dir.path)
     held = _acquire_lock(run_dir)
     if held is None:
         raise LaunchError("this run already has a supervisor", where=run_dir.id)
@@ -150,10 +152,10 @@ def orphans(home: Path) -> list[RunDir]:
     return [run_dir for run_dir in map(RunDir, sorted((home / "runs").glob("*"))) if _is_orphan(run_dir)]
 
 
-def adopt_orphans(home: Path) -> list[str]:
+def adopt_orphans(home: Path, notify: Callable[[str], object] = lambda _: None) -> list[str]:
     """Start a supervisor for every orphan; the ids of the runs that got one. A run that cannot be adopted does not
-    hold up the others; the next console or command tries again. Secrets that a supervisor could not remove after its
-    run's end are removed."""
+    hold up the others; the next console or command tries again, and `notify` gets why where its files are at fault.
+    Secrets that a supervisor could not remove after its run's end are removed."""
     for secrets in (home / "runs").glob("*/secrets.json"):
         with contextlib.suppress(OSError, StateError):
             # With the lock: a supervisor that takes the run up again may have written them just now.
@@ -165,8 +167,11 @@ def adopt_orphans(home: Path) -> list[str]:
     for run_dir in orphans(home):
         try:
             start_supervisor(run_dir, "--adopt")
-        except (LaunchError, StateError):
+        except LaunchError:
             # Another process was faster, or its supervisor.log has the reason.
+            continue
+        except StateError as error:
+            notify(str(error))
             continue
         adopted.append(run_dir.id)
     return adopted

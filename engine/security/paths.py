@@ -12,6 +12,7 @@ from pathlib import Path
 from platformdirs import user_state_path
 
 from engine.errors import InputError, StateError
+from engine.node.bootstrap import access_fault, make_private
 from engine.security.identifiers import safe_repr
 
 
@@ -21,25 +22,29 @@ def state_home() -> Path:
     return Path(configured).expanduser().absolute() if configured else user_state_path("flightdeck")
 
 
-def make_private(directory: Path) -> None:
-    """Create `directory`, or restrict the existing one, to its owner (0700). Raises OSError."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory.stat().st_mode & 0o077:
-        directory.chmod(0o700)
-
-
 def make_home(home: Path) -> None:
-    """Create the state directory, 0700. Raises StateError when it cannot be created or written, or is another's."""
+    """Create the state directory, 0700. Raises StateError when it cannot be created or written, or others can write
+    it."""
     refused = partial(StateError, where=str(home), todo="set FLIGHTDECK_HOME")
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = home.stat().st_uid
+        if not home.is_dir():
+            make_private(home)
     except OSError as error:
         raise refused("the state directory cannot be created", why=str(error.strerror)) from error
-    if owner != os.geteuid() and os.geteuid() != 0:
-        raise refused("the state directory belongs to another user")
+    check_private(home)
     if not os.access(home, os.W_OK | os.X_OK):
         raise refused("the state directory cannot be written")
+
+
+def check_private(folder: Path) -> None:
+    """Raises StateError where another user could change what lies in a folder of the state directory: plans in it are
+    run. One that is not there yet is refused where another user could make it."""
+    try:
+        fault = access_fault(folder)
+    except OSError as error:
+        raise StateError("the state cannot be read", where=str(folder), why=error) from error
+    if fault:
+        raise StateError("the state is not used", where=str(folder), why=fault, todo="or set FLIGHTDECK_HOME")
 
 
 MAX_PATH_LENGTH = 4096

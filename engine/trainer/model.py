@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load, maybe_set_recommended_wired_limit
 
+from engine.node.bootstrap import make_private
 from engine.protocol.job import Job, JobError
 
 
@@ -24,10 +23,11 @@ def set_up_device(job: Job, rank: int = 0) -> None:
     if not compiles(job):
         mx.disable_compile()
     elif _on_cpu():
-        # MLX builds kernels below the system's directory for temporary files, in which ranks of one host would find
-        # each other's half-written ones.
-        kernels = Path(tempfile.gettempdir(), f"mlx-kernels-{os.getuid()}-{rank}")
-        kernels.mkdir(mode=0o700, exist_ok=True)
+        # MLX builds kernels below the system's directory for temporary files, and loads those that it finds there:
+        # another user's, or half-written ones of another rank of the host. Kept for the next runs: each takes g++ a
+        # third of a second.
+        root = next((folder.parent for folder in job.home.parents if folder.name == "runs"), job.home)
+        make_private(kernels := root / "kernels" / str(rank))
         os.environ["TMPDIR"] = str(kernels)
     maybe_set_recommended_wired_limit()
 

@@ -21,7 +21,7 @@ from engine.cluster.staging import prepare
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
-from engine.node.bootstrap import bundle_hash, install
+from engine.node.bootstrap import bundle_hash, install, prepare_root
 from tests.bundles import stage_bundle
 from tests.unit.cluster.fake_agent import FakeFleet, FakeNode
 
@@ -58,6 +58,19 @@ def test_a_damaged_bundle_is_replaced(tmp_path: Path) -> None:
     stage_bundle(tmp_path)
     assert keeper.read_bytes() == (SOURCE / "node" / "keeper.py").read_bytes()
     assert [path.name for path in (tmp_path / "bundles").iterdir()] == [bundle_hash(SOURCE)]
+
+
+@pytest.mark.parametrize("opened", ["", "node", "node/bundles"])
+def test_a_node_root_that_others_can_write_is_not_used(tmp_path: Path, opened: str) -> None:
+    root = tmp_path / "node"
+    stage_bundle(root)
+    (tmp_path / opened).chmod(0o757)
+    prepared = prepare_root(root, node_bundle().name)
+    assert prepared["missing"], "the agent runs from memory"
+    assert prepared["problem"] == f"other users can write there: chmod go-w {tmp_path / opened}"
+    (tmp_path / opened).chmod(0o755)
+    assert prepare_root(root, node_bundle().name) == {"missing": False}
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
 
 
 def test_names_and_contents_both_count(tmp_path: Path) -> None:

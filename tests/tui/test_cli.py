@@ -94,6 +94,34 @@ def test_a_run_that_is_not_there_is_one_line_and_exit_2(home: Path, failed: Made
     ]
 
 
+@pytest.mark.needs("root", "setpriv")
+def test_a_run_that_another_user_has_planted_is_not_adopted(tmp_path: Path, home: Path) -> None:
+    """They copy one whose supervisor is gone, with a python of their own."""
+    run, ran = MadeRun(tmp_path / "theirs", name="planted"), tmp_path / "ran"
+    plan = json.loads(run.directory.plan.read_text())
+    for node in plan["config"]["nodes"]:
+        node["python"] = str(planted := tmp_path / "python")
+    planted.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    planted.chmod(0o755)
+    run.directory.plan.write_text(json.dumps(plan))
+    run.close()
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    home.mkdir(exist_ok=True)
+    home.chmod(0o777)
+    copy = ["setpriv", "--reuid=65534", "--clear-groups", "cp", "-R", str(tmp_path / "theirs" / "runs"), str(home)]
+    subprocess.run(["chmod", "-R", "a+rX", str(tmp_path / "theirs")], check=True)
+    subprocess.run(copy, check=True)
+    for command in ("runs", "show", "doctor"):
+        done = shell(home, command)
+        assert (done.code, done.out) == (1, "")
+        line = f"flightdeck: {home}: the state is not used: other users can write there: chmod go-w {home} "
+        assert done.err.startswith(line) and len(done.err.splitlines()) == 1
+    home.chmod(0o755)
+    assert "belongs to another user" in shell(home, "runs").err, "what they have left there is not adopted either"
+    assert not ran.exists()
+
+
 def test_without_any_run_the_way_to_one_is_named(home: Path) -> None:
     listed, shown = flightdeck(home, "runs"), flightdeck(home, "show")
     assert (listed.code, "flightdeck demo" in listed.out) == (0, True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import InputError
+from engine.errors import InputError, StateError
 from engine.run import supervisor_process
 from engine.run.events import CleanupConfirmed
 from engine.run.supervisor_process import adopt_orphans, orphans, request_abort, resume_run, take_requests
@@ -51,6 +51,16 @@ def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
     taken = supervisor_process.take_lock(RunDir(tmp_path))
     assert taken is not None
     os.close(taken)
+
+
+def test_a_run_that_others_can_write_is_neither_adopted_nor_resumed(tmp_path: Path) -> None:
+    run, notices = MadeRun(tmp_path), list[str]()
+    run.directory.path.chmod(0o777)
+    assert adopt_orphans(tmp_path, notices.append) == []
+    assert [f"other users can write there: chmod go-w {run.directory.path}" in text for text in notices] == [True]
+    with pytest.raises(StateError, match="chmod go-w"):
+        supervisor_process.start_supervisor(run.directory, "--resume")
+    assert not run.directory.lock.exists()
 
 
 def test_each_is_taken_once_and_in_order(tmp_path: Path) -> None:
