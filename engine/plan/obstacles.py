@@ -4,7 +4,6 @@ config.json, and what the nodes report."""
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +11,12 @@ from engine.errors import InputError
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale
 from engine.plan.memory.architecture import Architecture, Layer, Matrix
+from engine.plan.memory.packing import OF_LAYER, quantized_as
 from engine.plan.memory.shape import ModelShape, trained_element_bytes
 from engine.security.sanitise import plain
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json in mlx-lm's models of experts."""
-_PACKED = ("mxfp4", "mxfp8", "compressed-tensors", "modelopt", "awq", "gptq", "bitnet")
-"""Values of quant_method whose weights mlx-lm keeps quantized (mlx_lm.utils.load_model)."""
-_OF_LAYER = re.compile(r"(?:^|\.)layers\.(?P<number>[0-9]{1,6})\.(?P<name>.+)$")
 _LORA = 'set fine_tune_type = "lora"'
 
 
@@ -68,20 +65,6 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     with contextlib.suppress(InputError):
         return ModelShape.from_config(config).architecture
     return None
-
-
-def quantized_as(config: Mapping[str, Any]) -> str | None:
-    """How the weights are quantized once mlx-lm has loaded them; None if they are not."""
-    table = config.get("quantization")
-    if isinstance(table, Mapping) and table:
-        return f"{plain(str(table.get('bits', 'unknown')), 20)} bits"
-    text = config.get("text_config")
-    foreign = config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
-    if not isinstance(foreign, Mapping):
-        return None
-    method = foreign.get("quant_method")
-    packed = method in _PACKED or (method == "fp8" and foreign.get("scale_fmt") == "ue8m0")
-    return str(method) if packed else None
 
 
 def _expert_count(config: Mapping[str, Any]) -> int:
@@ -137,7 +120,7 @@ def _refuse_dora(rationale: Rationale, *names: str) -> None:
 def _matrices(architecture: Architecture, trained: Sequence[Layer], key: str) -> list[Matrix]:
     """Those that mlx-lm adapts for a key: by a name within a trained layer, or by a path in the whole model."""
     found = [matrix for layer in trained for matrix in layer.matrices if matrix.name == key]
-    path = _OF_LAYER.search(key)
+    path = OF_LAYER.search(key)
     if path is not None and int(path["number"]) < len(architecture.layers):
         found += [each for each in architecture.layers[int(path["number"])].matrices if each.name == path["name"]]
     outside = filter(None, (architecture.embedding, architecture.head))

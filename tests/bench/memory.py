@@ -333,6 +333,14 @@ Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each ba
 
 - Activations are counted for MLX's operations without fused kernels, as its CPU build runs them. The fused kernels of
   a Mac's GPU keep less: there the estimate is an upper bound, and `flightdeck calibrate` measures the real value.
+- Attention on a Mac's GPU is an exception since mlx 0.32.4, whose gradient is computed from tiles of 1,024 × 1,024
+  scores: nothing of the size of all pairs of tokens is kept. That holds for heads of 64, 72, 80, 96, 128, 192 or 256
+  elements and a causal mask; a sliding window shorter than the sequence is an array, and soft-capped scores are kept
+  whole. With an older mlx, or `MLX_SDPA_VJP_FALLBACK=1` in `[job] env`, the scores are counted. No Mac was at hand: the
+  conditions are those of the library, and the bytes follow the figures published for an M1 Max, 0.68 GiB against 12.53
+  for one causal step at 8,192 tokens.
+- Weights are counted as mlx-lm holds them once they are loaded: packed by its own `quantization`, with the bits of each
+  layer, or by a `quantization_config` of AWQ, GPTQ, mxfp4, mxfp8, NVFP4, compressed-tensors or BitNet.
 - The peak is the largest of the moments of a step: the gradient of the loss, the backward pass of the layers that keep
   their activations, that of the recomputed layers, and the update. Each is counted with the weights, the optimizer's
   state and the gradients that are alive by then.

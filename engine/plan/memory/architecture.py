@@ -57,6 +57,10 @@ class Sublayer:
     """Elements per pair of tokens kept for the backward pass: heads × arrays of the size of the scores."""
     window: int | None = None
     """Most tokens that each token is paired with; None means the whole sequence."""
+    head_dim: int | None = None
+    """Size of the heads of an attention whose scores MLX need not keep; None where it always does."""
+    causal_tokens: int | None = None
+    """The longest sequence for which its mask is "causal" and no array: the sliding window; None means any."""
     backward: float = 1.0
     """Working memory of its backward pass over what it keeps."""
 

@@ -1,6 +1,6 @@
 """Estimates the memory of one training step on one rank, in bytes, and extrapolates the peak at another batch size from
-calibration's probes. Activations are counted for MLX's operations without fused kernels, as its CPU build runs them;
-for a Mac's GPU that is an upper bound.
+calibration's probes. Activations are counted for MLX's operations without fused kernels, as its CPU build runs them,
+but for attention on a Mac's GPU; there the rest is an upper bound.
 
 The peak is the largest of four moments, each with the weights, the optimizer's state and the gradients alive by then:
 the gradient of the loss, the backward pass of the layers that keep their activations, that of the recomputed layers,
@@ -63,6 +63,8 @@ class RankWorkload:
     """Layers of a pipeline stage, half-open; None means all of them."""
     accumulation: int = 1
     """Micro-batches per update; with 2 or more, the accumulated gradients stay in memory beside the next ones."""
+    fused_attention: bool = False
+    """Its MLX computes attention's gradient from tiles of the scores, where it can."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,13 @@ _RECOMPUTED, _RECOMPUTED_AT_ONCE = 2.4, 3.6
 """Working memory of a recomputed layer over what it keeps, since it first repeats its forward pass: that, and about as
 much again for the backward pass. More where the gradients of several layers are evaluated at once, since MLX then
 starts the next ones early: in a pipeline. Measured: 2.2 to 2.7, and 3.6."""
+FUSED_HEAD_DIMS = frozenset({64, 72, 80, 96, 128, 192, 256})
+"""Sizes of heads whose attention MLX differentiates on Metal in tiles: more than 8 tokens, a mask that is none or
+"causal", no sinks, and any type (ScaledDotProductAttention::use_fallback with a logsumexp, libmlx 0.32.4)."""
+_TILE_TOKENS, _TILE_ARRAYS = 1024, 5
+"""Queries and keys of one tile, and its arrays: scores, their gradient, both transposed (sdpa_vjp_blocked)."""
+_TILE_SUMS = 3
+"""Float32 arrays of a tile's heads: parts of the gradients of queries, keys and values; and one in their type."""
 _LOSS_ARRAYS = 3
 """Arrays of tokens × vocabulary alive while the gradient of the loss, whose value is known, is computed: logits,
 softmax, and its difference from the targets."""
@@ -149,6 +158,8 @@ class _Rank:
         self.shape, self.workload = shape, workload
         self.full = workload.fine_tune_type == "full"
         self.is_last = end == shape.layers
+        self.numbers = range(first, end)
+        """The numbers of its layers in the whole model."""
         self.layers = shape.architecture.layers[first:end]
         # mlx-lm trains the model's last layers.
         first_trained = 0 if workload.num_layers < 0 else max(0, shape.layers - workload.num_layers)
@@ -198,7 +209,7 @@ class _Rank:
     @cached_property
     def weights(self) -> int:
         """Bytes of the weights as stored, adapters included."""
-        stored = sum(map(self.shape.layer_bytes, self.layers))
+        stored = sum(map(self.shape.layer_bytes, self.numbers))
         stored += sum(map(self.shape.matrix_bytes, self.embedding_and_head))
         if self.is_last:
             stored += self.shape.architecture.last_norm * self.shape.dtype_bytes
@@ -286,17 +297,17 @@ class _Rank:
         if self.share == 1:
             return 0
         ends = [self.shape.matrix_bytes(matrix) for matrix in self.embedding_and_head]
-        sections = [*ends[:1], *map(self.shape.layer_bytes, self.layers), *ends[-1:]]
+        sections = [*ends[:1], *map(self.shape.layer_bytes, self.numbers), *ends[-1:]]
         gathered = max(here + following for here, following in pairwise(sections))
         frozen = len(self.layers) - len(self.trained_layers)
         reduced = max(layer.parameters for layer in self.layers[frozen:]) if self.full else 0
         return gathered + reduced * (own + _FLOAT32_BYTES)
 
     @cached_property
-    def _kept(self) -> list[tuple[int, int, int, float]]:
-        """Bytes per token of each trained layer: all that it keeps, its recurrent states, its adapters' outputs, and
-        the working memory of its backward pass."""
-        known: dict[int, tuple[int, int, int, float]] = {}
+    def _kept(self) -> list[tuple[int, int, float, float]]:
+        """Bytes per token of each trained layer: all that it keeps, its recurrent states, its adapters' outputs with
+        attention's tiles, and the working memory of its backward pass."""
+        known: dict[int, tuple[int, int, float, float]] = {}
         for layer in self.trained_layers:
             # Most layers of a model are one object.
             if id(layer) not in known:
@@ -304,8 +315,8 @@ class _Rank:
                 known[id(layer)] = (
                     kept_per_token(self.shape, layer, self.workload),
                     states,
-                    self._adapter_outputs(layer),
-                    _working_per_token(self.shape, layer, self.workload),
+                    self._adapter_outputs(layer) + _tiles_per_token(self.shape, layer, self.workload),
+                    working_per_token(self.shape, layer, self.workload),
                 )
         return [known[id(layer)] for layer in self.trained_layers]
 
@@ -354,7 +365,7 @@ def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> i
     return kept
 
 
-def _working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
+def working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
     """Bytes per token of the backward pass of a trained layer, beside what it keeps: whatever is trained, a gradient
     for each array that full fine-tuning would keep, but for recurrent states, which it visits one token at a time; and
     the largest scores once more."""
@@ -364,7 +375,20 @@ def _working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) 
         for sublayer in layer.sublayers
     ]
     scores = max((sublayer.backward * _scores(sublayer, workload, one) for sublayer in layer.sublayers), default=0)
-    return _norms(layer, full, one) + sum(each) + scores + _WORKING_WIDTHS * shape.hidden * one
+    again = max(scores, _tiles_per_token(shape, layer, workload))
+    return _norms(layer, full, one) + sum(each) + again + _WORKING_WIDTHS * shape.hidden * one
+
+
+def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
+    """Bytes per token of the largest attention's backward pass in tiles; 0 where none is."""
+    one, side = shape.dtype_bytes, min(_TILE_TOKENS, workload.sequence)
+    sums = _TILE_SUMS * _FLOAT32_BYTES + one
+    heads = [
+        each.scores * (_TILE_ARRAYS * side * one + (each.head_dim or 0) * sums)
+        for each in layer.sublayers
+        if _is_fused(each, workload)
+    ]
+    return max(heads, default=0) * side / workload.sequence
 
 
 def _norms(layer: Layer, workload: RankWorkload, one: int) -> int:
@@ -373,7 +397,17 @@ def _norms(layer: Layer, workload: RankWorkload, one: int) -> int:
     return normed * (_FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
 
 
+def _is_fused(sublayer: Sublayer, workload: RankWorkload) -> bool:
+    causal = sublayer.causal_tokens is None or workload.sequence <= sublayer.causal_tokens
+    return workload.fused_attention and causal and sublayer.head_dim in FUSED_HEAD_DIMS
+
+
 def _scores(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
+    """Bytes per token kept of the scores; where they are not, of their sums' logarithms, and of the output."""
+    if _is_fused(sublayer, workload):
+        # Else the input of o_proj, which is kept in this type.
+        copied = workload.fine_tune_type != "full" and one < _FLOAT32_BYTES
+        return sublayer.scores * (_FLOAT32_BYTES + (sublayer.head_dim or 0) * one * copied)
     return sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
 
 
@@ -495,8 +529,8 @@ _KEPT = {
 
 def _assumption(rank: _Rank) -> str:
     shape, workload = rank.shape, rank.workload
-    packing = shape.quantization
-    stored = f"{packing.bits}-bit" if packing else shape.dtype
+    quantization = shape.quantization
+    stored = quantization.name.replace(" bits", "-bit") if quantization is not None else shape.dtype
     moments = f"moments in {workload.moments.replace('8bit', '8 bits')}"
     kept = [_KEPT[workload.optimizer_precision]] if rank.element_bytes < _FLOAT32_BYTES else []
     if workload.optimizer_precision != "parameter" or workload.moments != "float32":
@@ -505,7 +539,7 @@ def _assumption(rank: _Rank) -> str:
     worked = f"{count} of {all_of_them} layers recomputed" if count else "all activations kept"
     return (
         f"{workload.fine_tune_type}, {stored} weights, {workload.optimizer} with {' and '.join(kept) or moments}, "
-        f"{worked}, operations not fused"
+        f"{worked}, {'attention' if workload.fused_attention else 'operations not'} fused"
     )
 
 

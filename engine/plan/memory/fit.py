@@ -5,6 +5,7 @@ limit of its node.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,11 +33,15 @@ from engine.plan.memory.estimate import (
     peak_from_probes,
 )
 from engine.plan.memory.shape import ModelShape
-from engine.plan.memory.ways_out import RankPlace, describe_ways, ways_out
+from engine.plan.memory.ways_out import NEWER_MLX, RankPlace, describe_ways, ways_out
 from engine.plan.strategy import split_layers
 from engine.protocol.job import AUTO
 from engine.protocol.partition import SPLITTABLE_MODULES, LayerSplit, micro_batches, mlx_module
 
+FUSED_SINCE = (0, 32, 4)
+"""The first MLX with attention's gradient in tiles on Metal: libmlx 0.32.3 lacks it."""
+_WORTH_NAMING = 0.1
+"""Part of the need that an older MLX costs."""
 WORKING_SET = 0.75
 """Share of a Mac's memory, about Metal's recommended working set; used when a node did not report its limit."""
 
@@ -96,6 +101,7 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         rationale.warn("memory", str(error))
         return MemoryFit(unknown_memory(str(error), rationale), known)
     _explain_choice(context, choice, rationale)
+    _warn_of_older_mlx(context, shape, workloads, estimates, rationale)
     rows = [
         _rank_memory(context, node, workload, found, rationale)
         for node, workload, found in zip(nodes, workloads, estimates, strict=True)
@@ -124,6 +130,26 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     return MemoryFit(section, choice.settings, split, largest, shape, workloads)
 
 
+def _warn_of_older_mlx(
+    context: PlanContext,
+    shape: ModelShape,
+    workloads: Sequence[RankWorkload],
+    estimates: Sequence[MemoryEstimate],
+    rationale: Rationale,
+) -> None:
+    for node, workload, found in zip(context.names, workloads, estimates, strict=True):
+        if _fuses_attention(context, node) is not False:
+            continue
+        newer = estimate(shape, replace(workload, fused_attention=True)).needed_bytes
+        if newer < (1 - _WORTH_NAMING) * found.needed_bytes:
+            rationale.warn(
+                "memory",
+                f"mlx {context.inputs.facts[node].mlx} on {node} keeps attention's scores, which grow with the square "
+                f"of {workload.sequence:,} tokens: with mlx {NEWER_MLX} it would need {memory_text(newer)} instead of "
+                f"{memory_text(found.needed_bytes)}",
+            )
+
+
 def unknown_memory(reason: str, rationale: Rationale) -> Disabled:
     rationale.explain("memory", Source.UNKNOWN, reason)
     return Disabled(reason=reason)
@@ -133,7 +159,8 @@ def _place(context: PlanContext, node: NodeConfig, measured: float) -> RankPlace
     facts = context.inputs.facts.get(node.name)
     ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
     total = facts.memory_total_bytes if facts is not None and facts.system == "Darwin" else None
-    return RankPlace(node.name, _limit(context, node)[0], ranks, total, measured)
+    older = _fuses_attention(context, node.name) is False
+    return RankPlace(node.name, _limit(context, node)[0], ranks, total, measured, older)
 
 
 def _limit(context: PlanContext, node: NodeConfig) -> tuple[int | None, str]:
@@ -173,11 +200,23 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         accumulation=context.accumulation,
     )
     if context.strategy == "pipeline":
-        return _stages(common, int(settings["batch_size"]), split)
+        found = _stages(common, int(settings["batch_size"]), split)
+    else:
+        batches = context.micro_batches or dict.fromkeys(context.names, even)
+        found = [replace(common, batch=batches[name]) for name in context.names]
     return [
-        replace(common, batch=context.micro_batches[name] if context.micro_batches is not None else even)
-        for name in context.names
+        replace(workload, fused_attention=_fuses_attention(context, name) is True)
+        for workload, name in zip(found, context.names, strict=True)
     ]
+
+
+def _fuses_attention(context: PlanContext, node: str) -> bool | None:
+    """The node's MLX computes attention's gradient on Metal in tiles; None where there is no Metal, or no version."""
+    facts = context.inputs.facts.get(node)
+    if facts is None or facts.mlx is None or (facts.system, facts.gpu) != ("Darwin", "gpu"):
+        return None
+    version = tuple(map(int, re.findall(r"[0-9]{1,6}", facts.mlx)[:3]))
+    return version >= FUSED_SINCE and context.job.env.get("MLX_SDPA_VJP_FALLBACK", "0") == "0"
 
 
 def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[RankWorkload]:

@@ -55,12 +55,30 @@ def _model(
 ) -> Architecture:
     """`last_norm`: parameters of the last norm, by default the hidden size."""
     hidden, vocabulary = config.hidden, config.get_size("vocab_size")
+    sliding = _sliding_layers(config)
+    windowed = {id(layer): _windowed(layer, config) for layer in layers} if sliding else {}
     return Architecture(
-        layers=tuple(layers),
+        layers=tuple(windowed[id(layer)] if number in sliding else layer for number, layer in enumerate(layers)),
         embedding=Matrix(embedding, hidden, vocabulary),
         head=None if tied else Matrix("lm_head", hidden, vocabulary),
         last_norm=hidden if last_norm is None else last_norm,
     )
+
+
+def _sliding_layers(config: ConfigReader) -> set[int]:
+    """The layers whose attention has a sliding window, by the forms in which mlx-lm reads them."""
+    types, text = config.get_list("layer_types", str) or [], config.get_str("sliding_window_pattern")
+    if text:
+        return {number for number in range(config.layers) if text[number % len(text)] == "L"}
+    every = 0 if types or text is not None else config.get_int("sliding_window_pattern", default=0)
+    if every:
+        return set(range(config.layers)) - set(range(every - 1, config.layers, every))
+    return {number for number, kind in enumerate(types) if kind == "sliding_attention"}
+
+
+def _windowed(layer: Layer, config: ConfigReader) -> Layer:
+    window = config.get_int("sliding_window", default=0)
+    return replace(layer, sublayers=tuple(replace(each, causal_tokens=window) for each in layer.sublayers))
 
 
 def _tied(config: ConfigReader, default: bool = True) -> bool:
@@ -159,6 +177,8 @@ def _gemma3_text(config: ConfigReader) -> Architecture:
         intermediate_size=6912,
         num_hidden_layers=26,
         vocab_size=262_144,
+        sliding_window=512,
+        sliding_window_pattern=6,
     )
     mixer = attention(config, Attention(query_norms="head", qkv_bias=False, out_bias=False))
     network = mlp(config.hidden, config.get_size("intermediate_size"), arrays=GATED_GELU)

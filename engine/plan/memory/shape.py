@@ -9,29 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InputError
-from engine.plan.memory.architecture import Architecture, ConfigReader, Layer, Matrix, cannot_estimate
+from engine.plan.memory.architecture import Architecture, ConfigReader, Matrix, cannot_estimate
 from engine.plan.memory.model_types import MODEL_TYPES
+from engine.plan.memory.packing import Quantization, quantization
 from engine.security.sanitise import plain
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _DEFAULT_DTYPE = "bfloat16"
 """For files without a dtype: mlx-lm converts to it by default."""
-_BITS = range(2, 9)
-_SCALE_BYTES = {"affine": None, "mxfp4": 1, "mxfp8": 1, "nvfp4": 1}
-"""Bytes of the scale of one group; None means a scale and a bias, both in the model's type."""
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """mlx-lm packs matrices in groups along the input dimension, each with a scale."""
-
-    bits: int
-    group_size: int
-    mode: str = "affine"
-
-    def fits(self, matrix: Matrix) -> bool:
-        """mlx-lm skips matrices that the group size does not divide."""
-        return matrix.inputs % self.group_size == 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,7 @@ class ModelShape:
                 why=f"supported: {', '.join(sorted(MODEL_TYPES))}",
                 todo="run `flightdeck calibrate`, which measures it instead",
             )
-        return cls(build(keys), _dtype(keys), _quantization(keys))
+        return cls(build(keys), _dtype(keys), quantization(config))
 
     @property
     def layers(self) -> int:
@@ -89,18 +74,19 @@ class ModelShape:
         head = model.head.parameters if model.head else 0
         return sum(layer.parameters for layer in model.layers) + model.embedding.weights + model.last_norm + head
 
-    def layer_bytes(self, layer: Layer) -> int:
-        """Bytes of the weights of one layer as stored."""
-        return sum(map(self.matrix_bytes, layer.matrices)) + layer.unquantized * self.dtype_bytes
+    def layer_bytes(self, number: int) -> int:
+        """Bytes of the weights of one layer as loaded."""
+        layer = self.architecture.layers[number]
+        packed = sum(self.matrix_bytes(matrix, number) for matrix in layer.matrices)
+        return packed + layer.unquantized * self.dtype_bytes
 
-    def matrix_bytes(self, matrix: Matrix) -> int:
-        """Bytes of one matrix as stored, packed if the model is quantized."""
-        packing = self.quantization
-        if packing is None or not packing.fits(matrix):
-            return matrix.parameters * self.dtype_bytes
-        scale = _SCALE_BYTES[packing.mode] or 2 * self.dtype_bytes
-        groups = matrix.weights // packing.group_size
-        return matrix.weights * packing.bits // 8 + groups * scale + matrix.biases * self.dtype_bytes
+    def matrix_bytes(self, matrix: Matrix, layer: int | None = None) -> int:
+        """Bytes of one matrix as loaded, packed if the model is quantized. `layer` is its number; None for the
+        embedding and the head."""
+        packing = self.quantization.of(matrix, layer) if self.quantization is not None else None
+        return (
+            matrix.parameters * self.dtype_bytes if packing is None else packing.matrix_bytes(matrix, self.dtype_bytes)
+        )
 
 
 def trained_element_bytes(config: Mapping[str, Any] | None, fine_tune_type: str) -> int:
@@ -119,15 +105,3 @@ def _dtype(keys: ConfigReader) -> str:
     if dtype not in _BYTES:
         raise cannot_estimate(f"torch_dtype = {plain(dtype)[:40]!r} is not one of {', '.join(_BYTES)}")
     return dtype
-
-
-def _quantization(keys: ConfigReader) -> Quantization | None:
-    """mlx-lm's own "quantization" table; a foreign quantization_config is unpacked or converted on loading."""
-    table = keys.get_table("quantization")
-    if not table:
-        return None
-    own = ConfigReader(table)
-    bits, group_size, mode = own.get_size("bits"), own.get_size("group_size"), own.get_str("mode") or "affine"
-    if bits not in _BITS or mode not in _SCALE_BYTES:
-        raise cannot_estimate(f"quantization to {bits} bits, mode {plain(mode)[:20]!r} is not supported by MLX")
-    return Quantization(bits, group_size, mode)

@@ -54,6 +54,7 @@ def attention(config: ConfigReader, kind: Attention) -> Sublayer:
         normed=queries + keys if kind.query_norms else 0,
         kept=queries + 2 * keys + (2 * queries if kind.gated else 0),
         scores=heads * (2 if kind.capped else 1),
+        head_dim=None if kind.capped else head_dim,
     )
 
 

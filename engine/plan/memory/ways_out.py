@@ -20,6 +20,8 @@ from engine.protocol.partition import share_counts
 
 _SYSTEM_BYTES = 2**33
 """Memory left to the system and other programs when a Mac's GPU limit is raised: 8 GiB."""
+NEWER_MLX = "0.32.4 or newer"
+"""With attention's gradient in tiles on Metal."""
 _SHORTEST = 256
 """Tokens; shorter sequences are not proposed."""
 _MOST_RANKS = 16
@@ -38,6 +40,8 @@ class RankPlace:
     """All memory of a Mac, whose GPU limit can be raised; None elsewhere, and where it is unknown."""
     measured: float = 1.0
     """The measured need over its estimate, where it was measured and is more."""
+    older_mlx: bool = False
+    """Its MLX keeps attention's scores, and a newer one would not."""
 
 
 def ways_out(
@@ -56,6 +60,7 @@ def ways_out(
     optimizer = [key for key in fixed if key != "grad_checkpoint"]
     found = [*job.with_auto(["grad_checkpoint"] if fixed != optimizer else []), *job.with_auto(optimizer)]
     kinds = [
+        job.newer_mlx(),
         job.higher_limit(),
         *(() if found else (job.with_auto(fixed),)),
         job.fewer_sequences(),
@@ -124,6 +129,14 @@ class _Job:
         if choice.fits:
             set_limits = [f"iogpu.wired_limit_mb={size} on {node}" for node, size in megabytes.items()]
             yield _way(" and ".join(set_limits), choice)
+
+    def newer_mlx(self) -> Iterator[WayOut]:
+        newer = [
+            replace(workload, fused_attention=workload.fused_attention or place.older_mlx)
+            for workload, place in zip(self.workloads, self.places, strict=True)
+        ]
+        if any(place.older_mlx for place in self.places):
+            yield from self._try(f"mlx {NEWER_MLX}", newer)
 
     def fewer_sequences(self) -> Iterator[WayOut]:
         """A smaller batch, accumulated to the same number of sequences per update, and as many updates: an iteration is

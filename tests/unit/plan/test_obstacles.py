@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.plan.document import PlanIssue, TrainingPlan
-from engine.plan.obstacles import quantized_as
+from engine.plan.memory.packing import quantized_as
 from engine.plan.planner import make_plan
 from tests.unit.plan.clusters import QWEN3_4B, inputs, mac, ultra_and_max
 from tests.unit.plan.memory.tiny import TINY
@@ -38,9 +38,13 @@ def test_full_fine_tuning_of_a_quantized_model_is_refused_with_what_trains_it() 
         ({"quantization": {"group_size": 64, "bits": 8}}, "8 bits"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
-        ({"quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"}}, "fp8"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}},
+            "fp8",
+        ),
         # mlx-lm unpacks these on loading.
         ({"quantization_config": {"quant_method": "fp8"}}, None),
+        ({"quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"}}, None),
         ({"quantization": [], "quantization_config": "4bit", "text_config": 3}, None),
     ],
 )

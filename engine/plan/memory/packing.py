@@ -1,0 +1,141 @@
+"""How a model's weights are packed once mlx-lm has loaded them, from its config.json: by mlx-lm's own `quantization`,
+or by a `quantization_config` of others, as mlx_lm.utils.load_model converts it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from engine.errors import InputError
+from engine.plan.memory.architecture import ConfigReader, Matrix, cannot_estimate
+from engine.security.sanitise import plain
+
+OF_LAYER: Final = re.compile(r"(?:^|\.)layers\.(?P<number>[0-9]{1,6})\.(?P<name>.+)$")
+"""A path in a whole model, of a module within a layer."""
+_BITS: Final = range(2, 9)
+_SCALE_BYTES: Final = {"affine": None, "mxfp4": 1, "mxfp8": 1, "nvfp4": 1, "ternary": 0}
+"""Bytes of the scale of one group; None means a scale and a bias, both in the model's type."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Matrices are packed in groups along the input dimension, each with a scale."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    def matrix_bytes(self, matrix: Matrix, dtype_bytes: int) -> int:
+        """Bytes of the packed matrix; its bias is in the model's type."""
+        scale = _SCALE_BYTES[self.mode]
+        groups = matrix.weights // self.group_size
+        packed = matrix.weights * self.bits // 8 + groups * (2 * dtype_bytes if scale is None else scale)
+        return packed + matrix.biases * dtype_bytes
+
+
+_FOREIGN: Final = {
+    "awq": Packing(4, 128),
+    "gptq": Packing(4, 128),
+    "mxfp4": Packing(4, 32, "mxfp4"),
+    "mxfp8": Packing(8, 32, "mxfp8"),
+    "bitnet": Packing(2, 1, "ternary"),
+    "modelopt NVFP4": Packing(4, 16, "nvfp4"),
+    "fp8 ue8m0 [32, 32]": Packing(8, 32, "mxfp8"),
+    "compressed-tensors pack-quantized": Packing(4, 32),
+    "compressed-tensors mxfp4-pack-quantized": Packing(4, 32, "mxfp4"),
+    "compressed-tensors nvfp4-pack-quantized": Packing(4, 16, "nvfp4"),
+}
+"""quant_method, with the keys that decide, → how mlx-lm keeps such weights where no group_size is given. What is not
+here it unpacks on loading, as other fp8, or cannot read."""
+_LEFT_OUT: Final = ("modules_to_not_convert", "ignore", "exclude_modules")
+"""Keys of a foreign table that name modules which are not packed."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The packing of each matrix of a model."""
+
+    name: str
+    """ "4 bits", or the quant_method."""
+    packing: Packing
+    ends: bool
+    """The embedding and the head are packed, too."""
+    others: Mapping[str, Packing | None] = field(default_factory=dict)
+    """Paths, from `layers` on, of modules that are packed otherwise; None: not packed."""
+    left_out: tuple[str, ...] = ()
+    """Patterns of paths that are not packed."""
+
+    def of(self, matrix: Matrix, layer: int | None) -> Packing | None:
+        """None where it is not packed; mlx-lm skips matrices that the group size does not divide. `layer` is its
+        number; None for the embedding and the head."""
+        path = matrix.name if layer is None else f"layers.{layer}.{matrix.name}"
+        found = self.others.get(path, self.packing if self.ends or layer is not None else None)
+        if found is None or matrix.inputs % found.group_size or any(fnmatchcase(path, each) for each in self.left_out):
+            return None
+        return found
+
+
+def quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """None where no weight is packed. Raises InputError for what MLX does not know."""
+    keys = ConfigReader(config)
+    if own := keys.get_table("quantization"):
+        others = {
+            _path(name): _own({**own, **entry}) if isinstance(entry, Mapping) else None
+            for name, entry in own.items()
+            if isinstance(entry, Mapping) or entry is False
+        }
+        packing = _own(own)
+        return Quantization(f"{packing.bits} bits", packing, True, others)
+    text = ConfigReader(keys.get_table("text_config"))
+    table = ConfigReader(keys.get_table("quantization_config") or text.get_table("quantization_config"))
+    method = table.get_str("quant_method") or ""
+    # Of modelopt's own file, and of the first group of compressed-tensors.
+    nested = ConfigReader(table.get_table("quantization"))
+    groups = [group for group in table.get_table("config_groups").values() if isinstance(group, Mapping)]
+    weights = ConfigReader(ConfigReader(groups[0]).get_table("weights") if groups else {})
+    algorithm = table.get_str("quant_algo") or nested.get_str("quant_algo") or table.get_str("format")
+    blocks = f"{table.get_str('scale_fmt')} {table.get_list('weight_block_size', int)}"
+    known = (_FOREIGN.get(key) for key in (f"{method} {algorithm}", f"{method} {blocks}", method))
+    found = next(filter(None, known), None)
+    if found is None:
+        return None
+    sizes = (each.get_int("group_size", default=0) for each in (table, nested, weights))
+    size = next(filter(None, sizes), found.group_size)
+    left_out = [
+        pattern for key in _LEFT_OUT for entry in table.get_list(key, str) or () for pattern in _patterns(entry)
+    ]
+    return Quantization(method, Packing(found.bits, size, found.mode), False, {}, tuple(left_out))
+
+
+def quantized_as(config: Mapping[str, Any]) -> str | None:
+    """How the weights are quantized once mlx-lm has loaded them; None if they are not."""
+    try:
+        found = quantization(config)
+    except InputError:
+        return "in an unknown form"
+    return None if found is None else found.name
+
+
+def _own(table: Mapping[str, Any]) -> Packing:
+    keys = ConfigReader(table)
+    bits, mode = keys.get_size("bits"), keys.get_str("mode") or "affine"
+    if bits not in _BITS or mode not in _SCALE_BYTES:
+        raise cannot_estimate(f"quantization to {bits} bits, mode {plain(mode)[:20]!r} is not supported by MLX")
+    return Packing(bits, keys.get_size("group_size"), mode)
+
+
+def _path(name: str) -> str:
+    """The path of a module from `layers` on; of the embedding and the head as in a model of text alone."""
+    within = OF_LAYER.search(name)
+    return f"layers.{within['number']}.{within['name']}" if within else name.removeprefix("language_model.")
+
+
+def _patterns(text: str) -> tuple[str, str]:
+    """A name, or the regular expression behind "re:", of foreign tables as patterns of fnmatch: of the module, and of
+    those in it. Only the dots and stars of expressions are read: they come from a file that is not trusted."""
+    known = text.removeprefix("re:").strip("^$").replace(".*", "*").replace("\\.", ".")[:200]
+    known = known.removeprefix("language_model.").removeprefix("model.")
+    return f"*{known}", f"*{known}.*"
