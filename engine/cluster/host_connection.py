@@ -48,6 +48,7 @@ from engine.protocol.messages import (
     ReadFile,
     Watch,
 )
+from engine.security.sanitise import plain
 
 SILENCE_S = 3.0
 """A host that has not answered for as long is not waited for by those that do."""
@@ -166,18 +167,21 @@ class AgentFile:
             return bytes(self._buffer[:size]) if len(self._buffer) >= size or self._at_end else None
 
     def take(self, begin: int, data: bytes, *, end: bool) -> None:
-        """Keep what the agent has sent, apart from what is here already or was under way when the order changed."""
+        """Keep what the agent has sent, apart from what is here already or was under way when the order changed. Raises
+        ValueError for more than was asked for."""
         with self._lock:
             known = self._start + len(self._buffer) - begin
             if not 0 <= known <= len(data):
                 return
+            if begin + len(data) > self._until:
+                raise ValueError(f"it sends more of {self._name} than was asked for")
             self._buffer += data[known:]
             self._at_end = end
             self._problem = None
 
     def fail(self, problem: str) -> None:
         """Reads raise from now on: the agent cannot read it."""
-        self._problem = problem
+        self._problem = plain(problem, 200)
 
     def settle(self, size: int) -> None:
         """Nobody is left who could add to its `size` bytes."""
@@ -424,6 +428,8 @@ class HostConnection:
                 self.port_holders = {port: held.holder for port, held in pairs if held is not None}
 
     def _take(self, message: Message) -> None:
+        if isinstance(message, RankStarted | RankEnded | ExitOutputReply) and message.rank not in self._observations:
+            raise ValueError(f"it reports a rank {message.rank}, which it does not have")
         self._answered, self._problem = True, None
         if isinstance(message, FileData):
             self._agent_files[message.file].take(message.begin, message.data, end=message.end)
@@ -457,13 +463,17 @@ class HostConnection:
             self.facts = replace(self.facts, clock_ahead_s=message.at - (sent_at + time.time()) / 2)
 
     def _take_end(self, message: RankEnded) -> None:
+        record = message.record
+        if record is not None:
+            error, stopped_by = record.error and plain(record.error), record.stopped_by and plain(record.stopped_by)
+            record = replace(record, error=error, stopped_by=stopped_by)
         self._exit_outputs[message.rank] = message.output
         if self.facts is not None:
             self.facts = replace(self.facts, memory_kills=message.memory_kills)
-        self._update(message.rank, record=message.record, vanished=message.record is None)
+        self._update(message.rank, record=record, vanished=record is None)
 
     def _take_processes(self, message: ProcessList) -> None:
-        found = [Process(int(pid), str(command)) for pid, command in message.processes]
+        found = [Process(pid, plain(command, 200)) for pid, command in message.processes]
         if not found:
             for name, size in message.sizes.items():
                 self._agent_files[name].settle(size)

@@ -210,7 +210,7 @@ class AttemptWatch:
             _kill(marked if message.kill else ())
             return
         sizes = {name: size for name, stream in self._streams.items() if (size := size_of(stream.path)) is not None}
-        listed = [[process.pid, process.command[:200]] for process in found]
+        listed = [(process.pid, process.command[:200]) for process in found]
         self._send(ProcessList(message.number, listed, sizes))
         _kill(found if message.kill else ())
 

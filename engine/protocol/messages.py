@@ -7,6 +7,7 @@ A frame's JSON has the message's class in `kind`, its fields, and in `bytes` the
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Union
@@ -17,6 +18,9 @@ from engine.protocol.events import ExitOutput
 VERSION = 3
 MAX_LINE_BYTES = 4 << 20
 MAX_DATA_BYTES = 4 << 20
+MAX_TEXT = 1 << 16
+"""Characters of one text from the agent: what is longer is cut."""
+_MAX_DEPTH = 20
 
 
 # From the head.
@@ -172,8 +176,8 @@ class FileError:
 @dataclass(frozen=True)
 class ProcessList:
     number: int
-    processes: list[list[Any]]
-    """[pid, command] each."""
+    processes: list[tuple[int, str]]
+    """(pid, command) each."""
     sizes: dict[str, int]
     """Bytes of each file that is being read, where that is known."""
 
@@ -203,10 +207,16 @@ Message = Union[  # noqa: UP007  (evaluated on nodes with python 3.9)
 
 
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}  # type: ignore[attr-defined]
+_FROM_AGENT = (
+    Hello, HeartbeatAck, RankStarted, RankEnded, ExitOutputReply, FileData, FileError, ProcessList, RequestOutput,
+    RequestEnded,
+)  # fmt: skip
 _NESTED: dict[str, Any] = {"Identity": Identity, "ExitRecord": ExitRecord, "ExitOutput": ExitOutput}
 _LARGEST, _LATEST = 2**63, 253_402_300_799
 """Limits of whole numbers, and of those that are seconds: the year 9999 is the last that datetime knows."""
-_PLAIN: dict[str, Any] = {"int": int, "str": str, "bool": bool, "float": (int, float), "dict": dict}
+_PLAIN: dict[str, Any] = {
+    "int": int, "str": str, "bool": bool, "float": (int, float), "dict": dict, "list": list, "tuple": list
+}  # fmt: skip
 
 
 def encode(message: Message) -> bytes:
@@ -272,6 +282,8 @@ def _parse_header(line: bytes) -> dict[str, Any]:
 def _message(header: dict[str, Any], data: bytes) -> Message:
     kind = _TYPES[header["kind"]]
     values = {name: value for name, value in header.items() if name not in ("kind", "bytes")}
+    if kind in _FROM_AGENT:
+        values = _bounded(values)
     if any(each.name == "data" for each in fields(kind)):
         values["data"] = data
     try:
@@ -287,21 +299,45 @@ def _record(kind: Any, values: dict[str, Any]) -> Any:
     return kind(**{name: _value(declared.get(name, ""), value) for name, value in values.items()})
 
 
+def _bounded(value: Any, depth: int = 0) -> Any:
+    """A JSON value whose texts are short enough and can be written as UTF-8; None for what is nested too deeply, and
+    for numbers that are not finite."""
+    if isinstance(value, str):
+        return value[:MAX_TEXT].encode(errors="backslashreplace").decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if not isinstance(value, (dict, list)):
+        return value
+    if depth == _MAX_DEPTH:
+        return None
+    if isinstance(value, list):
+        return [_bounded(item, depth + 1) for item in value]
+    return {_bounded(name): _bounded(item, depth + 1) for name, item in value.items()}
+
+
 def _value(declared: str, value: Any) -> Any:
     """A JSON value as the field's declared type. Raises TypeError for another type."""
-    if declared.endswith(" | None"):
-        if value is None:
-            return None
-        declared = declared[: -len(" | None")]
-    if declared.startswith("list["):
-        if not isinstance(value, list):
-            raise TypeError(f"{value!r:.80} is not a list")
-        return [_value(declared[5:-1], item) for item in value]
+    optional, declared = declared.endswith(" | None"), declared.removesuffix(" | None")
+    if declared == "Any" or (optional and value is None):
+        return value
     if declared in _NESTED:
         return _record(_NESTED[declared], dict(**value))
-    expected = _PLAIN.get(declared.partition("[")[0])
-    if expected is not None and (not isinstance(value, expected) or isinstance(value, bool) != (declared == "bool")):
+    outer, _, inner = declared.removesuffix("]").partition("[")
+    expected = _PLAIN.get(outer)
+    if expected is not None and (not isinstance(value, expected) or isinstance(value, bool) != (outer == "bool")):
         raise TypeError(f"{value!r:.80} is not {declared}")
     if isinstance(value, (int, float)) and not abs(value) <= (_LATEST if declared == "float" else _LARGEST):
         raise TypeError(f"{value!r:.80} is too large")
-    return value
+    return _items(outer, inner, value) if inner else value
+
+
+def _items(outer: str, inner: str, value: Any) -> Any:
+    """The items of a list, dict or tuple, likewise."""
+    if outer == "list":
+        return [_value(inner, item) for item in value]
+    if outer == "dict":
+        return {name: _value(inner.partition(", ")[2], item) for name, item in value.items()}
+    kinds = inner.split(", ")
+    if len(value) != len(kinds):
+        raise TypeError(f"{value!r:.80} is not {len(kinds)} values")
+    return tuple(map(_value, kinds, value))

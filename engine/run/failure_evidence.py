@@ -25,6 +25,7 @@ from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, Rank
 from engine.run.signatures import BY_ID
 from engine.security.redact import redact, redact_document
+from engine.security.sanitise import text_or_none
 
 _FINAL_LINES = 15
 _OF_RANK = re.compile(r"\[(?:rank ?|default)(\d{1,6})\]")
@@ -81,7 +82,7 @@ class RankEvidence:
 
     @property
     def error_type(self) -> str | None:
-        return self.failure.get("error_type") if self.failure is not None else None
+        return text_or_none(self.failure.get("error_type")) if self.failure is not None else None
 
     @property
     def exception(self) -> str:

@@ -22,7 +22,7 @@ from engine.run.failure_cause import CAUSE_CHARACTERS, explain, findings, first_
 from engine.run.failure_evidence import FailureEvidence, RankEvidence, succeeded
 from engine.run.signature import SignatureKind
 from engine.security.redact import redact
-from engine.security.sanitise import last_line, plain, sanitise, text_or_none
+from engine.security.sanitise import count_or_none, last_line, plain, sanitise, text_or_none
 from engine.store.layout import RunDir
 
 
@@ -316,7 +316,7 @@ def _no_port(rank: RankEvidence) -> str:
 
 def _left_early(rank: RankEvidence, trainer: bool) -> str:
     if rank.end is not None and rank.end.get("stopped") is True:
-        return f"stopped at iteration {rank.end.get('iteration')} though that was not requested"
+        return f"stopped at iteration {count_or_none(rank.end.get('iteration'))} though that was not requested"
     if trainer:
         return "left with exit code 0 before its training was complete"
     return "left early with exit code 0 while others still needed it"

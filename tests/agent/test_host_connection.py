@@ -288,7 +288,7 @@ async def test_an_answer_that_comes_after_the_request_was_repeated_is_taken(line
     await until(lambda: link.processes() == [])
     link.request_processes(kill=True)
     agent.send(ProcessList(first, [], {}))
-    agent.send(ProcessList(first + 1, [[7, "late"]], {}))
+    agent.send(ProcessList(first + 1, [(7, "late")], {}))
     await until(lambda: link.processes() is not None)
     assert link.processes() == [Process(7, "late")], "an answer to an earlier request is none to a new one"
 

@@ -406,7 +406,7 @@ IDENTITY = Identity(0, "r-1", 1, NONCE, "boot", 700, START, 701, 701, START, 1e9
 FRAMES: list[Message] = [
     Hello(VERSION, "boot", 0, 1e9),
     RankStarted(0, IDENTITY),
-    ProcessList(1, [[701, "python"]], {"rank0.log": 12}),
+    ProcessList(1, [(701, "python")], {"rank0.log": 12}),
     RankEnded(1, ExitRecord(1, 1, 0, None, 1e9, 12), 0, ExitOutput(log="40/40")),
     RequestEnded(1, 0, ""),
 ]
