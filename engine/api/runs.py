@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from typing import Any
 
 from engine.api.session import Session
 from engine.errors import LaunchError, RunNotFound, StateError
@@ -16,6 +15,7 @@ from engine.models import RunRecord, RunState
 from engine.run.failure_cause import diagnose
 from engine.run.json_lines import LineTail
 from engine.run.logs.reader import LogReader
+from engine.run.metrics import figures
 from engine.run.supervisor_process import adopt_orphans, request_abort, start_supervisor
 from engine.run.watch import RunWatch, supervisor_alive
 from engine.security.audit import audit_log
@@ -65,10 +65,10 @@ class RunsApi:
         """One run as it is now. Raises RunNotFound."""
         return self.watch(self.find(run).id).poll().record
 
-    def metrics(self, run: str) -> list[dict[str, Any]]:
+    def metrics(self, run: str) -> list[dict[str, int | float | None]]:
         """mlx-lm's report dicts in order."""
         rows = LineTail(self.find(run).metrics).objects()
-        return [{key: value for key, value in row.items() if key not in _REPORT_ONLY} for row in rows]
+        return [figures(row, _REPORT_ONLY) for row in rows]
 
     def watch(self, run: str) -> RunWatch:
         """A new watch of a run, for one reader. Raises RunNotFound, StateError."""

@@ -489,6 +489,9 @@ class AttemptMonitor:
         return self._ranks.fail_to_start(failed)
 
     def _note_gap(self, gap: Gap) -> None:
+        if gap.lasting:
+            self._raise_alarm(AlarmRaised(alarm="LOG_CUT", message=f"{gap.file}: {gap.problem}"))
+            return
         self._recorder.append(Note(message=f"{gap.file}: {gap.problem}{': over' if gap.over else ''}"))
 
     def _raise_alarm(self, alarm: AlarmRaised) -> None:

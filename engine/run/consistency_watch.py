@@ -18,7 +18,7 @@ from engine.config.models import ConsistencyConfig
 from engine.protocol.events import UPDATE_FIELD
 from engine.run.events import AlarmRaised
 from engine.run.json_lines import parse_json_line
-from engine.security.sanitise import plain
+from engine.security.sanitise import count_or_none, plain
 from engine.validators.workers import BYZANTINE, KL, STALENESS, WASSERSTEIN, ConsistencyMetrics, WorkerState
 from engine.validators.workers import validate_worker_consistency as validate
 
@@ -69,18 +69,17 @@ class ConsistencyWatch:
             self._lines[rank].append(line)
 
     def checkpoint(self, event: Mapping[str, Any]) -> None:
-        iteration = event.get("iteration")
-        if event.get("phase") == "committed" and isinstance(iteration, int):
+        if event.get("phase") == "committed" and (iteration := _integer(event, "iteration")) >= 0:
             self._checkpoint = iteration
 
     def replica_check(self, event: Mapping[str, Any]) -> None:
         """Every rank reports the same comparison: the alarm is raised once."""
-        if event.get("agreed") is not False or not isinstance(event.get("iteration"), int):
+        if event.get("agreed") is not False or (iteration := _integer(event, "iteration")) < 0:
             return
         ranks = tuple(rank for rank in _whole(event.get("ranks")) if rank in self._nodes)
         if (key := (REPLICAS_DIFFER, ranks)) not in self._raised:
             self._raised.add(key)
-            self._alarm(REPLICAS_DIFFER, ranks, event["iteration"], plain(event.get("message"), 300))
+            self._alarm(REPLICAS_DIFFER, ranks, iteration, plain(event.get("message"), 300))
 
     def poll(self) -> ConsistencyMetrics | None:
         """When a second has passed, check the updates of each rank, and the newest one that all have reported: the
@@ -193,8 +192,8 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _integer(event: Mapping[str, Any], name: str) -> int:
     """-1 where it is missing."""
-    value = event.get(name)
-    return value if isinstance(value, int) else -1
+    value = count_or_none(event.get(name))
+    return -1 if value is None else value
 
 
 def _whole(value: object) -> tuple[int, ...]:

@@ -137,7 +137,11 @@ class LineTail:
                     self.offset += len(block)
 
 
+_LONGEST_OBJECT = 4 << 20
+"""Bytes: no program of ours writes a longer one."""
+
+
 def parse_json_line(line: bytes) -> dict[str, Any] | None:
     """The object in one line; None when there is none."""
-    entry = json_or_none(line)
+    entry = json_or_none(line) if len(line) <= _LONGEST_OBJECT else None
     return entry if isinstance(entry, dict) else None

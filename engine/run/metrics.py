@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from engine.security.sanitise import finite_or_none
+from engine.security.sanitise import count_or_none, finite_or_none, number_or_none, plain
 from engine.snapshots import Series, SeriesMark
 
 X = TypeVar("X", int, float)
+
+
+_MOST_FIGURES = 200
+_NAME_LIMIT = 100
+_NUMBERS = frozenset({int, float, type(None)})
+
+
+def figures(report: Mapping[str, Any], without: Collection[str]) -> dict[str, int | float | None]:
+    """The numbers of a report under their names, None for one that is not finite; nothing else, whatever a node or a
+    program of the user's own has written there."""
+    named = [(plain(name, _NAME_LIMIT), value) for name, value in report.items() if name not in without]
+    return {name: number_or_none(value) for name, value in named[:_MOST_FIGURES] if type(value) in _NUMBERS}
 
 
 def decimate(points: Sequence[tuple[X, float]], width: int) -> list[tuple[X, float]]:
@@ -79,8 +91,8 @@ class SeriesBuilder:
 
     def add(self, row: dict[str, Any]) -> None:
         """One row: `kind` train or val, mlx-lm's names, `attempt`."""
-        iteration = row.get("iteration")
-        if not isinstance(iteration, int):
+        iteration = count_or_none(row.get("iteration"))
+        if iteration is None:
             return
         self._built = None
         attempt = row.get("attempt")

@@ -24,7 +24,9 @@ from engine.protocol.events import STEP_FIELD, UPDATE_FIELD
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures, Hang, Resumed
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
-from engine.security.sanitise import count_or_none, moment_or_none
+from engine.run.metrics import figures
+from engine.run.rank_events import PHASE_LIMIT
+from engine.security.sanitise import count_or_none, moment_or_none, number_or_none, plain
 from engine.store.layout import RunDir
 
 FIRST_STEPS = 5
@@ -99,7 +101,7 @@ class AttemptProgress:
             case "start":
                 self.starts[rank] += 1
             case "phase":
-                self._announced[rank] = str(event.get("phase"))
+                self._announced[rank] = plain(event.get("phase"), PHASE_LIMIT)
                 self._enter(rank, self._announced[rank], now)
             case "checkpoint" if not event.get("background"):
                 # Several files may belong to one phase of saving: the trainer reports when it goes on.
@@ -108,7 +110,7 @@ class AttemptProgress:
             case "end" | "failure":
                 self._enter(rank, "ended", now)
             case "emergency_checkpoint":
-                self.checkpoint_phases[rank] = str(event.get("phase"))
+                self.checkpoint_phases[rank] = plain(event.get("phase"), PHASE_LIMIT)
                 if (size := count_or_none(event.get("bytes"))) is not None:
                     self.checkpoint_bytes[rank] = size
             case "resumed" if self.resumed is None:
@@ -154,7 +156,7 @@ class AttemptProgress:
 
 def _resumed(event: Mapping[str, Any]) -> Resumed:
     return Resumed(
-        source=str(event.get("source"))[:40],
+        source=plain(event.get("source"), PHASE_LIMIT),
         iteration=count_or_none(event.get("iteration")) or 0,
         update=count_or_none(event.get("update")),
         from_rank=count_or_none(event.get("from_rank")),
@@ -293,21 +295,20 @@ class EventIntake:
                 self._keep(_METRICS[name], event)
 
     def _keep(self, kind: str, event: dict[str, Any]) -> None:
-        figures = {key: value for key, value in event.items() if key not in _ENVELOPE}
-        self.latest = _updated(self.latest, figures)
+        numbers = figures(event, _ENVELOPE)
+        self.latest = _updated(self.latest, numbers)
         if self._written > 0:
             # An earlier supervisor wrote it.
             self._written -= 1
             return
         at = moment_or_none(event.get("at")) or datetime.now(UTC)
-        row = {"kind": kind, "attempt": self._attempt, "at": at.isoformat(), **figures}
+        row = {"kind": kind, "attempt": self._attempt, "at": at.isoformat(), **numbers}
         self._file.append(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
 def _updated(latest: Figures, row: Mapping[str, Any]) -> Figures:
     """A command of the user's own may report anything: only numbers are taken."""
-    known = {each.name: row[each.name] for each in fields(Figures) if isinstance(row.get(each.name), int | float)}
+    known: dict[str, Any] = {each.name: number_or_none(row.get(each.name)) for each in fields(Figures)}
     for name in ("iteration", "iterations"):
-        if not isinstance(known.get(name, 0), int):
-            del known[name]
-    return replace(latest, **known)
+        known[name] = known[name] if isinstance(known[name], int) else None
+    return replace(latest, **{name: value for name, value in known.items() if value is not None})

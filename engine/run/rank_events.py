@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.run.json_lines import LineTail, parse_json_line
-from engine.security.sanitise import count_or_none, finite_or_none, moment_or_none, text_or_none
+from engine.security.sanitise import count_or_none, finite_or_none, moment_or_none, plain, text_or_none
 from engine.snapshots import ChunkProgress, RankReport, SavedFile
 
 _STATUS_LINES = 40
 """At the end of the file: enough that a report or validation never hides the last step."""
 _PATH_LIMIT = 4096
+PHASE_LIMIT = 40
+"""Characters."""
 _TYPICAL_OF = 20
 """Steps."""
 _KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"chunk"', b'"failure"', b'"warning"', b'"start"', b'"end"')
@@ -81,7 +83,7 @@ class RankEvents:
             case "chunk":
                 changes = _chunk(event)
             case "phase":
-                changes = {"phase": str(event.get("phase"))}
+                changes = {"phase": plain(event.get("phase"), PHASE_LIMIT)}
             case "step":
                 changes = self._step(event)
             case "checkpoint" if event.get("phase") == "committed":

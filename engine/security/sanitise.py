@@ -136,6 +136,11 @@ def finite_or_none(value: object) -> float | None:
     return float(value) if abs(value) < _LARGEST and math.isfinite(value) else None
 
 
+def number_or_none(value: object) -> int | float | None:
+    """A finite number of ordinary size, as it is; None for anything else."""
+    return value if type(value) is int and abs(value) < _LARGEST else finite_or_none(value)
+
+
 def moment_or_none(value: object) -> datetime | None:
     """Seconds since the epoch as a UTC time; None for anything else, or beyond the year 9999."""
     try:

@@ -23,10 +23,11 @@ from engine.config.models import NodeConfig
 from engine.errors import NodeUnreachable
 from engine.node.attempt_watch import MAX_UNANSWERED_HEARTBEATS
 from engine.node.processes import Process
-from engine.protocol.attempt import END, STOP, Identity, NodeFiles
+from engine.protocol.attempt import END, STOP, ExitRecord, Identity, NodeFiles
 from engine.protocol.events import ExitOutput
 from engine.protocol.messages import (
     VERSION,
+    ExitOutputReply,
     FileData,
     Heartbeat,
     Hello,
@@ -306,3 +307,35 @@ async def test_after_a_break_the_files_are_requested_before_the_open_request(
     await until(lambda: ListProcesses in [type(message) for message in agent.received[before:]])
     kinds = [type(message) for message in agent.received[before:]]
     assert kinds.index(ReadFile) < kinds.index(ListProcesses), "with its answer the agent reports the files' sizes"
+
+
+async def test_what_an_agent_sends_unasked_ends_its_connection_and_nothing_else(
+    line: tuple[Line, HostConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of a file than the head has room for, and ranks that it does not have: each would fill the memory."""
+    agent, link = line
+    log = link.file("rank0.log")
+    assert log.read_from(0, 10) == b""
+    half = b"x" * (WINDOW_BYTES // 2)
+    hostile: list[list[Message]] = [
+        [FileData("rank0.log", number * len(half), False, half) for number in range(3)],
+        [RankEnded(7, None, 0, ExitOutput("x"))],
+        [ExitOutputReply(-1, ExitOutput("x"))],
+    ]
+    for messages in hostile:
+        count = len(agent.transport.channels)
+        for message in messages:
+            agent.send(message)
+        await until(lambda: len(agent.transport.channels) > count and link.state.answered)  # noqa: B023
+    assert len(log.read_from(0, 10 * WINDOW_BYTES)) == WINDOW_BYTES
+    assert link.exit_output(7) == ExitOutput()
+
+
+async def test_an_exit_record_is_bounded_and_safe_to_show(line: tuple[Line, HostConnection]) -> None:
+    agent, link = line
+    record = ExitRecord(0, 1, None, None, 1.5, 0, stopped_by="\x1b[2J", error="no\nsuch " + "x" * 3_000_000)
+    agent.send(RankEnded(0, record, 0, ExitOutput()))
+    await until(lambda: link.observe(0).record is not None)
+    found = link.observe(0).record
+    assert found is not None and found.error is not None
+    assert (len(found.error) <= 500, found.error.startswith("no such x"), found.stopped_by) == (True, True, "")

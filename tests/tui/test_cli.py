@@ -278,3 +278,16 @@ def test_starting_a_command_imports_neither_mlx_nor_textual() -> None:
     probe = f"import tui.cli, sys; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_figure_that_is_no_number_reaches_no_spreadsheet_and_no_parser(home: Path) -> None:
+    """A node may report anything: a formula that a spreadsheet would run, or what is no JSON."""
+    run = MadeRun(home, name="hostile").state("preflight", "launching").attempt().state("running")
+    run.metrics([report(1, 4.0, tokens_per_second="=cmd|' /C calc'!A1"), report(2, float("nan"), peak_memory=1e999)])
+    run.close()
+    for command in (["show"], ["metrics"], ["runs"]):
+        name = [] if command == ["runs"] else ["hostile"]
+        json.loads(flightdeck(home, *command, *name, "--json").out, parse_constant=pytest.fail)
+    first, second = csv.DictReader(io.StringIO(flightdeck(home, "metrics", "hostile", "--format", "csv").out))
+    assert (first["train_loss"], first["tokens_per_second"]) == ("4.0", "")
+    assert (second["train_loss"], second["peak_memory"]) == ("", "")

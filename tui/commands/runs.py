@@ -7,7 +7,7 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from engine.api import LAUNCHER_SOURCE, Engine, ExitCode, LogLine, LogReader, RunDir, RunWatch
@@ -196,7 +196,7 @@ def metrics(options: argparse.Namespace, engine: Engine) -> int:
     return ExitCode.OK
 
 
-def _metric_row(report: dict[str, object]) -> list[str]:
+def _metric_row(report: Mapping[str, object]) -> list[str]:
     def figure(key: str, form: str) -> str:
         value = report.get(key)
         return format(value, form) if isinstance(value, int | float) else NOT_MEASURED

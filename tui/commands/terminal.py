@@ -83,8 +83,9 @@ class Lines:
 
 def print_json(document: Any) -> None:
     """One JSON document on stdout, models and dataclasses as objects; control characters in remote text stay
-    escaped."""
-    json.dump(document, sys.stdout, indent=2, default=_plain)
+    escaped. JSON knows no NaN and no infinity: they become null."""
+    plain = json.loads(json.dumps(document, default=_plain), parse_constant=lambda _: None)
+    json.dump(plain, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 

@@ -29,6 +29,8 @@ ROUNDS: Final = 8
 """Chunks per file and pump: a flood is taken in bounded bites, each file in its turn."""
 VERIFIED_BYTES: Final = 64 * 1024
 """The part of the mirror's tail that is compared with the node's file when a mirror goes on."""
+MOST_BYTES: Final = 8 << 30
+"""Of one file of one attempt: a node that sends without end does not fill the head's disk."""
 WAITING_BYTES: Final = 1 << 20
 """Index records that a full disk did not take: with more, the log waits as well."""
 _LATE_BYTES_S: Final = 10.0
@@ -47,6 +49,8 @@ class Gap:
     problem: str
     """One line without the file's name; the same as before when it is over."""
     over: bool = False
+    lasting: bool = False
+    """The rest is not copied later, either."""
 
 
 class FileMirror(DescriptorOwner):
@@ -72,6 +76,9 @@ class FileMirror(DescriptorOwner):
             # After a cut nothing is copied yet: the index must first see the file as short as it is.
             return b""
         data = self._node.read_from(self.size - self._base, CHUNK_BYTES)
+        if data and self.is_full:
+            raise OSError(errno.EFBIG, f"over {MOST_BYTES >> 20:,} MiB in one attempt: the rest stays on its node")
+        data = data[: MOST_BYTES - (self.size - self._base)]
         stored = 0
         try:
             while stored < len(data):
@@ -91,8 +98,15 @@ class FileMirror(DescriptorOwner):
             self.size = self._base
 
     @property
+    def is_full(self) -> bool:
+        """No more of this attempt is copied."""
+        return self.size - self._base >= MOST_BYTES
+
+    @property
     def behind(self) -> bool:
         """The node has more, or that is not known."""
+        if self.is_full:
+            return False
         there = self._node.size()
         return there is None or (self._descriptor < 0 and there > 0) or self.size - self._base < there
 
@@ -305,7 +319,7 @@ class Mirror:
             problem = _in_words(error)
             if self._problems.get(path.name) != problem:
                 self._problems[path.name] = problem
-                self._tell(Gap(path.name, problem))
+                self._tell(Gap(path.name, problem, lasting=error.errno == errno.EFBIG))
             return None
         if problem := self._problems.pop(path.name, ""):
             self._tell(Gap(path.name, problem, over=True))

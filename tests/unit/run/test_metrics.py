@@ -1,11 +1,15 @@
-"""A curve thinned out for a plot keeps its extremes."""
+"""A curve thinned out for a plot keeps its extremes; of a report only numbers are taken."""
 
 from __future__ import annotations
+
+import json
+import math
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.run.metrics import decimate
+from engine.run.metrics import decimate, figures
+from engine.security.sanitise import plain
 
 heights = st.floats(-1e9, 1e9)
 curves = st.lists(st.tuples(st.integers(0, 10_000), heights), max_size=300).map(
@@ -36,3 +40,23 @@ def test_few_points_are_all_kept_and_what_is_no_number_is_left_out() -> None:
 
 def test_points_over_one_another_become_two() -> None:
     assert decimate([(5, float(y)) for y in (3, 1, 4, 1, 5, 9, 2)], 2) == [(5, 1.0), (5, 9.0)]
+
+
+JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=2)
+
+
+@given(st.dictionaries(st.text(max_size=8), JSON, max_size=8))
+def test_figures_are_finite_numbers_whatever_is_reported(report: dict[str, object]) -> None:
+    found = figures(report, {"at"})
+    json.dumps(found, allow_nan=False)
+    assert all(name == plain(name, 100) for name in found)
+    assert all(type(value) in (int, float) and math.isfinite(value) for value in found.values() if value is not None)
+
+
+def test_figures_keep_what_is_a_number_as_it_is() -> None:
+    report = {"iteration": 10, "train_loss": 1.5, "kind": "=cmd|' /C calc'!A1", "val_loss": math.inf, "tokens": 10**400}
+    assert figures(report, ()) == {"iteration": 10, "train_loss": 1.5, "val_loss": None, "tokens": None}
+
+
+def test_figures_are_bounded_in_number() -> None:
+    assert len(figures({f"loss{number}": 1.0 for number in range(10_000)}, ())) == 200

@@ -373,3 +373,24 @@ def test_a_supervisor_killed_while_it_mirrors_loses_and_doubles_nothing(tmp_path
     assert mirror.settle() == []
     mirror.close()
     assert_true(run_dir, (0, 1))
+
+
+def test_a_node_that_sends_without_end_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.run.logs.mirror.MOST_BYTES", 10)
+    run_dir, gaps = RunDir(tmp_path / "run"), list[Gap]()
+    run_dir.path.mkdir()
+    mirror = following(run_dir, gaps)
+    append(node_log(tmp_path, 0), b"0123456789")
+    assert (mirror.settle(), gaps) == ([], [])
+    append(node_log(tmp_path, 0), b"and more\n" * 10)
+    append(node_log(tmp_path, 1), b"as ever\n")
+    assert mirror.settle() == [], "what is not copied is not waited for"
+    assert mirror.settle() == []
+    assert (run_dir.log(0).read_bytes(), run_dir.log(1).read_bytes()) == (b"0123456789", b"as ever\n")
+    (gap,) = gaps
+    assert (gap.file, gap.lasting, "the rest stays on its node" in gap.problem) == ("rank0.log", True, True)
+    mirror.close()
+    again = Mirror(run_dir, gaps.append, Ticking())
+    again.follow(0, LocalFile(node_log(tmp_path, 0)), 10)
+    again.settle()
+    assert run_dir.log(0).read_bytes() == b"01234567890123456789", "the next attempt has the same room"
