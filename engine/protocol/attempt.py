@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -132,6 +133,8 @@ class AttemptSpec:
     """The iteration that the run reached before this attempt; if above 0, `resume` does not start again at 1."""
     accept_changed_data: bool = False
     """Resume although the data or the base model are not those of the state."""
+    group_key: str = field(default_factory=lambda: secrets.token_hex(32))
+    """By which the ranks of strategy "local" know one another: in this file alone, while the nonce stands in `ps`."""
     version: int = SPEC_VERSION
 
     def to_json(self) -> str:

@@ -1,8 +1,9 @@
 """The group of ranks of strategy "local", over TCP: a star around rank 0. A rank that is lost or late is left out by
 the others, and joins again where rank 0 admits it; without rank 0 there is no group.
 
-Every operation is one message from each member to rank 0, and one back. Members prove that they know the attempt's
-nonce (multiprocessing.connection's HMAC challenge); nothing that is received is unpickled.
+Every operation is one message from each member to rank 0, and one back. Members prove that they know the group's
+key, which the attempt's specification has (multiprocessing.connection's HMAC challenge); nothing that is received is
+unpickled, and nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ STALL_S = 30.0
 _GONE_S = 5.0
 """Rank 0 is gone when its port has refused connections for so long."""
 _RETRY_S = 0.2
+GREETING_LIMIT_S = 10.0
+"""For a connection to prove who it is, from its beginning to its end."""
 _MOST_GREETED = 64
-"""Connections at a time that have not proved yet who they are."""
+"""Connections at a time that have not proved yet who they are: with more, the oldest is closed."""
 _HELLO_BYTES = 4096
 _FORMED, _RUNNING, _ADMITTED, _REFUSED = b"formed", b"running", b"admitted", b"refused"
 
@@ -67,8 +70,54 @@ def join_group(spec: AttemptSpec, rank: int, note: Callable[[str], object]) -> t
         return Collective(spec.backend, spec.world_size, rank), spec.backend
     # The hostfile of MLX's ring, in which rank 0's first address is the group's.
     address = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())[0][0] if spec.world_size > 1 else None
-    group = ElasticGroup(address, spec.nonce.encode(), spec.world_size, rank, note)
+    group = ElasticGroup(address, spec.group_key.encode(), spec.world_size, rank, note)
     return group, f"tcp to {address}" if address is not None else "none"
+
+
+class _Greetings:
+    """The connections that have not proved yet who they are. A stranger that says little keeps nobody else waiting."""
+
+    def __init__(self, greet: Callable[[Connection, Callable[[], bool]], None]) -> None:
+        """`greet` talks to one, in a thread of its own; it may still be taken in where what it is given says so."""
+        self._greet = greet
+        self._lock = threading.Lock()
+        self._late_at: dict[socket.socket, float] = {}
+        """Duplicate of each connection's socket → when its time is over."""
+
+    def begin(self, accepted: socket.socket) -> None:
+        """Raises OSError, RuntimeError where there is no descriptor or thread for it."""
+        guard = accepted.dup()
+
+        def in_time() -> bool:
+            with self._lock:
+                return self._late_at.pop(guard, None) is not None
+
+        def run() -> None:
+            with guard, contextlib.suppress(OSError):
+                try:
+                    self._greet(_configured(accepted, STALL_S), in_time)
+                finally:
+                    in_time()
+
+        with self._lock:
+            if len(self._late_at) >= _MOST_GREETED:
+                self._close(next(iter(self._late_at)))
+            self._late_at[guard] = time.monotonic() + GREETING_LIMIT_S
+        threading.Thread(target=run, daemon=True).start()
+
+    def close_late(self) -> float | None:
+        """Close those whose time is over; how long the next one has, s, None without one."""
+        with self._lock:
+            now = time.monotonic()
+            for guard in [guard for guard, late_at in self._late_at.items() if late_at <= now]:
+                self._close(guard)
+            return min((max(0.01, late_at - now) for late_at in self._late_at.values()), default=None)
+
+    def _close(self, guard: socket.socket) -> None:
+        """Its greeting ends with an error by that."""
+        del self._late_at[guard]
+        with contextlib.suppress(OSError):
+            guard.shutdown(socket.SHUT_RDWR)
 
 
 class ElasticGroup(Collective):
@@ -255,7 +304,7 @@ class ElasticGroup(Collective):
 
     def _form(self, world_size: int) -> None:
         """On rank 0: accept connections for ever, and return when every rank has come."""
-        self._listener = socket.create_server((self._host, self._port), backlog=world_size)
+        self._listener = socket.create_server((self._host, self._port), backlog=world_size + _MOST_GREETED)
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
         deadline = time.monotonic() + FORM_LIMIT_S
         while len(self._members) < world_size - 1:
@@ -271,29 +320,28 @@ class ElasticGroup(Collective):
         self._formed = True
 
     def _accept(self) -> None:
-        # A stranger that says nothing keeps nobody else waiting.
-        greeters = threading.BoundedSemaphore(_MOST_GREETED)
-
-        def greet(accepted: socket.socket) -> None:
-            with greeters, contextlib.suppress(OSError):
-                self._greet(_configured(accepted, STALL_S))
-
+        greetings = _Greetings(self._greet)
         while self._listener.fileno() >= 0:
             try:
-                with greeters:
-                    accepted, _ = self._listener.accept()
-                threading.Thread(target=greet, args=(accepted,), daemon=True).start()
+                self._listener.settimeout(greetings.close_late())
+                accepted, _ = self._listener.accept()
+                greetings.begin(accepted)
+            except TimeoutError:
+                continue
             except (OSError, RuntimeError):
                 # Too many open files, or threads.
                 time.sleep(_RETRY_S)
 
-    def _greet(self, connection: Connection) -> None:
+    def _greet(self, connection: Connection, in_time: Callable[[], bool]) -> None:
         try:
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             hello = json.loads(connection.recv_bytes(_HELLO_BYTES))
             arrival = _Arrival(int(hello["rank"]), hello["facts"], connection)
         except (AuthenticationError, EOFError, OSError, ValueError, KeyError, TypeError):
+            connection.close()
+            return
+        if not in_time():
             connection.close()
             return
         if arrival.facts is None and self._formed:

@@ -30,7 +30,7 @@ ROUNDS: Final = 8
 VERIFIED_BYTES: Final = 64 * 1024
 """The part of the mirror's tail that is compared with the node's file when a mirror goes on."""
 MOST_BYTES: Final = 8 << 30
-"""Of one file of one attempt: a node that sends without end does not fill the head's disk."""
+"""A file's limit in one attempt: a node that sends without end does not fill the head's disk."""
 WAITING_BYTES: Final = 1 << 20
 """Index records that a full disk did not take: with more, the log waits as well."""
 _LATE_BYTES_S: Final = 10.0

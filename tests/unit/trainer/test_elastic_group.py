@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from engine.protocol.attempt import AttemptSpec
 from engine.trainer import elastic_group
 from engine.trainer.collective import all_gather_object, broadcast_arrays
 from engine.trainer.elastic_group import ElasticGroup, LeftOut
@@ -182,3 +186,49 @@ def test_without_rank_0_there_is_no_group(ranks: Ranks, monkeypatch: pytest.Monk
         second.all_sum(mx.array(1.0))
     with pytest.raises(PeerLost, match="is gone"):
         second.join(lambda: False)
+
+
+@pytest.mark.parametrize("strangers", [66, 3])
+def test_strangers_that_say_a_byte_at_a_time_do_not_keep_the_group_from_forming(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, strangers: int
+) -> None:
+    """They held all 64 places, each byte in time; a greeting has its time as a whole, and a new one goes before."""
+    monkeypatch.setattr(elastic_group, "GREETING_LIMIT_S", 1.0)
+    host, _, port = ranks.address.rpartition(":")
+    forming = ranks.pool.submit(ranks.group, 0, 2)
+    over = threading.Event()
+
+    def connect() -> socket.socket:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((host, int(port)))
+        time.sleep(0.01)
+        return connect()
+
+    def trickle(stranger: socket.socket) -> bool:
+        """True when it was closed."""
+        with stranger, contextlib.suppress(OSError):
+            stranger.sendall(b"\0\0\0\x40")
+            while not over.wait(0.05):
+                stranger.sendall(b"x")
+            return False
+        return True
+
+    with ThreadPoolExecutor(strangers) as pool:
+        trickling = [pool.submit(trickle, connect()) for _ in range(strangers)]
+        second = ranks.group(1, 2)
+        assert ranks.sums(forming.result(60), second) == [11.0, 11.0]
+        assert all(each.result(60) for each in trickling), "none is kept"
+        over.set()
+    assert ranks.sums(forming.result(60), second) == [11.0, 11.0]
+
+
+def test_the_groups_key_is_no_nonce_and_lies_in_the_specification_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = list[bytes]()
+    monkeypatch.setattr(elastic_group, "ElasticGroup", lambda _address, key, *_: keys.append(key))
+    specs = [AttemptSpec("r", 1, "nonce", "ring", 1, [], job={"strategy": "local"}) for _ in range(2)]
+    for spec in [*specs, AttemptSpec.from_json(specs[0].to_json())]:
+        elastic_group.join_group(spec, 0, print)
+    first, second, read = keys
+    assert first == read != second
+    assert len(first) == 64
+    assert b"nonce" not in first
