@@ -140,7 +140,7 @@ def _accelerate(job: JobConfig) -> tuple[dict[str, Any], list[str]]:
     if "--config_file" in given:
         # Relative to the workdir; an absolute path stays as it is.
         given["--config_file"] = str(PurePosixPath("{workdir}", given["--config_file"]))
-    words = [word for name, value in given.items() if name not in ("-m", "--module") for word in (name, value)]
+    words = [word for name, value in given.items() if name != "--module" for word in (name, value)]
     return {"strategy": job.strategy}, [_ACCELERATE_LAUNCH, *joined_options(words)]
 
 

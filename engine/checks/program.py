@@ -7,15 +7,26 @@ from pathlib import PurePosixPath
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext
-from engine.checks.fixes import path_fix
+from engine.checks.fixes import Fix, path_fix
+from engine.checks.interpreter import Interpreter
+from engine.checks.versions import install_fix
 from engine.cluster.probe_results import ProgramLocation
+from engine.config.models import NodeConfig
 from engine.errors import InputError
 from engine.models import CheckResult
-from engine.protocol.launchers import started_program
+from engine.protocol.launchers import NestedLauncher, nested_in_command, started_program
 from engine.security.identifiers import safe_repr
 
 NAME = "program_present"
 _LIMIT_S = 30.0
+_PACKAGES = {
+    **{f"mlx_lm{command}": "mlx-lm" for command in ("", ".lora", ".fuse", ".convert", ".generate")},
+    "tune": "torchtune",
+    "fabric": "lightning",
+    "llamafactory-cli": "llamafactory",
+    **{name: name for name in ("accelerate", "axolotl", "deepspeed", "trl")},
+}
+"""Console scripts of trainings -> the package that has them."""
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -36,12 +47,25 @@ async def run(context: CheckContext) -> CheckResult:
     for node, location in found.answered(answers):
         if location.fault is not None:
             fix = path_fix("mkdir -p", location.make) or path_fix("chmod +x", location.permit)
-            found.fault(node, location.fault, fix)
+            found.fault(node, location.fault, fix or _install(node, location.absent))
         elif (why := _outside(context, location)) is not None:
             found.fault(node, why)
         else:
             found.evidence[node.name] = location.program or ""
+        if (within := location.launcher) is not None and len(context.config.nodes) > 1:
+            report = found.fault if within.certain else found.warn
+            report(node, f"{within.script}: {NestedLauncher(within.name, within.fix, within.certain)}")
+    nested = nested_in_command(job.command or (), job.framework)
+    if nested is not None and len(context.config.nodes) > 1:
+        (found.overall.fault if nested.certain else found.overall.warn)(str(nested))
     return found.verdict(" ".join(command))
+
+
+def _install(node: NodeConfig, program: str | None) -> Fix | None:
+    """A command that installs a console script beside the node's python."""
+    if (package := _PACKAGES.get(program or "")) is None:
+        return None
+    return install_fix(node.python, Interpreter(), {package: ""})
 
 
 def _outside(context: CheckContext, location: ProgramLocation) -> str | None:

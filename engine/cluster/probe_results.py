@@ -119,6 +119,15 @@ class Reporters(FrozenModel):
     services: Annotated[dict[ShortText, ReporterState], Field(max_length=10)]
 
 
+class LauncherWithin(FrozenModel):
+    """A launcher that a shell script starts (engine.protocol.launchers.NestedLauncher)."""
+
+    name: ShortText
+    fix: ShortText
+    certain: bool
+    script: PathText
+
+
 class ProgramLocation(FrozenModel):
     program: ShortText | None
     """The program that would run."""
@@ -126,11 +135,14 @@ class ProgramLocation(FrozenModel):
     """Where its Python script lies, symlinks followed."""
     roots: list[PathText] = Field(default_factory=list, max_length=10)
     """The node's home and its workdir, likewise."""
+    launcher: LauncherWithin | None = None
     fault: ShortText | None
     make: PathText | None = None
     """A folder that is missing."""
     permit: PathText | None = None
     """A file that may not be executed."""
+    absent: ShortText | None = None
+    """A program that was looked for by its name."""
 
 
 class PortHolder(FrozenModel):

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from engine.config.mlx_lm_keys import (
 )
 from engine.config.models import JobConfig
 from engine.protocol.job import AUTO, STRATEGIES, Framework
-from engine.protocol.launchers import LAUNCHER_OPTIONS, MIXED_PRECISIONS, split_launcher
+from engine.protocol.launcher_options import REFUSED, option_of
+from engine.protocol.launchers import MIXED_PRECISIONS, option_value, own_strategy, split_launcher, started_program
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (
@@ -152,31 +154,27 @@ def _check_torch(
 def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]) -> tuple[str, ...]:
     """Check the launcher of PyTorch that a command begins with, if any: the keys that it is given."""
     launcher, options, program = split_launcher(table["command"])
-    if table.get("elastic") is True and launcher != "torchrun" and program[:1] != ["python"]:
+    if table.get("elastic") is True and (
+        launcher not in (None, "torchrun") or started_program(table["command"])[:1] != ["python"]
+    ):
         faults.add(location, "elastic", True, 'false, or a command that begins with "torchrun" or "python"')
     if program[1:3] == ["-m", "torch.distributed.launch"]:
         accepted = '"torchrun": torch.distributed.launch is its deprecated predecessor'
         faults.add(location, "command", "torch.distributed.launch", accepted)
     for option in options[::2]:
-        if launcher is not None and option not in LAUNCHER_OPTIONS[launcher]:
-            faults.add(location, "command", option, _instead(launcher, option))
-    named = MIXED_PRECISIONS.get(dict(zip(options[::2], options[1::2], strict=True)).get("--mixed_precision", ""))
+        if launcher is not None and (given := option_of(launcher, option)).effect == REFUSED:
+            faults.add(location, "command", option, f"no {option}: {given.reason}")
+    if (own := own_strategy(table["command"])) not in (None, "--config_file"):
+        for key in ("strategy", "sharding", "zero_stage", "offload"):
+            if table.get(key, AUTO) != AUTO:
+                faults.add(location, key, table[key], f"no value here: the command has {own}")
+    named = MIXED_PRECISIONS.get(option_value(table["command"], "--mixed_precision"))
     if named is not None and table.get("precision", AUTO) not in (AUTO, named):
         accepted = f"{named!r}, as the command's --mixed_precision, or only one of the two"
         faults.add(location, "precision", table["precision"], accepted)
     if launcher is not None and not program:
         faults.add(location, "command", table["command"], f"a script after {launcher}")
     return ("strategy", *TORCH_KEYS) if launcher == "accelerate" else ()
-
-
-def _instead(launcher: str, option: str) -> str:
-    """Words to write in place of an option that a launcher may not have here."""
-    if option == "--no_python":
-        return f"the program alone, without {launcher}: each rank gets the same variables"
-    if option == "-m":
-        return "--module, as deepspeed has it"
-    taken = f"no {option}: Flight Deck starts a rank for each [[node]] and its processes itself"
-    return f"{taken}; other settings are in [job] or a --config_file" if launcher == "accelerate" else taken
 
 
 def _check_command(
@@ -295,9 +293,15 @@ def environment_fault(name: str, value: object) -> str | None:
 
 
 def _name(command: object, model: object) -> str:
-    """The default name: that of the model's folder, or of the script."""
+    """The default name: that of the model's folder, or of the script, module or program."""
     if isinstance(command, list):
-        words = [word for word in command if isinstance(word, str)]
-        script = next((word for word in words if word.endswith(".py")), words[0] if words else "")
-        return make_identifier(Path(script[:4096]).stem, "job")
+        words = started_program([word for word in command if isinstance(word, str)])
+        python, named = False, words[:1]
+        for word, after in pairwise([*words, ""]):
+            python |= Path(word).name.startswith("python")
+            if word.endswith((".py", ".sh")) or (python and word == "-m"):
+                named = [after if word == "-m" else word]
+                break
+        name = "".join(named)
+        return make_identifier(re.sub(r"\.(py|sh)$", "", Path(name[:4096]).name), "job")
     return make_identifier(Path(model).name, "job") if isinstance(model, str) else "job"

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +45,12 @@ def raise_priority() -> str:
 
     code = ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INTERACTIVE, 0)
     return "QOS_CLASS_USER_INTERACTIVE" if code == 0 else f"QOS_CLASS_USER_INTERACTIVE was refused with {code}"
+
+
+def find_program(name: str, python: str) -> str | None:
+    """The path of a program that is named without one: as in an activated environment first beside `python`, where
+    console scripts are."""
+    return shutil.which(name, path=str(Path(python).parent)) or shutil.which(name)
 
 
 OPEN_FILES = 10_240

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.node import processes
 from engine.protocol.attempt import CONTROL_FD_ENV, EVENTS_ENV, NONCE_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec
-from engine.protocol.launchers import rank_command
+from engine.protocol.launchers import option_value, rank_command
 
 _CHUNK_BYTES = 65_536
 _BUNDLE = Path(__file__).resolve().parents[2]
@@ -188,7 +188,7 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
             "TORCHELASTIC_RESTART_COUNT": str(spec.attempt - 1),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), own, strict=True)),
-            "ROLE_NAME": "default",
+            "ROLE_NAME": option_value(spec.command, "--role", "default"),
         }
     if spec.framework == "torch" and spec.command is not None and int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1:
         # As torchrun does: each rank would else have a thread for every core.
@@ -256,6 +256,8 @@ def _arguments(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]
     program, *arguments = given
     if program in ("python", "python3"):
         program = rank.python
+    elif os.sep not in program:
+        program = processes.find_program(program, rank.python) or program
     command = [program, *arguments]
     for placeholder, value in values.items():
         command = [argument.replace(placeholder, value) for argument in command]

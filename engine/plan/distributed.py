@@ -152,8 +152,8 @@ def torch_packages(job: JobConfig) -> tuple[str, ...]:
     """Those that every rank of a PyTorch job imports, torch first: of a command, besides torch, its launcher."""
     if job.command is None:
         return ("torch", "accelerate", "transformers", "peft", *(["deepspeed"] if job.strategy == "deepspeed" else []))
-    launcher = split_launcher(job.command)[0]
-    if launcher == "accelerate" and job.strategy == "deepspeed":
+    launcher, options, _ = split_launcher(job.command)
+    if launcher == "accelerate" and (job.strategy == "deepspeed" or "--use_deepspeed" in options):
         return ("torch", "accelerate", "deepspeed")
     return ("torch", launcher) if launcher in ("accelerate", "deepspeed") else ("torch",)
 

@@ -13,6 +13,7 @@ from engine.plan.document import Rationale
 from engine.plan.memory.architecture import Architecture, Layer, Matrix
 from engine.plan.memory.packing import OF_LAYER, quantized_as
 from engine.plan.memory.shape import ModelShape, trained_element_bytes
+from engine.protocol.launchers import nested_in_command
 from engine.security.sanitise import plain
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -22,6 +23,9 @@ _LORA = 'set fine_tune_type = "lora"'
 
 def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
     rationale.refusals += context.inputs.obstacles
+    nested = nested_in_command(context.job.command or (), context.job.framework)
+    if nested is not None and context.ranks > 1:
+        (rationale.refuse if nested.certain else rationale.warn)("command", str(nested))
     config = context.inputs.model
     if config is None or not context.settings:
         return

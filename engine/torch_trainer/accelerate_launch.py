@@ -27,7 +27,8 @@ def launch_environment(arguments: list[str]) -> tuple[Namespace, dict[str, str]]
     args.num_processes, args.num_machines, args.machine_rank, args.main_process_port = world_size, 1, 0, 0
     args, defaults, has_precision = _validate_launch_command(args)
     args.num_processes, args.num_machines = world_size, 1
-    args.cpu = args.cpu or not (torch.cuda.is_available() or args.use_fsdp or args.use_deepspeed)
+    sharded = args.use_fsdp or args.use_deepspeed or args.use_megatron_lm
+    args.cpu = args.cpu or not (torch.cuda.is_available() or sharded)
     if args.use_deepspeed:
         # As its launch_command does.
         fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if has_precision else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from engine.checks import program as check
 from engine.config.models import Config
 from engine.errors import InputError
 from engine.models import CheckStatus
+from engine.node.processes import find_program
 from tests.checks.conftest import run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
@@ -36,7 +38,7 @@ async def test_placeholders_stand_for_this_nodes_paths(config: Config, tmp_path:
     ("command", "message"),
     [
         (("python", "theirs.py"), "theirs.py is not there"),
-        (("no-such-program-here",), "no program no-such-program-here on PATH"),
+        (("no-such-program-here",), "no program no-such-program-here beside "),
         (("./run.sh",), "run.sh is not there"),
     ],
 )
@@ -85,3 +87,52 @@ async def test_a_script_outside_of_home_and_workdir_needs_leave(
         allowed = config.preflight.model_copy(update={"roots": (str(tmp_path / "outside"),)})
         result = await run_check(check.run, there.model_copy(update={"preflight": allowed}))
         assert result.status is CheckStatus.PASS
+
+
+async def test_a_console_script_is_found_beside_the_nodes_python(config: Config, tmp_path: Path) -> None:
+    scripts = tmp_path / "venv" / "bin"
+    scripts.mkdir(parents=True)
+    (scripts / "python").symlink_to(config.nodes[0].python)
+    (scripts / "own-lora").write_text("#!/bin/sh\n")
+    (scripts / "own-lora").chmod(0o700)
+    nodes = tuple(node.model_copy(update={"python": str(scripts / "python")}) for node in config.nodes)
+    there = config.model_copy(update={"nodes": nodes})
+    result = await run_check(check.run, with_command(there, "own-lora", "--train"))
+    assert result.evidence.get("node0") == str(scripts / "own-lora"), result
+    assert find_program("own-lora", str(scripts / "python")) == str(scripts / "own-lora")
+    assert find_program("sh", str(scripts / "python")) == shutil.which("sh")
+
+
+async def test_a_console_script_that_is_nowhere_is_named_with_node_and_fix(config: Config) -> None:
+    result = await run_check(check.run, with_command(config, "axolotl", "train", "x.yaml"))
+    assert result.status is CheckStatus.FAIL and "axolotl beside" in result.summary
+    assert result.fixes.keys() == {"node0", "node1"}
+    assert all(fix.endswith("axolotl") and "pip install" in fix for fix in result.fixes.values())
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "status"),
+    [
+        (("bash", "run.sh"), "#!/bin/sh\ntorchrun --standalone t.py\n", CheckStatus.FAIL),
+        (("./run.sh", "2"), "#!/usr/bin/env bash\nset -e\nmpirun python t.py\n", CheckStatus.FAIL),
+        (("env", "A=1", "sh", "-e", "run.sh"), "torchrun --nnodes 2 --rdzv-endpoint=h:1 t.py", CheckStatus.WARN),
+        (("bash", "run.sh"), "torchrun --node-rank=$RANK --master-addr $MASTER_ADDR t.py", CheckStatus.PASS),
+        (("sh", "-c", "torchrun t.py"), "", CheckStatus.FAIL),
+        (("tune", "run", "--nproc_per_node", "2", "lora"), "", CheckStatus.FAIL),
+        (("python", "t.py"), "", CheckStatus.PASS),
+    ],
+)
+async def test_a_launcher_inside_the_command_is_said_with_its_fix(
+    config: Config, tmp_path: Path, command: tuple[str, ...], text: str, status: CheckStatus
+) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    (tmp_path / "run.sh").chmod(0o700)
+    (tmp_path / "t.py").write_text("")
+    given = with_command(config, *command)
+    result = await run_check(check.run, given)
+    assert result.status is status, result
+    if status is not CheckStatus.PASS:
+        assert "a group of its own" in result.summary and "write" in result.summary
+    one = given.model_copy(update={"nodes": config.nodes[:1]})
+    if command[0] != "tune":
+        assert (await run_check(check.run, one)).status is CheckStatus.PASS

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 from engine.node.bootstrap import bundle_hash
 from engine.node.probes import did_you_mean, is_withheld, reason_of
 from engine.node.probes.model import HASHED, file_hash, sha256
+from engine.node.processes import find_program
 from engine.protocol.attempt import write_atomic
+from engine.protocol.launchers import nested_launcher
 
 PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -158,6 +161,8 @@ def probe_write(folder: str, files: str) -> dict[str, Any]:
 
 
 PYTHON_NAMES = ("python", "python3")
+_SHELLS = ("sh", "bash", "zsh", "dash", "ksh")
+_SCRIPT_CHARACTERS = 1 << 18
 
 
 def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]:
@@ -174,10 +179,10 @@ def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]
         program = Path(python)
     elif os.sep in first:
         program = workdir / Path(first).expanduser()
+    elif (found := find_program(first, python)) is not None:
+        program = Path(found)
     else:
-        program = Path(shutil.which(first) or "")
-        if not program.name:
-            return _fault(f"no program {first} on PATH")
+        return _fault(f"no program {first} beside {python}, nor on PATH", absent=first)
     if not program.is_file():
         return _fault(f"{program} is not there{did_you_mean(program)}")
     if not os.access(program, os.X_OK):
@@ -190,7 +195,28 @@ def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]
                 return _fault(f"{path} is not there{did_you_mean(path)}")
             roots = [str(Path.home().resolve()), str(workdir.resolve())]
             return {"program": f"{program} {path}", "fault": None, "script": str(path.resolve()), "roots": roots}
-    return {"program": str(program), "fault": None}
+    return {"program": str(program), "fault": None, "launcher": _launcher_within(workdir, program, command)}
+
+
+def _launcher_within(workdir: Path, program: Path, command: list[str]) -> dict[str, Any] | None:
+    """The first launcher that a shell script of the command starts: `name`, `fix`, `certain`, and `script`, where."""
+    script = program
+    shell = next((place for place, word in enumerate(command) if Path(word).name in _SHELLS), None)
+    if shell is not None:
+        named = next((word for word in command[shell + 1 :] if not word.startswith("-")), None)
+        if named is None or any(re.fullmatch(r"-\w*c", word) for word in command):
+            # What -c has stands in the command.
+            return None
+        script = workdir / Path(named).expanduser()
+    try:
+        with script.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_SCRIPT_CHARACTERS)
+    except OSError:
+        return None
+    if script == program and not re.match(r"#!.*sh\b", text):
+        return None
+    nested = nested_launcher(text)
+    return {**vars(nested), "script": str(script)} if nested is not None else None
 
 
 def _fault(what: str, **fix: str) -> dict[str, str | None]:

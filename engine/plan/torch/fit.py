@@ -30,7 +30,7 @@ from engine.plan.torch.gpus import choose_precision
 from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
 from engine.plan.torch.strategy import StrategyChoice, candidates, choose_strategy, label, with_torch_settings
 from engine.protocol.job import AUTO
-from engine.protocol.launchers import MIXED_PRECISIONS, split_launcher
+from engine.protocol.launchers import MIXED_PRECISIONS, option_value, own_strategy, split_launcher
 
 _KEYS = ("strategy", "sharding", "zero_stage", "offload", "grad_checkpoint")
 _SHORTEST = 256
@@ -126,9 +126,9 @@ def _scripts_own(context: PlanContext) -> str | None:
     """Where a job's own command has its strategy and precision from; None if the launch gives it those of [job]."""
     if context.job.command is None:
         return None
-    launcher, options, _ = split_launcher(context.job.command)
-    if launcher == "accelerate" and "--config_file" in options[::2]:
-        return "strategy and precision are those of the command's --config_file"
+    if (option := own_strategy(context.job.command)) is not None:
+        return f"strategy and precision are those of the command's {option}"
+    launcher = split_launcher(context.job.command)[0]
     if launcher == "accelerate" and "precision" in context.job.mlx_lm:
         return None
     return "strategy and precision are the script's own"
@@ -160,8 +160,7 @@ def _requested(context: PlanContext) -> dict[str, Any]:
     # A layer count is MLX's alone.
     given = own.get("grad_checkpoint", False)
     asked |= {"strategy": strategy, "grad_checkpoint": given if given == AUTO else bool(given)}
-    _, options, _ = split_launcher(context.job.command)
-    named = dict(zip(options[::2], options[1::2], strict=True)).get("--mixed_precision")
+    named = option_value(context.job.command, "--mixed_precision")
     return asked | ({"precision": MIXED_PRECISIONS[named]} if named in MIXED_PRECISIONS else {})
 
 

@@ -14,10 +14,9 @@ from engine.plan.torch.files import JOB, Machine, TorchLaunch, commands, files
 from engine.plan.torch.fit import TorchFit
 from engine.plan.torch.strategy import BLOCKS, label
 from engine.protocol.deepspeed import BUCKET_ELEMENTS
-from engine.protocol.launchers import joined_options, split_launcher, started_program
+from engine.protocol.launchers import idle_options, joined_options, split_launcher, started_program
 from engine.security.redact import is_public, redact
 
-_MODULE = ("-m", "--module")
 _PLACEHOLDER = re.compile(r"\{(?:rank|workdir|model|data|python)\}")
 _RECIPE = "engine.torch_trainer.standalone"
 _CPU_FSDP = "Accelerate replaces FSDP by DDP on the CPU without a word: the recipe calls fully_shard itself"
@@ -91,7 +90,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         nvme_path=job.mlx_lm.get("nvme_path"),
         planned=not isinstance(fit.settings, Disabled),
         launcher=launcher,
-        options=tuple(option for option in joined_options(options) if option not in _MODULE),
+        options=tuple(option for option in joined_options(options) if option != "--module"),
         elastic=inputs.config.elastic_nodes,
         restarts=recovery.max_restarts,
         job=_resolved(context, fit) if settings else None,
@@ -125,6 +124,7 @@ def _command_notes(context: PlanContext) -> Iterator[str]:
         yield "the command's credentials are left out: it does not run as it is shown"
     if found := sorted(set(_PLACEHOLDER.findall(" ".join(command)))):
         yield f"{', '.join(found)} in the command: flightdeck launch alone fills this in for each rank"
+    yield from idle_options(command)
     yield "the script's own batch, accumulation and checkpoints count: the files have only what is known"
 
 

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.config.load import load_config
 from engine.config.models import Config
 from engine.errors import ConfigError
-from engine.protocol.launchers import rank_command, split_launcher, started_program, with_settings
+from engine.protocol.launchers import (
+    LAUNCHERS,
+    idle_options,
+    nested_in_command,
+    nested_launcher,
+    option_value,
+    rank_command,
+    split_launcher,
+    started_program,
+    with_settings,
+)
 
 NODES = '[[node]]\nname = "box"\nssh = "ana@box"\npython = "/venv/bin/python"\nprocesses = 2\n[[node]]\nname = "here"\n'
 OWN = NODES + '[job]\nframework = "torch"\ncommand = ["accelerate", "launch", "t.py"]\n'
 ELASTIC = '[job]\nframework = "torch"\ncommand = ["torchrun", "t.py"]\nelastic = true\n'
 TRAINING = '[job]\nframework = "torch"\nmodel = "/m"\ndata = "/d"\n'
+
+
+def command(*words: str) -> str:
+    return f'{NODES}[job]\nframework = "torch"\ncommand = {json.dumps(words)}\n'
 
 
 def loaded(folder: Path, text: str) -> Config:
@@ -76,15 +94,15 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
         (OWN + 'offload = "nvme"', "job.nvme_path: a folder on every node"),
         (
             NODES + '[job]\nframework = "torch"\ncommand = ["torchrun", "--mixed_precision", "bf16", "t.py"]',
-            "job.command: no --mixed_precision: Flight Deck starts",
+            "job.command: no --mixed_precision: torchrun has no such option",
         ),
         (
             NODES + '[job]\nframework = "torch"\ncommand = ["torchrun", "--no-python", "./t.sh"]',
-            "job.command: the program alone, without torchrun",
+            "job.command: no --no_python: write the program alone, without the launcher",
         ),
         (
             NODES + '[job]\nframework = "torch"\ncommand = ["deepspeed", "-m", "train"]',
-            "job.command: --module, as deepspeed has it",
+            "job.command: no -m: write --module, as deepspeed has it",
         ),
         (
             NODES
@@ -96,6 +114,18 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
             NODES + '[job]\nframework = "torch"\ncommand = ["python", "-m", "torch.distributed.launch", "t.py"]',
             'job.command: "torchrun": torch.distributed.launch',
         ),
+        (command("torchrun", "--max-restarts=3", "t.py"), "job.command: no --max_restarts: max_restarts and restart_"),
+        (command("torchrun", "--rdzv-ba", "c10d", "t.py"), "job.command: no --rdzv_backend: the ranks meet at"),
+        (command("torchrun", "--log", "x", "t.py"), "job.command: no --log: it stands for --log_dir, --logs_specs"),
+        (command("deepspeed", "--bind_cores_to_rank", "t.py"), "job.command: no --bind_cores_to_rank: ranks are not"),
+        (command("deepspeed", "--include", "a:0", "t.py"), "job.command: no --include: Flight Deck starts a rank for"),
+        (command("accelerate", "launch", "--tpu", "t.py"), "job.command: no --tpu: TPUs are not served"),
+        (command("accelerate", "launch", "--fsdp", "t.py"), "job.command: no --fsdp: accelerate has no such option"),
+        (
+            command("accelerate", "launch", "--use_fsdp", "t.py") + 'strategy = "ddp"',
+            "job.strategy: no value here: the command has --use_fsdp",
+        ),
+        (command("uv", "run", "torchrun", "t.py") + "elastic = true", "job.elastic: false, or a command that begins"),
         (NODES + TRAINING + '[checkpoint]\ndestination = "s3://bucket/x"', "checkpoint.destination: a folder with"),
         (
             NODES.replace("processes = 2", "") + ELASTIC + "[recovery]\nmax_restarts = 0\nmin_nodes = 1",
@@ -122,8 +152,7 @@ def test_an_option_is_written_as_its_tool_takes_it(tmp_path: Path, option: str) 
 
 
 def test_a_refused_option_without_a_value_does_not_hide_the_script(tmp_path: Path) -> None:
-    command = 'command = ["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]'
-    assert faults(tmp_path, f'{NODES}[job]\nframework = "torch"\n{command}') == [
+    assert faults(tmp_path, command("torchrun", "--standalone", "--nproc-per-node=2", "train.py")) == [
         f"job.command: no {option}: Flight Deck starts a rank for each [[node]] and its processes itself"
         for option in ("--standalone", "--nproc_per_node")
     ]
@@ -137,7 +166,7 @@ def test_a_script_may_begin_with_a_launcher(tmp_path: Path) -> None:
 def test_flight_deck_takes_the_place_of_a_launcher() -> None:
     assert split_launcher(["accelerate", "launch", "--config_file", "c.yaml", "-m", "train", "--x"]) == (
         "accelerate",
-        ["--config_file", "c.yaml", "-m", ""],
+        ["--config_file", "c.yaml", "--module", ""],
         ["train", "--x"],
     )
     of_rank = [
@@ -148,7 +177,17 @@ def test_flight_deck_takes_the_place_of_a_launcher() -> None:
         (["./own", "--flag"], ["./own", "--flag"]),
         (["/venv/bin/torchrun", "t.py"], ["python", "t.py"]),
         (["python3", "-m", "torch.distributed.run", "t.py"], ["python", "t.py"]),
-        (["accelerate-launch", "-m", "t"], ["python", "/launch.py", "-m", "t"]),
+        (["accelerate-launch", "-m", "t"], ["python", "/launch.py", "--module", "t"]),
+        (["torchrun", "--tee", "3", "--log-dir", "logs", "--role=r", "t.py"], ["python", "t.py"]),
+        (["torchrun", "-r3", "--", "t.py", "--", "x"], ["python", "t.py", "--", "x"]),
+        (["deepspeed", "--no_local_rank", "t.py"], ["python", "t.py"]),
+        (["deepspeed", "--no_local", "--log_level=debug", "t.py"], ["python", "t.py"]),
+        (["uv", "run", "--extra", "x", "torchrun", "-m", "t"], ["uv", "run", "--extra", "x", "python", "-m", "t"]),
+        (["env", "A=1", "deepspeed", "t.py"], ["env", "A=1", "{python}", "t.py", "--local_rank=3"]),
+        (
+            ["poetry", "run", "accelerate", "launch", "--cpu", "t.py"],
+            ["poetry", "run", "python", "/launch.py", "--cpu", "t.py"],
+        ),
         (["python", "-m", "own.run", "t.py"], ["python", "-m", "own.run", "t.py"]),
     ]
     assert [rank_command(given, 3, "/launch.py") for given, _ in of_rank] == [expected for _, expected in of_rank]
@@ -222,3 +261,77 @@ def test_the_keys_of_an_accelerate_script_are_kept(tmp_path: Path) -> None:
 def test_checkpoints_that_are_off_may_have_any_destination(tmp_path: Path) -> None:
     text = NODES + TRAINING + '[checkpoint]\nenabled = false\ndestination = "s3://bucket/x"\ncompression = "zstd"'
     assert loaded(tmp_path, text).checkpoint.compression == "zstd"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["python", "-m", "mlx_lm", "lora", "-c", "x.yaml"], "mlx_lm"),
+        (["python3.12", "-u", "-m", "mlx_lm.lora", "--train"], "mlx_lm-lora"),
+        (["torchrun", "-m", "pkg.train", "configs/small.py"], "pkg-train"),
+        (["accelerate", "launch", "--use_fsdp", "src/train.py", "-m", "x"], "train"),
+        (["uv", "run", "python", "-m", "own.main"], "own-main"),
+        (["bash", "scripts/run.sh"], "run"),
+        (["trl", "sft", "--model", "m.py.bin"], "trl"),
+        (["mlx_lm.lora", "--train"], "mlx_lm-lora"),
+        (["./own", "-m", "x"], "own"),
+    ],
+)
+def test_a_run_is_named_after_its_script_module_or_program(tmp_path: Path, words: list[str], name: str) -> None:
+    assert loaded(tmp_path, command(*words)).job.name == name
+
+
+def test_options_without_an_effect_say_so_once_for_each_reason() -> None:
+    words = ["torchrun", "--tee=3", "-r", "3", "--monitor-interval", "1", "--role", "r", "t.py"]
+    logs, own = idle_options(words)
+    assert logs == "--tee, --redirects: no effect, Flight Deck keeps every rank's log, see flightdeck logs"
+    assert own.startswith("--monitor_interval: no effect, it concerns the launcher's own process")
+    assert option_value(words, "--role") == "r" and idle_options(["python", "t.py"]) == []
+
+
+@pytest.mark.parametrize("option", ["--use_fsdp", "--use_deepspeed", "--multi_gpu", "--cpu"])
+def test_a_strategy_named_in_the_command_stays(option: str) -> None:
+    given = [*LAUNCH, option, "t.py"]
+    assert with_settings(given, "fsdp", {"precision": "bf16"}) == [*LAUNCH, "--mixed_precision=bf16", option, "t.py"]
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("torchrun --standalone t.py", ("torchrun", True)),
+        ("#!/bin/bash\nset -e\ncd x && \\\n  exec torchrun \\\n    --nproc_per_node=2 t.py\n", ("torchrun", True)),
+        ("torchrun --nnodes 2 --rdzv-endpoint=h:1 t.py", ("torchrun", False)),
+        ("torchrun --nnodes $WORLD_SIZE --node-rank=$RANK --master-addr $MASTER_ADDR t.py", None),
+        ("sh -c 'cd x; A=1 /venv/bin/deepspeed t.py'", ("deepspeed", True)),
+        ("uv run fabric run t.py", ("fabric run", True)),
+        ("python3 -m torch.distributed.launch --nproc_per_node=2 t.py", ("python -m torch.distributed.launch", True)),
+        ("if true; then mpirun -np 2 python t.py; fi", ("mpirun", True)),
+        ("accelerate launch t.py", ("accelerate launch", False)),
+        ("accelerate launch --num_processes 4 t.py", ("accelerate launch", True)),
+        ("trl sft --model_name_or_path m", ("trl", False)),
+        ("tune run --nproc_per_node 2 full_finetune_distributed --config c", ("tune run", True)),
+        ("tune run full_finetune_distributed --config c", ("tune run", False)),
+        ("FORCE_TORCHRUN=1 llamafactory-cli train c.yaml", ("llamafactory-cli", True)),
+        ("# torchrun t.py\necho torchrun; command -v torchrun >/dev/null\ntorchrun --version\npython t.py", None),
+    ],
+)
+def test_a_launcher_inside_is_found_and_known_to_be_certain_or_not(script: str, found: tuple[str, bool] | None) -> None:
+    nested = nested_launcher(script)
+    assert (nested and (nested.name, nested.certain)) == found, nested
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_commands_own_launcher_is_no_nested_one_but_with_mlx(name: str) -> None:
+    words = ["env", "A=1", *LAUNCHERS[name], "t.py"]
+    assert nested_in_command(words, "torch") is None
+    assert nested_in_command(words, "mlx") is not None
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=6), st.sampled_from([*LAUNCHERS]))
+def test_any_words_are_a_command(words: list[str], launcher: str) -> None:
+    given_words = [*LAUNCHERS[launcher], *words]
+    found, options, program = split_launcher(given_words)
+    assert found == launcher and len(options) % 2 == 0
+    assert given_words[len(given_words) - len(program) :] == program
+    rank_command(given_words, 0, "/l.py")
+    nested_launcher(shlex.join(given_words) + " ".join(words))

@@ -129,3 +129,19 @@ def test_a_strategy_that_cannot_divide_the_model_is_refused_with_one_that_can() 
 def test_what_a_node_has_reported_is_among_the_refusals() -> None:
     issue = PlanIssue(name="report_to", text="report_to names wandb, which python cannot import; install it")
     assert issue in planned(QWEN3_4B, {}, obstacles=(issue,)).refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "refuses"),
+    [(("bash", "-c", "torchrun --standalone t.py"), True), (("trl", "sft"), False), (("python", "t.py"), None)],
+)
+def test_a_launcher_within_the_command_is_refused_or_warned_of_where_there_are_several_ranks(
+    words: tuple[str, ...], refuses: bool | None
+) -> None:
+    job = {"command": words, "model": None, "data": None}
+    several, one = (make_plan(inputs(nodes, job=job, model=None)) for nodes in (ultra_and_max(), ultra_and_max()[:1]))
+    found = {True: several.refusals, False: several.warnings}
+    assert {key: any(issue.name == "command" for issue in issues) for key, issues in found.items()} == {
+        key: key is refuses for key in (True, False)
+    }
+    assert not any(issue.name == "command" for issue in (*one.refusals, *one.warnings))
