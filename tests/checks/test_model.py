@@ -14,7 +14,7 @@ from engine.checks import model as check
 from engine.checks.fixes import as_shell_line
 from engine.config.models import Config
 from engine.models import CheckResult, CheckStatus
-from tests.bench.models import MODELS
+from tests.bench.tiny_models import tiny_config
 from tests.checks.conftest import run_check, run_fix
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
@@ -134,7 +134,7 @@ def adapting(config: Config, kind: str, *keys: str) -> Config:
 async def test_adapters_of_an_architecture_that_the_plan_does_not_know_are_tried_on_a_node(
     config: Config, model: Path, kind: str, keys: list[str], expected: str | None
 ) -> None:
-    (model / "config.json").write_text(json.dumps(MODELS["deepseek_v3"]))
+    (model / "config.json").write_text(json.dumps(tiny_config("deepseek_v3")))
     result = await run_check(check.run, adapting(config, kind, *keys))
     if expected is None:
         assert result.status is CheckStatus.PASS, result.summary

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -117,16 +118,21 @@ def _run(model: nn.Module, tokens: mx.array, inputs: dict[str, mx.array | None])
 
 
 def _head_path(model: nn.Module) -> list[str] | None:
-    """The attributes that lead to the head, or to embeddings that can be one."""
+    """The modules that lead to the head, or to embeddings that can be one. Looked up as modules hold them: an attribute
+    may be a property that leads elsewhere, as `model` of mlx-lm's Qwen3.5 does."""
     for above in ([], ["language_model"]):
-        holder: Any = model
-        for name in above:
-            holder = getattr(holder, name, None)
-        if hasattr(holder, "lm_head"):
+        holder = reduce(_child, above, model)
+        if _child(holder, "lm_head"):
             return [*above, "lm_head"]
-        if hasattr(getattr(getattr(holder, "model", None), "embed_tokens", None), "as_linear"):
+        if hasattr(reduce(_child, ["model", "embed_tokens"], holder), "as_linear"):
             return [*above, "model", "embed_tokens"]
     return None
+
+
+def _child(module: Any, name: str) -> Any:
+    """The submodule of that name, None if there is none."""
+    child = module.get(name) if isinstance(module, nn.Module) else None
+    return child if isinstance(child, nn.Module) else None
 
 
 class _ChunkedLoss:
