@@ -143,8 +143,9 @@ class AttemptStatus:
     resumed_at: int | None = None
     """Iteration after which it continued."""
     source: str | None = None
-    """Origin of the restored state: "emergency", "checkpoint", "adapter" or "none"."""
+    """Origin of the restored state: "emergency", "checkpoint", "adapter", "none", or "command": it did so by itself."""
     repeated: int | None = None
+    """Steps; at least so many of a command, which may report some of its steps only. None: not known."""
     recovery_s: float | None = None
     """Seconds from the failure to the first step."""
 

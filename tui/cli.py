@@ -355,8 +355,18 @@ def _history(commands: Commands) -> None:
         ("flightdeck metrics", "a table"),
         ("flightdeck metrics last --format csv > loss.csv", ""),
         ("flightdeck metrics demo --json | jq '.[-1].train_loss'", ""),
+        ("flightdeck metrics --try train.log", "what would be read from a program's output; 1 when nothing is"),
     )
     _run(metrics)
+    _config(metrics)
+    metrics.add_argument(
+        "--try",
+        dest="tried",
+        type=_file,
+        metavar="FILE",
+        help="in place of a run's: those that would be read from this log of a command, - is standard input, by "
+        "`metrics` of [job] where the configuration has it",
+    )
     metrics.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default: table")
 
 

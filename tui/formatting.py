@@ -123,10 +123,11 @@ def attempt_summary(attempt: AttemptStatus) -> str:
     parts = [attempt.why] if attempt.why else []
     if attempt.source in _SOURCES:
         parts.append(f"from {_SOURCES[attempt.source]} of iteration {attempt.resumed_at}")
+    elif attempt.source == "command":
+        parts.append(f"its first step is {attempt.resumed_at + 1}" if attempt.resumed_at else "from the beginning")
     elif attempt.source is not None:
         parts.append("from the beginning: no state was found")
-    if attempt.recovery_s is not None:
-        parts += [f"{plural(attempt.repeated or 0, 'step')} repeated", f"{attempt.recovery_s:.1f} s"]
+    parts += _recovery(attempt)
     if attempt.reason is not None:
         reached = f" at iteration {attempt.reached}" if attempt.reached else ""
         parts.append(f"{attempt.reason.value}{_place(attempt)}{reached}")
@@ -163,8 +164,16 @@ def recovery_summary(snapshot: RunSnapshot) -> str | None:
         return None
     if last.recovery_s is None:
         return last.why
-    text = last.why.replace("recovers", "recovered", 1)
-    return f"{text}, {plural(last.repeated or 0, 'step')} repeated, {last.recovery_s:.1f} s"
+    return ", ".join([last.why.replace("recovers", "recovered", 1), *_recovery(last)])
+
+
+def _recovery(attempt: AttemptStatus) -> list[str]:
+    """The steps that it makes again, where they are known, and the time to its first one."""
+    if attempt.recovery_s is None:
+        return []
+    least = "at least " if attempt.source == "command" and attempt.resumed_at else ""
+    repeated = [f"{least}{plural(attempt.repeated, 'step')} repeated"] if attempt.repeated is not None else []
+    return [*repeated, f"{attempt.recovery_s:.1f} s"]
 
 
 def _place(attempt: AttemptStatus) -> str:

@@ -33,8 +33,8 @@ from engine.protocol.launchers import MIXED_PRECISIONS, option_value, own_strate
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (
-    *("name", "framework", "command", "script", "elastic", "logging_dir", "env", "strategy", "layer_split"),
-    *("data_quality_report", "chunking", "chunk_size"),
+    *("name", "framework", "command", "script", "elastic", "logging_dir", "metrics", "env", "strategy"),
+    *("layer_split", "data_quality_report", "chunking", "chunk_size"),
 )
 _TRACKER_KEYS = ("report_to", "project_name")
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
@@ -83,6 +83,9 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
         if "logging_dir" in table:
             accepted = 'no value here: it is for framework = "torch" and a command'
             faults.add(location, "logging_dir", table["logging_dir"], accepted)
+    if "metrics" in table and not command:
+        accepted = "no value here: it is for a command; the training's own metrics are known"
+        faults.add(location, "metrics", table["metrics"], accepted)
     if command:
         allowed = _check_command(faults, location, table, framework)
         settings = _command_settings(faults, location, table, allowed)

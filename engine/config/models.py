@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from engine.config.faults import accepts
 from engine.config.formats import address_form, device_form, path_form, remote_path_form, resolved, split_form
 from engine.config.mlx_lm_keys import HEAD_TRACKERS, LOCAL_KEYS, services
+from engine.config.pattern_form import pattern_form
 from engine.errors import InputError
 from engine.models import FrozenModel
 from engine.protocol.job import STRATEGIES, Framework, Strategy
@@ -120,6 +121,11 @@ class JobConfig(_Section):
     """With framework `torch` and a command: folder on rank 0's node, absolute or below its workdir, in which the script
     writes TensorBoard files, as `Accelerator(log_with="tensorboard")` and the Trainer's `report_to` do. The run's
     metrics are then read from them. Default: none, and they are read from what the script prints."""
+    metrics: Annotated[str, AfterValidator(accepts(pattern_form))] | None = None
+    """With a command that prints its metrics in a form that is not known: a regular expression for its lines, whose
+    named groups are numbers: `step`, `loss` or `val_loss`, and also `total` (steps), `epoch`, `epochs`, `lr`,
+    `grad_norm`, `tokens_per_second`. No other line is read then. In alternatives, `iter` is a step, too, and
+    `train_loss` a loss. `flightdeck metrics --try FILE` tries it. Default: none."""
     script: str | None = None
     """A short way to write a command: `"train.py --lr 1e-4"` is `["python", "train.py", "--lr", "1e-4"]`. Default:
     none."""

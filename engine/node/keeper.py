@@ -41,6 +41,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -191,6 +192,8 @@ class Keeper:
         self._sweep(program)
         program.close()
         stored = pump.finish(_DRAIN_S)
+        if stored and printed is not None:
+            printed.finish()
         if code and not program.cooperative:
             self._report_exception()
         if not stored:
@@ -198,17 +201,19 @@ class Keeper:
         return code, stored
 
     def _metrics(self) -> tuple[PrintedMetrics | None, TensorBoardMetrics | None]:
-        """Readers of what a PyTorch command prints, and of its tracker's files, which then have the metrics; none where
-        no events can be written. Of an elastic job any node may have rank 0."""
+        """Readers of what a command prints, and of its tracker's files, which then have the metrics; none where no
+        events can be written. Of an elastic job any node may have rank 0."""
         spec = self._spec
-        if spec.framework != "torch" or spec.command is None or (self._rank.rank != 0 and not spec.elastic):
+        if spec.command is None or (self._rank.rank != 0 and not spec.elastic):
             return None, None
         try:
             events = self._events()
-        except OSError as error:
+            printed = PrintedMetrics(
+                events, elastic=bool(spec.elastic), activity_only=spec.logging_dir is not None, pattern=spec.metrics
+            )
+        except (OSError, re.error) as error:
             _log(f"no metrics: {error}")
             return None, None
-        printed = PrintedMetrics(events, elastic=bool(spec.elastic), activity_only=spec.logging_dir is not None)
         if spec.logging_dir is None:
             return printed, None
         return printed, TensorBoardMetrics(events, Path(self._rank.workdir, Path(spec.logging_dir).expanduser()))

@@ -1,10 +1,12 @@
-"""Metrics of a PyTorch script, as events of its rank: they come to the console as those of our trainers do. They are
+"""Metrics of a user's program, as events of its rank: they come to the console as those of our trainers do. They are
 read from what it prints, or from the files of its tracker where the job names their folder.
 
-Two forms of lines are read: a JSON object with the step and a loss, such as {"step": 20, "loss": 1.25, "learning_rate":
-1e-4}; and the dict that transformers' Trainer prints at each log and each evaluation ({'loss': '1.25', 'learning_rate':
-'1e-04', 'epoch': '0.5'}). The latter has no step: it is that of the training's progress bar (" 10%|# | 20/200 ["),
-which is printed anew after each of them, and without a bar the number of logs so far.
+A job's own pattern is tried on each line, and nothing else. Without one these are tried in turn: the forms of
+protocol.metric_patterns; a progress bar of tqdm with a loss before or behind it; a JSON object or Python dict with a
+loss, such as {"step": 20, "loss": 1.25, "learning_rate": 1e-4}; a step and a loss by their names. The dict that
+transformers' Trainer prints at each log and each evaluation ({'loss': '1.25', 'epoch': '0.5'}) has no step: it is that
+of the training's progress bar (" 10%|# | 20/200 ["), which is printed anew after each of them, and without a bar the
+number of logs so far.
 
 The files are TensorBoard's, as Accelerate's and the Trainer's trackers of that name write them: TFRecords
 (tensorflow/core/lib/io/record_writer.h) of Event messages (tensorboard/compat/proto/event.proto, summary.proto), of
@@ -16,72 +18,94 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-import math
 import re
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.protocol.events import EventWriter
+from engine.protocol.metric_patterns import (
+    LONGEST_LINE,
+    LONGEST_NUMBER,
+    LOSSES,
+    PATTERNS,
+    as_count,
+    compiled,
+    group_values,
+    metrics_of,
+    named_numbers,
+    speaks_of_validation,
+)
 
 _LONGEST_LINE = 4096
 """Bytes; a longer one holds no metrics."""
-_BAR = re.compile(rb"\s{0,3}\d{1,3}%\|[^|]{0,300}\| {0,12}(\d{1,12})/\d{1,12} \[[^\x1b]{0,60}$")
-"""tqdm's, without a name, as those of downloads and files have; a bar below another one, as the evaluation's below the
-training's, ends with a move of the cursor."""
-_ANY_BAR = re.compile(rb"[^|]{0,80}\d{1,3}%\|[^|]{0,300}\| {0,12}\d{1,12}/\d{1,12} \[")
+_DIGITS = re.compile(rf"[\d.]{{{LONGEST_NUMBER + 1}}}")
+_OWN_LIMIT_S = 0.25
+"""For one line: a pattern of the job's that takes longer would hold up the log, and is given up."""
+_BAR = re.compile(
+    r"(?P<head>.{0,200}?)\s{0,3}\d{1,3}%\|[^|]{0,300}\| {0,12}(?P<step>\d{1,12})/(?P<total>\d{1,12}) "
+    r"\[(?P<tail>[^\]\x1b]{0,300})(?P<end>\]?\x1b\[A)?"
+)
+"""tqdm's. A bar below another one, as the evaluation's below the training's, ends with a move of the cursor."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]{0,40}m")
+_WORTH = re.compile(rb"(?i)loss|step|iter|epoch|%\||\xe2\x96[\xb2\xbc]|\x1b\[[0-9;]{1,20}mval")
+"""In every line with metrics."""
 _ACTIVITY_EVERY_S = 1.0
 """A bar may be printed ten times a second."""
+_BURST_S = 0.01
+"""Reports that come together were made apart."""
 _OF_RANK = re.compile(rb"\[rank (\d{1,6})\] ")
 """Prefix by which torchrun tells the output of its workers apart, also in the middle of a line."""
-_STEPS = ("step", "iteration", "global_step")
-_TRAIN = {
-    "loss": "train_loss",
-    "train_loss": "train_loss",
-    "learning_rate": "learning_rate",
-    "lr": "learning_rate",
-    "grad_norm": "grad_norm",
-    "tokens_per_second": "tokens_per_second",
-    "epoch": "epoch",
-}
-"""Name in the script -> ours, which is mlx-lm's."""
-_VALIDATION = {
-    "eval_loss": "val_loss",
-    "val_loss": "val_loss",
-    "validation_loss": "val_loss",
-    "eval_runtime": "val_time",
-}
+_OTHER_RANK = re.compile(rb"\[(?:rank|default)0{0,5}[1-9]\d{0,5}\]:")
+"""As torchrun has it by default."""
 _SUMMARY = "train_runtime"
 """Beside the Trainer's last `train_loss`, which is the mean of the whole training."""
+_FORMS = tuple((form, compiled(form.regex)) for form in PATTERNS)
 _POLL_S = 1.0
 _SEARCH_EVERY_S = 10.0
 _LONGEST_RECORD = 65_536
 """Bytes; a longer one is an image or a histogram."""
-_OF_EVALUATION = re.compile(r"(eval|val|validation)/")
-"""As trackers write "eval_"."""
 _WALL_TIME, _STEP, _SUMMARIES, _VALUE, _TAG, _SIMPLE_VALUE = 1, 2, 5, 1, 1, 2
 """Numbers of the fields of Event, Summary and Summary.Value."""
+_FRAME = LOSSES | {"step", "total", "epoch", "epochs"}
+"""Given by a pattern's groups alone."""
+_APART = frozenset(("step", "total", "epochs", "val_loss", "val_time"))
+"""No figures of a report."""
 
 
 class _Reports:
     """Writes the events of one rank's metrics."""
 
-    def __init__(self, events: EventWriter) -> None:
+    def __init__(self, events: EventWriter, clock: Callable[[], float] = time.monotonic) -> None:
         self._events = events
-        self.last = 0
+        self._clock = clock
+        self.last: int | None = None
         """The step of the last report."""
-        self._last_at = 0.0
+        self._timed = (0, 0.0)
+        """The step that the pace is counted from, and when it came."""
+        self._val_loss: float | None = None
+        self._lossless: dict[str, float] = {}
+        """The figures of the last report, while it has no loss: that may stand in another line."""
         self._active_at = time.monotonic()
 
-    def write(self, step: int, train: dict[str, float], validation: dict[str, float], at: float | None = None) -> None:
-        """Values as `_sorted` gives them. `at`: their time, seconds, by one clock for all; None: now."""
-        if "train_loss" in train:
-            self._report(step, train, time.monotonic() if at is None else at)
-        if "val_loss" in validation:
+    def write(self, step: int, values: Mapping[str, float], at: float | None = None, total: int | None = None) -> None:
+        """`values` as `metrics_of` gives them. `at`: their time, seconds, by one clock for all; None: now. `total`: the
+        training's steps, where they are known."""
+        train = {name: value for name, value in values.items() if name not in _APART}
+        validation = {name: values[name] for name in ("val_loss", "val_time") if name in values}
+        if "train_loss" in train or ("val_loss" not in values and step > (-1 if self.last is None else self.last)):
+            figures = self._lossless if step == self.last else self._pace(step, self._clock() if at is None else at)
+            figures = {**figures, **train, **({"iterations": total} if total is not None and total >= step else {})}
+            self._events.write("step", iteration=step)
+            self._events.write("report", iteration=step, **figures)
+            self.last, self._lossless = step, {} if "train_loss" in train else figures
+        if "val_loss" in validation and (len(values) == len(validation) or validation["val_loss"] != self._val_loss):
+            # A bar repeats that of the last evaluation.
+            self._val_loss = validation["val_loss"]
             self._events.write("validation", iteration=step, **validation)
 
     def activity(self) -> None:
@@ -91,30 +115,49 @@ class _Reports:
             self._events.write("activity")
             self._active_at = now
 
-    def _report(self, step: int, values: dict[str, float], at: float) -> None:
-        made = step - self.last
-        self._events.write("step", iteration=step)
-        if made > 0 and self.last and at > self._last_at:
-            values = {"iterations_per_second": made / (at - self._last_at), **values}
-        self.last, self._last_at = step, at
-        self._events.write("report", iteration=step, **values)
+    def _pace(self, step: int, at: float) -> dict[str, float]:
+        since, since_at = self._timed
+        pace = {}
+        if self.last is None or step <= since:
+            self._timed = step, at
+        elif at - since_at > _BURST_S:
+            pace = {"iterations_per_second": (step - since) / (at - since_at)}
+            self._timed = step, at
+        return pace
 
 
 class PrintedMetrics:
     """Follows the output of one rank; only rank 0's lines count."""
 
-    def __init__(self, events: EventWriter, *, elastic: bool, activity_only: bool = False) -> None:
-        """`activity_only`: the metrics are elsewhere."""
-        self._reports = _Reports(events)
+    def __init__(
+        self,
+        events: EventWriter,
+        *,
+        elastic: bool,
+        activity_only: bool = False,
+        pattern: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`activity_only`: the metrics are elsewhere. `pattern`: the job's own. Raises re.error."""
+        self._reports = _Reports(events, clock)
         self._elastic = elastic
         self._activity_only = activity_only
+        self._own = re.compile(pattern) if pattern is not None else None
+        self.reads, self.read_as = 0, ""
+        """How many lines had metrics, and the form of the last one."""
         self._rest = b""
         self._skipping = False
-        self._step: int | None = None
-        """That of the progress bar, once there is one."""
-        self._awaiting: tuple[dict[str, float], dict[str, float]] | None = None
+        self._bar_step: int | None = None
+        """That of the progress bar, once there is one without a loss."""
+        self._total: int | None = None
+        self._awaiting: dict[str, float] = {}
         """A log of the Trainer, until the bar is printed again."""
         self._logs = 0
+        self._by_epochs = False
+        """The program has no other steps."""
+        self._first_epoch: int | None = None
+        self._place: tuple[str, float | None, int, int] = ("", None, 0, 0)
+        """The count that begins anew in each epoch: its name, the epoch, the steps before it, the last one in it."""
 
     def feed(self, chunk: bytes) -> None:
         """The output as it comes; it costs a constant times its length, and keeps one line at most."""
@@ -126,45 +169,142 @@ class PrintedMetrics:
         self._skipping = self._skipping or len(rest) > _LONGEST_LINE
         self._rest = b"" if self._skipping else rest
 
+    def finish(self) -> None:
+        """The program has ended: its bar is not printed again."""
+        self.feed(b"\n")
+        self._settle()
+
     def _read(self, line: bytes) -> None:
         if not self._elastic:
-            self._read_own(line)
+            if _OTHER_RANK.match(line) is None:
+                self._read_own(line)
             return
         _, *parts = _OF_RANK.split(line)
-        for rank, part in zip(parts[::2], parts[1::2], strict=True):
+        for rank, part in zip(parts[::2], parts[1::2]):  # noqa: B905  (Python 3.9)
             if int(rank) == 0:
                 self._read_own(part)
 
     def _read_own(self, line: bytes) -> None:
-        if _ANY_BAR.match(line) is not None:
+        if self._own is None and _WORTH.search(line) is None:
+            return
+        text = _COLOUR.sub("", line.decode(errors="replace"))
+        bar = _BAR.match(text) if "%|" in text else None
+        if bar is not None:
             self._reports.activity()
         if self._activity_only:
             return
-        bar = _BAR.match(line)
+        if self._own is not None:
+            self._read_by(self._own, text)
+            return
+        for form, regex in _FORMS:
+            if (match := regex.search(text)) is not None:
+                more = {name: value for name, value in metrics_of(named_numbers(text)).items() if name not in _FRAME}
+                values = {**more, **group_values(match)}
+                self._take(form.program, values, form.regex if form.in_epoch else "")
+                return
         if bar is not None:
-            self._step = int(bar[1])
-            self._settle()
-        begin, end = line.find(b"{"), line.rfind(b"}")
-        if 0 <= begin < end:
-            self._take(_numbers(line[begin : end + 1]))
+            self._read_bar(bar)
+        begin, end = text.find("{"), text.rfind("}")
+        if 0 <= begin < end and (numbers := _numbers(text[begin : end + 1])):
+            self._read_dict(numbers)
+        elif bar is None:
+            self._read_named(text)
 
-    def _take(self, values: dict[str, float]) -> None:
-        if not values or _SUMMARY in values:
+    def _read_by(self, pattern: re.Pattern[str], text: str) -> None:
+        began = time.monotonic()
+        match = pattern.search(text) if len(text) <= LONGEST_LINE and _DIGITS.search(text) is None else None
+        if time.monotonic() - began > _OWN_LIMIT_S:
+            self._own, self._activity_only = None, True
+        if match is not None and (values := group_values(match)).keys() & LOSSES:
+            self._take("[job] metrics", values)
+
+    def _read_bar(self, bar: re.Match[str]) -> None:
+        head, total = bar["head"], int(bar["total"])
+        values = metrics_of(named_numbers(f"{head}, {bar['tail']}"))
+        if "train_loss" not in values:
+            if not head.strip() and bar["end"] is None:
+                self._bar_step, self._total = int(bar["step"]), total
+                self._settle()
+        elif not speaks_of_validation(head):
+            if "v_num=" in bar["tail"]:
+                # Lightning's epochs begin with 0.
+                self._first_epoch = 0
+            named = "".join(filter(str.isalpha, head))
+            self._take("progress bar", {**values, "step": int(bar["step"]), "total": total}, f"{named}/{total}")
+
+    def _read_dict(self, numbers: dict[str, float]) -> None:
+        values = metrics_of(numbers)
+        if not values.keys() & LOSSES or _SUMMARY in numbers:
             return
         self._settle()
-        train, validation = _sorted(values)
-        named = [int(values[name]) for name in _STEPS if name in values]
-        if "train_loss" in train or "val_loss" in validation:
-            self._logs += "train_loss" in train
-            self._awaiting = (train, validation)
-            if named or self._step is None:
-                self._settle(named[0] if named else self._logs)
+        if "step" not in values and self._bar_step is not None:
+            self.reads, self.read_as, self._awaiting = self.reads + 1, "dict", values
+        elif "step" in values:
+            self._take("dict", values)
+        else:
+            self._logs += "train_loss" in values
+            self._take("dict", {**values, "step": self._logs if "train_loss" in values else self._reports.last or 0})
 
-    def _settle(self, step: int | None = None) -> None:
-        """Report what awaits its step, by default the bar's."""
-        if self._awaiting is not None:
-            values, self._awaiting = self._awaiting, None
-            self._reports.write(step if step is not None else self._step or self._reports.last, *values)
+    def _read_named(self, text: str) -> None:
+        """A line of no known form."""
+        values = metrics_of(named_numbers(text))
+        if not values.keys() & LOSSES or not values.keys() & {"step", "epoch"}:
+            return
+        if "val_loss" not in values and speaks_of_validation(text[: text.lower().find("loss")]):
+            values["val_loss"] = values.pop("train_loss")
+        if "step" not in values and "train_loss" in values:
+            # Where there are steps, an epoch's loss is the mean of theirs.
+            self._by_epochs = self._by_epochs or self._reports.last is None
+            if self._by_epochs:
+                values = {**values, "step": values["epoch"], "total": values.get("epochs", 0)}
+            else:
+                del values["train_loss"]
+        self._take("step and loss", values)
+
+    def _take(self, read_as: str, values: dict[str, float], in_epoch: str = "") -> None:
+        """`in_epoch` names what is counted, if it is counted in each epoch anew."""
+        step, total = as_count(values.get("step")), as_count(values.get("total")) or None
+        if step is None and (not values.keys() & LOSSES or "step" in values):
+            self._total = total or self._total
+            return
+        if step is None:
+            step = self._reports.last if self._bar_step is None else self._bar_step
+        elif not self._by_epochs:
+            step, total = self._position(step, total, values, in_epoch)
+            if read_as == "progress bar" and step == self._reports.last:
+                return
+        self.reads, self.read_as = self.reads + 1, read_as
+        self._reports.write(step or 0, values, total=total or self._total)
+
+    def _position(
+        self, step: int, total: int | None, values: Mapping[str, float], in_epoch: str
+    ) -> tuple[int, int | None]:
+        """The step, and the number of steps, from the training's beginning on."""
+        epoch, epochs = as_count(values.get("epoch")), as_count(values.get("epochs"))
+        counted, before, base, last = self._place
+        if counted != in_epoch:
+            before, base, last = epoch, 0, 0
+        repeats = bool(in_epoch) or (epochs is not None and total is not None)
+        advanced = epoch is not None and before is not None and epoch > before
+        if repeats and epoch is not None and total is not None:
+            if self._first_epoch is None:
+                # A run that was resumed begins with a later one.
+                self._first_epoch = 1 if epoch == 1 or (epoch > 1 and epochs is not None) else 0
+            base = max(0, epoch - self._first_epoch) * total
+        elif (repeats and (advanced or step < last)) or (advanced and step < last):
+            base += total or last
+        self._place = in_epoch, epoch, base, step
+        if total is not None and repeats and epoch is not None:
+            total = epochs * total if epochs is not None else None
+        elif total is not None:
+            total += base
+        return base + step, total
+
+    def _settle(self) -> None:
+        """Report what awaits the bar's step."""
+        if self._awaiting:
+            values, self._awaiting = self._awaiting, {}
+            self._reports.write(self._bar_step or 0, values, total=self._total)
 
 
 class TensorBoardMetrics:
@@ -221,7 +361,10 @@ class TensorBoardMetrics:
 
     def _report(self, found: dict[int, dict[str, float]]) -> None:
         for step, values in sorted(found.items()):
-            self._reports.write(step, *_sorted(values), values[""])
+            at = values.pop("")
+            if any(name.endswith(_SUMMARY) for name in values):
+                values = {name: value for name, value in values.items() if not name.endswith("train_loss")}
+            self._reports.write(step, metrics_of(values), at)
 
     def _files(self) -> list[Path]:
         """All that were there when the folder was last searched, which may hold data and checkpoints, too."""
@@ -259,7 +402,7 @@ def _event_scalars(event: bytes) -> Iterator[tuple[int, float, str, float]]:
     for value in (value for number, value in _fields(summary) if number == _VALUE and isinstance(value, bytes)):
         parts = {number: part for number, part in _fields(value) if isinstance(part, bytes)}
         if len(scalar := parts.get(_SIMPLE_VALUE, b"")) == 4:
-            name = _OF_EVALUATION.sub("eval_", parts.get(_TAG, b"").decode(errors="replace")).removeprefix("train/")
+            name = parts.get(_TAG, b"").decode(errors="replace")
             yield step, float(struct.unpack("<d", at)[0]), name, float(struct.unpack("<f", scalar)[0])
 
 
@@ -290,34 +433,22 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         at += size
 
 
-def _sorted(values: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Those of training and those of validation, by mlx-lm's names."""
-    if _SUMMARY in values:
-        values = {name: value for name, value in values.items() if name != "train_loss"}
-    train = {ours: values[name] for name, ours in _TRAIN.items() if name in values}
-    return train, {ours: values[name] for name, ours in _VALIDATION.items() if name in values}
-
-
-def _numbers(text: bytes) -> dict[str, float]:
-    """The numbers of a JSON object or a Python dict, also those in quotes; {} for anything else."""
+def _numbers(text: str) -> dict[str, float]:
+    """The numbers of a JSON object or a Python dict and of those in it, also the numbers in quotes; {} for anything
+    else."""
     found: Any = None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         try:
-            found = ast.literal_eval(text.decode())
+            found = ast.literal_eval(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             return {}
-    if not isinstance(found, dict):
-        return {}
     numbers = {}
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not isinstance(name, str):
-            continue
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            continue
-        if name not in _STEPS or (math.isfinite(number) and 0 <= number < 1e15):
-            numbers[name] = number
+    for name, value in found.items() if isinstance(found, dict) else ():
+        inner = value.items() if isinstance(value, dict) else ()
+        for full, number in ((name, value), *((f"{name}/{within}", number) for within, number in inner)):
+            if isinstance(full, str) and isinstance(number, (int, float, str)) and not isinstance(number, bool):
+                with contextlib.suppress(ValueError, OverflowError):
+                    numbers[full] = float(number)
     return numbers

@@ -103,6 +103,8 @@ class AttemptSpec:
     """"mlx" or "torch": of the trainer, and of a command, which then may begin with one of PyTorch's launchers."""
     logging_dir: str | None = None
     """Folder of the TensorBoard files of a PyTorch command, below the rank's workdir; None: it prints its metrics."""
+    metrics: str | None = None
+    """Regular expression for the lines of a command that have its metrics; None: the forms that are known."""
     env: dict[str, str] = field(default_factory=dict)
     lease_s: float = 60.0
     on_lease_expiry: str = "end"

@@ -277,6 +277,7 @@ def attempt_spec(
         command=job_command(config.job),
         framework=config.job.framework,
         logging_dir=config.job.logging_dir,
+        metrics=config.job.metrics,
         env=common_environment(attempt.network, {**secrets, **config.job.env}, gradient_bytes=gradient),
         lease_s=recovery.lease_s,
         on_lease_expiry=recovery.on_lease_expiry,

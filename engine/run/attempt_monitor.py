@@ -475,9 +475,13 @@ class AttemptMonitor:
         if not (self._context.attempt.number > 1 and progress.steps) or self._context.history.status.source is not None:
             return
         resumed, repeated, seconds = progress.resumed or Resumed("none"), None, None
+        if not self._trainer and progress.resumed is None:
+            resumed = self.intake.own_resumption()
         failures = self._recorder.history.failures
         if failures:
             repeated = max(0, failures[-1].reached - resumed.iteration)
+            if resumed.source == "command" and not repeated:
+                repeated = None
             seconds = round((datetime.now(UTC) - failures[-1].failed_at).total_seconds(), 2)
         number = self._context.attempt.number
         self._recorder.append(AttemptResumed(attempt=number, resumed=resumed, repeated=repeated, seconds=seconds))

@@ -100,7 +100,8 @@ class Resumed:
     """The state that an attempt went on from, as its trainers reported."""
 
     source: str
-    """ "emergency", "checkpoint", "adapter" or "none"."""
+    """ "emergency", "checkpoint", "adapter" or "none"; "command": by itself, and iteration is that before its first
+    step."""
     iteration: int = 0
     update: int | None = None
     from_rank: int | None = None

@@ -82,6 +82,8 @@ class SeriesBuilder:
     def __init__(self) -> None:
         self.train, self.val, self.tokens_per_second = Curve(), Curve(), Curve()
         self.iteration: int | None = None
+        self.iterations: int | None = None
+        """The last one of the training, where a command prints it."""
         self.learning_rate: float | None = None
         self._speeds: deque[float] = deque(maxlen=_RECENT)
         self._restarts: list[SeriesMark] = []
@@ -105,6 +107,7 @@ class SeriesBuilder:
             self.val.add(iteration, row.get("val_loss"))
             return
         self.iteration = iteration
+        self.iterations = count_or_none(row.get("iterations")) or self.iterations
         self.train.add(iteration, row.get("train_loss"))
         self.tokens_per_second.add(iteration, row.get("tokens_per_second"))
         self.learning_rate = finite_or_none(row.get("learning_rate"))

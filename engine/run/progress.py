@@ -61,6 +61,8 @@ class AttemptProgress:
         """Rank → how often its trainer was started."""
         self.steps = 0
         """Iterations made by the foremost rank."""
+        self.first_iteration: int | None = None
+        """The first that was reported."""
         self.first_steps = FIRST_STEPS
         self.first_step_at: float | None = None
         """By the clock of the rank's node, s."""
@@ -86,6 +88,8 @@ class AttemptProgress:
         if found is None:
             return
         iteration = int(found[1])
+        if self.first_iteration is None:
+            self.first_iteration = iteration
         foremost = iteration > max(self.reached.values(), default=0)
         self.steps += foremost
         if self.first_step_at is None and (wall := _WALL.search(line)) is not None:
@@ -256,6 +260,7 @@ class EventIntake:
         rows = [row for row in lines if row is not None]
         self._written = len(lines) - own
         self.latest = functools.reduce(_updated, rows, Figures())
+        self._first_reported = next((row.get("iteration") for row in rows if row.get("kind") == "train"), None)
         self._tails = {rank: LineTail(run_dir.events(rank), base) for rank, base in bases.items()}
 
     @property
@@ -276,6 +281,13 @@ class EventIntake:
                 elif (event := parse_json_line(line)) is not None:
                     self._take(rank, event)
         self._consistency.poll()
+
+    def own_resumption(self) -> Resumed:
+        """A command's, by the steps that came: where it begins with the first step that the run has reported, or with
+        an earlier one, it began anew."""
+        first = self.progress.first_iteration or 0
+        anew = first <= max(1, count_or_none(self._first_reported) or 0)
+        return Resumed("command", 0 if anew else first - 1)
 
     def close(self) -> None:
         """Nothing is read any more: the next attempt writes the same files."""

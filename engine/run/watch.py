@@ -192,7 +192,8 @@ class RunWatch:
         if record.state.ended:
             live = {name: value for name, value in live.items() if getattr(record, name) is None}
         if record.iterations is None:
-            live["iterations"] = next((each.iterations for each in reports if each.iterations), None)
+            planned = next((each.iterations for each in reports if each.iterations), None)
+            live["iterations"] = planned or self._series.iterations
         return record.model_copy(update=live)
 
     def _rank(self, number: int, report: RankReport) -> RankStatus:

@@ -1,4 +1,4 @@
-"""Metrics of a PyTorch script, read from its output or from its tracker's files."""
+"""Metrics of a user's program, read from its output or from its tracker's files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,24 @@ from tests.data import DATA
 from tests.waiting import wait_until
 
 
-def events_of(folder: Path, *chunks: bytes, elastic: bool = False) -> list[dict[str, Any]]:
+def events_of(folder: Path, *chunks: bytes, elastic: bool = False, pattern: str | None = None) -> list[dict[str, Any]]:
     path = folder / "events.jsonl"
     path.unlink(missing_ok=True)
-    metrics = PrintedMetrics(EventWriter(path, 0, 1), elastic=elastic)
+    metrics = PrintedMetrics(EventWriter(path, 0, 1), elastic=elastic, pattern=pattern)
     for chunk in chunks:
         metrics.feed(chunk)
     return rows_of(path)
+
+
+def read(folder: Path, output: str, pattern: str | None = None) -> list[tuple[int, float | None, float | None]]:
+    """(iteration, training loss, iterations in all) of each report, and (iteration, None, loss) of each validation."""
+    path = folder / "events.jsonl"
+    path.unlink(missing_ok=True)
+    metrics = PrintedMetrics(EventWriter(path, 0, 1), elastic=False, pattern=pattern)
+    metrics.feed(output.encode())
+    metrics.finish()
+    rows = [row for row in map(json.loads, path.read_text().splitlines()) if row["event"] in ("report", "validation")]
+    return [(row["iteration"], row.get("train_loss"), row.get("val_loss", row.get("iterations"))) for row in rows]
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -130,6 +141,161 @@ def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:
     assert [row["iteration"] for row in found] == [3, 3]
 
 
+def bar(step: int, total: int, loss: float | None = None, head: str = "", tail: str = "") -> str:
+    """As tqdm draws it."""
+    postfix = f", {tail}loss={loss}" if loss is not None else ""
+    return f"\r{head} {100 * step // total:3d}%|###   | {step}/{total} [00:03<01:00,  3.10it/s{postfix}]"
+
+
+def test_a_message_behind_the_trainers_bar_does_not_move_its_log_to_the_next_step(tmp_path: Path) -> None:
+    """With log_level="info" the Trainer prints one where the evaluation begins."""
+    log = "\r{'loss': '1.384', 'epoch': '4.766'}\r\n"
+    message = "[INFO|trainer.py:1207] 2026-01-02 10:00:00,000 >> ***** Running Evaluation *****\n"
+    output = bar(300, 384) + log + bar(320, 384) + message + bar(325, 384) + log + bar(340, 384)
+    assert read(tmp_path, output) == [(320, 1.384, 384), (340, 1.384, 384)]
+
+
+def test_the_trainers_last_log_needs_no_bar_behind_it(tmp_path: Path) -> None:
+    assert read(tmp_path, bar(20, 20) + "\r{'loss': '1.5'}\n") == [(20, 1.5, 20)]
+
+
+def test_a_bar_with_a_loss_is_read_with_its_total(tmp_path: Path) -> None:
+    assert read(tmp_path, bar(10, 200, 1.23) + bar(10, 200, 1.22) + bar(20, 200, 1.1, tail="lr=1e-4, ")) == [
+        (10, 1.23, 200),
+        (20, 1.1, 200),
+    ]
+    assert read(tmp_path, "\rloss 1.25, lr 1e-4:  5%|#  | 10/200 [00:03<01:00,  3.10it/s]") == [(10, 1.25, 200)]
+
+
+def test_steps_of_lightnings_bar_count_over_its_epochs(tmp_path: Path) -> None:
+    """Also of a run that was resumed in epoch 2: they are counted from the beginning of the training."""
+
+    def epoch(number: int) -> str:
+        bars = (
+            bar(step, 40, loss, f"Epoch {number}: ", "v_num=0, train_")
+            for step, loss in ((0, 9.0), (20, 8.0), (40, 7.0))
+        )
+        check = bar(5, 5, 6.0, "Validation DataLoader 0: ") + bar(
+            40, 40, 7.0, f"Epoch {number}: ", "val_loss=5.5, train_"
+        )
+        return "".join(bars) + check
+
+    steps = [step for step, loss, _ in read(tmp_path, epoch(0) + epoch(1)) if loss is not None]
+    assert steps == [0, 20, 40, 60, 80]
+    assert [step for step, loss, _ in read(tmp_path, epoch(2)) if loss is not None] == [80, 100, 120]
+
+
+@pytest.mark.parametrize(
+    ("heads", "total"),
+    [(("", "", ""), None), (("Epoch 1/3: ", "Epoch 2/3: ", "Epoch 3/3: "), 30), (("Epoch 1:",) * 1, None)],
+)
+def test_a_bar_for_each_epoch_counts_on(tmp_path: Path, heads: tuple[str, ...], total: int | None) -> None:
+    output = "".join(bar(step, 10, 1.0, head) for head in heads for step in (0, 5, 10))
+    found = read(tmp_path, output)
+    assert [step for step, _, _ in found] == [0, 5, 10, 15, 20, 25, 30][: 1 + 2 * len(heads)]
+    if total is not None:
+        assert {most for _, _, most in found} == {total}
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (
+            "iter 0: loss 4.0, time 1.00ms, mfu -100.00%\niter 10: loss 3.5, time 1.00ms, mfu 0%\n",
+            [(0, 4.0, None), (10, 3.5, None)],
+        ),
+        ("step 0: train loss 4.2, val loss 4.3\n", [(0, None, 4.3)]),
+        ("\x1b[31mstep:  1  \x1b[32mloss:  8.1  \x1b[34mmemory:  1GiB(1%)  tps: 1\x1b[39m\n", [(1, 8.1, None)]),
+        (
+            "[rank0]:step:  1  loss:  8.1  x\n[rank1]:step:  2  loss:  8.1  x\n[default3]:step:  3  loss: 8.1  x\n",
+            [(1, 8.1, None)],
+        ),
+        ("1|20|Loss: 1.25:  10%|#   | 20/200 [00:40<06:00,  2.00s/it]\n", [(20, 1.25, None)]),
+        (
+            "Train Epoch: 1 [640/1000 (64%)]\tLoss: 2.25\nTrain Epoch: 2 [0/1000 (0%)]\tLoss: 2.0\n",
+            [(640, 2.25, None), (1000, 2.0, None)],
+        ),
+        (
+            "Train Epoch: 1 [640/1000 (64%)]\tLoss: 2.25\n\nTest set: Average loss: 0.5, Accuracy: 1/2\n",
+            [(640, 2.25, None), (640, None, 0.5)],
+        ),
+        (
+            "[1,  2000] loss: 2.2\n[1,  4000] loss: 2.1\n[2,  2000] loss: 2.0\n",
+            [(2000, 2.2, None), (4000, 2.1, None), (6000, 2.0, None)],
+        ),
+        (
+            "Epoch 0: Test accuracy 0.9, Time 1.0 (s)\nEpoch 1: Test accuracy 0.92, Time 1.0 (s)\n",
+            [(0, None, None), (1, None, None)],
+        ),
+        ("Starting training..., iters: 600\nIter 10: Train loss 2.5, It/sec 3.1\n", [(10, 2.5, 600)]),
+        ("{'train_loss': 1.25, 'iter': 10, 'iters': 40}\n", [(10, 1.25, 40)]),
+        (
+            "{'global_step': 20, 'train/loss': 1.25}\nINFO:root:{\"step\": 30, \"loss\": 1}\n",
+            [(20, 1.25, None), (30, 1.0, None)],
+        ),
+        ('{"step": 5, "train": {"loss": 1.5}, "val": {"loss": 1.75}}\n', [(5, 1.5, None), (5, None, 1.75)]),
+        ("{'iter': 10, 'loss': tensor(2.5, device='cuda:0')}\n", [(10, 2.5, None)]),
+        ("08/01/2026 10:00:00 - INFO - __main__ - step 10: loss 2.5\n", [(10, 2.5, None)]),
+        ("08/01/2026 10:00:00 - INFO - __main__ - epoch 0: perplexity: 3.2 eval_loss: 1.25\n", [(0, None, 1.25)]),
+        (
+            "Step [20/300], Loss: 2.5\nstep 40/300 | train loss 2.25 | val loss 2.5 | lr 1e-4\n",
+            [(20, 2.5, 300), (40, 2.25, 300), (40, None, 2.5)],
+        ),
+        ("Eval step 40 loss 2.5\n", [(40, None, 2.5)]),
+        ("Epoch 1/2 Step 1/10 loss 3\nEpoch 2/2 Step 1/10 loss 2\n", [(1, 3.0, 20), (11, 2.0, 20)]),
+        ("Epoch 1, step 100, loss 3\nEpoch 2, step 50, loss 2\n", [(100, 3.0, None), (150, 2.0, None)]),
+        ("Epoch 1/3, Loss: 2.5\nEpoch 2/3, Loss: 2.0, val_loss: 2.25\n", [(1, 2.5, 3), (2, 2.0, 3), (2, None, 2.25)]),
+        ("step 10 loss 2.5\nEpoch 1 mean loss: 3\nEpoch 1 val_loss: 2\n", [(10, 2.5, None), (10, None, 2.0)]),
+        ("steps: 10 loss: nan iter time (s): 0.3 samples/sec: 9\n", [(10, None, None)]),
+        ("step 1e999 loss 2\nstep 3 loss 1e999\n", [(3, None, None)]),
+        ("The loss of step 3 was computed, loss function: 1\nmax loss 3 at step 2\n", []),
+    ],
+)
+def test_what_programs_print_is_read_with_their_own_steps(tmp_path: Path, output: str, expected: list[Any]) -> None:
+    assert read(tmp_path, output) == expected
+
+
+def test_figures_of_a_step_that_stand_in_two_lines_are_one_report_in_the_end(tmp_path: Path) -> None:
+    line = b"[2026-08-01] [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=0, lr=[0.001], mom=[[0.8, 0.999]]\n"
+    found = events_of(tmp_path, line, b"steps: 10 loss: 2.3 iter time (s): 0.3 samples/sec: 99.6\n")
+    reports = [row for row in found if row["event"] == "report"]
+    assert reports[-1] == {"event": "report", "iteration": 10, "train_loss": 2.3, "learning_rate": 0.001}
+
+
+def test_a_jobs_own_pattern_is_read_and_no_other_line(tmp_path: Path) -> None:
+    pattern = r"\[(?P<step>\d+) of (?P<total>\d+)\] L=(?P<loss>[\d.]+)|V@(?P<iter>\d+)=(?P<val_loss>[\d.]+)"
+    output = "iter 1: loss 9.0, time\n[20 of 300] L=2.5 step 7 loss 7\nV@40=2.25\n" + "[9 of 9] L=1" + "1" * 1100 + "\n"
+    assert read(tmp_path, output, pattern) == [(20, 2.5, 300), (40, None, 2.25)]
+
+
+@pytest.mark.parametrize("line", ["[20 of 300] L=2.5 " + "x" * 1000, "1" * 26 + " [20 of 300] L=2.5"])
+def test_a_line_in_which_a_pattern_could_try_too_much_is_left_out(tmp_path: Path, line: str) -> None:
+    assert read(tmp_path, line + "\n", r"\[(?P<step>\d+) of 300\] L=(?P<loss>[\d.]+)") == []
+
+
+def test_a_pattern_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.node.script_metrics._OWN_LIMIT_S", -1.0)
+    line = "[20 of 300] L=2.5\n"
+    assert read(tmp_path, line + line.replace("20", "30"), r"\[(?P<step>\d+) of 300\] L=(?P<loss>[\d.]+)") == [
+        (20, 2.5, None)
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 50)), min_size=1, max_size=8), st.booleans())
+def test_steps_over_epochs_only_grow(
+    tmp_path_factory: pytest.TempPathFactory, epochs: list[tuple[int, int]], named: bool
+) -> None:
+    """Whatever is left out of a bar's lines, which tqdm does not print for every step."""
+    total = 50
+    lines = (
+        bar(step, total, 1.0, f"Epoch {number}: " if named else "")
+        for number, (_, last) in enumerate(epochs)
+        for step in (0, last)
+    )
+    steps = [step for step, _, _ in read(tmp_path_factory.mktemp("epochs"), "".join(lines))]
+    assert steps == sorted(set(steps)) and steps[-1] == (len(epochs) - 1) * total + epochs[-1][1]
+
+
 @pytest.fixture(autouse=True)
 def searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """New files are found at once."""
@@ -171,7 +337,7 @@ def test_the_scalars_of_a_step_are_one_report(tmp_path: Path) -> None:
     tracker.add(10, at=100.0, train_loss=2.0)
     assert tracker.rows == []
     tracker.add(10, at=100.0, learning_rate=0.125, accuracy=0.5)
-    tracker.add(30, at=105.0, train__loss=1.5, eval__loss=1.75)
+    tracker.add(30, at=105.0, Loss__train=1.5, validation__loss=1.75, loss_metrics__global_max_loss=9.0)
     assert tracker.rows == []
     first = [
         {"event": "step", "iteration": 10},

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 
-from engine.api import LAUNCHER_SOURCE, Engine, ExitCode, LogLine, LogReader, RunDir, RunWatch
+from engine.api import (
+    LAUNCHER_SOURCE,
+    Engine,
+    ExitCode,
+    LogLine,
+    LogReader,
+    MetricsTrial,
+    RunDir,
+    RunWatch,
+    safe_repr,
+)
 from engine.errors import InputError, plural
 from engine.models import Reason, RunRecord
 from engine.snapshots import RunSnapshot
 from tui.commands.follow import SupervisorRestart, ending, lasted
-from tui.commands.terminal import Lines, print_json
+from tui.commands.terminal import Lines, config_file, print_json
 from tui.formatting import (
     NOT_MEASURED,
     ago,
@@ -183,17 +195,43 @@ def _show_watch(lines: Lines, snapshot: RunSnapshot) -> None:
 
 
 def metrics(options: argparse.Namespace, engine: Engine) -> int:
-    reports = engine.runs.metrics(options.run)
+    trial = _metrics_trial(options.tried, options, engine) if options.tried is not None else None
+    reports = trial.reports if trial is not None else engine.runs.metrics(options.run)
     if options.json or options.format == "json":
-        print_json(reports)
+        print_json(trial or reports)
     elif options.format == "csv":
         writer = csv.DictWriter(sys.stdout, REPORT_KEYS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(reports)
     else:
-        headers = ("ITERATION", "LOSS", "VAL LOSS", "LEARNING RATE", "IT/S", "TOK/S", "TOKENS", "PEAK MEMORY")
+        headers = ["ITERATION", "LOSS", "VAL LOSS", "LEARNING RATE", "IT/S", "TOK/S", "TOKENS", "PEAK MEMORY"]
+        headers += ["LINE", "READ AS"] if trial is not None else []
         Lines().say(table(headers, [_metric_row(report) for report in reports]))
-    return ExitCode.OK
+        for text in _trial_summary(trial) if trial is not None else ():
+            Lines().say(text)
+    return ExitCode.OK if trial is None or reports else ExitCode.FAILED
+
+
+def _metrics_trial(file: Path, options: argparse.Namespace, engine: Engine) -> MetricsTrial:
+    """The metrics that would be read from a file, with the pattern of the configuration where there is one."""
+    chosen = config_file(options)
+    job = engine.load_config(chosen).job if options.config is not None or chosen.exists() else None
+    try:
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(file.open("rb")) if str(file) != "-" else sys.stdin.buffer
+            return engine.runs.try_metrics(output, job.metrics if job is not None else None)
+    except OSError as error:
+        raise InputError(f"--try {safe_repr(str(file))}", why=error.strerror or str(error)) from error
+
+
+def _trial_summary(trial: MetricsTrial) -> Iterator[str]:
+    forms = ", ".join(sorted({report["read_as"] for report in trial.reports}))
+    kinds = [report["kind"] for report in trial.reports]
+    counts = f"{plural(kinds.count('train'), 'report')} and {plural(kinds.count('val'), 'validation')}"
+    yield f"{plural(trial.lines, 'line')}: {counts}" + (f", read as {forms}" if forms else "")
+    yield from (f"not read: {text}" for text in trial.unread)
+    if not trial.reports:
+        yield "[job] can say how they are printed: metrics = '''step (?P<step>[0-9]+) .* loss (?P<loss>[0-9.]+)'''"
 
 
 def _metric_row(report: Mapping[str, object]) -> list[str]:
@@ -210,6 +248,7 @@ def _metric_row(report: Mapping[str, object]) -> list[str]:
         figure("tokens_per_second", ",.0f"),
         figure("trained_tokens", ",.0f"),
         figure("peak_memory", ".3f"),
+        *(str(report[key]) for key in ("line", "read_as") if key in report),
     ]
 
 

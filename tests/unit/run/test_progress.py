@@ -42,6 +42,20 @@ def report(iteration: int) -> str:
     return event("report", iteration=iteration, train_loss=9.0 / iteration, tokens_per_second=100.0)
 
 
+@pytest.mark.parametrize(("first", "resumption"), [(305, ("command", 304)), (5, ("command", 0)), (1, ("command", 0))])
+def test_where_a_command_went_on_is_known_by_the_steps_that_come(
+    tmp_path: Path, first: int, resumption: tuple[str, int]
+) -> None:
+    """It reports every fifth step: one that begins with the run's first report began anew."""
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text('{"kind": "train", "attempt": 0, "iteration": 5}\n')
+    intake = intake_of(run_dir, {0: 0})
+    write(run_dir, 0, *(event("step", iteration=step) + report(step) for step in (first, first + 5)))
+    intake.poll()
+    resumed = intake.own_resumption()
+    assert (resumed.source, resumed.iteration) == resumption
+
+
 def test_reports_and_validations_of_rank_0_become_metrics(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     intake = intake_of(run_dir, {0: 0, 1: 0})

@@ -94,6 +94,15 @@ def test_live_figures_come_from_reports_and_steps(run: MadeRun) -> None:
     assert snapshot.eta_s == 9.0
 
 
+def test_a_command_that_prints_its_last_iteration_has_progress_and_an_eta(home: Path) -> None:
+    run = MadeRun(home, command=("python", "train.py"))
+    run.state("preflight", "launching").attempt().state("running")
+    run.metrics([report(10, 4.0) | {"iterations": 90}, report(20, 3.0)])
+    snapshot = watched(run).poll()
+    assert (snapshot.record.iteration, snapshot.record.iterations) == (20, 90)
+    assert snapshot.eta_s == 17.5
+
+
 def test_streamed_data_is_as_far_as_the_furthest_rank(run: MadeRun) -> None:
     run.state("preflight", "launching").attempt().state("running")
     watch = watched(run)
@@ -364,6 +373,24 @@ def test_recoveries_and_attempts_are_described(tmp_path: Path) -> None:
     assert "from the state that its survivors saved of iteration 37, 1 step repeated, 8.2 s" in attempt_summary(second)
     assert membership_change(first, None) is None
     assert membership_change(second, first) == "rank 0 on ana, rank 1 on cyd; without bea"
+
+
+@pytest.mark.parametrize(
+    ("resumed_at", "repeated", "text"),
+    [
+        (304, 11, "its first step is 305, at least 11 steps repeated, 8.2 s"),
+        (320, None, "its first step is 321, 8.2 s"),
+        (0, 315, "from the beginning, 315 steps repeated, 8.2 s"),
+    ],
+)
+def test_of_a_command_that_resumed_by_itself_only_what_its_steps_show_is_claimed(
+    tmp_path: Path, resumed_at: int, repeated: int | None, text: str
+) -> None:
+    run = interrupted(tmp_path / "r")
+    run.append(AttemptResumed(attempt=2, resumed=Resumed("command", resumed_at), repeated=repeated, seconds=8.21))
+    snapshot = RunWatch(run.dir).poll()
+    assert attempt_summary(snapshot.attempts[1]).endswith(text)
+    assert ", ".join(text.split(", ")[1:]) in str(recovery_summary(snapshot))
 
 
 def test_what_goes_on_between_two_attempts(tmp_path: Path) -> None:

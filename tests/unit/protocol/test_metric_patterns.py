@@ -1,0 +1,111 @@
+"""The forms of lines that training programs print."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.protocol.metric_patterns import (
+    PATTERNS,
+    MetricPattern,
+    compiled,
+    group_values,
+    metric_name,
+    metrics_of,
+    named_numbers,
+)
+
+READ = {
+    "nanoGPT": [{"step": 10, "train_loss": 3.2101}, {"step": 250, "val_loss": 2.0623}],
+    "minGPT": [{"step": 100, "train_loss": 1.85123}],
+    "nanochat": [
+        {"step": 20, "total": 21400, "train_loss": 9.123456},
+        {"step": 20, "train_loss": 1.456789},
+        {"step": 10, "total": 701, "train_loss": 1.012345},
+        {"step": 200, "val_loss": 1.201234},
+    ],
+    "torchtitan": [{"step": 10, "train_loss": 7.32101}, {"step": 20, "val_loss": 6.9123}],
+    "torchtune": [{"step": 20, "train_loss": 1.2345678}, {"epoch": 1, "step": 20, "train_loss": 1.2345678806304932}],
+    "DeepSpeed": [{"step": 200, "train_loss": 5.5508}, {"step": 10, "learning_rate": 0.001}, {"step": 10}],
+    "Megatron-LM": [{"step": 10, "total": 500, "train_loss": 10.34512}, {"step": 100, "val_loss": 6.512345}],
+    "mlx-lm": [
+        {"step": 10, "train_loss": 2.345},
+        {"step": 20, "val_loss": 2.1, "val_time": 1.2},
+        {"total": 600},
+        {"step": 5, "train_loss": 5.815, "tokens_per_second": 8},
+        {"step": 10, "val_loss": 5.473, "val_time": 2.23},
+        {"total": 30},
+    ],
+    "PyTorch MNIST": [{"epoch": 1, "step": 640, "total": 60000, "train_loss": 2.298765}, {"val_loss": 0.0559}],
+    "PyTorch ImageNet": [{"epoch": 0, "step": 10, "total": 391, "train_loss": loss} for loss in (6.9012, 2.3012)],
+    "PyTorch CIFAR-10": [{"epoch": 1, "step": 2000, "train_loss": 2.213}],
+    "MLX MNIST": [{"step": 3}],
+}
+EXAMPLES = [(form, line) for form in PATTERNS for line in form.examples.split("\n")]
+
+
+def test_each_form_reads_its_own_examples_and_names_where_it_was_seen() -> None:
+    found: dict[str, list[dict[str, float]]] = {}
+    for form, line in EXAMPLES:
+        match = compiled(form.regex).search(line)
+        assert match is not None and form.source, line
+        found.setdefault(form.program, []).append(group_values(match))
+    assert found == READ
+
+
+@pytest.mark.parametrize("form", PATTERNS, ids=lambda form: form.source.split()[0])
+def test_no_form_matches_another_ones_example(form: MetricPattern) -> None:
+    regex = compiled(form.regex)
+    assert [line for other, line in EXAMPLES if other is not form and regex.search(line)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        *(
+            (name, "train_loss")
+            for name in ("Train/loss", "Loss/train", "train_loss_step", "loss", "step_loss", "lm loss")
+        ),
+        *((name, "train_loss") for name in ("loss_metrics/global_avg_loss", "Train/Samples/train_loss", "trainLoss")),
+        *(
+            (name, "val_loss")
+            for name in ("eval_loss", "Loss/val", "validation_metrics/loss", "val/loss_epoch", "Loss/test")
+        ),
+        *(
+            (name, None)
+            for name in ("loss_metrics/global_max_loss", "loss_scale", "lossy", "eval_accuracy", "time", "mfu")
+        ),
+        *((name, None) for name in ("tokens_per_second_per_gpu", "eval_steps_per_second", "train_runtime", "gradient")),
+        *((name, "step") for name in ("step", "iter", "global_step", "trainer/global_step", "Iteration")),
+        *((name, "total") for name in ("total", "max_steps", "total_iters", "num_iterations")),
+        *((name, "learning_rate") for name in ("lr", "lr-AdamW", "train/learning_rate", "Learning Rate", "lr/0")),
+        *((name, "tokens_per_second") for name in ("tok/sec", "Tokens/sec", "tokens_per_second")),
+        *((name, "grad_norm") for name in ("grad_norm", "grad norm", "train/grad_norm")),
+    ],
+)
+def test_names_are_read_by_their_words(name: str, ours: str | None) -> None:
+    assert metric_name(name) == ours
+
+
+def test_of_several_losses_the_plainest_counts_and_not_an_epochs_mean() -> None:
+    assert metrics_of({"train_loss_epoch": 3.0, "train_loss_step": 2.0, "lm_loss": 1.0}) == {"train_loss": 1.0}
+    assert metrics_of({"loss_epoch": 3.0, "train_loss_step": 2.0}) == {"train_loss": 2.0}
+    assert metrics_of({"iter": 10, "iters": 100}) == {"step": 10, "total": 100}
+    assert metrics_of({"steps": 10, "loss": 1.0}) == {"step": 10, "train_loss": 1.0}
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), numbers, st.sampled_from([": ", "=", " ", " = ", "': '"]))
+def test_numbers_are_read_by_the_names_before_them(step: int, total: int, loss: float, sign: str) -> None:
+    found = metrics_of(
+        named_numbers(f"[INFO] train: Step{sign}{step}/{total}, Learning Rate{sign}1e-4 | loss{sign}{loss}")
+    )
+    assert found == {"step": step, "total": total, "learning_rate": 1e-4, "train_loss": pytest.approx(loss)}
+
+
+@given(st.text(max_size=200))
+def test_any_text_has_finite_steps_or_none(text: str) -> None:
+    assert all(isinstance(value, float) for value in metrics_of(named_numbers(text)).values())
