@@ -26,6 +26,8 @@ from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 _REPORT_ONLY = frozenset({"kind", "attempt", "at"})
 """Keys that the head adds to mlx-lm's report dicts."""
+_EVIDENCE_CHARACTERS = 1_000
+"""Shown of one line."""
 _POLL_S = 0.05
 _SUPERVISOR_STARTS = 3
 """How often an abort starts another supervisor for a run before it gives up."""
@@ -91,7 +93,7 @@ class RunsApi:
             if found is not None and found.offset is not None and source is not None:
                 number = reader.number_of(source, found.offset)
             start = max(0, reader.line_count - limit) if number is None else max(0, number - limit // 2)
-            return [line.text for line in reader.lines(start, start + limit)]
+            return [line.text[:_EVIDENCE_CHARACTERS] for line in reader.lines(start, start + limit)]
 
     def adopt_orphans(self) -> list[str]:
         """Start a supervisor for every run that has lost its own, which adopts or fences it; the ids."""

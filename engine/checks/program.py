@@ -58,7 +58,7 @@ async def run(context: CheckContext) -> CheckResult:
     nested = nested_in_command(job.command or (), job.framework)
     if nested is not None and len(context.config.nodes) > 1:
         (found.overall.fault if nested.certain else found.overall.warn)(str(nested))
-    return found.verdict(" ".join(command))
+    return found.verdict(" ".join(job.redactor().words(command)))
 
 
 def _install(node: NodeConfig, program: str | None) -> Fix | None:

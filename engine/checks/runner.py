@@ -145,7 +145,9 @@ async def _run_check(
         result = verdict(check.name, CheckStatus.FAIL, str(error))
     except Exception as error:  # a bug in one check must not end the others, or the supervisor
         result = verdict(check.name, CheckStatus.FAIL, f"the check itself failed: {type(error).__name__}: {error}")
-    return result.model_copy(update={"name": check.name, "duration_s": round(time.monotonic() - started, 3)})
+    redactor = context.config.job.redactor()
+    shown = {"summary": redactor(result.summary), "evidence": {on: redactor(it) for on, it in result.evidence.items()}}
+    return result.model_copy(update={**shown, "name": check.name, "duration_s": round(time.monotonic() - started, 3)})
 
 
 def _audit_report(audit: Audit, report: PreflightReport, not_applicable: Collection[str]) -> None:

@@ -11,9 +11,12 @@ from pydantic import AfterValidator, Field, model_validator
 from engine.errors import plural
 from engine.measurements import Count
 from engine.models import FrozenModel
+from engine.security.redact import Redactor
 from engine.security.sanitise import plain
 
-ShortText = Annotated[str, AfterValidator(lambda text: plain(text, 300))]
+_FORMS = Redactor(environment={})
+ShortText = Annotated[str, AfterValidator(lambda text: _FORMS(plain(text, 300)))]
+"""Without secrets, as a process's command may have."""
 PathText = Annotated[
     str, AfterValidator(lambda path: path.encode(errors="backslashreplace").decode()), Field(max_length=4096)
 ]

@@ -21,6 +21,7 @@ from engine.errors import InputError
 from engine.models import FrozenModel
 from engine.protocol.job import STRATEGIES, Framework, Strategy
 from engine.security.identifiers import SshTarget
+from engine.security.redact import Redactor
 
 FineTuneType = Literal["lora", "dora", "full"]
 PARTITIONED: Final = ("sharded", "pipeline", "fsdp", "deepspeed")
@@ -160,6 +161,15 @@ class JobConfig(_Section):
     """Stream large datasets in chunks instead of keeping them in memory."""
     chunk_size: int = Field(default=50_000, ge=1)
     """Examples per chunk. Smaller datasets are not streamed."""
+
+    def redactor(self) -> Redactor:
+        """Takes the values of `env`, and this process's secrets, out of texts."""
+        return Redactor(self.env)
+
+    @property
+    def shown_command(self) -> tuple[str, ...]:
+        """The words of `command` without credentials."""
+        return tuple(self.redactor().words(self.command or ()))
 
     @property
     def trackers(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from engine.plan.document import Launching, PlannedHostfile
 from engine.plan.network import NetworkPlan
 from engine.protocol.job import AUTO
 from engine.protocol.partition import epoch_iterations
-from engine.security.redact import is_public, redact
+from engine.security.redact import is_public
 
 STARTING_PORT = 32323
 """mlx.launch's own default."""
@@ -79,7 +79,7 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
         notes.append("your own ssh must reach every node without a prompt")
     written = PlannedHostfile(path=str(hostfile), document=hostfile_document(network))
     command = shlex.join(argv)
-    shown = redact(command, {})
+    shown = config.job.redactor()(command)
     if shown != command:
         notes.append("the command's credentials are left out: it does not run as it is shown")
     return Launching(mlx_launch_command=shown, launch_notes=tuple(notes), hostfile=written)

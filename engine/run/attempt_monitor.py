@@ -5,7 +5,6 @@ that end.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -158,9 +157,8 @@ class AttemptMonitor:
     def verdict(self, evidence: FailureEvidence) -> Verdict:
         """With the failure signature that explains the end: whether a restart can fix it depends on that. Reads the
         mirrors."""
-        environment = {**os.environ, **self._context.plan.config.job.env}
-        verdict = verdict_on(evidence)
-        return with_cause(verdict, evidence, self._context.run_dir, self._context.attempt.log_bases, environment)
+        verdict, redactor = verdict_on(evidence), self._context.plan.config.job.redactor()
+        return with_cause(verdict, evidence, self._context.run_dir, self._context.attempt.log_bases, redactor)
 
     def prove_again(self, nodes: Sequence[str]) -> None:
         """In place of `run`, before `confirm`: the attempt has ended, and on `nodes` that is not proved yet."""

@@ -20,9 +20,9 @@ from engine.run.events import Verdict
 from engine.run.history import RunHistory
 from engine.run.journal import read_history
 from engine.run.logs.line_index import LogIndex
+from engine.run.run_plan import redactor_of
 from engine.run.signature import Signature, SignatureKind
 from engine.run.signatures import BY_ID, ERRNO_NAMES, SIGNATURES
-from engine.security.redact import redact
 from engine.security.sanitise import plain, sanitise
 from engine.snapshots import Diagnosis
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
@@ -252,7 +252,7 @@ def diagnose(run_dir: RunDir) -> Diagnosis | None:
         found = first_cause(run_dir, history.record, _bases(history))
     if found is None:
         return None
-    return replace(found, cause=redact(found.cause), host=found.host or hosts.get(found.rank))
+    return replace(found, cause=redactor_of(run_dir)(found.cause), host=found.host or hosts.get(found.rank))
 
 
 def first_cause(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import Counter
@@ -24,7 +23,6 @@ from engine.run.failure_cause import FRAME, WORKER_FAILED, last_round
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, Rank
 from engine.run.signatures import BY_ID
-from engine.security.redact import redact, redact_document
 from engine.security.sanitise import text_or_none
 
 _FINAL_LINES = 15
@@ -159,7 +157,7 @@ class EvidenceCollector:
         config = context.plan.config
         self._trainer = config.job.command is None
         # Secrets that a rank has printed must not be quoted.
-        self._environment = {**os.environ, **config.job.env}
+        self._redactor = config.job.redactor()
 
     def succeeded(self, rank: Rank) -> bool:
         end = self._connection(rank.number).exit_output(rank.number).end
@@ -215,10 +213,10 @@ class EvidenceCollector:
         return self._context.connections.to(rank)
 
     def _quotable(self, text: str) -> str:
-        return redact(text, self._environment)
+        return self._redactor(text)
 
     def _quotable_event(self, event: dict[str, Any] | None) -> dict[str, Any] | None:
-        return dict(redact_document(event, self._environment)) if event is not None else None
+        return dict(self._redactor.document(event)) if event is not None else None
 
     def _start_output(self, rank: int) -> str:
         message = next((failed.message for failed in self._origin.start_failures if failed.rank == rank), "")

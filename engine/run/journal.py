@@ -33,6 +33,7 @@ from engine.run.events import (
 from engine.run.history import RunHistory, fold, run_history
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
 from engine.run.run_plan import RunPlan, read_plan
+from engine.security.redact import Redactor
 from engine.store.layout import RunDir
 
 E = TypeVar("E", bound=Event)
@@ -43,25 +44,45 @@ def _now() -> datetime:
     return datetime.now(UTC)
 
 
+_WORDS = frozenset({"cause", "fix", "message", "error", "why", "left", "stopped_by"})
+_LONGEST_TEXT = 4_000
+
+
 class Journal:
     """The writing side. One per run at a time: the supervisor's lock sees to that."""
 
-    def __init__(self, path: Path, clock: Clock = _now) -> None:
-        """A line that a killed writer left incomplete is cut off."""
+    def __init__(self, path: Path, clock: Clock = _now, redactor: Redactor | None = None) -> None:
+        """A line that a killed writer left incomplete is cut off. `redactor`: for what is said in words."""
         self._clock = clock
+        self._redactor = redactor or Redactor()
         self._file = LineFile(path)
 
     def append(self, event: E) -> E:
-        """Append `event`, stamped with the time, by one write; a synced one is on the disk when this returns.
+        """Append `event`, stamped with the time, by one write; a synced one is on the disk when this returns. Its words
+        have no secrets, and an end.
 
         On a full disk the event waits in memory and is written with the next one (or by `flush`), so that training is
         not stopped for it. Raises OSError for any other fault.
         """
         stamped = event.model_copy(update={"at": self._clock()})
         fields = stamped.model_dump(mode="json", exclude_none=True)
+        if (shown := self._shown(fields)) != fields:
+            fields, stamped = shown, type(event).model_validate(shown)
         line = json.dumps({"event": fields["event"], **fields}, ensure_ascii=False)
         self._file.append(line.encode(errors="backslashreplace"), sync=isinstance(event, SyncedEvent))
         return stamped
+
+    def _shown(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Only texts that a person reads: by the others the run is adopted."""
+        shown = dict[str, Any]()
+        for name, value in fields.items():
+            if name in _WORDS:
+                texts = value if isinstance(value, list) else [value]
+                texts = [self._redactor(text)[:_LONGEST_TEXT] for text in texts]
+                shown[name] = texts if isinstance(value, list) else texts[0]
+            else:
+                shown[name] = self._shown(value) if isinstance(value, dict) else value
+        return shown
 
     def flush(self) -> bool:
         """Write what a full disk held back; False while there is still no room."""
@@ -178,7 +199,7 @@ class RunRecorder:
         """Begins the journal with `plan` when there is none. Raises StateError when it cannot be read."""
         tail = JournalTail(path)
         events = list(tail.events())
-        self._journal = Journal(path, clock)
+        self._journal = Journal(path, clock, plan.config.job.redactor())
         self._put = put
         self._store = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._problems: deque[str] = deque()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,6 +18,9 @@ from engine.models import FrozenModel, RunRecord, RunState
 from engine.plan.document import Settings
 from engine.plan.memory.choice import resolved
 from engine.protocol.attempt import write_atomic
+from engine.security.redact import Redactor
+from engine.security.sanitise import json_object, json_or_none
+from engine.store.layout import RunDir
 
 
 class RunPlan(FrozenModel):
@@ -81,6 +86,16 @@ class RunPlan(FrozenModel):
             backend=backend,
             iterations=int(iterations) if iterations is not None else None,
         )
+
+
+def redactor_of(run_dir: RunDir) -> Redactor:
+    """Takes the secrets of the run's job, those of its launch while they are kept, and this process's out of texts."""
+    own, kept = dict[str, str](), dict[str, Any]()
+    with contextlib.suppress(StateError):
+        own = read_plan(run_dir.plan).config.job.env
+    with contextlib.suppress(OSError):
+        kept = json_object(json_or_none(run_dir.secrets.read_bytes()))
+    return Redactor(own, {**os.environ, **{name: text for name, text in kept.items() if isinstance(text, str)}})
 
 
 def copy_of(path: Path) -> Path:

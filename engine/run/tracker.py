@@ -143,7 +143,7 @@ class WandbRun:
             name=run_dir.id,
             dir=str(run_dir.path),
             resume="allow",
-            config={**(trainer_job(config) or {}), "world_size": len(config.nodes)},
+            config=config.job.redactor().document({**(trainer_job(config) or {}), "world_size": len(config.nodes)}),
             settings=wandb.Settings(**quiet, **unwanted),
         )
         self._first = 0 if self._run.offline else self._run.starting_step

@@ -20,7 +20,6 @@ from queue import Empty, SimpleQueue
 from engine.config.models import JobConfig
 from engine.node import processes
 from engine.run.events import TrackerFailed
-from engine.security.redact import redact
 from engine.security.sanitise import last_line, plain
 from engine.store.layout import RunDir
 
@@ -51,6 +50,7 @@ class TrackerThread(threading.Thread):
         quiet = {"WANDB_ERROR_REPORTING": "false"}
         self._mark = {VARIABLE: mark(run_dir, name)}
         self._environment = quiet | os.environ | own | self._mark
+        self._redactor = job.redactor()
 
     def run(self) -> None:
         while not self._has_rows() and not self.ending.wait(_POLL_S):
@@ -60,7 +60,7 @@ class TrackerThread(threading.Thread):
         except (OSError, subprocess.SubprocessError) as error:
             why = str(error)
         if why is not None:
-            self._faults.put(TrackerFailed(tracker=self._tracker, why=plain(redact(why, self._environment), 300)))
+            self._faults.put(TrackerFailed(tracker=self._tracker, why=plain(self._redactor(why), 300)))
 
     def _has_rows(self) -> bool:
         with contextlib.suppress(OSError):

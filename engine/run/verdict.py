@@ -21,7 +21,7 @@ from engine.run.events import Hang, Verdict
 from engine.run.failure_cause import CAUSE_CHARACTERS, explain, findings, first_cause
 from engine.run.failure_evidence import FailureEvidence, RankEvidence, succeeded
 from engine.run.signature import SignatureKind
-from engine.security.redact import redact
+from engine.security.redact import Redactor
 from engine.security.sanitise import count_or_none, last_line, plain, sanitise, text_or_none
 from engine.store.layout import RunDir
 
@@ -392,10 +392,10 @@ def with_cause(
     evidence: FailureEvidence,
     run_dir: RunDir,
     log_bases: Mapping[int, int],
-    environment: Mapping[str, str],
+    redactor: Redactor,
 ) -> Verdict:
-    """A failure's verdict with its first cause and its fix, where they are known, without the secrets of
-    `environment`. Reads the mirrors from `log_bases` on, and the evidence where they lack something."""
+    """A failure's verdict with its first cause and its fix, where they are known, without secrets.
+    Reads the mirrors from `log_bases` on, and the evidence where they lack something."""
     if verdict.state is not RunState.FAILED:
         return verdict
     blamed = next((rank for rank in evidence.ranks if rank.rank == verdict.rank), None)
@@ -410,7 +410,7 @@ def with_cause(
     found = first_cause(run_dir, verdict, log_bases, exit_output=_lines(*output), reported=_lines(*reported))
     if found is None:
         return verdict
-    return replace(verdict, cause=redact(found.cause, environment), fix=found.fix, signature=found.signature)
+    return replace(verdict, cause=redactor(found.cause), fix=found.fix, signature=found.signature)
 
 
 def _lines(*texts: str) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import StateError
 from engine.security.identifiers import safe_repr
 from engine.security.paths import make_home, state_home
-from engine.security.redact import redact_document
+from engine.security.redact import Redactor
 
 MAX_BYTES = 10_000_000
 FILES = 5
@@ -37,7 +37,7 @@ def audit_log(
     home = home or state_home()
     at = (now or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="milliseconds")
     entry = {"at": at, "event_type": event_type, "status": status, "context": dict(context), "pid": os.getpid()}
-    redacted = redact_document(entry)
+    redacted = Redactor().document(entry)
     line = json.dumps(redacted, default=safe_repr)
     if len(line) > MAX_LINE:
         line = json.dumps(redacted | {"context": {"cut": safe_repr(redacted["context"], 2000)}}, default=safe_repr)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.run.run_plan import write_plan
 from tests.tui.commands import FLIGHTDECK, environment, flightdeck, shell
-from tests.unit.run.run_maker import START, MadeRun, report, validation
+from tests.unit.run.logs.run_logs import RunLogs
+from tests.unit.run.run_maker import START, MadeRun, make_run_config, report, validation
 
 RUN_FIELDS = {
     "id",
@@ -291,3 +293,26 @@ def test_a_figure_that_is_no_number_reaches_no_spreadsheet_and_no_parser(home: P
     first, second = csv.DictReader(io.StringIO(flightdeck(home, "metrics", "hostile", "--format", "csv").out))
     assert (first["train_loss"], first["tokens_per_second"]) == ("4.0", "")
     assert (second["train_loss"], second["peak_memory"]) == ("", "")
+
+
+def test_no_command_prints_a_secret_but_raw(home: Path) -> None:
+    """Right below the redacted cause the lines that prove it were printed as they came."""
+    token, config = "hf_" + "aB3" * 11, make_run_config(name="telling")
+    run = MadeRun(home, name="telling")
+    env = {"SETTING": "correct-horse", "FLAG": "1", "DEVICE": "cpu"}
+    config = config.model_copy(update={"job": config.job.model_copy(update={"env": env})})
+    write_plan(run.directory.plan, run.plan.model_copy(update={"config": config}))
+    run.state("preflight", "launching").attempt().state("running", "finishing")
+    run.state("failed", reason="rank_failed", rank=1, host="node1", exit_code=1, cause=f"ValueError: 401 for {token}")
+    secret = f"AUTH=s3cr3t-value, {token}, correct-horse on cpu:1\n-----BEGIN PRIVATE KEY-----\n{'MIIE' * 16}\n"
+    RunLogs.mirrored(run.directory, 1, f"starting\n{secret}ValueError: 401 for {token}\n")
+    run.close()
+    commands = ["show"], ["show", "--json"], ["logs"], ["logs", "--rank", "1"], ["logs", "--json"], ["logs", "--follow"]
+    for command in commands:
+        done = flightdeck(home, *command[:1], "telling", *command[1:])
+        assert done.code == 0
+        for part in (token, "s3cr3t", "correct-horse", "MIIE"):
+            assert part not in done.out, command
+        if command[0] == "logs" and "--json" not in command:
+            assert "on cpu:1" in done.out
+    assert token in flightdeck(home, "logs", "telling", "--rank", "1", "--raw").out

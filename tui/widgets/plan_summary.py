@@ -72,7 +72,7 @@ def job_rows(config: Config, state: DeckState) -> list[tuple[str, str]]:
     separator = state.glyphs.separator
     job, settings = config.job, config.job.mlx_lm
     if job.command is not None:
-        rows = [("command", " ".join(job.command))]
+        rows = [("command", " ".join(job.shown_command))]
     else:
         rows = [("model", path_tail(job.model)), ("data", path_tail(job.data))]
         sizes = [f"{settings['iters']:,} iterations"] if "iters" in settings else []

@@ -15,7 +15,7 @@ from engine.plan.torch.fit import TorchFit
 from engine.plan.torch.strategy import BLOCKS, label
 from engine.protocol.deepspeed import BUCKET_ELEMENTS
 from engine.protocol.launchers import idle_options, joined_options, split_launcher, started_program
-from engine.security.redact import is_public, redact
+from engine.security.redact import is_public
 
 _PLACEHOLDER = re.compile(r"\{(?:rank|workdir|model|data|python)\}")
 _RECIPE = "engine.torch_trainer.standalone"
@@ -69,7 +69,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
     counts = Counter[str]()
     for node in nodes:
         counts[node.ssh] += node.processes if job.elastic else 1
-    plan, command = inputs.network, _shown(job.command or ())
+    plan, command = inputs.network, [*job.shown_command]
     launcher, options, _ = split_launcher(command)
     started = started_program(command) if command else ["python", "-m", _RECIPE, JOB]
     kind = str((inputs.model or {}).get("model_type", ""))
@@ -106,21 +106,12 @@ def _program(started: Sequence[str]) -> list[str]:
     return ["--no_python", *started]
 
 
-def _shown(command: Sequence[str]) -> list[str]:
-    """The words without credentials, also in the word after an option: `--hf_token VALUE`."""
-    shown = list[str]()
-    for option, word in zip(("", *command), command, strict=False):
-        begin = f"{option}=" if option.startswith("--") and "=" not in option else ""
-        shown.append(redact(begin + word, {}).removeprefix(begin))
-    return shown
-
-
 def _command_notes(context: PlanContext) -> Iterator[str]:
     """How a job's own command differs here from what a launch starts."""
     command = context.job.command
     if command is None:
         return
-    if _shown(command) != list(command):
+    if context.job.shown_command != tuple(command):
         yield "the command's credentials are left out: it does not run as it is shown"
     if found := sorted(set(_PLACEHOLDER.findall(" ".join(command)))):
         yield f"{', '.join(found)} in the command: flightdeck launch alone fills this in for each rank"

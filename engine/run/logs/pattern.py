@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +17,7 @@ SHOWN_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True)
 class LogPattern:
-    """A line matches when `expression` is found in its sanitised text. Its raw bytes (in lower case, when `folded`)
+    """A line matches when `expression` is found in its shown text. Its raw bytes (in lower case, when `folded`)
     then hold one of `needles`, or, when there are none, a match of `raw`: that is what a search goes by."""
 
     text: str
@@ -52,11 +52,14 @@ class LogPattern:
         """Where it is in a line's shown text, as (start, end) in characters."""
         return [match.span() for match in self.expression.finditer(text) if match.end() > match.start()]
 
-    def matches(self, line: bytes) -> bool:
-        """A raw line matches."""
-        return len(line) > SHOWN_BYTES or self.expression.search(sanitise(line)) is not None
+    def matches(self, line: bytes, redactor: Callable[[str], str]) -> bool:
+        """A raw line matches: what is redacted cannot be found."""
+        if len(line) > SHOWN_BYTES:
+            return True
+        text = sanitise(line)
+        return self.expression.search(text) is not None and self.expression.search(redactor(text)) is not None
 
-    def positions(self, data: bytes) -> Iterator[int]:
+    def positions(self, data: bytes, redactor: Callable[[str], str]) -> Iterator[int]:
         """In whole lines of a log: one position in each line that matches, first to last."""
         searched = data.lower() if self.folded else data
         at = 0
@@ -67,7 +70,7 @@ class LogPattern:
                 return
             start, end = data.rfind(b"\n", 0, found) + 1, data.find(b"\n", found)
             end = len(data) if end < 0 else end
-            if self.matches(data[start:end]):
+            if self.matches(data[start:end], redactor):
                 yield found
             at = end + 1
 

@@ -11,11 +11,14 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
 from engine.run.logs.line_index import GrowingFile, IndexEntry, LogIndex
 from engine.run.logs.pattern import SHOWN_BYTES, LogPattern
+from engine.run.run_plan import redactor_of
+from engine.security.redact import KEY_MARK, KeyLines, Redactor
 from engine.security.sanitise import sanitise
 from engine.store.layout import RunDir
 
@@ -23,6 +26,9 @@ _BLOCK_BYTES: Final = 4 << 20
 _SEARCH_BYTES: Final = 1 << 20
 _FIRST_WINDOW, _LAST_WINDOW = 1 << 6, 1 << 17
 """Lines. Backwards, all matches of a window are looked at for its last one: the first windows are small."""
+_KEY_BYTES: Final = 1 << 15
+"""A private key is shorter, with what a logger prints before its lines."""
+_MORE_BYTES: Final = 1 << 12
 _LONGEST_LINE: Final = 64 << 20
 """Searched as one line; a longer one in pieces."""
 
@@ -35,7 +41,7 @@ class LogLine:
     at: float
     """When its first byte reached the head, seconds since the epoch."""
     text: str
-    """Sanitised."""
+    """Sanitised, without secrets."""
     offset: int
     """Where it begins in its source's log, bytes."""
     partial: bool = False
@@ -88,9 +94,10 @@ class LogReader:
         for source in {entry.source for _, entry in entries}:
             own = [(number, entry) for number, entry in entries if entry.source == source]
             raws = self._raw_lines(source, own[0][1], len(own))
+            keys = KeyLines(inside=self._within_key(source, own[0][1].offset))
             for (number, entry), (raw, size, partial) in zip(own, raws, strict=False):
                 at = self._index.at(entry.centiseconds)
-                found.append(LogLine(number, source, at, _shown(raw, size), entry.offset, partial))
+                found.append(LogLine(number, source, at, self._shown(raw, size, keys), entry.offset, partial))
         return sorted(found, key=lambda line: line.number)
 
     def number_of(self, source: int, offset: int) -> int | None:
@@ -166,7 +173,7 @@ class LogReader:
             data = self._whole_lines(source, low, high)
             if not data:
                 return
-            for position in pattern.positions(data):
+            for position in pattern.positions(data, self._redactor):
                 yield low + position
             low += len(data)
 
@@ -225,6 +232,24 @@ class LogReader:
             raws.append((raw, end - start, not newline and end == starts[-1] and end >= log.size()))
         return raws
 
+    @cached_property
+    def _redactor(self) -> Redactor:
+        return redactor_of(self.run_dir)
+
+    def _within_key(self, source: int, offset: int) -> bool:
+        """A private key that was printed before may go on here."""
+        begin = max(0, offset - _KEY_BYTES)
+        before, keys = self._log(source).read(begin, offset - begin), KeyLines()
+        if KEY_MARK.encode() in before:
+            for line in before.decode(errors="replace").split("\n")[:-1]:
+                keys(line)
+        return keys.inside
+
+    def _shown(self, raw: bytes, size: int, keys: KeyLines) -> str:
+        text = self._redactor(keys(sanitise(raw)))
+        text = text if len(text) <= SHOWN_BYTES else text[:SHOWN_BYTES]
+        return text if size <= SHOWN_BYTES else f"{text}… {size:,} bytes in all"
+
     def _index_of(self, source: int) -> LogIndex:
         if source == self.source:
             return self._index
@@ -241,12 +266,8 @@ class LogReader:
 def _shown_part(log: GrowingFile, start: int, end: int) -> bytes:
     """The part of a long line that is shown: its beginning, or of a progress bar its current state."""
     tail = log.read(end - SHOWN_BYTES, SHOWN_BYTES)
-    return tail if b"\r" in tail.rstrip(b"\r\n") else log.read(start, SHOWN_BYTES)
-
-
-def _shown(raw: bytes, size: int) -> str:
-    text = sanitise(raw, SHOWN_BYTES)
-    return text if size <= SHOWN_BYTES else f"{text}… {size:,} bytes in all"
+    # Some more of it, so that no secret is cut before it is recognised.
+    return tail if b"\r" in tail.rstrip(b"\r\n") else log.read(start, min(end - start, SHOWN_BYTES + _MORE_BYTES))
 
 
 def _windows(low: int, high: int, forward: bool) -> Iterator[tuple[int, int]]:

@@ -15,10 +15,20 @@ from hypothesis import strategies as st
 
 from engine.errors import StateError
 from engine.models import ENDED, Reason, RunRecord, RunState
-from engine.run.events import JOURNAL_VERSION, Figures, Note, StateChanged, Verdict
+from engine.run.events import (
+    JOURNAL_VERSION,
+    Figures,
+    Note,
+    RankExited,
+    StateChanged,
+    StopStage,
+    StopStageReached,
+    Verdict,
+)
 from engine.run.history import fold
 from engine.run.journal import FOLLOWERS, Journal, JournalTail, RunRecorder, describe_damage, read_journal
 from engine.run.run_plan import RunPlan
+from engine.security.redact import Redactor
 from tests.unit.run.run_maker import make_run_config
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -281,3 +291,23 @@ def test_a_journal_that_is_gone_begins_anew_with_the_nonce_of_its_plan(tmp_path:
         RunRecorder(path, PLAN, lambda _record: None).close()
         assert fold(read_journal(path)).nonce == PLAN.nonce
         path.unlink()
+
+
+def test_words_have_no_secrets_and_an_end_and_what_a_run_is_adopted_by_stays(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, redactor=Redactor({"SETTING": "node0 value"}, {}))
+    token = "hf_" + "aB3" * 11
+    verdict = Verdict(RunState.FAILED, Reason.RANK_FAILED, cause=f"401 for {token}", fix="x" * 3_000_000)
+    kept = journal.append(StateChanged(state=RunState.FAILED, verdict=verdict))
+    journal.append(RankExited(rank=0, node="node0 value", error=f"no {token}" * 100_000))
+    journal.append(StopStageReached(stage=StopStage.KILL, left=("node0 7 python --token abc", "node1 8 sleep")))
+    journal.append(Note(message="it was node0 value"))
+    journal.close()
+    assert (token in path.read_text(), path.stat().st_size < 20_000) == (False, True)
+    changed, ended, stopped, note = read_journal(path)
+    assert isinstance(changed, StateChanged) and isinstance(ended, RankExited) and isinstance(note, Note)
+    assert changed == kept and changed.verdict is not None and changed.verdict.cause == "401 for [redacted]"
+    assert ended.node == "node0 value", "by that the run is adopted"
+    assert isinstance(stopped, StopStageReached)
+    assert stopped.left == ("node0 7 python --token [redacted]", "node1 8 sleep")
+    assert note.message == "it was [redacted]"

@@ -19,6 +19,7 @@ from engine.run.failure_cause import CAUSE_CHARACTERS
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.signatures import BY_ID
 from engine.run.verdict import is_consequence, verdict_on, with_cause
+from engine.security.redact import Redactor
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.data import DATA
 from tests.unit.run.logs.run_logs import RunLogs
@@ -502,7 +503,7 @@ def cause(tmp_path: Path, failure: dict[str, Any] | None, log: str = HANDLED) ->
     logs.write(0, log)
     rank = RankEvidence(rank=0, node="left", python="python", started=True, tail=log, failure=failure)
     found = FailureEvidence(ranks=[rank], trigger=Trigger.ENDED, trainer=True)
-    return with_cause(VERDICT, found, logs.run_dir, {}, {}).cause
+    return with_cause(VERDICT, found, logs.run_dir, {}, Redactor(environment={})).cause
 
 
 @pytest.mark.parametrize(
@@ -564,7 +565,7 @@ def test_of_torchruns_output_the_workers_own_is_the_cause(tmp_path: Path) -> Non
     text = GLOO_LOST.format(0) + RAISED.format(1) + TORCHRUN_REPORT
     logs.write(1, "step 3\n" + text)
     found = evidence(rank(0, 1, at=2.0, tail=GLOO_LOST.format(0)), rank(1, 1, at=1.0, tail=text), trainer=False)
-    verdict = with_cause(verdict_on(found), found, logs.run_dir, {}, {})
+    verdict = with_cause(verdict_on(found), found, logs.run_dir, {}, Redactor(environment={}))
     assert (verdict.rank, verdict.cause) == (1, "ValueError: the labels are shifted")
 
 
@@ -577,7 +578,7 @@ def verdict_of_log(tmp_path: Path, log: str) -> Verdict:
     logs = RunLogs(tmp_path)
     logs.write(0, log)
     found = evidence(rank(0, 1, tail=log), trainer=False)
-    return with_cause(verdict_on(found), found, logs.run_dir, {}, {})
+    return with_cause(verdict_on(found), found, logs.run_dir, {}, Redactor(environment={}))
 
 
 RETRIED = "CUDA out of memory: retrying with batch size 4\n"

@@ -22,6 +22,12 @@ class RunLogs:
         for source in sources:
             self._mirror.follow(source, None if source == LAUNCHER_SOURCE else LocalFile(self.node_log(source)), 0)
 
+    @staticmethod
+    def mirrored(run_dir: RunDir, source: int, data: str) -> None:
+        """As after a run whose rank has printed `data`."""
+        run_dir.log(source).write_text(data)
+        Mirror(run_dir, print).close()
+
     def node_log(self, source: int) -> Path:
         """Where the source's program writes."""
         return self.run_dir.log(source) if source == LAUNCHER_SOURCE else self._root / f"node-rank{source}.log"

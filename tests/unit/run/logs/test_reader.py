@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config.models import Config
 from engine.run.logs.pattern import ERRORS, SHOWN_BYTES, LogPattern
 from engine.run.logs.reader import LogFilter, LogReader
+from engine.run.run_plan import write_plan
 from engine.security.sanitise import sanitise
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.unit.run.logs.run_logs import RunLogs
+from tests.unit.run.run_maker import MadeRun, make_run_config
 
 parse = LogPattern.parse
 words = st.lists(st.sampled_from(["foo", "Foo", "bar", "b\tar", "é", "fo\x1b[1mo", "x\rfoo", ""]), max_size=3)
@@ -202,7 +205,7 @@ def test_a_pattern_that_is_none_is_refused(text: str) -> None:
 )
 def test_errors_are_distinguished_from_noise(line: str, reports_a_failure: bool) -> None:
     assert (ERRORS.expression.search(sanitise(line.encode())) is not None) == reports_a_failure
-    assert (next(ERRORS.positions(line.encode()), None) is not None) == reports_a_failure
+    assert (next(ERRORS.positions(line.encode(), str), None) is not None) == reports_a_failure
 
 
 def test_errors_are_found_both_ways_across_ranks(logs: RunLogs) -> None:
@@ -231,3 +234,47 @@ def test_a_big_log_is_searched_over_many_blocks(logs: RunLogs) -> None:
     first = reader.find(parse("rank 1"), 0)
     assert first == 12_000
     assert reader.find(parse("rank 0"), at, forward=False) == 11 * 12_000 - 1
+
+
+KEY = ["-----BEGIN RSA PRIVATE KEY-----", *["MIIEowIBAAKCAQEA" * 4] * 20, "Ag==", "-----END RSA PRIVATE KEY-----"]
+TOKEN = "hf_" + "aB3" * 11
+
+
+def test_no_line_is_shown_with_its_secrets_and_a_key_is_known_from_any_line_on(logs: RunLogs) -> None:
+    """Also where the view begins in the middle of it, and other ranks print between its lines."""
+    write_plan(logs.run_dir.plan, MadeRun(logs.run_dir.path / "home").plan.model_copy(update={"config": with_env()}))
+    logs.write(0, f"401 for {TOKEN}, PGPASSWORD=abcdefg, hunter2 it was\n")
+    for number, line in enumerate(KEY):
+        logs.write(0, line + "\n")
+        logs.write(1, f"iteration {number}: loss 2.5\n")
+    logs.write(0, "iteration 1: loss 2.5\n")
+    alone, merged = LogReader(logs.run_dir, 0), LogReader(logs.run_dir)
+    assert alone.line(0).text == "401 for [redacted], PGPASSWORD=[redacted], [redacted] it was"
+    assert alone.line(alone.line_count - 1).text == "iteration 1: loss 2.5"
+    for start in range(1, len(KEY) + 1):
+        assert {line.text for line in alone.lines(start, len(KEY) + 1)} == {"[redacted]"}
+    for start in range(2, merged.line_count, 7):
+        shown = merged.lines(start, start + 9)
+        assert all(("loss 2.5" in line.text) if line.source else ("MII" not in line.text) for line in shown)
+
+
+def test_a_secret_cannot_be_found_by_its_parts(logs: RunLogs) -> None:
+    logs.write(0, f"401 for {TOKEN}\nloss 2.5\n401 for ana\n")
+    reader = LogReader(logs.run_dir, 0)
+    assert reader.matching(LogPattern.parse("401"), 0, 3) == [0, 2]
+    assert reader.find(LogPattern.parse("hf_aB3"), 0) is None
+    assert reader.matching(LogPattern.parse("re:hf_[a-c]"), 0, 3) == []
+    assert reader.matching(LogPattern.parse("aB3"), 0, 3) == []
+
+
+def test_a_secret_at_the_end_of_what_is_shown_of_a_long_line_is_not_cut_in_two(logs: RunLogs) -> None:
+    for place in range(SHOWN_BYTES - len(TOKEN), SHOWN_BYTES + 1, 5):
+        logs.write(0, f"{'x ' * (place // 2)} {TOKEN} {'y' * 10_000}\n")
+    for line in LogReader(logs.run_dir, 0).lines(0, 100):
+        assert "hf_" not in line.text and "aB3" not in line.text
+        assert len(line.text) < SHOWN_BYTES + 40
+
+
+def with_env() -> Config:
+    config = make_run_config()
+    return config.model_copy(update={"job": config.job.model_copy(update={"env": {"SETTING": "hunter2", "ONE": "1"}})})
