@@ -88,7 +88,7 @@ FORMS = (
     ),
     SecretForm(
         "option of a command",
-        rf"(?P<before>(?<![\w-])--?(?:{_PART}{{0,40}}[_-])?(?i:{_NAMES}|auth){_OF_TEXT}(?:=|\s+)[\"']?){_ORDINARY}(?!-)"
+        rf"(?P<before>(?<![\w-])--?(?:{_PART}{{0,40}}[_-])?(?i:{_NAMES}|auth){_OF_TEXT}(?:=|[\"']?,?\s+)[\"']?){_ORDINARY}(?!-)"
         rf"(?:{_QUOTED}|[^\s\"']{{2,}})",
         "train.py --api-key «abc123»",
         "token key secret passw passphrase pgpass credential auth",

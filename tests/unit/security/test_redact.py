@@ -139,6 +139,8 @@ PARTS = f"eyJ{S}.eyJ{S}.{S}"
         f"torchrun train.py --hf_token {S} --lr 1e-4",
         f"python run.py --api-key '{S}'",
         f"python run.py --password {S}",
+        f"argv ['run.py', '--token', '{S}', '--lr', '1']",
+        f'["run.py", "--token", "{S}"]',
         f"mysql://ana:{S}@db.local/x",
         f"git clone https://{S}@github.com/a/b",
         f"\x41 wandb: WANDB_API_KEY={S}",
