@@ -471,5 +471,7 @@ async def _known(engine: Engine, config: Config) -> dict[str, Any]:
 
 
 def _output_lines(done: Completed) -> tuple[str, ...]:
-    """A command's output, sanitised; stderr last."""
-    return tuple(api.sanitise(line) for stream in (done.stdout, done.stderr) for line in stream.splitlines())
+    """A command's output, sanitised and without secrets; stderr last."""
+    return tuple(
+        api.redact(api.sanitise(line)) for stream in (done.stdout, done.stderr) for line in stream.splitlines()
+    )

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from engine.run.watch import RunWatch
     from engine.security.identifiers import safe_repr
     from engine.security.paths import path_fault
+    from engine.security.redact import redact
     from engine.security.sanitise import sanitise
     from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
@@ -64,6 +65,7 @@ _NAMES: Final = {
     "engine.run.watch": "RunWatch",
     "engine.security.identifiers": "safe_repr",
     "engine.security.paths": "path_fault",
+    "engine.security.redact": "redact",
     "engine.security.sanitise": "sanitise",
     "engine.store.layout": "LAUNCHER_SOURCE RunDir",
 }

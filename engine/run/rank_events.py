@@ -108,7 +108,10 @@ class RankEvents:
         if compute is not None:
             self._step_times.append(compute)
         # Only the last of the iterations that make one update has its gradients' norms.
-        norms = {"global_grad_norm": _norm(event.get("grad_norm")), "grad_norm": _norm(event.get("own_grad_norm"))}
+        norms = {
+            "global_grad_norm": finite_or_none(event.get("grad_norm")),
+            "grad_norm": finite_or_none(event.get("own_grad_norm")),
+        }
         return {
             "phase": "training" if self.report.phase in (None, "loading") else self.report.phase,
             "iteration": count_or_none(event.get("iteration")),
@@ -137,8 +140,3 @@ def _kept(block: bytes) -> list[bytes]:
             place = block.find(name, place + len(name))
     ends = ((start, block.find(b"\n", start)) for start in sorted(starts))
     return [block[start : end if end >= 0 else len(block)] for start, end in ends]
-
-
-def _norm(value: Any) -> float | None:
-    """One that is not finite is shown as it is."""
-    return value if isinstance(value, float) else finite_or_none(value)

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.config.models import ConsistencyConfig, RecoveryConfig
 from engine.run.consistency_watch import ConsistencyWatch
@@ -393,3 +397,46 @@ def test_of_an_elastic_job_any_rank_may_be_the_one_that_reports() -> None:
     training = Training((0, 1), is_command=True)
     training.steps(1, 20, ranks=(1,), seconds=STALL_S / 10)
     assert training.wait(STALL_S + 0.2).rank is None
+
+
+NAMES = ["start", "phase", "step", "report", "validation", "test", "checkpoint", "emergency_checkpoint",
+         "replica_check", "chunk", "failure", "warning", "end", "resumed", "activity", "going_on"]  # fmt: skip
+FIELDS = ["iteration", "iterations", "update", "train_loss", "val_loss", "own_loss", "own_grad_norm", "grad_norm",
+          "t", "at", "attempt", "rank", "seq", "phase", "source", "bytes", "seconds", "compute_s", "communicate_s",
+          "agreed", "ranks", "message", "chunk", "num_chunks", "epoch", "world_size", "background", "path",
+          "tokens_per_second"]  # fmt: skip
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.just(10**400)
+    | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=3,
+)
+EVENTS = st.builds(event, st.sampled_from(NAMES)).flatmap(
+    lambda line: st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4).map(
+        lambda fields: json.dumps({**json.loads(line), **fields}) + "\n"
+    )
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), EVENTS), max_size=8))
+@settings(max_examples=300)
+def test_whatever_a_node_writes_as_an_event_is_a_finite_figure_or_none(events: list[tuple[int, str]]) -> None:
+    with TemporaryDirectory() as folder:
+        run_dir = RunDir(Path(folder))
+        intake = intake_of(run_dir, {0: 0, 1: 0})
+        intake.any_rank_reports = True
+        for rank, line in events:
+            write(run_dir, rank, line)
+        intake.poll()
+        intake.close()
+        for line in run_dir.metrics.read_text().splitlines():
+            json.loads(line, parse_constant=pytest.fail)
+        reports = [RankEvents(run_dir.events(rank)).poll() for rank in (0, 1)]
+        numbers = [value for each in (intake.latest, *reports) for value in vars(each).values() if type(value) is float]
+        assert all(map(math.isfinite, numbers))
+        assert all(len(each.phase or "") <= 40 for each in reports)

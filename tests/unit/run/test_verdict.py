@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 
 from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
+from engine.protocol.events import ExitOutput
+from engine.protocol.messages import Decoder, RankEnded, encode
 from engine.run.decide import Trigger
-from engine.run.events import Hang, Verdict
+from engine.run.events import Hang, StateChanged, Verdict
 from engine.run.failure_cause import CAUSE_CHARACTERS
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
+from engine.run.journal import Journal, read_journal
 from engine.run.signatures import BY_ID
 from engine.run.verdict import is_consequence, verdict_on, with_cause
 from engine.security.redact import Redactor
@@ -678,3 +682,46 @@ def test_a_rank_that_aborts_after_its_exception_has_failed_by_that() -> None:
     verdict = verdict_on(evidence(rank(0, sig=signal.SIGTERM, stopped_by="end"), aborted, trainer=False))
     assert (verdict.reason, verdict.rank) == (Reason.RANK_FAILED, 1)
     assert "ValueError: bad row" in (verdict.cause or "")
+
+
+HOSTILE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.just("\ud800") | st.just("x" * 100_000),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
+    max_leaves=4,
+)
+EVENT = st.none() | st.dictionaries(
+    st.sampled_from(["error_type", "message", "traceback", "certain", "completed", "stopped", "early", "iteration"]),
+    HOSTILE | st.sampled_from(["Corrupted", "Diverged", "PeerLost"]),
+)
+RECORD = st.builds(
+    ExitRecord,
+    *(st.just(0), st.just(1), st.none() | st.integers(-(2**62), 2**62), st.none() | st.integers(-(2**62), 2**62)),
+    ended_at=st.floats(-2e11, 2e11),
+    log_bytes=st.integers(-(2**62), 2**62),
+    stopped_by=st.none() | st.text(max_size=8),
+    error=st.none() | st.text(max_size=8),
+)
+
+
+OUTPUT = st.builds(ExitOutput, st.text(max_size=30) | st.just("\ud800"), st.text(max_size=9), EVENT, EVENT)
+ENDED = st.builds(RankEnded, st.just(0), st.none() | RECORD, st.none() | st.integers(0, 9), OUTPUT)
+
+
+@given(ENDED, st.sampled_from(Trigger), st.booleans())
+def test_whatever_a_node_reports_the_verdict_can_be_written(
+    message: RankEnded, trigger: Trigger, trainer: bool
+) -> None:
+    """As its agent's messages leave it: typed, but for the fields of the trainer's events."""
+    (received,) = Decoder().feed(encode(message))
+    assert isinstance(received, RankEnded)
+    output = received.output
+    hostile = RankEvidence(
+        *(0, "left", "/py", True, received.record), tail=output.log, failure=output.failure, end=output.end
+    )
+    verdict = verdict_on(evidence(hostile, rank(1, 1), trigger=trigger, trainer=trainer))
+    with TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "journal.jsonl")
+        journal.append(StateChanged(state=verdict.state, verdict=verdict))
+        journal.close()
+        assert len(read_journal(Path(folder) / "journal.jsonl")) == 1
+        assert (Path(folder) / "journal.jsonl").stat().st_size < 20_000
