@@ -5,6 +5,7 @@ one of its commands.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,13 +25,13 @@ _STRATEGIES = get_args(Strategy)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 success, 1 a failed run or check, 2 bad usage or configuration, 130 interrupted."""
+    _prepare_streams()
     options = command_parser().parse_args(arguments)
     try:
         code: int = options.run_command(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has left; /dev/null avoids a second error at interpreter exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return ExitCode.OK
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -38,7 +39,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(error, ExitCode.USAGE)
     except FlightDeckError as error:
         return _print_error(error, ExitCode.FAILED)
+    except OSError as error:
+        _discard_output()
+        what = "the output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
+        return _print_error(FlightDeckError(what, why=error), ExitCode.FAILED)
     return code
+
+
+def _prepare_streams() -> None:
+    """A stream that the caller has closed is /dev/null, so that no file that is opened takes its descriptor; a
+    character that the locale lacks is printed as its escape."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """Its reader has left, or its disk is full: /dev/null avoids a second error at interpreter exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_command(options: argparse.Namespace) -> int:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
+from engine.run.logs.mirror import Mirror
 from engine.run.run_plan import write_plan
 from tests.tui.commands import FLIGHTDECK, environment, flightdeck, shell
 from tests.unit.run.logs.run_logs import RunLogs
@@ -74,6 +76,41 @@ def test_help_has_examples_for_every_command(home: Path) -> None:
     for command in commands:
         done = flightdeck(home, command, "--help")
         assert (done.code, f"flightdeck {command}" in done.out.partition("examples:")[2]) == (0, True)
+
+
+COMMANDS = [
+    ["runs"],
+    ["runs", "--json"],
+    ["show"],
+    ["logs", "--rank", "1", "--raw"],
+    ["metrics"],
+    ["--version"],
+]
+
+
+@pytest.mark.needs("linux")
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_an_output_that_cannot_be_written_is_one_line(home: Path, failed: MadeRun, arguments: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([FLIGHTDECK, *arguments], stdout=full, stderr=PIPE, env=environment(home), check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode() == "flightdeck: the output cannot be written: No space left on device\n"
+
+
+def test_a_character_that_the_locale_lacks_is_printed_as_its_escape(home: Path, failed: MadeRun) -> None:
+    mirror = Mirror(failed.directory, lambda gap: None)
+    mirror.follow(0, None, 0)
+    failed.directory.log(0).write_bytes("é 中 loss 1.5\n".encode())
+    mirror.pump()
+    mirror.close()
+    env = environment(home, PYTHONIOENCODING="iso-8859-1")
+    done = subprocess.run([FLIGHTDECK, "logs", "--rank", "0"], capture_output=True, env=env, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\xe9 \\u4e2d loss 1.5\n", b"")
+
+
+def test_closed_streams_are_no_error(home: Path, failed: MadeRun) -> None:
+    closed = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", FLIGHTDECK, "show"]
+    assert subprocess.run(closed, env=environment(home), check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 
 from engine.api import Engine
 from engine.errors import LaunchError, plural
 from engine.models import OVERRIDDEN, CheckResult, CheckStatus, RunRecord, RunState
-from engine.snapshots import RunSnapshot
+from engine.snapshots import RunSnapshot, SeriesMark
 from tui.commands.terminal import Lines
 from tui.formatting import duration, loss, rate, recovery_summary
 
@@ -35,15 +37,21 @@ class Follower:
         self._watch = engine.runs.watch(run)
         self._lines = lines
         self._state: RunState | None = None
-        self._checks: dict[str, CheckStatus] = {}
+        self._checks: dict[str, CheckResult] = {}
         self._excluded = 0
         self._failed = 0
         self._recovered = ""
         self._trained_to = -1
         self._tracker_problems: set[str] = set()
         self._validated: set[int] = set()
-        self._marked: set[tuple[int, str]] = set()
+        self._marked = Counter[SeriesMark]()
         self._restart = SupervisorRestart(engine, run, lines)
+
+    def skip(self) -> None:
+        """Pass over what there is by now, without printing it."""
+        lines, self._lines = self._lines, Lines(io.StringIO())
+        self._print(self._watch.poll())
+        self._lines, self._state = lines, None
 
     def follow(self, done: Callable[[RunSnapshot], bool]) -> RunSnapshot:
         """Print what happens until `done` says so, and give the last snapshot."""
@@ -93,15 +101,22 @@ class Follower:
                 self._lines.say(self._lines.word(state.value))
 
     def _print_check(self, check: CheckResult) -> None:
-        if check.status in (CheckStatus.PENDING, CheckStatus.RUNNING) or self._checks.get(check.name) is check.status:
+        if check.status in (CheckStatus.PENDING, CheckStatus.RUNNING) or self._checks.get(check.name) == check:
             return
-        self._checks[check.name] = check.status
+        self._checks[check.name] = check
         print_check(self._lines, check)
 
     def _print_progress(self, snapshot: RunSnapshot) -> None:
         series, record = snapshot.series, snapshot.record
         speeds = dict(series.tokens_per_second)
-        events: list[tuple[int, int, str]] = []
+        new_marks = Counter(series.marks) - self._marked
+        self._marked += new_marks
+        events = [(mark.iteration, 2, mark.kind) for mark in new_marks]
+        for mark in new_marks:
+            if mark.kind == "restart":
+                # From here on iterations are repeated.
+                self._trained_to = min(self._trained_to, mark.iteration - 1)
+                self._validated = {iteration for iteration in self._validated if iteration < mark.iteration}
         for iteration, value in series.train:
             if iteration > self._trained_to:
                 parts = [f"loss {loss(value)}", rate(speeds.get(iteration))]
@@ -112,10 +127,6 @@ class Follower:
             if iteration not in self._validated:
                 self._validated.add(iteration)
                 events.append((iteration, 0, f"val loss {loss(value)}"))
-        for mark in series.marks:
-            if (mark.iteration, mark.kind) not in self._marked:
-                self._marked.add((mark.iteration, mark.kind))
-                events.append((mark.iteration, 2, mark.kind))
         if series.train:
             self._trained_to = max(self._trained_to, series.train[-1][0])
         width = len(str(record.iterations or ""))

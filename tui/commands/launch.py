@@ -49,24 +49,32 @@ def _launch(options: argparse.Namespace, engine: Engine, config: Config, *, owne
 def resume(options: argparse.Namespace, engine: Engine) -> int:
     """Resume a run; without --follow, return once preflight has let it through."""
 
-    def start() -> RunRecord:
-        accept = options.accept_changed_data
-        return asyncio.run(engine.launches.resume(options.run, accept_changed_data=accept))
+    run = engine.runs.find(options.run).id
+    follower = Follower(engine, run, progress_lines(options))
+    follower.skip()
 
-    return _start_and_follow(options, engine, start)
+    def start() -> RunRecord:
+        return asyncio.run(engine.launches.resume(run, accept_changed_data=options.accept_changed_data))
+
+    return _start_and_follow(options, engine, start, follower=follower)
 
 
 def _start_and_follow(
-    options: argparse.Namespace, engine: Engine, start: Callable[[], RunRecord], *, owned: bool = False
+    options: argparse.Namespace,
+    engine: Engine,
+    start: Callable[[], RunRecord],
+    *,
+    owned: bool = False,
+    follower: Follower | None = None,
 ) -> int:
     """Start a run and print its progress, to its end with --follow. A run that is the command's own is followed to its
-    end, and the first ctrl+c stops it."""
+    end, and the first ctrl+c stops it. `follower`: it has passed over what the run had done before."""
     lines = progress_lines(options)
     interrupts = DeferredInterrupt()
     with interrupts:
         record = start()
     introduce(lines, record)
-    follower = Follower(engine, record.id, lines)
+    follower = follower or Follower(engine, record.id, lines)
     try:
         interrupts.deliver()
         snapshot = follower.follow(until_ended if owned or options.follow else until_past_preflight)
