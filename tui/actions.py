@@ -156,9 +156,11 @@ def _failures(state: DeckState) -> str | None:
 
 
 def _abort(state: DeckState) -> str | None:
-    if state.snapshot is None:
-        return "no run is shown"
-    return None if state.active else f"{state.snapshot.record.id} has ended"
+    if state.active:
+        return None
+    if state.running is not None:
+        return f"{state.running.id} is not shown: 5 lists it, enter opens it"
+    return f"{state.snapshot.record.id} has ended" if state.snapshot is not None else "no run is under way"
 
 
 def _checked_by_run(state: DeckState) -> str | None:

@@ -39,7 +39,7 @@ from tui.engine_client import (
 )
 from tui.formatting import shortened
 from tui.gc_pauses import GcScheduler
-from tui.glyphs import Glyphs, utf8_terminal
+from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
 from tui.poller import POLL_S, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import Welcome, confirm_abort, confirm_interpreters, confirm_launch, text_width
@@ -127,6 +127,10 @@ class FlightDeckApp(App[None]):
 
     def on_mount(self) -> None:
         self.set_interval(TICK_S, self._tick)
+        few = not self.is_headless and self.console.color_system in (None, "standard")
+        self.set_class(self.no_color or few, FEW_COLOURS)
+        # After `fg` the terminal's alternate screen is empty, and Textual draws only what has changed.
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True), immediate=True)
         self.call_after_refresh(self._start_reading)
 
     def _start_reading(self) -> None:

@@ -28,6 +28,8 @@ class Glyph:
 MUTED: Final = "$foreground 60%"
 """For labels and what is beside the point; `$text-muted` is an automatic colour, which Content draws undimmed."""
 DISABLED: Final = "$foreground 35%"
+FEW_COLOURS: Final = "-few-colours"
+"""The class of the app on a terminal with 16 colours or none, where DISABLED cannot be read."""
 
 OK: Final = Glyph("✓", "+", "$success")
 WARN: Final = Glyph("▲", "!", "$warning")

@@ -71,8 +71,10 @@ def condition(state: DeckState, node: str, rank: RankStatus | None, versions: di
     facts = state.facts.get(node)
     if (link := away(state, rank)) is not None:
         return FAIL, link.condition
+    reports = False
     if rank is not None and state.active and rank.phase in ("training", "validating", "saving") and rank.seen_at:
-        if state.age_s(rank.seen_at) > RANK_LIMIT_S:
+        reports = state.age_s(rank.seen_at) <= RANK_LIMIT_S
+        if not reports:
             return STALE, "silent"
         if facts is None:
             return OK, "ok"
@@ -80,7 +82,7 @@ def condition(state: DeckState, node: str, rank: RankStatus | None, versions: di
         return (RUNNING, "probing") if state.probing else (UNKNOWN, "not probed")
     if facts.problem:
         return (UNKNOWN if facts.host_key else FAIL), facts.problem_kind or "fail"
-    if state.age_s(facts.probed_at) > FACTS_LIMIT_S:
+    if not reports and state.age_s(facts.probed_at) > FACTS_LIMIT_S:
         return STALE, "stale"
     if _went_silent(state, facts):
         return STALE, "silent"

@@ -86,6 +86,13 @@ class DeckState:
     """A search of the log has matches to go through."""
 
     @property
+    def unconfigured(self) -> str:
+        """Why there is no configuration, one line."""
+        if not self.ready:
+            return "loading"
+        return self.fault.splitlines()[0] if self.fault else "there is no configuration"
+
+    @property
     def active(self) -> bool:
         """The shown run has not ended."""
         return self.snapshot is not None and not self.snapshot.record.state.ended

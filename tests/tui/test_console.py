@@ -10,7 +10,7 @@ from engine.errors import LaunchError
 from engine.models import RunState
 from engine.snapshots import StopProgress
 from tests.tui import fake_engine
-from tests.tui.conftest import SMALL, opened
+from tests.tui.conftest import DASHBOARD, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.screens.dialog import Confirm, Welcome
 from tui.screens.help import Help
@@ -175,7 +175,40 @@ async def test_an_unproved_stop_is_said_to_be_unconfirmed(fake: FakeEngine) -> N
 async def test_abort_is_disabled_without_a_run_and_says_why(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.press("ctrl+x")
-        assert console.notifications == ["abort: no run is shown"]
+        assert console.notifications == ["abort: no run is under way"]
+
+
+async def test_a_run_that_goes_on_unseen_is_in_the_header_and_abort_says_how_to_get_there(fake: FakeEngine) -> None:
+    fake.add(fake_engine.running(), fake_engine.succeeded())
+    async with opened(fake, follow="demo-0313-091500") as console:
+        await console.shows("✓ succeeded")
+        await console.press("ctrl+x")
+        assert console.notifications == ["abort: demo-0314-140130 is not shown: 5 lists it, enter opens it"]
+        await console.press("escape")
+        await console.shows("▶ demo-0314-140130 running, not shown")
+        assert "idle" not in console.screen
+
+
+@pytest.mark.parametrize("size", [SMALL, DASHBOARD, (160, 45)], ids=str)
+async def test_the_plans_view_has_no_figure_of_the_run_before(fake: FakeEngine, size: tuple[int, int]) -> None:
+    fake.add(fake_engine.succeeded())
+    async with opened(fake, size=size, follow="demo-0313-091500") as console:
+        await console.shows("✓ succeeded")
+        figure = f"{fake_engine.loss_at(60):.3f}"
+        await console.press("4", "escape", "escape", "4")
+        await console.shows("ready to launch")
+        assert figure not in console.screen
+        await console.press("L")
+        assert console.notifications[-1] == "log axis: no loss yet"
+
+
+async def test_while_the_engine_loads_nothing_is_said_to_be_missing(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        console.app.store.change(ready=False, config=None)
+        await console.shows("loading the engine")
+        assert "there is no" not in console.screen
+        console.app.store.change(ready=True, fault="flightdeck.toml waits for your answer")
+        await console.until(lambda: console.screen.count("flightdeck.toml waits for your answer") >= 3)
 
 
 async def test_opened_while_a_run_goes_on_it_shows_that_run(fake: FakeEngine) -> None:
@@ -273,7 +306,7 @@ async def test_help_shows_every_key_and_why_one_does_not_work_now(fake: FakeEngi
         for text in (
             "Launch the plan",
             "Abort the shown run",
-            "now: no run is shown",
+            "now: no run is under way",
             "Quit the console, never the run",
         ):
             assert text in console.screen

@@ -71,6 +71,20 @@ async def test_what_was_seen_last_time_is_shown_at_once_as_old_as_it_is(studio: 
         assert console.screen.count("✓ ok") == 4
 
 
+async def test_a_node_whose_rank_reports_is_not_stale_however_old_its_probe(fake: FakeEngine) -> None:
+    snapshot = fake_engine.running()
+    late = fake_engine.NOW + timedelta(seconds=900)
+    reporting = replace(snapshot, ranks=tuple(replace(rank, seen_at=late) for rank in snapshot.ranks))
+    fake.add(reporting)
+    async with opened(fake, follow=snapshot.record.id) as console:
+        console.app._clock = lambda: late
+        await console.shows("15 min")
+        assert "stale" not in console.screen
+        ended = fake_engine.succeeded()
+        fake.put(replace(ended, record=ended.record.model_copy(update={"id": snapshot.record.id})))
+        await console.until(lambda: console.screen.count("◌ stale") == 2)
+
+
 async def test_telemetry_is_shown_while_it_is_fresh_and_stale_after_its_limit(studio: FakeEngine) -> None:
     studio.values = [*macs.telemetry()[:3], *macs.telemetry(old_s=60)[3:]]
     async with opened(studio, size=WIDE, config=macs.configuration()) as console:

@@ -167,7 +167,7 @@ async def test_the_help_breaks_its_lines_beside_the_keys(fake: FakeEngine) -> No
 async def test_without_a_configuration_the_nodes_say_so(fake: FakeEngine) -> None:
     async with opened(fake, config=None) as console:
         await console.press("escape", "1")
-        await console.shows("no nodes: there is no configuration")
+        await console.shows("there is no configuration")
 
 
 def test_the_number_of_nodes_gives_way_to_the_time_left() -> None:

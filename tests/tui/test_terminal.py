@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -109,17 +110,33 @@ def test_a_crash_restores_the_terminal_and_is_a_failure(config: Path, home: Path
 @pytest.mark.needs("linux")
 def test_ctrl_z_gives_the_terminal_back_until_the_console_is_continued(config: Path, home: Path) -> None:
     with console(CONSOLE, home, "-c", str(config)) as terminal:
-        terminal.read_until(b"commands")
+        terminal.read_until(b"idle")
         terminal.press(b"\x1a")
         terminal.read_until(LEAVE_ALTERNATE_SCREEN)
         wait_until(lambda: "T" in Path(f"/proc/{terminal.pid}/stat").read_text().rpartition(")")[2].split()[0])
         assert terminal.cooked
         terminal.signal(signal.SIGCONT)
-        terminal.read_until(b"commands")
+        # The other screen was cleared: all of it is drawn anew.
+        terminal.read_until(b"3 calibration")
         assert not terminal.cooked
         terminal.press(b"q")
         assert terminal.wait() == 0
         assert_restored(terminal)
+
+
+COLOUR: Final = re.compile(rb"\x1b\[((?:\d+;)*\d+)m")
+
+
+def test_every_key_can_be_read_with_16_colours(config: Path, home: Path) -> None:
+    env = {"FLIGHTDECK_HOME": str(home), "TERM": "xterm-16color", "COLORTERM": ""}
+    with Terminal([sys.executable, "-c", CONSOLE, "-c", str(config)], env=env) as terminal:
+        terminal.read_until(b"idle")
+        terminal.press(b"q")
+        terminal.wait()
+    styles = [set(map(int, style.split(b";"))) for style in COLOUR.findall(bytes(terminal.output))]
+    written = [(ink, ink + 10) for ink in (*range(30, 38), *range(90, 98))]
+    assert not [pair for style in styles for pair in written if style.issuperset(pair)], "ink on ink of its own colour"
+    assert any({37, 40} <= style for style in styles)
 
 
 @pytest.mark.parametrize("command", [(), ("demo",)], ids=["console", "demo"])

@@ -12,7 +12,7 @@ from textual.message import Message
 from engine.errors import plural
 from tui.actions import Action, bar, label
 from tui.formatting import age, duration, loss, rate
-from tui.glyphs import DISABLED, FAIL, MUTED, STALE, STATES, UNKNOWN
+from tui.glyphs import DISABLED, FAIL, FEW_COLOURS, MUTED, STALE, STATES, UNKNOWN
 from tui.node_state import away, node_names
 from tui.state import RANK_LIMIT_S, VIEWS, DeckState
 from tui.widgets.text import Text, justify
@@ -64,12 +64,13 @@ class KeyBar(Text):
         # A narrow terminal first loses blanks, then the longer labels.
         choices = [(gap, short) for short in (False, True) for gap in range(KEY_GAP, 0, -1)]
         gap, short = next((c for c in choices if _width(actions, state, *c) <= room), choices[-1])
+        disabled = MUTED if self.app.has_class(FEW_COLOURS) else DISABLED
         parts: list[Content] = []
         self._spans, place = [], 0
         for action in actions:
             text = label(action, state, short=short)
             possible = action.why_not(state) is None
-            key_style, style = ("bold $text-primary", "") if possible else (DISABLED, DISABLED)
+            key_style, style = ("bold $text-primary", "") if possible else (disabled, disabled)
             part = Content.assemble((action.shown_key, key_style), (f" {text}", style))
             if place + part.cell_length > room:
                 break
@@ -139,6 +140,8 @@ def _run(state: DeckState) -> list[tuple[int, Content]]:
     """The run's parts with their priorities, in the order shown."""
     snapshot = state.snapshot
     if snapshot is None:
+        if (hidden := state.running) is not None:
+            return [(9, state.glyphs.state(STATES[hidden.state], f"{hidden.id} {hidden.state}, not shown"))]
         word = "loading" if not state.ready else ("no configuration" if state.config is None else "idle")
         return [(9, Content.styled(f"{state.glyphs.shape(UNKNOWN) if not state.ready else ''} {word}".strip()))]
     record = snapshot.record

@@ -107,7 +107,7 @@ def verdict(state: DeckState) -> str:
 
 def _note(state: DeckState) -> Content:
     if state.config is None:
-        return Content.styled("no checks: there is no configuration", MUTED)
+        return Content.styled(state.unconfigured, MUTED)
     return Content.styled("not run yet: r runs them; a launch runs them first", MUTED)
 
 

@@ -277,8 +277,7 @@ class NodesPane(Pane):
         # The list that had the focus is not on the screen then; the keys still come here.
         self.set_class(alone and state.pane == self.NAME, "-keys")
         if not nodes:
-            title = "no nodes: there is no configuration" if state.ready else "loading"
-            head.put(Content.styled(title, MUTED))
+            head.put(Content.styled(state.unconfigured, MUTED))
             rows.set_rows([])
             for part in ("#nodes-detail", "#nodes-connections"):
                 self.query_one(part, Text).put(Content(""))

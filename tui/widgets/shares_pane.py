@@ -80,7 +80,7 @@ def speed_up(state: DeckState) -> float | None:
 
 def _lines(state: DeckState, width: int, *, full: bool) -> list[Content]:
     if not node_names(state):
-        return [Content.styled("no nodes: there is no configuration", MUTED)]
+        return [Content.styled(state.unconfigured, MUTED)]
     scaling = _scaling(state, width) if full else []
     if state.calibrating is not None:
         return _measuring(state, width, full=full) + scaling
