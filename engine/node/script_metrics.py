@@ -87,7 +87,6 @@ class _Reports:
         """The step of the last report."""
         self._timed = (0, 0.0)
         """The step that the pace is counted from, and when it came."""
-        self._val_loss: float | None = None
         self._lossless: dict[str, float] = {}
         """The figures of the last report, while it has no loss: that may stand in another line."""
         self._active_at = time.monotonic()
@@ -103,9 +102,7 @@ class _Reports:
             self._events.write("step", iteration=step)
             self._events.write("report", iteration=step, **figures)
             self.last, self._lossless = step, {} if "train_loss" in train else figures
-        if "val_loss" in validation and (len(values) == len(validation) or validation["val_loss"] != self._val_loss):
-            # A bar repeats that of the last evaluation.
-            self._val_loss = validation["val_loss"]
+        if "val_loss" in validation:
             self._events.write("validation", iteration=step, **validation)
 
     def activity(self) -> None:
@@ -149,6 +146,8 @@ class PrintedMetrics:
         self._skipping = False
         self._bar_step: int | None = None
         """That of the progress bar, once there is one without a loss."""
+        self._bar_loss: float | None = None
+        """The last validation loss in a bar."""
         self._total: int | None = None
         self._awaiting: dict[str, float] = {}
         """A log of the Trainer, until the bar is printed again."""
@@ -226,6 +225,10 @@ class PrintedMetrics:
                 self._bar_step, self._total = int(bar["step"]), total
                 self._settle()
         elif not speaks_of_validation(head):
+            if values.get("val_loss") == self._bar_loss:
+                # It is that of the last evaluation until the next.
+                values.pop("val_loss", None)
+            self._bar_loss = values.get("val_loss", self._bar_loss)
             if "v_num=" in bar["tail"]:
                 # Lightning's epochs begin with 0.
                 self._first_epoch = 0
@@ -235,6 +238,7 @@ class PrintedMetrics:
     def _read_dict(self, numbers: dict[str, float]) -> None:
         values = metrics_of(numbers)
         if not values.keys() & LOSSES or _SUMMARY in numbers:
+            self.reads += _SUMMARY in numbers
             return
         self._settle()
         if "step" not in values and self._bar_step is not None:
@@ -272,7 +276,8 @@ class PrintedMetrics:
         elif not self._by_epochs:
             step, total = self._position(step, total, values, in_epoch)
             if read_as == "progress bar" and step == self._reports.last:
-                return
+                # It is drawn again, maybe with the loss of an evaluation.
+                values = {name: value for name, value in values.items() if name in _APART}
         self.reads, self.read_as = self.reads + 1, read_as
         self._reports.write(step or 0, values, total=total or self._total)
 

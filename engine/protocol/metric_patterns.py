@@ -108,6 +108,13 @@ PATTERNS = (
         "\u2502    batch \u00b7 iters   4 \u00b7 30    \u2502",
     ),
     MetricPattern(
+        "Lightning",
+        "Lightning-AI/pytorch-lightning src/lightning/pytorch/callbacks/progress/rich_progress.py",
+        r"^Epoch <epoch>/\d{1,9} {1,4}[\u2501\u2578\u257a]{1,300} <step>/<total> .{1,200}?\b(?:train_)?loss: <loss>",
+        "Epoch 2/2  \u2501\u2501\u2501\u2501\u2501\u2501 40/40 0:00:00 \u2022 0:00:00 121.16it/s train_loss: 0.006",
+        in_epoch=True,
+    ),
+    MetricPattern(
         "PyTorch MNIST",
         "pytorch/examples mnist/main.py; its steps are examples",
         r"\bTrain Epoch: <epoch> \[<step>/<total> \([\d.]{1,6}%\)\]\s{1,8}Loss: <train_loss>"

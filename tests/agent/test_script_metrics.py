@@ -180,8 +180,11 @@ def test_steps_of_lightnings_bar_count_over_its_epochs(tmp_path: Path) -> None:
         )
         return "".join(bars) + check
 
-    steps = [step for step, loss, _ in read(tmp_path, epoch(0) + epoch(1)) if loss is not None]
-    assert steps == [0, 20, 40, 60, 80]
+    found = read(tmp_path, epoch(0) + epoch(1))
+    assert [step for step, loss, _ in found if loss is not None] == [0, 20, 40, 60, 80]
+    assert [row for row in found if row[1] is None] == [(40, None, 5.5)], (
+        "an evaluation once, though each bar repeats it"
+    )
     assert [step for step, loss, _ in read(tmp_path, epoch(2)) if loss is not None] == [80, 100, 120]
 
 

@@ -37,6 +37,7 @@ READ = {
         {"step": 10, "val_loss": 5.473, "val_time": 2.23},
         {"total": 30},
     ],
+    "Lightning": [{"epoch": 2, "step": 40, "total": 40, "train_loss": 0.006}],
     "PyTorch MNIST": [{"epoch": 1, "step": 640, "total": 60000, "train_loss": 2.298765}, {"val_loss": 0.0559}],
     "PyTorch ImageNet": [{"epoch": 0, "step": 10, "total": 391, "train_loss": loss} for loss in (6.9012, 2.3012)],
     "PyTorch CIFAR-10": [{"epoch": 1, "step": 2000, "train_loss": 2.213}],
