@@ -98,7 +98,11 @@ class _Reports:
         validation = {name: values[name] for name in ("val_loss", "val_time") if name in values}
         if "train_loss" in train or ("val_loss" not in values and step > (-1 if self.last is None else self.last)):
             figures = self._lossless if step == self.last else self._pace(step, self._clock() if at is None else at)
-            figures = {**figures, **train, **({"iterations": total} if total is not None and total >= step else {})}
+            figures = {
+                **figures,
+                **train,
+                **({"iterations": total} if total is not None and total >= max(step, 1) else {}),
+            }
             self._events.write("step", iteration=step)
             self._events.write("report", iteration=step, **figures)
             self.last, self._lossless = step, {} if "train_loss" in train else figures
@@ -136,6 +140,7 @@ class PrintedMetrics:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`activity_only`: the metrics are elsewhere. `pattern`: the job's own. Raises re.error."""
+        self._events = events
         self._reports = _Reports(events, clock)
         self._elastic = elastic
         self._activity_only = activity_only
@@ -144,11 +149,12 @@ class PrintedMetrics:
         """How many lines had metrics, and the form of the last one."""
         self._rest = b""
         self._skipping = False
-        self._bar_step: int | None = None
-        """That of the progress bar, once there is one without a loss."""
+        self._bar: tuple[int, int] | None = None
+        """The step and the total of the progress bar, once there is one without a loss."""
         self._bar_loss: float | None = None
         """The last validation loss in a bar."""
         self._total: int | None = None
+        """Printed before the first step."""
         self._awaiting: dict[str, float] = {}
         """A log of the Trainer, until the bar is printed again."""
         self._logs = 0
@@ -214,6 +220,8 @@ class PrintedMetrics:
         match = pattern.search(text) if len(text) <= LONGEST_LINE and _DIGITS.search(text) is None else None
         if time.monotonic() - began > _OWN_LIMIT_S:
             self._own, self._activity_only = None, True
+            message = f"`metrics` of [job] takes too long for a line of {len(text)} characters: it is no longer tried"
+            self._events.write("warning", message=message)
         if match is not None and (values := group_values(match)).keys() & LOSSES:
             self._take("[job] metrics", values)
 
@@ -222,7 +230,7 @@ class PrintedMetrics:
         values = metrics_of(named_numbers(f"{head}, {bar['tail']}"))
         if "train_loss" not in values:
             if not head.strip() and bar["end"] is None:
-                self._bar_step, self._total = int(bar["step"]), total
+                self._bar = int(bar["step"]), total
                 self._settle()
         elif not speaks_of_validation(head):
             if values.get("val_loss") == self._bar_loss:
@@ -241,7 +249,7 @@ class PrintedMetrics:
             self.reads += _SUMMARY in numbers
             return
         self._settle()
-        if "step" not in values and self._bar_step is not None:
+        if "step" not in values and self._bar is not None:
             self.reads, self.read_as, self._awaiting = self.reads + 1, "dict", values
         elif "step" in values:
             self._take("dict", values)
@@ -272,7 +280,7 @@ class PrintedMetrics:
             self._total = total or self._total
             return
         if step is None:
-            step = self._reports.last if self._bar_step is None else self._bar_step
+            step = self._reports.last if self._bar is None else self._bar[0]
         elif not self._by_epochs:
             step, total = self._position(step, total, values, in_epoch)
             if read_as == "progress bar" and step == self._reports.last:
@@ -286,6 +294,8 @@ class PrintedMetrics:
     ) -> tuple[int, int | None]:
         """The step, and the number of steps, from the training's beginning on."""
         epoch, epochs = as_count(values.get("epoch")), as_count(values.get("epochs"))
+        if epoch is None and not in_epoch:
+            return step, total
         counted, before, base, last = self._place
         if counted != in_epoch:
             before, base, last = epoch, 0, 0
@@ -308,8 +318,9 @@ class PrintedMetrics:
     def _settle(self) -> None:
         """Report what awaits the bar's step."""
         if self._awaiting:
-            values, self._awaiting = self._awaiting, {}
-            self._reports.write(self._bar_step or 0, values, total=self._total)
+            step, total = self._bar or (0, 0)
+            self._reports.write(step, self._awaiting, total=total)
+            self._awaiting = {}
 
 
 class TensorBoardMetrics:

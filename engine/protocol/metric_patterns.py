@@ -247,4 +247,4 @@ def as_count(value: float | None) -> int | None:
 
 
 def speaks_of_validation(text: str) -> bool:
-    return any(word.startswith(("valid", "eval", "test", "sanity")) or word in ("val", "dev") for word in _words(text))
+    return any(word == "val" or word.startswith(("valid", "eval", "sanity", "testing")) for word in _words(text))

@@ -276,12 +276,28 @@ def test_a_line_in_which_a_pattern_could_try_too_much_is_left_out(tmp_path: Path
     assert read(tmp_path, line + "\n", r"\[(?P<step>\d+) of 300\] L=(?P<loss>[\d.]+)") == []
 
 
+def test_a_bar_of_something_else_gives_no_total(tmp_path: Path) -> None:
+    assert read(tmp_path, bar(500, 500) + "\niter 10: loss 2.5, time 1ms\n") == [(10, 2.5, None)]
+
+
+def test_a_line_between_the_bars_does_not_begin_the_count_anew(tmp_path: Path) -> None:
+    lines = [
+        bar(10, 10, 1.0),
+        "\nstep 10: val loss 2.0\n",
+        bar(5, 10, 1.0),
+        "\nlogger tests.run: step 15 loss 3\n",
+        bar(7, 10, 1.0),
+    ]
+    assert [step for step, _, _ in read(tmp_path, "".join(lines))] == [10, 10, 15, 15, 17]
+
+
 def test_a_pattern_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.node.script_metrics._OWN_LIMIT_S", -1.0)
     line = "[20 of 300] L=2.5\n"
     assert read(tmp_path, line + line.replace("20", "30"), r"\[(?P<step>\d+) of 300\] L=(?P<loss>[\d.]+)") == [
         (20, 2.5, None)
     ]
+    assert "takes too long" in (tmp_path / "events.jsonl").read_text()
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 50)), min_size=1, max_size=8), st.booleans())
