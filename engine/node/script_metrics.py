@@ -29,12 +29,11 @@ from typing import Any
 
 from engine.protocol.events import EventWriter
 from engine.protocol.metric_patterns import (
+    FORMS,
     LONGEST_LINE,
     LONGEST_NUMBER,
     LOSSES,
-    PATTERNS,
     as_count,
-    compiled,
     group_values,
     metrics_of,
     named_numbers,
@@ -64,7 +63,6 @@ _OTHER_RANK = re.compile(rb"\[(?:rank|default)0{0,5}[1-9]\d{0,5}\]:")
 """As torchrun has it by default."""
 _SUMMARY = "train_runtime"
 """Beside the Trainer's last `train_loss`, which is the mean of the whole training."""
-_FORMS = tuple((form, compiled(form.regex)) for form in PATTERNS)
 _POLL_S = 1.0
 _SEARCH_EVERY_S = 10.0
 _LONGEST_RECORD = 65_536
@@ -201,11 +199,11 @@ class PrintedMetrics:
         if self._own is not None:
             self._read_by(self._own, text)
             return
-        for form, regex in _FORMS:
-            if (match := regex.search(text)) is not None:
+        for form in FORMS:
+            if (match := form.regex.search(text)) is not None:
                 more = {name: value for name, value in metrics_of(named_numbers(text)).items() if name not in _FRAME}
                 values = {**more, **group_values(match)}
-                self._take(form.program, values, form.regex if form.in_epoch else "")
+                self._take(form.program, values, form.program if "epoch_step" in form.regex.groupindex else "")
                 return
         if bar is not None:
             self._read_bar(bar)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.config.load import load_config
 from engine.config.pattern_form import pattern_form
 from engine.errors import ConfigError
-from engine.protocol.metric_patterns import PATTERNS, compiled
+from engine.protocol.metric_patterns import FORMS
 
 READ = r" (?P<step>[0-9]+) (?P<loss>[0-9.]+)"
 
@@ -75,7 +75,7 @@ def test_any_text_is_judged(text: str) -> None:
 
 
 def test_the_known_forms_are_bounded_too() -> None:
-    assert [form.regex for form in PATTERNS if "few ways" in str(pattern_form(compiled(form.regex).pattern))] == []
+    assert [form.example for form in FORMS if "few ways" in str(pattern_form(form.regex.pattern))] == []
 
 
 JOB = "[[node]]\nname = 'a'\n[job]\n{job}\nmetrics = {pattern}\n"
