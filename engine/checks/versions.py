@@ -30,6 +30,7 @@ from engine.cluster.transport.base import quoted
 from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
 from engine.models import CheckResult
+from engine.plan.context import version_numbers
 from engine.plan.distributed import torch_packages
 
 NAME = "versions_match"
@@ -241,9 +242,7 @@ def install_command(python: str, wanted: dict[str, str], *, linux: bool = sys.pl
 
 
 def new_enough(version: str | None, minimum: tuple[int, ...]) -> bool:
-    if version is None:
-        return False
-    return tuple(map(int, re.findall(r"\d+", version)))[: len(minimum)] >= minimum
+    return version_numbers(version)[: len(minimum)] >= minimum
 
 
 def dotted(version: tuple[int, ...]) -> str:

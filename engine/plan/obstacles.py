@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InputError
-from engine.plan.context import PlanContext
+from engine.plan.context import PlanContext, version_numbers
 from engine.plan.document import Rationale
 from engine.plan.memory.architecture import Architecture, Layer, Matrix
 from engine.plan.memory.packing import OF_LAYER, quantized_as
@@ -19,6 +19,23 @@ from engine.security.sanitise import plain
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json in mlx-lm's models of experts."""
 _LORA = 'set fine_tune_type = "lora"'
+_TRIED = (0, 32, 2)
+"""The newest mlx-lm in which the following was found: a later one may train them."""
+_ALL_MATRICES = "by adapters of all matrices"
+_NO_GRADIENT = ("it is computed by Metal kernels, of which MLX has no gradient", "choose a model of another type")
+_UNTRAINED = (
+    ("afm7", "with DoRA", "it has none for its fused matrices", _LORA),
+    ("afm7", "with packed weights", "it cannot load them", "name the unquantized model"),
+    ("bitnet", "", *_NO_GRADIENT),
+    ("deepseek_v41", "", "MLX has no gradient of the way in which its experts are chosen", _NO_GRADIENT[1]),
+    ("gemma3n", _ALL_MATRICES, "it reads past them in altup", 'name some in lora_parameters.keys ("self_attn.q_proj")'),
+    ("muse_spark", "", *_NO_GRADIENT),
+    ("olmo", "", "its attention expects a mask of another form", "choose OLMo 2 or 3"),
+    ("recurrent_gemma", "", "its class cannot be frozen", _NO_GRADIENT[1]),
+    ("rwkv7", "on Metal", *_NO_GRADIENT),
+)
+"""model_type or quant_method; how mlx-lm cannot train it, "" for not at all; why; and what to do:
+`python -m tests.bench.models` tries every one."""
 
 
 def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
@@ -33,16 +50,12 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
     if context.torch and isinstance(config.get("quantization"), Mapping):
         text = f"PyTorch cannot load the weights that MLX has quantized ({packed})"
         rationale.refuse("model", text, todo='name the original model, or set framework = "mlx"')
-    elif context.torch and context.full and packed is not None:
-        text = f'fine_tune_type = "full" cannot train a quantized model ({packed}): it has no gradients'
-        rationale.refuse("fine_tune_type", text, todo=f"{_LORA}, or name the unquantized model")
     elif context.full and packed is not None:
-        rationale.refuse(
-            "fine_tune_type",
-            f'fine_tune_type = "full" cannot train a quantized model ({packed}): MLX has no gradients for quantized '
-            "weights",
-            todo=f"{_LORA}, or name the unquantized model",
-        )
+        why = "it has no gradients" if context.torch else "MLX has no gradients for quantized weights"
+        text = f'fine_tune_type = "full" cannot train a quantized model ({packed}): {why}'
+        rationale.refuse("fine_tune_type", text, todo=f"{_LORA}, or name the unquantized model")
+    if not context.torch:
+        _refuse_untrained(context, str(config.get("model_type")).removesuffix("_text"), packed, rationale)
     architecture = _architecture(config)
     has_experts = _expert_count(config) > 1
     if architecture is not None:
@@ -50,14 +63,31 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
     # Where transformers has one array for all experts, peft finds no matrices of theirs.
     if not context.full and not (context.torch and has_experts):
         _check_adapters(context, architecture, rationale, has_experts=has_experts)
-    facts = context.inputs.facts
-    on_cpu = [name for name in context.names if name in facts and facts[name].gpu == "cpu"]
+    on_cpu = [name for name in context.names if (fact := context.inputs.facts.get(name)) and fact.gpu == "cpu"]
     if has_experts and packed is None and on_cpu and not context.torch and trained_element_bytes(config, "full") < 4:
         rationale.refuse(
             "model",
             f"the model has experts in 16 bits, which MLX computes on a GPU alone, and {', '.join(on_cpu)} has none",
             todo="use the model in float32 or quantized there (`mlx_lm.convert`), or nodes with a GPU",
         )
+
+
+def _refuse_untrained(context: PlanContext, kind: str, packed: str | None, rationale: Rationale) -> None:
+    """Refuse what mlx-lm itself cannot train, unless all nodes have a newer one than was tried."""
+    facts = [fact for name, fact in context.inputs.facts.items() if name in context.names]
+    if facts and all(version_numbers(fact.mlx_lm) > _TRIED for fact in facts):
+        return
+    all_matrices = not context.full and (context.settings.get("lora_parameters") or {}).get("keys") is None
+    applies = {
+        "": True,
+        _ALL_MATRICES: all_matrices,
+        "with DoRA": all_matrices and context.job.fine_tune_type == "dora",
+        "with packed weights": packed is not None,
+        "on Metal": any((fact.system, fact.gpu) == ("Darwin", "gpu") for fact in facts),
+    }
+    for name, how, why, todo in _UNTRAINED:
+        if name in (kind, packed) and applies[how]:
+            rationale.refuse("model", f"mlx-lm cannot train a model of type {name}{how and ' '}{how}: {why}", todo=todo)
 
 
 def knows_matrices(config: Mapping[str, Any]) -> bool:

@@ -36,7 +36,6 @@ _MLX_MODULE: Final = (
     r"|mlx_lm(?:\.[\w.]{0,80})?)"
 )
 """A module of the packages mlx and mlx-lm; mlx.data, for one, is of another package."""
-_ANOTHER_TYPE: Final = "choose a model of a type that docs/models.md lists as trained, or a newer mlx-lm"
 _METAL_FAILED: Final = "[METAL] Command buffer execution failed: "
 
 SIGNATURES: Final[tuple[Signature, ...]] = (
@@ -454,36 +453,13 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     Signature(
         "lora.no_gradient",
-        r"\[(?P<operation>\w{1,40})\] Cannot calculate VJP with respect to (?P<choice>[a-z ]{1,20})\.",
-        "mlx-lm cannot train a model of this type: MLX has no gradient of {operation} by its {choice}",
-        _ANOTHER_TYPE,
+        r"(?P<problem>\[\w{1,40}\] Cannot calculate VJP with respect to \w{1,20}|\[metal_kernel\] No Metal back-end|"
+        r"\[Primitive::vjp\] Not implemented for \w{1,60})",
+        "mlx-lm cannot train a model of this type: {problem}",
+        "choose a model of a type that docs/models.md lists as trained, or a newer mlx-lm",
         "ValueError: [gather_axis] Cannot calculate VJP with respect to indices. Use stop_gradient on indices to stop "
         "gradients from being computed.",
-        Citation("a step of mlx-lm 0.32.2's deepseek_v41, mlx 0.32.4", Provenance.REPRODUCED),
-    ),
-    Signature(
-        "lora.no_kernel_gradient",
-        r"\[Primitive::vjp\] Not implemented for (?P<operation>\w{1,60})",
-        "mlx-lm cannot train a model of this type: it computes with {operation}, of which MLX has no gradient",
-        _ANOTHER_TYPE,
-        "ValueError: [Primitive::vjp] Not implemented for CustomKernel.",
-        Citation("mlx/primitives.cpp", Provenance.SOURCE),
-    ),
-    Signature(
-        "lora.no_metal",
-        r"\[metal_kernel\] No Metal back-end",
-        "mlx-lm computes a model of this type with a kernel for Metal, which this host's MLX has not",
-        _ANOTHER_TYPE,
-        "RuntimeError: [metal_kernel] No Metal back-end.",
-        Citation("a step of mlx-lm 0.32.2's bitnet, mlx 0.32.4 on Linux", Provenance.REPRODUCED),
-    ),
-    Signature(
-        "import.olmo",
-        r"To run olmo install ai2-olmo",
-        "mlx-lm's olmo wants the Python package ai2-olmo, which is missing on this host",
-        "install ai2-olmo in that node's environment, or choose an OLMo 2 or 3",
-        "To run olmo install ai2-olmo: pip install ai2-olmo",
-        Citation("mlx_lm/models/olmo.py", Provenance.REPRODUCED),
+        Citation("steps of mlx-lm 0.32.2's deepseek_v41 and bitnet, mlx 0.32.4", Provenance.REPRODUCED),
     ),
     Signature(
         "hf.offline",

@@ -1,20 +1,24 @@
-"""Architectures: what the plan says of each with LoRA, DoRA and full fine-tuning, in 16 and in 4 bits, against one real
-training step: `python -m tests.bench.models [--write] [--only WORD]`.
+"""Every model type of the installed mlx-lm with LoRA, DoRA and full fine-tuning, unquantized and in 4 bits: what the
+plan says, and one training step by the trainer's own code, its loss and gradients beside stock mlx-lm's:
 
-Each cell is a tiny model with random weights, loaded, adapted and stepped by the trainer's own code in its own process
-on MLX's CPU build. The plan sees its config.json and the job alone. Exits 1 when the two disagree in a cell. `--write`
-puts the table into docs/models.md.
+    python -m tests.bench.models [--write] [--only KIND …] [--results FILE]
+
+Each type is a tiny model with random weights, tried in a process of its own on MLX's CPU build
+(tests.bench.models_step). The plan sees its config.json and the job alone. Exits 1 when the two disagree in a cell, or
+a figure differs from stock's. `--results` keeps what has been tried, line by line: run again, the rest is tried.
+`--write` puts the table into docs/models.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -25,160 +29,126 @@ from engine.config.models import PARTITIONED
 from engine.plan.planner import make_plan
 from tests.bench.figures import machine, system
 from tests.bench.memory import TOKENIZER
-from tests.unit.plan.clusters import inputs, ultra_and_max
-from tests.unit.plan.memory.tiny import TINY
+from tests.bench.models_step import BITS, TRAININGS, Step, job_settings, model_config, with_optional_packages
+from tests.bench.tiny_models import model_types
+from tests.unit.plan.clusters import inputs, mac
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
-_COMMON = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 160,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 1024,
-    "max_position_embeddings": 256,
-    "num_experts_per_tok": 2,
-}
-_WIDER = ("qwen3_moe", "qwen3_next", "nemotron_h")
-MODELS: dict[str, dict[str, Any]] = {
-    **{
-        # Experts of 48 are not divided by the group of 32, and so would not be quantized.
-        kind: {**TINY[kind], "vocab_size": 1024, **({"moe_intermediate_size": 64} if kind in _WIDER else {})}
-        for kind in (
-            *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gemma2", "phi3", "mixtral"),
-            *("mamba2", "granitemoehybrid", "lfm2", "nemotron_h"),
-        )
-    },
-    # As many layers as the pattern has at least: mlx-lm looks for the first one with full attention.
-    "gemma3_text": {**TINY["gemma3_text"], "vocab_size": 1024, "sliding_window_pattern": 2},
-    # The sizes of these two are unknown to the memory estimate.
-    "deepseek_v3": {
-        **_COMMON,
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 64,
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 32,
-        "qk_nope_head_dim": 32,
-        "first_k_dense_replace": 1,
-    },
-    "gpt_oss": {
-        **_COMMON,
-        "model_type": "gpt_oss",
-        "num_local_experts": 4,
-        "head_dim": 32,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-}
-"""model_type → its tiny config.json."""
-_EXPERTS = {"qwen3_moe", "qwen3_next", "mixtral", "granitemoehybrid", "nemotron_h", "deepseek_v3", "gpt_oss"}
-TRAININGS, BITS = ("lora", "dora", "full"), (16, 4)
+LOSS_LIMIT, GRADIENT_LIMIT = 1e-6, 5e-5
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One model and job: what is said of it, and what happens."""
+    """A step and the plan's verdict on it, for nodes without a GPU as for the step."""
 
-    kind: str
-    training: str
-    bits: int
-
-    @property
-    def model(self) -> dict[str, Any]:
-        # MLX's CPU build multiplies by experts that are not quantized in float32 alone.
-        dtype = "float32" if self.bits == 16 and self.kind in _EXPERTS else "bfloat16"
-        packed = {"quantization": {"group_size": 32, "bits": self.bits}} if self.bits < 16 else {}
-        return {**MODELS[self.kind], "torch_dtype": dtype, **packed}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {
-            "fine_tune_type": self.training,
-            "num_layers": -1,
-            "batch_size": 2,
-            "max_seq_length": 65,
-            "lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0},
-        }
-
-    def refusal(self) -> str | None:
-        """The plan's, for two Macs; None if it would launch."""
-        plan = make_plan(inputs(ultra_and_max(), settings=self.settings, model=self.model))
-        return "; ".join(issue.text for issue in plan.refusals) or None
-
-    def failure(self, tokenizer: Path) -> str | None:
-        """The last line of a process that could not train; None if its steps succeeded."""
-        with TemporaryDirectory() as name:
-            directory = Path(name)
-            for file in tokenizer.iterdir():
-                (directory / file.name).write_bytes(file.read_bytes())
-            (directory / "config.json").write_text(json.dumps(self.model))
-            (directory / "request.json").write_text(json.dumps({"job": self.settings, "batches": [1]}))
-            argv = [sys.executable, "-m", "tests.bench.memory_step", name]
-            done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A cell's two verdicts."""
-
-    cell: Cell
+    step: Step
     refusal: str | None
-    failure: str | None
 
     @property
     def agrees(self) -> bool:
-        return (self.refusal is None) == (self.failure is None)
+        """Refused where it cannot be trained, and trained with stock's loss and gradients where it can."""
+        step = self.step
+        if step.failure is not None:
+            return self.refusal is not None
+        return self.refusal is None and self.differs is None
+
+    @property
+    def differs(self) -> str | None:
+        """From stock mlx-lm; None if it does not."""
+        step = self.step
+        if step.failure is not None or step.loss_difference is None or step.gradient_difference is None:
+            return None if step.failure is not None else f"stock ends with {step.stock}"
+        far = step.loss_difference > LOSS_LIMIT or step.gradient_difference > GRADIENT_LIMIT
+        return f"loss {step.loss_difference:.1e}, gradients {step.gradient_difference:.1e}" if far else None
 
     @property
     def text(self) -> str:
-        if not self.agrees:
-            return "DISAGREES"
-        return "refused" if self.refusal else "trains"
+        return ("refused" if self.refusal else "trains") if self.agrees else "DISAGREES"
+
+    def __str__(self) -> str:
+        step = self.step
+        name = f"{step.kind}, {step.training}, {step.bits} bits"
+        figures = step.failure or (
+            f"loss {step.loss:.6f} {step.loss_difference:+.1e}, gradients {step.gradient_difference:.1e}"
+            if step.loss is not None and step.loss_difference is not None
+            else f"stock ends with {step.stock}"
+        )
+        return f"{name:<40} {self.text:<10} {figures}"
 
 
-def _divided(kind: str) -> str:
+def refusal(kind: str, training: str, bits: int, *, on: Sequence[str] = ("cpu", "cpu"), **more: Any) -> str | None:
+    """The plan's, for nodes with these MLX devices; None if it would launch."""
+    nodes = [mac(f"n{rank}", rank, "", 512, gpu=device) for rank, device in enumerate(on)]
+    asked = inputs(nodes, settings=job_settings(training), model=model_config(kind, bits), **more)
+    return "; ".join(issue.text for issue in make_plan(asked).refusals) or None
+
+
+def tried(kind: str, tokenizer: Path) -> list[Step]:
+    """All trainings of a type; those before which the process ended have its last line."""
+    with TemporaryDirectory() as name:
+        for file in tokenizer.iterdir():
+            shutil.copy(file, name)
+        argv = [sys.executable, "-m", "tests.bench.models_step", kind, name]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    steps = [Step(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    ended = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:300]
+    missing = list(product(BITS, TRAININGS))[len(steps) :]
+    return steps + [Step(kind, training, bits, failure=ended, stock=ended) for bits, training in missing]
+
+
+def _kept(file: Path | None) -> dict[str, list[Step]]:
+    """Kind → its steps, of `--results`."""
+    found: dict[str, list[Step]] = {}
+    if file is not None and file.exists():
+        for line in file.read_text().splitlines():
+            step = Step(**json.loads(line))
+            found.setdefault(step.kind, []).append(step)
+    return {kind: steps for kind, steps in found.items() if len(steps) == len(BITS) * len(TRAININGS)}
+
+
+def _divided(kind: str, training: str = "lora") -> str:
     """The plan's answer to the strategies that divide a model."""
-    cell = Cell(kind, "lora", 16)
-    refused = [
-        make_plan(inputs(ultra_and_max(), settings=cell.settings, model=cell.model, strategy=strategy)).refusals
-        for strategy in PARTITIONED
-    ]
+    refused = [refusal(kind, training, 32, strategy=strategy) for strategy in PARTITIONED]
     return "refused" if all(refused) else "train" if not any(refused) else "one is refused"
 
 
-def document(tried: Sequence[Tried]) -> str:
+def _row(kind: str, cells: Sequence[Cell]) -> str:
+    compared = [cell.step for cell in cells if cell.step.loss_difference is not None]
+    figures = ["", "", ""]
+    if compared:
+        loss = max(step.loss_difference or 0.0 for step in compared)
+        gradients = max(step.gradient_difference or 0.0 for step in compared)
+        figures = [f"{compared[0].loss:.6f}", f"{loss:.0e}", f"{gradients:.0e}"]
+    on_mac = "refused" if refusal(kind, "lora", 32, on=("gpu", "gpu")) else "trains"
+    return f"| {' | '.join([kind, *(cell.text for cell in cells), *figures, on_mac, _divided(kind)])} |"
+
+
+def document(found: dict[str, list[Cell]]) -> str:
     """docs/models.md."""
-    columns = list(product(TRAININGS, BITS))
-    found = {(each.cell.kind, each.cell.training, each.cell.bits): each for each in tried}
-    rows = [
-        f"| {kind} | " + " | ".join(found[(kind, *column)].text for column in columns) + f" | {_divided(kind)} |"
-        for kind in MODELS
-    ]
-    heads = " | ".join(f"{training}, {bits} bits" for training, bits in columns)
+    cells = [cell for row in found.values() for cell in row]
+    heads = " | ".join(f"{training}{', 4 bits' if bits == 4 else ''}" for bits, training in product(BITS, TRAININGS))
     # One example of each kind: the matrices that they name differ.
-    reasons = {text.split(";")[0]: text for text in sorted(each.refusal for each in tried if each.refusal is not None)}
-    failures = sorted({each.failure.rpartition(": [job] ")[2] for each in tried if each.failure is not None})
-    agreeing = sum(each.agrees for each in tried)
+    texts = sorted({cell.refusal for cell in cells if cell.refusal} | _only_on_macs(found))
+    reasons = {text.split(";")[0]: text for text in texts}
+    failures = sorted({cell.step.failure.rpartition(": [job] ")[2] for cell in cells if cell.step.failure})
+    rows = "\n".join(_row(kind, row) for kind, row in found.items())
     return f"""# Models: what can be trained, and what is refused
 
 Written by `python -m tests.bench.models --write` on {date.today().isoformat()}: {system()}, on the CPU.
 
-Other models of mlx-lm are trained as well; these {len(MODELS)} have been tried. Each cell is a tiny model of the
-architecture with random weights: what the plan says from its config.json and the job, and one real training by the
-trainer's own code (loading, adapters, gradients, optimizer), which knows nothing of these refusals and fails with an
-error of MLX or mlx-lm. The two agree in {agreeing} of {len(tried)} cells. Models of 16 bits with experts were computed
-in float32, since MLX's CPU build multiplies by experts in no other type; on nodes without a GPU the plan refuses such a
-model in 16 bits. The last column, whether these strategies can divide the model, is the plan's answer alone.
+These are all {len(found)} model types of this mlx-lm, those that it loads as another one included. Each cell is a tiny
+model of the type with random float32 weights, unquantized or in 4 bits: what the plan says from its config.json and the
+job, and one real training step by the trainer's own code (loading, adapters, gradients, optimizer), which knows nothing
+of these refusals. The two agree in {sum(cell.agrees for cell in cells)} of {len(cells)} cells. A model that trains has
+the loss and the gradients that mlx-lm's own code has for the same weights and batch: the columns give mlx-lm's loss
+with LoRA, and the largest relative differences of loss and of any tensor's gradient over the row's cells, with the
+logits computed in chunks (limits {LOSS_LIMIT:.0e} and {GRADIENT_LIMIT:.0e}). The last two columns, LoRA on Macs and
+whether the dividing strategies can train the model, are the plan's answers alone. MLX's CPU build multiplies by experts
+in float32 alone: on nodes without a GPU the plan refuses such a model in 16 bits.
 
-| model | {heads} | {", ".join(PARTITIONED)} |
-|{"---|" * (len(columns) + 2)}
-{chr(10).join(rows)}
+| model | {heads} | loss | its difference | of gradients | on Macs | {", ".join(PARTITIONED)} |
+|{"---|" * (len(TRAININGS) * len(BITS) + 6)}
+{rows}
 
 `flightdeck plan` and preflight (`hardware_layer`) refuse with what to change:
 
@@ -200,29 +170,38 @@ Also before the launch, and not by a rank:
 """
 
 
+def _only_on_macs(kinds: Iterable[str]) -> set[str]:
+    return {text for kind in kinds if (text := refusal(kind, "lora", 32, on=("gpu", "gpu")))}
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What trains, by the plan and by a real step.")
+    with_optional_packages()
+    parser = argparse.ArgumentParser(description="What trains, by the plan, by a real step and by stock mlx-lm.")
     parser.add_argument("--write", action="store_true", help=f"the table into {DOCUMENT.name}")
-    parser.add_argument("--jobs", type=int, default=2, help="trainings at once")
-    parser.add_argument("--only", choices=MODELS, help="this architecture alone")
+    parser.add_argument("--jobs", type=int, default=2, help="types at once")
+    parser.add_argument("--only", nargs="+", choices=model_types(), metavar="KIND", help="these types alone")
+    parser.add_argument("--results", type=Path, help="keep the steps in this file, and do not repeat those in it")
     options = parser.parse_args()
     if options.write and options.only:
         parser.error("--write takes all of them")
-    cells = [Cell(*each) for each in product([options.only] if options.only else MODELS, TRAININGS, BITS)]
+    kinds, kept = options.only or model_types(), _kept(options.results)
     print(machine())
-    with TemporaryDirectory() as name:
+    found: dict[str, list[Cell]] = {}
+    with TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
         subprocess.run([sys.executable, "-c", TOKENIZER, name], check=True, capture_output=True)
-        with ThreadPoolExecutor(options.jobs) as pool:
-            tried = []
-            for each in pool.map(lambda cell: Tried(cell, cell.refusal(), cell.failure(Path(name))), cells):
-                tried.append(each)
-                cell = f"{each.cell.kind}, {each.cell.training}, {each.cell.bits} bits"
-                print(f"{cell:<36} {each.text:<10} {each.failure or ''}", flush=True)
-                if not each.agrees:
-                    print(f"    the plan: {each.refusal}", flush=True)
+        for steps in pool.map(lambda kind: kept.get(kind) or tried(kind, Path(name)), kinds):
+            if options.results is not None and steps[0].kind not in kept:
+                with options.results.open("a") as file:
+                    file.writelines(json.dumps(asdict(step)) + "\n" for step in steps)
+            for step in steps:
+                cell = Cell(step, refusal(step.kind, step.training, step.bits))
+                found.setdefault(step.kind, []).append(cell)
+                print(cell, flush=True)
+                if not cell.agrees:
+                    print(f"    the plan: {cell.refusal}; {cell.differs or ''}", flush=True)
     if options.write:
-        DOCUMENT.write_text(document(tried), encoding="utf-8")
-    return 0 if all(each.agrees for each in tried) else 1
+        DOCUMENT.write_text(document(found), encoding="utf-8")
+    return 0 if all(cell.agrees for row in found.values() for cell in row) else 1
 
 
 if __name__ == "__main__":

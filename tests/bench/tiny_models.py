@@ -86,7 +86,7 @@ _LFM2 = {
 }
 _LONGCAT = {"zero_expert_type": "identity", "zero_expert_num": 1, "mla_scale_q_lora": True, "mla_scale_kv_lora": True}
 _SPARSE_INDEX = {"index_block_size": 4, "index_topk_blocks": 2, "index_n_heads": 2, "rope_parameters": None}
-_HADAMARD = {"path": "model.layers.0.mlp.gate_proj", "block": 0, "embedding": False, "dtype": "float16"}
+_HADAMARD = {"block": 0, "embedding": False, "dtype": "float16"}
 
 OWN: dict[str, dict[str, Any]] = {
     "Klear": {"mlp_only_layers": [1]},
@@ -99,7 +99,7 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
     },
     "deepseek_v2": {"rope_scaling": _SCALED, "topk_method": "greedy"},
-    "exaone4": {"rope_scaling": None, "sliding_window_pattern": "LG"},
+    "exaone4": {"rope_scaling": None, "sliding_window_pattern": "LG", "layer_types": _MIXED},
     "exaone_moe": {"layer_types": _MIXED, "is_moe_layer": [False, True, True, True]},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gear": {"layer_types": [*_MIXED[:2], "conv", "conv"]},
@@ -172,6 +172,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "ministral3": {"layer_types": _MIXED, "rope_parameters": _LLAMA_4},
     "mistral4": {"rope_parameters": _LLAMA_4},
+    "muse_spark": {"audio_config": {"out_hidden_size": 64}},
     "muse_spark.TextArgs": {
         "num_shared_experts": 0,
         "layer_types": _MIXED,
@@ -208,7 +209,7 @@ OWN: dict[str, dict[str, Any]] = {
         "schema_version": 1,
         "tensor_namespace": "mlx-lm-text",
         "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
-        "modules": [_HADAMARD],
+        "modules": [{"path": f"model.layers.{layer}.mlp.gate_proj", **_HADAMARD} for layer in range(LAYERS)],
         "text_config": {"hidden_size": 128, "num_experts": 0},
     },
     "qwen3_5": {"text_config": {"num_experts": 0}},
@@ -250,6 +251,10 @@ TEXT: dict[str, str] = {
 """Model type → the type, or the class, of its text_config."""
 
 
+FROM_ZERO = ("rwkv7", "talkie")
+"""Types whose parameters begin at zero where that leaves no gradients, or no loss, to compare."""
+
+
 def model_types() -> list[str]:
     """All that the installed mlx-lm loads."""
     modules = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)} - _PARTS
@@ -259,10 +264,12 @@ def model_types() -> list[str]:
 def tiny_config(kind: str) -> dict[str, Any]:
     """config.json of the type. Raises KeyError for a field that has no value."""
     module = MODEL_REMAPPING.get(kind, kind)
+    text = TEXT.get(kind, TEXT.get(module))
     config = _filled(
-        f"{module}.ModelArgs", {"model_type": kind, "text_config": {}, **OWN.get(kind, OWN.get(module, {}))}
+        f"{module}.ModelArgs",
+        {"model_type": kind, **({"text_config": {}} if text else {}), **OWN.get(kind, OWN.get(module, {}))},
     )
-    if text := TEXT.get(kind, TEXT.get(module)):
+    if text:
         own = {"model_type": text.partition(".")[0], **OWN.get(text, {}), **config["text_config"]}
         config["text_config"] = _filled(text if "." in text else f"{text}.ModelArgs", own)
     return config
@@ -279,4 +286,4 @@ def _filled(name: str, own: dict[str, Any]) -> dict[str, Any]:
     ]
     if missing:
         raise KeyError(f"{name}: no value of {', '.join(missing)} in tests/bench/tiny_models.py")
-    return {field.name: values[field.name] for field in fields if field.name in values}
+    return {**{field.name: values[field.name] for field in fields if field.name in values}, **own}

@@ -5,14 +5,13 @@ limit of its node.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.config.models import NodeConfig
 from engine.errors import InputError, memory_text
-from engine.plan.context import PlanContext, usable_calibration, why_unused
+from engine.plan.context import PlanContext, usable_calibration, version_numbers, why_unused
 from engine.plan.document import (
     OVERRIDE,
     Disabled,
@@ -215,8 +214,7 @@ def _fuses_attention(context: PlanContext, node: str) -> bool | None:
     facts = context.inputs.facts.get(node)
     if facts is None or facts.mlx is None or (facts.system, facts.gpu) != ("Darwin", "gpu"):
         return None
-    version = tuple(map(int, re.findall(r"[0-9]{1,6}", facts.mlx)[:3]))
-    return version >= FUSED_SINCE and context.job.env.get("MLX_SDPA_VJP_FALLBACK", "0") == "0"
+    return version_numbers(facts.mlx) >= FUSED_SINCE and context.job.env.get("MLX_SDPA_VJP_FALLBACK", "0") == "0"
 
 
 def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[RankWorkload]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -118,21 +117,13 @@ def _run(model: nn.Module, tokens: mx.array, inputs: dict[str, mx.array | None])
 
 
 def _head_path(model: nn.Module) -> list[str] | None:
-    """The modules that lead to the head, or to embeddings that can be one. Looked up as modules hold them: an attribute
-    may be a property that leads elsewhere, as `model` of mlx-lm's Qwen3.5 does."""
-    for above in ([], ["language_model"]):
-        holder = reduce(_child, above, model)
-        if _child(holder, "lm_head"):
-            return [*above, "lm_head"]
-        if hasattr(reduce(_child, ["model", "embed_tokens"], holder), "as_linear"):
-            return [*above, "model", "embed_tokens"]
+    """The modules that lead to the head, or to embeddings that can be one; of those that the model holds, as an
+    attribute may be a property that leads elsewhere (`model` of mlx-lm's Qwen3.5)."""
+    modules = dict(model.named_modules())
+    for path in ("lm_head", "model.embed_tokens", "language_model.lm_head", "language_model.model.embed_tokens"):
+        if hasattr(modules.get(path), "__call__" if path.endswith("lm_head") else "as_linear"):
+            return path.split(".")
     return None
-
-
-def _child(module: Any, name: str) -> Any:
-    """The submodule of that name, None if there is none."""
-    child = module.get(name) if isinstance(module, nn.Module) else None
-    return child if isinstance(child, nn.Module) else None
 
 
 class _ChunkedLoss:

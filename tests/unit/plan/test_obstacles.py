@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from mlx_lm.utils import MODEL_REMAPPING
 
 from engine.plan.document import PlanIssue, TrainingPlan
 from engine.plan.memory.packing import quantized_as
 from engine.plan.planner import make_plan
+from engine.protocol.partition import SPLITTABLE_MODULES, mlx_module
+from tests.bench.tiny_models import model_types
 from tests.unit.plan.clusters import QWEN3_4B, inputs, mac, ultra_and_max
 from tests.unit.plan.memory.tiny import TINY
 
@@ -145,3 +148,70 @@ def test_a_launcher_within_the_command_is_refused_or_warned_of_where_there_are_s
         key: key is refuses for key in (True, False)
     }
     assert not any(issue.name == "command" for issue in (*one.refusals, *one.warnings))
+
+
+UNTRAINED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"model_type": "deepseek_v41_text"}, {}, "type deepseek_v41: MLX has no gradient of the way in which"),
+    ({"model_type": "muse_spark"}, {"fine_tune_type": "full"}, "type muse_spark: it is computed by Metal kernels"),
+    ({"model_type": "recurrent_gemma"}, {}, "type recurrent_gemma: its class cannot be frozen"),
+    ({"model_type": "rwkv7"}, {}, "type rwkv7 on Metal: it is computed by Metal kernels"),
+    ({"model_type": "gemma3n"}, {}, 'past them in altup; name some in lora_parameters.keys ("self_attn.q_proj")'),
+    (
+        {"model_type": "afm7"},
+        {"fine_tune_type": "dora"},
+        "with DoRA: it has none for its fused matrices; set fine_tune_type",
+    ),
+    ({"model_type": "afm7", **PACKED}, {}, "with packed weights: it cannot load them; name the unquantized model"),
+    # Falcon-E is a Llama of such weights.
+    (
+        QWEN3_4B | {"quantization_config": {"quant_method": "bitnet"}},
+        {},
+        "type bitnet: it is computed by Metal kernels",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "settings", "text"), UNTRAINED)
+def test_a_model_that_mlx_lm_cannot_train_is_refused_by_name_with_the_reason(
+    model: dict[str, Any], settings: dict[str, Any], text: str
+) -> None:
+    found = refused(planned(model, settings))["model"]
+    assert found.startswith("mlx-lm cannot train a model of type ") and text in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "facts"),
+    [
+        ("rwkv7", {}, {"system": "Linux", "gpu": "cpu"}),
+        ("gemma3n", {"fine_tune_type": "full"}, {}),
+        ("gemma3n", with_keys("self_attn.q_proj"), {}),
+        ("afm7", {}, {}),
+        # What a newer mlx-lm cannot train is not known.
+        ("deepseek_v41", {}, {"mlx_lm": "0.33.0"}),
+    ],
+)
+def test_what_it_can_train_otherwise_or_perhaps_is_not_refused(
+    kind: str, settings: dict[str, Any], facts: dict[str, Any]
+) -> None:
+    nodes = [mac(name, rank, "", 512, **facts) for rank, name in enumerate(("one", "two"))]
+    assert refused(make_plan(inputs(nodes, settings={"batch_size": 2, **settings}, model={"model_type": kind}))) == {}
+
+
+def test_one_node_with_the_mlx_lm_that_was_tried_is_enough_to_refuse() -> None:
+    nodes = [mac("old", 0, "", 512, mlx_lm="0.32.2"), mac("new", 1, "", 512, mlx_lm="0.33.0")]
+    plan = make_plan(inputs(nodes, settings={"batch_size": 2}, model={"model_type": "muse_spark"}))
+    assert "muse_spark" in refused(plan)["model"]
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+def test_a_strategy_that_divides_models_names_each_type_that_it_cannot_divide(strategy: str) -> None:
+    for kind in model_types():
+        found, module = refused(planned({"model_type": kind}, {}, strategy=strategy)), MODEL_REMAPPING.get(kind, kind)
+        assert ("strategy" in found) is (module not in SPLITTABLE_MODULES)
+        if "strategy" in found:
+            assert f"{strategy} does not support model_type {kind}" in found["strategy"]
+
+
+def test_each_type_that_mlx_lm_runs_as_a_divisible_one_is_known() -> None:
+    runs_as = {kind: module for kind, module in MODEL_REMAPPING.items() if module in SPLITTABLE_MODULES}
+    assert {kind: mlx_module(kind) for kind in model_types() if mlx_module(kind) != kind} == runs_as
