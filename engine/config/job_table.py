@@ -83,8 +83,8 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
         if "logging_dir" in table:
             accepted = 'no value here: it is for framework = "torch" and a command'
             faults.add(location, "logging_dir", table["logging_dir"], accepted)
-    if "metrics" in table and not command:
-        accepted = "no value here: it is for a command; the training's own metrics are known"
+    if "metrics" in table and (not command or "logging_dir" in table):
+        accepted = "no value here: it is for a command's output, and logging_dir in place of that"
         faults.add(location, "metrics", table["metrics"], accepted)
     if command:
         allowed = _check_command(faults, location, table, framework)

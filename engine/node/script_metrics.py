@@ -51,8 +51,11 @@ _BAR = re.compile(
 )
 """tqdm's. A bar below another one, as the evaluation's below the training's, ends with a move of the cursor."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,40}m")
-_WORTH = re.compile(rb"(?i)loss|step|iter|epoch|%\||\xe2\x96[\xb2\xbc]|\x1b\[[0-9;]{1,20}mval")
-"""In every line with metrics."""
+_WORTH = re.compile(
+    rb"[Ll](?:oss|OSS)[^\n]{0,24}?(?:\d|nan|inf)|%\||skipped=|/global_step=|, iters: |\xc2\xb7 iters|Test accuracy"
+    rb"|\xe2\x96[\xb2\xbc]|mval\x1b"
+)
+"""In every line with metrics: a loss before a number, a bar, or what some forms have instead."""
 _ACTIVITY_EVERY_S = 1.0
 """A bar may be printed ten times a second."""
 _BURST_S = 0.01
@@ -200,7 +203,7 @@ class PrintedMetrics:
             self._read_by(self._own, text)
             return
         for form in FORMS:
-            if (match := form.regex.search(text)) is not None:
+            if form.literal in text and (match := form.regex.search(text)) is not None:
                 more = {name: value for name, value in metrics_of(named_numbers(text)).items() if name not in _FRAME}
                 values = {**more, **group_values(match)}
                 self._take(form.program, values, form.program if "epoch_step" in form.regex.groupindex else "")

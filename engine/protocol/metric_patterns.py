@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -94,6 +95,8 @@ class MetricForm(NamedTuple):
     source: str
     regex: re.Pattern[str]
     example: str
+    literal: str
+    """In every line that it matches: most lines need not be tried."""
 
 
 def _forms() -> Iterator[MetricForm]:
@@ -105,7 +108,14 @@ def _forms() -> Iterator[MetricForm]:
             continue
         program, _, source = head.partition(": ")
         named = re.sub(r"(?<!\?P)<([a-z_]+)>", lambda name: f"(?P{name[0]}{_NUMBER})", line[4:])
-        yield MetricForm(program, source, re.compile(named), next(lines)[4:])
+        yield MetricForm(program, source, re.compile(named), next(lines)[4:], _literal(line[4:]))
+
+
+def _literal(regex: str) -> str:
+    """The longest text that stands outside all groups, classes and repeats."""
+    for other in (r"\\.", r"\[[^]]*\]", r"<\w+>", *[r"\([^()]*\)[?]?"] * 3, r".(?:\{[\d,]*\}|[?*+])\??", r"[\^$.]"):
+        regex = re.sub(other, "\0", regex)
+    return max(regex.split("\0"), key=len)
 
 
 FORMS = tuple(_forms())
@@ -131,6 +141,7 @@ _FIGURES = {
 """Our name, and the words of a program's own."""
 
 
+@functools.lru_cache(maxsize=1024)
 def metric_name(name: str) -> str | None:
     """The name in mlx-lm's reports, or "step", "steps", "total", "epochs", for a program's own or a TensorBoard tag."""
     words = _words(name)
@@ -146,6 +157,7 @@ def metric_name(name: str) -> str | None:
     return next(known, None) if "gpu" not in words and (len(words) == 1 or not words & {"total", "epoch"}) else None
 
 
+@functools.lru_cache(maxsize=1024)
 def _words(name: str) -> frozenset[str]:
     return frozenset(word.lower() for word in _WORD.findall(name))
 

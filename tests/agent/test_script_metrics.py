@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from engine.node.script_metrics import PrintedMetrics, TensorBoardMetrics
 from engine.protocol.events import EventWriter
 from tests.data import DATA
+from tests.needs import RECORDINGS, TORCH
 from tests.waiting import wait_until
 
 
@@ -256,6 +258,60 @@ def test_a_bar_for_each_epoch_counts_on(tmp_path: Path, heads: tuple[str, ...], 
 )
 def test_what_programs_print_is_read_with_their_own_steps(tmp_path: Path, output: str, expected: list[Any]) -> None:
     assert read(tmp_path, output) == expected
+
+
+@pytest.mark.needs("recordings")
+@pytest.mark.parametrize(("version", "total"), [("0.31.3", 20), ("0.32.2", 30)])
+def test_mlx_lms_own_output_is_read_with_its_iterations(tmp_path: Path, version: str, total: int) -> None:
+    """Also the coloured table of the newer one."""
+    output = (RECORDINGS / f"mlx_lm.lora-{version}-2ranks-stdout__own-linux-cpu.txt").read_text()
+    assert read(tmp_path, output) == [
+        (1, None, 5.969),
+        (5, 5.815, total),
+        (10, None, 5.473),
+        (10, 5.583, total),
+        (15, 5.358, total),
+        (20, None, 5.089),
+        (20, 5.133, total),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.needs("torch")
+def test_the_real_trainers_steps_are_those_of_its_own_state(tmp_path: Path) -> None:
+    """transformers in .venv-torch, with messages of log_level="info" on the lines of its bar."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+    shown = subprocess.run(
+        [TORCH, script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True, timeout=500
+    )
+    history = json.loads((tmp_path / "history.json").read_text())
+    expected = [(row["step"], row.get("loss", row.get("eval_loss"))) for row in history if "train_runtime" not in row]
+    found = [(step, loss if loss is not None else other) for step, loss, other in read(tmp_path, shown.stdout.decode())]
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-3)
+
+
+TRAINER = """
+import json, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, place):
+        row = torch.arange(place, place + 8) % 32
+        return {"input_ids": row, "labels": row}
+
+shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **shape))
+how = {"logging_steps": 3, "eval_steps": 6, "save_steps": 6, "eval_strategy": "steps", "log_level": "info"}
+how["use_cpu"] = True
+arguments = TrainingArguments("out", num_train_epochs=2, per_device_train_batch_size=4, report_to=[], **how)
+trainer = Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
+trainer.train()
+json.dump(trainer.state.log_history, open("history.json", "w"))
+"""
 
 
 def test_figures_of_a_step_that_stand_in_two_lines_are_one_report_in_the_end(tmp_path: Path) -> None:

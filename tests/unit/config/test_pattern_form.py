@@ -91,8 +91,13 @@ def test_it_is_of_a_command_of_either_framework(tmp_path: Path, job: str) -> Non
         load_config(file)
 
 
-def test_the_trainers_need_none(tmp_path: Path) -> None:
+def test_the_trainers_and_what_has_a_tracker_need_none(tmp_path: Path) -> None:
     file = tmp_path / "flightdeck.toml"
     file.write_text(JOB.format(job="model = '/m'\ndata = '/d'", pattern=f"'''{READ}'''"))
     with pytest.raises(ConfigError, match="no value here: it is for a command"):
+        load_config(file)
+    file.write_text(
+        JOB.format(job="framework = 'torch'\nscript = 't.py'\nlogging_dir = 'logs'", pattern=f"'''{READ}'''")
+    )
+    with pytest.raises(ConfigError, match="logging_dir in place"):
         load_config(file)

@@ -43,7 +43,7 @@ def test_each_form_reads_its_own_example_and_names_where_it_was_seen() -> None:
     found: dict[str, list[dict[str, float]]] = {}
     for form in FORMS:
         match = form.regex.search(form.example)
-        assert match is not None and form.source, form
+        assert match is not None and form.literal in form.example and form.source, form
         found.setdefault(form.program, []).append(group_values(match))
     assert found == READ
 
