@@ -44,8 +44,8 @@ class SecretForm:
     """With the secret's part between « and »."""
     needles: str
     """Words of which one is in the lower case of whatever matches: most lines are passed over by that."""
-    outline: str = ""
-    """A simpler pattern, which the lower case of whatever matches has, too: for those that take long to search for."""
+    after: str = ""
+    """A pattern of what follows the word: most lines have words such as `tokens`."""
 
     @cached_property
     def expression(self) -> re.Pattern[str]:
@@ -91,16 +91,16 @@ FORMS = (
         rf"(?P<before>(?<![\w-])--?(?:{_PART}{{0,40}}[_-])?(?i:{_NAMES}|auth){_OF_TEXT}(?:=|[\"']?,?\s+)[\"']?){_ORDINARY}(?!-)"
         rf"(?:{_QUOTED}|[^\s\"']{{2,}})",
         "train.py --api-key «abc123»",
-        "token key secret passw passphrase pgpass credential auth",
-        r"-(?:token|[a-z]*[_-]?key|secret|passw|passphrase|pgpass|credential|auth|[\w-]{0,40}[_-](?:token|key|secret|pass|cred|auth))",
+        "token key secret password passwd passphrase pgpass credential credentials auth",
+        r"[\"']?,?[=\s]",
     ),
     SecretForm(
         "value under a secret's name",
         rf"(?P<before>(?:(?i:{_NAMES}){_OF_TEXT}|(?<![a-z])(?:{_VARIABLES}))\\?[\"']?\s*[=:]\s*\\?[\"']?)"
         rf"{_ORDINARY}(?:{_QUOTED}|[^\s\"',;}}&]{{6,}})",
         "export PGPASSWORD='«hunter2»'",
-        "token key secret pass credential auth pwd cred cookie",
-        r"(?:token|key|secret|pass|passw(?:or)?d|passphrase|auth|_pwd|cred(?:ential)?s?|_cookie)\\?[\"']?\s*[=:]",
+        "token key secret password passwd passphrase pass credential credentials auth _pwd _cred _creds _cookie",
+        r"\\?[\"']?\s*[=:]",
     ),
     SecretForm("Hugging Face", r"\bhf_[A-Za-z0-9]{16,}\b", "«hf_AbCdEfGhIjKlMnOpQr»", "hf_"),
     SecretForm("OpenAI, Anthropic", rf"\bsk-{_PART}{{16,}}", "«sk-ant-api03-AbCdEfGhIj»", "sk-"),
@@ -219,9 +219,9 @@ class Redactor:
         if any(value in text for value in self._values):
             text = self._expression.sub(REDACTED, text)
         folded = text.lower()
-        for form in dict.fromkeys([form for word, form in _NEEDLES if word in folded]):
-            if re.search(form.outline, folded):
-                text = form.expression.sub(_without, text)
+        forms = [form for word, form in _NEEDLES if word in folded and _followed(word, form, folded)]
+        for form in dict.fromkeys(forms):
+            text = form.expression.sub(_without, text)
         return text
 
     def words(self, words: Sequence[str]) -> list[str]:
@@ -252,6 +252,10 @@ def _values(own: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[
     for name, value in own.items():
         if is_secret(name) or not (is_public(name) or _NO_SECRET.fullmatch(value)):
             yield value
+
+
+def _followed(word: str, form: SecretForm, folded: str) -> bool:
+    return not form.after or re.search(word + form.after, folded) is not None
 
 
 def _place(value: str) -> str:
