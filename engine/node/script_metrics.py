@@ -62,8 +62,8 @@ _BURST_S = 0.01
 """Reports that come together were made apart."""
 _OF_RANK = re.compile(rb"\[rank (\d{1,6})\] ")
 """Prefix by which torchrun tells the output of its workers apart, also in the middle of a line."""
-_OTHER_RANK = re.compile(rb"\[(?:rank|default)0{0,5}[1-9]\d{0,5}\]:")
-"""As torchrun has it by default."""
+_OF_ONE_RANK = re.compile(rb"\[(?:rank|default) ?(\d{1,6})\]:? ?")
+"""The same as torchrun has it by default, or as above in a log that is tried: at the beginning of a line."""
 _SUMMARY = "train_runtime"
 """Beside the Trainer's last `train_loss`, which is the mean of the whole training."""
 _POLL_S = 1.0
@@ -182,8 +182,9 @@ class PrintedMetrics:
 
     def _read(self, line: bytes) -> None:
         if not self._elastic:
-            if _OTHER_RANK.match(line) is None:
-                self._read_own(line)
+            prefix = _OF_ONE_RANK.match(line)
+            if prefix is None or int(prefix[1]) == 0:
+                self._read_own(line[prefix.end() if prefix is not None else 0 :])
             return
         _, *parts = _OF_RANK.split(line)
         for rank, part in zip(parts[::2], parts[1::2]):  # noqa: B905  (Python 3.9)

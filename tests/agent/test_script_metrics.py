@@ -332,6 +332,17 @@ def test_a_line_in_which_a_pattern_could_try_too_much_is_left_out(tmp_path: Path
     assert read(tmp_path, line + "\n", r"\[(?P<step>\d+) of 300\] L=(?P<loss>[\d.]+)") == []
 
 
+@pytest.mark.parametrize("prefix", ["[rank0]:", "[default0]: ", "[rank 0] "])
+def test_of_workers_that_torchrun_tells_apart_the_first_one_counts(tmp_path: Path, prefix: str) -> None:
+    lines = [
+        f"{prefix}Step 20 | loss:1.5 lr:1",
+        f"{prefix.replace('0', '1')}Step 30 | loss:2.5 lr:1",
+        prefix + bar(35, 50)[1:],
+        f"{prefix}{{'loss': '2.5'}}",
+    ]
+    assert read(tmp_path, "\n".join([*lines, prefix + bar(40, 50)[1:], ""])) == [(20, 1.5, None), (40, 2.5, 50)]
+
+
 def test_a_bar_of_something_else_gives_no_total(tmp_path: Path) -> None:
     assert read(tmp_path, bar(500, 500) + "\niter 10: loss 2.5, time 1ms\n") == [(10, 2.5, None)]
 
