@@ -107,7 +107,11 @@ _CRASHES: Final = frozenset({signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, s
 """Signals by which a program ends itself; its own output does not explain those from outside."""
 _DETAILED_BY_JOURNAL: Final = frozenset({Reason.OUT_OF_MEMORY, Reason.DISK_FULL})
 """Reasons for which the journal's cause has more detail (which file, which array) than a signature."""
-_FIXES: Final = {Reason.OUT_OF_MEMORY: BY_ID["memory.killed"].fix, Reason.DISK_FULL: BY_ID["disk.full"].fix}
+_FIXES: Final = {
+    Reason.OUT_OF_MEMORY: BY_ID["memory.killed"].fix,
+    Reason.DISK_FULL: BY_ID["disk.full"].fix,
+    Reason.HUNG: BY_ID["ring.all_sum_stuck"].fix,
+}
 _CONSEQUENCES: Final = [known.pattern for known in SIGNATURES if known.kind is SignatureKind.CONSEQUENCE]
 
 Ending = RunRecord | Verdict

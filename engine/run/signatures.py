@@ -245,6 +245,24 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "RuntimeError: [ring] sum_scatter not supported.",
         Citation(_RING_SOURCE, Provenance.REPRODUCED),
     ),
+    # Stacks of ranks that hang, as faulthandler and py-spy print them; those of exceptions have a comma.
+    Signature(
+        "ring.all_sum_stuck",
+        r"mlx/nn/utils\.py(?:\", line \d+ in |:\d+\))",
+        "a rank waits in an all_sum: a peer does not take part, or MLX's ring is stuck without an error",
+        "see where each rank waits (`py-spy dump --pid PID` on its node); where all wait in an all_sum, take the "
+        "newest mlx; resumed, the run goes on from its last state",
+        '  File "/opt/venv/lib/python3.12/site-packages/mlx/nn/utils.py", line 132 in average_gradients',
+        Citation("ml-explore/mlx#4475", Provenance.REPORTED),
+    ),
+    Signature(
+        "ring.sum_scatter_stuck",
+        r"mlx/nn/layers/distributed\.py(?:\", line \d+ in |:\d+\))",
+        "a rank waits in a collective of mlx's sharded layers: the ring has no sum_scatter, and may not say so",
+        'use strategy = "sharded", which does without it, or jaccl',
+        '  File "/opt/venv/lib/python3.12/site-packages/mlx/nn/layers/distributed.py", line 644 in gather_vjp',
+        Citation("ml-explore/mlx#4285", Provenance.REPORTED),
+    ),
     Signature(
         "dist.unavailable",
         r"Cannot initialize (?P<backend>\w{1,20}) distributed backend",
