@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+import heapq
+import os
+from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import UTC, datetime
 
 from engine.api.session import Session
@@ -20,7 +22,7 @@ from engine.run.metrics_trial import MetricsTrial, try_metrics
 from engine.run.supervisor_process import adopt_orphans, request_abort, start_supervisor
 from engine.run.watch import RunWatch, supervisor_alive
 from engine.security.audit import audit_log
-from engine.security.identifiers import safe_repr
+from engine.security.identifiers import is_identifier, safe_repr
 from engine.snapshots import RunSnapshot, StopProgress
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
@@ -38,19 +40,22 @@ class RunsApi:
         self._session = session
         self._watches: dict[str, RunWatch] = {}
 
-    def all(self) -> list[RunRecord]:
-        """Every run, newest first; running ones with their live figures."""
-        return [record if record.state.ended else self._live(record) for record in self._stored()]
+    def all(self, limit: int | None = None) -> list[RunRecord]:
+        """Every run, newest first, at most `limit`; running ones with their live figures."""
+        return [record if record.state.ended else self._live(record) for record in self._stored(limit=limit)]
 
     def find(self, run: str) -> RunDir:
         """A run by id, unique id prefix, name (its newest) or "last". Raises RunNotFound."""
-        records = self._stored()
-        if not records:
-            raise RunNotFound(
-                "there are no runs yet", where=str(self._session.home), todo="`flightdeck demo` makes one"
-            )
         if run == "last":
-            return self.directory(records[0].id)
+            newest = self._stored(limit=1)
+            if not newest:
+                raise RunNotFound(
+                    "there are no runs yet", where=str(self._session.home), todo="`flightdeck demo` makes one"
+                )
+            return self.directory(newest[0].id)
+        if is_identifier(run) and self.directory(run).plan.exists():
+            return self.directory(run)
+        records = self._stored(lambda id, name: run == name or id.startswith(run))
         named = next((record for record in records if run in (record.id, record.name)), None)
         if named is not None:
             return self.directory(named.id)
@@ -130,21 +135,34 @@ class RunsApi:
                 reported = snapshot.stop
                 yield reported
 
-    def _stored(self) -> list[RunRecord]:
-        """The store's records, newest first, and those of run directories that it does not know."""
+    def _stored(
+        self, chosen: Callable[[str, str], bool] = lambda id, name: True, limit: int | None = None
+    ) -> list[RunRecord]:
+        """The records of the store, and of run directories that it does not know, newest first: at most `limit` of
+        those that `chosen` takes by id and name. Of thousands only these are checked."""
         store = self._session.store
-        records = {record.id: record for record in store.runs()}
-        known = len(records)
-        for path in (self._session.home / "runs").glob("*"):
-            directory = RunDir(path)
-            if directory.id not in records:
-                with contextlib.suppress(StateError):
-                    records[directory.id] = RunWatch(directory).poll().record
-        if store.notices and len(records) > known:
+        fields = store.run_fields()
+        unknown = [record for name in self._directories() - fields.keys() if (record := self._read(name)) is not None]
+        if store.notices and unknown:
             # What was lost from the state is in the runs' own journals.
-            store.rebuild(records.values())
+            store.rebuild(unknown)
+        taken = [row for id, row in fields.items() if chosen(id, str(row.get("name")))]
+        if limit is not None:
+            taken = heapq.nlargest(limit, taken, key=lambda row: str(row.get("created_at")))
+        records = [*store.valid_runs(taken), *(record for record in unknown if chosen(record.id, record.name))]
         self._session.report_damage(store)
-        return sorted(records.values(), key=lambda record: (record.created_at, record.id), reverse=True)
+        return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)[:limit]
+
+    def _directories(self) -> set[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return {entry.name for entry in os.scandir(self._session.home / "runs")}
+        return set()
+
+    def _read(self, run: str) -> RunRecord | None:
+        """A run as its own directory has it."""
+        with contextlib.suppress(StateError):
+            return RunWatch(self.directory(run)).poll().record
+        return None
 
     def directory(self, run: str) -> RunDir:
         return RunDir(self._session.home / "runs" / run)

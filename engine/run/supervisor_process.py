@@ -31,6 +31,7 @@ from engine.run.watch import newest_supervisor, supervisor_alive
 from engine.security.paths import check_private
 from engine.security.sanitise import last_line
 from engine.store.layout import RunDir
+from engine.store.store import Store
 
 
 def take_lock(run_dir: RunDir) -> int | None:
@@ -138,6 +139,8 @@ def resume_run(run_dir: RunDir, *, accept_changed_data: bool = False) -> None:
     start_supervisor(run_dir, "--resume", *(["--accept-changed-data"] if accept_changed_data else []))
 
 
+_DONE = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.ABORTED, RunState.LOST})
+"""A completed run may still be waited for."""
 _BEING_LAUNCHED_S = 20.0
 """The launch of a younger plan may be under way."""
 AFTERMATH_S = 3600.0
@@ -147,16 +150,44 @@ _AWAITED_S = 30 * 86_400.0
 _TAIL_BYTES = 65_536
 
 
+_SAME_MOMENT_S = 2.0
+"""Between the time of a run's end and that of the write of its journal."""
+
+
 def orphans(home: Path) -> list[RunDir]:
-    """The runs below `home` that are not ended and have no supervisor. Reads the end of each journal only."""
-    return [run_dir for run_dir in map(RunDir, sorted((home / "runs").glob("*"))) if _is_orphan(run_dir)]
+    """The runs below `home` that are not ended and have no supervisor. Of those whose end the store knows, only the
+    time of the journal's last write is read; of others its end."""
+    ended_at = _ended(home)
+    with contextlib.suppress(FileNotFoundError):
+        names = sorted(os.listdir(home / "runs"))
+        candidates = (name for name in names if not _unchanged(f"{home}/runs/{name}/journal.jsonl", ended_at.get(name)))
+        return [run_dir for name in candidates if _is_orphan(run_dir := RunDir(home / "runs" / name))]
+    return []
+
+
+def _ended(home: Path) -> dict[str, float]:
+    """When the runs have ended after which nothing is left to do, by the store: seconds since the epoch by id."""
+    ended = {}
+    with contextlib.suppress(StateError):
+        for run, fields in Store(home).run_fields().items():
+            if fields.get("state") in _DONE and not fields.get("unconfirmed"):
+                with contextlib.suppress(TypeError, ValueError):
+                    ended[run] = datetime.fromisoformat(fields["ended_at"]).timestamp()
+    return ended
+
+
+def _unchanged(journal: str, ended_at: float | None) -> bool:
+    """Nothing has been written since, as it is when a run is taken up again."""
+    with contextlib.suppress(OSError):
+        return ended_at is not None and os.stat(journal).st_mtime < ended_at + _SAME_MOMENT_S
+    return False
 
 
 def adopt_orphans(home: Path, notify: Callable[[str], object] = lambda _: None) -> list[str]:
     """Start a supervisor for every orphan; the ids of the runs that got one. A run that cannot be adopted does not
     hold up the others; the next console or command tries again, and `notify` gets why where its files are at fault.
     Secrets that a supervisor could not remove after its run's end are removed."""
-    for secrets in (home / "runs").glob("*/secrets.json"):
+    for secrets in _left_secrets(home):
         with contextlib.suppress(OSError, StateError):
             # With the lock: a supervisor that takes the run up again may have written them just now.
             if (held := take_lock(RunDir(secrets.parent))) is not None:
@@ -175,6 +206,13 @@ def adopt_orphans(home: Path, notify: Callable[[str], object] = lambda _: None) 
             continue
         adopted.append(run_dir.id)
     return adopted
+
+
+def _left_secrets(home: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError):
+        paths = (f"{home}/runs/{name}/secrets.json" for name in os.listdir(home / "runs"))
+        return [Path(path) for path in paths if os.path.exists(path)]
+    return []
 
 
 def _is_orphan(run_dir: RunDir) -> bool:

@@ -8,6 +8,7 @@ reports.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -56,6 +57,10 @@ _KINDS: Final[Mapping[type[BaseModel], _Kind]] = {
 }
 
 
+_READ: Final[dict[Path, tuple[tuple[int, int, int], dict[str, Mapping[str, Any]]]]] = {}
+"""The stored runs of the file that was read last, with its identity: a command asks for them several times."""
+
+
 class _Table(Table):
     """Run id → record, cluster/node → facts, or cluster/fingerprint → calibration or scaling."""
 
@@ -77,7 +82,30 @@ class Store:
 
     def runs(self) -> list[RunRecord]:
         """Every record, newest first; [] when nothing was ever stored. Raises StateError."""
-        return sorted(self._all(RunRecord), key=lambda record: (record.created_at, record.id), reverse=True)
+        return self.valid_runs(self.run_fields().values())
+
+    def run_fields(self) -> dict[str, Mapping[str, Any]]:
+        """The records by id as they are stored, unchecked: to choose among thousands. Raises StateError."""
+        kind, file, reported = _KINDS[RunRecord], self._identity(), len(self.notices)
+        cached = _READ.get(self._path)
+        if cached is not None and cached[0] == file:
+            return cached[1]
+        fields = {str(row.get(kind.name)): row for row in self._transaction(kind.table, lambda table: table.all())}
+        if file is not None and len(self.notices) == reported:
+            _READ[self._path] = file, fields
+        return fields
+
+    def _identity(self) -> tuple[int, int, int] | None:
+        """Another one after each change, which replaces the file."""
+        with contextlib.suppress(OSError):
+            status = self._path.stat()
+            return status.st_ino, status.st_mtime_ns, status.st_size
+        return None
+
+    def valid_runs(self, fields: Iterable[Mapping[str, Any]]) -> list[RunRecord]:
+        """The valid ones among stored records, newest first."""
+        records = self._valid(RunRecord, fields)
+        return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
     def put_run(self, record: RunRecord) -> None:
         """Insert the record, or replace the one with its id; on the disk when this returns. Raises StateError when
@@ -124,11 +152,13 @@ class Store:
 
     def _all(self, model: type[_Model], cluster: str | None = None) -> list[_Model]:
         """All valid entries of a model's table, those of one cluster where it is given."""
+        rows: list[Document] = self._transaction(_KINDS[model].table, lambda table: table.all())
+        return self._valid(model, (row for row in rows if cluster is None or row.get("cluster") == cluster))
+
+    def _valid(self, model: type[_Model], documents: Iterable[Mapping[str, Any]]) -> list[_Model]:
         kind = _KINDS[model]
         found: list[_Model] = []
-        for document in self._transaction(kind.table, lambda table: table.all()):
-            if cluster is not None and document.get("cluster") != cluster:
-                continue
+        for document in documents:
             try:
                 found.append(model.model_validate(document))
             except ValidationError as error:

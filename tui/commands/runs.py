@@ -58,9 +58,7 @@ REPORT_KEYS = (
 
 
 def runs(options: argparse.Namespace, engine: Engine) -> int:
-    records = engine.runs.all()
-    if options.limit:
-        records = records[: options.limit]
+    records = engine.runs.all(options.limit)
     if options.json:
         print_json(records)
         return ExitCode.OK
