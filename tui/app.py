@@ -218,8 +218,7 @@ class FlightDeckApp(App[None]):
         self.store.change(config=config, facts=facts, prediction=message.prediction, fault=None)
         self.store.change(scaling=message.scaling)
         if config is not None:
-            if config.ui.theme in self.available_themes:
-                self.theme = config.ui.theme
+            self.theme = config.ui.theme
             if config.ui.ascii:
                 self.store.change(glyphs=Glyphs(ascii=True))
             self.set_class(self.state.glyphs.ascii, "-ascii")

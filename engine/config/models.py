@@ -192,12 +192,20 @@ class JobConfig(_Section):
         return self.strategy == "local" or self.elastic
 
 
+CheckName = Literal[
+    "ssh_connectivity", "pre_rdma_sync", "versions_match", "hostfile_valid", "ports_free", "model_present",
+    "data_matches", "program_present", "checkpoint_layer", "gradient_layer", "worker_consistency", "worker_layer",
+    "hardware_layer", "performance_layer", "health_check",
+]  # fmt: skip
+"""The checks of engine.checks.runner, which is above the configuration."""
+
+
 class PreflightConfig(_Section):
     """The checks before a launch."""
 
     all_sum_s: float = Field(default=2.0, gt=0, le=60)
     """Duration of the all_sum test over all ranks, seconds."""
-    skip: tuple[str, ...] = ()
+    skip: tuple[CheckName, ...] = ()
     """Checks to skip, by name. Default: none."""
     roots: tuple[_NodePath, ...] = ()
     """Folders in which scripts and checkpoints may be, besides the home, workdir and state directories; symlinks that
@@ -293,10 +301,18 @@ class RecoveryConfig(_Section):
     """Restart a custom `command` too. It must restore its own state."""
 
 
+Theme = Literal[
+    "textual-dark", "textual-light", "nord", "gruvbox", "catppuccin-mocha", "dracula", "tokyo-night", "monokai",
+    "flexoki", "catppuccin-latte", "catppuccin-frappe", "catppuccin-macchiato", "solarized-light", "solarized-dark",
+    "rose-pine", "rose-pine-moon", "rose-pine-dawn", "atom-one-dark", "atom-one-light", "ansi-dark", "ansi-light",
+]  # fmt: skip
+"""Textual's own, which the engine does not import."""
+
+
 class UiConfig(_Section):
     """The console."""
 
-    theme: str = "textual-dark"
+    theme: Theme = "textual-dark"
     """A theme of Textual."""
     ascii: bool = False
     """Draw with ASCII characters only."""

@@ -90,7 +90,8 @@ class Store:
         cached = _READ.get(self._path)
         if cached is not None and cached[0] == file:
             return cached[1]
-        fields = {str(row.get(kind.name)): row for row in self._transaction(kind.table, lambda table: table.all())}
+        rows: list[Document] = self._transaction(kind.table, lambda table: table.all())
+        fields: dict[str, Mapping[str, Any]] = {str(row.get(kind.name)): row for row in rows}
         if file is not None and len(self.notices) == reported:
             _READ[self._path] = file, fields
         return fields

@@ -18,7 +18,7 @@ from engine.checks.check import CheckFunction
 from engine.checks.context import CheckContext
 from engine.cluster.transport.fleet import Fleet
 from engine.config.mlx_lm_keys import with_defaults
-from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
+from engine.config.models import CheckName, ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
 from engine.measurements import Calibration, Division
 from engine.models import CheckResult
 from engine.security.paths import state_home
@@ -114,7 +114,7 @@ def make_config(
     *,
     pythons: tuple[str, ...] = (sys.executable, sys.executable),
     starting_port: int | None = None,
-    skip: tuple[str, ...] = (),
+    skip: tuple[CheckName, ...] = (),
     settings: dict[str, object] | None = None,
 ) -> Config:
     nodes = tuple(

@@ -246,6 +246,7 @@ CASES = [
     # the rest
     (NODES + JOB + "[preflight]\nall_sum_s = 0", "preflight.all_sum_s", "above 0"),
     (NODES + JOB + "[preflight]\nskip = 'ports'", "preflight.skip", "a list"),
+    (NODES + JOB + "[preflight]\nskip = ['port_free']", "preflight.skip[0]", "one of 'ssh_connectivity'"),
     (NODES + JOB + "[preflight]\nsync_script = '../x.sh'", "preflight.sync_script", "a path without .."),
     (NODES + JOB + "[preflight]\nsync_script = '$(id)'", "preflight.sync_script", "a plain path"),
     (NODES + JOB + "[preflight]\nsync_script = '-rf'", "preflight.sync_script", "does not begin with -"),
@@ -259,6 +260,7 @@ CASES = [
     (NODES + JOB + "[recovery]\nlease_s = inf", "recovery.lease_s", "finite"),
     (NODES + JOB + "[recovery]\non_lease_expiry = 'die'", "recovery.on_lease_expiry", "'end' or 'continue'"),
     (NODES + JOB + "[ui]\nascii = 'no'", "ui.ascii", "true or false"),
+    (NODES + JOB + "[ui]\ntheme = 'solarised'", "ui.theme", "one of 'textual-dark'"),
 ]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
+from textual.theme import BUILTIN_THEMES
 
-from engine.config.models import ClusterConfig, needs_all_nodes, select_nodes, with_strategy
+from engine.checks.runner import CHECKS
+from engine.config.models import CheckName, ClusterConfig, Theme, needs_all_nodes, select_nodes, with_strategy
 from engine.errors import InputError
 from engine.protocol.job import Strategy
 from tests.unit.plan.calibrations import config
@@ -106,3 +108,8 @@ def test_keys_that_the_strategy_has_no_use_for_are_refused_as_in_the_file(
 )
 def test_only_a_partitioned_state_needs_all_nodes(strategy: Strategy, *, needed: bool) -> None:
     assert needs_all_nodes(with_strategy(config(["a", "b"]), strategy, None)) is needed
+
+
+def test_the_names_of_checks_and_themes_are_those_that_there_are() -> None:
+    assert get_args(CheckName) == tuple(CHECKS)
+    assert set(get_args(Theme)) == set(BUILTIN_THEMES)
