@@ -140,7 +140,7 @@ class Findings:
         for node, found in self._nodes.items():
             reported, commands = found.reported(on_nodes)
             if reported:
-                messages[node] = "; ".join(reported)
+                messages[node] = "; ".join(dict.fromkeys(reported))
             if commands:
                 fixes[node] = " && ".join(dict.fromkeys(each.command for each in commands))
                 effects[node] = _joined(each.effect for each in commands)

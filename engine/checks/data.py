@@ -16,7 +16,7 @@ from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_file, move_aside
-from engine.checks.obstacles import TRIAL_LIMIT_S, data_features, data_files, describe_refused, refused_rows
+from engine.checks.obstacles import TRIAL_LIMIT_S, data_features, data_files, row_warnings, rows_refused, try_rows
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.agent_client import each_of
 from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
@@ -24,6 +24,7 @@ from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult
+from engine.node.probes.foreign_files import PYTHON, WAYS
 
 NAME = "data_matches"
 _READ_LIMIT_S = 110.0
@@ -62,7 +63,7 @@ class DataFile:
         """With the first bad lines, and the command that opens the file at the first of them."""
         seen = f"{self.seen.examples:,} examples, {self.seen.form}, sha256 {self.seen.sha256[:12]}"
         if not self.seen.faults:
-            return self.fault or f"{self.path.name} {seen}"
+            return self.fault or self.seen.problem or f"{self.path.name} {seen}"
         lines = [f"line {number} {why}" for number, why in self.seen.faults[:_SHOWN_FAULTS]]
         more = self.seen.fault_count - len(lines)
         lines += [f"{more:,} more"] if more else []
@@ -93,11 +94,7 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     async def read(node: NodeConfig) -> list[DataFile]:
         files = data_files(settings, folders[node.name])
         read = await context.probe(node, "jsonl", keys, *files, result_type=JsonlSummaries, timeout_s=_READ_LIMIT_S)
-        mask_prompt = bool(settings.get("mask_prompt"))
-        return [
-            interpret_file(PurePosixPath(path), file, mask_prompt=mask_prompt)
-            for path, file in each_of(read.files, files, node)
-        ]
+        return [interpret_file(PurePosixPath(path), file, settings) for path, file in each_of(read.files, files, node)]
 
     answers = await context.on_all_nodes(read)
     found.evidence = {name: f"{folder}: {answers[name]}" for name, folder in folders.items()}
@@ -105,7 +102,8 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     # Where some node has sound data, the others get a copy of that.
     sound = any(all(file.fault is None for file in files) for files in read_files.values())
     for node, files in found.answered(answers):
-        _check_node(files, settings, found.on(node), correct=not sound)
+        fix = None if sound else _corrected_copy(files, data_features(settings)["chat"], node.python)
+        _check_node(files, settings, found.on(node), fix)
         found.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
     complete = {
         node.name: read_files[node.name]
@@ -116,12 +114,7 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         return found.verdict()
     first = next(node for node in config.nodes if node.name in complete)
     ours = complete[first.name]
-    if any(file.seen.form not in (None, "text") for file in ours):
-        try:
-            for rows in await refused_rows(context, first, [str(file.path) for file in ours]):
-                found.overall.fault(describe_refused(rows))
-        except FlightDeckError as error:
-            found.overall.warn(str(error))
+    await _try_rows(context, found, first, ours)
     for node in config.nodes:
         if differing := _differing(ours, complete.get(node.name, ours)):
             found.fault(node, f"the data on {node.name} differs from {first.name}: {differing}")
@@ -141,16 +134,29 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         if not file.absent
     ]
     fix = copies([*aside, *copied], first, folders[first.name])
-    summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours)
+    summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours if not file.absent)
     return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix=fix)
 
 
-def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: NodeFindings, *, correct: bool) -> None:
+async def _try_rows(context: CheckContext, found: Findings, node: NodeConfig, files: list[DataFile]) -> None:
+    """Tokenise rows of `files` on a node that has them whole, and report what was counted."""
+    settings, tallies = context.config.job.mlx_lm, {str(file.path): file.seen.tally for file in files}
+    warnings = [line for file, tally in tallies.items() for line in row_warnings(file, tally, settings)]
+    try:
+        report = await try_rows(context, node, [str(file.path) for file in files])
+        found.overall.faults += rows_refused(report, settings)
+        warnings += [line for file, tally in report.tallies.items() for line in row_warnings(file, tally, settings)]
+    except FlightDeckError as error:
+        found.overall.warn(str(error))
+    found.overall.warnings += [] if found.overall.faults else warnings
+
+
+def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: NodeFindings, fix: Fix | None) -> None:
     """`files` are train, valid and test, as far as they are used. A missing valid.jsonl only warns, as long as no key
-    needs it: mlx-lm then trains without validation. `correct`: with a fix that corrects them on this node."""
+    needs it: mlx-lm then trains without validation. `fix`: it corrects them on this node."""
     train, batch_size = files[0], int(settings.get("batch_size", 1))
     needed_by = next((key for key in ("patience", "save_best") if settings.get(key)), None)
-    fix, advice = _corrected_copy(files) if correct else None, f'set data = "{train.path.parent}{_CORRECTED}"'
+    advice = f'set data = "{train.path.parent}{_CORRECTED}"'
     for file in files:
         if file.fault is None:
             continue
@@ -163,9 +169,9 @@ def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: No
         findings.fault(f"{train.path} has fewer examples ({examples}) than batch_size = {batch_size}")
 
 
-def _corrected_copy(files: list[DataFile]) -> Fix | None:
-    """A command that writes the files without their bad lines into a folder beside theirs, which must not exist, and
-    the last lines of a sound train.jsonl as a missing valid.jsonl. None where that is not possible."""
+def _corrected_copy(files: list[DataFile], chat: str, python: str) -> Fix | None:
+    """A command that writes the files, converted or without their bad lines, into a folder beside theirs, which must
+    not exist, and the last lines of a sound train.jsonl as a missing valid.jsonl. None where that is not possible."""
     train = files[0]
     target = PurePosixPath(f"{train.path.parent}{_CORRECTED}")
     count = max(1, train.seen.lines // _VALIDATION_SHARE)
@@ -173,17 +179,27 @@ def _corrected_copy(files: list[DataFile]) -> Fix | None:
     for file in files:
         source, copy = quoted(file.path), quoted(target / file.path.name)
         if file.fault is None:
-            copied.append(f"cp {source} {copy}")
+            copied += [] if file.absent else [f"cp {source} {copy}"]
+        elif (way := _converter(file.seen.foreign, chat, python)) is not None:
+            corrections.append(f"{way} < {source} > {copy}")
         elif file.cleanable:
             lines = ";".join(f"{number}d" for number, _ in file.seen.faults)
             corrections.append(f"sed '{lines}' {source} > {copy}")
         elif file.path.stem != "valid" or not file.absent:
             return None
-        elif train.fault is None and train.seen.lines > 1:
+        elif train.fault is None and train.seen.lines > 1 and train.seen.foreign is None:
             rest = f"sed '{train.seen.lines - count + 1},$d' {quoted(train.path)} > {quoted(target / train.path.name)}"
             corrections += [rest, f"tail -n {count} {quoted(train.path)} > {copy}"]
     line = " && ".join([f"mkdir {quoted(target)}", *copied, *corrections])
     return Fix(line, f"makes {target}, and changes no other file; rm -r removes it") if corrections else None
+
+
+def _converter(kind: str | None, chat: str, python: str) -> str | None:
+    """A filter that makes JSON lines of what a file holds. `chat`: the key of messages."""
+    way = WAYS.get(kind or "")
+    if way is None or not way.startswith(PYTHON):
+        return way
+    return f"{quoted(python)} -c {quoted(way[len(PYTHON) :].replace('CHAT', json.dumps(chat)))}"
 
 
 def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:
@@ -194,10 +210,11 @@ def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:
     )
 
 
-def interpret_file(path: PurePath, summary: JsonlSummary, *, mask_prompt: bool) -> DataFile:
+def interpret_file(path: PurePath, summary: JsonlSummary, settings: Mapping[str, Any]) -> DataFile:
     """The file with its fault as a message."""
     if summary.problem is not None:
-        return DataFile(path, summary, summary.problem)
+        unused = summary.absent and path.stem == "valid" and settings.get("val_batches") == 0
+        return DataFile(path, summary, None if unused else summary.problem)
     fault = None
     if summary.examples == 0:
         fault = f"{path} is empty"
@@ -205,7 +222,7 @@ def interpret_file(path: PurePath, summary: JsonlSummary, *, mask_prompt: bool) 
         number, why = summary.faults[0]
         more = summary.fault_count - 1
         fault = f"{path}: line {number} {why}" + (f", and {more:,} more lines" if more else "")
-    elif mask_prompt and summary.form == "text":
+    elif settings.get("mask_prompt") and summary.form == "text":
         fault = f"{path}: mask_prompt = true needs prompt/completion or chat lines, these are text"
     return DataFile(path, summary, fault)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.checks.context import CheckContext
-from engine.cluster.probe_results import AdapterReport, RefusedRows, Reporters, TemplateReport
+from engine.cluster.probe_results import AdapterReport, RefusedRows, Reporters, Tally, TemplateReport
 from engine.cluster.transport.base import quoted
 from engine.config.models import JobConfig, NodeConfig
-from engine.errors import FlightDeckError, InputError
+from engine.errors import FlightDeckError, InputError, plural
 from engine.launch.rank_environment import SECRETS
 from engine.node.probes.job import needs_key, probe_reporters
 from engine.plan.context import PlanInputs
@@ -39,8 +39,8 @@ async def with_obstacles(context: CheckContext, inputs: PlanInputs) -> PlanInput
     files = data_files(job.mlx_lm, context.path(node, node.data or job.data or ""))
 
     async def rows() -> tuple[PlanIssue, ...]:
-        refused = await refused_rows(context, node, files)
-        return tuple(PlanIssue(name="data", text=describe_refused(each)) for each in refused)
+        report = await try_rows(context, node, files)
+        return tuple(PlanIssue(name="data", text=text) for text in rows_refused(report, job.mlx_lm))
 
     async def tried(found: Awaitable[tuple[PlanIssue, ...]]) -> tuple[PlanIssue, ...]:
         with contextlib.suppress(FlightDeckError):
@@ -84,9 +84,8 @@ async def adapter_obstacles(
 
 
 def data_files(settings: Mapping[str, Any], folder: str) -> list[str]:
-    """The files that the job reads: train, valid and test, as far as they are used."""
-    used = {"train": True, "valid": int(settings.get("val_batches", 25)) != 0, "test": settings.get("test")}
-    return [f"{folder}/{name}.jsonl" for name in used if used[name]]
+    """The files that a rank reads: valid.jsonl also where val_batches is 0, if it is there."""
+    return [f"{folder}/{name}.jsonl" for name in ("train", "valid", *(["test"] if settings.get("test") else []))]
 
 
 def data_features(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -94,27 +93,62 @@ def data_features(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(settings.get(f"{name}_feature", default)) for name, default in _FEATURES.items()}
 
 
-async def refused_rows(context: CheckContext, node: NodeConfig, files: Sequence[str]) -> list[RefusedRows]:
-    """The rows of `files` on `node` that a rank would end for. Raises InputError where they could not be tried,
+async def try_rows(context: CheckContext, node: NodeConfig, files: Sequence[str]) -> TemplateReport:
+    """The rows of `files` on `node` as a rank would tokenise them. Raises InputError where they could not be tried,
     LaunchError, NodeUnreachable."""
     job = context.config.job
     flags = {key: bool(job.mlx_lm.get(key)) for key in ("mask_prompt", "trust_remote_code")}
-    settings = json.dumps({**data_features(job.mlx_lm), **flags, "framework": job.framework})
+    given = {"framework": job.framework, "max_seq_length": job.mlx_lm["max_seq_length"]}
+    settings = json.dumps({**data_features(job.mlx_lm), **flags, **given})
     model = context.path(node, node.model or job.model or "")
     report = await context.probe(
         node, "template", model, settings, *files, result_type=TemplateReport, timeout_s=TRIAL_LIMIT_S
     )
     if report.problem is not None:
         raise InputError("the chat template was not tried", where=f"{model} on {node.name}", why=report.problem)
-    return report.refused
+    return report
+
+
+def rows_refused(report: TemplateReport, settings: Mapping[str, Any]) -> list[str]:
+    """Why a training on these rows would end, or would learn nothing."""
+    found = [describe_refused(rows) for rows in report.refused]
+    for file, tally in report.tallies.items():
+        if file.endswith("/train.jsonl") and tally.get("no_target", (0, 0))[0] == tally.get("rows", (-1, 0))[0]:
+            found += row_warnings(
+                file, {what: tally[what] for what in ("no_target", "rows", "more") if what in tally}, settings
+            )
+    return found
 
 
 def describe_refused(rows: RefusedRows) -> str:
     more = f", and {rows.count - 1:,} more lines" if rows.count > 1 else ""
-    return (
-        f"{rows.file}: line {rows.line} is refused by the model's chat template ({rows.why}){more}: change them, or "
-        "use a model whose chat template takes them"
-    )
+    advice = ": change them, or use a model whose chat template takes them" if "chat template" in rows.why else ""
+    return f"{rows.file}: line {rows.line} {rows.why}{more}{advice}" if rows.line else rows.why
+
+
+_COUNTED = {
+    "no_target": "without a target, so that nothing is learned from them: mask_prompt hides as many tokens as the "
+    "prompt has by the chat template, max_seq_length = {max_seq_length} cuts the rest",
+    "truncated": "longer than max_seq_length = {max_seq_length} tokens, and truncated",
+    "no_prefix": "not beginning as the prompt that the chat template makes for generating (a template for reasoning?): "
+    "the prompt is not what was trained, nor what mask_prompt hides",
+    "bos": "beginning with the BOS that the tokenizer adds, too: remove it from the text",
+    "weight": "with a `weight` on messages, which is not read: all are trained on, with mask_prompt the last one",
+    "last_turn": "not ending with an assistant's message: with mask_prompt = true their last message is trained on",
+    "repeated": "repeated in the file",
+    "in_train": "also in train.jsonl: they do not measure what is new to the model",
+}
+"""A property of rows that a probe counts → its description."""
+
+
+def row_warnings(file: str, tally: Tally, settings: Mapping[str, Any]) -> list[str]:
+    rows = f"{'the first ' * ('more' in tally)}{plural(tally.get('rows', (0, 0))[0], 'row')}"
+    return [
+        f"{file}: {count:,} of {rows} (first: line {line}) {text.format(**settings)}"
+        for what, text in _COUNTED.items()
+        for count, line in [tally.get(what, (0, 0))]
+        if count and (what != "last_turn" or settings.get("mask_prompt"))
+    ]
 
 
 async def reporting_obstacles(

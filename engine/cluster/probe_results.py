@@ -61,6 +61,11 @@ class ModelFiles(FrozenModel):
         return f"{self.kind}, {plural(self.shards, 'shard')}, {self.bytes / 1e6:,.1f} MB"
 
 
+Tally = Annotated[dict[ShortText, tuple[Count, Count]], Field(max_length=20)]
+"""A property of rows of a file → how many they are, and the first one's line; "rows": those looked at, "more":
+if there are others."""
+
+
 class JsonlSummary(_Report):
     """One file of `jsonl`."""
 
@@ -75,6 +80,9 @@ class JsonlSummary(_Report):
     fault_count: Count = 0
     problem: ShortText | None = None
     absent: bool = False
+    foreign: ShortText | None = None
+    """Its content, perhaps a key of engine.node.probes.foreign_files.WAYS."""
+    tally: Tally = Field(default_factory=dict)
 
 
 class JsonlSummaries(FrozenModel):
@@ -83,11 +91,11 @@ class JsonlSummaries(FrozenModel):
 
 
 class RefusedRows(FrozenModel):
-    """Rows of one file that the chat template refuses for the same reason."""
+    """Rows of one file that are refused for the same reason."""
 
     file: PathText
-    line: Annotated[int, Field(gt=0)]
-    """The first of them, from 1."""
+    line: Count
+    """The first of them, from 1; 0: the file as a whole."""
     count: Annotated[int, Field(gt=0)]
     why: ShortText
 
@@ -95,6 +103,7 @@ class RefusedRows(FrozenModel):
 class TemplateReport(_Report):
     tells = (("refused",), ("problem",))
     refused: Annotated[list[RefusedRows], Field(max_length=100)] = Field(default_factory=list)
+    tallies: Annotated[dict[PathText, Tally], Field(max_length=10)] = Field(default_factory=dict)
     problem: ShortText | None = None
     """Why the rows were not tried."""
 

@@ -149,6 +149,11 @@ class Job:
             raise JobError(f"the data {job.data} is not a directory on this node: it must hold train.jsonl")
         return job
 
+    @property
+    def features(self) -> dict[str, str]:
+        """Part of a row → its key, as engine.protocol.jsonl names them."""
+        return {name: getattr(self, f"{name}_feature") for name in ("prompt", "completion", "chat", "text")}
+
     def validates_before(self, iteration: int) -> bool:
         """A validation is due before `iteration`, where there is something to validate on."""
         if self.val_batches == 0:

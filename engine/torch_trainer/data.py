@@ -13,16 +13,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from engine.protocol.job import Job, JobError
+from engine.protocol.jsonl import THINKING, form_of
 from engine.training.data import Batch, RowFormat, Tokens
 from engine.training.outcome import first_line
-
-_THINKING = (
-    ("<think>", "</think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("<|channel>", "<channel|>"),
-)
-"""A vocabulary with one of these pairs makes mlx-lm render chats with enable_thinking."""
 
 
 def load_tokenizer(job: Job) -> Any:
@@ -40,7 +33,7 @@ def load_tokenizer(job: Job) -> Any:
 
 def row_format(job: Job, tokenizer: Any) -> RowFormat:
     vocabulary = tokenizer.get_vocab()
-    thinking = any(begin in vocabulary and end in vocabulary for begin, end in _THINKING)
+    thinking = any(begin in vocabulary and end in vocabulary for begin, end in THINKING)
 
     def render(messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> list[int]:
         tokens: list[int] = tokenizer.apply_chat_template(
@@ -69,18 +62,10 @@ def row_format(job: Job, tokenizer: Any) -> RowFormat:
         return tokens, 0
 
     def choose(first: dict[str, Any]) -> Callable[[dict[str, Any]], Tokens]:
-        if job.prompt_feature in first and job.completion_feature in first:
-            return tokenise_completion
-        if job.chat_feature in first:
-            return tokenise_chat
-        if job.text_feature not in first:
-            raise ValueError(
-                f"unsupported data format: a row has {job.prompt_feature} and {job.completion_feature}, "
-                f"{job.chat_feature}, or {job.text_feature}"
-            )
-        if job.mask_prompt:
+        form = form_of(first, job.features)
+        if form == "text" and job.mask_prompt:
             raise ValueError("Prompt masking not supported for text dataset.")
-        return tokenise_text
+        return {"completions": tokenise_completion, "chat": tokenise_chat, "text": tokenise_text}[str(form)]
 
     return choose
 

@@ -342,6 +342,8 @@ class TorchLoop:
         return self._best.is_over(self.job.patience)
 
     def _finish(self, outcome: Outcome) -> Outcome:
+        if outcome.completed:
+            self._window.require_targets()
         # What was never trained must not replace what an earlier run has left.
         if outcome.iteration > 0:
             self._save(self.job.adapter_path, last=True)

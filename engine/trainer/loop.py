@@ -264,6 +264,8 @@ class Loop:
             raise _ReplicasDiffer
 
     def _finish(self, outcome: Outcome) -> Outcome:
+        if outcome.completed:
+            self._window.require_targets()
         # What was never trained must not replace what an earlier run has left.
         if outcome.iteration > 0:
             self._check_replicas(outcome.iteration)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.protocol.job import Job, JobError
+from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank
 from engine.protocol.partition import (
     ChunkPlan,
     chunk_plan,
@@ -27,7 +28,7 @@ from engine.protocol.partition import (
     share_counts_among,
     share_slice,
 )
-from engine.training.jsonl import JsonlIndex, has_examples, parse_row
+from engine.training.jsonl import JsonlIndex, has_examples, line_number, parse_row
 from engine.training.reporting import Reporter
 from engine.training.sampler import Indices, Sampler, fixed_batches
 
@@ -56,6 +57,7 @@ class Split(ABC):
 
     def __init__(self, path: Path, job: Job, on_truncate: Callable[[int], None]) -> None:
         self._path = path
+        self._features = job.features
         self._max_length = job.max_seq_length
         self._on_truncate = on_truncate
 
@@ -86,6 +88,8 @@ class Split(ABC):
         """Those of a half-open range of examples, for sorting: of their text, since tokenising all would take long."""
 
     def _choose_format(self, row_format: RowFormat, first: dict[str, Any]) -> None:
+        if form_of(first, self._features) is None:
+            raise JobError(f"{self._path}: line {line_number(self._path, 0)} {fault_of(first, None, self._features)}")
         try:
             self._tokenise = row_format(first)
         except ValueError as error:
@@ -94,10 +98,9 @@ class Split(ABC):
     def _tokens(self, index: int, row: dict[str, Any]) -> Tokens:
         try:
             return self._tokenise(row)
-        except (KeyError, TypeError, IndexError) as error:
-            raise JobError(
-                f"{self._path}: example {index + 1} does not have the format of the first one: {error!r}"
-            ) from error
+        except (KeyError, TypeError, IndexError, UnicodeEncodeError) as error:
+            why = half_pair(row) or f"does not have the format of the first one: {error!r}"
+            raise JobError(f"{self._path}: line {line_number(self._path, index)} {why}") from error
 
 
 class InMemoryExamples(Split):
@@ -108,8 +111,8 @@ class InMemoryExamples(Split):
         super().__init__(path, job, on_truncate)
         raw = path.read_bytes() if path.exists() else b""
         self.checksum = zlib.crc32(raw)
-        lines = enumerate(raw.split(b"\n"), 1)
-        self._rows = [parse_row(path, number, line) for number, line in lines if line.strip()]
+        numbered = enumerate(raw.splitlines(), 1)
+        self._rows = [parse_row(path, number, line) for number, line in numbered if not is_blank(line)]
         self._tokenised: dict[int, Tokens] = {}
         self.plan = ChunkPlan.whole(len(self._rows))
         if self._rows:

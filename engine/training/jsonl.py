@@ -5,6 +5,7 @@ too large for memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import zlib
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from engine.protocol.attempt import write_atomic
 from engine.protocol.job import JobError
+from engine.protocol.jsonl import is_blank, lines, parse
 
 _VERSION = 1
 _OFFSET = np.dtype("<i8")
@@ -26,18 +28,22 @@ _BLOCK_BYTES = 2**20
 def parse_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """The example in `line`, the `number`-th of `path` from 1. Raises JobError."""
     try:
-        row = json.loads(line)
+        return parse(line)
     except ValueError as error:
-        raise JobError(f"{path}, line {number}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise JobError(f"{path}, line {number}: not a JSON object")
-    return row
+        raise JobError(f"{path}, line {number} {error}") from error
 
 
 def has_examples(path: Path, count: int) -> bool:
     """`path` has at least `count` lines that are not blank. Raises OSError."""
     with path.open("rb") as file:
-        return any(number == count for number, _ in enumerate(filter(bytes.strip, file), 1))
+        return any(number == count for number, _ in enumerate(itertools.filterfalse(is_blank, lines(file)), 1))
+
+
+def line_number(path: Path, example: int) -> int:
+    """The line of an example, both counted: lines from 1, examples from 0. Raises OSError."""
+    with path.open("rb") as file:
+        numbers = (number for number, line in enumerate(lines(file), 1) if not is_blank(line))
+        return next(itertools.islice(numbers, example, None))
 
 
 def _stamp(file: BinaryIO) -> list[int]:
@@ -78,7 +84,7 @@ class JsonlIndex:
         try:
             with self._path.open("rb", buffering=0) as file, self._offsets.open("rb", buffering=0) as stored:
                 self._verify(file)
-                return [self._row(file, *_read_offsets(stored, index, 2).tolist()) for index in indices]
+                return [self._row(file, index, *_read_offsets(stored, index, 2).tolist()) for index in indices]
         except OSError as error:
             raise JobError(f"{self._path} can no longer be read: {error}") from error
 
@@ -90,16 +96,12 @@ class JsonlIndex:
         except OSError as error:
             raise JobError(f"{self._offsets} can no longer be read: {error}") from error
 
-    def _row(self, file: BinaryIO, start: int, end: int) -> dict[str, Any]:
+    def _row(self, file: BinaryIO, index: int, start: int, end: int) -> dict[str, Any]:
         file.seek(start)
-        line = file.read(end - start)
         try:
-            return parse_row(self._path, 0, line)
-        except JobError:
-            # Counted only now: line numbers are not worth 8 bytes each.
-            file.seek(0)
-            blocks = iter(lambda: file.read(min(_BLOCK_BYTES, start - file.tell())), b"")
-            return parse_row(self._path, 1 + sum(block.count(b"\n") for block in blocks), line)
+            return parse(file.read(end - start))
+        except ValueError as error:
+            raise JobError(f"{self._path}, line {line_number(self._path, index)} {error}") from error
 
     def _verify(self, file: BinaryIO) -> None:
         stamp = _stamp(file)
@@ -169,9 +171,9 @@ def _build_index(path: Path, document: Path) -> JsonlIndex:
 def _write_offsets(path: Path, file: BinaryIO, stored: BinaryIO) -> int:
     """Write the offset of each example, and of the end; returns the CRC-32 of the file."""
     position = checksum = 0
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(lines(file), 1):
         checksum = zlib.crc32(line, checksum)
-        if line.strip():
+        if not is_blank(line):
             parse_row(path, number, line)
             stored.write(position.to_bytes(_OFFSET.itemsize, "little"))
         position += len(line)

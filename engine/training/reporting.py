@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.protocol.events import EventWriter
+from engine.protocol.job import JobError
 from engine.training.outcome import Outcome
 
 _GOING_ON_S = 10.0
@@ -99,6 +100,12 @@ class ReportWindow:
         self.iterations += 1
         self.tokens += tokens
         self.seconds += seconds
+
+    def require_targets(self) -> None:
+        """Raises JobError if the run has trained on no token: its weights are what they were."""
+        if not self.trained_tokens + self.tokens:
+            why = "mask_prompt hides as many tokens as the prompt has, max_seq_length cuts the rest"
+            raise JobError(f"no row that was trained on has a target, so that nothing was learned: {why}")
 
     def close(self, iteration: int, learning_rate: float, peak_memory_bytes: int) -> dict[str, Any]:
         """The report, in mlx-lm's names and units; the window starts again."""

@@ -96,7 +96,7 @@ def data(tmp_path: Path) -> Path:
     directory = tmp_path / "data"
     directory.mkdir()
     for name, count in (("train", 40), ("valid", 4)):
-        lines = [json.dumps({"text": f"line {number}"}) for number in range(count)]
+        lines = [json.dumps({"text": f"{name} {number}"}) for number in range(count)]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return directory
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -154,8 +155,12 @@ async def test_missing_validation_blocks_a_job_that_needs_it(
 
 async def test_validation_data_is_not_required_when_there_is_none(model: Path, data: Path, tmp_path: Path) -> None:
     (data / "valid.jsonl").unlink()
-    result = await run_check(check.run, make_config(model, data, tmp_path, settings={"val_batches": 0}))
-    assert result.status is CheckStatus.PASS
+    config = make_config(model, data, tmp_path, settings={"val_batches": 0})
+    result = await run_check(check.run, config)
+    assert (result.status, result.summary) == (CheckStatus.PASS, "train 40 examples, text")
+    # A rank reads it all the same.
+    (data / "valid.jsonl").write_text("{bad\n")
+    assert (await run_check(check.run, config)).status is CheckStatus.FAIL
 
 
 async def test_a_missing_test_set_blocks_a_job_that_tests(model: Path, data: Path, tmp_path: Path) -> None:
@@ -214,11 +219,80 @@ async def test_a_file_that_cannot_be_read_is_moved_aside_for_its_copy(
     assert (copy / "train.jsonl.aside-unread").is_symlink()
 
 
-def test_invalid_utf8_and_a_byte_order_mark_are_faults_of_their_line(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_read_and_invalid_utf8_is_a_fault_of_its_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n')
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xff"}\n{"text": "b\xc3\xa9"}\n')
     summary = dataset.read_lines(path, KEYS)
-    assert [number for number, _ in summary["faults"]] == [1, 2]
+    assert [number for number, _ in summary["faults"]] == [2]
+    assert summary["foreign"] is None, "some lines are UTF-8, so that another encoding would garble those"
+
+
+async def test_a_file_with_a_byte_order_mark_passes_whole(config: Config, data: Path) -> None:
+    train = data / "train.jsonl"
+    train.write_bytes(b"\xef\xbb\xbf" + train.read_bytes())
+    result = await run_check(check.run, config)
+    assert (result.status, result.summary) == (CheckStatus.PASS, "train 40, valid 4 examples, text")
+
+
+async def test_a_file_named_as_data_is_told_with_its_folder(config: Config, data: Path) -> None:
+    job = config.job.model_copy(update={"data": str(data / "train.jsonl")})
+    result = await run_check(check.run, config.model_copy(update={"job": job}))
+    assert result.summary == f"data names a file, {data}/train.jsonl: name its folder, {data}"
+
+
+async def test_utf_16_is_named_and_its_fix_converts_it(config: Config, data: Path) -> None:
+    train = data / "train.jsonl"
+    lines = train.read_text()
+    train.write_text(lines, encoding="utf-16")
+    result = await run_check(check.run, config)
+    assert f"{train} is UTF-16, no JSON lines: `iconv -f UTF-16 -t UTF-8` converts it; the fix writes" in result.summary
+    apply(result)
+    assert Path(f"{data}-corrected/train.jsonl").read_text() == lines and train.read_text(encoding="utf-16") == lines
+    assert (await run_check(check.run, corrected(config, data))).status is CheckStatus.PASS
+
+
+async def test_lines_that_end_in_cr_alone_are_read_as_lines(config: Config, data: Path) -> None:
+    train = data / "train.jsonl"
+    lines = train.read_text().splitlines()
+    train.write_bytes("\r".join(lines).encode())
+    assert (await run_check(check.run, config)).summary == "train 40, valid 4 examples, text"
+    train.write_bytes("\r".join([*lines[:6], "{bad\x1b[2J", *lines[6:]]).encode())
+    result = await run_check(check.run, config)
+    assert "line 7 is no JSON" in result.summary and result.summary.isprintable()
+    apply(result)
+    assert Path(f"{data}-corrected/train.jsonl").read_text().splitlines() == train.read_text().splitlines()
+    (data / "valid.jsonl").unlink()
+    train.write_bytes("\r".join(lines).encode())
+    result = await run_check(check.run, config)
+    assert (result.status, result.fix_command) == (CheckStatus.WARN, None)
+
+
+async def test_rows_that_teach_little_are_counted(templated: Path, data: Path, tmp_path: Path) -> None:
+    rows = [chat("user", "assistant"), chat("user", "assistant", "user"), chat("user", "assistant")]
+    weighted = chat("user", "assistant", "user", "assistant")
+    weighted["messages"][1]["weight"] = 0
+    for name, written in (("train", [*rows, weighted]), ("valid", rows[:1])):
+        (data / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in written))
+    config = make_config(templated, data, tmp_path, settings={"batch_size": 1, "mask_prompt": True})
+    result = await run_check(check.run, config)
+    assert result.status is CheckStatus.WARN
+    for count in (
+        "train.jsonl: 1 of 4 rows (first: line 4) with a `weight` on messages, which is not read: all are trained on",
+        "train.jsonl: 1 of 4 rows (first: line 2) not ending with an assistant's message",
+        "train.jsonl: 1 of 4 rows (first: line 3) repeated in the file",
+        "valid.jsonl: 1 of 1 row (first: line 1) also in train.jsonl",
+    ):
+        assert count in result.summary, result.summary
+
+
+async def test_a_job_without_any_target_is_refused(templated: Path, data: Path, tmp_path: Path) -> None:
+    for name in ("train", "valid"):
+        rows = [{"prompt": "report the level " * 9, "completion": f"{name} {number}"} for number in range(4)]
+        (data / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings: dict[str, object] = {"mask_prompt": True, "max_seq_length": 8}
+    result = await run_check(check.run, make_config(templated, data, tmp_path, settings=settings))
+    assert result.status is CheckStatus.FAIL
+    assert "train.jsonl: 4 of 4 rows (first: line 1) without a target, so that nothing is learned" in result.summary
 
 
 @given(form=st.sampled_from(["text", "chat", "completions"]), n=st.integers(1, 30))
@@ -241,7 +315,7 @@ ALTERNATING = (
 )
 
 
-def chat(*roles: str) -> dict[str, object]:
+def chat(*roles: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": f"said by {role}"} for role in roles]}
 
 
@@ -258,9 +332,10 @@ def templated(tmp_path: Path) -> Path:
 async def test_rows_that_the_chat_template_refuses_block_with_their_line(
     templated: Path, data: Path, tmp_path: Path
 ) -> None:
-    config, good = make_config(templated, data, tmp_path), chat("user", "assistant")
+    config = make_config(templated, data, tmp_path)
     for name in ("train", "valid"):
-        (data / f"{name}.jsonl").write_text("".join(f"{json.dumps(good)}\n" for _ in range(8)))
+        good = [{**chat("user", "assistant"), "tools": [{"name": f"{name} {number}"}]} for number in range(8)]
+        (data / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in good))
     assert (await run_check(check.run, config)).status is CheckStatus.PASS
     bad = [chat("user", "user"), chat("system", "user"), chat("user", "user")]
     with (data / "train.jsonl").open("a") as file:

@@ -50,7 +50,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "climb"}, {"role": "assistant", "content": "level"}]},
         {"messages": [{"role": "assistant", "content": "report"}, {"role": "user", "content": "over"}], "tools": TOOLS},
     ],
-    "other": [{"question": "where"}],
 }
 
 Probe = Callable[..., dict[str, Any]]
@@ -94,10 +93,6 @@ def test_tokens_are_those_of_mlx_lm(tiny: Tiny, tmp_path: Path, parts: dict[str,
         assert found == str(error)
         return
     assert found == [list(tokenise(row)) for row in ROWS[name]]
-
-
-def test_a_row_of_no_format_is_refused(parts: dict[str, Any]) -> None:
-    assert parts["tokens"]["other False"].startswith("unsupported data format: a row has prompt and completion")
 
 
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)))

@@ -108,10 +108,10 @@ def test_streamed_examples_are_those_in_memory(tiny: Tiny, tmp_path: Path, *, fo
 def test_an_example_of_another_form_is_named(tiny: Tiny, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"text": "tower"}, {"prompt": "hold"}])
     streamed = load(chunked_job(tiny, tmp_path, tmp_path, chunk_size=2))
-    with pytest.raises(JobError, match=r"train\.jsonl: example 2 does not have the format of the first one"):
+    with pytest.raises(JobError, match=r"train\.jsonl: line 2 does not have the format of the first one"):
         streamed.batch([1])
     write_rows(tmp_path / "train.jsonl", [{"words": "tower"}])
-    with pytest.raises(JobError, match=r"train\.jsonl: Unsupported data format"):
+    with pytest.raises(JobError, match=r"train\.jsonl: line 1 has none of text"):
         load(chunked_job(tiny, tmp_path, tmp_path, chunk_size=1))
 
 

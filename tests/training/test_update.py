@@ -187,13 +187,27 @@ def test_a_batch_without_targets_changes_nothing(tiny: Tiny, tmp_path: Path) -> 
     data = tmp_path / "data"
     data.mkdir()
     row = {"prompt": "tower " * 60, "completion": "raven"}
-    write_rows(data / "train.jsonl", [row] * 8)
     before = parameter_checksum(load_model(make_job(tiny, tmp_path))[0])
-    trained = train(tiny, tmp_path, data=str(data), mask_prompt=True, max_seq_length=16, iters=3)
-    assert trained.outcome == Outcome(completed=True, stopped=False, iteration=3)
-    assert [(event["loss"], event["tokens"]) for event in trained.of("step")] == [(None, 0)] * 3
-    assert "no token is a target" in trained.of("warning")[0]["message"]
-    assert parameter_checksum(trained.model) == before
+    rows = [{"prompt": "hold", "completion": "left"}, row]
+    write_rows(data / "train.jsonl", rows)
+    # One row a batch: the second one has no target.
+    trained = train(tiny, tmp_path, data=str(data), mask_prompt=True, max_seq_length=16, batch_size=1, iters=2)
+    assert trained.outcome == Outcome(completed=True, stopped=False, iteration=2)
+    assert sorted((event["loss"] is None, event["tokens"] == 0) for event in trained.of("step")) == [
+        (False, False),
+        (True, True),
+    ]
+    assert "no token is a target" in trained.of("warning")[-1]["message"]
+    assert parameter_checksum(trained.model) != before
+
+
+def test_a_training_without_any_target_fails_and_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    write_rows(data / "train.jsonl", [{"prompt": "tower " * 60, "completion": "raven"}] * 8)
+    with pytest.raises(JobError, match="no row that was trained on has a target, so that nothing was learned"):
+        train(tiny, tmp_path, data=str(data), mask_prompt=True, max_seq_length=16, iters=3)
+    assert not list(tmp_path.rglob("adapters.safetensors"))
 
 
 def test_half_empty_batches_train_on_what_there_is(tiny: Tiny, tmp_path: Path) -> None:
@@ -454,9 +468,9 @@ def test_a_directory_that_is_not_there_is_named(tiny: Tiny, tmp_path: Path, what
 @pytest.mark.parametrize(
     ("content", "output"),
     [
-        (b'{"text": "a"}\n{"text": oops}\n', "line 2: not JSON"),
-        (b'{"text": "a"}\n[1]\n', "line 2: not a JSON object"),
-        (b'{"words": "a"}\n', "Unsupported data format"),
+        (b'{"text": "a"}\n{"text": oops}\n', "line 2 is no JSON"),
+        (b'{"text": "a"}\n[1]\n', "line 2 is no JSON object"),
+        (b'{"words": "a"}\n', "line 1 has none of text, prompt .* it has words"),
     ],
 )
 def test_data_that_cannot_be_read_is_named(tiny: Tiny, tmp_path: Path, content: bytes, output: str) -> None:
@@ -471,8 +485,17 @@ def test_an_example_of_another_format_is_named_by_its_number(tiny: Tiny, tmp_pat
     write_rows(tmp_path / "train.jsonl", [{"text": "tower"}, {"prompt": "hold"}])
     job = make_job(tiny, tmp_path, data=str(tmp_path))
     examples = InMemoryExamples(tmp_path / "train.jsonl", row_format(job, load_model(job)[1]), job, lambda _: None)
-    with pytest.raises(JobError, match="example 2 does not have the format of the first one"):
+    with pytest.raises(JobError, match="line 2 does not have the format of the first one"):
         examples.batch([1])
+
+
+def test_half_of_a_surrogate_pair_is_named_with_its_line(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(b'{"text": "tower"}\n\n{"text": "hold \\ud83d"}\n')
+    for streams in (False, True):
+        job = make_job(tiny, tmp_path, data=str(tmp_path), chunking=streams, chunk_size=2)
+        split = load_split(job, "train", row_format(job, load_model(job)[1]), lambda _: None)
+        with pytest.raises(JobError, match=r"train\.jsonl: line 3 has half of a surrogate pair \(\\ud83d\)"):
+            split.batch([1])
 
 
 def test_long_examples_are_truncated_and_reported(tiny: Tiny, tmp_path: Path) -> None:

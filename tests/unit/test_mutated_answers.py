@@ -339,6 +339,7 @@ REPORTS: dict[type[BaseModel], Any] = {
         "files": [
             {"lines": 9, "examples": 8, "sha256": SHA, "form": "chat", "faults": [[3, "is no JSON"]], "fault_count": 1},
             {"problem": "it is missing", "absent": True},
+            {"problem": "it is gzip", "foreign": "gzip", "tally": {"rows": [8, 1], "weight": [2, 3]}},
         ]
     },
     results.TemplateReport: {"refused": [{"file": "train.jsonl", "line": 3, "count": 2, "why": "roles"}]},

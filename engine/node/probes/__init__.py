@@ -12,6 +12,8 @@ import errno
 import importlib
 import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,11 +59,14 @@ PROBES = {
     "stale": Probe("leases"),
     "storage": Probe("storage"),
     "telemetry": Probe("telemetry", streams=True),
-    "template": Probe("job", own_process=True),
+    "template": Probe("template", own_process=True),
     "torch": Probe("imports", own_process=True),
     "tree": Probe("files"),
     "write": Probe("files"),
 }
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 
 
 def preload() -> None:
@@ -126,11 +131,22 @@ def ps_time_s(text: str) -> float:
 
 
 def did_you_mean(path: Path, holding: str = "") -> str:
-    """ ", did you mean …?" for a path whose parent has something of a similar name; `holding` is a file that must be
-    in it."""
+    """ ", did you mean …?" for a path whose parent has something of a similar name. `holding`: a file that must be in
+    it; without its parent, the path may then be ORG/NAME of the Hugging Face Hub, and is looked for in its cache."""
+    parent, identifier = path.parent, "/".join(path.parts[-2:])
     try:
-        names = [entry.name for entry in path.parent.iterdir() if (entry / holding).exists()]
+        names = [entry.name for entry in parent.iterdir() if (entry / holding).exists()]
     except OSError:
-        return ""
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
-    return f", did you mean {path.parent / close[0]}?" if close else ""
+        names = []
+    close = [str(parent / name) for name in difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)]
+    kind = "dataset" if holding.endswith(".jsonl") else "model"
+    if not close and holding and _HUB_ID.fullmatch(identifier) and not parent.exists():
+        # As huggingface_hub.constants has it.
+        home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+        cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+        found = cache.glob(f"{kind}s--{identifier.replace('/', '--')}/snapshots/*/{holding}")
+        close = [str(file.parent) for file in sorted(found, key=lambda file: -file.stat().st_mtime)]
+        if not close and parent.parent.is_dir():
+            folder = shlex.quote(str(path))
+            return f"; from the Hugging Face Hub: hf download {identifier} --repo-type {kind} --local-dir {folder}"
+    return f", did you mean {close[0]}?" if close else ""

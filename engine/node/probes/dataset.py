@@ -4,114 +4,150 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.node.probes import did_you_mean, reason_of
+from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind, foreign_problem
+from engine.protocol.jsonl import NOT_UTF8, SHAREGPT, content_of, fault_of, form_of, half_pair, is_blank, lines, parse
 
 FAULT_LIMIT = 50
 SHOWN = 60
 """Characters of a bad line."""
+_COMPARED = 200_000
+"""Most rows per file that are compared with others: their hashes take some 20 MB."""
 
 
-def form_of(sample: dict[str, Any], keys: dict[str, str]) -> str | None:
-    """mlx-lm's own order of recognition (tuner/datasets.py, create_dataset); None is no form it reads."""
-    if keys["prompt"] in sample and keys["completion"] in sample:
-        return "completions"
-    if keys["chat"] in sample:
-        return "chat"
-    if keys["text"] in sample:
-        return "text"
-    return None
+def count(tally: dict[str, list[int]], what: str, number: int) -> int:
+    """Add a row to a tally, what → [how many rows, the first one's line], which has the "rows" that were looked at and
+    "more" if there are others; returns how many there are now."""
+    tally.setdefault(what, [0, number])[0] += 1
+    return tally[what][0]
 
 
-def fault_of(sample: Any, form: str | None, keys: dict[str, str]) -> str | None:
-    """Why mlx-lm would fail on one line, given the form of the file's first line."""
-    if not isinstance(sample, dict):
-        return "is no JSON object"
-    if form is None:
-        return f"has none of {keys['text']}, {keys['prompt']} + {keys['completion']}, {keys['chat']}"
-    if form == "chat":
-        messages = sample.get(keys["chat"])
-        if not isinstance(messages, list) or not messages:
-            return f"{keys['chat']} is no list of messages"
-        if not all(isinstance(message, dict) and "role" in message for message in messages):
-            return f"a message in {keys['chat']} has no role"
-        return None
-    wanted = [keys["text"]] if form == "text" else [keys["prompt"], keys["completion"]]
-    for key in wanted:
-        if key not in sample:
-            return f"has no {key}, as the first line has"
-        if not isinstance(sample[key], str):
-            return f"{key} is no text"
-        if form == "text" and not sample[key]:
-            return f"{key} is empty"
-    return None
+class DataRow(NamedTuple):
+    """One line that is not blank: of one with a fault, nothing but that and the line is known."""
+
+    number: int
+    line: bytes
+    fault: str | None
+    form: str | None
+    row: dict[str, Any]
+    content: Any
+    """Its text or messages."""
 
 
-def read_lines(path: Path, keys: dict[str, str]) -> dict[str, Any]:
-    """`lines`, `examples` (lines that are not blank: the trainer skips those), `sha256`, `form`, and `faults` as
-    [line number from 1, what is wrong and how the line begins], at most FAULT_LIMIT of `fault_count`."""
-    digest = hashlib.sha256()
-    faults: list[tuple[int, str]] = []
-    lines = examples = fault_count = 0
+def read_rows(file: Iterable[bytes], keys: Mapping[str, str]) -> Iterator[DataRow]:
     form: str | None = None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+    for number, line in enumerate(lines(file), 1):
+        if is_blank(line):
+            continue
+        try:
+            row = parse(line)
+        except ValueError as error:
+            yield DataRow(number, line, str(error), form, {}, None)
+            continue
+        form = form or form_of(row, keys)
+        fault = fault_of(row, form, keys)
+        content = content_of(row, form, keys) if fault is None else None
+        yield DataRow(number, line, fault or half_pair((content, row.get("tools")), line), form, row, content)
+
+
+def _count(tally: dict[str, list[int]], row: DataRow, trained: set[int], own: set[int]) -> None:
+    """`trained`, `own`: hashes of the rows of train.jsonl, and of this file's, which are added."""
+    if row.form == "chat" and row.content[-1]["role"] != "assistant":
+        count(tally, "last_turn", row.number)
+    if row.form == "chat" and any(message.get("weight", 1) != 1 for message in row.content):
+        count(tally, "weight", row.number)
+    if len(own) == _COMPARED:
+        tally["more"] = [1, row.number]
+        return
+    count(tally, "rows", row.number)
+    seen = hash(json.dumps((row.content, row.row.get("tools")), sort_keys=True))
+    if seen in own or seen in trained:
+        count(tally, "repeated" if seen in own else "in_train", row.number)
+    own.add(seen)
+
+
+def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None) -> dict[str, Any]:
+    """`lines` (as sed counts them), `examples` (lines that are not blank: the trainer skips those), `sha256`, `form`,
+    `tally`, and `faults` as [line number from 1, what is wrong and how the line begins], at most FAULT_LIMIT of
+    `fault_count`; `foreign`: a key of WAYS. `trained`: hashes of the rows of train.jsonl, which fills it."""
+    digest, tally = hashlib.sha256(), dict[str, list[int]]()
+    faults: list[tuple[int, str]] = []
+    number = examples = fault_count = 0
+    form, utf8 = None, set[bool]()
+    trained = set() if trained is None else trained
+    own = trained if path.name == "train.jsonl" else set()
+
+    def hashed(file: Iterable[bytes]) -> Iterator[bytes]:
+        nonlocal number
+        for number, line in enumerate(file, 1):  # noqa: B007
             digest.update(line)
-            lines = number
-            if not line.strip():
+            yield line
+
+    with path.open("rb") as file:
+        if (kind := foreign_kind(file.read(HEAD_BYTES))) is not None:
+            return {"problem": foreign_problem(path, kind), "foreign": kind}
+        file.seek(0)
+        for row in read_rows(hashed(file), keys):
+            examples, form = examples + 1, form or row.form
+            kind = "lines that end in CR" if row.line.endswith(b"\r") else kind
+            if not row.line.isascii():
+                utf8.add(row.fault != NOT_UTF8)
+            if row.fault is None:
+                _count(tally, row, trained, own)
                 continue
-            examples += 1
-            fault: str | None
-            try:
-                sample = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError:
-                fault = "is not UTF-8"
-            except RecursionError:
-                fault = "is nested too deep"
-            except ValueError as error:
-                fault = f"is no JSON: {error}"
-            else:
-                if form is None and isinstance(sample, dict):
-                    form = form_of(sample, keys)
-                fault = fault_of(sample, form, keys)
-            if fault is not None:
-                fault_count += 1
-                if len(faults) < FAULT_LIMIT:
-                    faults.append((number, f"{fault}: {line.decode(errors='replace').strip()[:SHOWN]}"))
+            fault_count += 1
+            kind = "ShareGPT" if SHAREGPT in row.fault else kind
+            if len(faults) < FAULT_LIMIT:
+                faults.append((row.number, f"{row.fault}: {row.line.decode('utf-8-sig', 'replace').strip()[:SHOWN]}"))
     return {
-        "lines": lines,
+        "lines": number,
         "examples": examples,
         "sha256": digest.hexdigest(),
         "form": form,
         "faults": faults,
         "fault_count": fault_count,
+        "foreign": "Windows-1252" if utf8 == {False} else kind,
+        "tally": tally,
     }
 
 
-def check_file(path: Path, keys: dict[str, str]) -> dict[str, Any]:
+def place_problem(path: Path) -> str | None:
+    """Why there is no folder for a file of examples."""
+    folder = path.parent
+    if folder.is_file():
+        own = folder.parent / "train.jsonl"
+        such = f"its folder, {folder.parent}" if own.is_file() else "a folder with train.jsonl and valid.jsonl"
+        return f"data names a file, {folder}: name {such}"
+    return None if folder.is_dir() else f"no such directory: {folder}{did_you_mean(folder, 'train.jsonl')}"
+
+
+def check_file(path: Path, keys: dict[str, str], trained: set[int] | None = None) -> dict[str, Any]:
     """`read_lines`, or the `problem` that prevents it, and whether the file is `absent`."""
     try:
-        if not path.parent.is_dir():
-            hint = did_you_mean(path.parent, "train.jsonl")
-            return {"problem": f"no such directory: {path.parent}{hint}", "absent": False}
+        if (problem := place_problem(path)) is not None:
+            return {"problem": problem, "absent": False}
         if not path.is_file():
             return {"problem": f"{path} is missing{did_you_mean(path)}", "absent": True}
-        return read_lines(path, keys)
+        return read_lines(path, keys, trained)
     except OSError as error:
         return {"problem": f"{path} cannot be read: {reason_of(error, path)}", "absent": False}
 
 
 def probe_jsonl(keys: str, *files: str) -> dict[str, Any]:
-    """`files` in the order of the arguments. `keys` is JSON: {"prompt": …, "completion": …, "chat": …, "text": …}."""
-    return {"files": [check_file(Path(file), json.loads(keys)) for file in files]}
+    """`files` in the order of the arguments, train.jsonl first. `keys` is JSON: {"prompt": …, "completion": …, "chat":
+    …, "text": …}."""
+    trained: set[int] = set()
+    return {"files": [check_file(Path(file), json.loads(keys), trained) for file in files]}
 
 
 def probe_examples(file: str) -> dict[str, Any]:
     """`examples` (lines that are not blank), or `problem`. Nothing is parsed: millions take a moment."""
     try:
-        with Path(file).open("rb") as lines:
-            return {"examples": sum(1 for line in lines if not line.isspace())}
+        with Path(file).open("rb") as opened:
+            return {"examples": sum(1 for line in lines(opened) if not is_blank(line))}
     except OSError as error:
-        return {"problem": f"{file}: {reason_of(error, Path(file))}"}
+        return {"problem": place_problem(Path(file)) or f"{file}: {reason_of(error, Path(file))}"}

@@ -1,5 +1,5 @@
-"""The `template`, `adapters` and `reporters` probes: rows that the chat template refuses, a model that mlx-lm cannot
-adapt, and services that cannot be reported to, for which a rank would end after it has loaded its model."""
+"""The `adapters` and `reporters` probes: a model that mlx-lm cannot adapt, and services that cannot be reported to, for
+which a rank would end after it has loaded its model."""
 
 from __future__ import annotations
 
@@ -9,116 +9,13 @@ import importlib.util
 import json
 import os
 import sys
-import time
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes.dataset import form_of
-
-_OUTLINES = 2_000
-"""Most kinds of rows per file that are tried: each takes about a millisecond."""
-_READ_S = 10.0
-"""Longest time to read one file: 40,000 rows of six messages on a busy machine."""
-_REFUSED = 20
-_KEPT = ("role", "type")
-"""Keys whose values a template decides by."""
 _QUIET = ("offline", "disabled", "dryrun", "local")
 _KEY_FILES = {"wandb": ("api.wandb.ai", "~/.netrc", "~/_netrc"), "swanlab": ("swanlab", "~/.swanlab/.netrc")}
 """Service → its host, and the files in which its login keeps the key."""
-
-
-def outline(value: Any, key: str = "") -> Any:
-    """The value without its texts: rows of equal outlines are the same to a template."""
-    if isinstance(value, dict):
-        return {name: outline(each, name) for name, each in value.items()}
-    if isinstance(value, list):
-        return [outline(each) for each in value]
-    if isinstance(value, str):
-        return value if key in _KEPT else bool(value.strip())
-    return type(value).__name__
-
-
-def kinds_of_rows(path: Path, keys: Mapping[str, Any]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """(line number from 1, number of rows, the first row) for each outline, as far as _READ_S goes; none where the file
-    is not rendered by a template. Lines that cannot be read are left out."""
-    found: dict[str, list[Any]] = {}
-    form: str | None = None
-    until = time.monotonic() + _READ_S
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                form = form or form_of(row, dict(keys))
-                shape = json.dumps(outline(row), sort_keys=True)
-            except (ValueError, TypeError, RecursionError):
-                continue
-            if form == "text":
-                return
-            if time.monotonic() > until:
-                break
-            if shape in found:
-                found[shape][1] += 1
-            elif len(found) < _OUTLINES:
-                found[shape] = [number, 1, row]
-    for line, count, row in found.values():
-        yield line, count, row
-
-
-def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
-    """`refused`: for each file and reason `file`, `line`, `count`, `why`; `problem` if the rows could not be tried.
-    `settings` is JSON: {"prompt": …, "completion": …, "chat": …, "text": …, "mask_prompt": …, "trust_remote_code": …}.
-    mlx-lm's own code renders the rows, as it does for a rank; with "framework": "torch" transformers'."""
-    keys = json.loads(settings)
-    try:
-        rows = [(file, *kind) for file in files if Path(file).is_file() for kind in kinds_of_rows(Path(file), keys)]
-        # Libraries print; the report is the only thing on stdout.
-        with contextlib.redirect_stdout(sys.stderr):
-            return {"refused": _refused(model, keys, rows) if rows else []}
-    except Exception as error:
-        return {"problem": f"{type(error).__name__}: {error}"}
-
-
-def _refused(model: str, keys: Mapping[str, Any], rows: list[tuple[str, int, int, Any]]) -> list[dict[str, Any]]:
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    process = (_transformers if keys.get("framework") == "torch" else _mlx_lm)(model, keys)
-    refused: dict[tuple[str, str], dict[str, Any]] = {}
-    for file, line, count, row in rows:
-        try:
-            process(row)
-        except Exception as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            entry = refused.setdefault((file, why), {"file": file, "line": line, "count": 0, "why": why})
-            entry["count"] += count
-    return list(refused.values())[:_REFUSED]
-
-
-def _transformers(model: str, keys: Mapping[str, Any]) -> Callable[[dict[str, Any]], object]:
-    """The tokens of one row, as engine.torch_trainer.data makes them."""
-    load = importlib.import_module("transformers").AutoTokenizer.from_pretrained
-    tokenizer = load(model, local_files_only=True, trust_remote_code=keys["trust_remote_code"])
-
-    def process(row: dict[str, Any]) -> object:
-        messages: Any = row.get(keys["chat"])
-        if keys["prompt"] in row and keys["completion"] in row:
-            pair = (("user", row[keys["prompt"]]), ("assistant", row[keys["completion"]]))
-            messages = [{"role": role, "content": content} for role, content in pair]
-        render = tokenizer.apply_chat_template
-        if keys["mask_prompt"]:
-            render(messages[:-1], tools=row.get("tools"), add_generation_prompt=messages[-1].get("role") == "assistant")
-        return render(messages, tools=row.get("tools"))
-
-    return process
-
-
-def _mlx_lm(model: str, keys: Mapping[str, Any]) -> Callable[[dict[str, Any]], object]:
-    load = importlib.import_module("mlx_lm.utils").load_tokenizer
-    create_dataset = importlib.import_module("mlx_lm.tuner.datasets").create_dataset
-    tokenizer = load(Path(model), {"trust_remote_code": keys["trust_remote_code"]})
-    features = {f"{name}_feature": keys[name] for name in ("prompt", "completion", "chat", "text")}
-    job = types.SimpleNamespace(mask_prompt=keys["mask_prompt"], **features)
-    return lambda row: create_dataset([row], tokenizer, job).process(row)
 
 
 def probe_adapters(model: str, settings: str) -> dict[str, Any]:

@@ -52,12 +52,12 @@ def test_examples_and_lengths_by_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "why"), [("{text}", "not JSON: Expecting property name"), ("[1]", "not a JSON object")]
+    ("line", "why"), [("{text}", "is no JSON: Expecting property name"), ("[1]", "is no JSON object")]
 )
 def test_a_bad_line_is_named_before_anything_is_trained(tmp_path: Path, line: str, why: str) -> None:
     path = write(tmp_path / "train.jsonl", ["a", "b"])
     path.write_text(f"{path.read_text()}\n\n{line}\n")
-    with pytest.raises(JobError, match=f"train.jsonl, line 5: {why}"):
+    with pytest.raises(JobError, match=f"train.jsonl, line 5 {why}"):
         JsonlIndex.of(path, tmp_path / "index")
     assert list((tmp_path / "index").iterdir()) == []
 
@@ -163,7 +163,7 @@ def test_a_line_that_cannot_be_read_later_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"b"', b'"b('))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert texts(index, [0]) == ["a"]
-    with pytest.raises(JobError, match=r"train\.jsonl, line 2: not JSON"):
+    with pytest.raises(JobError, match=r"train\.jsonl, line 2 is no JSON"):
         index.rows([1])
 
 

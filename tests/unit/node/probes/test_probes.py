@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from engine.node.probes import dataset, model, nearest, network, storage
+from engine.node.probes import dataset, did_you_mean, model, nearest, network, storage
 from engine.node.processes import start_time
 from engine.protocol.attempt import NONCE_ENV
 from tests.machine import NONCE, WATCHED
@@ -266,3 +266,25 @@ def test_the_weights_own_type_is_in_their_files_whatever_the_configuration_says(
     assert model.probe_configuration(str(tmp_path))["dtype"] == "bfloat16"
     (tmp_path / "model-2.safetensors").write_bytes(b"cut")
     assert model.probe_configuration(str(tmp_path))["dtype"] is None
+
+
+def test_an_id_of_the_hugging_face_hub_is_found_in_its_cache_or_its_download_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    for folder, kind, holding in (
+        ("mlx-community/Qwen3-0.6B", "model", "config.json"),
+        ("mlx-community/wikisql", "dataset", "train.jsonl"),
+    ):
+        path = tmp_path / folder
+        download = f"hf download {folder} --repo-type {kind} --local-dir {path}"
+        assert did_you_mean(path, holding) == f"; from the Hugging Face Hub: {download}"
+        cached = tmp_path / "hf" / "hub" / f"{kind}s--{folder.replace('/', '--')}" / "snapshots" / "0a1b"
+        cached.mkdir(parents=True)
+        assert "hf download" in did_you_mean(path, holding), "the snapshot is empty"
+        (cached / holding).write_text("{}")
+        assert did_you_mean(path, holding) == f", did you mean {cached}?"
+        path.parent.mkdir(exist_ok=True)
+        assert did_you_mean(path, holding) == "", "a folder of one's own that lacks this one"
+        path.parent.rmdir()

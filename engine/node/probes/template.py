@@ -1,0 +1,177 @@
+"""The `template` probe: rows that the chat template refuses, for which a rank would end after it has loaded its model;
+and how many of them are truncated, or have nothing to train on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import math
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.node.probes.dataset import DataRow, count, place_problem, read_rows
+from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind, foreign_problem
+from engine.protocol.jsonl import THINKING, content_of, form_of
+
+_MEASURED = 2_000
+"""Most rows per file that are tokenised each: a few seconds."""
+_READ_S = 10.0
+"""Longest time to read one file: 40,000 rows of six messages on a busy machine."""
+_REFUSED = 20
+_KEPT = ("role", "type")
+"""Keys whose values a template decides by."""
+Loaded = tuple[Any, Callable[[dict[str, Any]], tuple[list[int], int]]]
+"""The model's tokenizer, and what makes of a row of chat its tokens and the index of the first target."""
+
+
+def outline(value: Any, key: str = "") -> Any:
+    """The value without its texts: rows of equal outlines are the same to a template."""
+    if isinstance(value, dict):
+        return {name: outline(each, name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [outline(each) for each in value]
+    if isinstance(value, str):
+        # Templates of reasoning models look for the end of their thoughts.
+        return value if key in _KEPT else ("</think>" in value, bool(value.strip()))
+    return type(value).__name__
+
+
+def _mlx_lm(model: Path, keys: Mapping[str, Any]) -> Loaded:
+    create_dataset = importlib.import_module("mlx_lm.tuner.datasets").create_dataset
+    tokenizer = importlib.import_module("mlx_lm.utils").load_tokenizer(
+        model, {"trust_remote_code": keys["trust_remote_code"]}
+    )
+    features = {f"{name}_feature": keys[name] for name in ("prompt", "completion", "chat", "text")}
+    job = types.SimpleNamespace(mask_prompt=keys["mask_prompt"], **features)
+    return tokenizer, lambda row: create_dataset([row], tokenizer, job).process(row)
+
+
+def _transformers(model: Path, keys: Mapping[str, Any]) -> Loaded:
+    """As engine.torch_trainer.data."""
+    load = importlib.import_module("transformers").AutoTokenizer.from_pretrained
+    tokenizer = load(str(model), local_files_only=True, trust_remote_code=keys["trust_remote_code"])
+    vocabulary = tokenizer.get_vocab()
+    thinking = any(begin in vocabulary and end in vocabulary for begin, end in THINKING)
+
+    def process(row: dict[str, Any]) -> tuple[list[int], int]:
+        messages = content_of(row, form_of(row, keys), keys)
+        options = {"tools": row.get("tools"), "return_dict": False, "enable_thinking": thinking}
+        tokens = tokenizer.apply_chat_template(messages, **options)
+        if not keys["mask_prompt"]:
+            return tokens, 0
+        asks = messages[-1].get("role") == "assistant"
+        return tokens, len(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=asks, **options))
+
+    return tokenizer, process
+
+
+class _Trial:
+    """The rows of one file, tokenised as far as there is time."""
+
+    def __init__(self, path: Path, keys: dict[str, Any], load: Callable[[], Loaded], fast: Any) -> None:
+        """`fast`: the tokenizer by the package tokenizers alone, which is there in a moment; perhaps None."""
+        self.path = path
+        self._keys = keys
+        self._load = load
+        self._fast = fast
+        self._until = math.inf
+        self._kinds: dict[str, tuple[str | None, bool]] = {}
+        """Outline → why such rows are refused, and whether they begin as their prompt: a template treats them alike."""
+        self.refused: dict[str, dict[str, Any]] = {}
+        self.tally: dict[str, list[int]] = {}
+
+    def run(self) -> None:
+        """Raises OSError, and what loading the tokenizer raises."""
+        with self.path.open("rb") as file:
+            if (kind := foreign_kind(file.read(HEAD_BYTES))) is not None:
+                return self.refuse(0, foreign_problem(self.path, kind))
+            file.seek(0)
+            for row in read_rows(file, self._keys):
+                if row.fault is not None:
+                    self.refuse(row.number, row.fault)
+                elif not (self._count_text(row.number, row.content) if row.form == "text" else self._try(row)):
+                    self.tally["more"] = [1, row.number]
+                    return None
+        return None
+
+    def _count_text(self, number: int, text: str) -> bool:
+        """False when there is no time for more, as `_try`."""
+        length = self._keys["max_seq_length"]
+        if self._fast is not None:
+            added = self._fast.encode("").ids
+            if added and text.startswith(self._fast.id_to_token(added[0])):
+                count(self.tally, "bos", number)
+            # A token has a byte or more, and mlx-lm adds one that ends the text.
+            if len(text.encode()) + len(added) >= length and len(self._fast.encode(text).ids) >= length:
+                count(self.tally, "truncated", number)
+        return count(self.tally, "rows", number) < _MEASURED
+
+    def _try(self, row: DataRow) -> bool:
+        tokenizer, process = self._load()
+        self._until = min(self._until, time.monotonic() + _READ_S)
+        shape = json.dumps(outline(row.row), sort_keys=True)
+        why, prompted = self._kinds.get(shape, (None, True))
+        if shape not in self._kinds or (why is None and self.tally.get("rows", [0])[0] < _MEASURED):
+            try:
+                tokens, start = process(row.row)
+            except Exception as error:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                why = f"is refused by the model's chat template ({reason})"
+            else:
+                if shape not in self._kinds:
+                    prompted = _begins_with_prompt(tokenizer, row.content, row.row.get("tools"))
+                kept = min(len(tokens), self._keys["max_seq_length"])
+                found = {"truncated": kept < len(tokens), "no_target": kept <= max(start, 1), "no_prefix": not prompted}
+                for what in ("rows", *filter(found.get, found)):
+                    count(self.tally, what, row.number)
+            self._kinds.setdefault(shape, (why, prompted))
+        elif why is None:
+            self.tally["more"] = [1, row.number]
+        if why is not None:
+            self.refuse(row.number, why)
+        return time.monotonic() < self._until
+
+    def refuse(self, number: int, why: str) -> None:
+        new = {"file": str(self.path), "line": number, "count": 0, "why": why}
+        self.refused.setdefault(why, new)["count"] += 1
+
+
+def _begins_with_prompt(tokenizer: Any, messages: list[Any], tools: Any) -> bool:
+    """A row begins as what generates its last message; True where that is not known."""
+    if len(messages) > 1 and messages[-1]["role"] == "assistant":
+        render = functools.partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+        with contextlib.suppress(Exception):
+            return bool(render(messages).startswith(render(messages[:-1], add_generation_prompt=True)))
+    return True
+
+
+def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
+    """`refused`: for each file and reason `file`, `line` (0: the file as a whole), `count` and `why`; `tallies`: file →
+    tally; `problem` if the rows could not be tried. `settings` is JSON: {"prompt": …, "completion": …, "chat": …,
+    "text": …, "mask_prompt": …, "trust_remote_code": …, "max_seq_length": …, "framework": …}."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    keys = json.loads(settings)
+    loader = _transformers if keys.get("framework") == "torch" else _mlx_lm
+    load, fast = functools.lru_cache(None)(functools.partial(loader, Path(model), keys)), None
+    try:
+        # Libraries print; the report is the only thing on stdout.
+        with contextlib.redirect_stdout(sys.stderr):
+            with contextlib.suppress(Exception):
+                fast = importlib.import_module("tokenizers").Tokenizer.from_file(f"{model}/tokenizer.json")
+            trials = [_Trial(Path(file), keys, load, fast) for file in files]
+            for trial in trials:
+                if trial.path.parent.is_file():
+                    trial.refuse(0, str(place_problem(trial.path)))
+                elif trial.path.is_file():
+                    trial.run()
+    except Exception as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
+    refused = [each for trial in trials for each in trial.refused.values()]
+    return {"refused": refused[:_REFUSED], "tallies": {str(trial.path): trial.tally for trial in trials}}

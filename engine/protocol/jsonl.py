@@ -1,0 +1,124 @@
+"""JSON lines as mlx-lm reads them (tuner/datasets.py): their ends, the rows in them, and the form of a row."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+BLANK = b"\xef\xbb\xbf \t\r\n\v\f"
+_ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+_KEYS = {
+    "prompt": ("prompt", "instruction", "question", "query", "problem", "user", "input"),
+    "completion": ("completion", "output", "response", "answer", "solution", "assistant", "target"),
+    "chat": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
+    "text": ("text", "content", "document", "body", "story", "code"),
+}
+"""Part of a row → keys that data sets have for it, the likeliest first."""
+_NAMED_KEYS = 6
+NOT_UTF8 = "is not UTF-8"
+SHAREGPT = "from and value (ShareGPT) in place of role and content"
+THINKING = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>", "<channel|>"),
+)
+"""A vocabulary with one of these pairs makes mlx-lm render chats with enable_thinking."""
+
+
+def lines(file: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a binary file with their ends, which are LF, CR LF or CR alone, as in Python's text files."""
+    for line in file:
+        yield from line.splitlines(keepends=True)
+
+
+def is_blank(line: bytes) -> bool:
+    return not line.strip(BLANK)
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """The row in a line, which may begin with a byte order mark. Raises ValueError: "is no JSON: …"."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ValueError(NOT_UTF8) from None
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"is no JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError("is no JSON object")
+    return row
+
+
+def form_of(row: dict[str, Any], keys: Mapping[str, str]) -> str | None:
+    """mlx-lm's own order of recognition; None is no form it reads. `keys`: prompt, completion, chat, text → the key of
+    a row."""
+    if keys["prompt"] in row and keys["completion"] in row:
+        return "completions"
+    return next((form for form in ("chat", "text") if keys[form] in row), None)
+
+
+def content_of(row: dict[str, Any], form: str | None, keys: Mapping[str, str]) -> Any:
+    """A row's text, or its messages; a prompt and its completion are two."""
+    if form != "completions":
+        return row[keys["chat" if form == "chat" else "text"]]
+    roles = (("user", "prompt"), ("assistant", "completion"))
+    return [{"role": role, "content": row[keys[part]]} for role, part in roles]
+
+
+def fault_of(row: dict[str, Any], form: str | None, keys: Mapping[str, str]) -> str | None:
+    """Why mlx-lm would fail on a row, given the form of the file's first one."""
+    if form is None:
+        wanted = f"{keys['text']}, {keys['prompt']} + {keys['completion']}, {keys['chat']}"
+        return f"has none of {wanted}: {_found_keys(row)}"
+    if form == "chat":
+        messages = row.get(keys["chat"])
+        if not isinstance(messages, list) or not messages:
+            return f"{keys['chat']} is no list of messages"
+        whole = all(isinstance(message, dict) and "role" in message for message in messages)
+        lacks = SHAREGPT if is_sharegpt(messages) else "no role"
+        return None if whole else f"a message in {keys['chat']} has {lacks}"
+    for key in [keys["text"]] if form == "text" else [keys["prompt"], keys["completion"]]:
+        if key not in row:
+            return f"has no {key}, as the first line has"
+        if not isinstance(row[key], str) or (form == "text" and not row[key]):
+            return f"{key} is {'empty' if row[key] == '' else 'no text'}"
+    return None
+
+
+def half_pair(values: object, line: bytes | None = None) -> str | None:
+    """Why no tokenizer takes these values: half of a surrogate pair. `line`: theirs, for a look at that first."""
+    if line is not None and not _ESCAPED_HALF.search(line):
+        return None
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        return f"has half of a surrogate pair ({half}), which is no character: remove it"
+    return None
+
+
+def is_sharegpt(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and {"from", "value"} <= {*first} and "role" not in first
+
+
+def _found_keys(row: dict[str, Any]) -> str:
+    """Keys that a row has, and the settings that would have them read."""
+    shown = [json.dumps(key[:40])[1:-1] for key in list(row)[:_NAMED_KEYS]]
+    listed = f"it has {', '.join(shown) or 'no key'}{', …' if len(row) > _NAMED_KEYS else ''}"
+    found = {
+        part: next((key for key in keys if isinstance(row.get(key), list if part == "chat" else str)), None)
+        for part, keys in _KEYS.items()
+    }
+    if is_sharegpt(row.get(found["chat"] or "")):
+        return f"{listed}, with {SHAREGPT}"
+    parts: tuple[str, ...] = ("prompt", "completion")
+    if not (found["prompt"] and found["completion"]):
+        parts = ("chat",) if found["chat"] else ("text",)
+    named = [f'{part}_feature = "{found[part]}"' for part in parts if found[part]]
+    unread = " (its input is then not read)" if found["prompt"] == "instruction" and row.get("input") else ""
+    return f"{listed}; set {' and '.join(named)} in [job]{unread}" if named else listed

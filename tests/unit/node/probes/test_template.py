@@ -1,0 +1,156 @@
+"""The rows of a file as the model's own tokenizer and chat template have them: what is counted, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.checks.obstacles import row_warnings, rows_refused
+from engine.cluster.probe_results import Tally, TemplateReport
+from engine.node.probes import template
+from tests.demo_copies import made_demo
+
+SETTINGS = {"mask_prompt": True, "max_seq_length": 64}
+KEYS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
+REASONING = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content.split('</think>')[-1] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: <think>' }}{% endif %}"
+)
+"""As templates of reasoning models: thoughts are cut from what was said, and begun in what is asked."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("template") / "model"
+    shutil.copytree(made_demo() / "model", folder)
+    return folder
+
+
+def configured(model: Path, folder: Path, **changes: object) -> Path:
+    copy = folder / "configured"
+    shutil.copytree(model, copy)
+    known = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**known, **changes}))
+    return copy
+
+
+def report(model: Path, folder: Path, rows: list[dict[str, Any]], **settings: object) -> TemplateReport:
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {**KEYS, "mask_prompt": False, "trust_remote_code": False, "max_seq_length": 64, **settings}
+    found = template.probe_template(str(model), json.dumps(keys), str(folder / "train.jsonl"))
+    return TemplateReport.model_validate(found)
+
+
+def tally(report: TemplateReport) -> Tally:
+    (found,) = report.tallies.values()
+    return found
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    roles = ("user", "assistant") * len(texts)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
+
+
+LONG = "report the level of the runway light " * 12
+
+
+def test_a_job_of_which_no_row_has_a_target_is_refused(model: Path, tmp_path: Path) -> None:
+    masked = {"mask_prompt": True, "max_seq_length": 24}
+    none = report(model, tmp_path, [chat(LONG, "yes"), chat(LONG, "no")], **masked)
+    assert tally(none)["no_target"] == (2, 1)
+    (refusal,) = rows_refused(none, masked)
+    assert "train.jsonl: 2 of 2 rows (first: line 1) without a target, so that nothing is learned" in refusal
+    some = report(model, tmp_path, [chat("a", "b"), chat(LONG, "no"), chat("c", "d")], **masked)
+    assert rows_refused(some, masked) == []
+    warnings = row_warnings("train.jsonl", tally(some), masked)
+    assert warnings[0].startswith("train.jsonl: 1 of 3 rows (first: line 2) without a target")
+    assert warnings[1].endswith("longer than max_seq_length = 24 tokens, and truncated")
+
+
+def test_a_template_whose_prompt_is_no_prefix_leaves_short_answers_without_a_target(
+    model: Path, tmp_path: Path
+) -> None:
+    reasoning = configured(model, tmp_path, chat_template=REASONING)
+    found = report(reasoning, tmp_path, [chat("level?", ""), chat("level?", "")], mask_prompt=True)
+    assert rows_refused(found, SETTINGS)
+    rows = [chat("level?", "<think>hm</think>three zero"), chat("and?", "three zero"), chat("over")]
+    found = report(reasoning, tmp_path, rows, mask_prompt=True)
+    assert tally(found)["no_prefix"] == (2, 1)
+    warning = row_warnings("train.jsonl", tally(found), SETTINGS)[-1]
+    assert "a template for reasoning?" in warning and "nor what mask_prompt hides" in warning
+    plain = report(model, tmp_path, rows, mask_prompt=True)
+    assert "no_prefix" not in tally(plain)
+
+
+@pytest.mark.parametrize("form", ["text", "chat", "completions"])
+def test_truncated_rows_are_counted_as_mlx_lm_truncates_them(model: Path, tmp_path: Path, form: str) -> None:
+    texts = ["short", LONG, "short again", LONG]
+    rows = {
+        "text": [{"text": text} for text in texts],
+        "chat": [chat("a", text) for text in texts],
+        "completions": [{"prompt": "a", "completion": text} for text in texts],
+    }[form]
+    found = tally(report(model, tmp_path, rows))
+    assert found == {"rows": (4, 1), "truncated": (2, 2)}
+
+
+def test_without_a_fast_tokenizer_text_is_not_measured(tmp_path: Path) -> None:
+    assert tally(report(tmp_path / "none", tmp_path, [{"text": LONG}] * 3)) == {"rows": (3, 1)}
+    assert "none" in (report(tmp_path / "none", tmp_path, [chat("a", "b")]).problem or "")
+
+
+def test_a_bos_that_the_tokenizer_adds_to_one_in_the_text_is_counted(model: Path, tmp_path: Path) -> None:
+    adding = configured(model, tmp_path, bos_token="<|pad|>", add_bos_token=True)
+    tokenizer = json.loads((adding / "tokenizer.json").read_text())
+    number = next(each["id"] for each in tokenizer["added_tokens"] if each["content"] == "<|pad|>")
+    special = {"id": "<|pad|>", "ids": [number], "tokens": ["<|pad|>"]}
+    single = [{"SpecialToken": {"id": "<|pad|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {"<|pad|>": special}}
+    (adding / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": processor}))
+    rows = [{"text": "tower"}, {"text": "<|pad|>tower"}, {"text": "raven <|pad|>"}]
+    assert tally(report(adding, tmp_path, rows)) == {"rows": (3, 1), "bos": (1, 2)}
+    # This tokenizer adds none.
+    (adding / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert tally(report(adding, tmp_path, rows)) == {"rows": (3, 1)}
+
+
+def test_more_rows_than_are_tokenised_are_said_to_be_the_first(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "_MEASURED", 10)
+    found = tally(report(model, tmp_path, [{"text": LONG}] * 30))
+    assert (found["rows"][0], "more" in found) == (10, True)
+    (warning,) = row_warnings("train.jsonl", found, {"max_seq_length": 64})
+    assert "10 of the first 10 rows (first: line 1) longer than max_seq_length = 64" in warning
+    bad = {"messages": [{"role": "user", "content": None}]}
+    (refused,) = report(model, tmp_path, [chat("a", "b")] * 20 + [bad] * 3).refused
+    assert (refused.line, refused.count) == (21, 3) and "chat template" in refused.why
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (
+            {"question": "a", "answer": "b"},
+            'set prompt_feature = "question" and completion_feature = "answer" in [job]',
+        ),
+        ({"text": "half \ud83d"}, "has half of a surrogate pair (\\ud83d)"),
+    ],
+)
+def test_the_plan_says_of_a_row_what_preflight_says(model: Path, tmp_path: Path, row: dict[str, Any], why: str) -> None:
+    (refusal,) = rows_refused(report(model, tmp_path, [row, row]), SETTINGS)
+    assert refusal.startswith(f"{tmp_path}/train.jsonl: line 1 ") and refusal.endswith(", and 1 more lines")
+    assert why in refusal and "template" not in refusal
+
+
+def test_a_file_that_is_no_json_lines_is_refused_as_a_whole(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "valid.jsonl").write_bytes('{"text": "a"}\n'.encode("utf-16"))
+    keys = {**KEYS, "mask_prompt": False, "trust_remote_code": False, "max_seq_length": 64}
+    for file, why in (("valid.jsonl", "is UTF-16, no JSON lines"), ("valid.jsonl/train.jsonl", "data names a file")):
+        found = template.probe_template(str(model), json.dumps(keys), str(tmp_path / file))
+        (refusal,) = rows_refused(TemplateReport.model_validate(found), SETTINGS)
+        assert why in refusal and "line" not in refusal.replace("no JSON lines", "")
