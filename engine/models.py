@@ -99,6 +99,8 @@ class Reason(StrEnum):
     NODE_LOST = "node_lost"
     HUNG = "hung"
     LAUNCH_FAILED = "launch_failed"
+    SEPARATE_GROUPS = "separate_groups"
+    """The ranks trained apart from one another, in groups that a launcher inside the command had started."""
     PREFLIGHT_FAILED = "preflight_failed"
     USER_ABORT = "user_abort"
     OUT_OF_MEMORY = "out_of_memory"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from engine.measurements import Division
-from engine.models import CheckResult, Reason, RunRecord
+from engine.models import CheckResult, Reason, RunRecord, RunState
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class RankReport:
     """The newest report of one rank, from its events."""
 
     phase: str | None = None
-    """"loading", "training", "validating", "saving" or "ended"."""
+    """"loading", "training", "validating", "saving" or "ended"; of a command of which no step is read "running", and
+    "suspended" while its processes are stopped."""
     iteration: int | None = None
     step_s: float | None = None
     """Compute time of the last step without waiting for other ranks, seconds."""
@@ -247,6 +248,13 @@ class RunSnapshot:
     """The run's files that are missing or damaged, one line each."""
     trained: TrainedFile | None = None
     trackers: tuple[TrackerStatus, ...] = ()
+
+    @property
+    def activity(self) -> str | None:
+        """The activity of a command that runs and of which no step was read; None for all others."""
+        unread = self.record.state is RunState.RUNNING and self.record.iteration is None
+        known = unread and any(rank.phase in ("running", "suspended") for rank in self.ranks)
+        return "running, prints no step that is read here" if known else None
 
     @property
     def cause(self) -> str | None:

@@ -65,6 +65,8 @@ PHASES: Final[dict[str, Glyph]] = {
     "waiting": PENDING,
     "starting": PENDING,
     "loading": RUNNING,
+    "running": RUNNING,
+    "suspended": WARN,
     "training": RUNNING,
     "validating": RUNNING,
     "saving": RUNNING,

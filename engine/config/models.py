@@ -294,9 +294,11 @@ class RecoveryConfig(_Section):
     node_wait_s: float = Field(default=600.0, ge=0)
     """How long a restart waits for a node that it needs."""
     hang_s: float = Field(default=60.0, ge=1)
-    """A run without a step for this long, and for 5 times its longest steps, is hung."""
+    """A run without a step for this long, and for 5 times its longest steps, is hung; so is a command with a stopped
+    process."""
     stall_s: float = Field(default=600.0, ge=1)
-    """The same limit while a rank loads or saves, for a batch of a validation, and for the first steps."""
+    """The same limit while a rank loads or saves, for a batch of a validation, for the first steps, and for a command
+    that neither prints nor works."""
     restart_commands: bool = False
     """Restart a custom `command` too. It must restore its own state."""
 

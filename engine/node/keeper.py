@@ -55,6 +55,7 @@ from types import FrameType
 
 from engine.node import processes
 from engine.node.daemon import STARTED, GroupReaper, StartupNotifier, daemonize
+from engine.node.rank_activity import RankActivity
 from engine.node.rank_process import TORCHRUN_ID_ENV, Pump, RankLog, RankProcess, torchrun_id
 from engine.node.script_metrics import PrintedMetrics, TensorBoardMetrics
 from engine.node.torch_errors import reported_exception
@@ -186,9 +187,12 @@ class Keeper:
         self._identify(program)
         self._notifier.notify(STARTED)
         _log(f"sleep prevented: {processes.stay_awake(program.pid, '-ims')}")
+        activity = self._activity(program)
         while (code := program.returncode()) is None:
             self._wait()
             self._handle_input(program)
+            if activity is not None:
+                activity.poll()
         self._sweep(program)
         program.close()
         stored = pump.finish(_DRAIN_S)
@@ -217,6 +221,16 @@ class Keeper:
         if spec.logging_dir is None:
             return printed, None
         return printed, TensorBoardMetrics(events, Path(self._rank.workdir, Path(spec.logging_dir).expanduser()))
+
+    def _activity(self, program: RankProcess) -> RankActivity | None:
+        """None for a trainer, which reports what it does, and where no events can be written."""
+        if program.cooperative:
+            return None
+        # torchrun gives an elastic job's workers a group of their own.
+        grouped = self._spec.world_size > 1 and not self._spec.elastic
+        with contextlib.suppress(OSError):
+            return RankActivity(self._events(), program.pid, program.environment, grouped=grouped)
+        return None
 
     def _report_exception(self) -> None:
         """A PyTorch program cannot write events, but leaves its exception in a file."""

@@ -210,19 +210,60 @@ def with_family(known: Iterable[Process], leaders: Mapping[int, str | float]) ->
     """
     found = {process.pid: process for process in known}
     sessions = {pid for pid, start in leaders.items() if pid > 1 and _leads(pid, start)}
-    members, tree = set(found) | sessions, _tree()
+    tree = _tree()
     if any(start_time(pid) is not None for pid in sessions - tree.keys()):
         raise OSError("the list of processes has not all of them")
-    before = -1
-    while before != len(members):
-        before = len(members)
-        members |= {pid for pid, (parent, session) in tree.items() if parent in members or session in sessions} - {1}
+    members = _family(set(found) | sessions, sessions, tree)
     network = _network("self") if _LINUX else None
     for pid in members & tree.keys() - found.keys() - {os.getpid()}:
         process = _linux_process(_PROC / str(pid), network) if _LINUX else Process(pid, command_of(pid) or "?")
         if process is not None:
             found[pid] = process
     return list(found.values())
+
+
+def _family(known: set[int], sessions: set[int], tree: Mapping[int, tuple[int, int]]) -> set[int]:
+    """`known`, the members of `sessions` and all descendants of both, by the parent and session of each process."""
+    members, before = set(known), -1
+    while before != len(members):
+        before = len(members)
+        members |= {pid for pid, (parent, session) in tree.items() if parent in members or session in sessions} - {1}
+    return members
+
+
+def family_activity(leader: int) -> tuple[dict[int, float], bool]:
+    """The CPU time, s, of each process of the session that `leader` leads and below it, and whether one of them is
+    stopped, by a signal or a debugger. Raises OSError, ValueError, subprocess.SubprocessError."""
+    rows: dict[int, tuple[int, int, str, float]] = {}
+    if _LINUX:
+        stats = {int(entry.name): linux_stat(int(entry.name)) for entry in _PROC.iterdir() if entry.name.isdigit()}
+        for pid, stat in stats.items():
+            if stat and stat[0] not in _ENDED:
+                used_s = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+                rows[pid] = int(stat[1]), int(stat[3]), stat[0].decode(), used_s
+    else:
+        for pid_text, parent, rest in _ps("-ax", "pid=,ppid=,stat=,time="):
+            state, used = rest.split()
+            rows[int(pid_text)] = int(parent), _session(int(pid_text)), state, _seconds(used)
+    tree = {pid: row[:2] for pid, row in rows.items()}
+    family = _family({leader}, {leader}, tree) & tree.keys()
+    return {pid: rows[pid][3] for pid in family}, any(rows[pid][2][:1] in "Tt" for pid in family)
+
+
+def _seconds(cpu_time: str) -> float:
+    """The `time` of ps(1): "[[days-]hours:]minutes:seconds", on macOS minutes without hours and hundredths."""
+    days, _, clock = cpu_time.rpartition("-")
+    parts = reversed(clock.split(":"))
+    return 86_400 * int(days or 0) + sum(float(part) * 60.0**place for place, part in enumerate(parts))
+
+
+def variables_of(pids: Iterable[int], *names: str) -> list[dict[str, str]]:
+    """The values of these variables in each of the processes that have them all, seen as by `with_nonce`."""
+    if _LINUX:
+        found = [_linux_values(_PROC / str(pid), names) for pid in pids]
+        return [values for values in found if values is not None]
+    wanted = set(pids)
+    return [values for process, values in _ps_carrying(names) if process.pid in wanted]
 
 
 def _leads(pid: int, start: str | float) -> bool:

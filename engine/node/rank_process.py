@@ -133,7 +133,7 @@ class RankProcess:
         self.cooperative = spec.command is None
         control_read, self._control = os.pipe()
         self.output, output_write = os.pipe()
-        environment = _environment(spec, rank, files)
+        self.environment = environment = _environment(spec, rank, files)
         environment[CONTROL_FD_ENV] = str(control_read)
         if not Path(rank.workdir).is_dir():
             raise FileNotFoundError(2, "no such working directory", rank.workdir)

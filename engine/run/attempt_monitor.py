@@ -5,6 +5,7 @@ that end.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,9 @@ from typing import Final, Literal, TypeVar, TypeVarTuple
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import HostConnection
 from engine.models import Reason, RunState
-from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, size_of
 from engine.run.attempt import AttemptOrigin
+from engine.run.command_watch import RANKS_APART, CommandWatch
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.decide import SETTLE_S, RankState, RunningAttempt, Trigger, stop_trigger
 from engine.run.events import (
@@ -44,6 +46,8 @@ from engine.security.audit import audit_log
 TICK_S = 0.1
 _CHECK_PIDS_S = 1.0
 """Between two checks that the processes are alive, which cost more than the others."""
+_ENDS_KNOWN_S = 3.0
+"""An agent looks once a second whether the keepers are there."""
 _UNSOUND: Final = frozenset({Reason.COMPLETED, Reason.CORRUPTED, Reason.DIVERGED})
 """Reasons after which the state itself is wrong, or saved already. After all others an emergency checkpoint is what the
 user may go on from, whether the run restarts by itself or not."""
@@ -94,8 +98,8 @@ class AttemptMonitor:
             # Its ranks are neither in step nor replicas.
             compared = compared.model_copy(update={"enabled": False})
         consistency = ConsistencyWatch(compared, nodes, self._raise_alarm, history.alarms, self._clock)
-        attempt = context.attempt
-        self.intake = EventIntake(context.run_dir, attempt.number, attempt.event_bases, consistency, self._clock)
+        self.intake = EventIntake(context.run_dir, self.number, context.attempt.event_bases, consistency, self._clock)
+        self.intake.command = self._new_command_watch()
         self._watched = (0,) if self._outlives_ranks else tuple(nodes)
         """The ranks without whose steps the attempt hangs."""
         self._watchdog = self._new_watchdog()
@@ -125,6 +129,15 @@ class AttemptMonitor:
         """One for every host of the attempt, once it is being ended."""
         return self._shutdown.proofs if self._shutdown is not None else ()
 
+    @property
+    def number(self) -> int:
+        return self._context.attempt.number
+
+    @property
+    def outputs(self) -> int:
+        """Seconds in which a rank of a command printed something; 0 for a trainer."""
+        return self.intake.command.outputs if self.intake.command is not None else 0
+
     async def run(self, abort: AbortSource) -> FailureEvidence:
         """Monitor until everything of the attempt is gone, as far as its nodes answer; the evidence of its end. `abort`
         is called in another thread."""
@@ -132,6 +145,7 @@ class AttemptMonitor:
         while not await self._in_thread(self._tick, abort):
             await self._context.connections.await_news(TICK_S)
         proved = [proof.connection for proof in self.proofs if proof.found]
+        await self._in_thread(self._await_ends, proved)
         await self._in_thread(self._mirror.await_the_rest, proved)
         if missing := await self._in_thread(self._mirror.settle):
             lacking = f"the mirrors are not complete: the nodes hold the rest of {', '.join(missing)}"
@@ -216,11 +230,23 @@ class AttemptMonitor:
         self._record_resumption()
         return launcher_alive
 
+    def _await_ends(self, proved: Sequence[HostConnection]) -> None:
+        """Until each rank of a host on which nothing is left has its record, or it is known that it left none."""
+        ranks = [self._ranks.all[number] for connection in proved for number in connection.ranks]
+        deadline = time.monotonic() + _ENDS_KNOWN_S
+        while any(rank.started and not rank.ended for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(TICK_S)
+            self._record_changes(self._poll_ranks())
+
     def _poll_ranks(self) -> list[Rank]:
         """Observe the ranks, then their logs and events; those that have changed."""
         changed = self._ranks.poll()
         self._mirror.pump()
         self.intake.poll()
+        for rank in self._ranks.all:
+            rank.completed = rank.number in self.intake.progress.completed
+        if self.intake.command is not None:
+            self._observe_command(self.intake.command)
         if self._context.plan.config.job.elastic:
             self._dispense_nodes()
         elif self._outlives_ranks and self.intake.progress.steps:
@@ -229,17 +255,36 @@ class AttemptMonitor:
                 rank.dispensable = rank.started and rank.number != 0
         return changed
 
+    def _observe_command(self, command: CommandWatch) -> None:
+        # What a node or the head cannot keep now comes later: until then nothing is known of it.
+        ranks = [] if self.intake.blocked else self._running()
+        answering = [each for each in ranks if self._context.connections.to(each).state.answering]
+        bases, run_dir = self._context.attempt.log_bases, self._context.run_dir
+        printed = {rank: (size_of(run_dir.log(rank)) or 0) - bases[rank] for rank in answering}
+        command.observe(self._clock(), printed, stepped=self.intake.progress.steps > 0)
+        message, known = command.alarm(), {each.alarm for each in self._context.history.alarms}
+        if message is not None and RANKS_APART not in known:
+            self._recorder.append(AlarmRaised(alarm=RANKS_APART, ranks=command.apart, message=message))
+
+    def _running(self) -> list[int]:
+        return [rank.number for rank in self._ranks.all if rank.started and not rank.ended]
+
+    def _new_command_watch(self) -> CommandWatch | None:
+        if self._trainer:
+            return None
+        mlx = self._context.plan.config.job.framework == "mlx"
+        return CommandWatch(len(self._ranks.all), self._recovery, waits_busily=mlx)
+
     def _new_watchdog(self) -> Watchdog:
         limits, job = self._recovery, self._context.plan.config.job
-        self._reporting_command = not self._trainer and job.framework == "torch"
-        if self._reporting_command:
+        if not self._trainer:
             # It does not say when it loads, validates or saves, and rank 0 alone reports; of an elastic job's nodes the
             # one to which torchrun has given it.
             limits = limits.model_copy(update={"hang_s": max(limits.hang_s, limits.stall_s)})
             self._watched = tuple(rank.number for rank in self._ranks.all) if job.elastic else (0,)
             self.intake.any_rank_reports = job.elastic
             self.intake.progress.first_steps = 0
-        return Watchdog(self.intake.progress, self._watched, limits, self._clock(), is_command=self._reporting_command)
+        return Watchdog(self.intake.progress, self._watched, limits, self._clock(), is_command=not self._trainer)
 
     def _lose(self, numbers: Sequence[int]) -> list[Rank]:
         """Mark the ranks of lost nodes. An elastic job's workers elsewhere do not notice a node that fell silent: they
@@ -295,17 +340,19 @@ class AttemptMonitor:
         ranks = tuple(self._rank_state(rank) for rank in self._ranks.all)
         if self._failing_since is None and any(rank.failed for rank in ranks):
             self._failing_since = now
-        completed = all(rank.dispensable or (rank.ended and not rank.failed) for rank in ranks)
-        if self._completed_at is None and completed:
+        state = RunningAttempt(ranks)
+        if self._completed_at is None and state.all_completed:
             self._completed_at = now
-        return RunningAttempt(
-            ranks=ranks,
+        command, stepped = self.intake.command, self.intake.progress.steps > 0
+        return replace(
+            state,
             age_s=now - self._began,
             failing_s=now - self._failing_since if self._failing_since is not None else 0.0,
             launched=self._launcher is not None,
             launcher_gone_s=now - self._launcher_gone_at if self._launcher_gone_at is not None else None,
             abort=abort,
             completed_s=now - self._completed_at if self._completed_at is not None else 0.0,
+            apart=command is not None and command.trains_apart(stepped=stepped),
         )
 
     def _rank_state(self, rank: Rank) -> RankState:
@@ -318,6 +365,7 @@ class AttemptMonitor:
             consequence=failed and is_consequence(self._evidence.rank_evidence(rank)),
             node_silent_s=state.silent_s if state.answered else float("inf"),
             dispensable=rank.dispensable,
+            completed=rank.completed,
         )
 
     def _failed(self, rank: Rank) -> bool:
@@ -326,17 +374,20 @@ class AttemptMonitor:
 
     def _check_hang(self, now: float) -> Hang | None:
         """Recorded when it is found; one that an earlier supervisor found counts too."""
-        ranks = [rank for rank in self._ranks.all if rank.number in self._watched]
-        # A command that never reports a step may do anything, for as long as it likes.
-        reports = self._trainer or (self._reporting_command and self.intake.progress.steps > 0)
-        if not reports or not all(rank.started for rank in self._ranks.all) or self._completed_at is not None:
+        if not all(rank.started for rank in self._ranks.all) or self._completed_at is not None:
             return None
-        answering = any(self._context.connections.to(rank.number).state.answering for rank in ranks)
-        started_at = min((each.identity.started_at for each in ranks if each.identity is not None), default=None)
-        receiving = answering and not self.intake.blocked
-        hang = self._watchdog.check(now, receiving=receiving, started_at=started_at)
+        hang, progress = None, self.intake.progress
+        # A command that never reports a step may do anything, for as long as it likes.
+        if self._trainer or progress.steps > 0:
+            ranks = [rank for rank in self._ranks.all if rank.number in self._watched]
+            answering = any(self._context.connections.to(rank.number).state.answering for rank in ranks)
+            started_at = min((each.identity.started_at for each in ranks if each.identity is not None), default=None)
+            receiving = answering and not self.intake.blocked
+            hang = self._watchdog.check(now, receiving=receiving, started_at=started_at)
+        if self.intake.command is not None:
+            hang = self.intake.command.hang(self._running(), progress.furthest) or hang
         if hang is not None and self._context.history.hang is None:
-            node = next((rank.node for rank in ranks if rank.number == hang.rank), None)
+            node = self._ranks.all[hang.rank].node if hang.rank is not None else None
             self._recorder.append(HangDetected(hang=hang, node=node))
         return self._context.history.hang
 
@@ -417,7 +468,8 @@ class AttemptMonitor:
 
     def _collect(self, *, over: bool = True) -> FailureEvidence:
         self._ends_judged = self._ranks.ends_known
-        return self._evidence.collect(self._ranks.all, self._trigger, self._context.history.hang, over=over)
+        evidence = self._evidence.collect(self._ranks.all, self._trigger, self._context.history.hang, over=over)
+        return replace(evidence, apart=self.intake.command.apart if self.intake.command is not None else ())
 
     def _collect_again(self) -> FailureEvidence | None:
         self._record_changes(self._poll_ranks())

@@ -37,6 +37,7 @@ from engine.run.attempt import AttemptOrigin, launch, new_attempt, next_attempt
 from engine.run.attempt_monitor import TICK_S, AbortSource, AttemptMonitor
 from engine.run.decide import NodePresence, describe_failure, failed_run, refusal
 from engine.run.events import (
+    LONG_OUTPUT_S,
     Attempt,
     AttemptFailed,
     AttemptPlanned,
@@ -434,21 +435,23 @@ class AttemptRunner:
     ) -> AttemptFailed:
         """An attempt that never got going (`reached` 0) leaves the run where it was."""
         failures, failed_at = self._run.history.failures, failed_at or datetime.now(UTC)
+        ran_s, monitor = self._ran_s(number, failed_at), self._monitor
+        outputs = monitor.outputs if monitor is not None and monitor.number == number else 0
         return AttemptFailed(
             attempt=number,
             verdict=verdict,
             reached=reached or (failures[-1].reached if failures else 0),
             failed_at=failed_at,
-            ran_long=not reached and self._ran_s(number, failed_at) > self._run.plan.config.recovery.stall_s,
+            ran_long=not reached and (ran_s > self._run.plan.config.recovery.stall_s or outputs > LONG_OUTPUT_S),
+            outputs=0 if reached else outputs,
             unconfirmed=tuple(self.unconfirmed),
         )
 
     def _ran_s(self, number: int, until: datetime) -> float:
-        """For how long all ranks of a PyTorch command had run in an attempt, seconds; 0 for a trainer, which
-        reports."""
+        """For how long all ranks of a command had run in an attempt, seconds; 0 for a trainer, which reports."""
         job = self._run.plan.config.job
         attempt = next((each for each in self._run.history.attempts if each.number == number), None)
-        if attempt is None or job.command is None or job.framework != "torch" or not attempt.started:
+        if attempt is None or job.command is None or not attempt.started:
             return 0.0
         return (until - max(event.at for event in attempt.started.values())).total_seconds()
 

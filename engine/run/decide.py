@@ -36,6 +36,8 @@ class Trigger(Enum):
     """A rank has not appeared in time."""
     HUNG = auto()
     """No rank, or not the one that the others need, has made a step for too long."""
+    APART = auto()
+    """The ranks train apart from one another, in groups that the command has started."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ START_LIMIT_S = 60.0
 SETTLE_S = 1.0
 """A rank that has only lost its peers waits this long for the one that failed first."""
 LINGER_S = 30.0
-"""For the dispensable ranks, once all others have completed: what they still do is in no result."""
+"""For the dispensable ranks, and for those whose trainer has completed, once all others have: what they still do is in
+no result."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class RankState:
     node_silent_s: float = 0.0
     """How long ago its node last answered; infinite before the first answer."""
     dispensable: bool = False
+    completed: bool = False
+    """Its trainer has reported that it has done its work; its keeper may not have answered since."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,20 @@ class RunningAttempt:
     abort: bool = False
     completed_s: float = 0.0
     """Since all ranks but the dispensable ones completed."""
+    apart: bool = False
+    """The ranks train in groups of their own."""
 
     @property
     def over(self) -> bool:
-        """Every rank has ended, or only dispensable ones have not, and had their time to."""
+        """Every rank has ended, or only those have not that need not, and had their time to."""
         running = [rank for rank in self.ranks if not rank.ended]
-        return not running or (self.completed_s > LINGER_S and all(rank.dispensable for rank in running))
+        idle = all(rank.dispensable or rank.completed for rank in running)
+        return not running or (self.completed_s > LINGER_S and idle)
+
+    @property
+    def all_completed(self) -> bool:
+        """Every rank but the dispensable ones has done its work."""
+        return all(rank.dispensable or rank.completed or (rank.ended and not rank.failed) for rank in self.ranks)
 
     @property
     def all_finished(self) -> bool:
@@ -136,6 +149,7 @@ STOPS: Final[Sequence[tuple[Callable[[RunningAttempt], bool], Trigger]]] = (
     (lambda state: state.launched and state.nobody_else_will_start, Trigger.LAUNCHER_GONE),
     (lambda state: state.nobody_else_will_start, Trigger.NOT_STARTED),
     (lambda state: state.starting and state.age_s > START_LIMIT_S, Trigger.NOT_STARTED),
+    (lambda state: state.apart, Trigger.APART),
     (lambda state: state.hang is not None, Trigger.HUNG),
 )
 """Why a running attempt is stopped: the first row that holds."""
@@ -156,6 +170,7 @@ NEVER_RESTARTED: Final = {
     Reason.DIVERGED: "the training has diverged, and would again",
     Reason.CORRUPTED: "parameters differ between the ranks, and the reason must be found first",
     Reason.PREFLIGHT_FAILED: "preflight failed",
+    Reason.SEPARATE_GROUPS: "the ranks would train apart from one another again",
     Reason.DISK_FULL: "a restart makes no room on a full disk",
     Reason.SUPERVISOR_LOST: "its supervisor was lost: nothing is started by surprise",
 }
@@ -204,7 +219,7 @@ def describe_failure(failed: AttemptFailed) -> str:
     if verdict.reason is Reason.NODE_LOST:
         who = f"{verdict.host}'s" if verdict.host else "a node's"
     what = f"{who} {_FAILURES.get(verdict.reason, 'failure')}"
-    return what if failed.ran_long else f"{what} {_place(failed.reached)}"
+    return what if failed.ran_long else f"{what} {_place(failed)}"
 
 
 def _kind(failed: AttemptFailed) -> tuple[object, ...]:
@@ -261,7 +276,7 @@ def _known_cause(run: FailedRun) -> bool:
 
 def _never_stepped(run: FailedRun) -> bool:
     last = run.last
-    if run.earlier or last.reached or last.ran_long:
+    if run.earlier or last.under_way:
         return False
     return last.verdict.reason not in _FROM_OUTSIDE and last.verdict.signature not in TRANSIENT
 
@@ -279,6 +294,11 @@ def _refused(run: FailedRun) -> bool:
     return refused and run.last.reached <= max(0, run.furthest_before)
 
 
+def _what_is_refused(failed: AttemptFailed) -> str:
+    stateless = "no state to resume from" in (failed.verdict.cause or "")
+    return "a missing state: start a new run with `flightdeck launch`" if stateless else "what a trainer refuses"
+
+
 def _restarted(run: FailedRun) -> str:
     restarts = run.recovery.max_restarts
     times = "not restarted" if restarts == 0 else f"restarted {'once' if restarts == 1 else f'{restarts} times'}"
@@ -288,11 +308,11 @@ def _restarted(run: FailedRun) -> str:
 REFUSALS: Final[Sequence[tuple[Callable[[FailedRun], object], Callable[[FailedRun], str | None]]]] = (
     (lambda run: run.why_never, lambda run: run.why_never),
     (lambda run: run.last.verdict.reason in NEVER_RESTARTED, lambda run: NEVER_RESTARTED[run.last.verdict.reason]),
-    (_refused, lambda _: "a restart does not fix what a trainer refuses"),
+    (_refused, lambda run: f"a restart does not fix {_what_is_refused(run.last)}"),
     (_known_cause, lambda _: "a restart does not fix that"),
-    (_never_stepped, lambda _: "it never made a step: what was launched has to be fixed first"),
+    (_never_stepped, lambda _: "it never made a step, or none that is read: what was launched has to be fixed first"),
     (lambda run: len(run.failures) > run.recovery.max_restarts, _restarted),
-    (_repeated, lambda run: f"the same failure came again {_place(run.last.reached)}, without a step in between"),
+    (_repeated, lambda run: f"the same failure came again {_place(run.last)}, without progress in between"),
     (
         lambda run: stalled(run.failures) >= STALLED_LIMIT,
         lambda _: f"{STALLED_LIMIT} attempts in a row made no progress",
@@ -347,8 +367,9 @@ def original_failure(failures: Sequence[AttemptFailed]) -> int:
     return max(0, len(failures) - 1 - stalled(failures))
 
 
-def _place(reached: int) -> str:
-    return f"at iteration {reached}" if reached else "before the first step"
+def _place(failed: AttemptFailed) -> str:
+    early = "soon after the start" if failed.outputs else "before the first step"
+    return f"at iteration {failed.reached}" if failed.reached else early
 
 
 _OWN_STATE = "a program of the user's own has its own state ([recovery] restart_commands is false)"
@@ -378,5 +399,4 @@ def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> Fail
 def _nothing_ran(failed: AttemptFailed) -> bool:
     """A port was taken, for example: the program has no state that could be lost."""
     verdict = failed.verdict
-    never_ran = not failed.reached and not failed.ran_long
-    return verdict.reason is Reason.LAUNCH_FAILED and verdict.signature in TRANSIENT and never_ran
+    return verdict.reason is Reason.LAUNCH_FAILED and verdict.signature in TRANSIENT and not failed.under_way

@@ -278,6 +278,9 @@ class StopStageReached(SyncedEvent):
     """Processes still alive, as "node pid command"."""
 
 
+LONG_OUTPUT_S = 30
+
+
 class AttemptFailed(SyncedEvent):
     event: Literal["attempt_failed"] = "attempt_failed"
     attempt: int
@@ -287,8 +290,16 @@ class AttemptFailed(SyncedEvent):
     failed_at: datetime
     """When the failure was noticed, on the head."""
     ran_long: bool = False
-    """A command that reports no steps ran for longer than `stall_s`: that counts as progress."""
+    """A command that reports no steps ran for longer than `stall_s`, or printed something in LONG_OUTPUT_S different
+    seconds: that counts as progress."""
+    outputs: int = 0
+    """Seconds in which one of the ranks of a command that reports no steps printed something."""
     unconfirmed: tuple[str, ...] = ()
+
+    @property
+    def under_way(self) -> bool:
+        """It did not fail at its start. A traceback alone is printed in a second or two."""
+        return self.reached > 0 or self.ran_long or self.outputs > 2
 
 
 class RestartDelayed(Event):

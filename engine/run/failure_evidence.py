@@ -133,14 +133,16 @@ class FailureEvidence:
     rebooted: bool = False
     """This machine was restarted since."""
     hang: Hang | None = None
+    apart: tuple[int, ...] = ()
+    """The ranks of a command that trained in groups of their own."""
 
 
 def succeeded(record: ExitRecord | None, end: Mapping[str, Any] | None, *, trainer: bool) -> bool:
     """The rank has done its work. Our `trainer` reports that in its last event: its keeper may have lost its lease, or
-    been told to end it, while it left. A command that was told to end has not done its work."""
-    if record is None or record.code != 0:
-        return False
-    return end is not None and end.get("completed") is True if trainer else record.stopped_by is None
+    been told to end it, while it left, or be gone itself. A command that was told to end has not done its work."""
+    if trainer and end is not None and end.get("completed") is True:
+        return record is None or record.code == 0 or (record.code is None and record.stopped_by is not None)
+    return not trainer and record is not None and record.code == 0 and record.stopped_by is None
 
 
 _ANSWER_LIMIT_S = 10.0
@@ -160,8 +162,14 @@ class EvidenceCollector:
         self._redactor = config.job.redactor()
 
     def succeeded(self, rank: Rank) -> bool:
-        end = self._connection(rank.number).exit_output(rank.number).end
-        return succeeded(rank.record, end, trainer=self._trainer)
+        return succeeded(rank.record, self._end(rank), trainer=self._trainer)
+
+    def _end(self, rank: Rank) -> dict[str, Any] | None:
+        """The trainer's last event; without an exit record the head's copy of its events has it before its node's own
+        answer comes. A node that is away may have a record that tells more."""
+        connection = self._connection(rank.number)
+        copied = rank.completed and rank.record is None and connection.state.answering
+        return connection.exit_output(rank.number).end or ({"completed": True} if copied else None)
 
     def rank_evidence(self, rank: Rank) -> RankEvidence:
         connection = self._connection(rank.number)
@@ -187,7 +195,7 @@ class EvidenceCollector:
             tail=self._quotable(output.log),
             keeper_tail=self._quotable(output.keeper),
             failure=self._quotable_event(output.failure),
-            end=self._quotable_event(output.end),
+            end=self._quotable_event(self._end(rank)),
             left_for_peers=self._trainer and rank.record is not None and rank.record.code == TrainerExit.PEER_LOST,
             dispensable=rank.dispensable,
             memory_killed=self._memory_killed(rank),

@@ -21,6 +21,7 @@ from typing import Any
 
 from engine.config.models import RecoveryConfig
 from engine.protocol.events import STEP_FIELD, UPDATE_FIELD
+from engine.run.command_watch import CommandWatch
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures, Hang, Resumed
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
@@ -59,6 +60,8 @@ class AttemptProgress:
         clock, s."""
         self.starts: Counter[int] = Counter()
         """Rank → how often its trainer was started."""
+        self.completed: set[int] = set()
+        """The ranks whose trainer, as it was last started, has reported that it has done its work."""
         self.steps = 0
         """Iterations made by the foremost rank."""
         self.first_iteration: int | None = None
@@ -104,6 +107,7 @@ class AttemptProgress:
         match event.get("event"):
             case "start":
                 self.starts[rank] += 1
+                self.completed.discard(rank)
             case "phase":
                 self._announced[rank] = plain(event.get("phase"), PHASE_LIMIT)
                 self._enter(rank, self._announced[rank], now)
@@ -113,6 +117,8 @@ class AttemptProgress:
                 self._enter(rank, "saving" if event.get("phase") == "begin" else announced, now)
             case "end" | "failure":
                 self._enter(rank, "ended", now)
+                if event.get("completed") is True:
+                    self.completed.add(rank)
             case "emergency_checkpoint":
                 self.checkpoint_phases[rank] = plain(event.get("phase"), PHASE_LIMIT)
                 if (size := count_or_none(event.get("bytes"))) is not None:
@@ -252,6 +258,8 @@ class EventIntake:
         self.progress = AttemptProgress()
         self.any_rank_reports = False
         """Not only the attempt's rank 0, which else has the figures of all."""
+        self.command: CommandWatch | None = None
+        """Takes what the keepers see of a command's processes."""
         self._attempt = attempt
         self._file = LineFile(run_dir.metrics)
         lines = [parse_json_line(line) for line in LineTail(run_dir.metrics).lines() if line.strip()]
@@ -299,6 +307,8 @@ class EventIntake:
         match event.get("event"):
             case "start" if rank == 0:
                 self.latest = replace(self.latest, iterations=count_or_none(event.get("iterations")))
+            case "processes" | "group" if self.command is not None:
+                self.command.ranks[rank].take(event)
             case "checkpoint":
                 self._consistency.checkpoint(event)
             case "replica_check":

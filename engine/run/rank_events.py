@@ -23,6 +23,10 @@ _KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"chunk"', b'"failure"', b
 """Events that count wherever they are, recognised without parsing. Steps and reports only count when they are last."""
 
 
+_UNREAD = (None, "loading", "running", "suspended")
+"""Phases of a rank of which no step was read, or none since it was stopped."""
+
+
 class RankEvents:
     """Follows one rank's events. Bounded memory: status, and the iterations of its checkpoints."""
 
@@ -84,6 +88,8 @@ class RankEvents:
                 changes = _chunk(event)
             case "phase":
                 changes = {"phase": plain(event.get("phase"), PHASE_LIMIT)}
+            case "processes" if self.report.phase in _UNREAD or event.get("state") == "stopped":
+                changes = {"phase": "suspended" if event.get("state") == "stopped" else "running"}
             case "step":
                 changes = self._step(event)
             case "checkpoint" if event.get("phase") == "committed":
@@ -113,7 +119,7 @@ class RankEvents:
             "grad_norm": finite_or_none(event.get("own_grad_norm")),
         }
         return {
-            "phase": "training" if self.report.phase in (None, "loading") else self.report.phase,
+            "phase": "training" if self.report.phase in _UNREAD else self.report.phase,
             "iteration": count_or_none(event.get("iteration")),
             "step_s": compute,
             "typical_s": statistics.median(self._step_times) if self._step_times else None,

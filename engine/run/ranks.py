@@ -96,6 +96,8 @@ class Rank:
     """The exit code of its start, where no keeper has reported another."""
     dispensable: bool = False
     """The others go on without it."""
+    completed: bool = False
+    """Its trainer has reported that it has done its work."""
     head_slept_s: float = 0.0
     """The longest sleep of this machine, or stop of its supervisor, before its end was known."""
 

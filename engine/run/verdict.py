@@ -16,6 +16,7 @@ from enum import Enum
 from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.exit_codes import ShellExit
+from engine.run.command_watch import APART_FIX, IDLE, STOPPED, apart_cause
 from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
 from engine.run.failure_cause import CAUSE_CHARACTERS, explain, findings, first_cause
@@ -51,7 +52,10 @@ class Fault:
 def verdict_on(evidence: FailureEvidence) -> Verdict:
     """The verdict on an attempt whose processes are all gone, or being ended."""
     needed = [rank for rank in evidence.ranks if not rank.dispensable]
-    if all(_succeeded(rank, evidence.trainer) for rank in needed):
+    completed = all(_succeeded(rank, evidence.trainer) for rank in needed)
+    if evidence.apart and (completed or evidence.trigger is Trigger.APART):
+        return Verdict(RunState.FAILED, Reason.SEPARATE_GROUPS, apart_cause(evidence.apart), fix=APART_FIX)
+    if completed:
         # Also when an abort was requested: it came too late to change anything.
         return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, _cut("; ".join(_notes_on_success(evidence))) or None)
     if awaited := _awaited(needed, evidence):
@@ -130,10 +134,10 @@ def _faults_of(evidence: FailureEvidence) -> Iterator[Fault]:
 
 def _weight(rank: RankEvidence, trainer: bool, rebooted: bool) -> Weight | None:
     record = rank.record
-    if record is None:
-        return _weight_without_record(rank, rebooted)
     if trainer and _succeeded(rank, trainer):
         return None
+    if record is None:
+        return _weight_without_record(rank, rebooted)
     if record.stopped_by is not None:
         return _weight_of_stopped(rank, record.stopped_by)
     if _lost_its_peers(rank) or _left_together(rank):
@@ -364,9 +368,17 @@ def _of_launcher(evidence: FailureEvidence, cause: str) -> Verdict:
     return _failed(Reason.LAUNCH_FAILED, f"{cause}; its last output: {output}" if output else cause)
 
 
+_STILL = {
+    STOPPED: "a process was stopped (SIGSTOP or a debugger) for {silent}, over the limit of {limit}",
+    IDLE: "nothing was printed or computed for {silent}, over the limit of {limit}",
+}
+"""Cause of a hang by what the processes of a command did."""
+
+
 def _hung(evidence: FailureEvidence, hang: Hang) -> Verdict:
     rank, how = _stalled_rank(evidence, hang)
-    limit = f"no step for {hang.silent_s:.0f} s, over the limit of {hang.limit_s:.0f} s for {hang.doing}"
+    text = _STILL.get(hang.doing, "no step for {silent}, over the limit of {limit} for {doing}")
+    limit = text.format(silent=f"{hang.silent_s:.0f} s", limit=f"{hang.limit_s:.0f} s", doing=hang.doing)
     return _failed(Reason.HUNG, f"{limit}; {how}", rank)
 
 

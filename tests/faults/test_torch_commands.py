@@ -12,6 +12,9 @@ import pytest
 from engine.config.models import Config, JobConfig, RecoveryConfig
 from engine.models import Reason, RunState
 from engine.protocol.launchers import LAUNCHERS
+from engine.run.command_watch import RANKS_APART
+from engine.run.events import AlarmRaised
+from engine.run.watch import RunWatch
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ClusterRun, ring_config, start_on
 from tests.faults.local_runs import DOUBLE_FORK, SHORT_GRACES, aborted
@@ -98,6 +101,47 @@ def test_the_exception_of_a_script_is_the_cause_although_its_peer_prints_more(no
     assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.RANK_FAILED, 1), run.troubles()
     assert record.cause is not None and "ValueError: the labels are shifted" in record.cause
     assert '"error_type": "ValueError"' in run.dir.events(1).read_text()
+
+
+UNREAD = SCRIPT.replace("loss=", "perte=")
+"""Prints no step that is read."""
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_though_no_step_is_read(nodes: Cluster, home: Path) -> None:
+    limits = SHORT_GRACES.model_copy(update={"hang_s": 6.0, "stall_s": 40.0})
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", script=UNREAD.format(fault="pass"), recovery=limits))
+    run.everybody_steps()
+    run.wait(lambda: RunWatch(run.dir).poll().activity is not None)
+    nodes["bea"].run(["kill", "-STOP", str(run.identity(1).trainer_pid)])
+    record = run.ended()
+    assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.HUNG, 1), run.troubles()
+    assert record.cause is not None and "SIGSTOP" in record.cause
+
+
+@pytest.mark.slow
+def test_a_command_that_ran_is_restarted_though_no_step_was_read(nodes: Cluster, home: Path) -> None:
+    recovery = SHORT_GRACES.model_copy(update={"restart_commands": True, "max_restarts": 1})
+    fault = "assert step < 120 or os.environ['TORCHELASTIC_RESTART_COUNT'] != '0', 'no such file'"
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", script=UNREAD.format(fault=fault), recovery=recovery))
+    run.wait(lambda: len(run.history.attempts) == 2)
+    finish(run)
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [SCRIPT, UNREAD], ids=["read", "unread"])
+def test_copies_that_a_launcher_inside_the_command_trains_are_no_success(
+    nodes: Cluster, home: Path, script: str
+) -> None:
+    command = ("bash", "-c", f"{TORCH} -m torch.distributed.run --standalone train.py")
+    run = start_on(nodes, home, torch_config(nodes, "ana", "bea", script=script.format(fault="pass"), command=command))
+    run.wait(lambda: any(each.alarm == RANKS_APART for each in run.events_of(AlarmRaised)))
+    finish(run)
+    run.wait(lambda: run.record.state.ended)
+    assert (run.record.state, run.record.reason) == (RunState.FAILED, Reason.SEPARATE_GROUPS), run.troubles()
+    assert run.record.fix is not None and "remove the launcher" in run.record.fix
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 from engine.config.models import Config, ConsistencyConfig, RecoveryConfig
 from engine.demo import demo_config
 from engine.models import Reason, RunState
-from engine.run.events import AlarmRaised
+from engine.run.events import AlarmRaised, HangDetected
 from engine.run.supervisor_process import adopt_orphans
 from engine.run.watch import RunWatch
 from tests.demo_copies import demo_below
@@ -60,6 +60,17 @@ def test_a_training_succeeds_and_its_figures_are_in_the_record(home: Path, demo:
     assert record.train_loss == last.get("train_loss", record.train_loss)
     assert record.train_loss is not None and math.isfinite(record.train_loss)
     assert record.val_loss is not None and record.tokens_per_second is not None
+
+
+@pytest.mark.slow
+def test_what_every_trainer_has_completed_is_finished_though_a_keeper_does_not_answer(home: Path, demo: Config) -> None:
+    impatient = RecoveryConfig(max_restarts=1, hang_s=5.0, stall_s=60.0)
+    run = start_config(home, with_keys(demo, iters=20).model_copy(update={"recovery": impatient}))
+    await_iteration(run, 3)
+    os.kill(run.identity(1).keeper_pid, signal.SIGSTOP)
+    record = run.ended()
+    assert (record.state, record.reason, record.iteration) == (RunState.SUCCEEDED, Reason.COMPLETED, 20), run.troubles()
+    assert (record.attempts, run.events_of(HangDetected)) == (1, [])
 
 
 @pytest.mark.slow

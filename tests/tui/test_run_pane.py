@@ -15,7 +15,7 @@ from engine.snapshots import ChunkProgress, RunSnapshot, Series, TrackerStatus, 
 from tests.tui import fake_engine
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
-from tui.glyphs import FAIL, STOPPED
+from tui.glyphs import FAIL, STOPPED, WARN
 from tui.screens.dialog import Confirm
 from tui.state import DeckState
 from tui.widgets.bars import header
@@ -26,8 +26,8 @@ PROGRAM = CheckResult(name="program_present", status=CheckStatus.PASS, summary="
 
 
 def own_program() -> RunSnapshot:
-    """A `command` of the user's own, running: its ranks report nothing."""
-    silent = fake_engine.ranks("starting", iteration=None, step_s=None, memory_bytes=None, seen_at=None)
+    """A `command` of the user's own, running: its ranks report no step."""
+    silent = fake_engine.ranks("running", iteration=None, step_s=None, memory_bytes=None, seen_at=None)
     bare = fake_engine.record(iteration=None, iterations=None, train_loss=None, val_loss=None, tokens_per_second=None)
     return replace(
         fake_engine.running(), record=bare, ranks=silent, checks=(PROGRAM,), series=Series(), eta_s=None,
@@ -115,13 +115,19 @@ async def test_a_program_of_ones_own_is_not_said_to_load_a_model_and_leaves_the_
 ) -> None:
     fake.add(own_program())
     async with opened(fake) as console:
-        await console.shows("▶ running  your own program")
-        assert "▶ started" in console.screen and "predicted" not in console.screen
+        await console.shows("▶ running  prints no step that is read here: see the log")
+        assert console.screen.count("▶ running") > 2 and "predicted" not in console.screen
         deck = console.app.deck
         assert deck.pane("logs").size.height > 2 * deck.pane("run").size.height
         await console.press("ctrl+x")
         assert isinstance(console.app.screen, Confirm)
         assert "TERM to your program" in console.app.screen.body and "step" not in console.app.screen.body
+
+
+def test_a_rank_whose_processes_are_stopped_is_marked() -> None:
+    snapshot = replace(own_program(), ranks=fake_engine.ranks("suspended", iteration=None, seen_at=None))
+    state = DeckState(now=fake_engine.NOW, snapshot=snapshot)
+    assert rank_glyph(state, snapshot.ranks[0]) == (WARN, "suspended")
 
 
 def test_a_rank_that_another_ones_failure_ended_is_not_marked_as_failed() -> None:

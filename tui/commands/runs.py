@@ -104,6 +104,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     if options.json:
         more = {
             "supervised": snapshot.supervised,
+            "activity": snapshot.activity,
+            "ranks": snapshot.ranks,
             "directory": directory.path,
             "diagnosis": snapshot.diagnosis,
             "alarms": snapshot.alarms,
@@ -158,6 +160,8 @@ def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:
         figures += [rate(record.tokens_per_second)]
         figures += [f"ETA {duration(snapshot.eta_s)}"] if snapshot.eta_s is not None else []
         lines.say(f"  {'training':<10} {', '.join(figures)}")
+    elif snapshot.activity is not None:
+        lines.say(f"  {'training':<10} {snapshot.activity}")
 
 
 def _show_attempts(lines: Lines, snapshot: RunSnapshot) -> None:

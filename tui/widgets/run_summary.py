@@ -29,7 +29,6 @@ from tui.glyphs import (
     OK,
     PENDING,
     PHASES,
-    RUNNING,
     STALE,
     STATES,
     STOPPED,
@@ -109,8 +108,6 @@ def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
         return _ended_badly(state, rank), f"signal {rank.signal}"
     if rank.exit_code is not None and rank.exit_code != 0:
         return _ended_badly(state, rank), f"exit {rank.exit_code}"
-    if state.active and rank.phase == "starting" and state.snapshot is not None and own_program(state.snapshot):
-        return RUNNING, "started"
     if rank.phase == "waiting" and not state.active:
         return PENDING, "not started"
     if (link := away(state, rank)) is not None and rank.phase != "ended":

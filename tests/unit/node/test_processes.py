@@ -107,6 +107,31 @@ def test_process_groups_0_and_1_are_refused(pgid: int) -> None:
         processes.kill_group(pgid, 0)
 
 
+@pytest.mark.parametrize("linux", [True, False])
+@pytest.mark.needs("linux")
+def test_the_cpu_time_of_a_family_is_that_of_all_its_members(linux: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = "import subprocess as s; s.run(['sleep', '600'], start_new_session=True)"
+    with subprocess.Popen([sys.executable, "-c", child], start_new_session=True) as leader:
+        monkeypatch.setattr(processes, "_LINUX", linux)
+        deadline = time.monotonic() + 30
+        while len(processes.family_activity(leader.pid)[0]) < 2:
+            assert time.monotonic() < deadline
+        os.kill(leader.pid, signal.SIGSTOP)
+        while not processes.family_activity(leader.pid)[1]:
+            assert time.monotonic() < deadline
+        used, _ = processes.family_activity(leader.pid)
+        assert leader.pid in used and os.getpid() not in used and all(0 <= each < 60 for each in used.values())
+        for pid in used:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0:01.50", 1.5), ("75:00.25", 4500.25), ("01:02:03", 3723.0), ("2-00:00:01", 172_801.0)]
+)
+def test_cpu_times_of_both_systems_are_read(text: str, seconds: float) -> None:
+    assert processes._seconds(text) == seconds
+
+
 @pytest.fixture
 def as_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`ps` instead of /proc, and a `ps` that says when a process has started in the zone of the moment, as macOS's."""

@@ -27,7 +27,7 @@ from engine.run import attempt_monitor, decide, shutdown
 from engine.run.attempt import AttemptOrigin
 from engine.run.attempt_monitor import AttemptMonitor
 from engine.run.decide import failed_run, refusal
-from engine.run.events import AttemptFailed, Note, RequestReceived, StopStageReached, Verdict
+from engine.run.events import AttemptFailed, HangDetected, Note, RequestReceived, StopStageReached, Verdict
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.logs import mirror
 from engine.run.ranks import AttemptContext, HostConnections
@@ -339,6 +339,26 @@ async def test_a_rank_that_goes_on_after_the_training_has_completed_is_ended(
     assert (await verdict_of(attempt, run)).state is RunState.SUCCEEDED
     assert attempt.hosts[1].commands == [(1, END)]
     assert attempt.stages() == ["term", "verifying", "stopped"]
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_keeper_that_does_not_answer_does_not_undo_a_training_that_all_trainers_have_completed(
+    made: Callable[..., MonitoredAttempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide, "LINGER_S", 0.5)
+    monkeypatch.setattr(attempt_monitor, "_ENDS_KNOWN_S", 0.2)
+    attempt = made(restarts=False)
+    run = attempt.run()
+    await until(lambda: bool(attempt.monitor.intake.progress.steps))
+    attempt.report(1, event="end", completed=True)
+    attempt.complete(0)
+    await until(lambda: bool(attempt.hosts[1].commands))
+    verdict = await verdict_of(attempt, run)
+    assert (verdict.state, verdict.reason) == (RunState.SUCCEEDED, Reason.COMPLETED)
+    journal = list(read_journal(attempt.directory.journal))
+    assert not any(isinstance(event, HangDetected) for event in journal)
+    assert [each.state for each in attempt.verdicts] == [RunState.SUCCEEDED], "nothing to restart, before its end, too"
+    assert "emergency_checkpoint" not in attempt.stages()
 
 
 async def test_before_the_first_update_a_rank_that_fails_is_the_cause_and_not_rank_0_that_lost_it(

@@ -31,6 +31,7 @@ from engine.run.decide import (
     Wait,
     backoff_s,
     decide,
+    describe_failure,
     failed_run,
     original_failure,
     refusal,
@@ -57,7 +58,7 @@ def failure(
 
 def changed(failed: AttemptFailed, **fields: Any) -> AttemptFailed:
     """`fields`: of the attempt, and of its verdict."""
-    own: dict[str, Any] = {name: fields.pop(name) for name in ("attempt", "reached") if name in fields}
+    own: dict[str, Any] = {name: fields.pop(name) for name in ("attempt", "reached", "outputs") if name in fields}
     return failed.model_copy(update={**own, "verdict": replace(failed.verdict, **fields)})
 
 
@@ -72,6 +73,7 @@ FOLLOWED = replace(OWN, consequence=True)
 HANG = Hang(60.0, 30.0, "training", 7)
 SPARE = RankState(started=True, dispensable=True)
 LOST = replace(SPARE, ended=True)
+DONE = replace(RUNS, completed=True)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,12 @@ LOST = replace(SPARE, ended=True)
         (RunningAttempt((GONE, LOST, LOST), abort=True), Trigger.ENDED),
         (RunningAttempt((GONE, LOST, SPARE), completed_s=LINGER_S), None),
         (RunningAttempt((GONE, LOST, SPARE), completed_s=LINGER_S + 0.1), Trigger.ENDED),
+        (RunningAttempt((GONE, DONE), completed_s=LINGER_S), None),
+        (RunningAttempt((GONE, DONE), completed_s=LINGER_S + 0.1), Trigger.ENDED),
+        (RunningAttempt((DONE, RUNS), completed_s=LINGER_S + 0.1), None),
+        (RunningAttempt((RUNS, RUNS), apart=True), Trigger.APART),
+        (RunningAttempt((OWN, RUNS), apart=True), Trigger.RANK),
+        (RunningAttempt((RUNS, RUNS), apart=True, abort=True), Trigger.ABORT),
     ],
 )
 def test_when_a_running_attempt_is_stopped(state: RunningAttempt, trigger: Trigger | None) -> None:
@@ -164,7 +172,9 @@ MISTAKE = failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
         (run(failed(Reason.DISK_FULL)), "no room on a full disk"),
         (run(failed(Reason.SUPERVISOR_LOST)), "its supervisor was lost"),
         (run(failed(Reason.HEAD_SLEPT)), None),
+        (run(failed(Reason.SEPARATE_GROUPS)), "train apart from one another again"),
         (run(KILLED, REFUSED), "what a trainer refuses"),
+        (run(KILLED, changed(REFUSED, cause="JobError: no state to resume from (x)")), "with `flightdeck launch`"),
         (run(KILLED, changed(REFUSED, cause=None)), None),
         (run(KILLED, changed(REFUSED, reached=60)), None),
         (run(failed(Reason.RANK_FAILED, signature="lora.no_train")), "a restart does not fix that"),
@@ -174,6 +184,10 @@ MISTAKE = failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
         (run(failed(Reason.RANK_FAILED, signature="metal.timeout")), None),
         (run(BUSY), None),
         (run(MISTAKE), "it never made a step"),
+        (run(changed(MISTAKE, outputs=2)), "it never made a step, or none that is read"),
+        (run(changed(MISTAKE, outputs=3)), None),
+        (run(changed(MISTAKE, outputs=9), changed(MISTAKE, outputs=8)), "came again soon after the start"),
+        (run(UNREPORTED, UNREPORTED), None),
         (run(changed(KILLED, reached=0)), None),
         (run(KILLED, changed(MISTAKE, reached=37)), None),
         (run(KILLED, max_restarts=0), "not restarted: [recovery] max_restarts"),
@@ -372,6 +386,13 @@ def test_a_command_without_metrics_that_ran_long_has_made_progress() -> None:
     soon = tuple(failure.model_copy(update={"ran_long": False}) for failure in often)
     never = decide(FailedRun(RECOVERY, soon[:1], needed=4, lost_after_s=None, nodes=ALL_THERE))
     assert isinstance(never, Finish) and "never made a step" in never.why
+
+
+@pytest.mark.parametrize(
+    ("outputs", "wording"), [(0, "bea's loss before the first step"), (9, "bea's loss soon after the start")]
+)
+def test_where_a_command_failed_is_said_as_far_as_it_is_known(outputs: int, wording: str) -> None:
+    assert describe_failure(failure(1, Reason.NODE_LOST, "bea").model_copy(update={"outputs": outputs})) == wording
 
 
 def test_a_command_that_found_its_port_taken_is_started_again(tmp_path: Path) -> None:

@@ -116,6 +116,16 @@ def test_a_trainer_that_has_completed_has_done_so_whatever_its_keeper_was_told_m
     assert commands.state is not RunState.SUCCEEDED
 
 
+@pytest.mark.parametrize("end", [COMPLETED, None])
+def test_a_keeper_that_is_gone_does_not_take_the_trainers_own_word_with_it(end: dict[str, Any] | None) -> None:
+    gone = RankEvidence(1, "right", "/py", started=True, vanished=True, end=end)
+    verdict = verdict_on(evidence(rank(0), gone, trigger=Trigger.ENDED))
+    assert verdict.state is (RunState.SUCCEEDED if end else RunState.FAILED)
+    assert verdict_on(evidence(rank(0), gone, trigger=Trigger.ENDED, trainer=False)).state is RunState.FAILED
+    killed = rank(1, sig=signal.SIGTERM, stopped_by="end", end=end)
+    assert verdict_on(evidence(rank(0), killed, trigger=Trigger.ENDED)).state is verdict.state, "ended while it left"
+
+
 @pytest.mark.parametrize("end", [None, {"completed": False, "stopped": False, "iteration": 7}])
 def test_a_trainer_that_has_not_completed_is_no_success_though_it_exits_0(end: dict[str, Any] | None) -> None:
     verdict = verdict_on(evidence(rank(0), rank(1, end=end), trigger=Trigger.ENDED))
@@ -354,7 +364,9 @@ def test_every_end_has_a_verdict_with_a_cause(
     assert (verdict.cause is None) == (verdict.state is RunState.SUCCEEDED)
     assert (verdict.rank is None) == (verdict.host is None)
     if verdict.state is RunState.SUCCEEDED:
-        assert all(each.record is not None and each.record.code == 0 for each in numbered)
+        records = [each.record for each in numbered if each.record is not None]
+        assert len(records) == len(numbered)
+        assert all(record.code == 0 or (trainer and record.stopped_by is not None) for record in records)
 
 
 REMOTE = RankEvidence(1, "right", "/py", remote=True, lease_s=60.0)
@@ -466,6 +478,26 @@ def test_a_hang_names_the_rank_that_was_behind() -> None:
     verdict = verdict_on(evidence(*ended, trigger=Trigger.HUNG, hang=replace(HANG, rank=1)))
     assert (verdict.reason, verdict.rank, verdict.host) == (Reason.HUNG, 1, "right")
     assert verdict.cause is not None and "no step for 61 s, over the limit of 60 s" in verdict.cause
+
+
+@pytest.mark.parametrize(("doing", "wording"), [("stopped", "SIGSTOP"), ("idle", "nothing was printed or computed")])
+def test_a_command_that_hangs_is_told_by_what_its_processes_did(doing: str, wording: str) -> None:
+    ended = (rank(0, sig=signal.SIGTERM, stopped_by="end"), rank(1, sig=signal.SIGKILL, stopped_by="end"))
+    verdict = verdict_on(evidence(*ended, trigger=Trigger.HUNG, trainer=False, hang=Hang(21.0, 20.0, doing, 0, 1)))
+    assert (verdict.reason, verdict.rank) == (Reason.HUNG, 1)
+    assert verdict.cause is not None and wording in verdict.cause and "21 s, over the limit of 20 s" in verdict.cause
+
+
+def test_ranks_that_trained_apart_have_not_succeeded_whatever_they_exited_with() -> None:
+    verdict = verdict_on(evidence(rank(0), rank(1), trigger=Trigger.ENDED, trainer=False, apart=(0, 1)))
+    assert (verdict.state, verdict.reason) == (RunState.FAILED, Reason.SEPARATE_GROUPS)
+    assert verdict.cause is not None and "ranks 0, 1 each train a copy" in verdict.cause
+    assert verdict.fix is not None and "remove the launcher" in verdict.fix
+    stopped = (rank(0, sig=signal.SIGTERM, stopped_by="end"), rank(1, sig=signal.SIGTERM, stopped_by="end"))
+    same = verdict_on(evidence(*stopped, trigger=Trigger.APART, trainer=False, apart=(0, 1)))
+    assert (same.reason, same.cause) == (verdict.reason, verdict.cause)
+    own = verdict_on(evidence(rank(0), rank(1, code=1), trigger=Trigger.RANK, trainer=False, apart=(0, 1)))
+    assert (own.reason, own.rank) == (Reason.RANK_FAILED, 1), "an exception of its own explains more"
 
 
 def test_a_hang_names_the_one_that_did_not_leave_when_the_others_did() -> None:

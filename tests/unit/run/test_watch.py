@@ -143,6 +143,30 @@ def test_a_ended_run_keeps_the_figures_that_its_journal_has(run: MadeRun) -> Non
     assert (record.iteration, record.train_loss, record.tokens_per_second) == (7, 4.5, 800.0)
 
 
+def test_a_command_of_which_no_step_is_read_runs_and_does_not_start_for_ever(run: MadeRun) -> None:
+    watch = watched(run)
+    run.state("preflight", "launching").attempt().state("running")
+    for rank in (0, 1):
+        identity = Identity(rank, "r", 1, "n", "b", 1, "1", 1, 1, "1", 1.7e9)
+        run.append(RankLaunched(rank=rank, node=f"node{rank}", identity=identity))
+    assert (watch.poll().activity, {rank.phase for rank in watch.poll().ranks}) == (None, {"starting"})
+    run.events(0, {"event": "processes", "state": "idle"}, {"event": "group", "joined": True})
+    run.events(1, {"event": "processes", "state": "stopped"})
+    snapshot = watch.poll()
+    assert [rank.phase for rank in snapshot.ranks] == ["running", "suspended"]
+    assert snapshot.activity == "running, prints no step that is read here"
+    run.events(0, {"event": "step", "iteration": 3})
+    run.events(1, {"event": "processes", "state": "busy"})
+    snapshot = watch.poll()
+    assert ([rank.phase for rank in snapshot.ranks], snapshot.activity) == (["training", "running"], None)
+    run.events(0, {"event": "processes", "state": "idle"})
+    assert watch.poll().ranks[0].phase == "training", "that it waits is no other phase"
+    run.events(0, {"event": "processes", "state": "stopped"})
+    assert watch.poll().ranks[0].phase == "suspended"
+    run.events(0, {"event": "step", "iteration": 4})
+    assert watch.poll().ranks[0].phase == "training"
+
+
 def test_each_rank_has_the_phase_that_it_reported_last(run: MadeRun) -> None:
     watch = watched(run)
     run.state("preflight", "launching").attempt()
