@@ -25,6 +25,7 @@ _ALL_MATRICES = "by adapters of all matrices"
 _NO_GRADIENT = ("it is computed by Metal kernels, of which MLX has no gradient", "choose a model of another type")
 _UNTRAINED = (
     ("afm7", "with DoRA", "it has none for its fused matrices", _LORA),
+    ("afm7", "with grad_checkpoint", "its gradients would be wrong", "set grad_checkpoint = false"),
     ("afm7", "with packed weights", "it cannot load them", "name the unquantized model"),
     ("bitnet", "", *_NO_GRADIENT),
     ("deepseek_v41", "", "MLX has no gradient of the way in which its experts are chosen", _NO_GRADIENT[1]),
@@ -82,6 +83,7 @@ def _refuse_untrained(context: PlanContext, kind: str, packed: str | None, ratio
         "": True,
         _ALL_MATRICES: all_matrices,
         "with DoRA": all_matrices and context.job.fine_tune_type == "dora",
+        "with grad_checkpoint": context.settings.get("grad_checkpoint") not in (None, False, "auto"),
         "with packed weights": packed is not None,
         "on Metal": any((fact.system, fact.gpu) == ("Darwin", "gpu") for fact in facts),
     }

@@ -161,6 +161,7 @@ UNTRAINED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"fine_tune_type": "dora"},
         "with DoRA: it has none for its fused matrices; set fine_tune_type",
     ),
+    ({"model_type": "afm7"}, {"grad_checkpoint": True}, "with grad_checkpoint: its gradients would be wrong"),
     ({"model_type": "afm7", **PACKED}, {}, "with packed weights: it cannot load them; name the unquantized model"),
     # Falcon-E is a Llama of such weights.
     (
@@ -186,6 +187,7 @@ def test_a_model_that_mlx_lm_cannot_train_is_refused_by_name_with_the_reason(
         ("gemma3n", {"fine_tune_type": "full"}, {}),
         ("gemma3n", with_keys("self_attn.q_proj"), {}),
         ("afm7", {}, {}),
+        ("afm7", with_keys("self_attn.out_proj") | {"fine_tune_type": "dora", "grad_checkpoint": False}, {}),
         # What a newer mlx-lm cannot train is not known.
         ("deepseek_v41", {}, {"mlx_lm": "0.33.0"}),
     ],
