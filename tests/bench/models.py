@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -25,7 +26,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine.config.models import PARTITIONED
 from engine.plan.planner import make_plan
 from tests.bench.figures import machine, system
 from tests.bench.memory import TOKENIZER
@@ -34,6 +34,7 @@ from tests.bench.tiny_models import model_types
 from tests.unit.plan.clusters import inputs, mac
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+DIVIDING = ("sharded", "pipeline")
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-6, 5e-5
 
 
@@ -42,15 +43,15 @@ class Cell:
     """A step and the plan's verdict on it, for nodes without a GPU as for the step."""
 
     step: Step
-    refusal: str | None
+    refusals: tuple[str, ...]
 
     @property
     def agrees(self) -> bool:
         """Refused where it cannot be trained, and trained with stock's loss and gradients where it can."""
         step = self.step
         if step.failure is not None:
-            return self.refusal is not None
-        return self.refusal is None and self.differs is None
+            return bool(self.refusals)
+        return not self.refusals and self.differs is None
 
     @property
     def differs(self) -> str | None:
@@ -63,7 +64,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        return ("refused" if self.refusal else "trains") if self.agrees else "DISAGREES"
+        return ("refused" if self.refusals else "trains") if self.agrees else "DISAGREES"
 
     def __str__(self) -> str:
         step = self.step
@@ -76,11 +77,11 @@ class Cell:
         return f"{name:<40} {self.text:<10} {figures}"
 
 
-def refusal(kind: str, training: str, bits: int, *, on: Sequence[str] = ("cpu", "cpu"), **more: Any) -> str | None:
-    """The plan's, for nodes with these MLX devices; None if it would launch."""
-    nodes = [mac(f"n{rank}", rank, "", 512, gpu=device) for rank, device in enumerate(on)]
+def refusals(kind: str, training: str, bits: int, *, device: str = "cpu", **more: Any) -> tuple[str, ...]:
+    """The plan's, for two nodes with this MLX device; none if it would launch."""
+    nodes = [mac(f"n{rank}", rank, "", 512, gpu=device) for rank in range(2)]
     asked = inputs(nodes, settings=job_settings(training), model=model_config(kind, bits), **more)
-    return "; ".join(issue.text for issue in make_plan(asked).refusals) or None
+    return tuple(issue.text for issue in make_plan(asked).refusals)
 
 
 def tried(kind: str, tokenizer: Path) -> list[Step]:
@@ -106,9 +107,9 @@ def _kept(file: Path | None) -> dict[str, list[Step]]:
     return {kind: steps for kind, steps in found.items() if len(steps) == len(BITS) * len(TRAININGS)}
 
 
-def _divided(kind: str, training: str = "lora") -> str:
+def _divided(kind: str) -> str:
     """The plan's answer to the strategies that divide a model."""
-    refused = [refusal(kind, training, 32, strategy=strategy) for strategy in PARTITIONED]
+    refused = [refusals(kind, "lora", 32, strategy=strategy) for strategy in DIVIDING]
     return "refused" if all(refused) else "train" if not any(refused) else "one is refused"
 
 
@@ -119,7 +120,7 @@ def _row(kind: str, cells: Sequence[Cell]) -> str:
         loss = max(step.loss_difference or 0.0 for step in compared)
         gradients = max(step.gradient_difference or 0.0 for step in compared)
         figures = [f"{compared[0].loss:.6f}", f"{loss:.0e}", f"{gradients:.0e}"]
-    on_mac = "refused" if refusal(kind, "lora", 32, on=("gpu", "gpu")) else "trains"
+    on_mac = "refused" if refusals(kind, "lora", 32, device="gpu") else "trains"
     return f"| {' | '.join([kind, *(cell.text for cell in cells), *figures, on_mac, _divided(kind)])} |"
 
 
@@ -128,25 +129,29 @@ def document(found: dict[str, list[Cell]]) -> str:
     cells = [cell for row in found.values() for cell in row]
     heads = " | ".join(f"{training}{', 4 bits' if bits == 4 else ''}" for bits, training in product(BITS, TRAININGS))
     # One example of each kind: the matrices that they name differ.
-    texts = sorted({cell.refusal for cell in cells if cell.refusal} | _only_on_macs(found))
-    reasons = {text.split(";")[0]: text for text in texts}
+    texts = {text for cell in cells for text in cell.refusals}
+    texts |= {text for kind in found for text in refusals(kind, "lora", 32, device="gpu")}
+    reasons = {re.split(r"; | \(\d bits", text)[0]: text for text in sorted(texts)}
     failures = sorted({cell.step.failure.rpartition(": [job] ")[2] for cell in cells if cell.step.failure})
     rows = "\n".join(_row(kind, row) for kind, row in found.items())
     return f"""# Models: what can be trained, and what is refused
 
 Written by `python -m tests.bench.models --write` on {date.today().isoformat()}: {system()}, on the CPU.
 
-These are all {len(found)} model types of this mlx-lm, those that it loads as another one included. Each cell is a tiny
+These are all {len(found)} model types of this mlx-lm, with those that it loads as another one. Each cell is a tiny
 model of the type with random float32 weights, unquantized or in 4 bits: what the plan says from its config.json and the
 job, and one real training step by the trainer's own code (loading, adapters, gradients, optimizer), which knows nothing
-of these refusals. The two agree in {sum(cell.agrees for cell in cells)} of {len(cells)} cells. A model that trains has
-the loss and the gradients that mlx-lm's own code has for the same weights and batch: the columns give mlx-lm's loss
-with LoRA, and the largest relative differences of loss and of any tensor's gradient over the row's cells, with the
-logits computed in chunks (limits {LOSS_LIMIT:.0e} and {GRADIENT_LIMIT:.0e}). The last two columns, LoRA on Macs and
-whether the dividing strategies can train the model, are the plan's answers alone. MLX's CPU build multiplies by experts
-in float32 alone: on nodes without a GPU the plan refuses such a model in 16 bits.
+of these refusals. The two agree in {sum(cell.agrees for cell in cells)} of {len(cells)} cells.
 
-| model | {heads} | loss | its difference | of gradients | on Macs | {", ".join(PARTITIONED)} |
+What trains has the loss and gradients of mlx-lm's own code, with the same weights and batch: the columns give mlx-lm's
+loss with LoRA, and the largest relative differences in the row, of the loss and of any tensor's gradient, with the
+logits computed in chunks (limits: {LOSS_LIMIT:.0e} and {GRADIENT_LIMIT:.0e}). The last two columns, LoRA on Macs and the
+strategies that divide a model, are the plan's answers alone.
+
+MLX's CPU build multiplies by experts in float32 alone: on nodes without a GPU the plan refuses such a model in 16 bits.
+What mlx-lm itself cannot train is refused up to the mlx-lm with which it was tried; a newer one may train it.
+
+| model | {heads} | loss | its difference | of gradients | on Macs | {", ".join(DIVIDING)} |
 |{"---|" * (len(TRAININGS) * len(BITS) + 6)}
 {rows}
 
@@ -170,10 +175,6 @@ Also before the launch, and not by a rank:
 """
 
 
-def _only_on_macs(kinds: Iterable[str]) -> set[str]:
-    return {text for kind in kinds if (text := refusal(kind, "lora", 32, on=("gpu", "gpu")))}
-
-
 def main() -> int:
     with_optional_packages()
     parser = argparse.ArgumentParser(description="What trains, by the plan, by a real step and by stock mlx-lm.")
@@ -194,11 +195,11 @@ def main() -> int:
                 with options.results.open("a") as file:
                     file.writelines(json.dumps(asdict(step)) + "\n" for step in steps)
             for step in steps:
-                cell = Cell(step, refusal(step.kind, step.training, step.bits))
+                cell = Cell(step, refusals(step.kind, step.training, step.bits))
                 found.setdefault(step.kind, []).append(cell)
                 print(cell, flush=True)
                 if not cell.agrees:
-                    print(f"    the plan: {cell.refusal}; {cell.differs or ''}", flush=True)
+                    print(f"    the plan: {'; '.join(cell.refusals) or 'launches'}; {cell.differs or ''}", flush=True)
     if options.write:
         DOCUMENT.write_text(document(found), encoding="utf-8")
     return 0 if all(cell.agrees for row in found.values() for cell in row) else 1

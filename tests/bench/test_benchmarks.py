@@ -24,7 +24,7 @@ SMALLEST = {
     "loss": ["--rounds", "1", "--tokens", "256"],
     "logs": ["--seconds", "4", "--lines", "200000"],
     "memory": ["--only", "full, adafactor"],
-    "models": ["--only", "mixtral"],
+    "models": ["--only", "qwen3_5"],
     "partitioned": ["--only", "pipeline 0-1"],
     "precision": ["--steps", "3"],
     "preflight": ["--rounds", "1"],

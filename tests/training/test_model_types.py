@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.models import DOCUMENT
 from tests.bench.models_step import measure, with_optional_packages
 from tests.bench.tiny_models import model_types, tiny_config
 from tests.training.tiny import Tiny
@@ -32,7 +33,9 @@ def test_loss_and_gradients_are_those_of_mlx_lm(kind: str, training: str, tiny: 
 
 def test_the_matrix_has_every_model_type_of_the_installed_mlx_lm() -> None:
     """A new one: give it the fields that are missed in tests/bench/tiny_models.py, then run
-    `python -m tests.bench.models`; what does not train is refused in engine/plan/obstacles.py."""
+    `python -m tests.bench.models --write`; what does not train is refused in engine/plan/obstacles.py."""
     with_optional_packages()
     for kind in model_types():
         assert json.dumps(tiny_config(kind)), kind
+    listed = {line.split("|")[1].strip() for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")}
+    assert set(model_types()) == listed - {"model"}, "run python -m tests.bench.models --write"
