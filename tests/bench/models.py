@@ -145,8 +145,8 @@ of these refusals. The two agree in {sum(cell.agrees for cell in cells)} of {len
 
 What trains has the loss and gradients of mlx-lm's own code, with the same weights and batch: the columns give mlx-lm's
 loss with LoRA, and the largest relative differences in the row, of the loss and of any tensor's gradient, with the
-logits computed in chunks (limits: {LOSS_LIMIT:.0e} and {GRADIENT_LIMIT:.0e}). The last two columns, LoRA on Macs and the
-strategies that divide a model, are the plan's answers alone.
+logits computed in chunks (limits: {LOSS_LIMIT:.0e} and {GRADIENT_LIMIT:.0e}). The last two columns, LoRA on Macs and
+the strategies that divide a model, are the plan's answers alone.
 
 MLX's CPU build multiplies by experts in float32 alone: on nodes without a GPU the plan refuses such a model in 16 bits.
 What mlx-lm itself cannot train is refused up to the mlx-lm with which it was tried; a newer one may train it.
