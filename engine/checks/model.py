@@ -1,5 +1,5 @@
-"""model_present: config.json, the tokenizer and all safetensors shards exist on each node and are the same, and mlx-lm
-can adapt the model."""
+"""model_present: config.json, the tokenizer and all safetensors shards are whole on each node and the same, and mlx-lm
+can load and adapt the model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_folder, move_aside, posix
 from engine.checks.obstacles import TRIAL_LIMIT_S, adapter_obstacles, depends_on_matrices
 from engine.checks.plan_inputs import shared_plan_inputs
-from engine.cluster.probe_results import ModelFiles
+from engine.cluster.probe_results import LoadingReport, ModelFiles
 from engine.cluster.transport.base import quoted
+from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult
+from engine.plan.memory.model_types import MODEL_TYPES
 
 NAME = "model_present"
 _LIMIT_S = 60.0
@@ -26,6 +28,7 @@ _DOWNLOAD = (
 )
 """Into a folder that is new or empty, or of a download that was cut short, which hf resumes."""
 _SET_UNQUANTIZED = "set `model` in [job] to the model that it was made from"
+_OWN_CODE = "it comes with code of its own, which is not run: set trust_remote_code = true in [job] if you trust it"
 _SET_ANOTHER = "set `model` in [job] to a directory with an mlx-lm model"
 
 
@@ -57,7 +60,9 @@ async def run(context: CheckContext) -> CheckResult:
     if not complete:
         return found.verdict(advice="" if any(found.on(node).fixes for node in nodes) else _SET_ANOTHER)
     first = next(node for node in nodes if node.name in complete)
+    found.overall.warnings += complete[first.name].warnings
     try:
+        found.overall.faults += await _unloadable(context, first, folders[first.name], complete[first.name])
         known = depends_on_matrices(context.config.job)
         configuration = (await shared_plan_inputs(context)).model if known else None
         found.overall.faults += [each.text for each in await adapter_obstacles(context, first, configuration)]
@@ -77,11 +82,23 @@ async def run(context: CheckContext) -> CheckResult:
     return found.verdict(complete[first.name].describe(), fix=fix)
 
 
+async def _unloadable(context: CheckContext, node: NodeConfig, folder: str, files: ModelFiles) -> list[str]:
+    """Why the framework cannot load the model, tried where its files leave a doubt. Raises FlightDeckError."""
+    job = context.config.job
+    if not files.doubts and (job.framework == "torch" or files.kind in MODEL_TYPES):
+        return []
+    asked = context.probe(node, "loading", folder, job.framework, result_type=LoadingReport, timeout_s=TRIAL_LIMIT_S)
+    report = await asked
+    if report.own_code and not job.mlx_lm.get("trust_remote_code"):
+        return [f"{folder}: {_OWN_CODE}"]
+    return [f"{folder}: it cannot be loaded: {report.problem}"] if report.problem is not None else []
+
+
 CHECK = Check(
     NAME,
-    "config.json, tokenizer and all safetensors shards, the same on all nodes",
+    "config.json, tokenizer and all safetensors shards, whole, fit to load and the same on all nodes",
     run,
-    time_limit_s=_LIMIT_S + TRIAL_LIMIT_S + 30,
+    time_limit_s=_LIMIT_S + 2 * TRIAL_LIMIT_S + 30,
     needs=(connectivity.NAME,),
     after=(sync.NAME,),
     not_applicable=skip_for_command,

@@ -48,6 +48,9 @@ class ModelFiles(FrozenModel):
     bytes: Count
     shards: Count
     faults: Annotated[list[ShortText], Field(max_length=100)]
+    warnings: Annotated[list[ShortText], Field(max_length=100)] = Field(default_factory=list)
+    doubts: Annotated[list[ShortText], Field(max_length=100)] = Field(default_factory=list)
+    """Reasons to try whether it loads."""
     repository: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")] | None = None
     """The model's origin as config.json names it, ORG/NAME."""
     hashes: Annotated[dict[ShortText, ShortText], Field(max_length=10_000)]
@@ -106,6 +109,16 @@ class TemplateReport(_Report):
     tallies: Annotated[dict[PathText, Tally], Field(max_length=10)] = Field(default_factory=dict)
     problem: ShortText | None = None
     """Why the rows were not tried."""
+
+
+class LoadingReport(_Report):
+    tells = (("loads",), ("problem",), ("own_code",), ("untried",))
+    loads: bool = False
+    own_code: bool = False
+    """It comes with code of its own, without which it cannot be loaded."""
+    problem: ShortText | None = None
+    """Why the framework cannot load the model."""
+    untried: ShortText | None = None
 
 
 class AdapterReport(_Report):

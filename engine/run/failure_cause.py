@@ -92,6 +92,10 @@ _CHAINED = re.compile(
 """The line between two tracebacks of which one led to the other."""
 _RAISED = re.compile(r"^(?:[A-Za-z_][\w]{0,99}\.){0,9}[A-Z]\w{0,99}(?:Error|Exception)(?::|$)")
 """An exception on a line of its own, without a traceback."""
+_MESSAGE_LINES: Final = 12
+"""Most lines of a message that are read after its first."""
+_ANNOUNCES = re.compile(r"(?:[:,;(\[]|\b(?:or|and)|validation errors? for \S{1,200})\s{0,9}$")
+"""The end of a line of a message that goes on."""
 _OF_OTHERS = re.compile(r"^(?:subprocess\.CalledProcessError|KeyboardInterrupt|(?:\w{1,20}\.){5}ChildFailedError)\b")
 """Exceptions that only report that something else ended."""
 _WORKER = re.compile(r"\[(?:rank |default)(\d{1,6})\](?:: ?| )")
@@ -103,6 +107,8 @@ WORKER_FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: ")
 which explain nothing."""
 FRAME = re.compile(r"^(?:\[[^\]]{1,20}\]:? ?){0,2}frame #\d+: ")
 """A line of the C++ stack that torch prints below some of its errors and warnings."""
+_ELSE = re.compile(rf"{_RAISED.pattern}|Traceback |{FRAME.pattern}")
+"""A line that no message has, though it stands below one."""
 _CRASHES: Final = frozenset({signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGFPE, signals.SIGILL})
 """Signals by which a program ends itself; its own output does not explain those from outside."""
 _DETAILED_BY_JOURNAL: Final = frozenset({Reason.OUT_OF_MEMORY, Reason.DISK_FULL})
@@ -165,8 +171,19 @@ def findings(lines: Iterable[str]) -> list[Finding]:
     for place in ends.raised - explained:
         # Another exception of a kind that was found: of several workers in one log, for example.
         if not any(re.search(signature.pattern, pieces[place].text) for signature in SIGNATURES):
-            found.append(ends.finding(place, SignatureKind.CAUSE, _cut(pieces[place].text)))
+            found.append(ends.finding(place, SignatureKind.CAUSE, _cut(_message(pieces, place))))
     return sorted(found, key=lambda finding: finding.line)
+
+
+def _message(pieces: Sequence[_Piece], place: int) -> str:
+    """An exception with the further lines of its message: those that its first lines announce, and indented ones."""
+    text, worker = pieces[place].text, pieces[place].worker
+    for piece in pieces[place + 1 : place + 1 + _MESSAGE_LINES]:
+        announced = _ANNOUNCES.search(text) is not None or piece.text[:1].isspace()
+        if piece.worker != worker or not announced or not piece.text.strip() or _ELSE.match(piece.text):
+            break
+        text = f"{text} {piece.text}"
+    return text
 
 
 def last_round(lines: Sequence[str]) -> range:

@@ -23,6 +23,7 @@ from engine.measurements import Calibration, Division
 from engine.models import CheckResult
 from engine.security.paths import state_home
 from tests.bundles import link_bundle
+from tests.model_files import llama_files
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +85,8 @@ def model(tmp_path: Path) -> Path:
     """Enough of a model to be found; nothing here loads it."""
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(bytes(1000))
+    for name, content in llama_files().items():
+        (directory / name).write_bytes(content)
     return directory
 
 

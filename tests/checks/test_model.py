@@ -6,14 +6,18 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from engine.checks import model as check
 from engine.checks.fixes import as_shell_line
 from engine.config.models import Config
 from engine.models import CheckResult, CheckStatus
+from tests.bench.memory_step import write_weights
 from tests.bench.tiny_models import tiny_config
 from tests.checks.conftest import run_check, run_fix
 
@@ -114,6 +118,20 @@ async def test_only_the_node_whose_copy_is_broken_is_blamed(config: Config, mode
     assert "no model configuration" in result.evidence["node1"]
 
 
+def write_model(directory: Path, config: dict[str, Any]) -> None:
+    """A model of that kind with random weights, and a tokenizer of two words: mlx-lm loads both."""
+    mx.set_default_device(mx.cpu)
+    words = {"type": "WordLevel", "vocab": {"<unk>": 0, "tower": 1}, "unk_token": "<unk>"}
+    parts = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    for name, document in (
+        ("config.json", {"torch_dtype": "float32", **config}),
+        ("tokenizer.json", {"version": "1.0", "added_tokens": [], **parts, "model": words}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}),
+    ):
+        (directory / name).write_text(json.dumps(document))
+    write_weights(directory)
+
+
 def adapting(config: Config, kind: str, *keys: str) -> Config:
     settings = {**config.job.mlx_lm, "lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0, "keys": list(keys)}}
     return config.model_copy(update={"job": config.job.model_copy(update={"fine_tune_type": kind, "mlx_lm": settings})})
@@ -134,7 +152,7 @@ def adapting(config: Config, kind: str, *keys: str) -> Config:
 async def test_adapters_of_an_architecture_that_the_plan_does_not_know_are_tried_on_a_node(
     config: Config, model: Path, kind: str, keys: list[str], expected: str | None
 ) -> None:
-    (model / "config.json").write_text(json.dumps(tiny_config("deepseek_v3")))
+    write_model(model, tiny_config("deepseek_v3"))
     result = await run_check(check.run, adapting(config, kind, *keys))
     if expected is None:
         assert result.status is CheckStatus.PASS, result.summary
@@ -144,7 +162,10 @@ async def test_adapters_of_an_architecture_that_the_plan_does_not_know_are_tried
 
 
 async def test_adapters_that_cannot_be_tried_warn_with_the_reason(config: Config, model: Path) -> None:
-    (model / "config.json").write_text(json.dumps({"model_type": "of_next_year"}))
-    result = await run_check(check.run, adapting(config, "lora", "self_attn.o_proj"))
-    assert result.status is CheckStatus.WARN
-    assert "adapters were not tried" in result.summary and "of_next_year" in result.summary
+    write_model(model, tiny_config("deepseek_v3"))
+    without_mlx = str(Path(sys.base_prefix) / "bin" / "python3")
+    nodes = tuple(node.model_copy(update={"python": without_mlx}) for node in config.nodes)
+    bare = adapting(config, "lora", "self_attn.o_proj").model_copy(update={"nodes": nodes})
+    result = await run_check(check.run, bare, own_agent=True)
+    assert result.status is CheckStatus.WARN, result.summary
+    assert "adapters were not tried" in result.summary and "No module named 'mlx" in result.summary

@@ -37,6 +37,7 @@ from engine.plan.planner import make_plan
 from tests.checks.conftest import fleet_of, make_config
 from tests.checks.recorded import RANK
 from tests.demo_copies import made_demo
+from tests.model_files import TINY_LLAMA
 from tests.unit.plan.clusters import QWEN3_4B
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
@@ -82,7 +83,7 @@ async def collected(
 
 async def test_the_models_configuration_and_the_examples_come_from_the_nodes(config: Config) -> None:
     inputs = await collected(config)
-    assert inputs.model == {"model_type": "llama"} and "on node0" in inputs.model_source
+    assert inputs.model == TINY_LLAMA | {"torch_dtype": "bfloat16"} and "on node0" in inputs.model_source
     assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node0")
     hostfile = inputs.launching.hostfile
     assert hostfile is not None and hostfile.path is not None

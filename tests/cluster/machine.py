@@ -242,11 +242,11 @@ class Machine:
             return self.disk.seen_from_head(path).read_text()
         return Path(f"/proc/{pid}/root{path}").read_text()
 
-    def write(self, path: str, text: str, *, mode: int = 0o644) -> None:
+    def write(self, path: str, content: str | bytes, *, mode: int = 0o644) -> None:
         """Write a file of the user's on the node's disk, on or off."""
         file = self.disk.seen_from_head(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
         file.chmod(mode)
         self._give_to_user(file)
         if file.is_relative_to(self.disk.home):

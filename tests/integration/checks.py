@@ -17,10 +17,10 @@ from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, P
 from engine.models import CheckResult
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import Node
+from tests.model_files import llama_files
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 CONFIGURATION = {"model_type": "llama", **SIZES, "vocab_size": 256, "rms_norm_eps": 1e-6}
-MODEL = {"config.json": json.dumps(CONFIGURATION), "tokenizer.json": "{}", "model.safetensors": "x" * 1000}
 LINES = "".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(12))
 LISTEN = """
 import socket, time
@@ -59,8 +59,8 @@ def config_of(cluster: Cluster, *, starting_port: int | None = None, command: bo
 
 def furnish(node: Node) -> None:
     """A model and data where the configuration says."""
-    for name, text in MODEL.items():
-        node.write(f"~/models/tiny/{name}", text)
+    for name, content in llama_files(CONFIGURATION).items():
+        node.write(f"~/models/tiny/{name}", content)
     for name in ("train", "valid"):
         node.write(f"~/data/{name}.jsonl", LINES)
 

@@ -49,6 +49,7 @@ PROBES = {
     "lease": Probe("leases", streams=True, own_process=True, outlives_agent=True),
     "listen": Probe("network", streams=True),
     "load": Probe("load"),
+    "loading": Probe("job", own_process=True),
     "mlx": Probe("imports", own_process=True),
     "mlx_lm": Probe("imports", own_process=True),
     "model": Probe("model"),

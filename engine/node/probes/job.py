@@ -1,13 +1,15 @@
-"""The `adapters` and `reporters` probes: a model that mlx-lm cannot adapt, and services that cannot be reported to, for
-which a rank would end after it has loaded its model."""
+"""The `loading`, `adapters` and `reporters` probes: a model that cannot be loaded or that mlx-lm cannot adapt, and
+services that cannot be reported to, for all of which a rank would end."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +42,36 @@ def probe_adapters(model: str, settings: str) -> dict[str, Any]:
             return {"names": names, "trained": len(trained)}
     except Exception as error:
         return {"untried": f"{type(error).__name__}: {error}"}
+
+
+def probe_loading(model: str, framework: str) -> dict[str, Any]:
+    """`loads` if the framework's own code reads the model, of which nothing is computed, and its tokenizer; `problem`
+    if not, `own_code` if that wants code in the model's folder, which is not run; `untried` without the framework."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    library: Any = None
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            library = importlib.import_module("transformers" if framework == "torch" else "mlx_lm.utils")
+            if framework == "torch":
+                for part in (library.AutoConfig, library.AutoTokenizer):
+                    part.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+            else:
+                library.load_model(Path(model), lazy=True)
+                library.load_tokenizer(Path(model), {"trust_remote_code": False})
+    except Exception as error:
+        if library is None:
+            return {"untried": f"{type(error).__name__}: {error}"}
+        if "trust_remote_code" in str(error):
+            return {"own_code": True}
+        absent = getattr(error.__cause__, "name", None) or ""
+        if not absent.startswith("mlx_lm.models."):
+            return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        kind, version = absent.rpartition(".")[2], importlib.import_module("importlib.metadata").version("mlx-lm")
+        known = [module.name for module in pkgutil.iter_modules(importlib.import_module("mlx_lm.models").__path__)]
+        close = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=0.8)
+        meant = f", did you mean {close[0]}?" if close else ": choose another model, or a newer mlx-lm on every node"
+        return {"problem": f"mlx-lm {version} has no model type {kind}{meant}"}
+    return {"loads": True}
 
 
 def needs_key(service: str, environment: Mapping[str, str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -15,21 +16,68 @@ from engine.protocol.safetensors import CheckpointError, check_header
 
 CONFIGURATION = "config.json"
 INDEX = "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
 HASHED = (CONFIGURATION, INDEX, *TOKENIZER_FILES)
 HASHED_LIMIT = 256 << 20
+_VOCABULARIES = (TOKENIZER, "*.model", "vocab*", "*.tiktoken", "tekken.json", "tokenization_*.py")
+_OTHER_WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "*.pth", "*.pt", "*.npz")
+_GGUF = "GGUF, llama.cpp's format, cannot be trained: name the folder of the safetensors that it was made from"
+_POINTER = b"version https://git-lfs"
+_NUMBERED = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|wte|word_embeddings|embed_in|embeddings)\.weight$")
+_LAYER = re.compile(r"(?:layers|blocks|h)\.([0-9]{1,5})\.(.+)$")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_INVALID = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised by JSON of another form
+_Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def probe_model(path: str) -> dict[str, Any]:
-    """`kind` (model_type), `bytes`, `shards`, `faults`, `repository` (ORG/NAME that config.json names), `quantized` (by
-    MLX) and `hashes`: SHA-256 of the small files that decide what is trained, and the sizes of the shards."""
+    """`kind` (model_type), `bytes`, `shards`, `faults`, `warnings`, `doubts` (reasons to let the framework try whether
+    it loads), `repository` (ORG/NAME that config.json names), `quantized` (by MLX) and `hashes`: SHA-256 of the small
+    files that decide what is trained, and the sizes of the shards."""
     directory = Path(path)
-    report: dict[str, Any] = {"kind": "?", "bytes": 0, "shards": 0, "faults": [], "repository": None, "hashes": {}}
-    if not directory.is_dir():
-        report["faults"] = [f"no such directory{did_you_mean(directory, CONFIGURATION)}"]
-        return report
-    faults: list[str] = report["faults"]
+    report: dict[str, Any] = {"kind": "?", "bytes": 0, "shards": 0, "repository": None, "hashes": {}}
+    report.update({name: [] for name in ("faults", "warnings", "doubts")})
+    try:
+        instead = _something_else(directory)
+        if instead is not None:
+            report["faults"].append(instead)
+        else:
+            _examine(directory, report)
+    except OSError as error:
+        report["faults"].append(f"{Path(error.filename or path).name}: {reason_of(error, directory)}")
+    return report
+
+
+def _something_else(path: Path) -> str | None:
+    """Description of a path that is no model's folder."""
+    if path.is_file():
+        is_gguf = path.suffix == ".gguf" or _head(path, 4) == b"GGUF"
+        return _GGUF if is_gguf else "a file, no directory: name the folder that it lies in"
+    if not path.is_dir():
+        dangling = f"a link to {path.readlink()}, which is not there" if path.is_symlink() else None
+        return dangling or f"no such directory{did_you_mean(path, CONFIGURATION)}"
+    if (path / CONFIGURATION).exists():
+        return None
+    if (path / "snapshots").is_dir():
+        revisions = sorted(entry.name for entry in (path / "snapshots").iterdir())
+        main = path / "refs" / "main"
+        named = main.read_text().strip() if main.is_file() else ""
+        chosen = named if named in revisions else "".join(revisions[-1:]) or "REVISION"
+        return f"Hugging Face's cache of a model, which lies in {path / 'snapshots' / chosen}: name that folder"
+    if (path / "adapter_config.json").is_file():
+        return "an adapter, no model: name its base as model, and its weights in resume_adapter_file"
+    return _GGUF if any(path.glob("*.gguf")) else None
+
+
+def _examine(directory: Path, report: dict[str, Any]) -> None:
+    shards, faults, configuration = sorted(directory.glob("model*.safetensors")), report["faults"], {}
+    files = [*shards, *(directory / name for name in HASHED)]
+    gone = [file.name for file in files if file.is_symlink() and not file.exists()]
+    pointers = [file.name for file in files if file.is_file() and _head(file, len(_POINTER)) == _POINTER]
+    faults += [f"{name} is a link to a file that is not there: download it again" for name in gone]
+    faults += [f"{name} is a pointer of Git LFS: `git lfs pull` in its folder" for name in pointers]
     try:
         configuration = json.loads((directory / CONFIGURATION).read_bytes())
         report["kind"] = str(configuration["model_type"])
@@ -37,34 +85,130 @@ def probe_model(path: str) -> dict[str, Any]:
         report["quantized"] = isinstance(configuration.get("quantization"), dict)
         report["repository"] = name if isinstance(name, str) and _REPOSITORY.fullmatch(name) else None
     except FileNotFoundError:
-        faults.append("config.json is missing")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        faults += [] if CONFIGURATION in gone else ["config.json is missing"]
+    except _INVALID:
         faults.append("config.json is no model configuration (JSON with a model_type)")
-    if not any((directory / file).is_file() for file in TOKENIZER_FILES):
-        faults.append("no tokenizer (tokenizer.json or tokenizer.model)")
-    shards = sorted(directory.glob("model*.safetensors"))
-    faults += _shard_faults(directory, {shard.name for shard in shards})
+    if not any(file.is_file() for pattern in _VOCABULARIES for file in directory.glob(pattern)):
+        faults.append("no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt)")
+    shards = [shard for shard in shards if shard.name not in (*gone, *pointers)]
+    tensors: _Tensors = {}
+    for shard in shards:
+        try:
+            tensors.update(check_header(shard, exact=False).tensors)
+        except CheckpointError as error:
+            faults.append(f"{shard.name} is cut off or damaged ({error}): download it again")
+    faults += _shard_faults(directory, {shard.name for shard in shards}, tensors) if not (gone or pointers) else []
+    if not faults:
+        report["doubts"] += _doubts(directory, configuration, tensors)
+        with contextlib.suppress(*_INVALID):
+            _check_tokens(directory, configuration, tensors, report)
     report["shards"], report["bytes"] = len(shards), sum(shard.stat().st_size for shard in shards)
     report["hashes"] = {name: value for name in HASHED if (value := file_hash(directory / name)) is not None}
-    report["hashes"] |= {shard.name: f"{shard.stat().st_size} bytes" for shard in shards}
-    return report
+    report["hashes"].update({shard.name: f"{shard.stat().st_size} bytes" for shard in shards})
 
 
-def _shard_faults(directory: Path, present: set[str]) -> list[str]:
-    index = directory / INDEX
+def _head(path: Path, size: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(size)
+
+
+def _shard_faults(directory: Path, present: set[str], tensors: _Tensors) -> list[str]:
+    """Shards whose tensors are nowhere: mlx-lm reads whatever lies there, and a model may have been saved anew beside
+    an index of former shards."""
+    index, numbered = directory / INDEX, [found for found in map(_NUMBERED.fullmatch, present) if found]
+    count, lacking = 0, set[str]()
     if index.is_file():
         try:
-            named = {str(file) for file in json.loads(index.read_bytes())["weight_map"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            weights = json.loads(index.read_bytes())["weight_map"]
+            count, lacking = len(set(weights.values())), {str(weights[name]) for name in weights if name not in tensors}
+        except _INVALID:
             return [f"{index.name} has no weight_map"]
-        missing = sorted(named - present)
-        if missing:
-            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            return [f"{len(missing)} of {len(named)} shards missing: {shown}"]
+    elif numbered and len(numbered) == len(present):
+        count = max(int(found[2]) for found in numbered)
+        expected = (f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+        lacking = set(expected) - present
+    missing = sorted(lacking - present)
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        return [f"{len(missing)} of {count} shards missing: {shown}"]
     if not present:
-        return ["no weights (model*.safetensors)"]
-    empty = sorted(name for name in present if (directory / name).stat().st_size <= 8)
-    return [f"empty: {', '.join(empty)}"] if empty else []
+        others = (file.name for pattern in _OTHER_WEIGHTS for file in sorted(directory.glob(pattern)))
+        other = next(others, None)
+        return [f"no weights (model*.safetensors){f', only {other}' if other else ''}"]
+    return [f"{min(lacking)} lacks tensors that the index places in it: download it again"] if lacking else []
+
+
+def _doubts(directory: Path, configuration: dict[str, Any], tensors: _Tensors) -> list[str]:
+    """Reasons why it may not load: only the framework's own code knows."""
+    text: Any = {**configuration, **(configuration.get("text_config") or {})}
+    layers: dict[int, set[str]] = {}
+    for found in filter(None, map(_LAYER.search, tensors)):
+        layers.setdefault(int(found[1]), set()).add(found[2])
+    settings = _json(directory / "tokenizer_config.json")
+    counts = [text[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in text]
+    doubts = {
+        "quantization_config": bool(text.get("quantization_config")) and not text.get("quantization"),
+        "code of its own": not {"auto_map", "model_file"}.isdisjoint([*configuration, *settings]),
+        "no tokenizer.json": not (directory / TOKENIZER).is_file(),
+        "other layers": sorted(layers) != list(range(counts[0] if counts else 0)),
+        "layers that differ": len(set(map(frozenset, layers.values()))) > 1,
+        "no head": text.get("tie_word_embeddings") is False and not any("lm_head." in name for name in tensors),
+        "other sizes": not _are_of_size(tensors, text),
+    }
+    return [name for name, doubtful in doubts.items() if doubtful]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """{} for any other document, and for none."""
+    with contextlib.suppress(*_INVALID, FileNotFoundError):
+        return dict(json.loads(path.read_bytes()))
+    return {}
+
+
+def _are_of_size(tensors: _Tensors, text: dict[str, Any]) -> bool:
+    """The embedding and the projections are as large as config.json makes those of most architectures."""
+    hidden: Any
+    hidden, inner, heads = (text.get(name) for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    try:
+        width = text.get("head_dim") or hidden // heads
+        queries, keys = heads * width, (text.get("num_key_value_heads") or heads) * width
+    except (TypeError, ZeroDivisionError):
+        return False
+    expected = {"embed_tokens": (text.get("vocab_size"), hidden), "q_proj": (queries, hidden)}
+    expected.update(dict.fromkeys(("k_proj", "v_proj"), (keys, hidden)), o_proj=(hidden, queries))
+    expected.update(dict.fromkeys(("gate_proj", "up_proj"), (inner, hidden)), down_proj=(hidden, inner))
+    for name, (dtype, shape) in tensors.items():
+        part, sizes = name.split(".")[-2:][0], 1 if dtype == "U32" else 2
+        is_known = name.endswith(".weight") and "expert" not in name and part in expected
+        if is_known and shape[:sizes] != expected[part][:sizes]:
+            return False
+    return True
+
+
+def _check_tokens(directory: Path, configuration: dict[str, Any], tensors: _Tensors, report: dict[str, Any]) -> None:
+    """Tokens beyond the embedding, of which MLX reads whatever lies behind it. An added one that neither ends a text
+    nor is in the chat template does no harm: some models have such a one for their images. Raises _INVALID."""
+    own = [shape[0] for name, (_, shape) in tensors.items() if _EMBEDDING.search(name) and shape]
+    rows, file = max(own, default=0), directory / TOKENIZER
+    if not rows or not file.is_file() or file.stat().st_size > HASHED_LIMIT:
+        return
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError:
+        report["faults"].append("tokenizer.json is no JSON: download it again")
+        return
+    words = content["model"]["vocab"]
+    last = max(words.values(), default=0) if isinstance(words, dict) else len(words) - 1
+    if last >= rows:
+        report["faults"].append(f"its tokenizer has tokens up to {last:,}, its embedding {rows:,} rows")
+    beyond = {str(added["content"]): added["id"] for added in content.get("added_tokens") or () if added["id"] >= rows}
+    settings = _json(directory / "tokenizer_config.json")
+    used = [str(settings.get(name)) for name in ("bos_token", "eos_token", "chat_template")]
+    with contextlib.suppress(FileNotFoundError):
+        used.append((directory / "chat_template.jinja").read_text(errors="replace"))
+    for token, number in beyond.items():
+        text = f"token {token[:40]!r} is {number:,}, beyond the embedding's {rows:,} rows"
+        report["faults" if any(token in each for each in used) else "warnings"].append(text)
 
 
 def file_hash(path: Path) -> str | None:
@@ -109,6 +253,9 @@ def probe_configuration(directory: str) -> dict[str, Any]:
         configuration = None
     if not isinstance(configuration, dict):
         return {"problem": f"{path} is no model configuration: no JSON object"}
+    if "quantization_config" not in configuration and (own := _json(path.parent / "hf_quant_config.json")):
+        # As mlx-lm reads a file of NVIDIA's ModelOpt.
+        configuration["quantization_config"] = {"quant_method": "modelopt", **own}
     return {"configuration": configuration, "dtype": _stored_dtype(path.parent)}
 
 

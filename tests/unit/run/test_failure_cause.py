@@ -242,6 +242,62 @@ def test_the_exception_that_ended_a_rank_goes_before_what_it_went_on_after(logs:
     assert cause in found.cause
 
 
+MISSING = "ValueError: Missing 3 parameters: \nmodel.layers.0.a.weight,\nmodel.layers.0.b.weight,\nmodel.norm.weight."
+BACKEND = """ValueError: Couldn't instantiate the backend tokenizer from one of:
+(1) a `tokenizers` library serialization file,
+(2) a slow tokenizer instance to convert or
+(3) an equivalent slow tokenizer class to instantiate and convert.
+You need to have sentencepiece or tiktoken installed"""
+STATE = """RuntimeError: Error(s) in loading state_dict for Net:
+\tMissing key(s) in state_dict: "a.weight", "b.weight".
+\tsize mismatch for c.weight"""
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (MISSING, MISSING.replace("\n", " ").replace("  ", " ")),
+        (BACKEND, BACKEND.replace("\n", " ").removesuffix(" You need to have sentencepiece or tiktoken installed")),
+        (STATE, STATE.replace("\n\t", " ")),
+        (
+            "ValueError: 2 validation errors for Job\nname\n  Field required",
+            "ValueError: 2 validation errors for Job name",
+        ),
+        ("ValueError: a list:\n" + "name_of_a_parameter,\n" * 1000, "ValueError: a list: name_of_a_parameter, "),
+        ("ValueError: boom\nwandb: syncing is done", "ValueError: boom"),
+        ("ValueError: boom:\n\nstep 3", "ValueError: boom:"),
+        ("ValueError: boom:\nTraceback (most recent call last):", "ValueError: boom:"),
+    ],
+)
+def test_a_cause_keeps_the_lines_that_its_message_announces(logs: RunLogs, message: str, cause: str) -> None:
+    logs.write(1, f'step 4\nTraceback (most recent call last):\n  File "a.py", line 1, in f\n{message}\n')
+    ended(logs, rank=1, cause="exited with code 1")
+    found = diagnose(logs.run_dir)
+    assert found is not None and found.cause.startswith(cause) and len(found.cause) <= 300
+    assert "wandb" not in found.cause and "step" not in found.cause and "Traceback" not in found.cause
+
+
+def test_a_model_type_that_mlx_lm_lacks_is_not_told_as_another_environment(logs: RunLogs) -> None:
+    """mlx-lm raises its own error from the missing module's."""
+    logs.write(
+        1,
+        """Traceback (most recent call last):
+  File "utils.py", line 9, in _get_classes
+ModuleNotFoundError: No module named 'mlx_lm.models.bert'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+ValueError: Model type bert not supported.
+""",
+    )
+    ended(logs, rank=1, cause="exited with code 1")
+    found = diagnose(logs.run_dir)
+    assert found is not None and found.signature == "import.model_type"
+    assert found.cause == "the mlx-lm on this host has no model type bert"
+
+
 def test_the_end_that_a_rank_reported_goes_before_its_log(logs: RunLogs) -> None:
     logs.write(1, HANDLED + RAISED)
     ended(logs, rank=1, cause="exited with code 1")
