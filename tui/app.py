@@ -42,7 +42,7 @@ from tui.gc_pauses import GcScheduler
 from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
 from tui.poller import POLL_S, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
 from tui.screens.deck import DeckScreen
-from tui.screens.dialog import Welcome, confirm_abort, confirm_interpreters, confirm_launch, text_width
+from tui.screens.dialog import Welcome, confirm_abort, confirm_launch, confirm_programs, text_width
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix, confirm_setup
 from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.stopping import Stopping
@@ -196,7 +196,8 @@ class FlightDeckApp(App[None]):
             self.open_run(self._follow)
 
     def _ask_config(self, message: EngineReady, config: Config) -> None:
-        """Somebody else may have written the file, and a probe runs the interpreters that it names."""
+        """Somebody else may have written the file, and a probe runs the interpreters that it names, a check its sync
+        script and a model's own code."""
         self._asked = True
         self.store.change(fault=f"{config.file} waits for your answer")
 
@@ -210,7 +211,8 @@ class FlightDeckApp(App[None]):
                 self.say(str(error), severity="warning")
             self._take_config(message)
 
-        self.push_screen(confirm_interpreters(config, text_width(self.size.width)), answered)
+        programs = message.engine.nodes.programs(config)
+        self.push_screen(confirm_programs(config.file, programs, text_width(self.size.width)), answered)
 
     def _take_config(self, message: EngineReady) -> None:
         config = message.config

@@ -415,6 +415,8 @@ def _config(parser: argparse.ArgumentParser) -> None:
     # No default of its own, so that -c before the command is not overwritten.
     what = "default: ./flightdeck.toml"
     parser.add_argument("-c", "--config", type=_file, default=argparse.SUPPRESS, metavar="FILE", help=what)
+    what = "run what the file names (interpreters, scripts, a model's own code), without a question from now on"
+    parser.add_argument("--accept", action="store_true", help=what)
 
 
 def _layer_split(parser: argparse.ArgumentParser) -> None:

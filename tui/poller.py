@@ -40,7 +40,7 @@ class EngineReady(Message):
     prediction: Prediction | None = None
     scaling: Scaling | None = None
     accepted: bool = True
-    """Its interpreters may be run without a question."""
+    """It may run what it names, without a question."""
 
 
 @dataclass

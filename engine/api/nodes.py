@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shlex
-import sys
 from collections.abc import AsyncIterator, Sequence
 
 from engine.api.session import Session
@@ -18,6 +17,7 @@ from engine.cluster.transport.base import Completed, for_any_shell
 from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.ssh_config import shell_argv, write_openssh_config
 from engine.config.models import Config, NodeConfig
+from engine.config.programs import named_programs
 from engine.errors import HostKeyChanged, InputError, LaunchError, StateError
 from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
 from engine.plan.addresses import setup_commands, setup_script
@@ -25,9 +25,11 @@ from engine.plan.network import NetworkPlan, plan_network
 from engine.security.audit import audit_log
 from engine.security.identifiers import SshTarget
 from engine.security.paths import make_home
+from engine.security.redact import redact
+from engine.security.sanitise import plain
 
 _ACCEPTED = "accepted-files"
-"""The digest of each configuration whose interpreters a person has accepted, a line each."""
+"""The digest of each configuration whose programs a person has accepted, a line each."""
 _FIX_LIMIT_S = 600.0
 """A fix command's time limit: it may install packages."""
 
@@ -63,17 +65,21 @@ class NodesApi:
         self._session.report_damage(store)
         return [facts for node in config.nodes if (facts := known.get((node.name, node.ssh))) is not None]
 
-    def is_accepted(self, config: Config) -> bool:
-        """Nobody has to be asked before the nodes are probed: no interpreter is named but this one, or a person has
-        accepted a file of the same text."""
-        if config.file is None or all(node.local and node.python == sys.executable for node in config.nodes):
+    def is_accepted(self, config: Config, *, launch: bool = False) -> bool:
+        """Nobody has to be asked before its nodes are probed and checked, or it is launched: that runs no program which
+        the file names, or a person has accepted the same content."""
+        if config.file is None or not named_programs(config, launch=launch):
             return True
         with contextlib.suppress(OSError):
-            return config.digest in (self._home / _ACCEPTED).read_text().split()
+            return config.digest.encode() in (self._home / _ACCEPTED).read_bytes().split()
         return False
 
+    def programs(self, config: Config) -> list[tuple[str, str]]:
+        """All that the configuration makes run: where or as what, and its name; sanitised."""
+        return [(plain(label, 200), redact(plain(text, 2000))) for label, text in named_programs(config, launch=True)]
+
     def accept(self, digest: str) -> None:
-        """The interpreters may be run that a file with this `Config.digest` names. Raises StateError, OSError."""
+        """Let run what a configuration with this `Config.digest` names. Raises StateError, OSError."""
         make_home(self._home)
         descriptor = os.open(self._home / _ACCEPTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as accepted:

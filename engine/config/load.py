@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from engine.config.models import (
     RecoveryConfig,
     on_node,
 )
+from engine.config.programs import content_digest
 from engine.errors import ConfigError
 from engine.protocol.job import Framework
 from engine.security.identifiers import LOCAL
@@ -227,8 +227,8 @@ def load_config(path: Path) -> Config:
     if imported and imported.env:
         config = config.model_copy(update={"env": {**imported.env, **config.env}})
     placed = tuple(_with_job(node, config.model, config.data, file.parent) for node in good)
-    digest = hashlib.sha256((text + (imported.text if imported else "")).encode()).hexdigest()
-    return Config(file=file, digest=digest, cluster=cluster, nodes=placed, job=config, **sections)
+    loaded = Config(file=file, cluster=cluster, nodes=placed, job=config, **sections)
+    return loaded.model_copy(update={"digest": content_digest(loaded, text, imported.text if imported else "")})
 
 
 def _read_sections(

@@ -105,7 +105,10 @@ class LaunchBench:
         config.write_text(CONFIG.format(nodes=nodes, launcher=launcher, seconds=seconds))
         begun = time.time()
         done = subprocess.run(
-            [FLIGHTDECK, "launch", "-c", str(config), "--json"], check=True, capture_output=True, timeout=LIMIT_S
+            [FLIGHTDECK, "launch", "-c", str(config), "--json", "--accept"],
+            check=True,
+            capture_output=True,
+            timeout=LIMIT_S,
         )
         run = RunDir(Path(os.environ["FLIGHTDECK_HOME"]) / "runs" / json.loads(done.stdout)["id"])
         await_(lambda: all(FIRST in _text(run.log(rank)) for rank in range(4)))

@@ -241,7 +241,7 @@ async def test_the_preflight_of_a_torch_job_passes_on_nodes_without_mlx(
         f'[[node]]\nname = "box"\nprocesses = 2\npython = "{TORCH}"\nworkdir = "{tmp_path}"\n'
         f'[job]\nname = "job"\nframework = "torch"\n{job}[preflight]\nall_sum_s = 0.5\n'
     )
-    command = [str(Path(sys.executable).with_name("flightdeck")), "preflight", "-c", str(file)]
+    command = [str(Path(sys.executable).with_name("flightdeck")), "preflight", "--accept", "-c", str(file)]
     ended = await asyncio.to_thread(
         subprocess.run, command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=170
     )

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.integration.over_ssh import unknown, write_config
-from tests.tui.commands import FLIGHTDECK, environment, flightdeck
+from tests.tui.commands import FLIGHTDECK, accepting, environment, flightdeck
 
 PATIENCE_S = 30.0
 
@@ -38,7 +38,7 @@ def asked_at_a_terminal(home: Path, studio: Path, before: bytes, answer: bytes) 
     try:
         os.write(ours, before)
         with subprocess.Popen(
-            [FLIGHTDECK, "nodes"],
+            [FLIGHTDECK, *accepting(["nodes"])],
             cwd=studio,
             env=environment(home),
             stdin=theirs,

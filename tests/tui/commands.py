@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -14,6 +15,8 @@ from unittest import mock
 from tui.cli import main
 
 FLIGHTDECK = str(Path(sys.executable).with_name("flightdeck"))
+ACCEPTING = frozenset({"launch", "plan", "nodes", "preflight", "calibrate", "sync"})
+"""The commands that ask before they run what a configuration names."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,12 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     return {**kept, "FLIGHTDECK_HOME": str(home), **more}
 
 
-def flightdeck(home: Path, *arguments: str, cwd: Path | None = None) -> Done:
+def accepting(arguments: Sequence[str]) -> list[str]:
+    """The arguments of somebody who has read the configuration."""
+    return [*arguments, *(["--accept"] if ACCEPTING.intersection(arguments[:1]) else [])]
+
+
+def flightdeck(home: Path, *arguments: str, cwd: Path | None = None, accept: bool = True) -> Done:
     """Run a command to its end, without a terminal, in this process: another one costs half a second to start."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="") for _ in range(2))
     with (
@@ -43,7 +51,7 @@ def flightdeck(home: Path, *arguments: str, cwd: Path | None = None) -> Done:
         contextlib.chdir(cwd or Path.cwd()),
     ):
         try:
-            code = main(arguments)
+            code = main(accepting(arguments) if accept else arguments)
         except SystemExit as ended:
             code = int(ended.code or 0)
     return Done(code, _written(out), _written(err))
@@ -59,7 +67,7 @@ def _written(stream: io.TextIOWrapper) -> str:
 def shell(home: Path, *arguments: str, cwd: Path | None = None, timeout_s: float = 120) -> Done:
     """As `flightdeck`, as a process of its own."""
     done = subprocess.run(
-        [FLIGHTDECK, *arguments],
+        [FLIGHTDECK, *accepting(arguments)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         env=environment(home),

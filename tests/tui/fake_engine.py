@@ -440,6 +440,9 @@ class FakeEngine:
     def adopt_orphans(self) -> list[str]:
         return []
 
+    def is_accepted(self, config: Config, *, launch: bool = False) -> bool:
+        return True
+
     async def close(self) -> None:
         self.closed = True
 

@@ -23,7 +23,7 @@ from engine.plan.document import TrainingPlan
 from engine.run.history import fold
 from engine.run.journal import read_journal
 from tests.demo_copies import demo_below
-from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck, shell
+from tests.tui.commands import FLIGHTDECK, Done, accepting, environment, flightdeck, shell
 
 ITERATIONS = 3
 QUICK = ("--skip", "gradient_layer", "--skip", "versions_match")
@@ -49,7 +49,7 @@ def running(shared_home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [FLIGHTDECK, *arguments],
+            [FLIGHTDECK, *accepting(arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -45,6 +45,9 @@ class FakeCluster:
         named = tuple(NodeConfig(name=f.node, ssh=f.host, python="python3", workdir="~") for f in self.found)
         return Config(cluster=ClusterConfig(), nodes=named, job=JobConfig(name="mine", command=("true",)))
 
+    def is_accepted(self, config: Config, *, launch: bool) -> bool:
+        return True
+
     async def probe(self, config: Config) -> list[NodeFacts]:
         return [
             facts(f.node) if f.host_key is not None and f.host_key.fingerprint in self.accepted else f

@@ -147,7 +147,7 @@ def test_without_a_configuration_it_is_bad_usage(home: Path, tmp_path: Path) -> 
 
 
 def test_what_the_rules_suggest_is_written_into_the_configuration(home: Path, studio: Path) -> None:
-    write(studio, "batch_size = 6  # mine", "iters = 100")
+    write(studio, "batch_size = 6  # mine", "iters = 100", 'env = { MINE = "1" }')
     before = (studio / "flightdeck.toml").read_text()
     suggested = json.loads(plan(home, studio, "--json").out)["batch_configuration"]["suggested"]
     done = plan(home, studio, "--apply")
@@ -156,7 +156,8 @@ def test_what_the_rules_suggest_is_written_into_the_configuration(home: Path, st
     for line in suggested["job_keys"].splitlines():
         assert line in text and line in done.out
     assert "# mine" in text and (studio / "flightdeck.toml.bak").read_text() == before
-    batch = json.loads(plan(home, studio, "--json").out)["batch_configuration"]
+    # What it makes run was accepted before, and this is no other's text.
+    batch = json.loads(flightdeck(home, "plan", "--json", cwd=studio, accept=False).out)["batch_configuration"]
     assert batch["total_batch_size"] == suggested["total_batch_size"]
     assert batch["learning_rate"] == suggested["learning_rate"] and batch["warmup_steps"] == suggested["warmup_steps"]
 

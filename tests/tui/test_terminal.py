@@ -108,6 +108,20 @@ def test_a_crash_restores_the_terminal_and_is_a_failure(config: Path, home: Path
 
 
 @pytest.mark.needs("linux")
+def test_the_question_names_a_sync_script_and_a_models_own_code(tmp_path: Path, home: Path) -> None:
+    file, script = tmp_path / "flightdeck.toml", tmp_path / "sync.sh"
+    script.touch()
+    job = '[job]\nmodel = "model"\ndata = "data"\ntrust_remote_code = true\n'
+    file.write_text(f'[[node]]\nname = "local-0"\n{job}[preflight]\nsync_script = "{script}"\n')
+    with console(CONSOLE, home, "-c", str(file)) as terminal:
+        for named in (b"run what this file names?", b"sync_script", b"own code", b"trust_remote_code"):
+            terminal.read_until(named)
+        terminal.press(b"\r")
+        terminal.read_until(b"was not accepted")
+        terminal.press(b"q")
+        assert terminal.wait() == 0
+
+
 def test_ctrl_z_gives_the_terminal_back_until_the_console_is_continued(config: Path, home: Path) -> None:
     with console(CONSOLE, home, "-c", str(config)) as terminal:
         terminal.read_until(b"idle")

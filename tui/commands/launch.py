@@ -14,7 +14,7 @@ from engine.errors import plural
 from engine.models import RunRecord, RunState
 from engine.snapshots import StopProgress
 from tui.commands.follow import Follower, introduce, print_end, until_ended, until_past_preflight
-from tui.commands.terminal import Lines, check_terminal, config_file, is_person, print_json, progress_lines
+from tui.commands.terminal import Lines, accepted_config, check_terminal, is_person, print_json, progress_lines
 
 
 def demo(options: argparse.Namespace, engine: Engine) -> int:
@@ -35,7 +35,7 @@ def demo(options: argparse.Namespace, engine: Engine) -> int:
 
 def launch(options: argparse.Namespace, engine: Engine) -> int:
     """Launch a configuration; without --follow, return once preflight has let it through."""
-    config = with_strategy(engine.load_config(config_file(options)), options.strategy, options.layer_split)
+    config = with_strategy(accepted_config(options, engine, launch=True), options.strategy, options.layer_split)
     return _launch(options, engine, config)
 
 

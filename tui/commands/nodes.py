@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import subprocess
 import sys
-import termios
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from engine.api import Config, Engine, ExitCode, NetworkPlan
 from engine.errors import FlightDeckError, InputError, StateError
 from engine.models import HostKeyOffer, NodeFacts, Topology
 from tui import node_state, topology
-from tui.commands.terminal import Lines, config_file, is_person, print_json
+from tui.commands.terminal import Lines, accepted_config, agreed_to, is_person, print_json
 from tui.formatting import NOT_MEASURED, ago, size, table
 from tui.glyphs import Glyphs, utf8_terminal
 from tui.state import DeckState
@@ -42,7 +41,7 @@ class ClusterProbe:
 
 def nodes(options: argparse.Namespace, engine: Engine) -> int:
     """Probe every node of the configuration; 1 when one has a problem, or they cannot be wired."""
-    config = engine.load_config(config_file(options))
+    config = accepted_config(options, engine)
     progress = Lines(sys.stderr)
     if ASK in options.trust and not is_person(sys.stdin):
         raise InputError("--trust without a fingerprint asks, and there is no terminal", todo="--trust SHA256:…")
@@ -92,7 +91,7 @@ def _set_up(engine: Engine, config: Config, found: Topology, progress: Lines) ->
         progress.say("every Thunderbolt cable has a network of its own, or there is none: nothing to set up")
         return False
     _print_setup(progress, found)
-    if not _agreed_to("run these commands on the nodes, with sudo?", progress):
+    if not agreed_to("run these commands on the nodes, with sudo?", progress):
         return False
     for node, commands in found.setup.items():
         progress.say(f"{node}:")
@@ -120,23 +119,7 @@ def _agreed(offer: HostKeyOffer, progress: Lines) -> bool:
     kind = offer.key.partition(" ")[0]
     progress.say(f"{offer.target} shows a host key ({kind}) that nobody has accepted. On the node itself,")
     progress.say("  ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub  must print the same fingerprint.")
-    return _agreed_to(f"accept {offer.fingerprint} for {offer.target}?", progress)
-
-
-def _agreed_to(question: str, progress: Lines) -> bool:
-    flush_input()
-    progress.stream.write(f"{question} [y/N] ")
-    progress.stream.flush()
-    try:
-        return input().strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
-
-
-def flush_input() -> None:
-    """Drop what was typed before the question: nobody has compared a fingerprint not yet shown."""
-    with suppress(OSError, ValueError, termios.error):
-        termios.tcflush(sys.stdin, termios.TCIFLUSH)
+    return agreed_to(f"accept {offer.fingerprint} for {offer.target}?", progress)
 
 
 def _print(lines: Lines, config: Config, engine: Engine, seen: ClusterProbe) -> None:

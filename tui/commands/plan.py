@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.api import Engine, ExitCode, TorchSection, TrainingPlan, explained, summary, with_strategy
 from engine.errors import InputError, memory_text
-from tui.commands.terminal import Lines, config_file, print_json
+from tui.commands.terminal import Lines, accepted_config, config_file, print_json
 
 _WIDEST = 120
 
@@ -20,7 +20,7 @@ _WIDEST = 120
 def plan(options: argparse.Namespace, engine: Engine) -> int:
     """Make the plan; 1 when it could not be launched as it stands, or not by this release. With --apply, 0 when the
     suggestion was written: it is another job's plan that counts then."""
-    config = engine.load_config(config_file(options))
+    config = accepted_config(options, engine)
     strategy = options.strategy
     if options.layer_split is not None:
         config = with_strategy(config, strategy, options.layer_split)
@@ -41,6 +41,8 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
             Lines().say(f"written: {path}")
     if options.apply:
         written, kept = engine.plans.apply(config, made)
+        # What the file makes run has been accepted, and is the same.
+        engine.nodes.accept(engine.load_config(config_file(options)).digest)
         lines = Lines(sys.stderr if options.json or options.format is not None else sys.stdout)
         lines.say(f"written into [job] of {config.file}, whose former text is in {kept}:")
         for line in written:

@@ -12,12 +12,12 @@ import sys
 from engine.api import Config, Engine, ExitCode
 from engine.models import CheckResult, CheckStatus, NodeSync, SyncReport
 from tui.commands.follow import print_check
-from tui.commands.terminal import Lines, config_file, has_colour, print_json, progress_lines
+from tui.commands.terminal import Lines, accepted_config, has_colour, print_json, progress_lines
 
 
 def preflight(options: argparse.Namespace, engine: Engine) -> int:
     """Run the checks and stream them; 1 when one would block a launch."""
-    config = engine.load_config(config_file(options))
+    config = accepted_config(options, engine)
     lines = progress_lines(options)
     results = asyncio.run(_checks(engine, config, options.skip, lines))
     report = engine.checks.report(config, results, skip=options.skip)
@@ -72,7 +72,7 @@ def _terminal() -> CheckResult:
 
 def sync(options: argparse.Namespace, engine: Engine) -> int:
     """Copy and compare, or compare only; 1 when a node differs after it."""
-    config = engine.load_config(config_file(options))
+    config = accepted_config(options, engine)
     lines = progress_lines(options)
     report = asyncio.run(_synced(engine, config, lines, dry_run=options.dry_run))
     if options.json:

@@ -8,11 +8,17 @@ import argparse
 import json
 import os
 import sys
+import termios
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.errors import InputError
+
+if TYPE_CHECKING:
+    from engine.api import Config, Engine
 
 DEFAULT_FILE = Path("flightdeck.toml")
 """The configuration when none is named."""
@@ -36,6 +42,51 @@ def config_file(options: argparse.Namespace) -> Path:
     """The command's configuration: -c, else ./flightdeck.toml."""
     chosen: Path | None = options.config
     return chosen or DEFAULT_FILE
+
+
+def accepted_config(options: argparse.Namespace, engine: Engine, *, launch: bool = False) -> Config:
+    """The command's configuration, once a person has accepted what it makes run: it may be somebody else's. Raises
+    ConfigError, and InputError where nobody has."""
+    config = engine.load_config(config_file(options))
+    if engine.nodes.is_accepted(config, launch=launch):
+        return config
+    if not options.accept:
+        _ask(config, engine.nodes.programs(config))
+    engine.nodes.accept(config.digest)
+    return config
+
+
+def _ask(config: Config, programs: Sequence[tuple[str, str]]) -> None:
+    """Name what the configuration makes run, and ask. Raises InputError, also without a terminal."""
+    lines = Lines(sys.stderr)
+    if not (is_person(sys.stdin) and is_person(lines.stream)):
+        raise InputError(
+            f"{config.file} makes programs run that nobody has accepted",
+            why="; ".join(f"{label}: {text}" for label, text in programs),
+            todo="look at them, then add --accept",
+        )
+    lines.say(f"{config.file} makes these run:")
+    width = max(len(label) for label, _ in programs)
+    for label, text in programs:
+        lines.say(f"  {label:<{width}}  {text}")
+    if not agreed_to("run them (asked once for each content of the file)?", lines):
+        raise InputError(f"{config.file} was not accepted", why="nothing was run")
+
+
+def agreed_to(question: str, progress: Lines) -> bool:
+    flush_input()
+    progress.stream.write(f"{question} [y/N] ")
+    progress.stream.flush()
+    try:
+        return input().strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def flush_input() -> None:
+    """Drop what was typed before the question: nobody has answered what is not yet shown."""
+    with suppress(OSError, ValueError, termios.error):
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
 
 
 def check_terminal() -> None:

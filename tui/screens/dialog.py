@@ -5,7 +5,8 @@ launch or an abort, and the welcome when there is no flightdeck.toml.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from pathlib import Path
+from typing import ClassVar, Final, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -22,9 +23,6 @@ from tui.state import DeckState
 from tui.widgets.plan_summary import hosts, job_rows
 from tui.widgets.run_summary import newest_checkpoint, own_program
 from tui.widgets.text import pair
-
-if TYPE_CHECKING:
-    from engine.api import Config
 
 Answer = TypeVar("Answer")
 
@@ -119,19 +117,12 @@ def confirm_launch(state: DeckState, width: int) -> Confirm:
     return Confirm(f"launch {config.job.name}?", lines, "Launch")
 
 
-_NAMED: Final = 8
-"""Nodes whose interpreters are named in a question."""
-
-
-def confirm_interpreters(config: Config, width: int) -> Confirm:
-    """The programs that a probe of the configuration's nodes runs."""
-    lines = [Content.styled(str(config.file), "bold"), Content("")]
-    lines.append(Content("Its nodes are asked at once what they are, which runs these programs:"))
-    nodes = [("this machine" if node.local else node.ssh, node.python) for node in config.nodes]
-    lines += [pair(host, python, width, style="bold") for host, python in dict.fromkeys(nodes[:_NAMED])]
-    if len(nodes) > _NAMED:
-        lines.append(Content(f"and {len(nodes) - _NAMED} more"))
-    lines += [Content(""), Content.styled("Asked once for each content of the file and its hostfile.", MUTED)]
+def confirm_programs(file: Path | None, programs: Sequence[tuple[str, str]], width: int) -> Confirm:
+    """All that a configuration makes run."""
+    lines = [Content.styled(str(file), "bold"), Content("")]
+    lines.append(Content("It makes these run, some as soon as its nodes are asked what they are:"))
+    lines += [pair(label, text, width, style="bold") for label, text in programs]
+    lines += [Content(""), Content.styled("Asked once for each content of the file and of what it names.", MUTED)]
     return Confirm("run what this file names?", lines, "Run them")
 
 
