@@ -21,6 +21,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +31,7 @@ from engine.protocol.deepspeed import deepspeed_config
 from engine.protocol.job import Job, JobError, TorchSettings
 from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer
+from engine.torch_trainer.unpickling import load_restricted, restrict_unpickling
 from engine.training.outcome import GroupError, first_line
 
 _STATE = "state"
@@ -70,6 +72,7 @@ def make_accelerator(
 ) -> Accelerator:
     """Form the group. `config`: ds_config.json; `timeout`: of connecting. Raises what PyTorch and Accelerate raise."""
     on_cpu = backend != "nccl"
+    restrict_unpickling()
     # Checkpoints and messages between the ranks are on the CPU.
     dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", timeout=timeout)
     # With cpu=True for Accelerator, it would ignore DeepSpeed; without it, on the CPU, all other ranks.
@@ -82,7 +85,11 @@ def make_accelerator(
         )
     # Only here: the other strategies need no DeepSpeed.
     import deepspeed
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
 
+    torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
     compile_nothing()
     # With ZeRO-3 transformers loads the model in partitions, for which DeepSpeed must know the group.
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
@@ -148,6 +155,17 @@ class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
 
     def storage_meta(self) -> None:
         """No path, and no identity of this one save."""
+
+
+class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
+    # Without `rank`, by which a refused file would be looked for under another name, and read by PyTorch itself.
+    def read_metadata(self) -> Metadata:
+        """Raises CheckpointError."""
+        metadata = load_restricted(Path(self.path, ".metadata"))
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(".metadata is none")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
 
 class TorchStrategy(ABC):
@@ -232,7 +250,7 @@ class TorchStrategy(ABC):
     def load(self, folder: Path, *, converted: bool) -> None:
         """Restore what was saved, with all ranks' files in `folder`, or what has been `converted`. Raises
         CheckpointError."""
-        state, reader = self._state(), dcp.FileSystemReader(folder)
+        state, reader = self._state(), _Reader(folder)
         with _first_cause():
             if not any(name.startswith("scaler.") for name in reader.read_metadata().state_dict_metadata):
                 # It was saved in another precision.
