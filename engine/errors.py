@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 
 def memory_text(count: float) -> str:
@@ -23,6 +26,12 @@ ENABLE_RDMA = (
 def plural(count: int, noun: str) -> str:
     """A count in a message: "1 node", "1,200 files"."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def spans(names: Iterable[str]) -> str:
+    """Names in a message, those of one machine's ranks as a span: "one.0 to one.7, two"."""
+    groups = [[*group] for _, group in groupby(names, lambda name: re.sub(r"(?<=\.)\d+$", "", name))]
+    return ", ".join(" to ".join(dict.fromkeys((group[0], group[-1]))) for group in groups)
 
 
 class FlightDeckError(Exception):

@@ -33,6 +33,7 @@ LISTS = "lists the largest folders, and changes nothing"
 ENDS = "ends these processes for good, with what they have not saved: it cannot be taken back"
 _EFFECTS = {
     "mkdir -p": "makes a folder; rmdir removes it",
+    "rm": "removes an empty file; touch makes it again",
     "chmod +x": "lets it be run; chmod -x takes that back",
     "chmod u+rx": "lets its owner read and run it; chmod u-rx takes that back",
     "chmod u+rX": "lets its owner read it; chmod u-r takes that back",

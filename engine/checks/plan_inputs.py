@@ -30,14 +30,7 @@ from engine.measurements import Calibration
 from engine.models import NodeFacts, RunRecord
 from engine.plan.context import PlanInputs, Tools, make_context
 from engine.plan.data_report import DataReport, read_data_report
-from engine.plan.document import (
-    Disabled,
-    Launching,
-    PlannedHostfile,
-    RankMemory,
-    Rationale,
-    TrainingPlan,
-)
+from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemory, Rationale, TrainingPlan
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.choice import is_open
 from engine.plan.memory.choice import resolved as with_chosen

@@ -14,13 +14,13 @@ from engine.cluster.probe_results import ProgramLocation
 from engine.config.models import NodeConfig
 from engine.errors import InputError
 from engine.models import CheckResult
-from engine.protocol.launchers import NestedLauncher, nested_in_command, started_program
+from engine.protocol.launchers import nested_in_command, started_program
 from engine.security.identifiers import safe_repr
 
 NAME = "program_present"
 _LIMIT_S = 30.0
 _PACKAGES = {
-    **{f"mlx_lm{command}": "mlx-lm" for command in ("", ".lora", ".fuse", ".convert", ".generate")},
+    **{f"mlx_lm{command}": "mlx-lm" for command in ("", ".lora", ".fuse", ".convert")},
     "tune": "torchtune",
     "fabric": "lightning",
     "llamafactory-cli": "llamafactory",
@@ -52,9 +52,11 @@ async def run(context: CheckContext) -> CheckResult:
             found.fault(node, why)
         else:
             found.evidence[node.name] = location.program or ""
+        for lock in location.locks if job.framework == "torch" else ():
+            why = "a build of a C++ extension that was killed has left this lock, and torch waits for it for ever"
+            found.warn(node, f"{lock}: {why}", path_fix("rm", lock))
         if (within := location.launcher) is not None and len(context.config.nodes) > 1:
-            report = found.fault if within.certain else found.warn
-            report(node, f"{within.script}: {NestedLauncher(within.name, within.fix, within.certain)}")
+            (found.fault if within[1] else found.warn)(node, within[0])
     nested = nested_in_command(job.command or (), job.framework)
     if nested is not None and len(context.config.nodes) > 1:
         (found.overall.fault if nested.certain else found.overall.warn)(str(nested))

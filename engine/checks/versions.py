@@ -18,13 +18,7 @@ from engine.checks import connectivity
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext, once
 from engine.checks.fixes import Fix, posix
-from engine.checks.interpreter import (
-    HOME_ENVIRONMENT,
-    IMPORT_LIMIT_S,
-    Interpreter,
-    environment_of,
-    probe_imports,
-)
+from engine.checks.interpreter import HOME_ENVIRONMENT, IMPORT_LIMIT_S, Interpreter, environment_of, probe_imports
 from engine.checks.plan_inputs import chosen_job
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, JobConfig, NodeConfig

@@ -65,7 +65,7 @@ _NOT_EXECUTED = frozenset({"ENOEXEC", "EACCES", "ELOOP", "ENOTDIR", "EBADARCH", 
 """Errors of execve(2) that lie in the program; EBAD… are macOS's."""
 _KILLED = frozenset({1, 2, 9, 13, 15})
 """HUP, INT, KILL, PIPE and TERM: what they end may be sound. A missing dylib ends it by ABRT."""
-_SET_PYTHON = "set python in its [[node]] to the interpreter that has mlx"
+_SET_PYTHON = "set python in its [[node]] to the interpreter that has mlx, or torch for a PyTorch job"
 
 Result = TypeVar("Result", bound=BaseModel)
 Asked = TypeVar("Asked")

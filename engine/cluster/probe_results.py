@@ -144,15 +144,6 @@ class Reporters(FrozenModel):
     services: Annotated[dict[ShortText, ReporterState], Field(max_length=10)]
 
 
-class LauncherWithin(FrozenModel):
-    """A launcher that a shell script starts (engine.protocol.launchers.NestedLauncher)."""
-
-    name: ShortText
-    fix: ShortText
-    certain: bool
-    script: PathText
-
-
 class ProgramLocation(FrozenModel):
     program: ShortText | None
     """The program that would run."""
@@ -160,7 +151,8 @@ class ProgramLocation(FrozenModel):
     """Where its Python script lies, symlinks followed."""
     roots: list[PathText] = Field(default_factory=list, max_length=10)
     """The node's home and its workdir, likewise."""
-    launcher: LauncherWithin | None = None
+    launcher: tuple[ShortText, bool] | None = None
+    """The sentence about a launcher in a shell script, and whether it is certain."""
     fault: ShortText | None
     make: PathText | None = None
     """A folder that is missing."""
@@ -168,6 +160,8 @@ class ProgramLocation(FrozenModel):
     """A file that may not be executed."""
     absent: ShortText | None = None
     """A program that was looked for by its name."""
+    locks: list[PathText] = Field(default_factory=list, max_length=100)
+    """Locks of builds of torch's extensions that no process holds."""
 
 
 class PortHolder(FrozenModel):

@@ -12,6 +12,7 @@ from typing import Any
 from engine.config.faults import Faults, Location, keys_of
 from engine.config.formats import ON_NODE, host_form, interpreter, path_form, remote_path_form, resolved
 from engine.config.models import ClusterConfig, NodeConfig
+from engine.protocol.job import Framework
 from engine.security.identifiers import LOCAL, SshTarget
 
 NODE_LIMIT = 64
@@ -71,10 +72,10 @@ def node_tables(faults: Faults, file: str, tables: object) -> list[NodeTable]:
 
 
 def read_nodes(
-    faults: Faults, tables: Sequence[NodeTable], defaults: NodeTable, base: Path
+    faults: Faults, tables: Sequence[NodeTable], defaults: NodeTable, base: Path, framework: Framework
 ) -> tuple[NodeConfig | None, ...]:
     """All nodes, in rank order; None for one with faults, so that the others keep their ranks."""
-    reader = _NodeReader(faults, defaults, base, len(tables))
+    reader = _NodeReader(faults, defaults, base, len(tables), framework)
     nodes = tuple(reader.read(rank, table) for rank, table in enumerate(tables))
     if all(node is not None and node.local for node in nodes):
         return tuple(node and node.model_copy(update={"ips": node.ips or (LOCAL,)}) for node in nodes)
@@ -89,6 +90,7 @@ class _NodeReader:
     """The folder of the configuration."""
     size: int
     """Number of nodes."""
+    framework: Framework
 
     def read(self, rank: int, table: NodeTable) -> NodeConfig | None:
         if table.values is None:
@@ -149,5 +151,5 @@ class _NodeReader:
             return None
         if local:
             return sys.executable
-        self.faults.missing(table.location, key, f"the interpreter that has mlx: {ON_NODE}")
+        self.faults.missing(table.location, key, f"the interpreter that has {self.framework}: {ON_NODE}")
         return "/"

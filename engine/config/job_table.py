@@ -28,8 +28,15 @@ from engine.config.mlx_lm_keys import (
 )
 from engine.config.models import JobConfig
 from engine.protocol.job import AUTO, STRATEGIES, Framework
-from engine.protocol.launcher_options import REFUSED, option_of
-from engine.protocol.launchers import MIXED_PRECISIONS, option_value, own_strategy, split_launcher, started_program
+from engine.protocol.launchers import (
+    MIXED_PRECISIONS,
+    REFUSED,
+    option_of,
+    option_value,
+    own_strategy,
+    split_launcher,
+    started_program,
+)
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (

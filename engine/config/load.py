@@ -200,9 +200,9 @@ def load_config(path: Path) -> Config:
         faults.add(Location(name), "node", document["node"], accepted)
     if cluster is not None and imported and imported.backend and "backend" not in cluster_table:
         cluster = cluster.model_copy(update={"backend": imported.backend})
-    nodes = read_nodes(faults, tables, defaults, file.parent)
-    job = read_job(faults, Location(name, "job"), job_table, file.parent)
     framework: Framework = "torch" if job_table.get("framework") == "torch" else "mlx"
+    nodes = read_nodes(faults, tables, defaults, file.parent, framework)
+    job = read_job(faults, Location(name, "job"), job_table, file.parent)
     if cluster is not None:
         _check_framework(faults, Location(name, "cluster"), cluster, tables, framework)
     if job_table.get("elastic") is not True:

@@ -74,8 +74,8 @@ class NodeConfig(_Section):
     )
     """Up to 8 IPv4 addresses on which the rank listens. Default: chosen from the network interfaces of the nodes."""
     python: str
-    """Python interpreter that has mlx and mlx-lm; required for a remote node. Default: on this machine, the interpreter
-    that runs flightdeck."""
+    """Python interpreter that has mlx and mlx-lm, or for framework `torch` torch; required for a remote node. Default:
+    on this machine, the interpreter that runs flightdeck."""
     workdir: str
     """Directory in which the rank runs. Default: `~`; on this machine the folder of the configuration file."""
     model: str | None = None

@@ -59,13 +59,15 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
         notes.append("mlx-lm averages the ranks' losses with equal weight, and gives all ranks equal shares")
     else:
         lines = [_command(config, rank, node) for rank, node in enumerate(config.nodes)]
+    if withheld := sorted(name for name in config.job.env if not is_public(name)):
+        file = f"~/.flightdeck/by-hand/{config.job.name}.env"
+        lines = [f"set -a && . {quoted(file)} && set +a && {line}" for line in lines]
+        note = f"{', '.join(withheld)} of [job] env: write NAME=value lines into {file} on every node (chmod 600)"
+        notes.append(f"{note}; --env is visible in ps there")
     distinct = {line: [rank for rank, other in enumerate(lines) if other == line] for line in lines}
     cases = " ".join(f"{'|'.join(map(str, which))}) {line} ;;" for line, which in distinct.items())
     # For a single rank mlx.launch names an empty hostfile, which MLX cannot parse.
     script = f'{"unset MLX_HOSTFILE; " if ranks == 1 else ""}case "$MLX_RANK" in {cases} esac'
-    left_out = sorted(name for name in config.job.env if not is_public(name))
-    if left_out:
-        notes.append(f"{', '.join(left_out)} of [job] env is left out: --env is visible in ps on every node")
     environment = {name: text for name, text in config.job.env.items() if is_public(name)}
     argv = arguments(
         hostfile=hostfile,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.config.models import NodeConfig
-from engine.errors import LaunchError
+from engine.errors import LaunchError, spans
 from engine.models import Cable, NodeFacts, Topology
 from engine.security.identifiers import LOCAL, SshTarget
 
@@ -59,8 +59,11 @@ def choose_addresses(
         return Addresses(cables, ("each rank listens on the Thunderbolt cable from the previous rank",), warnings)
     unknown = [node.name for node, ips in zip(nodes, given, strict=True) if not ips and _problem(facts.get(node.name))]
     if unknown:
-        why = "; ".join(f"{name}: {_problem(facts.get(name))}" for name in unknown)
-        raise LaunchError("no address is known", where=", ".join(unknown), why=why, todo=_SET_IPS)
+        problems: dict[str | None, list[str]] = {}
+        for name in unknown:
+            problems.setdefault(_problem(facts.get(name)), []).append(name)
+        why = "; ".join(f"{spans(names)}: {problem}" for problem, names in problems.items())
+        raise LaunchError("no address is known", why=why, todo=_SET_IPS)
     chosen = _shared_network(nodes, facts, topology, given, backend)
     ips = _equally_many(nodes, chosen.ips, ring=ring)
     return Addresses(ips, chosen.reasons, warnings + chosen.warnings)

@@ -71,7 +71,9 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
             "local": "each node, which stores its own state",
         }.get(context.strategy, "each node, which stores its own part")
         storage = redact(checkpoint.destination or "", {}) or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
-    if context.torch and checkpoint.compression != "none":
+    if not context.settings and checkpoint.model_fields_set:
+        rationale.warn("checkpoint_strategy", f"[checkpoint] is unused: {_COMMAND}")
+    elif context.torch and checkpoint.compression != "none":
         text = f"compression = {checkpoint.compression} is unused: PyTorch's states are not compressed"
         rationale.warn("checkpoint_strategy", text)
     return CheckpointSection(
@@ -79,7 +81,7 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
         compression="none" if context.torch else checkpoint.compression,
         storage=storage,
         frequency=frequency,
-        retention=f"last_{checkpoint.keep}_checkpoints",
+        retention=f"last_{checkpoint.keep}_checkpoints" if context.settings else "the command's own",
         expected_recovery_time=statistics.median(measured) if measured else None,
         suggested_frequency=suggested,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.cluster import hardware
 from engine.cluster.topology import ring_order
 from engine.config.models import Config, NodeConfig, RdmaRow
-from engine.errors import ENABLE_RDMA, LaunchError, plural
+from engine.errors import ENABLE_RDMA, LaunchError, plural, spans
 from engine.models import FrozenModel, NodeFacts, Topology
 from engine.plan.addresses import choose_addresses
 from engine.protocol.job import Framework, Strategy
@@ -293,7 +293,7 @@ def _for_torch(config: Config, facts: Mapping[str, NodeFacts]) -> _BackendChoice
         if fact is None or len(fact.gpus) < ranks:
             without.setdefault(_too_few_gpus(fact, ranks), []).append(node.name)
     if without:
-        found = "; ".join(f"{', '.join(names)} ({why})" for why, names in without.items())
+        found = "; ".join(f"{spans(names)} ({why})" for why, names in without.items())
         return _BackendChoice("gloo", (f"not known to have an NVIDIA GPU for each rank: {found}",))
     return _BackendChoice("nccl", ("every rank has an NVIDIA GPU", _infiniband(nodes, facts)))
 

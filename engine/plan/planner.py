@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from engine.config.models import PARTITIONED
+from engine.errors import spans
 from engine.plan.advice import advice_section, without_validation
 from engine.plan.batch import batch_section
 from engine.plan.checkpoints import checkpoint_section
@@ -204,12 +205,15 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
 
 
 def _warn_unreachable(context: PlanContext, rationale: Rationale) -> None:
+    found: dict[tuple[str, str], list[str]] = {}
     for name, why in context.inputs.problems.items():
-        seen = context.inputs.facts.get(name)
-        facts = "its facts are unknown"
+        seen, facts = context.inputs.facts.get(name), "facts are unknown"
         if seen is not None:
-            facts = f"its facts from {_ago((context.inputs.now - seen.probed_at).total_seconds())} are used"
-        rationale.warn("nodes", f"{name} does not respond ({why}): {facts}")
+            facts = f"facts from {_ago((context.inputs.now - seen.probed_at).total_seconds())} are used"
+        found.setdefault((why, facts), []).append(name)
+    for (why, facts), names in found.items():
+        does, its = ("does", "its") if len(names) == 1 else ("do", "their")
+        rationale.warn("nodes", f"{spans(names)} {does} not respond ({why}): {its} {facts}")
 
 
 def _ago(seconds: float) -> str:

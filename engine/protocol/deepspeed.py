@@ -9,6 +9,8 @@ from typing import Any
 
 from engine.protocol.job import TorchSettings
 
+DEEPSPEED_CONFIG_ENV = "FLIGHTDECK_DEEPSPEED_CONFIG"
+"""The path of a ds_config.json that the trainer takes instead of its own configuration."""
 BUCKET_ELEMENTS = 200_000_000
 """Elements of one bucket of gradients (reduce_bucket_size) or of parameters, the size in DeepSpeed's own examples."""
 

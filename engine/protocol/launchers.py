@@ -1,6 +1,9 @@
 """The launchers of PyTorch that a job's command may begin with, whose place Flight Deck takes: it starts every rank
 itself, with the environment and arguments that the launcher would have given it. And launchers inside a command, which
-would start a group of their own on each rank."""
+would start a group of their own on each rank.
+
+The options are those of the launchers' own parsers: torchrun of torch 2.13, accelerate 1.15 launch, deepspeed 0.19.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,116 @@ import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.protocol.job import AUTO, TorchSettings
-from engine.protocol.launcher_options import IDLE, option_of
+
+PASSED, IDLE, REFUSED = "passed", "idle", "refused"
+
+
+class LauncherOption(NamedTuple):
+    name: str
+    """Its long spelling, with underscores."""
+    takes_value: bool
+    effect: str = REFUSED
+    reason: str = ""
+
+
+_RANKS = "Flight Deck starts a rank for each [[node]] and its processes itself"
+_GPUS = f"{_RANKS}; CUDA_VISIBLE_DEVICES in [job] env chooses among a machine's GPUs"
+_MEETING = "the ranks meet at the address of the first [[node]], on a port that is free there, chosen for each attempt"
+_RESTARTS = "max_restarts and restart_commands in [recovery] say how often a run is started again"
+_CORES = "ranks are not bound to cores: bind them in the program (numactl, taskset), with OMP_NUM_THREADS in [job] env"
+_LOGS = "Flight Deck keeps every rank's log, see flightdeck logs"
+_OF_LAUNCHER = "it concerns the launcher's own process, and there is none"
+
+_COMMON = {
+    (REFUSED, "write the program alone, without the launcher: each rank gets the same variables"): "--no_python",
+    (REFUSED, "it prints the launcher's help and ends: run that in a shell"): "--help|-h",
+}
+_TABLE: dict[str, dict[tuple[str, str], str]] = {
+    "torchrun": {
+        (PASSED, ""): "--module|-m --role=",
+        (IDLE, _LOGS): """--log_dir= --redirects|-r= --tee|-t= --local_ranks_filter= --logs_specs=
+            --duplicate_{stdout,stderr}_filters=""",
+        (IDLE, _OF_LAUNCHER): "--monitor_interval= --start_method= --event_log_handler= --run_path",
+        (REFUSED, _RANKS): "--nnodes= --nproc_per_node= --node_rank= --standalone",
+        (REFUSED, _MEETING): "--rdzv_{backend,endpoint,id,conf}= --master_{addr,port}= --local_addr=",
+        (REFUSED, _RESTARTS): "--max_restarts=",
+        (REFUSED, "stop_grace_s and term_grace_s in [recovery] are used"): "--signals_to_handle= --shutdown_timeout=",
+        (REFUSED, _CORES): "--numa_binding=",
+        (REFUSED, "LOCAL_RANK is the GPU's number: each rank sees all GPUs of its machine"): "--virtual_local_rank",
+        **_COMMON,
+    },
+    "accelerate": {
+        (PASSED, ""): """--config_file= --module|-m --cpu --mixed_precision= --debug --role= --enable_cpu_affinity
+            --num_cpu_threads_per_process= --multi_gpu --use_{deepspeed,fsdp,megatron_lm,parallelism_config}
+            --dynamo_{backend,mode}= --dynamo_use_{fullgraph,dynamic,regional_compilation} --deepspeed_config_file=
+            --zero_stage= --offload_{optimizer,param}_device= --offload_{optimizer,param}_nvme_path= --zero3_init_flag=
+            --gradient_{accumulation_steps,clipping}= --zero3_save_16bit_model= --deepspeed_moe_layer_cls_names=
+            --fp8_use_autocast_during_eval --fp8_*= --fsdp_*= --megatron_lm_*= --parallelism_config_*=""",
+        (IDLE, _LOGS): "--tee|-t= --log_dir=",
+        (IDLE, _OF_LAUNCHER): "--quiet|-q --monitor_interval=",
+        (REFUSED, _RANKS): """--num_processes= --num_machines= --machine_rank= --same_network --mpirun_hostfile=
+            --deepspeed_{hostfile,multinode_launcher}=""",
+        (REFUSED, _GPUS): "--gpu_ids= --deepspeed_{exclusion,inclusion}_filter=",
+        (REFUSED, _MEETING): "--main_process_{ip,port}= --rdzv_{backend,conf}=",
+        (REFUSED, _RESTARTS): "--max_restarts=",
+        **_COMMON,
+        (REFUSED, "TPUs are not served"): """--tpu --tpu_cluster --no_tpu_cluster --tpu_use_sudo --vm= --env=
+            --main_training_function= --downcast_bf16""",
+        (REFUSED, "SageMaker is not served"): "--aws_{access_key_id,secret_access_key}=",
+    },
+    "deepspeed": {
+        (PASSED, ""): "--module --no_local_rank",
+        (IDLE, _LOGS): "--enable_each_rank_log=",
+        (IDLE, _OF_LAUNCHER): "--log_level= --quiet|-q --save_pid",
+        (REFUSED, _RANKS): """--hostfile|-H= --num_nodes= --num_gpus|--num_accelerators= --node_rank= --launcher=
+            --launcher_args= --no_ssh --no_ssh_check --force_multi""",
+        (REFUSED, _GPUS): "--include|-i= --exclude|-e=",
+        (REFUSED, _MEETING): "--master_{port,addr}=",
+        (REFUSED, "a [[node]] names its machine by ssh, whose port may also be in ssh_config"): "--ssh_port=",
+        (REFUSED, _CORES): "--bind_cores_to_rank --bind_core_list=",
+        (REFUSED, "it starts trainings of its own: tune by hand, and launch with what it found"): "--autotuning=",
+        (REFUSED, "python of each [[node]] is the environment"): "--venv_script=",
+        **_COMMON,
+    },
+}
+"""Launcher -> (effect, reason) -> options: "--tee|-t=" has two spellings and takes a value, "--a_{b,c}" are two, and
+"--fsdp_*=" all that begin so."""
+
+OPTIONS: dict[str, dict[str, LauncherOption]] = {
+    launcher: {
+        spelling: LauncherOption((before + names + after).split("|")[0], value == "=", effect, reason)
+        for (effect, reason), listed in rows.items()
+        for before, braced, after, value in re.findall(r"([\w|*-]+)(?:\{([\w,]+)\})?([\w|*-]*)(=?)", listed)
+        for names in braced.split(",")
+        for spelling in (before + names + after).split("|")
+    }
+    for launcher, rows in _TABLE.items()
+}
+"""Launcher -> each spelling, with underscores -> the option."""
+
+
+def option_of(launcher: str, written: str) -> LauncherOption:
+    """The option that a launcher's parser would take for `written`, without a value: accelerate's takes no
+    abbreviations (allow_abbrev=False). One that it does not have is refused, and takes a value unless another
+    launcher's of this name takes none."""
+    name, own = re.sub(r"(?<=\w)-", "_", written), OPTIONS[launcher]
+    family = next((key for key in own if key.endswith("*") and name.startswith(key[:-1])), name)
+    if name in own or family in own:
+        return own[name] if name in own else own[family]._replace(name=name)
+    whole = launcher == "accelerate" or not name.startswith("--")
+    meant = {option.name: option for spelling, option in own.items() if spelling.startswith(name) and not whole}
+    if len(meant) == 1:
+        return next(iter(meant.values()))
+    reason = f"it stands for {', '.join(meant)}: write one of them" if meant else f"{launcher} has no such option"
+    if (launcher, name) == ("deepspeed", "-m"):
+        reason = "write --module, as deepspeed has it"
+    elsewhere = [options[name].takes_value for options in OPTIONS.values() if name in options]
+    return LauncherOption(name, all(elsewhere), reason=reason)
+
 
 LAUNCHERS = {"torchrun": ("torchrun",), "accelerate": ("accelerate", "launch"), "deepspeed": ("deepspeed",)}
 """Name -> the words that a command of it begins with."""
@@ -25,25 +132,22 @@ _SPELLINGS = {
     ("python", "-m", "deepspeed.launcher.runner"): "deepspeed",
 }
 _ENVIRONMENTS = frozenset({"conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry", "rye", "uv"})
-"""Programs that run another one, with a python of their own."""
 _WRAPPERS = _ENVIRONMENTS | {"env", "ionice", "nice", "nohup", "numactl", "stdbuf", "taskset", "time", "timeout"}
-"""Programs that run another one."""
+"""Programs that run another one; the environments have a python of their own."""
 MIXED_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 """Accelerate's name of a precision -> that of [job]."""
 _OWN_STRATEGY = ("--config_file", "--use_fsdp", "--use_deepspeed", "--use_megatron_lm", "--multi_gpu", "--cpu")
 
 
-def _named(words: Sequence[str], table: Mapping[tuple[str, ...], Any]) -> tuple[str, ...] | None:
-    """The key of `table` that the words begin with, wherever the program is, and whichever python it has."""
-    begun = (re.sub(r"^python3?(\.\d+)?$", "python", PurePosixPath(words[0]).name), *words[1:4]) if words else ()
-    return next((key for key in table if begun[: len(key)] == key), None)
-
-
 def _placed(words: Sequence[str], table: Mapping[tuple[str, ...], Any]) -> tuple[int, tuple[str, ...]] | None:
-    """(where, which key) of `table` the words have: as the first, or behind wrappers ("uv run", "env X=1")."""
-    wrapped = bool(words) and PurePosixPath(words[0]).name in _WRAPPERS
-    places = range(len(words) if wrapped else 1)
-    return next(((place, key) for place in places if (key := _named(words[place:], table)) is not None), None)
+    """(where, which key) of `table` the words have, wherever the program is, and whichever python has it: as the first,
+    or behind wrappers ("uv run", "env X=1")."""
+    for place in range(len(words) if words and PurePosixPath(words[0]).name in _WRAPPERS else 1):
+        name = PurePosixPath(words[place]).name if words else ""
+        begun = (re.sub(r"^python3?(\.\d+)?$", "python", name), *words[place + 1 : place + 4])
+        if (key := next((key for key in table if begun[: len(key)] == key), None)) is not None:
+            return place, key
+    return None
 
 
 def _split(command: Any) -> tuple[str | None, list[str], list[str], list[str]]:
@@ -90,8 +194,7 @@ def idle_options(command: Any) -> list[str]:
     launcher, options, _ = split_launcher(command)
     found = [option_of(launcher, name) for name in options[::2]] if launcher else []
     idle = {each.reason: [other.name for other in found if other.reason == each.reason] for each in found}
-    reasons = {each.reason for each in found if each.effect == IDLE}
-    return [f"{', '.join(names)}: no effect, {reason}" for reason, names in idle.items() if reason in reasons]
+    return [f"{', '.join(names)}: no effect, {reason}" for reason, names in idle.items() if reason]
 
 
 def own_strategy(command: Any) -> str | None:
@@ -120,14 +223,10 @@ def with_settings(command: Sequence[str], strategy: str, keys: Mapping[str, Any]
     settings, added = TorchSettings.from_spec(dict(keys)), list[str]()
     strategy = strategy if own_strategy(command) is None else AUTO
     if strategy == "fsdp":
-        added = [
-            "--use_fsdp",
-            "--fsdp_version=2",
-            f"--fsdp_reshard_after_forward={str(settings.sharding == 'full').lower()}",
-            f"--fsdp_offload_params={str(settings.offload == 'cpu').lower()}",
-            "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
-            "--fsdp_state_dict_type=SHARDED_STATE_DICT",
-        ]
+        reshard, offload = str(settings.sharding == "full").lower(), str(settings.offload == "cpu").lower()
+        added = ["--use_fsdp", "--fsdp_version=2", f"--fsdp_reshard_after_forward={reshard}"]
+        added += [f"--fsdp_offload_params={offload}", "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"]
+        added.append("--fsdp_state_dict_type=SHARDED_STATE_DICT")
     elif strategy == "deepspeed":
         stage, device = settings.zero_stage, settings.offload
         added = ["--use_deepspeed", f"--zero_stage={stage}", f"--offload_optimizer_device={device}"]
@@ -145,24 +244,22 @@ def rank_command(command: Sequence[str], local_rank: int, accelerate_launch: str
     launcher, options, program, before = _split(command)
     if launcher is None:
         return list(command)
+    module = ["--module"] if "--module" in options else []
     if launcher == "accelerate":
-        program = [accelerate_launch, *joined_options(options), *program]
-        return started_program([*before, "torchrun", *program], "{python}")
+        module, program = [], [accelerate_launch, *joined_options(options), *program]
     if launcher == "deepspeed" and "--no_local_rank" not in options:
         # As deepspeed.launcher.launch does.
         program = [*program[:1], f"--local_rank={local_rank}", *program[1:]]
-    module = ["--module"] if "--module" in options else []
     return started_program([*before, "torchrun", *module, *program], "{python}")
 
 
-@dataclass(frozen=True)
-class NestedLauncher:
+class NestedLauncher(NamedTuple):
     """A launcher within a job's command or its shell script, which each rank would start by itself."""
 
     name: str
     fix: str
     certain: bool
-    """The ranks would not be one group. Else it depends on addresses, or on the machines' GPUs and configuration."""
+    """Else it depends on addresses, or on the machines' GPUs and configuration."""
 
     def __str__(self) -> str:
         does = "starts" if self.certain else "may start"
@@ -170,48 +267,33 @@ class NestedLauncher:
 
 
 _ALONE = "write the program that it starts alone: it is started once for each rank, with its place in the group"
-_NEVER = "(?!)"
-_WITH_TORCH = 'with framework = "torch" write command = [{0}, …]'
-_BY_TORCHRUN = _WITH_TORCH.format('"torchrun", "<script>"')
+_INSTEAD = 'with framework = "torch" write command = ["{0}", …]'
+_BY_TORCHRUN = _INSTEAD.format('torchrun", "<script>')
+# With one process accelerate hands the variables of a rank on.
+_SURELY = {"accelerate": r"--multi.gpu|--num.processes[= ]([2-9]|1\d)"}
 _NESTED: dict[tuple[str, ...], tuple[str, str]] = {
-    **{words: (_WITH_TORCH.format(f'"{name}", "<script>"'), "") for words, name in _SPELLINGS.items()},
-    # With one process it hands the variables of a rank on.
-    **dict.fromkeys(
-        (("accelerate", "launch"), ("accelerate-launch",), ("python", "-m", "accelerate.commands.launch")),
-        (_WITH_TORCH.format('"accelerate", "launch", "<script>"'), r"--multi.gpu|--num.processes[= ]([2-9]|1\d)"),
-    ),
+    **{key: (_INSTEAD.format('", "'.join(LAUNCHERS[own])), _SURELY.get(own, "")) for key, own in _SPELLINGS.items()},
     ("python", "-m", "torch.distributed.launch"): (_BY_TORCHRUN, ""),
-    **dict.fromkeys([(name,) for name in ("mpirun", "mpiexec", "mlx.launch", "horovodrun", "srun")], (_ALONE, "")),
-    **dict.fromkeys(
-        (("composer",), ("colossalai", "run"), ("fabric", "run"), ("lightning", "run"), ("torchx", "run")),
-        (_BY_TORCHRUN, ""),
-    ),
+    **{(name,): (_ALONE, "") for name in ("mpirun", "mpiexec", "mlx.launch", "horovodrun", "srun")},
+    **{(name, "run"): (_BY_TORCHRUN, "") for name in ("colossalai", "fabric", "lightning", "torchx")},
+    ("composer",): (_BY_TORCHRUN, ""),
     # Without options of torchrun's it runs the recipe itself.
     ("tune", "run"): (f"copy the recipe by `tune cp`, and {_BY_TORCHRUN}", r"\btune run -"),
-    ("trl",): (_WITH_TORCH.format('"accelerate", "launch", "-m", "trl.scripts.<sft, …>"'), "--accelerate_config"),
-    ("axolotl", "train"): (_WITH_TORCH.format('"accelerate", "launch", "-m", "axolotl.cli.train"'), _NEVER),
-    ("llamafactory-cli",): (_WITH_TORCH.format('"torchrun", "-m", "llamafactory.launcher"'), "FORCE_TORCHRUN=[1tT]"),
+    ("trl",): (_INSTEAD.format('accelerate", "launch", "-m", "trl.scripts.<sft, …>'), "--accelerate_config"),
+    ("axolotl", "train"): (_INSTEAD.format('accelerate", "launch", "-m", "axolotl.cli.train'), "(?!)"),
+    ("llamafactory-cli",): (_INSTEAD.format('torchrun", "-m", "llamafactory.launcher'), "FORCE_TORCHRUN=[1tT]"),
 }
 """The words that a launcher begins with -> what to write instead, and a pattern of commands that surely start a group
 of their own. Sources: trl 1.16, torchtune 0.6.1, axolotl 0.19, llamafactory 0.9.5, lightning 2.6.6."""
 _SEPARATORS = re.compile(r"[;&|()`\n]+")
-_FIRST = frozenset(
-    {"exec", "if", "then", "else", "do", "!", "{", "sudo", "sh", "bash", "zsh", "dash", "-c", "-lc", "-ec"}
-)
+_FIRST = frozenset(["exec", "if", "then", "else", "do", "!", "{", "sudo", "sh", "bash", "zsh", "dash", "-c", "-lc"])
 _ADDRESS = re.compile(r"--?(rdzv.endpoint|master.addr|main.process.ip|node.rank|machine.rank)[= ](?P<variable>\S*\$)?")
 
 
 def nested_launcher(script: str) -> NestedLauncher | None:
     """The first launcher that a shell script starts, unless it leads all ranks into one group by their variables."""
     for line in _SEPARATORS.split(script.replace("\\\n", " ")):
-        try:
-            given = shlex.split(line, comments=True)
-            # The script of sh -c is a word.
-            inner = [bool(re.fullmatch(r"-\w*c", word)) for word in ("", *given)]
-            words = [part for at, word in enumerate(given) for part in (word.split() if inner[at] else [word])]
-        except ValueError:
-            # The rest of a quoted script.
-            words = line.replace('"', " ").replace("'", " ").split()
+        words = re.sub(r"(^|\s)#.*", "", line).replace('"', " ").replace("'", " ").split()
         words = list(itertools.dropwhile(lambda word: word in _FIRST or re.match(r"\w+=", word), words))
         found = _placed(words, _NESTED)
         if found is None or words[found[0] + len(found[1]) :] in (["--help"], ["--version"]):

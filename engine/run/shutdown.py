@@ -97,11 +97,7 @@ class Shutdown:
     """The end of one attempt. Call `advance` at every tick until `done`; everything in it may happen twice."""
 
     def __init__(
-        self,
-        ranks: Ranks,
-        launcher: Launcher | None,
-        plan: StopPlan,
-        on_stage: Callable[[StopStage], None],
+        self, ranks: Ranks, launcher: Launcher | None, plan: StopPlan, on_stage: Callable[[StopStage], None]
     ) -> None:
         self._ranks = ranks
         self._connections = ranks.connections

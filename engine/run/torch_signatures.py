@@ -272,9 +272,9 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     Signature(
         "cuda.not_built",
-        r"Torch not compiled with CUDA enabled",
+        r"Torch not compiled with CUDA enabled|module 'torch\._C' has no attribute '_cuda_\w{1,40}'",
         "this torch is a build without CUDA, and the program wants a GPU",
-        "install the CUDA build of torch on that node, or let the program run on the CPU",
+        "install the CUDA build of torch on that node, or call torch.cuda.set_device only where a GPU is available",
         "AssertionError: Torch not compiled with CUDA enabled",
         Citation(_TORCH, Provenance.REPRODUCED),
     ),
@@ -533,7 +533,8 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         "deepspeed.world_size",
         r"The checkpoint being loaded used a DP world size of (?P<then>\d+) but the current world size is (?P<now>\d+)",
         "the ZeRO checkpoint is of {then} ranks, and this run has {now}",
-        "convert it (deepspeed.checkpoint.ds_to_universal) and load it with load_universal, or use {then} ranks",
+        "let the script that wrote it convert it (deepspeed.checkpoint.ds_to_universal, load_universal), or use {then} "
+        "ranks; the built-in fine-tuning converts its own",
         "deepspeed.runtime.zero.utils.ZeRORuntimeException: The checkpoint being loaded used a DP world size of 1 but "
         "the current world size is 2.",
         Citation(_DEEPSPEED, Provenance.REPRODUCED),

@@ -400,11 +400,7 @@ def _lost(evidence: FailureEvidence, cause: str) -> Verdict:
 
 
 def with_cause(
-    verdict: Verdict,
-    evidence: FailureEvidence,
-    run_dir: RunDir,
-    log_bases: Mapping[int, int],
-    redactor: Redactor,
+    verdict: Verdict, evidence: FailureEvidence, run_dir: RunDir, log_bases: Mapping[int, int], redactor: Redactor
 ) -> Verdict:
     """A failure's verdict with its first cause and its fix, where they are known, without secrets.
     Reads the mirrors from `log_bases` on, and the evidence where they lack something."""

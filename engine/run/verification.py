@@ -24,11 +24,7 @@ _ENDS: Final = 5
 
 
 def verify(
-    plan: RunPlan,
-    backend: str,
-    ranks: Sequence[RankReport],
-    series: SeriesBuilder,
-    checkpoint: int | None,
+    plan: RunPlan, backend: str, ranks: Sequence[RankReport], series: SeriesBuilder, checkpoint: int | None
 ) -> tuple[Verification, ...]:
     """`backend`: as planned; `ranks`: the reports of the current attempt, in rank order; `checkpoint`: iteration of the
     newest one."""

@@ -2,9 +2,9 @@
 
     torchrun … -m engine.torch_trainer.standalone job.json
 
-job.json has the backend and the job, each "auto" resolved. Paths are relative to the working directory; the weights go
-to `adapter_path` or below standalone/, where each rank's events are, too. torchrun, or whatever starts it, sets RANK,
-LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+job.json has the backend, the job with each "auto" resolved, and with ZeRO the path of ds_config.json. Paths are
+relative to the working directory; the weights go to `adapter_path` or below standalone/, where each rank's events are,
+too. torchrun, or whatever starts it, sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from engine.protocol.attempt import EVENTS_ENV, SPEC_ENV, AttemptSpec, RankSpec
+from engine.protocol.deepspeed import DEEPSPEED_CONFIG_ENV
 
 
 def main() -> None:
@@ -40,6 +41,8 @@ def main() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(spec.to_json())
     os.environ |= {SPEC_ENV: str(path), "MLX_RANK": rank}
+    if "deepspeed_config" in request:
+        os.environ[DEEPSPEED_CONFIG_ENV] = str(Path(request["deepspeed_config"]).absolute())
     os.environ.setdefault(EVENTS_ENV, str(path.with_name(f"events.{rank}.jsonl")))
     runpy.run_module("engine.torch_trainer.main", run_name="__main__", alter_sys=True)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.protocol.attempt import AttemptSpec
-from engine.protocol.deepspeed import deepspeed_config
+from engine.protocol.deepspeed import DEEPSPEED_CONFIG_ENV, deepspeed_config
 from engine.protocol.job import Job, JobError, TorchSettings
 from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer
@@ -59,6 +60,8 @@ def join_group(spec: AttemptSpec, job: Job, settings: TorchSettings) -> Accelera
         world_size=spec.world_size,
         max_grad_norm=job.max_grad_norm,
     )
+    if (written := os.environ.get(DEEPSPEED_CONFIG_ENV)) is not None:
+        config = json.loads(Path(written).read_text())
     try:
         accelerator = make_accelerator(spec.backend, job.strategy, settings, config)
     except ValueError as error:
@@ -313,8 +316,7 @@ class FsdpStrategy(TorchStrategy):
         options: dict[str, Any] = {
             "reshard_after_forward": settings.sharding == "full",
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=DTYPES[settings.precision] if mixed else None,
-                reduce_dtype=torch.float32 if mixed else None,
+                param_dtype=DTYPES[settings.precision] if mixed else None, reduce_dtype=torch.float32 if mixed else None
             ),
             "offload_policy": CPUOffloadPolicy() if settings.offload == "cpu" else OffloadPolicy(),
         }
@@ -424,11 +426,7 @@ class DeepSpeedStrategy(TorchStrategy):
             raise CheckpointError("DeepSpeed does not load it")
 
 
-STRATEGIES: dict[str, type[TorchStrategy]] = {
-    "ddp": DdpStrategy,
-    "fsdp": FsdpStrategy,
-    "deepspeed": DeepSpeedStrategy,
-}
+STRATEGIES: dict[str, type[TorchStrategy]] = {"ddp": DdpStrategy, "fsdp": FsdpStrategy, "deepspeed": DeepSpeedStrategy}
 
 
 def check_partitioned(model: Any, partitioned: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from engine.checks import program as check
 from engine.config.models import Config
 from engine.errors import InputError
 from engine.models import CheckStatus
-from engine.node.processes import find_program
+from engine.node.processes import abandoned_locks, find_program
 from tests.checks.conftest import run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
@@ -136,3 +136,23 @@ async def test_a_launcher_inside_the_command_is_said_with_its_fix(
     one = given.model_copy(update={"nodes": config.nodes[:1]})
     if command[0] != "tune":
         assert (await run_check(check.run, one)).status is CheckStatus.PASS
+
+
+@pytest.mark.needs("linux")
+async def test_a_lock_that_a_killed_build_has_left_is_named_and_one_in_use_is_not(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.py").write_text("")
+    locks = [tmp_path / "torch_extensions" / "py312_cpu" / name / "lock" for name in ("left", "held")]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = with_command(config, "torchrun", "t.py")
+    given = given.model_copy(update={"job": given.job.model_copy(update={"framework": "torch"})})
+    with locks[1].open():
+        assert abandoned_locks() == [str(locks[0])]
+        result = await run_check(check.run, given, own_agent=True)
+    assert result.status is CheckStatus.WARN, result
+    assert str(locks[0]) in result.summary and str(locks[1]) not in result.summary
+    assert result.fix_command is not None and f"rm {locks[0]}" in result.fix_command

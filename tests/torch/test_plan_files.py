@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from engine.plan.torch.strategy import BLOCKS
 from tests.needs import TORCH
@@ -178,3 +180,49 @@ def test_the_printed_torchrun_command_trains_with_the_written_job(tmp_path: Path
     assert done.returncode == 0, done.stderr[-3000:]
     steps = [json.loads(line) for line in (tmp_path / "standalone/attempts/1/events.1.jsonl").read_text().splitlines()]
     assert [event["iteration"] for event in steps if event["event"] == "step"] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed"])
+def test_the_container_command_trains_with_just_what_the_configmap_gives(tmp_path: Path, strategy: str) -> None:
+    tiny = make_tiny(tmp_path / "volume")
+    keys = {key: value for key, value in tiny.job(iters=4, batch_size=4).items() if key not in ("model", "data")}
+    job = {"model": str(tiny.model), "data": str(tiny.text), "strategy": strategy}
+    config = json.loads((tiny.model / "config.json").read_text())
+    made = section(plan(box("127.0.0.1", 2), keys | {"precision": "fp32", "zero_stage": 2}, model=config, job=job))
+    manifest, files = (yaml.safe_load(made.files[name]) for name in ("pytorchjob.yaml", "configmap.yaml"))
+    container = manifest["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    environment = {
+        # The image's.
+        "PATH": f"{TORCH.parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+        **{each["name"]: each["value"] for each in container["env"]},
+        # The operator's (pkg/controller.v1/pytorch/envvar.go).
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "23456",
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "PET_NNODES": "1",
+        "PET_NODE_RANK": "0",
+        "PET_NPROC_PER_NODE": manifest["spec"]["nprocPerNode"],
+    }
+
+    def run(folder: Path, given: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        folder.mkdir()
+        for name, text in given.items():
+            (folder / name).write_text(text)
+        own, command = {**environment, "HOME": str(folder)}, container["command"]
+        return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
+
+    done = run(tmp_path / "workspace", files["data"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    events = (tmp_path / "workspace/standalone/attempts/1/events.1.jsonl").read_text().splitlines()
+    steps = [event["iteration"] for event in map(json.loads, events) if event["event"] == "step"]
+    assert steps == [1, 2, 3, 4]
+    if strategy == "deepspeed":
+        # The file is what counts.
+        zero = json.loads(files["data"]["ds_config.json"]) | {"train_batch_size": 6}
+        done = run(tmp_path / "edited", files["data"] | {"ds_config.json": json.dumps(zero)})
+        assert done.returncode != 0 and "train_batch_size is not equal to" in done.stderr

@@ -173,7 +173,7 @@ def test_the_files_of_a_torch_job_are_written_and_listed(home: Path, studio: Pat
     done = plan(home, studio, "--write", "files", "--json")
     assert done.code == 0, done.err
     document = json.loads(done.out)
-    assert document["written"] == ["files/job.json", "files/pytorchjob.yaml"]
+    assert document["written"] == ["files/job.json", "files/configmap.yaml", "files/pytorchjob.yaml"]
     assert json.loads((studio / "files/job.json").read_text())["job"]["strategy"] == "ddp"
     prose = plan(home, studio, "--explain").out
     for text in ("with torchrun it is", "<- chosen", "DDP fits", "the ranks compute on the CPU"):

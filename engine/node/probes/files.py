@@ -15,7 +15,7 @@ from typing import Any
 from engine.node.bootstrap import bundle_hash
 from engine.node.probes import did_you_mean, is_withheld, reason_of
 from engine.node.probes.model import HASHED, file_hash, sha256
-from engine.node.processes import find_program
+from engine.node.processes import abandoned_locks, find_program
 from engine.protocol.attempt import write_atomic
 from engine.protocol.launchers import nested_launcher
 
@@ -163,11 +163,16 @@ def probe_write(folder: str, files: str) -> dict[str, Any]:
 PYTHON_NAMES = ("python", "python3")
 _SHELLS = ("sh", "bash", "zsh", "dash", "ksh")
 _SCRIPT_CHARACTERS = 1 << 18
+_LOCKS = 20
 
 
 def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]:
     """`program`, what would be run, where its Python `script` really lies, and `roots`, where it may; or its `fault`,
-    with a folder to `make` or a file to `permit` the execution of."""
+    with a folder to `make` or a file to `permit` the execution of; and `locks`, of builds that were killed."""
+    return {**_program(workdir_path, python, *words), "locks": abandoned_locks()[:_LOCKS]}
+
+
+def _program(workdir_path: str, python: str, *words: str) -> dict[str, Any]:
     workdir = Path(workdir_path)
     if not workdir.is_dir():
         return _fault(f"workdir {workdir} is not there{did_you_mean(workdir)}", make=str(workdir))
@@ -198,16 +203,12 @@ def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]
     return {"program": str(program), "fault": None, "launcher": _launcher_within(workdir, program, command)}
 
 
-def _launcher_within(workdir: Path, program: Path, command: list[str]) -> dict[str, Any] | None:
-    """The first launcher that a shell script of the command starts: `name`, `fix`, `certain`, and `script`, where."""
-    script = program
+def _launcher_within(workdir: Path, program: Path, command: list[str]) -> list[Any] | None:
+    """A sentence about the first launcher in a shell script of the command, and whether it is certain."""
     shell = next((place for place, word in enumerate(command) if Path(word).name in _SHELLS), None)
-    if shell is not None:
-        named = next((word for word in command[shell + 1 :] if not word.startswith("-")), None)
-        if named is None or any(re.fullmatch(r"-\w*c", word) for word in command):
-            # What -c has stands in the command.
-            return None
-        script = workdir / Path(named).expanduser()
+    # What -c has stands in the command, and is no file.
+    named = next((word for word in command[shell + 1 :] if not word.startswith("-")), "") if shell is not None else None
+    script = program if named is None else workdir / Path(named).expanduser()
     try:
         with script.open(encoding="utf-8", errors="replace") as file:
             text = file.read(_SCRIPT_CHARACTERS)
@@ -216,7 +217,7 @@ def _launcher_within(workdir: Path, program: Path, command: list[str]) -> dict[s
     if script == program and not re.match(r"#!.*sh\b", text):
         return None
     nested = nested_launcher(text)
-    return {**vars(nested), "script": str(script)} if nested is not None else None
+    return [f"{script}: {nested}", nested.certain] if nested is not None else None
 
 
 def _fault(what: str, **fix: str) -> dict[str, str | None]:

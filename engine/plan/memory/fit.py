@@ -12,16 +12,7 @@ from dataclasses import dataclass, replace
 from engine.config.models import NodeConfig
 from engine.errors import InputError, memory_text
 from engine.plan.context import PlanContext, usable_calibration, version_numbers, why_unused
-from engine.plan.document import (
-    OVERRIDE,
-    Disabled,
-    MemorySection,
-    RankMemory,
-    Rationale,
-    Settings,
-    Source,
-    WayOut,
-)
+from engine.plan.document import OVERRIDE, Disabled, MemorySection, RankMemory, Rationale, Settings, Source, WayOut
 from engine.plan.memory.choice import Choice, choose, settings_of, unresolved, with_settings
 from engine.plan.memory.estimate import (
     MOST_SEQUENCES,

@@ -1,5 +1,5 @@
-"""The input of PyTorch's tools, made from a plan: accelerate_config.yaml, ds_config.json, DeepSpeed's hostfile, a
-PyTorchJob for Kubernetes, and the commands to paste, each for this job over these machines.
+"""The input of PyTorch's tools, made from a plan: accelerate_config.yaml, ds_config.json, DeepSpeed's hostfile, the
+manifests for Kubernetes, and the commands to paste, each for this job over these machines.
 
 Sources: `accelerate config` of Accelerate 1.15 (commands/config/config_args.py, utils/dataclasses.py), engine.protocol.
 deepspeed, torch.distributed.run, and kubeflow.org/v1 of the Training Operator, which OpenShift AI ships.
@@ -8,6 +8,7 @@ deepspeed, torch.distributed.run, and kubeflow.org/v1 of the Training Operator, 
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,18 +23,17 @@ from engine.protocol.job import AUTO, TorchSettings
 
 MASTER_PORT = 29500
 """torchrun's own default."""
-ACCELERATE, DEEPSPEED, HOSTFILE, PYTORCH_JOB = "accelerate_config.yaml", "ds_config.json", "hostfile", "pytorchjob.yaml"
-JOB = "job.json"
+ACCELERATE, DEEPSPEED, HOSTFILE, JOB = "accelerate_config.yaml", "ds_config.json", "hostfile", "job.json"
+IMAGE = "registry.example.com/torch:latest"
+WORKDIR, _DATA, _OUTPUT = "/workspace", "/data", "/output"
+"""The last two: where a command finds the volumes."""
+PYTORCH_JOB, CONFIG_MAP = "pytorchjob.yaml", "configmap.yaml"
+_SHARED_GIB, _LIBRARIES_GIB, _UNKNOWN_GIB = 2, 4, 16
+"""For each rank: shared memory, what CUDA and its libraries take, and all where it is not known."""
 SCRIPT = "train.py"
 """Stands for a script of the user's own, where the job has none."""
-IMAGE = "registry.example.com/torch:latest"
-"""Stands for the user's own image."""
-_NOT_OF_A_NAME = re.compile(r"[^a-z0-9-]+")
 _OF_THE_SCRIPT = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "train_batch_size",
-    "gradient_clipping",
+    *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"),
 )
 
 
@@ -42,6 +42,8 @@ class Machine:
     host: str
     """As ssh knows it."""
     processes: int
+    port: int | None = None
+    """The port of ssh, where it is not its configuration's."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class TorchLaunch:
     on_gpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
     """Every rank's; without secrets."""
+    secrets: tuple[str, ...] = ()
+    """Names of the variables of [job] env whose values are written nowhere."""
     blocks: tuple[str, ...] = ()
     """Classes that FSDP wraps; (): those that the model names itself."""
     micro_batch: int | None = None
@@ -71,10 +75,14 @@ class TorchLaunch:
     launcher: str | None = None
     """The one that the job's own command begins with: "accelerate"."""
     options: tuple[str, ...] = ()
-    """Options of that `accelerate launch`, before its script: "--mixed_precision=bf16"."""
+    """That launcher's, before the script: "--mixed_precision=bf16"."""
     elastic: str = ""
     """The least and the most machines of an elastic job, "2:4"."""
     restarts: int = 0
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """"model" and "data" -> their paths, as a node has them."""
+    memory_bytes: int | None = None
+    """The need of a machine's ranks, of its own memory; None where it is not known."""
     job: Mapping[str, Any] | None = None
     """The keys of a job of the built-in trainer, which divides its model itself; None for a command."""
 
@@ -92,7 +100,7 @@ class TorchLaunch:
         """`accelerate launch` starts this job's ranks. On the CPU it starts one process whatever is asked, and FSDP
         becomes DDP there."""
         given = self.job is not None or self.launcher == "accelerate"
-        return given and self.on_gpu and self.processes is not None
+        return given and self.on_gpu and self.processes is not None and "--cpu" not in self.options
 
     @property
     def with_deepspeed(self) -> bool:
@@ -169,55 +177,6 @@ def deepspeed_file(launch: TorchLaunch) -> dict[str, Any] | None:
     return found if launch.job is not None else found | dict.fromkeys(_OF_THE_SCRIPT, AUTO)
 
 
-def pytorch_job(launch: TorchLaunch) -> dict[str, Any] | None:
-    """A manifest of kubeflow.org/v1, one pod for each machine; None where their numbers of ranks differ. The operator
-    sets MASTER_ADDR, MASTER_PORT, RANK and torchrun's own variables (PET_NNODES, PET_NPROC_PER_NODE, …), so that the
-    command needs none of them."""
-    processes = launch.processes
-    if processes is None:
-        return None
-    gpus = {"limits": {"nvidia.com/gpu": processes}} if launch.on_gpu else {"requests": {"cpu": processes}}
-    command = ["torchrun", *launch.program]
-    if launch.launcher == "accelerate" and launch.on_gpu:
-        where = ["--machine_rank=$(RANK)", "--main_process_ip=$(MASTER_ADDR)", "--main_process_port=$(MASTER_PORT)"]
-        command = ["accelerate", "launch", *_accelerate_options(launch, pasted=False), *where, *launch.program]
-    container: dict[str, Any] = {
-        "name": "pytorch",
-        "image": IMAGE,
-        "command": command,
-        # Addresses and interfaces are the pods' own.
-        "env": [{"name": name, "value": value} for name, value in launch.environment.items() if "IFNAME" not in name],
-        "resources": gpus,
-        # NCCL and data loaders share memory there; the default is 64 MiB.
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-    }
-    if "NCCL_IB_DISABLE" in launch.environment and launch.environment["NCCL_IB_DISABLE"] == "0":
-        # Registered memory is locked.
-        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
-    template = {"spec": {"containers": [container], "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}]}}
-    replicas = {"Master": 1, "Worker": len(launch.machines) - 1}
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": _label(launch.name)},
-        "spec": {
-            "nprocPerNode": str(processes),
-            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 3},
-            "pytorchReplicaSpecs": {
-                name: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
-                for name, count in replicas.items()
-                if count > 0
-            },
-        },
-    }
-
-
-def _label(name: str) -> str:
-    """A DNS-1035 label, of at most 50 characters, since the operator appends to it."""
-    found = _NOT_OF_A_NAME.sub("-", name.lower()).strip("-")
-    return (found if found[:1].isalpha() else f"job-{found}")[:50].strip("-")
-
-
 def files(launch: TorchLaunch) -> dict[str, str]:
     """File name -> its text."""
     found: dict[str, str] = {}
@@ -229,9 +188,8 @@ def files(launch: TorchLaunch) -> dict[str, str]:
         found[HOSTFILE] = "".join(f"{machine.host} slots={machine.processes}\n" for machine in launch.machines)
     if launch.job is not None:
         backend = "nccl" if launch.on_gpu else "gloo"
-        found[JOB] = json.dumps({"backend": backend, "job": dict(launch.job)}, indent=2) + "\n"
-    if (manifest := pytorch_job(launch)) is not None:
-        found[PYTORCH_JOB] = _yaml(manifest)
+        zero_file = {"deepspeed_config": DEEPSPEED} if zero is not None else {}
+        found[JOB] = json.dumps({"backend": backend, **zero_file, "job": dict(launch.job)}, indent=2) + "\n"
     return found
 
 
@@ -255,7 +213,8 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
     # The trainer divides its model itself, and the launchers of Accelerate and DeepSpeed are for scripts that do not.
     script = program if launch.job is None else [SCRIPT]
     before = [f"{name}={shlex.quote(value)}" for name, value in launch.environment.items()]
-    elsewhere = "" if machines == 1 else f"on each of the {machines} machines: "
+    before += [f'{name}="${{{name}:?}}"' for name in launch.secrets]
+    own = {launch.launcher: launch.options}
     if processes is None:
         each = ", ".join(f"{machine.host} {machine.processes}" for machine in launch.machines)
         notes.append(
@@ -266,18 +225,10 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
     rendezvous = ["--standalone"]
     if machines > 1:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{launch.address}:{MASTER_PORT}"]
-        rendezvous += ["--rdzv-id", _word(launch.name)]
+        rendezvous += ["--rdzv-id", _label(launch.name)]
     rendezvous += ["--max-restarts", str(launch.restarts)] if launch.elastic else []
-    words = [
-        "torchrun",
-        "--nnodes",
-        launch.elastic or str(machines),
-        "--nproc-per-node",
-        per_machine,
-        *rendezvous,
-        *program,
-    ]
-    found["torchrun"] = _line(before, words)
+    size = ["--nnodes", launch.elastic or str(machines), "--nproc-per-node", per_machine]
+    found["torchrun"] = _line(before, ["torchrun", *size, *rendezvous, *own.get("torchrun", ()), *program])
     if launch.with_accelerate:
         found["accelerate"] = _line(
             before, ["accelerate", "launch", *_accelerate_options(launch, pasted=True), *script]
@@ -287,16 +238,17 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
         where = ["--num_gpus", per_machine]
         if machines > 1:
             where = ["--hostfile", HOSTFILE, "--master_addr", launch.address, "--master_port", str(MASTER_PORT)]
-            notes.append(
-                "deepspeed starts the others by pdsh or ssh, and exports NCCL_* and the variables in .deepspeed_env"
-            )
+            ports = {machine.port for machine in launch.machines}
+            where += ["--ssh_port", str(port)] if (port := next(iter(ports))) is not None and len(ports) == 1 else []
+            notes.append("deepspeed starts the others by pdsh or ssh, with NCCL_* and the variables in .deepspeed_env")
         module = ["--module", *script[1:]] if script[0] == "-m" else script
-        found["deepspeed"] = _line(before, ["deepspeed", *where, *module])
+        found["deepspeed"] = _line(before, ["deepspeed", *where, *own.get("deepspeed", ()), *module])
     if processes is not None:
         found["srun"] = _srun(launch, before, per_machine)
-        notes.append(f"{PYTORCH_JOB}: {IMAGE} stands for an image with PyTorch, your program, its data and the model")
-    if elsewhere:
-        notes.insert(0, f"torchrun and accelerate launch are started {elsewhere.removesuffix(': ')}")
+    if launch.secrets:
+        notes.append(f"{', '.join(launch.secrets)} of [job] env: the commands take the shell's own variables")
+    if machines > 1:
+        notes.insert(0, f"torchrun and accelerate launch are started on each of the {machines} machines")
     if launch.job is not None:
         notes.append(
             f"torchrun and srun start the built-in trainer with {JOB}: it resumes nothing, and neither survives a lost "
@@ -348,5 +300,108 @@ def _line(before: Sequence[str], words: Sequence[str]) -> str:
     return " ".join([*before, shlex.join(words)])
 
 
-def _word(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+def manifests(launch: TorchLaunch, files: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(file name -> its text, notes), beside `files`. The operator sets MASTER_ADDR, MASTER_PORT, RANK and torchrun's
+    own variables (PET_NNODES, PET_NPROC_PER_NODE, …), so that the command needs none of them."""
+    processes = launch.processes
+    if processes is None:
+        return {}, ()
+    name = _label(launch.name)
+    read = {file: text for file, text in files.items() if file in (ACCELERATE, DEEPSPEED, JOB)}
+    configuration = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-config"}, "data": read}
+    found = {CONFIG_MAP: _yaml(configuration)} if read else {}
+    found[PYTORCH_JOB] = _yaml(_pytorch_job(launch, name, read, processes))
+    return found, tuple(_notes(launch, name, found))
+
+
+def _label(name: str) -> str:
+    """A DNS-1035 label, of at most 50 characters, since the operator appends to it."""
+    found = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    return (found if found[:1].isalpha() else f"job-{found}")[:50].strip("-")
+
+
+def _pytorch_job(launch: TorchLaunch, name: str, read: Mapping[str, str], processes: int) -> dict[str, Any]:
+    """One pod for each machine."""
+    volumes: list[dict[str, Any]] = [
+        # NCCL and data loaders share memory there; the default is 64 MiB.
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{_SHARED_GIB * processes}Gi"}},
+        *({"name": kind, "persistentVolumeClaim": {"claimName": f"{name}-{kind}"}} for kind in ("data", "output")),
+        *([{"name": "config", "configMap": {"name": f"{name}-config"}}] if read else []),
+    ]
+    template = {"spec": {"containers": [_container(launch, name, read, processes)], "volumes": volumes}}
+    machines, (least, _, most) = len(launch.machines), launch.elastic.partition(":")
+    replicas = {"Worker": machines} if launch.elastic else {"Master": 1, "Worker": machines - 1}
+    elastic = {"rdzvBackend": "c10d", "minReplicas": int(least or 0), "maxReplicas": int(most or 0)}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": name},
+        "spec": {
+            "nprocPerNode": str(processes),
+            **({"elasticPolicy": {**elastic, "maxRestarts": launch.restarts}} if launch.elastic else {}),
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 3},
+            "pytorchReplicaSpecs": {
+                kind: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
+                for kind, count in replicas.items()
+                if count > 0
+            },
+        },
+    }
+
+
+def _container(launch: TorchLaunch, name: str, read: Mapping[str, str], processes: int) -> dict[str, Any]:
+    command = ["torchrun", *launch.program]
+    if launch.launcher == "accelerate" and launch.on_gpu:
+        where = ["--machine_rank=$(RANK)", "--main_process_ip=$(MASTER_ADDR)", "--main_process_port=$(MASTER_PORT)"]
+        command = ["accelerate", "launch", *_accelerate_options(launch, pasted=False), *where, *launch.program]
+    # Addresses and interfaces are the pods' own. Caches and paths with ~ are below HOME.
+    env: list[dict[str, Any]] = [{"name": "HOME", "value": WORKDIR}]
+    env += [{"name": key, "value": value} for key, value in launch.environment.items() if "IFNAME" not in key]
+    env += [{"name": key, "valueFrom": {"secretKeyRef": {"name": f"{name}-env", "key": key}}} for key in launch.secrets]
+    each = _UNKNOWN_GIB if launch.memory_bytes is None else _SHARED_GIB + _LIBRARIES_GIB * launch.on_gpu
+    memory = f"{each * processes + -(-(launch.memory_bytes or 0) // 2**30)}Gi"
+    container = {
+        "name": "pytorch",
+        "image": IMAGE,
+        "command": command,
+        "workingDir": WORKDIR,
+        "env": env,
+        "resources": {
+            "requests": {"cpu": processes, "memory": memory},
+            "limits": {"memory": memory, **({"nvidia.com/gpu": processes} if launch.on_gpu else {})},
+        },
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *_mounts(launch, read)],
+    }
+    if launch.environment.get("NCCL_IB_DISABLE") == "0":
+        # Registered memory is locked.
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    return container
+
+
+def _mounts(launch: TorchLaunch, read: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """The job's paths as it names them, and its files one by one beside what else is in the working directory."""
+    yield {"name": "output", "mountPath": WORKDIR if launch.job is not None else _OUTPUT}
+    for folder, path in launch.inputs.items():
+        absolute = posixpath.normpath(posixpath.join(WORKDIR, re.sub(r"^~/?", "", path)))
+        yield {"name": "data", "mountPath": absolute, "subPath": folder, "readOnly": True}
+    if not launch.inputs:
+        yield {"name": "data", "mountPath": _DATA, "readOnly": True}
+    if posixpath.isabs(adapters := (launch.job or {}).get("adapter_path") or ""):
+        yield {"name": "output", "mountPath": adapters, "subPath": "adapters"}
+    for file in read:
+        yield {"name": "config", "mountPath": f"{WORKDIR}/{file}", "subPath": file}
+
+
+def _notes(launch: TorchLaunch, name: str, found: Mapping[str, str]) -> Iterator[str]:
+    has, output = f"PyTorch, and your program in {WORKDIR}", _OUTPUT
+    if launch.job is not None:
+        has, output = "PyTorch and the package engine", WORKDIR
+    yield f"kubectl apply {' '.join(f'-f {file}' for file in found)}: {IMAGE} stands for an image with {has}"
+    holds = " and ".join(f"{path} in its folder {folder}" for folder, path in launch.inputs.items())
+    stands = f"the claim {name}-data stands for a volume with {holds or f'the data, mounted at {_DATA}'}"
+    yield f"{stands}; {name}-output for one that all pods write, mounted at {output}"
+    if launch.secrets:
+        values = " ".join(f'--from-literal={key}="${key}"' for key in launch.secrets)
+        yield f"kubectl create secret generic {name}-env {values}: the manifest has no values of [job] env"
+    if launch.memory_bytes is None:
+        yield f"{PYTORCH_JOB}: {_UNKNOWN_GIB}Gi for each rank stand for the script's memory, which is not known"

@@ -377,16 +377,11 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
 
     def more_ranks() -> Iterator[WayOut]:
         free = {**asked, **dict.fromkeys(_KEYS, AUTO)}
-        count, one = (
-            len(job.workloads),
-            replace(job, workloads=job.workloads[:1], limits=job.limits[:1], host_limits=job.host_limits[:1]),
-        )
+        one = replace(job, workloads=job.workloads[:1], limits=job.limits[:1], host_limits=job.host_limits[:1])
         for ranks in _powers_of_two(_MOST_RANKS):
-            if ranks > count:
+            if ranks > len(job.workloads):
                 larger = one.changed(world_size=ranks, batch=-(-sum(each.batch for each in job.workloads) // ranks))
-                larger = replace(
-                    larger, workloads=larger.workloads * 2, limits=one.limits * 2, host_limits=one.host_limits * 2
-                )
+                larger = _Job(job.shape, larger.workloads * 2, one.limits * 2, one.host_limits * 2)
                 yield from attempt(f"{ranks} ranks like {context.names[0]}", larger, free)
 
     kinds = (settings(), batches(), sequences(), adapters(), more_ranks())
@@ -395,12 +390,8 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
 
 def _differing(choice: StrategyChoice, asked: Mapping[str, Any]) -> Iterator[str]:
     chosen = choice.chosen.settings
-    relevant = {
-        "ddp": ("strategy",),
-        "fsdp": ("strategy", "sharding", "offload"),
-        "deepspeed": ("strategy", "zero_stage", "offload"),
-    }
-    for key in (*relevant[chosen.strategy], "grad_checkpoint"):
+    relevant = {"ddp": (), "fsdp": ("sharding", "offload"), "deepspeed": ("zero_stage", "offload")}
+    for key in ("strategy", *relevant[chosen.strategy], "grad_checkpoint"):
         if getattr(chosen, key) != asked[key]:
             yield key
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from engine.errors import spans
 from engine.plan import network
 from engine.plan.context import PlanContext
 from engine.plan.document import Disabled, Rationale, Source, TorchCandidate, TorchSection
-from engine.plan.torch.files import JOB, Machine, TorchLaunch, commands, files
+from engine.plan.torch.files import JOB, Machine, TorchLaunch, commands, files, manifests
 from engine.plan.torch.fit import TorchFit
 from engine.plan.torch.strategy import BLOCKS, label
 from engine.protocol.deepspeed import BUCKET_ELEMENTS
 from engine.protocol.launchers import idle_options, joined_options, split_launcher, started_program
+from engine.security.identifiers import SshTarget
 from engine.security.redact import is_public
 
 _PLACEHOLDER = re.compile(r"\{(?:rank|workdir|model|data|python)\}")
@@ -30,13 +34,16 @@ _SAVED = {
 def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> TorchSection:
     chosen, inputs = fit.chosen, context.inputs
     launch = _launch(context, fit)
-    pasted, notes = commands(launch)
-    notes = (*notes, *_command_notes(context))
+    written = files(launch)
+    (pasted, notes), (manifest, needed) = commands(launch), manifests(launch, written)
+    notes = (*notes, *needed, *_command_notes(context))
     blocks = launch.blocks if chosen.strategy == "fsdp" else ()
     accumulation = context.accumulation if context.settings else None
     hosts = inputs.network.hosts if inputs.network is not None else ()
     interfaces = {name: host.interface for name, host in zip(context.names, hosts, strict=False)}
     infiniband = inputs.network is not None and inputs.network.infiniband
+    if not fit.on_gpu and (unprobed := _unprobed(context)):
+        notes = (*notes, f"{spans(unprobed)}: not probed, a GPU for each rank is assumed; flightdeck nodes probes")
     own = fit.settings.reason if isinstance(fit.settings, Disabled) else None
     notes = (*notes, own) if own is not None else notes
     if context.settings and chosen.strategy == "fsdp" and not fit.on_gpu:
@@ -55,7 +62,7 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
         backend=context.backend,
         interfaces=interfaces,
         infiniband=infiniband,
-        files=files(launch),
+        files=written | manifest,
         commands=pasted,
         notes=notes,
     )
@@ -66,9 +73,13 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
 def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
     inputs, job, recovery = context.inputs, context.job, context.inputs.config.recovery
     nodes = inputs.config.nodes
-    counts = Counter[str]()
+    counts = Counter[SshTarget]()
     for node in nodes:
-        counts[node.ssh] += node.processes if job.elastic else 1
+        counts[SshTarget.parse(node.ssh)] += node.processes if job.elastic else 1
+    first, paths = next(iter(counts)), {"model": nodes[0].model or job.model, "data": nodes[0].data or job.data}
+    memory = [fit.choice.chosen.memory] if fit.choice is not None else []
+    needed = [each.host_bytes if fit.on_gpu else each.needed_bytes for each in memory]
+    name = socket.gethostname() if first.local else first.host
     plan, command = inputs.network, [*job.shown_command]
     launcher, options, _ = split_launcher(command)
     started = started_program(command) if command else ["python", "-m", _RECIPE, JOB]
@@ -78,11 +89,14 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
     return TorchLaunch(
         name=job.name,
         settings=fit.chosen,
-        machines=tuple(Machine(host, count) for host, count in counts.items()),
+        machines=tuple(Machine(str(replace(host, port=None)), count, host.port) for host, count in counts.items()),
         program=tuple(_program(started)),
-        address=plan.hosts[0].ips[0] if plan is not None and plan.hosts and plan.hosts[0].ips else nodes[0].ssh,
-        on_gpu=fit.on_gpu,
+        address=plan.hosts[0].ips[0] if plan is not None and plan.hosts and plan.hosts[0].ips else name,
+        on_gpu=fit.on_gpu or bool(_unprobed(context)),
         environment=_environment(context),
+        secrets=tuple(name for name in job.env if not is_public(name)),
+        inputs={name: path for name, path in paths.items() if path is not None},
+        memory_bytes=needed[0] * max(counts.values()) if needed else None,
         blocks=BLOCKS.get(kind, ()),
         micro_batch=even,
         accumulation=context.accumulation,
@@ -95,6 +109,15 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         restarts=recovery.max_restarts,
         job=_resolved(context, fit) if settings else None,
     )
+
+
+def _unprobed(context: PlanContext) -> list[str]:
+    """The nodes of which nothing is known, if the others have a GPU for each rank."""
+    config = context.inputs.config
+    known = {name: fact for name, fact in context.inputs.facts.items() if fact.problem is None}
+    wanted = {node.name: network.ranks_of_host(config, node.ssh) for node in config.nodes}
+    lacking = any(len(known[name].gpus) < ranks for name, ranks in wanted.items() if name in known)
+    return [] if lacking or config.cluster.backend != "auto" else [name for name in wanted if name not in known]
 
 
 def _program(started: Sequence[str]) -> list[str]:

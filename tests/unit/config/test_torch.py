@@ -70,6 +70,7 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
+        ('[[node]]\nname = "a"\nssh = "b"\n' + TRAINING, "node[0].python: the interpreter that has torch"),
         (NODES + TRAINING + 'strategy = "data"', "job.strategy: one of 'auto', 'ddp', 'fsdp', 'deepspeed', or"),
         (NODES + TRAINING + 'optimizer = "muon"', "job.optimizer: one of adam, adamw, sgd with PyTorch"),
         (NODES + TRAINING + 'report_to = "swanlab"', "job.report_to: no swanlab"),

@@ -128,7 +128,22 @@ def test_secrets_never_show(tmp_path: Path) -> None:
     )
     assert launch.mlx_launch_command is not None
     assert "hf_secret" not in launch.mlx_launch_command and "--env NCCL_DEBUG=3" in launch.mlx_launch_command
-    assert any(note.startswith("DATABASE, HF_TOKEN of [job] env is left out") for note in launch.launch_notes)
+    assert any(
+        note.startswith("DATABASE, HF_TOKEN of [job] env: write NAME=value lines") for note in launch.launch_notes
+    )
+
+
+def test_withheld_variables_are_read_from_a_file_on_the_node(tmp_path: Path) -> None:
+    env = {"HF_TOKEN": "hf_secret", "OMP_NUM_THREADS": "2"}
+    command = ("/bin/sh", "-c", 'printf "%s\\0" "$HF_TOKEN" "$OMP_NUM_THREADS"')
+    launch = typed(config(node("a", tmp_path), node("b", tmp_path), env=env, command=command, mlx_lm={}))
+    file = tmp_path / ".flightdeck" / "by-hand" / "job.env"
+    with pytest.raises(subprocess.CalledProcessError):
+        of_rank(launch, 1, tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text("HF_TOKEN='a b'\nOMP_NUM_THREADS=2\n")
+    assert of_rank(launch, 1, tmp_path) == ["a b", "2"]
+    assert any("~/.flightdeck/by-hand/job.env" in note for note in launch.launch_notes)
 
 
 def test_the_variables_of_nccl_are_in_the_command_and_the_jobs_own_win(tmp_path: Path) -> None:

@@ -88,12 +88,11 @@ def inputs(nodes: list[NodeFacts], *, settings: Mapping[str, Any] | None = None,
         **more.pop("job", {}),
     }
     config = Config(
-        cluster=ClusterConfig(name="studio"),
         nodes=tuple(
             NodeConfig(name=fact.node, ssh=fact.host, ips=(), python="~/venv/bin/python", workdir="~") for fact in nodes
         ),
         job=JobConfig(**job),
-        **more.pop("config", {}),
+        **{"cluster": ClusterConfig(name="studio"), **more.pop("config", {})},
     )
     joined = topology(nodes)
     given: dict[str, Any] = {

@@ -249,7 +249,7 @@ def test_a_machine_with_two_names_is_recognised() -> None:
 
 def test_a_node_that_did_not_answer_is_named_unless_its_address_is_given() -> None:
     a, b = linux("a", "eth0 10.0.0.1/24"), linux("b", problem="no answer on port 22")
-    with pytest.raises(LaunchError, match="b: no address is known: b: no answer on port 22"):
+    with pytest.raises(LaunchError, match="no address is known: b: no answer on port 22"):
         wired(config(node("a"), node("b")), a, b)
     network = wired(config(node("a"), node("b", ips=["10.0.0.9"])), a, b)
     assert [host.ips for host in network.hosts] == [("10.0.0.1",), ("10.0.0.9",)]

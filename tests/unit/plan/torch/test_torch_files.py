@@ -3,111 +3,59 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
-from engine.config.models import RecoveryConfig
+from engine.config.models import CheckpointConfig, ClusterConfig, RecoveryConfig
 from engine.plan.document import ChosenTorchSettings, Disabled
+from tests.data import DATA
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section
 
 A100 = "NVIDIA A100-SXM4-80GB"
 CLUSTER = infiniband("a", 8, A100, 1) + infiniband("b", 8, A100, 2)
-_STRING, _COUNT, _FLAG, _ANY = (
-    {"type": "string"},
-    {"type": "integer", "minimum": 0},
-    {"type": "boolean"},
-    {"type": "object"},
-)
+_CRD = json.loads((DATA / "pytorchjob_crd.json").read_text())
 
 
-def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-_CONTAINER = _object(
-    {
-        "name": {"const": "pytorch"},
-        "image": {"type": "string", "minLength": 1},
-        "command": {"type": "array", "items": _STRING},
-        "args": {"type": "array", "items": _STRING},
-        "env": {"type": "array", "items": _object({"name": _STRING, "value": _STRING}, "name")},
-        "resources": _object({"limits": _ANY, "requests": _ANY}),
-        "volumeMounts": {
-            "type": "array",
-            "items": _object({"name": _STRING, "mountPath": _STRING}, "name", "mountPath"),
-        },
-        "securityContext": _ANY,
-    },
-    "name",
-    "image",
-)
-_REPLICA = _object(
-    {
-        "replicas": {"type": "integer", "minimum": 1},
-        "restartPolicy": {"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
-        "template": _object(
-            {
-                "metadata": _ANY,
-                "spec": _object(
-                    {"containers": {"type": "array", "minItems": 1, "items": _CONTAINER}, "volumes": {"type": "array"}},
-                    "containers",
-                ),
-            },
-            "spec",
-        ),
-    },
-    "template",
-)
-PYTORCH_JOB = _object(
-    {
-        "apiVersion": {"const": "kubeflow.org/v1"},
-        "kind": {"const": "PyTorchJob"},
-        "metadata": _object({"name": {"type": "string", "pattern": "^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"}}, "name"),
-        "spec": _object(
-            {
-                "elasticPolicy": _ANY,
-                "nprocPerNode": {"type": "string", "pattern": "^(auto|cpu|gpu|[1-9][0-9]*)$"},
-                "pytorchReplicaSpecs": _object({"Master": _REPLICA, "Worker": _REPLICA}, "Master"),
-                "runPolicy": _object(
-                    {
-                        "activeDeadlineSeconds": _COUNT,
-                        "backoffLimit": _COUNT,
-                        "cleanPodPolicy": {"enum": ["Running", "All", "None"]},
-                        "managedBy": _STRING,
-                        "schedulingPolicy": _ANY,
-                        "suspend": _FLAG,
-                        "ttlSecondsAfterFinished": _COUNT,
-                    }
-                ),
-            },
-            "pytorchReplicaSpecs",
-        ),
-    },
-    "apiVersion",
-    "kind",
-    "metadata",
-    "spec",
-)
-"""Fields and types of kubeflow-training 1.9.4 (KubeflowOrgV1PyTorchJob and what it has), those of a pod that are used
-here, and what the operator's webhook wants: a container called pytorch, and one Master."""
+def check_pytorch_job(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The operator's own schema, and what its webhook wants besides (pkg/webhooks/pytorch/pytorchjob_webhook.go).
+    Returns the container of the first replica."""
+    jsonschema.validate(manifest, _CRD)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", manifest["metadata"]["name"])
+    replicas = manifest["spec"]["pytorchReplicaSpecs"]
+    assert replicas.keys() <= {"Master", "Worker"} and replicas.get("Master", {"replicas": 1})["replicas"] == 1
+    assert "elasticPolicy" not in manifest["spec"] or "Worker" in replicas
+    for replica in replicas.values():
+        pod = replica["template"]["spec"]
+        [container] = pod["containers"]
+        assert container["name"] == "pytorch" and container["image"]
+        # What is mounted is a volume, each path once.
+        paths = [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert len(paths) == len({*paths}) and all(path.startswith("/") for path in paths)
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    found: dict[str, Any] = next(iter(replicas.values()))["template"]["spec"]["containers"][0]
+    return found
 
 
 @pytest.mark.parametrize("nodes", [box("127.0.0.1", 2), box("h", 8, "NVIDIA H100 80GB HBM3"), CLUSTER])
 def test_the_manifest_is_a_pytorchjob(nodes: Any) -> None:
     made = section(plan(nodes, FULL, model=TINY, job={"name": "Support: v2"}))
     manifest = yaml.safe_load(made.files["pytorchjob.yaml"])
-    jsonschema.validate(manifest, PYTORCH_JOB)
+    check_pytorch_job(manifest)
     machines = len({node.host for node in nodes})
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
     assert sum(each["replicas"] for each in replicas.values()) == machines
     assert int(manifest["spec"]["nprocPerNode"]) * machines == len(nodes)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**manifest, "spec": {**manifest["spec"], "replicas": 2}}, PYTORCH_JOB)
+        check_pytorch_job({**manifest, "spec": {**manifest["spec"], "replicas": 2}})
 
 
 def test_two_machines_with_infiniband() -> None:
@@ -132,7 +80,10 @@ def test_two_machines_with_infiniband() -> None:
 
 def test_on_the_cpu_accelerate_would_start_something_else_and_it_is_said() -> None:
     made = section(plan(box("a", 1) + box("b", 1, number=2), FULL, model=TINY, job={"strategy": "fsdp"}))
-    assert set(made.files) == {"job.json", "pytorchjob.yaml"} and set(made.commands) == {"torchrun", "srun"}
+    assert set(made.files) == {"job.json", "configmap.yaml", "pytorchjob.yaml"} and set(made.commands) == {
+        "torchrun",
+        "srun",
+    }
     assert made.commands["torchrun"].startswith("GLOO_SOCKET_IFNAME=eth0 torchrun --nnodes 2 --nproc-per-node 1 ")
     assert any(note.startswith("accelerate launch starts one process") for note in made.notes)
     assert any("fully_shard" in note for note in made.notes)
@@ -194,10 +145,10 @@ def test_a_command_of_the_users_own_is_what_is_started(command: list[str], progr
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def command_section(nodes: Any, *words: str, **job: Any) -> Any:
+def command_section(nodes: Any, *words: str, planned: Mapping[str, Any] | None = None, **job: Any) -> Any:
     keys = job.pop("mlx_lm", {})
     own = {"command": words, "model": None, "data": None, "mlx_lm": keys, **job}
-    return section(plan(nodes, job=own, model=None, model_source="not read"))
+    return section(plan(nodes, job=own, **{"model": None, "model_source": "not read", **(planned or {})}))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +164,7 @@ def command_section(nodes: Any, *words: str, **job: Any) -> Any:
 def test_the_manifests_name_is_a_dns_label(name: str, label: str) -> None:
     made = section(plan(box("h", 2, H100), FULL, model=TINY, job={"name": name}))
     manifest = yaml.safe_load(made.files["pytorchjob.yaml"])
-    jsonschema.validate(manifest, PYTORCH_JOB)
+    check_pytorch_job(manifest)
     assert manifest["metadata"]["name"] == label
 
 
@@ -338,3 +289,131 @@ def test_the_steps_of_verification_are_those_of_the_job(
     assert [step for step in steps if "calibrate" in step] == (
         [] if command else ["flightdeck calibrate --scaling --quick"]
     )
+
+
+SECRETS = {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "OMP_NUM_THREADS": "4", "NCCL_DEBUG": "WARN"}
+
+
+UNPROBED: dict[str, Any] = {"facts": {}, "network": None, "network_problem": "not probed"}
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_gpus_are_asked_for_where_no_node_was_probed_and_it_is_said(machines: int) -> None:
+    nodes = [each for number in range(machines) for each in box(f"h{number}", 8, number=number + 1)]
+    made = command_section(nodes, "torchrun", "train.py", planned=UNPROBED)
+    assert "--gpus-per-node 8" in made.commands["srun"]
+    container = check_pytorch_job(yaml.safe_load(made.files["pytorchjob.yaml"]))
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert sum("not probed, a GPU for each rank is assumed" in note for note in made.notes) == 1
+    # Not where the configuration says so, nor beside a node that is known to have none.
+    for known in ({"cluster": ClusterConfig(backend="gloo")}, None):
+        facts = {} if known else {nodes[0].node: nodes[0]}
+        planned = {**UNPROBED, "facts": facts, "config": known or {}}
+        on_cpu = command_section(nodes, "torchrun", "train.py", planned=planned)
+        assert "--cpus-per-task" in on_cpu.commands["srun"]
+        assert "nvidia.com/gpu" not in on_cpu.files["pytorchjob.yaml"]
+
+
+def test_the_ranks_meet_at_a_host_without_user_and_port() -> None:
+    nodes = [
+        each.model_copy(update={"host": f"ana@{host}:2222"})
+        for number, host in enumerate(("one", "two"))
+        for each in box(host, 2, number=number + 1)
+    ]
+    made = command_section(nodes, "deepspeed", "--no_local_rank", "train.py", planned=UNPROBED)
+    assert "--rdzv-endpoint one:29500" in made.commands["torchrun"]
+    assert "--master_addr one --master_port 29500 --ssh_port 2222 --no_local_rank" in made.commands["deepspeed"]
+    assert made.files["hostfile"] == "ana@one slots=2\nana@two slots=2\n"
+
+
+def test_the_jobs_variables_are_everywhere_and_their_values_nowhere() -> None:
+    made = command_section(CLUSTER, "accelerate", "launch", "t.py", env=SECRETS)
+    assert "hf_abc" not in made.model_dump_json()
+    for launcher, command in made.commands.items():
+        assert 'HF_TOKEN="${HF_TOKEN:?}" OMP_NUM_THREADS="${OMP_NUM_THREADS:?}"' in command, launcher
+        assert "NCCL_DEBUG=WARN" in command
+    # The shell takes them from its own environment, and says what is missing.
+    line = made.commands["torchrun"].partition(" torchrun ")[0] + " env"
+    shell = ["/bin/sh", "-c", line]
+    run = subprocess.run(shell, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    assert run.returncode != 0 and "HF_TOKEN" in run.stderr
+    env = {"PATH": "/usr/bin:/bin", "HF_TOKEN": "a b", "OMP_NUM_THREADS": "4"}
+    assert "HF_TOKEN=a b\n" in subprocess.run(shell, env=env, capture_output=True, text=True, check=True).stdout
+    container = check_pytorch_job(yaml.safe_load(made.files["pytorchjob.yaml"]))
+    variables = {each["name"]: each for each in container["env"]}
+    assert variables["NCCL_DEBUG"] == {"name": "NCCL_DEBUG", "value": "WARN"}
+    reference = {"secretKeyRef": {"name": f"{made_name(made)}-env", "key": "HF_TOKEN"}}
+    assert variables["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": reference}
+    assert any(f"kubectl create secret generic {made_name(made)}-env" in note for note in made.notes)
+
+
+def made_name(made: Any) -> str:
+    return str(yaml.safe_load(made.files["pytorchjob.yaml"])["metadata"]["name"])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "job"),
+    [
+        (CLUSTER, {"model": "/models/llama", "data": "~/data", "strategy": "deepspeed"}),
+        (box("h", 8, H100), {"model": "models/llama", "data": "data", "strategy": "ddp"}),
+        (box("h", 2), {"model": "/m", "data": "/d", "strategy": "fsdp"}),
+    ],
+)
+def test_the_pytorchjob_has_files_volumes_and_memory(nodes: Any, job: dict[str, Any]) -> None:
+    made = section(plan(nodes, {**FULL, "adapter_path": "/out/adapters"}, model=TINY, job=job))
+    manifest, config = (yaml.safe_load(made.files[name]) for name in ("pytorchjob.yaml", "configmap.yaml"))
+    container = check_pytorch_job(manifest)
+    # The files that the command reads lie in its working directory, which can be written.
+    assert config["data"] == {name: made.files[name] for name in config["data"]}
+    assert {"job.json", *(["ds_config.json"] if job["strategy"] == "deepspeed" else [])} <= config["data"].keys()
+    request = json.loads(config["data"]["job.json"])
+    assert request.get("deepspeed_config") == ("ds_config.json" if job["strategy"] == "deepspeed" else None)
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert container["workingDir"] == "/workspace" and "readOnly" not in mounts["/workspace"]
+    for name in config["data"]:
+        assert mounts[f"/workspace/{name}"]["subPath"] == name
+    home = {"/models/llama": "/models/llama", "~/data": "/workspace/data"}
+    for key in ("model", "data"):
+        path = home.get(job[key], f"/workspace/{job[key]}" if not job[key].startswith("/") else job[key])
+        assert mounts[path] == {"name": "data", "mountPath": path, "subPath": key, "readOnly": True}
+    assert mounts["/out/adapters"]["name"] == "output"
+    volumes = {
+        each["name"]: each for each in manifest["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["volumes"]
+    }
+    assert volumes["config"]["configMap"]["name"] == config["metadata"]["name"]
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory" and volumes["shm"]["emptyDir"]["sizeLimit"].endswith("Gi")
+    claims = {volumes[name]["persistentVolumeClaim"]["claimName"] for name in ("data", "output")}
+    assert all(any(claim in note for note in made.notes) for claim in claims)
+    resources = container["resources"]
+    assert int(resources["limits"]["memory"].removesuffix("Gi")) >= 4 and resources["requests"]["cpu"] > 0
+
+
+def test_an_elastic_job_is_one_of_the_operators() -> None:
+    nodes = box("a", 1, H100) + box("b", 1, H100, number=2)
+    recovery = {"config": {"recovery": RecoveryConfig(min_nodes=1, max_restarts=2)}}
+    made = command_section(nodes, "torchrun", "t.py", elastic=True, planned=recovery)
+    manifest = yaml.safe_load(made.files["pytorchjob.yaml"])
+    check_pytorch_job(manifest)
+    policy = {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": 2, "maxRestarts": 2}
+    assert manifest["spec"]["elasticPolicy"] == policy
+    assert {kind: each["replicas"] for kind, each in manifest["spec"]["pytorchReplicaSpecs"].items()} == {"Worker": 2}
+
+
+def test_sixteen_ranks_that_do_not_answer_are_one_warning() -> None:
+    nodes = box("one", 8) + box("two", 8, number=2)
+    job: dict[str, Any] = {"command": ("torchrun", "t.py"), "model": None, "data": None}
+    problems = {each.node: "refused" for each in nodes}
+    made = plan(nodes, job=job, model=None, model_source="not read", problems=problems)
+    [found] = [issue.text for issue in made.warnings if issue.name == "nodes"]
+    assert found.startswith("one.0 to one.7, two.0 to two.7 do not respond (refused): their facts from")
+
+
+def test_advice_about_checkpoints_is_for_whoever_writes_them() -> None:
+    job: dict[str, Any] = {"command": ("torchrun", "t.py"), "model": None, "data": None}
+    unused = {"config": {"checkpoint": CheckpointConfig(every=10, compression="zstd")}}
+    made = plan(box("h", 2, H100), job=job, model=None, model_source="not read", **unused)
+    texts = [issue.text for issue in made.warnings if issue.name == "checkpoint_strategy"]
+    assert texts == ["[checkpoint] is unused: the job runs a custom command, which saves by itself"]
+    assert made.checkpoint_strategy.retention == "the command's own"
+    own = plan(box("h", 2, H100), FULL, model=TINY, **unused)
+    assert own.checkpoint_strategy.retention == "last_3_checkpoints"
