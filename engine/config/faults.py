@@ -69,13 +69,13 @@ class Faults:
         self.found.append(ConfigFault(location.file, location.key(key), _NOT_SET, accepted))
 
     def unknown(
-        self, location: Location, table: Mapping[Any, Any], known: Iterable[str], hints: Mapping[str, str]
+        self, location: Location, table: Mapping[Any, Any], known: Iterable[str], hints: Mapping[Any, str]
     ) -> None:
         """Report every key of `table` that is not in `known`; `hints` says what to use instead of some keys."""
         names = sorted(known)
         unknown = [key for key in table if key not in names]
         for key in unknown[:UNKNOWN_LIMIT]:
-            self.add(location, key, table[key], hints.get(key) or _suggestion(key, names))
+            self.add(location, key, table[key], hints.get(_plain(key)) or _suggestion(_plain(key), names))
         if len(unknown) > UNKNOWN_LIMIT:
             more = f"({len(unknown) - UNKNOWN_LIMIT} more keys)"
             self.found.append(ConfigFault(location.file, location.table or "the file", more, "known keys"))
@@ -148,6 +148,11 @@ def value_text(value: object) -> str:
     except (ValueError, RecursionError):
         # Python refuses to print numbers with thousands of digits.
         return "(a value that cannot be printed)"
+
+
+def _plain(key: object) -> object:
+    """As YAML files have it: with options as on a command line, "lora-layers" is lora_layers."""
+    return key.strip("-").replace("-", "_") if isinstance(key, str) else key
 
 
 def _suggestion(key: object, names: list[str]) -> str:

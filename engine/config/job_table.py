@@ -16,11 +16,14 @@ from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
 from engine.config.mlx_lm_keys import (
     DEFAULTS,
+    FORMER_KEYS,
     HEAD_TRACKERS,
     KEYS,
     MLX_KEYS,
+    SIZE_KEYS,
     TORCH_KEYS,
     TORCH_OPTIMIZERS,
+    in_bytes,
     scaled_rate,
     scaling_rule,
     services,
@@ -46,7 +49,6 @@ OWN_KEYS = (
 _TRACKER_KEYS = ("report_to", "project_name")
 _TRAINING_KEYS = ("strategy", "layer_split", "chunking", "chunk_size")
 PATH_KEYS = ("model", "data", "adapter_path", "resume_adapter_file")
-_HINTS = {"hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported'}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = re.compile(
     r"FLIGHTDECK_.*|MLX_(RANK|HOSTFILE|IBV_DEVICES|WORLD_SIZE|JACCL_.*)"
@@ -78,7 +80,7 @@ class ReadJob:
 def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base: Path) -> ReadJob:
     """Read [job], with defaults for all mlx-lm keys. Its paths are kept as written."""
     before = len(faults.found)
-    faults.unknown(location, table, (*OWN_KEYS, *KEYS), _HINTS)
+    faults.unknown(location, table, (*OWN_KEYS, *KEYS), FORMER_KEYS)
     _check_environment(faults, location, table.get("env"))
     framework: Framework = "torch" if table.get("framework") == "torch" else "mlx"
     table = _with_command(faults, location, table)
@@ -245,6 +247,8 @@ def _training(
         if key == "optimizer" and isinstance(value, str):
             # mlx-lm accepts AdamW and adamw.
             given[key] = value.lower()
+        elif key in SIZE_KEYS:
+            given[key] = in_bytes(value)
         accepted = None if KEYS[key].form.check(given[key]) else KEYS[key].form.accepted
         if accepted := accepted or (path_form(value) if key in PATH_KEYS else None):
             faults.add(locations[key], key, value, accepted)
@@ -277,7 +281,7 @@ def _yaml_keys(
         faults.found.append(error.fault)
         return location, {}
     there = Location(file_text(path))
-    hints = {**_HINTS, **dict.fromkeys(OWN_KEYS, "no value here: this key belongs in flightdeck.toml")}
+    hints = {**FORMER_KEYS, **dict.fromkeys(OWN_KEYS, "no value here: this key belongs in flightdeck.toml")}
     faults.unknown(there, keys, KEYS, hints)
     return there, keys
 

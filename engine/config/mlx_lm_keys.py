@@ -11,8 +11,10 @@ Face data sets are not read.
 from __future__ import annotations
 
 import math
+import re
 from copy import deepcopy
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
@@ -47,12 +49,12 @@ class OptimizerConfig(_Table):
     ] = {}
 
 
-_STEPS = "steps"
+STEPS = "steps"
 SCHEDULE_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "cosine_decay": ("rate", _STEPS, "last rate"),
+    "cosine_decay": ("rate", STEPS, "last rate"),
     "exponential_decay": ("rate", "factor"),
-    "linear_schedule": ("rate", "last rate", _STEPS),
-    "step_decay": ("rate", "factor", _STEPS),
+    "linear_schedule": ("rate", "last rate", STEPS),
+    "step_decay": ("rate", "factor", STEPS),
 }
 """Those of the schedules of mlx.optimizers.schedulers that take only numbers; cosine_decay's third one is optional."""
 
@@ -68,7 +70,7 @@ class _Schedule(_Table):
         names = SCHEDULE_ARGUMENTS[self.name]
         if not len(names) - (self.name == "cosine_decay") <= len(self.arguments) <= len(names):
             raise ValueError("too few or too many")
-        if any(value < 1 for name, value in zip(names, self.arguments, strict=False) if name == _STEPS):
+        if any(value < 1 for name, value in zip(names, self.arguments, strict=False) if name == STEPS):
             raise ValueError("steps below 1")
         return self
 
@@ -237,7 +239,8 @@ KEYS: dict[str, Key] = {
     "lora_parameters": Key(
         Form(
             _LoraParameters,
-            "rank (1 or more), dropout (0 to below 1), scale (mlx-lm has no alpha), and optionally keys (module names)",
+            "rank (1 or more), dropout (0 to below 1), scale (no alpha: alpha / rank elsewhere, and scale · alpha "
+            "/ rank in mlx-lm before it dropped alpha), and optionally keys (module names)",
         ),
         {"rank": 8, "dropout": 0.0, "scale": 20.0},
         "Parameters of LoRA and DoRA.",
@@ -251,7 +254,7 @@ KEYS: dict[str, Key] = {
         "Layers of each rank whose activations are recomputed in the backward pass, to save memory.",
     ),
     "clear_cache_threshold": Key(
-        Form(_NotNegative, "bytes as a whole number, 0 or more"),
+        Form(_NotNegative, 'bytes as a whole number, 0 or more, or as in "2GB" or "500MB" (10⁹ and 10⁶ bytes)'),
         0,
         "Size of MLX's cache in bytes above which it is cleared; 0 means 1 GiB.",
     ),
@@ -299,6 +302,38 @@ KEYS: dict[str, Key] = {
 
 DEFAULTS: dict[str, Any] = {name: key.default for name, key in KEYS.items() if key.default is not _NO_DEFAULT}
 """The `*_feature` keys have no default: mlx-lm checks whether they are present."""
+
+_OF_LORA = "lora_parameters = {{rank = 8, dropout = 0.0, scale = 20.0}}: this one is its {}"
+FORMER_KEYS = {
+    "lora_layers": "num_layers, as mlx-lm calls it today",
+    "adapter_file": "adapter_path, the folder that adapters are saved in, or resume_adapter_file, those to start from",
+    "use_dora": 'fine_tune_type = "dora", or "lora" for false',
+    "train_type": "fine_tune_type",
+    "wandb": 'report_to = "wandb", and the project in project_name',
+    "hf_dataset": 'data = "<directory with train.jsonl>": data sets of the Hugging Face hub are not supported',
+    "weight_decay": "no value here: it is one of optimizer_config, as in {adamw = {weight_decay = 0.01}}",
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "grad_accumulation_steps"),
+    **dict.fromkeys(("warmup", "warmup_steps"), "no value here: it is lr_schedule's warmup"),
+    **{
+        f"{prefix}{name}": _OF_LORA.format(name)
+        for prefix in ("lora_", "")
+        for name in ("rank", "dropout", "scale", "keys")
+    },
+    **dict.fromkeys(("lora_alpha", "alpha"), _OF_LORA.format("scale, as alpha / rank")),
+    **dict.fromkeys(("prompt", "temp", "max_tokens"), "no value here: mlx_lm.generate generates text"),
+}
+"""Keys of earlier releases, and of files written for other trainers → what says the same today."""
+
+SIZE_KEYS = ("clear_cache_threshold",)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(?:([KMGT]?)B?)", re.IGNORECASE)
+
+
+def in_bytes(size: object) -> object:
+    """Bytes of a size as mlx_lm.lora's option takes it ("2GB", "1.5 g"); anything else as it is."""
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    return int(Decimal(found[1]) * _UNITS[found[2].upper()]) if found is not None else size
+
 
 HEAD_TRACKERS = ("tensorboard", "wandb")
 """Services of report_to that the head writes."""

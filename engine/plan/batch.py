@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 
-from engine.config.mlx_lm_keys import BASE_RATES, scaled_rate, scaling_rule
+from engine.config.mlx_lm_keys import BASE_RATES, SCHEDULE_ARGUMENTS, STEPS, scaled_rate, scaling_rule
+from engine.errors import plural
 from engine.plan.context import PlanContext, job_iterations
 from engine.plan.document import BatchSection, Rationale, Source, SuggestedBatch
 
@@ -52,6 +53,7 @@ def batch_section(context: PlanContext, fits: int | None, rationale: Rationale) 
     warm = int((settings.get("lr_schedule") or {}).get("warmup", 0))
     per_epoch = context.updates_per_epoch
     _explain_rate(context, rationale)
+    _check_schedule(context, rationale)
     rationale.explain(
         _KEY + "rule_learning_rate",
         Source.RULE,
@@ -111,6 +113,24 @@ def _explain_rate(context: PlanContext, rationale: Rationale) -> None:
     elif context.given("learning_rate"):
         source, reason = Source.USER, "the job sets it"
     rationale.explain(_KEY + "learning_rate", source, reason)
+
+
+def _check_schedule(context: PlanContext, rationale: Rationale) -> None:
+    """Warn of a warm-up or schedule, both counted in updates, that the run ends before."""
+    schedule, updates = context.settings.get("lr_schedule"), context.updates
+    if not schedule or updates is None:
+        return
+    arguments = dict(zip(SCHEDULE_ARGUMENTS[schedule["name"]], schedule["arguments"], strict=False))
+    warm, steps = int(schedule.get("warmup", 0)), int(arguments.get(STEPS, 0))
+    of = f" ({context.iterations:,} iterations, {context.accumulation} per update)" if context.accumulation > 1 else ""
+    run = f"the run has {plural(updates, 'update')}{of}"
+    if warm >= updates:
+        text = f"lr_schedule warms up for {plural(warm, 'update')}, and {run}"
+        rationale.warn("lr_schedule", f"{text}: the rate never gets to {arguments['rate']:g}")
+    elif steps + warm > updates and arguments["rate"] != arguments.get("last rate", 0.0):
+        after = f" after {warm:,} of warm-up" if warm else ""
+        takes = f"{'takes its first step' if 'factor' in arguments else 'ends'} after {plural(steps, 'update')}{after}"
+        rationale.warn("lr_schedule", f"{schedule['name']} in lr_schedule {takes}, and {run}")
 
 
 def _peak_rate(context: PlanContext) -> float | None:

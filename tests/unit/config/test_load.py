@@ -66,6 +66,13 @@ def test_a_null_in_the_yaml_is_a_key_not_given(tmp_path: Path) -> None:
     assert (settings["iters"], settings["seed"]) == (1000, 0)
 
 
+@pytest.mark.parametrize("text", ["2GB", "'2 gb'", "2000M", "2000000000"])
+def test_a_size_in_the_yaml_is_read_as_mlx_lms_option_takes_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "lora.yaml").write_text(f"clear_cache_threshold: {text}\n")
+    settings = load(tmp_path, NODES + JOB + 'config = "lora.yaml"').job.mlx_lm
+    assert settings["clear_cache_threshold"] == 2 * 10**9
+
+
 def test_an_empty_yaml_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "lora.yaml").write_text("# nothing yet\n")
     assert load(tmp_path, NODES + JOB + 'config = "lora.yaml"').job.mlx_lm["iters"] == 1000

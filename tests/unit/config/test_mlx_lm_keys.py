@@ -9,8 +9,19 @@ from dataclasses import fields
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.config.mlx_lm_keys import DEFAULTS, KEYS, LOCAL_KEYS, SCHEDULE_ARGUMENTS, TORCH_KEYS, OptimizerConfig
+from engine.config.mlx_lm_keys import (
+    DEFAULTS,
+    FORMER_KEYS,
+    KEYS,
+    LOCAL_KEYS,
+    SCHEDULE_ARGUMENTS,
+    TORCH_KEYS,
+    OptimizerConfig,
+    in_bytes,
+)
 from engine.protocol.job import Job
 
 _ASK = """
@@ -18,11 +29,14 @@ import inspect, json
 import mlx.optimizers as optim
 from mlx.optimizers import schedulers
 from mlx_lm.lora import CONFIG_DEFAULTS
+from mlx_lm.utils import _parse_size
 kinds = {"adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon, "sgd": optim.SGD, "adafactor": optim.Adafactor}
 arguments = {name: list(inspect.signature(kind.__init__).parameters) for name, kind in kinds.items()}
+sizes = {size: _parse_size(size) for size in ("2GB", "500MB", "1.5g", "7 M", "12")}
 schedules = {name: [value.default is value.empty for value in inspect.signature(each).parameters.values()]
              for name, each in vars(schedulers).items() if inspect.isfunction(each)}
-print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": schedules, "arguments": arguments}))
+print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": schedules, "arguments": arguments,
+                  "sizes": sizes}))
 """
 OURS = {
     *("optimizer_precision", "moments", "max_grad_norm", "wire", *LOCAL_KEYS),
@@ -88,3 +102,22 @@ def test_a_schedule_is_accepted_with_arguments_that_mlx_takes(
     name: str, arguments: list[float], accepted: bool
 ) -> None:
     assert KEYS["lr_schedule"].form.check({"name": name, "arguments": arguments}) is accepted
+
+
+def test_sizes_are_those_of_mlx_lms_option(installed: dict[str, Any]) -> None:
+    assert {size: in_bytes(size) for size in installed["sizes"]} == installed["sizes"]
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["K", "M", "G", "T"]), st.sampled_from(["", "B", "b"]))
+def test_a_size_is_a_number_of_its_unit(number: int, unit: str, byte: str) -> None:
+    expected = number * 1000 ** (1 + "KMGT".index(unit))
+    assert in_bytes(f"{number}{unit}{byte}") == in_bytes(f"{number} {unit.lower()}{byte}") == expected
+
+
+@given(st.one_of(st.integers(), st.none(), st.text(alphabet="xyz-é. ")))
+def test_what_is_no_size_stays(value: object) -> None:
+    assert in_bytes(value) == value
+
+
+def test_no_key_of_today_is_a_former_one() -> None:
+    assert not FORMER_KEYS.keys() & KEYS.keys()

@@ -821,6 +821,40 @@ def test_saves_too_far_apart_warn(keys: dict[str, int], *, warned: bool) -> None
     assert ("checkpoint_strategy" in names(plan, "warnings")) == warned
 
 
+COSINE = {"name": "cosine_decay", "arguments": [1e-4, 100]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "schedule", "expected"),
+    [
+        ({"iters": 50}, COSINE | {"warmup": 60}, "warms up for 60 updates, and the run has 50 updates: the rate never"),
+        ({"iters": 50}, COSINE, "cosine_decay in lr_schedule ends after 100 updates, and the run has 50 updates"),
+        ({"iters": 105}, COSINE | {"warmup": 10}, "ends after 100 updates after 10 of warm-up"),
+        # An incomplete accumulation is an update, too.
+        (
+            {"iters": 397, "grad_accumulation_steps": 4},
+            COSINE | {"warmup": 100},
+            "never gets to 0.0001",
+        ),
+        ({"iters": 399, "grad_accumulation_steps": 4}, COSINE | {"warmup": 1}, "(399 iterations, 4 per update)"),
+        ({"iters": 400, "grad_accumulation_steps": 4}, COSINE, None),
+        ({"iters": 110}, COSINE | {"warmup": 10}, None),
+        ({"epochs": 3, "batch_size": 8, "grad_accumulation_steps": 2}, COSINE | {"warmup": 1875}, "has 1,875 updates"),
+        ({"iters": 50}, {"name": "step_decay", "arguments": [1e-4, 0.5, 60]}, "takes its first step after 60 updates"),
+        ({"iters": 50}, {"name": "linear_schedule", "arguments": [1e-4, 1e-5, 60]}, "ends after 60 updates"),
+        # The one that `plan --apply` writes.
+        ({"iters": 50}, {"name": "linear_schedule", "arguments": [1e-4, 1e-4, 50], "warmup": 5}, None),
+        ({"iters": 50}, {"name": "exponential_decay", "arguments": [1e-4, 0.9]}, None),
+    ],
+)
+def test_a_schedule_that_the_run_ends_before_warns(
+    keys: dict[str, int], schedule: dict[str, Any], expected: str | None
+) -> None:
+    plan = make_plan(inputs(ultra_and_max(), settings={**keys, "lr_schedule": schedule}))
+    found = [warning.text for warning in plan.warnings if warning.name == "lr_schedule"]
+    assert [expected in text for text in found] == [True] if expected else found == []
+
+
 def test_epochs_are_iterations_once_the_examples_are_counted() -> None:
     """10,000 examples fill 1,250 batches of 8."""
     asked = inputs(ultra_and_max(), settings={"epochs": 3, "batch_size": 8, "grad_accumulation_steps": 2})
