@@ -50,6 +50,21 @@ class Terminal:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
+    def flood(self, keys: bytes, size: int) -> None:
+        """Type `keys` until `size` bytes have been taken; what is drawn is thrown away."""
+        left = size
+        while left > 0:
+            readable, writable, _ = select.select([self._master], [self._master], [], 10.0)
+            if readable:
+                os.read(self._master, 65536)
+            if writable:
+                left -= os.write(self._master, keys)
+
+    def hang_up(self) -> int:
+        """Close the terminal, as a window that goes does; the exit status."""
+        os.close(self._master)
+        return self._process.wait(60.0)
+
     @property
     def cooked(self) -> bool:
         """Lines are edited and echoed, as a shell needs it."""

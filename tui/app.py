@@ -13,6 +13,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from datetime import UTC, datetime
 from functools import partial
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from rich.text import Text
 from textual.app import App, SuspendNotSupported
 from textual.binding import Binding, BindingType
+from textual.events import Event, InputEvent
 from textual.worker import Worker
 
 from engine import api
@@ -57,6 +60,10 @@ SLOW_S: Final = 0.5
 TICK_S: Final = 1.0
 """How often ages are redrawn."""
 NOTICE_S: Final = 6.0
+LEAVING_S: Final = 5.0
+"""How long an orderly end after a signal may take."""
+_RESTORE: Final = b"\x1b[?1003l\x1b[?1006l\x1b[?1000l\x1b[?2004l\x1b[<u\x1b[?1049l\x1b[?25h\x1b[0m"
+"""Ends what Textual has switched on: mouse, pasting in brackets, kitty's keys, the other screen; shows the cursor."""
 _WAITS: Final = (
     '"$@"; code=$?; trap : INT; printf "ended with $code; enter returns to Flight Deck "; read _; exit $code'
 )
@@ -93,7 +100,7 @@ class FlightDeckApp(App[None]):
         self._slow_link = slow_link
         self._start = start
         self._follow = follow
-        self._first_shown = self._asked = False
+        self._first_shown = self._asked = self._leaving = False
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
         self._due = False
@@ -110,6 +117,18 @@ class FlightDeckApp(App[None]):
         self._telemetry: dict[str, NodeTelemetry] = {}
         if slow_link:
             self.animation_level = "none"
+
+    async def on_event(self, event: Event) -> None:
+        if isinstance(event, InputEvent):
+            # Textual takes waiting keys one after the other: without a pause here no signal would come through.
+            await asyncio.sleep(0)
+            if self._leaving:
+                return
+        await super().on_event(event)
+
+    def exit(self, *arguments: Any, **named: Any) -> None:
+        self._leaving = True
+        super().exit(*arguments, **named)
 
     @property
     def state(self) -> DeckState:
@@ -160,6 +179,9 @@ class FlightDeckApp(App[None]):
             self.screen.show(self.state)
 
     def _tick(self) -> None:
+        if not self.is_headless and sys.__stdin__ is not None and not sys.__stdin__.isatty():
+            # Its terminal is gone. Whoever has no controlling terminal gets no signal for that.
+            signal.raise_signal(signal.SIGHUP)
         self._gc.tick()
         self._update_telemetry()
         if not self.state.frozen:
@@ -615,6 +637,26 @@ async def _run_with_signals(app: FlightDeckApp) -> None:
         else:
             loop.call_later(0.01, leave, number)
 
+    def received(number: int, _: object) -> None:
+        # A thread, and no handler of the loop's: under a flood of keys Textual's queues keep the loop for themselves.
+        timer = threading.Timer(LEAVING_S, _leave_now, (app, 128 + number))
+        timer.daemon = True
+        timer.start()
+        loop.call_soon_threadsafe(leave, number)
+
     for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, leave, number)
+        signal.signal(number, received)
     await app.run_async()
+
+
+def _leave_now(app: FlightDeckApp, code: int) -> None:
+    """End the process with keys still unread, of which a terminal that is gone may have left thousands."""
+    with contextlib.suppress(OSError, ValueError, termios.error):
+        descriptor = sys.__stdin__.fileno() if sys.__stdin__ is not None else 0
+        # A terminal that nobody reads must not hold this up.
+        os.set_blocking(descriptor, False)
+        if (before := getattr(app._driver, "attrs_before", None)) is not None:
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        os.write(descriptor, _RESTORE)
+        os.set_blocking(descriptor, True)
+    os._exit(code)

@@ -138,6 +138,22 @@ def test_ctrl_z_gives_the_terminal_back_until_the_console_is_continued(config: P
         assert_restored(terminal)
 
 
+def test_a_console_under_a_flood_of_keys_leaves_when_its_terminal_is_gone(config: Path, home: Path) -> None:
+    with console(CONSOLE, home, "-c", str(config)) as terminal:
+        terminal.read_until(b"idle")
+        terminal.flood(b"jk12345" * 40, 40_000)
+        assert terminal.hang_up() == 128 + signal.SIGHUP
+
+
+def test_a_signal_comes_through_a_flood_of_keys(config: Path, home: Path) -> None:
+    with console(CONSOLE, home, "-c", str(config)) as terminal:
+        terminal.read_until(b"idle")
+        terminal.flood(b"jk12345" * 40, 40_000)
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait() == 128 + signal.SIGTERM
+        assert terminal.cooked
+
+
 COLOUR: Final = re.compile(rb"\x1b\[((?:\d+;)*\d+)m")
 
 
