@@ -43,7 +43,7 @@ from tui.engine_client import (
 from tui.formatting import shortened
 from tui.gc_pauses import GcScheduler
 from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
-from tui.poller import POLL_S, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
+from tui.poller import POLL_S, ConfigEdited, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import Welcome, confirm_abort, confirm_launch, confirm_programs, text_width
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix, confirm_setup
@@ -217,6 +217,17 @@ class FlightDeckApp(App[None]):
             self._first_shown = True
             self.open_run(self._follow)
 
+    def on_config_edited(self, message: ConfigEdited) -> None:
+        """The file as it is now counts, or, while it has faults, what was read before; both are said."""
+        if message.ready is None or message.ready.config is None:
+            self.store.change(fault=f"edited, and not read again; the former one still counts:\n{message.fault}")
+            self.say("the edited configuration has faults: the plan shows them", severity="warning")
+        elif message.ready.accepted:
+            self._take_config(message.ready)
+            self.say(f"{message.ready.config.file} was edited: read again")
+        else:
+            self._ask_config(message.ready, message.ready.config)
+
     def _ask_config(self, message: EngineReady, config: Config) -> None:
         """Somebody else may have written the file, and a probe runs the interpreters that it names, a check its sync
         script and a model's own code."""
@@ -240,12 +251,13 @@ class FlightDeckApp(App[None]):
         config = message.config
         facts = {facts.node: facts for facts in message.facts}
         self.store.change(config=config, facts=facts, prediction=message.prediction, fault=None)
-        self.store.change(scaling=message.scaling)
+        self.store.change(scaling=message.scaling, plan=None, checks=(), checks_at=None)
         if config is not None:
             self.theme = config.ui.theme
             if config.ui.ascii:
                 self.store.change(glyphs=Glyphs(ascii=True))
             self.set_class(self.state.glyphs.ascii, "-ascii")
+            self.client.stop_telemetry()
             self._request(self.client.probe())
             self._update_telemetry()
 

@@ -308,7 +308,11 @@ class EngineClient:
             store.change(topology=topology, network_plan=network, network_problem=problem)
             # A calibration is of chips and versions: the probe may have found others.
             store.change(**await self._loop.call(lambda: _known(engine, config)))
-        await self.plan()
+        if store.state.config is not config:
+            # Edited meanwhile: it may have other nodes.
+            await self.probe()
+        else:
+            await self.plan()
 
     async def plan(self) -> None:
         """Plan the next launch by the newest facts; not while ranks run on the nodes, when nobody needs it."""

@@ -6,6 +6,7 @@ The engine's modules (pydantic, the store) are imported here, after the first pa
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,6 +42,15 @@ class EngineReady(Message):
     scaling: Scaling | None = None
     accepted: bool = True
     """It may run what it names, without a question."""
+
+
+@dataclass
+class ConfigEdited(Message):
+    """The configuration's file is another one than was read."""
+
+    ready: EngineReady | None
+    fault: str | None = None
+    """Why it cannot be read, without `ready`."""
 
 
 @dataclass
@@ -102,6 +112,7 @@ class RunPoller:
         self._ended = False
         self._paused = False
         self._reported: str | None = None
+        self._config_seen: tuple[int, int] | None = None
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
 
     def start(self) -> None:
@@ -167,6 +178,7 @@ class RunPoller:
                     if runs is None:
                         threading.Thread(target=self._adopt, args=(engine,), name="adopt", daemon=True).start()
                     runs, runs_due = read, monotonic() + RUNS_S
+                    self._read_edited(engine)
                 self._reported = None
             except Exception as trouble:  # a reader must outlive any one unreadable file
                 self._report(_error_text(trouble))
@@ -182,11 +194,33 @@ class RunPoller:
         except Exception as trouble:
             self._post(EngineFailed(f"the engine cannot be loaded: {_error_text(trouble)}", ExitCode.FAILED))
             return None
+        self._config_seen = self._config_state()
         try:
             config = engine.load_config(self._config) if isinstance(self._config, Path) else self._config
         except Exception as trouble:
             self._post(EngineFailed(_error_text(trouble), ExitCode.USAGE))
             return None
+        self._post(self._ready(engine, config))
+        return engine
+
+    def _config_state(self) -> tuple[int, int] | None:
+        """Another one after each edit of the configuration's file."""
+        with contextlib.suppress(OSError):
+            if isinstance(self._config, Path):
+                status = self._config.stat()
+                return status.st_mtime_ns, status.st_size
+        return None
+
+    def _read_edited(self, engine: Engine) -> None:
+        if not isinstance(self._config, Path) or (state := self._config_state()) == self._config_seen:
+            return
+        self._config_seen = state
+        try:
+            self._post(ConfigEdited(self._ready(engine, engine.load_config(self._config))))
+        except Exception as trouble:  # what was read before stays
+            self._post(ConfigEdited(None, _error_text(trouble)))
+
+    def _ready(self, engine: Engine, config: Config | None) -> EngineReady:
         ready = EngineReady(engine, config)
         if config is not None and isinstance(self._config, Path):
             ready.accepted = engine.nodes.is_accepted(config)
@@ -201,8 +235,7 @@ class RunPoller:
                 ready.scaling = engine.calibrations.latest_scaling(config)
             except Exception as trouble:
                 self._report(_error_text(trouble))
-        self._post(ready)
-        return engine
+        return ready
 
     def _adopt(self, engine: Engine) -> None:
         try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from engine.config.models import Config
 from engine.errors import LaunchError
 from engine.models import RunState
 from engine.snapshots import StopProgress
@@ -556,3 +558,30 @@ async def test_the_clock_may_tick_when_the_screens_have_gone(fake: FakeEngine) -
         pass
     assert console.app.screen_stack == []
     console.app._tick()
+
+
+async def test_an_edited_configuration_is_read_again_or_its_fault_is_said(fake: FakeEngine, tmp_path: Path) -> None:
+    file = tmp_path / "flightdeck.toml"
+    file.write_text("first")
+
+    def load(path: Path) -> Config:
+        text = path.read_text()
+        if text == "broken":
+            raise LaunchError("flightdeck.toml: [job] iters = 'x': a whole number")
+        config = fake_engine.configuration()
+        return config.model_copy(update={"job": config.job.model_copy(update={"name": text}), "file": path})
+
+    fake.load_config = load  # type: ignore[method-assign]
+    async with opened(fake, config=file) as console:
+        await console.shows("ready to launch  first")
+        file.write_text("second one")
+        await console.shows("ready to launch  second one")
+        assert console.notifications == [f"{file} was edited: read again"]
+        file.write_text("broken")
+        await console.shows("a whole number")
+        await console.shows("the former one still counts")
+        config = console.app.state.config
+        assert config is not None and config.job.name == "second one"
+        file.write_text("third")
+        await console.shows("ready to launch  third")
+        assert "a whole number" not in console.screen
