@@ -52,11 +52,11 @@ def find_program(name: str, python: str) -> str | None:
     return shutil.which(name, path=str(Path(python).parent)) or shutil.which(name)
 
 
-def abandoned_locks() -> list[str]:
+def abandoned_locks(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Locks of torch's builds of C++ extensions (torch.utils.file_baton) that no process has open, as far as /proc
     tells: whoever loads the extension waits for its lock for ever."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
+    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = Path(environment.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
     found = {os.path.realpath(path) for depth in ("*/lock", "*/*/lock") for path in root.glob(depth)}
     for link in Path("/proc").glob("[0-9]*/fd/*") if found else ():
         with contextlib.suppress(OSError):

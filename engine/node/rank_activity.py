@@ -4,13 +4,14 @@ Two events, written when something has changed, and the first again while the ra
 "busy", "idle" (all of them together use less than IDLE_SHARE of one core) or "stopped" (one of them is, as by SIGSTOP,
 and the others do next to nothing). `group`: `joined` is whether the rank is connected to another one, where the
 backend's connections show that; `own_rank` is the rank that a process has in another group than the one that it was
-started for, as a launcher inside the command makes them.
+started for, as a launcher inside the command makes them. A `warning` names what an idle rank may be waiting for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -46,7 +47,8 @@ class RankActivity:
         self._pid = pid
         self._began = self._polled_at = time.monotonic()
         self._cpu_s: Mapping[int, float] | None = None
-        self._state, self._written_at = "", self._began
+        self._state, self._written_at, self._warned = "", self._began, False
+        self._environment = environment
         self._given = {names: [environment.get(name) for name in names] for names in GROUPS if grouped}
         self._peers = peer_addresses(environment) if grouped else set()
         self._joined: bool | None = None
@@ -72,6 +74,10 @@ class RankActivity:
         if state != self._state or (state != "busy" and self._polled_at - self._written_at >= REPEAT_S):
             self._state, self._written_at = state, self._polled_at
             self._events.write("processes", state=state)
+            if state == "idle" and not self._warned and (locks := processes.abandoned_locks(self._environment)):
+                self._warned = True
+                what = f"torch may be waiting for a lock that a killed build has left: rm {shlex.quote(locks[0])}"
+                self._events.write("warning", message=what)
 
     def _look_at_group(self, pids: Iterable[int]) -> None:
         if self._peers and not self._joined and (joined := connected(self._peers)) != self._joined:

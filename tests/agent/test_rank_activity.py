@@ -40,6 +40,9 @@ class WatchedProgram:
         lines = [json.loads(line) for line in self.events.read_text().splitlines()]
         return [{key: line[key] for key in ("state", "joined", "own_rank") if key in line} for line in lines]
 
+    def warnings(self) -> list[str]:
+        return [line["message"] for line in map(json.loads, self.events.read_text().splitlines()) if "message" in line]
+
     def await_event(self, **event: Any) -> None:
         deadline = time.monotonic() + 60
         while event not in self.written():
@@ -146,3 +149,15 @@ def test_where_the_other_ranks_listen(tmp_path: Path, environment: dict[str, str
     hosts = tmp_path / "hosts.json"
     hosts.write_text('[["10.0.0.1:5000", "fd00::1:5001"], ["10.0.0.2:5002"], ["10.0.0.3:5003"]]')
     assert peer_addresses({key: str(hosts) if text == "HOSTS" else text for key, text in environment.items()}) == found
+
+
+@pytest.mark.needs("linux")
+def test_an_idle_rank_is_told_of_the_lock_that_a_killed_build_has_left(
+    start: Callable[..., WatchedProgram], tmp_path: Path
+) -> None:
+    lock = tmp_path / "extensions" / "fused_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    program = start(WAITS, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
+    program.await_event(state="idle")
+    assert program.warnings() == [f"torch may be waiting for a lock that a killed build has left: rm {lock}"]
