@@ -52,23 +52,11 @@ from engine.security.identifiers import safe_repr
 CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
-        connectivity.CHECK,
-        sync.CHECK,
-        versions.CHECK,
-        hostfile.CHECK,
-        ports.CHECK,
-        model.CHECK,
-        data.CHECK,
-        program.CHECK,
-        checkpoint.CHECK,
-        gradient.CHECK,
-        consistency.CHECK,
-        workers.CHECK,
-        hardware.CHECK,
-        performance.CHECK,
-        health.CHECK,
+        connectivity.CHECK, sync.CHECK, versions.CHECK, hostfile.CHECK, ports.CHECK, model.CHECK, data.CHECK,
+        program.CHECK, checkpoint.CHECK, gradient.CHECK, consistency.CHECK, workers.CHECK, hardware.CHECK,
+        performance.CHECK, health.CHECK,
     )
-}
+}  # fmt: skip
 
 OnResult = Callable[[CheckResult], None]
 Audit = Callable[[str, str, dict[str, object]], object]

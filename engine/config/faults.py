@@ -21,15 +21,10 @@ _INDEXED = re.compile(r"[a-z_]+\[[0-9]{1,4}\]|line [0-9]{1,9}")
 _NOT_SET = "(not set)"
 
 _TYPES = {
-    "string_type": "a string in quotes",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
+    "string_type": "a string in quotes", "int_type": "a whole number", "int_from_float": "a whole number",
+    "float_type": "a number", "finite_number": "a finite number", "bool_type": "true or false", "tuple_type": "a list",
     "dict_type": "a table",
-}
+}  # fmt: skip
 _BOUNDS = {
     "greater_than": ("gt", "a number above {}"),
     "greater_than_equal": ("ge", "{} or more"),

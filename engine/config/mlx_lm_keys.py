@@ -42,11 +42,10 @@ class OptimizerConfig(_Table):
     adamw: dict[Literal["betas", "eps", "weight_decay", "bias_correction"], _Argument] = {}
     muon: dict[Literal["momentum", "weight_decay", "nesterov", "ns_steps"], _Argument] = {}
     sgd: dict[Literal["momentum", "weight_decay", "dampening", "nesterov"], _Argument] = {}
-    adafactor: dict[
-        Literal["eps", "clip_threshold", "decay_rate", "beta_1", "weight_decay"]
-        | Literal["scale_parameter", "relative_step", "warmup_init"],
-        _Argument,
-    ] = {}
+    adafactor: dict[Literal[
+        "eps", "clip_threshold", "decay_rate", "beta_1", "weight_decay",
+        "scale_parameter", "relative_step", "warmup_init",
+    ], _Argument] = {}  # fmt: skip
 
 
 STEPS = "steps"
@@ -129,176 +128,103 @@ class Key:
 KEYS: dict[str, Key] = {
     "model": Key(TEXT, None, "Directory of the model in mlx-lm's format, on every node."),
     "data": Key(TEXT, None, "Directory with train.jsonl and optionally valid.jsonl and test.jsonl, on every node."),
-    "config": Key(
-        TEXT, None, "An mlx-lm training YAML to read these keys from; keys in flightdeck.toml have priority."
-    ),
+    "config": Key(TEXT, None,
+        "An mlx-lm training YAML to read these keys from; keys in flightdeck.toml have priority."),
     "train": Key(Form(Literal[True], "true: flightdeck always trains"), True, "Accepted for mlx-lm's YAML files."),
     "fine_tune_type": Key(one_of("lora", "dora", "full"), "lora", "LoRA, DoRA or full fine-tuning."),
     "optimizer": Key(one_of(*OPTIMIZERS), "adam", "Optimizer."),
-    "optimizer_config": Key(
-        Form(
-            OptimizerConfig,
-            "a table of arguments for each optimizer, such as {adamw = {weight_decay = 0.01, betas = [0.9, 0.95]}}",
-        ),
-        {name: {} for name in OPTIMIZERS},
-        "Arguments of the optimizers.",
-    ),
-    "optimizer_precision": Key(
-        one_of(AUTO, *OPTIMIZER_PRECISIONS),
-        AUTO,
+    "optimizer_config": Key(Form(OptimizerConfig,
+        "a table of arguments for each optimizer, such as {adamw = {weight_decay = 0.01, betas = [0.9, 0.95]}}"),
+        {name: {} for name in OPTIMIZERS}, "Arguments of the optimizers."),
+    "optimizer_precision": Key(one_of(AUTO, *OPTIMIZER_PRECISIONS), AUTO,
         "How trained weights of 16 bits are kept: beside float32 masters, with 16 bits of compensation (kahan, as "
         "exact as float32), rounded stochastically, or as mlx-lm keeps them (parameter: small steps are lost). auto: "
-        "the most precise that fits. Not in mlx-lm.",
-    ),
-    "moments": Key(
-        one_of(AUTO, *MOMENTS),
-        AUTO,
+        "the most precise that fits. Not in mlx-lm."),
+    "moments": Key(one_of(AUTO, *MOMENTS), AUTO,
         "Type of the optimizer's moments; 8bit has a scale for each block of 64. With optimizer_precision parameter, "
-        "float32 means the weights' own type, as in mlx-lm. auto: the most precise that fits. Not in mlx-lm.",
-    ),
+        "float32 means the weights' own type, as in mlx-lm. auto: the most precise that fits. Not in mlx-lm."),
     "seed": Key(Form(_NotNegative, "a whole number, 0 or more"), 0, "Random seed."),
     "num_layers": Key(COUNT_OR_ALL, 16, "Number of layers to train, from the last; all of them for full fine-tuning."),
     "batch_size": Key(COUNT, 4, "Sequences per iteration over all ranks (the global batch)."),
     "iters": Key(COUNT, 1000, "Training iterations."),
-    "epochs": Key(
-        Form(Annotated[FiniteFloat, Field(gt=0, le=1e6)], "a number above 0, at most 1000000; without iters"),
-        None,
-        "Passes over the training data, in place of iters; fractions are allowed. Not in mlx-lm.",
-    ),
+    "epochs": Key(Form(Annotated[FiniteFloat, Field(gt=0, le=1e6)],
+        "a number above 0, at most 1000000; without iters"), None,
+        "Passes over the training data, in place of iters; fractions are allowed. Not in mlx-lm."),
     "grad_accumulation_steps": Key(COUNT, 1, "Iterations whose gradients are accumulated for one update."),
-    "learning_rate": Key(
-        Form(Literal["auto"] | POSITIVE.type, f"{POSITIVE.accepted}, or {AUTO}"),
-        1e-5,
+    "learning_rate": Key(Form(Literal["auto"] | POSITIVE.type, f"{POSITIVE.accepted}, or {AUTO}"), 1e-5,
         "Learning rate without a schedule. auto: by the scaling rule of the optimizer for this batch_size and "
-        "grad_accumulation_steps, as `flightdeck plan` shows it. Not in mlx-lm.",
-    ),
-    "lr_schedule": Key(
-        Form(
-            _Schedule,
-            "name and arguments ("
-            + "; ".join(f"{name}: [{', '.join(each)}]" for name, each in SCHEDULE_ARGUMENTS.items())
-            + "; cosine_decay also without the last rate; steps are 1 or more), and optionally warmup, warmup_init",
-        ),
-        None,
-        'Schedule, as in `{name = "cosine_decay", arguments = [1e-5, 1000], warmup = 100}`.',
-    ),
+        "grad_accumulation_steps, as `flightdeck plan` shows it. Not in mlx-lm."),
+    "lr_schedule": Key(Form(_Schedule, "name and arguments ("
+        + "; ".join(f"{name}: [{', '.join(each)}]" for name, each in SCHEDULE_ARGUMENTS.items())
+        + "; cosine_decay also without the last rate; steps are 1 or more), and optionally warmup, warmup_init"), None,
+        'Schedule, as in `{name = "cosine_decay", arguments = [1e-5, 1000], warmup = 100}`.'),
     "max_grad_norm": Key(POSITIVE, None, "Clip the norm of the global gradient to this value. Not in mlx-lm."),
-    "wire": Key(
-        one_of("auto", "float32", "int8"),
-        "auto",
-        'How gradients travel with strategy = "data": auto, in 16 bits where the weights have 16 and that is less, or '
-        "else in float32; float32, always; int8, a quarter of float32, with what is rounded away added to the next "
-        'update\'s gradient. With strategy = "local" changes of weights: auto, in 4 bits and '
-        "a scale for each 64; float32; int8. Not in mlx-lm.",
-    ),
-    "local_steps": Key(
-        Form(Annotated[int, Field(ge=1, le=10_000)], "a whole number from 1 to 10000"),
-        16,
-        'Updates of each rank by itself between two averagings with strategy = "local". Not in mlx-lm.',
-    ),
-    "outer_learning_rate": Key(
-        Form(Annotated[FiniteFloat, Field(gt=0, le=2)], "a number above 0, at most 2"),
-        0.7,
+    "wire": Key(one_of("auto", "float32", "int8"), "auto",
+        'How gradients travel with strategy = "data": auto, in 16 bits where the weights have 16 and that is less, '
+        "or else in float32; float32, always; int8, a quarter of float32, with what is rounded away added to the "
+        'next update\'s gradient. With strategy = "local" changes of weights: auto, in 4 bits and a scale for each '
+        "64; float32; int8. Not in mlx-lm."),
+    "local_steps": Key(Form(Annotated[int, Field(ge=1, le=10_000)], "a whole number from 1 to 10000"), 16,
+        'Updates of each rank by itself between two averagings with strategy = "local". Not in mlx-lm.'),
+    "outer_learning_rate": Key(Form(Annotated[FiniteFloat, Field(gt=0, le=2)], "a number above 0, at most 2"), 0.7,
         'Factor of the averaged change with strategy = "local"; 1 with outer_momentum = 0 is plain averaging. Not in '
-        "mlx-lm.",
-    ),
-    "outer_momentum": Key(
-        Form(Annotated[FiniteFloat, Field(ge=0, lt=1)], "a number from 0 to below 1"),
-        0.5,
-        'Nesterov momentum of the averaged changes with strategy = "local". Not in mlx-lm.',
-    ),
-    "sharding": Key(
-        one_of(AUTO, "full", "grad_op"),
-        AUTO,
+        "mlx-lm."),
+    "outer_momentum": Key(Form(Annotated[FiniteFloat, Field(ge=0, lt=1)], "a number from 0 to below 1"), 0.5,
+        'Nesterov momentum of the averaged changes with strategy = "local". Not in mlx-lm.'),
+    "sharding": Key(one_of(AUTO, "full", "grad_op"), AUTO,
         'What strategy = "fsdp" frees: full, parameters after each pass of their block, too; grad_op, gradients and '
-        "optimizer state alone. PyTorch only.",
-    ),
-    "zero_stage": Key(
-        Form(Literal["auto", 1, 2, 3], '1, 2, 3 or "auto"'),
-        AUTO,
+        "optimizer state alone. PyTorch only."),
+    "zero_stage": Key(Form(Literal["auto", 1, 2, 3], '1, 2, 3 or "auto"'), AUTO,
         'What strategy = "deepspeed" partitions: the optimizer\'s state (1), gradients, too (2), and parameters, too '
-        "(3). PyTorch only.",
-    ),
-    "offload": Key(
-        one_of(AUTO, "none", "cpu", "nvme"),
-        AUTO,
+        "(3). PyTorch only."),
+    "offload": Key(one_of(AUTO, "none", "cpu", "nvme"), AUTO,
         "Where the optimizer's state is kept, and parameters where they are partitioned: on the GPU (none), in the "
-        "machine's memory (cpu), or in files below nvme_path (DeepSpeed alone). PyTorch only.",
-    ),
+        "machine's memory (cpu), or in files below nvme_path (DeepSpeed alone). PyTorch only."),
     "nvme_path": Key(TEXT, None, 'Folder on every node for offload = "nvme". PyTorch only.'),
-    "precision": Key(
-        one_of(AUTO, "fp32", "bf16", "fp16"),
-        AUTO,
-        "Type of the computation; trained weights and optimizer state stay in float32. auto: bf16 on GPUs from Ampere "
-        "on, fp16 with loss scaling on older ones, else fp32. PyTorch only.",
-    ),
-    "max_seq_length": Key(
-        Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048, "Longest sequence, tokens."
-    ),
+    "precision": Key(one_of(AUTO, "fp32", "bf16", "fp16"), AUTO,
+        "Type of the computation; trained weights and optimizer state stay in float32. auto: bf16 on GPUs from "
+        "Ampere on, fp16 with loss scaling on older ones, else fp32. PyTorch only."),
+    "max_seq_length": Key(Form(Annotated[int, Field(ge=2, lt=_BELOW)], "a whole number, 2 or more"), 2048,
+        "Longest sequence, tokens."),
     "mask_prompt": Key(FLAG, False, "Exclude the prompt from the loss."),
-    "lora_parameters": Key(
-        Form(
-            _LoraParameters,
-            "rank (1 or more), dropout (0 to below 1), scale (no alpha: alpha / rank elsewhere, and scale · alpha "
-            "/ rank in mlx-lm before it dropped alpha), and optionally keys (module names)",
-        ),
-        {"rank": 8, "dropout": 0.0, "scale": 20.0},
-        "Parameters of LoRA and DoRA.",
-    ),
-    "grad_checkpoint": Key(
-        Form(
-            bool | Literal["auto"] | _Count,
-            'true or false for all layers or none, a whole number, 1 or more, or "auto"',
-        ),
-        "auto",
-        "Layers of each rank whose activations are recomputed in the backward pass, to save memory.",
-    ),
+    "lora_parameters": Key(Form(_LoraParameters,
+        "rank (1 or more), dropout (0 to below 1), scale (no alpha: alpha / rank elsewhere, and scale · alpha / rank "
+        "in mlx-lm before it dropped alpha), and optionally keys (module names)"),
+        {"rank": 8, "dropout": 0.0, "scale": 20.0}, "Parameters of LoRA and DoRA."),
+    "grad_checkpoint": Key(Form(bool | Literal["auto"] | _Count,
+        'true or false for all layers or none, a whole number, 1 or more, or "auto"'), AUTO,
+        "Layers of each rank whose activations are recomputed in the backward pass, to save memory."),
     "clear_cache_threshold": Key(
-        Form(_NotNegative, 'bytes as a whole number, 0 or more, or as in "2GB" or "500MB" (10⁹ and 10⁶ bytes)'),
-        0,
-        "Size of MLX's cache in bytes above which it is cleared; 0 means 1 GiB.",
-    ),
-    "compile_on_cpu": Key(
-        FLAG,
-        False,
+        Form(_NotNegative, 'bytes as a whole number, 0 or more, or as in "2GB" or "500MB" (10⁹ and 10⁶ bytes)'), 0,
+        "Size of MLX's cache in bytes above which it is cleared; 0 means 1 GiB."),
+    "compile_on_cpu": Key(FLAG, False,
         "Have MLX build fused kernels where it computes on the CPU, too, if g++ is installed there. That takes about "
         "half a minute, once for each rank of a machine; then steps in float32 are about 5 % faster. Not in mlx-lm, "
-        "which always does.",
-    ),
-    "val_batches": Key(
-        Form(Annotated[int, Field(ge=-1, lt=_BELOW)], "a whole number, -1 for all, 0 for none"),
-        25,
-        "Batches per validation.",
-    ),
+        "which always does."),
+    "val_batches": Key(Form(Annotated[int, Field(ge=-1, lt=_BELOW)], "a whole number, -1 for all, 0 for none"), 25,
+        "Batches per validation."),
     "steps_per_eval": Key(COUNT, 200, "Iterations between two validations."),
-    "save_best": Key(
-        FLAG,
-        False,
-        "Also save the adapters or weights as best_adapters.safetensors after each validation that is better than all "
-        "before it. Not in mlx-lm.",
-    ),
-    "patience": Key(
-        COUNT, None, "End the training after this many validations in a row without a better loss. Not in mlx-lm."
-    ),
+    "save_best": Key(FLAG, False,
+        "Also save the adapters or weights as best_adapters.safetensors after each validation that is better than "
+        "all before it. Not in mlx-lm."),
+    "patience": Key(COUNT, None,
+        "End the training after this many validations in a row without a better loss. Not in mlx-lm."),
     "steps_per_report": Key(COUNT, 10, "Iterations between two reports of the loss."),
     "save_every": Key(COUNT, 100, "Iterations between two saves of the adapters or weights."),
     "test": Key(FLAG, False, "Compute the test loss after training."),
     "test_batches": Key(COUNT_OR_ALL, 500, "Batches of the test."),
     "adapter_path": Key(TEXT, None, "Directory for the adapters or weights. By default the run's own directory."),
     "resume_adapter_file": Key(TEXT, None, "Adapters or weights to start from."),
-    "report_to": Key(
-        Form(_Reporters, "tensorboard, wandb, swanlab, or several separated by commas"),
-        None,
+    "report_to": Key(Form(_Reporters, "tensorboard, wandb, swanlab, or several separated by commas"), None,
         "Services to report to. This machine writes those of tensorboard and wandb from the run's metrics, into the "
-        "run's own directory; rank 0 reports to swanlab.",
-    ),
+        "run's own directory; rank 0 reports to swanlab."),
     "project_name": Key(TEXT, None, "Project at W&B and SwanLab."),
     "trust_remote_code": Key(FLAG, False, "Allow the tokenizer's own code to run."),
     "prompt_feature": Key(TEXT, _NO_DEFAULT, "Name of the prompt's field in the data."),
     "completion_feature": Key(TEXT, _NO_DEFAULT, "Name of the completion's field in the data."),
     "chat_feature": Key(TEXT, _NO_DEFAULT, "Name of the chat messages' field in the data."),
     "text_feature": Key(TEXT, _NO_DEFAULT, "Name of the text's field in the data."),
-}
+}  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {name: key.default for name, key in KEYS.items() if key.default is not _NO_DEFAULT}
 """The `*_feature` keys have no default: mlx-lm checks whether they are present."""

@@ -77,14 +77,9 @@ class Rationale:
 
 VERSION: Final = "2.0.0"
 FIRST_SECTIONS: Final = (
-    "strategy",
-    "batch_configuration",
-    "distributed_config",
-    "rdma_config",
-    "checkpoint_strategy",
-    "performance_targets",
-    "verification_steps",
-)
+    "strategy", "batch_configuration", "distributed_config", "rdma_config", "checkpoint_strategy",
+    "performance_targets", "verification_steps",
+)  # fmt: skip
 """All sections of version 1."""
 
 

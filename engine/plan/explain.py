@@ -21,13 +21,9 @@ from engine.plan.document import (
 )
 
 _FROM = {
-    Source.FACT: "reported by the nodes",
-    Source.CALIBRATION: "measured by calibrate",
-    Source.RULE: "rule",
-    Source.USER: "configuration",
-    Source.DEFAULT: "default",
-    Source.UNKNOWN: "unknown",
-}
+    Source.FACT: "reported by the nodes", Source.CALIBRATION: "measured by calibrate", Source.RULE: "rule",
+    Source.USER: "configuration", Source.DEFAULT: "default", Source.UNKNOWN: "unknown",
+}  # fmt: skip
 Row = tuple[str, str]
 _MANY = 4
 """More nodes than this are not listed if all are alike."""

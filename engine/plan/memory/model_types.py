@@ -27,17 +27,10 @@ from engine.plan.memory.sublayers import (
 
 _NO_BIAS = Attention(qkv_bias=False, out_bias=False)
 _EVEN_NO_BIAS = Attention("even", qkv_bias=False, out_bias=False)
-
-
 _NEMOTRON_MAMBA2 = Mamba2(
-    heads="mamba_num_heads",
-    head_dim="mamba_head_dim",
-    state=("ssm_state_size",),
-    groups="n_groups",
-    kernel="conv_kernel",
-    conv_bias="use_conv_bias",
-    prefix="mixer",
-)
+    heads="mamba_num_heads", head_dim="mamba_head_dim", state=("ssm_state_size",), groups="n_groups",
+    kernel="conv_kernel", conv_bias="use_conv_bias", prefix="mixer",
+)  # fmt: skip
 
 
 def _layer(hidden: int, *sublayers: Sublayer, norms: int = 2) -> Layer:
@@ -170,16 +163,9 @@ def _gemma3(config: ConfigReader) -> Architecture:
 
 def _gemma3_text(config: ConfigReader) -> Architecture:
     config = config.with_defaults(
-        hidden_size=1152,
-        head_dim=256,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        intermediate_size=6912,
-        num_hidden_layers=26,
-        vocab_size=262_144,
-        sliding_window=512,
-        sliding_window_pattern=6,
-    )
+        hidden_size=1152, head_dim=256, num_attention_heads=4, num_key_value_heads=1, intermediate_size=6912,
+        num_hidden_layers=26, vocab_size=262_144, sliding_window=512, sliding_window_pattern=6,
+    )  # fmt: skip
     mixer = attention(config, Attention(query_norms="head", qkv_bias=False, out_bias=False))
     network = mlp(config.hidden, config.get_size("intermediate_size"), arrays=GATED_GELU)
     # If the file has no head, mlx-lm creates one from the weights of the embedding.
@@ -256,14 +242,8 @@ def _time_rank(config: ConfigReader, name: str) -> int:
 
 
 def _mamba2(config: ConfigReader) -> Architecture:
-    keys = replace(
-        _NEMOTRON_MAMBA2,
-        heads="num_heads",
-        head_dim="head_dim",
-        state=("ssm_state_size", "state_size"),
-        bias="use_bias",
-    )
-    return _recurrent(config, mamba2(config, keys))
+    keys = replace(_NEMOTRON_MAMBA2, heads="num_heads", head_dim="head_dim", bias="use_bias")
+    return _recurrent(config, mamba2(config, replace(keys, state=("ssm_state_size", "state_size"))))
 
 
 def _recurrent(config: ConfigReader, mixer: Sublayer) -> Architecture:
@@ -324,14 +304,8 @@ def _lfm2(config: ConfigReader) -> Architecture:
 
 
 _NEMOTRON_TYPES = {
-    "full_attention": "*",
-    "linear_attention": "M",
-    "moe": "E",
-    "mlp": "-",
-    "attention": "*",
-    "mamba": "M",
-    "conv": "M",
-}
+    "full_attention": "*", "linear_attention": "M", "moe": "E", "mlp": "-", "attention": "*", "mamba": "M", "conv": "M",
+}  # fmt: skip
 
 
 def _nemotron_h(config: ConfigReader) -> Architecture:

@@ -33,8 +33,8 @@ _SHARED_GIB, _LIBRARIES_GIB, _UNKNOWN_GIB = 2, 4, 16
 SCRIPT = "train.py"
 """Stands for a script of the user's own, where the job has none."""
 _OF_THE_SCRIPT = (
-    *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"),
-)
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,10 @@ def accelerate_config(launch: TorchLaunch) -> dict[str, Any] | None:
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind if launch.ranks > 1 or settings.strategy != "ddp" else "NO",
-        "num_machines": len(launch.machines),
-        "num_processes": launch.ranks,
-        "machine_rank": 0,
-        "main_process_ip": launch.address if len(launch.machines) > 1 else None,
-        "main_process_port": MASTER_PORT,
-        "main_training_function": "main",
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": False,
-    }
+        "num_machines": len(launch.machines), "num_processes": launch.ranks, "machine_rank": 0,
+        "main_process_ip": launch.address if len(launch.machines) > 1 else None, "main_process_port": MASTER_PORT,
+        "main_training_function": "main", "rdzv_backend": "static", "same_network": True, "use_cpu": False,
+    }  # fmt: skip
     if settings.strategy == "deepspeed":
         # The precision is the file's.
         config["deepspeed_config"] = {
