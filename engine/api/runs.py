@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import heapq
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 
 from engine.api.session import Session
@@ -18,7 +18,6 @@ from engine.run.failure_cause import diagnose
 from engine.run.json_lines import LineTail
 from engine.run.logs.reader import LogReader
 from engine.run.metrics import figures
-from engine.run.metrics_trial import MetricsTrial, try_metrics
 from engine.run.supervisor_process import adopt_orphans, request_abort, start_supervisor
 from engine.run.watch import RunWatch, supervisor_alive
 from engine.security.audit import audit_log
@@ -77,10 +76,6 @@ class RunsApi:
         """mlx-lm's report dicts in order."""
         rows = LineTail(self.find(run).metrics).objects()
         return [figures(row, _REPORT_ONLY) for row in rows]
-
-    def try_metrics(self, output: Iterable[bytes], pattern: str | None) -> MetricsTrial:
-        """The metrics that would be read from a program's lines, by the job's own pattern if it has one."""
-        return try_metrics(output, pattern)
 
     def watch(self, run: str) -> RunWatch:
         """A new watch of a run, for one reader. Raises RunNotFound, StateError."""

@@ -99,15 +99,12 @@ class NodeFile(Protocol):
     def read_from(self, offset: int, size: int) -> bytes:
         """At most `size` bytes from `offset`; none at its end, while it is not there, or while they have not come.
         Raises OSError."""
-        ...
 
     def read_whole(self, offset: int, size: int) -> bytes | None:
         """`size` bytes from `offset`, fewer only at its end; None while they have not come. Raises OSError."""
-        ...
 
     def size(self) -> int | None:
         """Bytes that it has; None while that is not known."""
-        ...
 
 
 class LocalFile:
@@ -125,8 +122,7 @@ class LocalFile:
         except FileNotFoundError:
             return b""
 
-    def read_whole(self, offset: int, size: int) -> bytes:
-        return self.read_from(offset, size)
+    read_whole = read_from
 
     def size(self) -> int | None:
         return size_of(self._path)
@@ -216,6 +212,7 @@ class AgentFile:
 HEARTBEAT_INTERVAL_S = 1.0
 CONNECT_LIMIT_S = 12.0
 START_LIMIT_S = 20.0
+"""The bundle is there already."""
 _CLOSE_LIMIT_S = 2.0
 _PORTS_LIMIT_S = 20.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 3.0
@@ -377,13 +374,7 @@ class HostConnection:
 
     async def _connect_once(self) -> str:
         """One connection from its beginning to its end; why it has ended."""
-        limits = SessionLimits(
-            connect_s=CONNECT_LIMIT_S,
-            # The bundle is there already.
-            start_s=START_LIMIT_S,
-            heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
-            idle_s=float("inf"),
-        )
+        limits = SessionLimits(CONNECT_LIMIT_S, START_LIMIT_S, HEARTBEAT_INTERVAL_S, idle_s=float("inf"))
         try:
             session = await open_session(self._node, self._transport, limits, self._take)
         except (FlightDeckError, OSError) as error:

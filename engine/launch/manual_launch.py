@@ -108,8 +108,9 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
     settings["grad_checkpoint"] = recomputed not in (False, AUTO)
     if settings["grad_checkpoint"] and recomputed is not True:
         notes.append("mlx-lm recomputes all layers or none: grad_checkpoint is true here")
-    if settings.pop("max_grad_norm", None) is not None:
-        notes.append("mlx-lm has no max_grad_norm: it is left out")
+    for key in ("max_grad_norm", "save_best", "patience"):
+        if settings.pop(key, None):
+            notes.append(f"mlx-lm has no {key}: it is left out")
     epochs = settings.pop("epochs", None)
     if epochs is not None and sizes.examples is not None:
         settings["iters"] = epoch_iterations(epochs, sizes.examples, int(settings["batch_size"]))
@@ -117,9 +118,6 @@ def _settings(config: Config, ranks: int, sizes: JobSizes, notes: list[str]) -> 
         notes.append(f"mlx-lm has no epochs: iters is {settings['iters']} here, {what}")
     elif epochs is not None:
         notes.append("mlx-lm has no epochs: add --iters, epochs x examples / batch_size, or it trains 1000 iterations")
-    for key in ("save_best", "patience"):
-        if settings.pop(key, None):
-            notes.append(f"mlx-lm has no {key}: it is left out")
     if "tensorboard" in job_services:
         settings["report_to"] = ",".join(name for name in job_services if name != "tensorboard") or None
         notes.append("mlx-lm does not write for TensorBoard: it is left out of report_to")

@@ -174,27 +174,12 @@ NEVER_RESTARTED: Final = {
     Reason.DISK_FULL: "a restart makes no room on a full disk",
     Reason.SUPERVISOR_LOST: "its supervisor was lost: nothing is started by surprise",
 }
-TRANSIENT: Final = frozenset(
-    {
-        "ring.bind",
-        "ring.connect",
-        "ring.connect_retry",
-        "ring.neighbor",
-        "jaccl.connect",
-        "jaccl.wc",
-        "metal.timeout",
-        "metal.interactivity",
-        "metal.internal",
-        "memory.killed",
-        "ssh.refused",
-        "c10d.port_in_use",
-        "c10d.store_unreachable",
-        "c10d.clients_missing",
-        "gloo.connect",
-        "elastic.rendezvous",
-        "elastic.worker_killed",
-    }
-)
+TRANSIENT: Final = frozenset({
+    "ring.bind", "ring.connect", "ring.connect_retry", "ring.neighbor", "jaccl.connect", "jaccl.wc",
+    "metal.timeout", "metal.interactivity", "metal.internal", "memory.killed", "ssh.refused",
+    "c10d.port_in_use", "c10d.store_unreachable", "c10d.clients_missing", "gloo.connect",
+    "elastic.rendezvous", "elastic.worker_killed",
+})  # fmt: skip
 """Failure signatures that may be over at the next start: a port that was taken, a peer that came late, a GPU that was
 busy. All other known causes lie in the job, the software or the network."""
 _FROM_OUTSIDE = frozenset({Reason.RANK_KILLED, Reason.NODE_LOST, Reason.HUNG, Reason.HEAD_SLEPT})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from engine.node.script_metrics import PrintedMetrics
@@ -19,7 +19,11 @@ _UNREAD_LENGTH = 160
 
 
 @dataclass
-class MetricsTrial:
+class MetricsTrial(EventWriter):
+    """The metrics of `output`, lines of a rank's; `pattern`: the job's own, if it has one."""
+
+    output: InitVar[Iterable[bytes]]
+    pattern: InitVar[str | None]
     lines: int = 0
     reports: list[dict[str, Any]] = field(default_factory=list)
     """In order, as mlx-lm names the figures, with the `line` at which each is known, the form that it was `read_as`,
@@ -27,29 +31,18 @@ class MetricsTrial:
     unread: list[str] = field(default_factory=list)
     """The first lines that speak of a loss and give none."""
 
-
-class _Collector(EventWriter):
-    def __init__(self, trial: MetricsTrial, pattern: str | None) -> None:
+    def __post_init__(self, output: Iterable[bytes], pattern: str | None) -> None:
         super().__init__(None, 0, 1)
-        self._trial = trial
         # When the lines came is not known, so there is no pace.
-        self.metrics = PrintedMetrics(self, elastic=False, pattern=pattern, clock=lambda: 0.0)
+        self._metrics = PrintedMetrics(self, elastic=False, pattern=pattern, clock=lambda: 0.0)
+        for self.lines, line in enumerate(output, 1):
+            before = self._metrics.reads
+            self._metrics.feed(line)
+            if self._metrics.reads == before and len(self.unread) < _UNREAD_LIMIT and _SPEAKS_OF_LOSS.search(line):
+                self.unread.append(f"line {self.lines}: {redact(sanitise(line, _UNREAD_LENGTH)).strip()}")
+        self._metrics.finish()
 
     def write(self, event: str, **fields: Any) -> None:
         if event in _KINDS:
-            place = {"line": self._trial.lines, "read_as": self.metrics.read_as, "kind": _KINDS[event]}
-            self._trial.reports.append({**place, **fields})
-
-
-def try_metrics(output: Iterable[bytes], pattern: str | None) -> MetricsTrial:
-    """`output`: lines of a rank's. `pattern`: the job's own, if it has one."""
-    trial = MetricsTrial()
-    metrics = _Collector(trial, pattern).metrics
-    for line in output:
-        trial.lines += 1
-        before = metrics.reads
-        metrics.feed(line)
-        if metrics.reads == before and len(trial.unread) < _UNREAD_LIMIT and _SPEAKS_OF_LOSS.search(line):
-            trial.unread.append(f"line {trial.lines}: {redact(sanitise(line, _UNREAD_LENGTH)).strip()}")
-    metrics.finish()
-    return trial
+            place = {"line": self.lines, "read_as": self._metrics.read_as, "kind": _KINDS[event]}
+            self.reports.append({**place, **fields})

@@ -90,7 +90,7 @@ class Store:
         cached = _READ.get(self._path)
         if cached is not None and cached[0] == file:
             return cached[1]
-        rows: list[Document] = self._transaction(kind.table, lambda table: table.all())
+        rows = self._transaction(kind.table, lambda table: table.all())
         fields: dict[str, Mapping[str, Any]] = {str(row.get(kind.name)): row for row in rows}
         if file is not None and len(self.notices) == reported:
             _READ[self._path] = file, fields
@@ -139,8 +139,7 @@ class Store:
     def put_calibration(self, calibration: Calibration) -> None:
         """Replaces one of the same cluster and fingerprint. Raises StateError."""
         key = f"{calibration.cluster}/{calibration.fingerprint}"
-        document = calibration.model_dump(mode="json", exclude_defaults=True)
-        self._put(Calibration, {key: document})
+        self._put(Calibration, {key: calibration.model_dump(mode="json", exclude_defaults=True)})
 
     def scalings(self, cluster: str) -> list[Scaling]:
         """All scalings of this cluster. Raises StateError."""
@@ -151,10 +150,10 @@ class Store:
         key = f"{scaling.cluster}/{scaling.fingerprint}/{'weak' if scaling.per_rank_batch else 'strong'}"
         self._put(Scaling, {key: scaling.model_dump(mode="json", exclude_defaults=True)})
 
-    def _all(self, model: type[_Model], cluster: str | None = None) -> list[_Model]:
-        """All valid entries of a model's table, those of one cluster where it is given."""
-        rows: list[Document] = self._transaction(_KINDS[model].table, lambda table: table.all())
-        return self._valid(model, (row for row in rows if cluster is None or row.get("cluster") == cluster))
+    def _all(self, model: type[_Model], cluster: str) -> list[_Model]:
+        """All valid entries of a cluster."""
+        rows = self._transaction(_KINDS[model].table, lambda table: table.all())
+        return self._valid(model, (row for row in rows if row.get("cluster") == cluster))
 
     def _valid(self, model: type[_Model], documents: Iterable[Mapping[str, Any]]) -> list[_Model]:
         kind = _KINDS[model]

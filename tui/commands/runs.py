@@ -221,7 +221,7 @@ def _metrics_trial(file: Path, options: argparse.Namespace, engine: Engine) -> M
     try:
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(file.open("rb")) if str(file) != "-" else sys.stdin.buffer
-            return engine.runs.try_metrics(output, job.metrics if job is not None else None)
+            return MetricsTrial(output, job.metrics if job is not None else None)
     except OSError as error:
         raise InputError(f"--try {safe_repr(str(file))}", why=error.strerror or str(error)) from error
 

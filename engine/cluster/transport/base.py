@@ -39,20 +39,16 @@ class Channel(Protocol):
 
     async def write(self, data: bytes) -> None:
         """Raises NodeUnreachable when nobody will ever read it: the program or the connection is gone."""
-        ...
 
     async def read(self, size: int) -> bytes:
         """At least one byte and at most `size`; b"" when it has closed its stdout. Raises NodeUnreachable."""
-        ...
 
     async def close(self) -> int | None:
         """Close its stdin, end it when it does not leave at once, and say how it ended (None: not known)."""
-        ...
 
     @property
     def exit_output(self) -> str:
         """The last line of its stderr so far."""
-        ...
 
 
 class Transport(Protocol):
@@ -66,11 +62,9 @@ class Transport(Protocol):
         """Run a command without input, its arguments never seen by a shell unquoted, at most `timeout_s` seconds; then,
         or when the call is cancelled, its whole process group is ended. Raises FileNotFoundError or OSError when it
         cannot be started, NodeUnreachable also for one on another machine that prints more than 32 MiB."""
-        ...
 
     async def open(self, argv: Sequence[str]) -> Channel:
         """Start a program and leave it running; the caller closes the channel."""
-        ...
 
     async def close(self) -> None: ...
 

@@ -160,6 +160,13 @@ def _words(text: str) -> list[str]:
 CONNECT_TIMEOUT_S = 10
 KEEPALIVE_S = 5
 KEEPALIVES = 3
+_OPTIONS = (
+    f"ConnectTimeout {CONNECT_TIMEOUT_S}", f"ServerAliveInterval {KEEPALIVE_S}", f"ServerAliveCountMax {KEEPALIVES}",
+    "StrictHostKeyChecking yes", "UpdateHostKeys no", "ForwardAgent no", "ForwardX11 no",
+)  # fmt: skip
+_UNATTENDED = ("BatchMode yes", "RemoteCommand none", "ControlMaster no", "ControlPath none", "ClearAllForwardings yes")
+"""A RemoteCommand of the user's is in the way of any other, a shared master connection has its own keepalive, and a
+forwarded port is taken when several ranks go to one host."""
 _GLOB = re.compile(r"[][*?\\]")
 _ESCAPED = r"\\\\\g<0>"
 """ssh reads the backslash of an Include twice: as that of a word, and as that of a pattern."""
@@ -174,28 +181,13 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     theirs = _config_files()
     own = str(own_known_hosts(home)).replace("%", "%%")
     known = dict.fromkeys([own, *_known_hosts_of(theirs), *_USUAL_KNOWN_HOSTS])
-    lines = [
-        "# Written by Flight Deck: its own options first, then the user's configuration.",
-        "Match all",
-        f"    ConnectTimeout {CONNECT_TIMEOUT_S}",
-        f"    ServerAliveInterval {KEEPALIVE_S}",
-        f"    ServerAliveCountMax {KEEPALIVES}",
-        "    StrictHostKeyChecking yes",
-        "    UpdateHostKeys no",
-        "    ForwardAgent no",
-        "    ForwardX11 no",
-        f"    UserKnownHostsFile {' '.join(map(_config_word, known))}",
+    options = [
+        *_OPTIONS,
+        f"UserKnownHostsFile {' '.join(map(_config_word, known))}",
+        *(_UNATTENDED if unattended else ()),
     ]
-    if unattended:
-        # A RemoteCommand of the user's is in the way of any other, a shared master connection has its own keepalive,
-        # and a forwarded port is taken when several ranks go to one host.
-        lines += [
-            "    BatchMode yes",
-            "    RemoteCommand none",
-            "    ControlMaster no",
-            "    ControlPath none",
-            "    ClearAllForwardings yes",
-        ]
+    lines = ["# Written by Flight Deck: its own options first, then the user's configuration.", "Match all"]
+    lines += [f"    {option}" for option in options]
     lines += [f"Include {_config_word(_GLOB.sub(_ESCAPED, str(file)))}" for file in theirs]
     write_atomic(path, "\n".join(lines) + "\n")
 

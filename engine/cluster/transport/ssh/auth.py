@@ -16,13 +16,8 @@ import asyncssh
 
 from engine.errors import HostKeyChanged, HostKeyUnknown, NodeUnreachable
 
-PLAIN_HOST_KEY_ALGORITHMS = (
-    "ssh-ed25519",
-    "ecdsa-sha2-nistp256",
-    "ecdsa-sha2-nistp384",
-    "ecdsa-sha2-nistp521",
-    "rsa-sha2-512",
-)
+_NIST = ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521")
+PLAIN_HOST_KEY_ALGORITHMS = ("ssh-ed25519", *_NIST, "rsa-sha2-512")
 """Host key algorithms without certificates."""
 
 
