@@ -52,95 +52,57 @@ class SecretForm:
         return re.compile(self.pattern)
 
 
+# fmt: off
 FORMS = (
-    SecretForm(
-        "credentials in a URL",
-        # A password after any scheme; after http also a token alone, which ssh://git@host is not.
+    # A password after any scheme; after http also a token alone, which ssh://git@host is not.
+    SecretForm("credentials in a URL",
         r"(?P<before>\bhttps?://(?=[^\s/?#\"'<>]+@)|(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]{0,31}://"
         r"(?=[^\s/?#\"'<>:@]*:[^\s/?#\"'<>]+@))[^\s/?#\"'<>]+(?=@)",
-        "postgres://«ana:p%40s»@db.local/x",
-        "://",
-    ),
-    SecretForm(
-        "parameter of a URL",
-        # Signed URLs (X-Amz-Signature, Azure's sig) and keys.
+        "postgres://«ana:p%40s»@db.local/x", "://"),
+    # Signed URLs (X-Amz-Signature, Azure's sig) and keys.
+    SecretForm("parameter of a URL",
         rf"(?P<before>[?&](?:{_PART}{{0,40}}-)?(?i:sig|signature|credential|key|password|secret|token)=)[^\s&#\"'<>]+",
         "https://store.example/a?X-Amz-Signature=«0a1b2c»",
-        "sig= signature= credential= key= password= secret= token=",
-    ),
-    SecretForm(
-        "Slack's webhook",
-        r"(?P<before>hooks\.slack\.com/services/)[\w/]{16,}",
-        "https://hooks.slack.com/services/«T00000000/B00000000/abcdefgh»",
-        "hooks.slack.com",
-    ),
-    SecretForm(
-        "authorization header",
+        "sig= signature= credential= key= password= secret= token="),
+    SecretForm("Slack's webhook", r"(?P<before>hooks\.slack\.com/services/)[\w/]{16,}",
+        "https://hooks.slack.com/services/«T00000000/B00000000/abcdefgh»", "hooks.slack.com"),
+    SecretForm("authorization header",
         rf"(?P<before>\b(?i:Authorization)\\?[\"']?\s*[:=]\s*\\?[\"']?(?:{_SCHEMES}\s+)?)(?!{_SCHEMES}\b)[^\s\"'\\]{{4,}}",
-        "Authorization: Basic «dXNlcjpwYXNz»",
-        "authorization",
-    ),
-    SecretForm(
-        "bearer token",
-        r"(?P<before>\b(?i:Bearer)\s+)[A-Za-z0-9._~+/-]{16,}=*",
-        "it sent Bearer «0123456789abcdefgh»",
-        "bearer",
-    ),
-    SecretForm(
-        "option of a command",
+        "Authorization: Basic «dXNlcjpwYXNz»", "authorization"),
+    SecretForm("bearer token", r"(?P<before>\b(?i:Bearer)\s+)[A-Za-z0-9._~+/-]{16,}=*",
+        "it sent Bearer «0123456789abcdefgh»", "bearer"),
+    SecretForm("option of a command",
         rf"(?P<before>(?<![\w-])--?(?:{_PART}{{0,40}}[_-])?(?i:{_NAMES}|auth){_OF_TEXT}(?:=|[\"']?,?\s+)[\"']?){_ORDINARY}(?!-)"
         rf"(?:{_QUOTED}|[^\s\"']{{2,}})",
         "train.py --api-key «abc123»",
-        "token key secret password passwd passphrase pgpass credential credentials auth",
-        r"[\"']?,?[=\s]",
-    ),
-    SecretForm(
-        "value under a secret's name",
+        "token key secret password passwd passphrase pgpass credential credentials auth", r"[\"']?,?[=\s]"),
+    SecretForm("value under a secret's name",
         rf"(?P<before>(?:(?i:{_NAMES}){_OF_TEXT}|(?<![a-z])(?:{_VARIABLES}))\\?[\"']?\s*[=:]\s*\\?[\"']?)"
         rf"{_ORDINARY}(?:{_QUOTED}|[^\s\"',;}}&]{{6,}})",
         "export PGPASSWORD='«hunter2»'",
         "token key secret password passwd passphrase pass credential credentials auth _pwd _cred _creds _cookie",
-        r"\\?[\"']?\s*[=:]",
-    ),
+        r"\\?[\"']?\s*[=:]"),
     SecretForm("Hugging Face", r"\bhf_[A-Za-z0-9]{16,}\b", "«hf_AbCdEfGhIjKlMnOpQr»", "hf_"),
     SecretForm("OpenAI, Anthropic", rf"\bsk-{_PART}{{16,}}", "«sk-ant-api03-AbCdEfGhIj»", "sk-"),
     SecretForm("Stripe", r"\b[srp]k_(?:live|test)_[A-Za-z0-9]{10,}", "«sk_live_0123456789ab»", "k_live_ k_test_"),
-    SecretForm(
-        "GitHub",
-        r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})",
-        "«github_pat_11ABCDEFG0_abcdefghijkl»",
-        "ghp_ gho_ ghu_ ghs_ ghr_ github_pat_",
-    ),
-    SecretForm(
-        "GitLab",
-        rf"\bgl(?:pat|dt|rt|cbt|ptt|ft|soat|imt|agent)-{_PART}{{16,}}",
-        "«glpat-AbCdEfGhIjKlMnOpQrSt»",
-        "glpat- gldt- glrt- glcbt- glptt- glft- glsoat- glimt- glagent-",
-    ),
+    SecretForm("GitHub", r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})",
+        "«github_pat_11ABCDEFG0_abcdefghijkl»", "ghp_ gho_ ghu_ ghs_ ghr_ github_pat_"),
+    SecretForm("GitLab", rf"\bgl(?:pat|dt|rt|cbt|ptt|ft|soat|imt|agent)-{_PART}{{16,}}",
+        "«glpat-AbCdEfGhIjKlMnOpQrSt»", "glpat- gldt- glrt- glcbt- glptt- glft- glsoat- glimt- glagent-"),
     SecretForm("AWS", r"\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b", "«ASIAABCDEFGHIJKLMNOP»", "akia asia abia acca"),
     SecretForm("Slack", rf"\b(?:xox[a-z]|xapp)-{_PART}{{10,}}", "«xoxb-0123456789-AbCdEf»", "xox xapp-"),
-    SecretForm(
-        "JSON web token",
-        rf"\beyJ{_PART}{{8,}}(?:\.{_PART}*){{2,4}}",
-        "«eyJhbGciOiJIUzI1.eyJzdWIiOiIx.c2lnbmF0dXJl»",
-        "eyj",
-    ),
-    SecretForm(
-        "Google",
-        rf"\b(?:AIza{_PART}{{35}}|ya29\.{_PART}{{20,}})",
-        "«AIzaSyA0123456789abcdefghijklmnopqrstuv»",
-        "aiza ya29.",
-    ),
+    SecretForm("JSON web token", rf"\beyJ{_PART}{{8,}}(?:\.{_PART}*){{2,4}}",
+        "«eyJhbGciOiJIUzI1.eyJzdWIiOiIx.c2lnbmF0dXJl»", "eyj"),
+    SecretForm("Google", rf"\b(?:AIza{_PART}{{35}}|ya29\.{_PART}{{20,}})",
+        "«AIzaSyA0123456789abcdefghijklmnopqrstuv»", "aiza ya29."),
     SecretForm("SendGrid", rf"\bSG\.{_PART}{{16,}}\.{_PART}{{16,}}", "«SG.abcdefghijklmnop.abcdefghijklmnop»", "sg."),
-    SecretForm(
-        "other services",
+    SecretForm("other services",
         rf"\b(?:npm_[A-Za-z0-9]{{30,}}|pypi-AgEI{_PART}{{30,}}|(?:gsk_|r8_|dapi|do[op]_v1_)[A-Za-z0-9]{{28,}}"
         rf"|nvapi-{_PART}{{20,}}|hvs\.{_PART}{{20,}}|wandb_v1_{_PART}{{20,}}|AGE-SECRET-KEY-1[0-9A-Z]{{40,}})",
         "«nvapi-AbCdEfGhIjKlMnOpQrStUv»",
-        "npm_ pypi- gsk_ r8_ dapi dop_v1_ doo_v1_ nvapi- hvs. wandb_v1_ age-secret-key",
-    ),
+        "npm_ pypi- gsk_ r8_ dapi dop_v1_ doo_v1_ nvapi- hvs. wandb_v1_ age-secret-key"),
 )
-
+# fmt: on
 _NEEDLES = tuple((word, form) for form in FORMS for word in form.needles.split())
 
 KEY_MARK = "PRIVATE KEY"
@@ -219,7 +181,8 @@ class Redactor:
         if any(value in text for value in self._values):
             text = self._expression.sub(REDACTED, text)
         folded = text.lower()
-        forms = [form for word, form in _NEEDLES if word in folded and _followed(word, form, folded)]
+        close = [(word, form) for word, form in _NEEDLES if word in folded]
+        forms = [form for word, form in close if not form.after or re.search(word + form.after, folded)]
         for form in dict.fromkeys(forms):
             text = form.expression.sub(_without, text)
         return text
@@ -252,10 +215,6 @@ def _values(own: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[
     for name, value in own.items():
         if is_secret(name) or not (is_public(name) or _NO_SECRET.fullmatch(value)):
             yield value
-
-
-def _followed(word: str, form: SecretForm, folded: str) -> bool:
-    return not form.after or re.search(word + form.after, folded) is not None
 
 
 def _place(value: str) -> str:
