@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -100,13 +101,14 @@ _PARENT_POLL_S = 1.0
 
 def end_with_parent() -> None:
     """This process ends within a second of its parent (sshd's session, or the head) from now on."""
-    threading.Thread(target=_watch_parent, args=(os.getppid(),), name="parent", daemon=True).start()
+    parent = os.getppid()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)
 
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_S)
-    os._exit(1)
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 NONCE_VARIABLE = "FLIGHTDECK_NONCE"
@@ -190,7 +192,7 @@ def exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
@@ -221,57 +223,49 @@ def with_family(known: Iterable[Process], leaders: Mapping[int, str | float]) ->
     """
     found = {process.pid: process for process in known}
     sessions = {pid for pid, start in leaders.items() if pid > 1 and _leads(pid, start)}
-    tree = _tree()
+    tree = _table()
     if any(start_time(pid) is not None for pid in sessions - tree.keys()):
         raise OSError("the list of processes has not all of them")
     members = _family(set(found) | sessions, sessions, tree)
     network = _network("self") if _LINUX else None
     for pid in members & tree.keys() - found.keys() - {os.getpid()}:
-        process = _linux_process(_PROC / str(pid), network) if _LINUX else Process(pid, command_of(pid) or "?")
+        process = _linux_process(pid, network) if _LINUX else Process(pid, command_of(pid) or "?")
         if process is not None:
             found[pid] = process
     return list(found.values())
 
 
-def _family(known: set[int], sessions: set[int], tree: Mapping[int, tuple[int, int]]) -> set[int]:
-    """`known`, the members of `sessions` and all descendants of both, by the parent and session of each process."""
+def _family(known: set[int], sessions: set[int], table: Mapping[int, _Row]) -> set[int]:
+    """`known`, the members of `sessions` and all descendants of both."""
     members, before = set(known), -1
     while before != len(members):
         before = len(members)
-        members |= {pid for pid, (parent, session) in tree.items() if parent in members or session in sessions} - {1}
+        members |= {pid for pid, row in table.items() if row.parent in members or row.session in sessions} - {1}
     return members
 
 
 def family_activity(leader: int) -> tuple[dict[int, float], bool]:
     """The CPU time, s, of each process of the session that `leader` leads and below it, and whether one of them is
     stopped, by a signal or a debugger. Raises OSError, ValueError, subprocess.SubprocessError."""
-    rows: dict[int, tuple[int, int, str, float]] = {}
-    if _LINUX:
-        stats = {int(entry.name): linux_stat(int(entry.name)) for entry in _PROC.iterdir() if entry.name.isdigit()}
-        for pid, stat in stats.items():
-            if stat and stat[0] not in _ENDED:
-                used_s = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-                rows[pid] = int(stat[1]), int(stat[3]), stat[0].decode(), used_s
-    else:
-        for pid_text, parent, rest in _ps("-ax", "pid=,ppid=,stat=,time="):
-            state, used = rest.split()
-            rows[int(pid_text)] = int(parent), _session(int(pid_text)), state, _seconds(used)
-    tree = {pid: row[:2] for pid, row in rows.items()}
-    family = _family({leader}, {leader}, tree) & tree.keys()
-    return {pid: rows[pid][3] for pid in family}, any(rows[pid][2][:1] in "Tt" for pid in family)
+    table = _table()
+    family = _family({leader}, {leader}, table) & table.keys()
+    return {pid: table[pid].cpu_s for pid in family}, any(table[pid].state[:1] in "Tt" for pid in family)
 
 
-def _seconds(cpu_time: str) -> float:
-    """The `time` of ps(1): "[[days-]hours:]minutes:seconds", on macOS minutes without hours and hundredths."""
-    days, _, clock = cpu_time.rpartition("-")
-    parts = reversed(clock.split(":"))
-    return 86_400 * int(days or 0) + sum(float(part) * 60.0**place for place, part in enumerate(parts))
+def ps_time_s(text: str) -> float:
+    """`[[dd-]hh:]mm:ss[.ff]` of ps as seconds; 0 for anything else."""
+    days, _, clock = text.rpartition("-")
+    try:
+        parts = reversed(clock.split(":"))
+        return 86_400 * int(days or 0) + sum(float(part) * 60.0**place for place, part in enumerate(parts))
+    except ValueError:
+        return 0.0
 
 
 def variables_of(pids: Iterable[int], *names: str) -> list[dict[str, str]]:
     """The values of these variables in each of the processes that have them all, seen as by `with_nonce`."""
     if _LINUX:
-        found = [_linux_values(_PROC / str(pid), names) for pid in pids]
+        found = [_linux_values(pid, names) for pid in pids]
         return [values for values in found if values is not None]
     wanted = set(pids)
     return [values for process, values in _ps_carrying(names) if process.pid in wanted]
@@ -339,6 +333,10 @@ def kill_with_nonce(nonce: str) -> bool:
     return False
 
 
+def linux_pids() -> list[int]:
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]  # noqa: PTH208
+
+
 def linux_stat(pid: int) -> list[bytes]:
     """The fields of /proc/PID/stat from the state on, the third in proc(5); none when the process is gone."""
     try:
@@ -365,16 +363,16 @@ def _carrying(*names: str) -> Iterator[tuple[Process, dict[str, str]]]:
 
 def _linux_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, str]]]:
     network = _network("self")
-    for entry in _PROC.iterdir():
-        values = _linux_values(entry, names) if entry.name.isdigit() else None
-        if values is not None and (process := _linux_process(entry, network)) is not None:
+    for pid in linux_pids():
+        values = _linux_values(pid, names)
+        if values is not None and (process := _linux_process(pid, network)) is not None:
             yield process, values
 
 
-def _linux_values(entry: Path, names: tuple[str, ...]) -> dict[str, str] | None:
+def _linux_values(pid: int, names: tuple[str, ...]) -> dict[str, str] | None:
     """None where one is missing, or the environment cannot be read."""
     try:
-        environment = b"\0" + (entry / "environ").read_bytes()
+        environment = b"\0" + (_PROC / str(pid) / "environ").read_bytes()
     except OSError:
         return None
     values = {}
@@ -386,11 +384,10 @@ def _linux_values(entry: Path, names: tuple[str, ...]) -> dict[str, str] | None:
     return values
 
 
-def _linux_process(entry: Path, network: str | None) -> Process | None:
-    pid = int(entry.name)
+def _linux_process(pid: int, network: str | None) -> Process | None:
     command = command_of(pid)
     # A process in a container with its own network counts as another machine's.
-    if command is None or _linux_start(pid) is None or _network(entry.name) != network:
+    if command is None or _linux_start(pid) is None or _network(str(pid)) != network:
         return None
     return Process(pid, command)
 
@@ -403,12 +400,26 @@ def _network(pid: str) -> str | None:
         return None
 
 
-def _tree() -> dict[int, tuple[int, int]]:
-    """The parent and the session of each process, zombies apart."""
+class _Row(NamedTuple):
+    parent: int
+    session: int
+    state: str
+    cpu_s: float
+
+
+def _table() -> dict[int, _Row]:
+    """All processes by pid, zombies apart."""
     if not _LINUX:
-        return {int(pid): (int(parent), _session(int(pid))) for pid, parent, _ in _ps("-ax", "pid=,ppid=,stat=")}
-    stats = {int(entry.name): linux_stat(int(entry.name)) for entry in _PROC.iterdir() if entry.name.isdigit()}
-    return {pid: (int(stat[1]), int(stat[3])) for pid, stat in stats.items() if stat and stat[0] not in _ENDED}
+        rows = (
+            (int(pid), int(parent), rest.partition(" ")) for pid, parent, rest in _ps("-ax", "pid=,ppid=,stat=,time=")
+        )
+        return {pid: _Row(parent, _session(pid), state, ps_time_s(used)) for pid, parent, (state, _, used) in rows}
+    hertz, stats = os.sysconf("SC_CLK_TCK"), ((pid, linux_stat(pid)) for pid in linux_pids())
+    return {
+        pid: _Row(int(stat[1]), int(stat[3]), stat[0].decode(), (int(stat[11]) + int(stat[12])) / hertz)
+        for pid, stat in stats
+        if stat and stat[0] not in _ENDED
+    }
 
 
 def _session(pid: int) -> int:
@@ -428,7 +439,8 @@ def _ps_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, st
 
 
 def _ps(options: str, columns: str) -> list[list[str]]:
-    """The rows of `ps` with these three columns, `stat` among them, zombies apart. Raises as `own_list` does."""
+    """The rows of `ps` with these columns, of which the third has the rest; `stat` is the second or begins the third.
+    Zombies are left out. Raises as `own_list` does."""
     listed = [line.split(None, 2) for line in own_list("ps", options, "-o", columns)]
     if not columns.endswith("command=") and any(len(row) < 3 or not row[1].isdecimal() for row in listed):
         raise OSError(f"ps {options} has not listed all processes: columns are missing")

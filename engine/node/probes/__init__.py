@@ -119,18 +119,6 @@ def mac_gpu_statistics(limit: int) -> str:
     return "\n".join(line for line in statistics.splitlines() if "PerformanceStatistics" in line)[:limit]
 
 
-def ps_time_s(text: str) -> float:
-    """`[[dd-]hh:]mm:ss[.ff]` of ps as seconds; 0 for anything else."""
-    days, _, clock = text.rpartition("-")
-    try:
-        seconds = 0.0
-        for part in clock.split(":"):
-            seconds = seconds * 60 + float(part)
-        return seconds + 86_400 * int(days or 0)
-    except ValueError:
-        return 0.0
-
-
 def did_you_mean(path: Path, holding: str = "") -> str:
     """ ", did you mean …?" for a path whose parent has something of a similar name. `holding`: a file that must be in
     it; without its parent, the path may then be ORG/NAME of the Hugging Face Hub, and is looked for in its cache."""

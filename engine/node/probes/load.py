@@ -18,8 +18,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes import mac_gpu_statistics, ps_time_s
-from engine.node.processes import command_of, linux_stat, own_list, pids_of_runs, run_tool, tool_output
+from engine.node.probes import mac_gpu_statistics
+from engine.node.processes import (
+    command_of,
+    linux_pids,
+    linux_stat,
+    own_list,
+    pids_of_runs,
+    ps_time_s,
+    run_tool,
+    tool_output,
+)
 
 BUSY_CORES = 0.8
 BUSY_MEMORY = 0.10
@@ -85,8 +94,7 @@ def _linux_processes() -> list[dict[str, Any]]:
 
 def _ticks() -> dict[int, tuple[int, int, int]]:
     """Pid → (ticks of all its threads, pages in memory, ticks from boot to its start)."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    stats = {pid: fields for pid in pids if (fields := linux_stat(pid))}
+    stats = {pid: fields for pid in linux_pids() if (fields := linux_stat(pid))}
     return {pid: (int(stat[11]) + int(stat[12]), int(stat[21]), int(stat[19])) for pid, stat in stats.items()}
 
 
@@ -113,18 +121,14 @@ def _limits() -> dict[str, Any]:
 
 
 def _linux_output() -> dict[str, Any]:
-    return _limits() | _nvidia_output()
-
-
-def _nvidia_output() -> dict[str, Any]:
-    if shutil.which("nvidia-smi") is None:
-        return {"nvidia": ""}
-    columns = "--query-compute-apps=pid,used_memory,process_name"
-    try:
-        code, output = run_tool("nvidia-smi", columns, "--format=csv,noheader,nounits", limit_s=5.0)
-    except (OSError, subprocess.SubprocessError):
-        return {"nvidia": None}
-    return {"nvidia": output if code == 0 else None}
+    code, output = 0, ""
+    if shutil.which("nvidia-smi") is not None:
+        columns = "--query-compute-apps=pid,used_memory,process_name"
+        try:
+            code, output = run_tool("nvidia-smi", columns, "--format=csv,noheader,nounits", limit_s=5.0)
+        except (OSError, subprocess.SubprocessError):
+            code = 1
+    return _limits() | {"nvidia": output if code == 0 else None}
 
 
 def _mac_output() -> dict[str, Any]:

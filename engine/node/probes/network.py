@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.node.processes import command_of, pids_of_runs, tool_output
+from engine.node.processes import command_of, linux_pids, pids_of_runs, tool_output
 
 _LISTEN = "0A"
 _LINUX = sys.platform.startswith("linux")
@@ -25,7 +26,8 @@ def find_port_holder(ip: str, port: int) -> dict[str, Any] | None:
     """Who holds the port; None when a rank could listen on it. `orphan`: it is known to be a run's process."""
     if bindable(ip, port):
         return None
-    pid = _linux_holder(port) if _LINUX else _mac_holder(port)
+    listening = ("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-F", "p")
+    pid = _linux_holder(port) if _LINUX else lsof_pid(tool_output(*listening))
     if pid is None:
         return {"holder": "a process that cannot be seen", "pid": None, "orphan": False}
     try:
@@ -67,27 +69,17 @@ def lsof_pid(output: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _mac_holder(port: int) -> int | None:
-    return lsof_pid(tool_output("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-F", "p"))
-
-
 def _linux_holder(port: int) -> int | None:
     inodes: set[str] = set()
     for name in ("tcp", "tcp6"):
-        try:
+        with contextlib.suppress(OSError):
             inodes |= listening_inodes((Path("/proc/net") / name).read_text(), port)
-        except OSError:
-            continue
     targets = {f"socket:[{inode}]" for inode in inodes}
-    for entry in Path("/proc").iterdir() if targets else ():
-        if not entry.name.isdigit():
-            continue
-        try:
+    for pid in linux_pids() if targets else ():
+        with contextlib.suppress(OSError):
             # Path.readlink would take the target for a path; it is a name like "socket:[123]".
-            if any(os.readlink(link) in targets for link in (entry / "fd").iterdir()):  # noqa: PTH115
-                return int(entry.name)
-        except OSError:
-            continue
+            if any(os.readlink(link) in targets for link in Path(f"/proc/{pid}/fd").iterdir()):  # noqa: PTH115
+                return pid
     return None
 
 

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH123, PTH207, PTH208
+# ruff: noqa: PTH123, PTH207
 # As short and as cheap as can be: this runs on the node, beside the training.
 """The `telemetry` probe: what a node uses, one JSON line an interval, until its stdin ends. The system's own output is
 parsed on the head.
@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from engine.node.probes import mac_gpu_statistics, ps_time_s
-from engine.node.processes import linux_stat, own_list, tool_output
+from engine.node.probes import mac_gpu_statistics
+from engine.node.processes import linux_pids, linux_stat, own_list, ps_time_s, tool_output
 
 BUDGET = 0.008
 """Share of a core, for this process, what it runs, and the pipe that it reads; the promise to the outside is 0.01."""
@@ -156,7 +156,7 @@ class LinuxRanks:
         self.page = os.sysconf("SC_PAGE_SIZE")
 
     def read(self) -> dict[str, object]:
-        present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        present = set(linux_pids())
         for pid in self.known.keys() - present:
             del self.known[pid]
         self.scans += 1

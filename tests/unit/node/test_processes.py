@@ -129,7 +129,7 @@ def test_the_cpu_time_of_a_family_is_that_of_all_its_members(linux: bool, monkey
     ("text", "seconds"), [("0:01.50", 1.5), ("75:00.25", 4500.25), ("01:02:03", 3723.0), ("2-00:00:01", 172_801.0)]
 )
 def test_cpu_times_of_both_systems_are_read(text: str, seconds: float) -> None:
-    assert processes._seconds(text) == seconds
+    assert processes.ps_time_s(text) == seconds
 
 
 @pytest.fixture

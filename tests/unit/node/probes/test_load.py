@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.node.probes import load, ps_time_s
+from engine.node.probes import load
+from engine.node.processes import ps_time_s
 
 MAC = """
   501  98.7 93206736    02:11:40 /Applications/Ollama.app/Contents/Resources/ollama runner --model x
