@@ -196,11 +196,6 @@ def _describe(storage: CheckpointStorage, state: SaveSize) -> str:
 
 
 CHECK = Check(
-    NAME,
-    "the checkpoint directory: allowed, writable, large enough; existing checkpoints are intact",
-    run,
-    time_limit_s=2 * _LIMIT_S,
-    needs=(connectivity.NAME,),
-    after=(sync.NAME,),
-    not_applicable=skip_for_command,
-)
+    NAME, "the checkpoint directory: allowed, writable, large enough; existing checkpoints are intact", run,
+    time_limit_s=2 * _LIMIT_S, needs=(connectivity.NAME,), after=(sync.NAME,), not_applicable=skip_for_command,
+)  # fmt: skip

@@ -95,11 +95,7 @@ async def _unloadable(context: CheckContext, node: NodeConfig, folder: str, file
 
 
 CHECK = Check(
-    NAME,
-    "config.json, tokenizer and all safetensors shards, whole, fit to load and the same on all nodes",
-    run,
-    time_limit_s=_LIMIT_S + 2 * TRIAL_LIMIT_S + 30,
-    needs=(connectivity.NAME,),
-    after=(sync.NAME,),
+    NAME, "config.json, tokenizer and all safetensors shards, whole, fit to load and the same on all nodes", run,
+    time_limit_s=_LIMIT_S + 2 * TRIAL_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
     not_applicable=skip_for_command,
-)
+)  # fmt: skip

@@ -79,11 +79,6 @@ def _outside(context: CheckContext, location: ProgramLocation) -> str | None:
 
 
 CHECK = Check(
-    NAME,
-    "the job's own command",
-    run,
-    time_limit_s=_LIMIT_S + 30,
-    needs=(connectivity.NAME,),
-    after=(sync.NAME,),
+    NAME, "the job's own command", run, time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
     not_applicable=lambda config: None if config.job.command else "the job is a training of ours, not a command",
-)
+)  # fmt: skip

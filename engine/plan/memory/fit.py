@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.config.models import NodeConfig
@@ -66,7 +66,7 @@ class MemoryFit:
 def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
     nodes = context.inputs.config.nodes
-    sizes = [size for size, _ in (_limit(context, node) for node in nodes)]
+    sizes = [_limit(context, node)[0] for node in nodes]
     if not context.settings:
         why = "the job runs a custom command"
         return MemoryFit(unknown_memory(why, rationale), Disabled(reason=why))
@@ -104,18 +104,9 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         places = [_place(context, node, max(1.0, need)) for node, need in zip(nodes, needs, strict=True)]
         ways = ways_out(shape, workloads, places, context.settings, splittable=kind in SPLITTABLE_MODULES)
     refuse_memory(rows, ways, rationale)
-    whole = shape.total_parameters
     # The ranks of a pipeline train different layers, other ranks all the same ones.
     trained = sum(found.trainable_parameters for found in (estimates if split else estimates[:1]))
-    section = MemorySection(
-        parameters=whole,
-        trainable_parameters=trained,
-        trainable_share=trained / whole,
-        layers=shape.layers,
-        assumptions=tuple(dict.fromkeys(found.assumption for found in estimates)),
-        ranks=tuple(rows),
-        ways_out=ways,
-    )
+    section = memory_section(shape, trained, (found.assumption for found in estimates), rows, ways)
     largest = min(most) if len(most) == context.ranks else None
     return MemoryFit(section, choice.settings, split, largest, shape, workloads)
 
@@ -138,6 +129,20 @@ def _warn_of_older_mlx(
                 f"of {workload.sequence:,} tokens: with mlx {NEWER_MLX} it would need {memory_text(newer)} instead of "
                 f"{memory_text(found.needed_bytes)}",
             )
+
+
+def memory_section(
+    shape: ModelShape, trained: int, assumptions: Iterable[str], ranks: Iterable[RankMemory], ways: tuple[WayOut, ...]
+) -> MemorySection:
+    return MemorySection(
+        parameters=shape.total_parameters,
+        trainable_parameters=trained,
+        trainable_share=trained / shape.total_parameters,
+        layers=shape.layers,
+        assumptions=tuple(dict.fromkeys(assumptions)),
+        ranks=tuple(ranks),
+        ways_out=ways,
+    )
 
 
 def unknown_memory(reason: str, rationale: Rationale) -> Disabled:
@@ -279,7 +284,7 @@ def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, foun
 
 
 def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) -> None:
-    chosen, asked = choice.settings, context.settings
+    asked = context.settings
     for key in ("optimizer_precision", "moments"):
         if asked.get(key, "float32") != AUTO:
             rationale.explain(f"settings.{key}", Source.USER, "the job sets it")
@@ -288,17 +293,17 @@ def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) 
         if choice.fits and choice.rejected_bytes is not None:
             reason += f": the next more precise would need {memory_text(choice.rejected_bytes)}"
         rationale.explain(f"settings.{key}", Source.RULE, reason)
+    source, reason = Source.RULE, "all activations fit"
     if asked.get("grad_checkpoint", False) != AUTO:
         given = context.given("grad_checkpoint")
         source, reason = (Source.USER, "the job sets it") if given else (Source.DEFAULT, "not set")
-        rationale.explain("settings.grad_checkpoint", source, reason)
     elif context.strategy == "sharded":
-        rationale.explain("settings.grad_checkpoint", Source.RULE, "sharded layers are always recomputed")
+        reason = "sharded layers are always recomputed"
     elif not choice.fits:
-        rationale.explain("settings.grad_checkpoint", Source.RULE, "it needs the least, and does not fit")
-    else:
-        reason = "as few layers are recomputed as must be" if chosen.grad_checkpoint else "all activations fit"
-        rationale.explain("settings.grad_checkpoint", Source.RULE, reason)
+        reason = "it needs the least, and does not fit"
+    elif choice.settings.grad_checkpoint:
+        reason = "as few layers are recomputed as must be"
+    rationale.explain("settings.grad_checkpoint", source, reason)
 
 
 def refuse_memory(rows: Sequence[RankMemory], ways: Sequence[WayOut], rationale: Rationale) -> None:

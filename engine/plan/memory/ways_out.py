@@ -22,7 +22,7 @@ _SYSTEM_BYTES = 2**33
 """Memory left to the system and other programs when a Mac's GPU limit is raised: 8 GiB."""
 NEWER_MLX = "0.32.4 or newer"
 """With attention's gradient in tiles on Metal."""
-_SHORTEST = 256
+SHORTEST = 256
 """Tokens; shorter sequences are not proposed."""
 _MOST_RANKS = 16
 """Nodes that sharding is proposed for."""
@@ -145,7 +145,7 @@ class _Job:
             return
         batches = [workload.batch for workload in self.workloads]
         accumulated, iterations = self.workloads[0].accumulation, self.requested.get("iters")
-        for divisor in _powers_of_two(sum(batches) // len(batches)):
+        for divisor in powers_of_two(sum(batches) // len(batches)):
             smaller = share_counts(sum(batches) // divisor, batches)
             more = math.ceil(sum(batches) / sum(smaller))
             changed = [
@@ -159,7 +159,7 @@ class _Job:
 
     def shorter_sequences(self) -> Iterator[WayOut]:
         sequence = self.workloads[0].sequence
-        for divisor in _powers_of_two(sequence // _SHORTEST):
+        for divisor in powers_of_two(sequence // SHORTEST):
             shorter = [replace(workload, sequence=sequence // divisor) for workload in self.workloads]
             yield from self._try(f"max_seq_length = {sequence // divisor}", shorter)
 
@@ -240,9 +240,6 @@ def _settings_text(choice: Choice, keys: Sequence[str]) -> str:
     return " and ".join(f"{key} = {json.dumps(chosen[key])}" for key in keys)
 
 
-def _powers_of_two(most: int) -> Iterator[int]:
+def powers_of_two(most: int) -> Iterator[int]:
     """2, 4, and so on, to `most`."""
-    divisor = 2
-    while divisor <= most:
-        yield divisor
-        divisor *= 2
+    return (2**power for power in range(1, most.bit_length()))

@@ -3,12 +3,12 @@ with which a job that is too large would fit."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from engine.config.models import NodeConfig
 from engine.errors import InputError, memory_text
 from engine.models import NvidiaGpu
 from engine.plan.context import PlanContext
@@ -17,15 +17,14 @@ from engine.plan.document import (
     ChosenTorchSettings,
     Disabled,
     MemoryBreakdown,
-    MemorySection,
     RankMemory,
     Rationale,
     Source,
     WayOut,
 )
-from engine.plan.memory.fit import MemoryFit, refuse_memory, unknown_memory
+from engine.plan.memory.fit import MemoryFit, memory_section, refuse_memory, unknown_memory
 from engine.plan.memory.shape import ModelShape
-from engine.plan.memory.ways_out import describe_ways
+from engine.plan.memory.ways_out import SHORTEST, describe_ways, powers_of_two
 from engine.plan.torch.gpus import choose_precision
 from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
 from engine.plan.torch.strategy import StrategyChoice, candidates, choose_strategy, label, with_torch_settings
@@ -33,8 +32,8 @@ from engine.protocol.job import AUTO
 from engine.protocol.launchers import MIXED_PRECISIONS, option_value, own_strategy, split_launcher
 
 _KEYS = ("strategy", "sharding", "zero_stage", "offload", "grad_checkpoint")
-_SHORTEST = 256
-"""Tokens; shorter sequences are not proposed."""
+_OF_STRATEGY = {"ddp": (), "fsdp": ("sharding", "offload"), "deepspeed": ("zero_stage", "offload")}
+"""The keys that a strategy has besides."""
 _MOST_RANKS = 64
 
 
@@ -98,28 +97,12 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
     refuse_memory(rows, ways, rationale)
     if short:
         rationale.refuse("memory", "; ".join(short), OVERRIDE, describe_ways(ways))
-    trained, whole = choice.chosen.memory.trainable_parameters, shape.total_parameters
-    section = MemorySection(
-        parameters=whole,
-        trainable_parameters=trained,
-        trainable_share=trained / whole,
-        layers=shape.layers,
-        assumptions=(_assumption(context, chosen),),
-        ranks=tuple(rows),
-        ways_out=ways,
-    )
-    compared = job.options(
-        {**dict.fromkeys(_KEYS, AUTO), "grad_checkpoint": chosen.grad_checkpoint}, precision, all_of_them=True
-    )
-    return TorchFit(
-        section,
-        chosen,
-        largest_batch=job.largest_batch(chosen),
-        on_gpu=on_gpu,
-        gpus=gpus,
-        choice=choice,
-        compared=job.choose(compared),
-    )
+    trained = choice.chosen.memory.trainable_parameters
+    section = memory_section(shape, trained, [_assumption(context, chosen)], rows, ways)
+    open_to_choice = {**dict.fromkeys(_KEYS, AUTO), "grad_checkpoint": chosen.grad_checkpoint}
+    compared = job.choose(job.options(open_to_choice, precision, all_of_them=True))
+    most = job.largest_batch(chosen)
+    return TorchFit(section, chosen, largest_batch=most, on_gpu=on_gpu, gpus=gpus, choice=choice, compared=compared)
 
 
 def _scripts_own(context: PlanContext) -> str | None:
@@ -137,9 +120,9 @@ def _scripts_own(context: PlanContext) -> str | None:
 def _precision(context: PlanContext, asked: str, gpus: Sequence[NvidiaGpu | None], rationale: Rationale) -> str:
     on_gpu = context.backend == "nccl"
     if asked == AUTO:
-        found = choose_precision(gpus, on_gpu=on_gpu)
-        rationale.explain("settings.precision", Source.FACT if on_gpu else Source.RULE, found.reason)
-        return found.precision
+        precision, reason = choose_precision(gpus, on_gpu=on_gpu)
+        rationale.explain("settings.precision", Source.FACT if on_gpu else Source.RULE, reason)
+        return precision
     rationale.explain("settings.precision", Source.USER, "the job sets it")
     if asked == "fp16" and context.backend == "gloo":
         why = "precision = fp16 needs a GPU: on the CPU Accelerate computes in float32, and says nothing"
@@ -180,14 +163,12 @@ def _gpus(context: PlanContext) -> tuple[bool, tuple[NvidiaGpu | None, ...]]:
 
 
 def _host_limits(context: PlanContext) -> tuple[int | None, ...]:
-    return tuple(_host_limit(context, node) for node in context.inputs.config.nodes)
-
-
-def _host_limit(context: PlanContext, node: NodeConfig) -> int | None:
-    """The rank's part of its machine's memory, bytes."""
-    facts = context.inputs.facts.get(node.name)
-    ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
-    return facts.memory_total_bytes // ranks if facts is not None and facts.memory_total_bytes is not None else None
+    """Each rank's part of its machine's memory, bytes."""
+    hosts = {node.name: node.ssh for node in context.inputs.config.nodes}
+    known = (context.inputs.facts.get(name) for name in hosts)
+    sizes = (facts.memory_total_bytes if facts is not None else None for facts in known)
+    ranks = Counter(hosts.values())
+    return tuple(size and size // ranks[host] for size, host in zip(sizes, hosts.values(), strict=True))
 
 
 def _limits(context: PlanContext, gpus: Sequence[NvidiaGpu | None], on_gpu: bool) -> tuple[int | None, ...]:
@@ -270,24 +251,13 @@ def _contradiction(asked: Mapping[str, Any], *, on_gpu: bool) -> str:
 
 def _explain(asked: Mapping[str, Any], choice: StrategyChoice, rationale: Rationale) -> None:
     chosen = choice.chosen.settings
-    if asked["strategy"] == AUTO:
-        rationale.explain("settings.strategy", Source.RULE, choice.reason)
-    else:
-        rationale.explain("settings.strategy", Source.USER, "the job sets it")
-    for key, applies in (
-        ("sharding", chosen.strategy == "fsdp"),
-        ("zero_stage", chosen.strategy == "deepspeed"),
-        ("offload", chosen.strategy != "ddp"),
-    ):
-        if applies:
-            source = Source.RULE if asked[key] == AUTO else Source.USER
-            rationale.explain(f"settings.{key}", source, choice.reason if asked[key] == AUTO else "the job sets it")
-    given = asked["grad_checkpoint"]
-    why = "the activations fit" if not chosen.grad_checkpoint else "else the activations do not fit"
-    source = Source.RULE if given == AUTO else Source.USER if given else Source.DEFAULT
-    rationale.explain(
-        "settings.grad_checkpoint", source, why if given == AUTO else "the job sets it" if given else "not set"
-    )
+    reasons = dict.fromkeys(("strategy", *_OF_STRATEGY[chosen.strategy]), choice.reason)
+    reasons["grad_checkpoint"] = f"{'else the activations do not' if chosen.grad_checkpoint else 'the activations'} fit"
+    for key, reason in reasons.items():
+        source, why = (Source.USER, "the job sets it") if asked[key] else (Source.DEFAULT, "not set")
+        if asked[key] == AUTO:
+            source, why = Source.RULE, reason
+        rationale.explain(f"settings.{key}", source, why)
 
 
 def _rows(
@@ -360,7 +330,7 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
 
     def batches() -> Iterator[WayOut]:
         batch, ranks = max(each.batch for each in job.workloads), len(job.workloads)
-        for divisor in _powers_of_two(batch):
+        for divisor in powers_of_two(batch):
             if batch % divisor == 0:
                 steps = context.accumulation * divisor
                 text = f"batch_size = {ranks * batch // divisor} and grad_accumulation_steps = {steps}"
@@ -368,7 +338,7 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
 
     def sequences() -> Iterator[WayOut]:
         length = job.workloads[0].sequence
-        for divisor in _powers_of_two(length // _SHORTEST):
+        for divisor in powers_of_two(length // SHORTEST):
             yield from attempt(f"max_seq_length = {length // divisor}", job.changed(sequence=length // divisor))
 
     def adapters() -> Iterator[WayOut]:
@@ -378,7 +348,7 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
     def more_ranks() -> Iterator[WayOut]:
         free = {**asked, **dict.fromkeys(_KEYS, AUTO)}
         one = replace(job, workloads=job.workloads[:1], limits=job.limits[:1], host_limits=job.host_limits[:1])
-        for ranks in _powers_of_two(_MOST_RANKS):
+        for ranks in powers_of_two(_MOST_RANKS):
             if ranks > len(job.workloads):
                 larger = one.changed(world_size=ranks, batch=-(-sum(each.batch for each in job.workloads) // ranks))
                 larger = _Job(job.shape, larger.workloads * 2, one.limits * 2, one.host_limits * 2)
@@ -390,8 +360,7 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
 
 def _differing(choice: StrategyChoice, asked: Mapping[str, Any]) -> Iterator[str]:
     chosen = choice.chosen.settings
-    relevant = {"ddp": (), "fsdp": ("sharding", "offload"), "deepspeed": ("zero_stage", "offload")}
-    for key in ("strategy", *relevant[chosen.strategy], "grad_checkpoint"):
+    for key in ("strategy", *_OF_STRATEGY[chosen.strategy], "grad_checkpoint"):
         if getattr(chosen, key) != asked[key]:
             yield key
 
@@ -403,10 +372,3 @@ def _text(choice: StrategyChoice, keys: Sequence[str]) -> str:
         f"{key} = {str(value).lower() if isinstance(value, bool | int) else repr(value).replace(chr(39), chr(34))}"
         for key, value in values.items()
     )
-
-
-def _powers_of_two(most: int) -> Iterator[int]:
-    divisor = 2
-    while divisor <= most:
-        yield divisor
-        divisor *= 2

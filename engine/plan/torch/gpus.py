@@ -52,12 +52,6 @@ GENERATIONS = (
 )
 
 
-@dataclass(frozen=True)
-class PrecisionChoice:
-    precision: str
-    reason: str
-
-
 def generation_of(gpu: NvidiaGpu) -> Generation | None:
     """By its name, or else by its compute capability; None where neither is known."""
     # "Tesla V100-SXM2-32GB", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090 Laptop GPU"
@@ -68,18 +62,18 @@ def generation_of(gpu: NvidiaGpu) -> Generation | None:
     return named
 
 
-def choose_precision(gpus: Sequence[NvidiaGpu | None], *, on_gpu: bool) -> PrecisionChoice:
-    """By the oldest of the ranks' GPUs, since all ranks compute in one type. `gpus`: each rank's GPU, None where it is
-    not known."""
+def choose_precision(gpus: Sequence[NvidiaGpu | None], *, on_gpu: bool) -> tuple[str, str]:
+    """(precision, reason), by the oldest of the ranks' GPUs, since all ranks compute in one type. `gpus`: each rank's
+    GPU, None where it is not known."""
     if not on_gpu:
-        return PrecisionChoice("fp32", "the ranks compute on the CPU")
+        return "fp32", "the ranks compute on the CPU"
     generations = [generation_of(gpu) if gpu else None for gpu in gpus]
     names = [gpu.name if gpu else "a GPU whose name is not known" for gpu in gpus]
     found = {name: each for name, each in zip(names, generations, strict=True) if each is not None}
     if None in generations or not gpus:
         unknown = (name for name, each in zip(names, generations, strict=True) if each is None)
         named = ", ".join(dict.fromkeys(unknown)) or "no GPU known"
-        return PrecisionChoice("fp32", f'{named}: float32 runs on each; set precision = "bf16" from Ampere on')
+        return "fp32", f'{named}: float32 runs on each; set precision = "bf16" from Ampere on'
     order = ("bf16", "fp16", "fp32")
     oldest = max(found, key=lambda name: order.index(found[name].precision))
     generation, precision = found[oldest], found[oldest].precision
@@ -89,4 +83,4 @@ def choose_precision(gpus: Sequence[NvidiaGpu | None], *, on_gpu: bool) -> Preci
         "fp32": "has no fast 16-bit arithmetic",
     }[precision]
     mixed = " (the oldest of the ranks' GPUs)" if len({each.name for each in found.values()}) > 1 else ""
-    return PrecisionChoice(precision, f"{oldest}{mixed}: {generation.name} {why}")
+    return precision, f"{oldest}{mixed}: {generation.name} {why}"

@@ -7,7 +7,7 @@ communicates less comes first, recomputing activations before offloading.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,16 +79,7 @@ def candidates(
 ) -> list[ChosenTorchSettings]:
     """Those that the values of [job] (`requested`, "auto" where the plan chooses) allow, in the order of preference;
     none if they contradict each other."""
-    return list(dict.fromkeys(_candidates(requested, precision, size_class(parameters), ranks=ranks, on_gpu=on_gpu)))
-
-
-def size_class(parameters: int) -> str:
-    return "small" if parameters < SMALL else "medium" if parameters <= LARGE else "large"
-
-
-def _candidates(
-    requested: Mapping[str, Any], precision: str, size: str, *, ranks: int, on_gpu: bool
-) -> Iterator[ChosenTorchSettings]:
+    size, found = size_class(parameters), list[ChosenTorchSettings]()
     asked = {key: value for key, value in requested.items() if value not in (AUTO, None)}
     recomputed = asked.get("grad_checkpoint", AUTO)
     places = ["none", "cpu", *(["nvme"] if asked.get("nvme_path") else [])]
@@ -117,9 +108,13 @@ def _candidates(
         # One rank has nobody to share with: sharding is of use only to offload.
         if ranks == 1 and strategy != "ddp" and offload == "none" and "strategy" not in asked:
             continue
-        yield ChosenTorchSettings(
-            **{"strategy": strategy, **how, "offload": offload, "precision": precision, "grad_checkpoint": checkpoint}
-        )
+        settings = {"strategy": strategy, **how, "offload": offload, "precision": precision}
+        found.append(ChosenTorchSettings(**settings, grad_checkpoint=checkpoint))
+    return list(dict.fromkeys(found))
+
+
+def size_class(parameters: int) -> str:
+    return "small" if parameters < SMALL else "medium" if parameters <= LARGE else "large"
 
 
 def with_torch_settings(workload: TorchWorkload, settings: ChosenTorchSettings) -> TorchWorkload:
@@ -179,9 +174,8 @@ def choose_strategy(
     by_size = {"small": ("fsdp", "none"), "medium": ("fsdp", "none"), "large": ("deepspeed", "cpu")}[size]
     sized = [each for each in known if (each.settings.strategy, each.settings.offload) == by_size]
     chosen = (sized if len(workloads) > 1 and sized else known)[0]
-    return StrategyChoice(
-        chosen, tried, f"by the model's size, since the memory of the ranks is not known ({billions})"
-    )
+    reason = "by the model's size, since the memory of the ranks is not known"
+    return StrategyChoice(chosen, tried, f"{reason} ({billions})")
 
 
 def label(settings: ChosenTorchSettings) -> str:

@@ -53,7 +53,7 @@ def reason(made: TrainingPlan, key: str) -> str:
     ],
 )
 def test_the_precision_is_that_of_the_gpus_generation(name: str, precision: str) -> None:
-    assert choose_precision([NvidiaGpu(name=name)], on_gpu=True).precision == precision
+    assert choose_precision([NvidiaGpu(name=name)], on_gpu=True)[0] == precision
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_the_precision_is_that_of_the_gpus_generation(name: str, precision: str)
 )
 def test_of_a_gpu_that_the_table_lacks_the_compute_capability_counts(capability: str, precision: str) -> None:
     gpu = NvidiaGpu(name="a GPU of tomorrow", compute_capability=capability or None)
-    found = choose_precision([gpu], on_gpu=True)
-    assert found.precision == precision
-    assert ("compute capability" in found.reason) == bool(capability)
+    found, reason = choose_precision([gpu], on_gpu=True)
+    assert found == precision
+    assert ("compute capability" in reason) == bool(capability)
 
 
 def test_the_oldest_gpu_decides_and_the_cpu_computes_in_float32() -> None:
-    found = choose_precision([NvidiaGpu(name="NVIDIA H100 80GB HBM3"), NvidiaGpu(name="Tesla T4")], on_gpu=True)
-    assert (found.precision, found.reason[:8]) == ("fp16", "Tesla T4")
-    assert choose_precision([None, NvidiaGpu(name="NVIDIA L4")], on_gpu=True).precision == "fp32"
-    assert choose_precision([], on_gpu=False).precision == "fp32"
+    found, reason = choose_precision([NvidiaGpu(name="NVIDIA H100 80GB HBM3"), NvidiaGpu(name="Tesla T4")], on_gpu=True)
+    assert (found, reason[:8]) == ("fp16", "Tesla T4")
+    assert choose_precision([None, NvidiaGpu(name="NVIDIA L4")], on_gpu=True)[0] == "fp32"
+    assert choose_precision([], on_gpu=False)[0] == "fp32"
     assert generation_of(NvidiaGpu(name="Apple M4")) is None
 
 
