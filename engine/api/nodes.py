@@ -22,6 +22,7 @@ from engine.errors import HostKeyChanged, InputError, LaunchError, StateError
 from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
 from engine.plan.addresses import setup_commands, setup_script
 from engine.plan.network import NetworkPlan, plan_network
+from engine.protocol.attempt import read_regular, regular_descriptor
 from engine.security.audit import audit_log
 from engine.security.identifiers import SshTarget
 from engine.security.paths import make_home
@@ -71,7 +72,7 @@ class NodesApi:
         if config.file is None or not named_programs(config, launch=launch):
             return True
         with contextlib.suppress(OSError):
-            return config.digest.encode() in (self._home / _ACCEPTED).read_bytes().split()
+            return config.digest.encode() in read_regular(self._home / _ACCEPTED).split()
         return False
 
     def programs(self, config: Config) -> list[tuple[str, str]]:
@@ -79,11 +80,16 @@ class NodesApi:
         return [(plain(label, 200), redact(plain(text, 2000))) for label, text in named_programs(config, launch=True)]
 
     def accept(self, digest: str) -> None:
-        """Let run what a configuration with this `Config.digest` names. Raises StateError, OSError."""
+        """Let run what a configuration with this `Config.digest` names. Raises StateError."""
         make_home(self._home)
-        descriptor = os.open(self._home / _ACCEPTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as accepted:
-            accepted.write(f"{digest}\n")
+        file = self._home / _ACCEPTED
+        try:
+            with os.fdopen(regular_descriptor(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "w") as accepted:
+                # After what a full disk has left of a line.
+                accepted.write(f"\n{digest}\n")
+        except OSError as error:
+            todo = "make room, or move that file away"
+            raise StateError("what is accepted cannot be kept", where=str(file), why=error, todo=todo) from error
 
     def topology(self, facts: Sequence[NodeFacts]) -> Topology:
         """The cables, with the commands that give them networks where they have none."""

@@ -45,7 +45,8 @@ async def _mlx() -> CheckResult:
         seen = with_mlx_lm(seen, mlx_lm)
     if seen.problem or not new_enough(mlx := seen.packages.get("mlx"), MLX_MINIMUM):
         summary = seen.problem or f"mlx {mlx} is older than {dotted(MLX_MINIMUM)}"
-        fix = install_fix(sys.executable, seen, {"mlx": f">={dotted(MLX_MINIMUM)}", "mlx-lm": ""})
+        wanted = {"mlx": f">={dotted(MLX_MINIMUM)}", "mlx-lm": ""}
+        fix = install_fix(sys.executable, seen, wanted) if seen.python is not None and not seen.unknown else None
         return verdict("mlx", CheckStatus.FAIL, summary, fix=fix)
     return verdict("mlx", CheckStatus.PASS, f"{seen.describe()}, {platform.system()} {platform.machine()}")
 

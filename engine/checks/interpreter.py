@@ -26,13 +26,16 @@ Result = TypeVar("Result", bound=FrozenModel)
 
 @dataclass(frozen=True)
 class Interpreter:
-    """One node's python; a package without a version is not importable, with the reason in `problem`."""
+    """One node's python; a package without a version is not importable, or `unknown`, with the reason in
+    `problem`."""
 
     python: str | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     """Name → version."""
     backends: tuple[str, ...] = ()
     """The distributed backends that this build of MLX or PyTorch has."""
+    unknown: tuple[str, ...] = ()
+    """Packages about which no answer came: neither importable nor missing."""
     problem: str | None = None
     absent: bool = False
     """There is no such interpreter, or it cannot be run."""
@@ -119,10 +122,13 @@ def as_interpreter(report: MlxReport | NoValue, python: str) -> Interpreter:
 
 
 def with_mlx_lm(seen: Interpreter, report: MlxLmReport | NoValue) -> Interpreter:
-    if isinstance(report, MlxLmReport) and report.mlx_lm is not None and report.mlx_lm_error is None:
+    if isinstance(report, NoValue):
+        seen, problem = replace(seen, unknown=("mlx-lm",)), f"it is not known whether mlx-lm can be imported: {report}"
+    elif report.mlx_lm is not None and report.mlx_lm_error is None:
         return replace(seen, packages={**seen.packages, "mlx-lm": report.mlx_lm})
-    why = report.mlx_lm_error if isinstance(report, MlxLmReport) else report
-    return replace(seen, problem="; ".join(filter(None, (seen.problem, f"mlx-lm cannot be imported: {why}"))))
+    else:
+        problem = f"mlx-lm cannot be imported: {report.mlx_lm_error}"
+    return replace(seen, problem="; ".join(filter(None, (seen.problem, problem))))
 
 
 def with_torch(report: TorchReport | NoValue, packages: Iterable[str], python: str) -> Interpreter:

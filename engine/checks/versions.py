@@ -124,7 +124,7 @@ def _problem(
     if first.python is not None and _minor(first.python) != _minor(seen.python):
         return f"python {seen.python}, rank 0 has {first.python}", wanted
     if seen.problem:
-        return seen.problem, {name: need for name, need in wanted.items() if name not in seen.packages}
+        return seen.problem, {name: wanted[name] for name in wanted if name not in (*seen.packages, *seen.unknown)}
     return _version_problem(seen, first, backend_name(backend), needed, wanted)
 
 
@@ -182,7 +182,7 @@ def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[s
     Packages are installed into the environment that is there, but not into the one that Flight Deck runs from. Another
     interpreter, and what that one lacks, is put into a new environment, never into one that exists: `mkdir` refuses.
     """
-    if seen.python is None and not seen.absent:
+    if not wanted or (seen.python is None and not seen.absent):
         return "", None
     minor = _minor(first.python or "")
     if node.local and Path(environment_of(node.python)).expanduser() == Path(sys.prefix):

@@ -28,7 +28,7 @@ from engine.cluster.transport.base import Transport, expanded
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.node.processes import Process, same_boot
-from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, lease_clock, size_of
+from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, lease_clock, open_regular, size_of
 from engine.protocol.events import ExitOutput
 from engine.protocol.messages import (
     ExitOutputReply,
@@ -117,7 +117,7 @@ class LocalFile:
 
     def read_from(self, offset: int, size: int) -> bytes:
         try:
-            with self._path.open("rb", buffering=0) as file:
+            with open_regular(self._path) as file:
                 return os.pread(file.fileno(), size, offset)
         except FileNotFoundError:
             return b""

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.protocol.attempt import open_regular
 from engine.protocol.events import EventWriter
 from engine.protocol.metric_patterns import (
     FORMS,
@@ -396,7 +397,7 @@ class TensorBoardMetrics:
         """(step, time, name, value) of the records that are whole and have not been read. The last one may be being
         written."""
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 size = path.stat().st_size
                 file.seek(begin := self._read.get(path, 0))
                 while len(header := file.read(12)) == 12:

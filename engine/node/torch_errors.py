@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.protocol.attempt import NodeFiles
+from engine.protocol.attempt import NodeFiles, open_regular
 
 _MOST_BYTES = 1 << 20
 _TEXT, _TRACEBACK = 2000, 20_000
@@ -26,7 +26,7 @@ def reported_exception(files: NodeFiles, rank: int) -> dict[str, Any] | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             message = json.loads(file.read(_MOST_BYTES))["message"]
         # An exception, or the text of what a handler in C++ has left.
         text = message["message"] if isinstance(message, dict) else message

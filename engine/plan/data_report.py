@@ -9,6 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from engine.errors import InputError
 from engine.models import FrozenModel
+from engine.protocol.attempt import open_regular
 from engine.security.sanitise import json_object, json_or_none, plain
 
 _LIMIT_BYTES = 4 << 20
@@ -55,7 +56,7 @@ class DataReport(DataFindings):
 def read_data_report(path: Path) -> DataReport:
     """Raises InputError when the file cannot be read or is not a report."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(_LIMIT_BYTES + 1)
     except OSError as error:
         raise InputError("the data report cannot be read", where=str(path), why=error) from error

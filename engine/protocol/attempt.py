@@ -9,9 +9,11 @@ import fcntl
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -252,6 +254,28 @@ class NodeFiles:
             self.fenced.touch(mode=0o600)
 
 
+def regular_descriptor(path: Path, flags: int) -> int:
+    """The descriptor of a file, mode 0600 where it is made. Raises OSError, also for what is no regular file: a FIFO or
+    a device may be waited for without end."""
+    with contextlib.suppress(FileNotFoundError):
+        kind = path.stat().st_mode
+        if not stat.S_ISREG(kind):
+            what = "it is a directory" if stat.S_ISDIR(kind) else "it is not a regular file"
+            raise OSError(errno.EINVAL, what, str(path))
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A file, to be read. Raises OSError as `regular_descriptor`."""
+    return os.fdopen(regular_descriptor(path, os.O_RDONLY), "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 """On macOS fsync leaves the data in the drive's cache; fcntl(2)."""
 _NO_FULL_SYNC = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS}
@@ -296,14 +320,14 @@ def write_atomic(path: Path, text: str) -> None:
 def read_identity(path: Path) -> Identity | None:
     """None while there is no file, and for one that is damaged."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return Identity(**json.loads(path.read_text()))
+        return Identity(**json.loads(read_regular(path)))
     return None
 
 
 def read_exit(path: Path) -> ExitRecord | None:
     """None while there is no file, and for one that is damaged."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return ExitRecord(**json.loads(path.read_text()))
+        return ExitRecord(**json.loads(read_regular(path)))
     return None
 
 

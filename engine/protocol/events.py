@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.protocol.attempt import NodeFiles
+from engine.protocol.attempt import NodeFiles, open_regular
 
 STEP_FIELD = b'"event": "step"'
 """As EventWriter writes it. No text within an event holds it: its quotes would be escaped."""
@@ -61,7 +61,7 @@ class EventWriter:
 def has_stepped(path: Path) -> bool:
     """The rank has made a step in the attempt, whichever of its programs that was."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return any(STEP_FIELD in line for line in file)
     except OSError:
         return False
@@ -119,7 +119,7 @@ def exit_output(files: NodeFiles, rank: int) -> ExitOutput:
 def tail(path: Path, begin: int = 0, size: int = _TAIL_BYTES) -> str:
     """The last `size` bytes of a file after offset `begin`, as text; "" without a file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             end = file.seek(0, 2)
             file.seek(max(begin, end - size))
             return file.read(size).decode(errors="replace")

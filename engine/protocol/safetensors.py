@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.protocol.attempt import open_regular
+
 
 class CheckpointError(ValueError):
     """A file or checkpoint is incomplete, damaged, hostile or of another job: one line that says what is wrong."""
@@ -39,7 +41,7 @@ class Header:
 def check_header(path: Path, *, exact: bool = True) -> Header:
     """Raises CheckpointError when the header does not describe exactly the file's bytes, OSError. MLX reads files with
     gaps and bytes that belong to no tensor, too: not `exact`."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         if len(head) < 8:

@@ -35,7 +35,7 @@ from engine.launch.start_script import RankStart, StartFailure, start_ranks, sta
 from engine.node.processes import oom_kill_count
 from engine.plan.checkpoints import state_every
 from engine.plan.network import NetworkPlan
-from engine.protocol.attempt import NONCE_ENV, AttemptSpec, RankSpec, write_atomic
+from engine.protocol.attempt import NONCE_ENV, AttemptSpec, RankSpec, read_regular, write_atomic
 from engine.protocol.partition import parse_split
 from engine.run.events import Attempt
 from engine.run.history import RunHistory
@@ -78,7 +78,7 @@ def planned_validation(run_dir: RunDir, plan: RunPlan) -> RunPlan:
 def _of_training_plan(run_dir: RunDir, find: Callable[[Any], T]) -> T | None:
     """The result of `find` on training_plan.json; None where there is none, or none of that shape."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return find(json.loads(run_dir.training_plan.read_bytes()))
+        return find(json.loads(read_regular(run_dir.training_plan)))
     return None
 
 
@@ -90,7 +90,7 @@ def keep_secrets(run_dir: RunDir, environment: MutableMapping[str, str], *, adop
         write_atomic(run_dir.secrets, json.dumps(_kept(environment)))
         return
     with contextlib.suppress(OSError, ValueError):
-        kept = json_object(json.loads(run_dir.secrets.read_bytes()))
+        kept = json_object(json.loads(read_regular(run_dir.secrets)))
         environment.update(_kept({name: value for name, value in kept.items() if isinstance(value, str)}))
 
 

@@ -32,7 +32,7 @@ from engine.node import processes
 from engine.node.bootstrap import ROOT
 from engine.plan.document import Disabled
 from engine.plan.memory.choice import is_open
-from engine.protocol.attempt import END
+from engine.protocol.attempt import END, read_regular
 from engine.run.attempt import AttemptOrigin, launch, new_attempt, next_attempt
 from engine.run.attempt_monitor import TICK_S, AbortSource, AttemptMonitor
 from engine.run.decide import NodePresence, describe_failure, failed_run, refusal
@@ -238,7 +238,7 @@ class AttemptRunner:
         order of its ranks, as its hostfile has their hosts; and how many they are."""
         plan, run_dir, members = self._run.whole_plan, self._run.run_dir, list[NodeConfig]()
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            hosts = json.loads((run_dir.attempt(run_dir.newest_attempt()) / "hostfile.json").read_bytes())["hosts"]
+            hosts = json.loads(read_regular(run_dir.attempt(run_dir.newest_attempt()) / "hostfile.json"))["hosts"]
             # A plan for fewer nodes keeps their order.
             for node in plan.config.nodes:
                 members += [node] if hosts[len(members)]["ssh"] == SshTarget.parse(node.ssh).openssh else []

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from engine.errors import StateError
 from engine.models import Reason, RunRecord
+from engine.protocol.attempt import open_regular
 from engine.run.events import Verdict
 from engine.run.history import RunHistory
 from engine.run.journal import read_history
@@ -48,7 +49,7 @@ class LogEnds:
     def of(cls, path: Path, base: int) -> LogEnds:
         """The ends of a log from offset `base` on. A log that cannot be read is empty."""
         try:
-            with path.open("rb") as log:
+            with open_regular(path) as log:
                 size = os.fstat(log.fileno()).st_size
                 split = max(base, min(base + HEAD_BYTES, size - TAIL_BYTES))
                 log.seek(base)

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from engine.errors import StateError
 from engine.models import ENDED, RunRecord, RunState
+from engine.protocol.attempt import open_regular
 from engine.run.events import (
     EVENTS,
     JOURNAL_VERSION,
@@ -142,7 +143,7 @@ def read_history(run_dir: RunDir) -> RunHistory:
 
 def read_journal_end(path: Path, size: int) -> list[Event]:
     """The whole events in the last `size` bytes. Raises FileNotFoundError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, file.seek(0, 2) - size))
         lines = file.read().split(b"\n")[:-1]
     return [event for line in lines if (event := _event(parse_json_line(line))) is not None]

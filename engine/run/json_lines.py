@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.protocol.attempt import sync_file
+from engine.errors import StateError
+from engine.protocol.attempt import open_regular, regular_descriptor, sync_file
 from engine.security.sanitise import json_or_none
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -36,7 +37,7 @@ class LineFile(DescriptorOwner):
 
     def __init__(self, path: Path) -> None:
         """Opens or makes the file (0600); what a killed writer left of a line is cut off."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._descriptor = regular_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._waiting = b""
         self._cut_torn_line()
 
@@ -105,7 +106,8 @@ class LineTail:
         """Where the next line begins."""
 
     def lines(self) -> Iterator[bytes]:
-        """New complete lines without their ends, to the end of the file; none while it is missing."""
+        """New complete lines without their ends; none while the file is missing. Raises StateError for one that cannot
+        be read."""
         return (line for block in self.blocks() for line in block.split(b"\n"))
 
     def objects(self) -> Iterator[dict[str, Any]]:
@@ -115,9 +117,11 @@ class LineTail:
     def blocks(self) -> Iterator[bytes]:
         """The same, several lines at a time; the last newline of a block is left out."""
         try:
-            file = self.path.open("rb")
+            file = open_regular(self.path)
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise StateError("the file cannot be read", where=str(self.path), why=error) from error
         size = _BLOCK
         with file:
             while True:

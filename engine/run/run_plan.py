@@ -17,7 +17,7 @@ from engine.measurements import Calibration, Division
 from engine.models import FrozenModel, RunRecord, RunState
 from engine.plan.document import Settings
 from engine.plan.memory.choice import resolved
-from engine.protocol.attempt import write_atomic
+from engine.protocol.attempt import read_regular, write_atomic
 from engine.security.redact import Redactor
 from engine.security.sanitise import json_object, json_or_none
 from engine.store.layout import RunDir
@@ -94,7 +94,7 @@ def redactor_of(run_dir: RunDir) -> Redactor:
     with contextlib.suppress(StateError):
         own = read_plan(run_dir.plan).config.job.env
     with contextlib.suppress(OSError):
-        kept = json_object(json_or_none(run_dir.secrets.read_bytes()))
+        kept = json_object(json_or_none(read_regular(run_dir.secrets)))
     return Redactor(own, {**os.environ, **{name: text for name, text in kept.items() if isinstance(text, str)}})
 
 
@@ -126,7 +126,7 @@ def read_plan_and_damage(path: Path) -> tuple[RunPlan, str | None]:
 
 def _read(path: Path) -> RunPlan:
     try:
-        return RunPlan.model_validate_json(path.read_bytes())
+        return RunPlan.model_validate_json(read_regular(path))
     except OSError as error:
         raise StateError("the plan cannot be read", where=str(path), why=error) from error
     except ValidationError as error:

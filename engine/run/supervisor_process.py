@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from engine.errors import InputError, LaunchError, StateError
 from engine.models import RunState
-from engine.protocol.attempt import write_atomic
+from engine.protocol.attempt import read_regular, write_atomic
 from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, StateChanged
 from engine.run.journal import read_history, read_journal_end
 from engine.run.run_plan import copy_of
@@ -224,19 +224,23 @@ def _is_orphan(run_dir: RunDir) -> bool:
 
 
 def _is_done(run_dir: RunDir) -> bool:
-    """The journal's last state is an end, and nothing is left to do after it."""
+    """The journal's last state is an end, and nothing is left to do after it; or it cannot be read, which is said where
+    the run is shown."""
+    try:
+        events = read_journal_end(run_dir.journal, _TAIL_BYTES)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     confirmed = set()
-    with contextlib.suppress(FileNotFoundError):
-        for event in reversed(read_journal_end(run_dir.journal, _TAIL_BYTES)):
-            if isinstance(event, CleanupConfirmed):
-                confirmed.add(event.node)
-            elif isinstance(event, RunReopened):
-                return False
-            elif isinstance(event, StateChanged):
-                missing = event.state is RunState.COMPLETED or set(event.unconfirmed) - confirmed
-                limit_s = _AWAITED_S if event.state is RunState.COMPLETED else AFTERMATH_S
-                age_s = (datetime.now(UTC) - event.at).total_seconds()
-                return event.state.ended and not (missing and age_s < limit_s)
+    for event in reversed(events):
+        if isinstance(event, CleanupConfirmed):
+            confirmed.add(event.node)
+        elif isinstance(event, RunReopened):
+            return False
+        elif isinstance(event, StateChanged):
+            missing = event.state is RunState.COMPLETED or set(event.unconfirmed) - confirmed
+            limit_s = _AWAITED_S if event.state is RunState.COMPLETED else AFTERMATH_S
+            age_s = (datetime.now(UTC) - event.at).total_seconds()
+            return event.state.ended and not (missing and age_s < limit_s)
     return False
 
 
@@ -254,7 +258,7 @@ def take_requests(run_dir: RunDir) -> Iterator[RequestReceived]:
     read now is left."""
     for path in sorted(run_dir.requests.glob("[!.]*")):
         with contextlib.suppress(OSError):
-            text = path.read_bytes()
+            text = read_regular(path)
             with contextlib.suppress(ValidationError):
                 yield RequestReceived.model_validate_json(text)
             path.unlink(missing_ok=True)

@@ -12,9 +12,10 @@ from typing import Any
 
 from engine.cluster.transport.base import quoted
 from engine.config.models import on_node
-from engine.errors import plural
+from engine.errors import StateError, plural
 from engine.models import CheckResult, PreflightReport, Reason, RunRecord, RunState
 from engine.node.processes import alive, boot_id, same_boot
+from engine.protocol.attempt import open_regular, read_regular
 from engine.run.events import RunPlanned, SupervisorStarted
 from engine.run.history import AttemptHistory, fold, run_history
 from engine.run.journal import JournalTail, describe_damage
@@ -60,6 +61,8 @@ class RunWatch:
         self._history = run_history((), self._plan)
         self._metrics = LineTail(rundir.metrics)
         self._damaged_metrics = 0
+        self._unreadable: tuple[str, ...] = ()
+        """The files of figures that cannot be read, each with the reason."""
         self._series = SeriesBuilder()
         self._ranks = self._rank_events()
         self._checks: tuple[CheckResult, ...] = ()
@@ -76,8 +79,7 @@ class RunWatch:
         for event in self._journal.events():
             self._history = fold([event], None if isinstance(event, RunPlanned) else self._history)
         self._follow_plan()
-        self._poll_metrics()
-        reports = [events.poll() for events in self._ranks]
+        reports = self._poll_figures()
         self._read_checks()
         record = self._record(reports)
         ended_badly = record.state.ended and record.reason is not Reason.COMPLETED
@@ -115,6 +117,17 @@ class RunWatch:
             trackers=tuple(self._trackers()),
         )
 
+    def _poll_figures(self) -> list[RankReport]:
+        """Read metrics and events, as far as they can be read."""
+        unreadable = []
+        for poll in (self._poll_metrics, *(events.poll for events in self._ranks)):
+            try:
+                poll()
+            except StateError as error:
+                unreadable.append(f"{PurePosixPath(error.where).name}: {error.what}: {error.why}")
+        self._unreadable = tuple(unreadable)
+        return [events.report for events in self._ranks]
+
     def _poll_metrics(self) -> None:
         for line in self._metrics.lines():
             if (row := parse_json_line(line)) is not None:
@@ -134,6 +147,7 @@ class RunWatch:
             yield f"journal.jsonl lacks attempt {newest_attempt}, which was launched"
         if self._damaged_metrics:
             yield f"metrics.jsonl: {plural(self._damaged_metrics, 'damaged line')} skipped"
+        yield from self._unreadable
         attempt = self._history.last_attempt
         if attempt is not None and attempt.started and not self._rundir.metrics.exists():
             yield "metrics.jsonl is missing: the next supervisor writes it again"
@@ -227,7 +241,7 @@ class RunWatch:
         with contextlib.suppress(FileNotFoundError, ValueError):
             stat = self._rundir.preflight.stat()
             if (seen := (stat.st_mtime_ns, stat.st_size)) != self._checks_seen:
-                report = PreflightReport.model_validate_json(self._rundir.preflight.read_bytes())
+                report = PreflightReport.model_validate_json(read_regular(self._rundir.preflight))
                 self._checks, self._checks_seen = tuple(report.checks), seen
 
     def _supervisor_alive(self) -> bool:
@@ -260,7 +274,7 @@ def supervisor_alive(rundir: RunDir) -> bool:
     who = newest_supervisor(rundir)
     if who is not None and who.start and who.boot_id:
         return same_boot(who.boot_id, boot_id()) and alive(who.pid, who.start)
-    with contextlib.suppress(FileNotFoundError), rundir.lock.open("rb") as file:
+    with contextlib.suppress(OSError), open_regular(rundir.lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -271,6 +285,6 @@ def supervisor_alive(rundir: RunDir) -> bool:
 def newest_supervisor(rundir: RunDir) -> SupervisorStarted | None:
     """As in supervisor.json."""
     try:
-        return SupervisorStarted.model_validate_json(rundir.supervisor.read_bytes())
+        return SupervisorStarted.model_validate_json(read_regular(rundir.supervisor))
     except (OSError, ValueError):
         return None

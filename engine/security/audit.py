@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StateError
+from engine.protocol.attempt import regular_descriptor
 from engine.security.identifiers import safe_repr
 from engine.security.paths import make_home, state_home
 from engine.security.redact import Redactor
@@ -56,7 +57,7 @@ def audit_log(
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    descriptor = regular_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         yield descriptor
     finally:

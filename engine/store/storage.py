@@ -24,7 +24,7 @@ from pydantic_core import from_json, to_json
 from tinydb.storages import Storage
 
 from engine.errors import StateError
-from engine.protocol.attempt import sync_file
+from engine.protocol.attempt import read_regular, sync_file
 from engine.security.sanitise import json_object, json_or_none
 
 WAIT_S = 10.0
@@ -165,7 +165,7 @@ class AtomicStorage(Storage):
 
     def _load(self, path: Path) -> Tables | None:
         try:
-            return decode(path.read_bytes())
+            return decode(read_regular(path))
         except FileNotFoundError:
             return None
         except Unreadable as why:
@@ -207,7 +207,7 @@ def _keep(path: Path, copy: Path) -> None:
         os.link(path, new)
     except OSError:
         # The file system has no hard links.
-        _write_new(new, path.read_bytes())
+        _write_new(new, read_regular(path))
     new.replace(copy)
     # rename does nothing when both are names of one file.
     new.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.protocol.attempt import replacing, sync_file, write_atomic
+from engine.protocol.attempt import open_regular, read_regular, replacing, sync_file, write_atomic
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.strategies import TorchStrategy
@@ -273,7 +273,7 @@ class StateCheckpoints:
                 # One that cannot be read is as good as none.
                 with contextlib.suppress(OSError):
                     if (rank := _MANIFEST.fullmatch(name)) and (path / name).stat().st_size <= MAX_MANIFEST_BYTES:
-                        manifests[int(rank[1])] = (path / name).read_text(errors="replace")
+                        manifests[int(rank[1])] = read_regular(path / name).decode(errors="replace")
             found[update] = manifests, names
         return found
 
@@ -352,7 +352,7 @@ class StateCheckpoints:
             read = write = None
             with _kept(errors):
                 if self._rank == source:
-                    read = stack.enter_context(path.open("rb"))
+                    read = stack.enter_context(open_regular(path))
                 elif lacking:
                     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                     write = stack.enter_context(replacing(path, 0o600))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.protocol.attempt import read_regular
 from engine.protocol.job import Job, JobError
 from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank
 from engine.protocol.partition import (
@@ -109,7 +110,7 @@ class InMemoryExamples(Split):
     def __init__(self, path: Path, row_format: RowFormat, job: Job, on_truncate: Callable[[int], None]) -> None:
         """Read `path`; a missing file is an empty split. Raises JobError for what cannot be read."""
         super().__init__(path, job, on_truncate)
-        raw = path.read_bytes() if path.exists() else b""
+        raw = read_regular(path) if path.exists() else b""
         self.checksum = zlib.crc32(raw)
         numbered = enumerate(raw.splitlines(), 1)
         self._rows = [parse_row(path, number, line) for number, line in numbered if not is_blank(line)]

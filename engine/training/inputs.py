@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from engine.protocol.attempt import RankSpec
+from engine.protocol.attempt import RankSpec, open_regular
 from engine.protocol.job import Job, JobError
 from engine.training.data import RowFormat, Split, load_split, load_train_split
 from engine.training.reporting import Reporter
@@ -60,7 +60,7 @@ def files_checksum(job: Job, *, adapter: bool) -> str:
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for start in range(0, size, max(_PIECE, size // _PIECES)):
                 file.seek(start)
                 digest.update(file.read(_PIECE))

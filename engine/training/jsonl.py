@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.attempt import write_atomic
+from engine.protocol.attempt import open_regular, read_regular, write_atomic
 from engine.protocol.job import JobError
 from engine.protocol.jsonl import is_blank, lines, parse
 
@@ -35,13 +35,13 @@ def parse_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def has_examples(path: Path, count: int) -> bool:
     """`path` has at least `count` lines that are not blank. Raises OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return any(number == count for number, _ in enumerate(itertools.filterfalse(is_blank, lines(file)), 1))
 
 
 def line_number(path: Path, example: int) -> int:
     """The line of an example, both counted: lines from 1, examples from 0. Raises OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         numbers = (number for number, line in enumerate(lines(file), 1) if not is_blank(line))
         return next(itertools.islice(numbers, example, None))
 
@@ -82,7 +82,7 @@ class JsonlIndex:
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         """The examples at `indices`. Raises JobError for those that cannot be read, or a file that has changed."""
         try:
-            with self._path.open("rb", buffering=0) as file, self._offsets.open("rb", buffering=0) as stored:
+            with open_regular(self._path) as file, open_regular(self._offsets) as stored:
                 self._verify(file)
                 return [self._row(file, index, *_read_offsets(stored, index, 2).tolist()) for index in indices]
         except OSError as error:
@@ -91,7 +91,7 @@ class JsonlIndex:
     def lengths(self, start: int, end: int) -> NDArray[np.int64]:
         """Bytes of each example's line, from `start` to before `end`. Raises JobError."""
         try:
-            with self._offsets.open("rb", buffering=0) as stored:
+            with open_regular(self._offsets) as stored:
                 return np.diff(_read_offsets(stored, start, end - start + 1))
         except OSError as error:
             raise JobError(f"{self._offsets} can no longer be read: {error}") from error
@@ -127,9 +127,9 @@ def _read_offsets(stored: BinaryIO, first: int, count: int) -> NDArray[np.int64]
 def _load_index(path: Path, document: Path) -> JsonlIndex | None:
     """The index of an earlier attempt or another rank on this node; None unless it is complete and of this file."""
     try:
-        found = json.loads(document.read_text())
+        found = json.loads(read_regular(document))
         offsets = document.with_name(found["offsets"])
-        with path.open("rb") as file, offsets.open("rb") as stored:
+        with open_regular(path) as file, open_regular(offsets) as stored:
             stamp = _stamp(file)
             known = (found["version"], found["stamp"], found["offsets_checksum"])
             if known != (_VERSION, stamp, _checksum(stored)):
@@ -143,7 +143,7 @@ def _build_index(path: Path, document: Path) -> JsonlIndex:
     temporary = document.with_suffix(f".{os.getpid()}")
     try:
         document.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with path.open("rb") as file, temporary.open("w+b") as stored:
+        with open_regular(path) as file, temporary.open("w+b") as stored:
             stamp = _stamp(file)
             checksum = _write_offsets(path, file, stored)
             if _stamp(file) != stamp:

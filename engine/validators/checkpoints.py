@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from engine.protocol.attempt import open_regular, read_regular
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.security.identifiers import safe_repr
 from engine.security.paths import validate_path
@@ -97,7 +98,7 @@ def checkpoint_version(path: Path) -> str | None:
 def _manifest_version(path: Path) -> str | None:
     if path.stat().st_size > _LARGEST_MANIFEST:
         raise CorruptCheckpoint(f"{path.name} is too large for a manifest")
-    manifest = json_or_none(path.read_bytes())
+    manifest = json_or_none(read_regular(path))
     if not isinstance(manifest, dict):
         raise CorruptCheckpoint(f"{path.name} is not a JSON object")
     if "format" in manifest and isinstance(manifest.get("files"), list):
@@ -110,7 +111,7 @@ def _manifest_version(path: Path) -> str | None:
         if not name or "/" in name or "\0" in name or name in (".", ".."):
             raise CorruptCheckpoint(f"{path.name} names {safe_repr(name)}, which is not a file beside it")
         try:
-            with (path.parent / name).open("rb") as file:
+            with open_regular(path.parent / name) as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{safe_repr(name)} is missing") from None

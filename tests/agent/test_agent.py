@@ -55,6 +55,7 @@ from engine.protocol.messages import (
     encode,
 )
 from tests.agent.keeper_runner import stage_bundle
+from tests.damage import stalled
 from tests.machine import WATCHED
 from tests.waiting import wait_until
 
@@ -459,19 +460,18 @@ def test_a_probe_that_goes_on_reads_its_stdin_and_ends_with_it(head: Head) -> No
     assert head.receive(RequestEnded) == RequestEnded(2, 0, "")
 
 
-def test_a_probe_that_hangs_holds_up_nothing_else(head: Head) -> None:
-    """A file that nobody writes: opening it never ends."""
-    pipe = head.files.directory.parent / "pipe"
-    os.mkfifo(pipe)
-    head.watch(0)
-    head.send(ProbeRequest(1, "examples", [str(pipe)]))
-    started = time.monotonic()
-    # In two rounds: the first may be served in one go with the probe's start.
-    for number in (1, 2):
-        head.list_processes(number)
-    assert time.monotonic() - started < 5
-    head.send(CancelRequest(1))
-    assert head.receive(RequestEnded).exit_code == -9
+def test_a_probe_that_hangs_holds_up_nothing_else(head: Head, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with stalled(tmp_path / "file"):
+        head.watch(0)
+        head.send(ProbeRequest(1, "examples", [str(tmp_path / "file")]))
+        started = time.monotonic()
+        # In two rounds: the first may be served in one go with the probe's start.
+        for number in (1, 2):
+            head.list_processes(number)
+        assert time.monotonic() - started < 5
+        head.send(CancelRequest(1))
+        assert head.receive(RequestEnded).exit_code == -9
 
 
 def test_a_command_that_has_closed_its_output_and_goes_on_holds_up_nothing_else(head: Head) -> None:

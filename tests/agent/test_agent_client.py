@@ -34,6 +34,7 @@ from engine.config.models import NodeConfig
 from engine.errors import LaunchError, NodeUnreachable
 from engine.models import Failed, FrozenModel, Late, Unparsable
 from engine.node.processes import start_time
+from tests.damage import stalled
 from tests.unit.cluster.fake_agent import FakeNode
 from tests.waiting import wait_until
 
@@ -123,9 +124,9 @@ async def test_a_probe_that_fails_says_how_and_harms_no_other(agent: AgentClient
 async def test_a_probe_that_takes_too_long_is_ended_and_the_next_one_answered(
     agent: AgentClient, tmp_path: Path
 ) -> None:
-    """Nobody writes to the pipe that it opens."""
-    os.mkfifo(tmp_path / "pipe")
-    late = await agent.probe("examples", str(tmp_path / "pipe"), result_type=ExampleCount, timeout_s=0.5)
+    (tmp_path / "file").touch()
+    with stalled(tmp_path / "file"):
+        late = await agent.probe("examples", str(tmp_path / "file"), result_type=ExampleCount, timeout_s=0.5)
     assert late == Late(command="the examples probe", after_s=0.5)
     assert await own_address(agent) == AddressProblems(problems=[None])
     pid = await agent_pid(agent)

@@ -36,6 +36,7 @@ from engine.plan.fingerprint import fingerprint
 from engine.plan.planner import make_plan
 from tests.checks.conftest import fleet_of, make_config
 from tests.checks.recorded import RANK
+from tests.damage import stalled
 from tests.demo_copies import made_demo
 from tests.model_files import TINY_LLAMA
 from tests.unit.plan.clusters import QWEN3_4B
@@ -187,25 +188,25 @@ async def test_a_count_that_takes_long_on_one_node_is_not_waited_for(config: Con
     """All are asked at once: a node whose disk hangs holds nobody up."""
     hanging = data.parent / "hanging"
     hanging.mkdir()
-    os.mkfifo(hanging / "train.jsonl")
+    (hanging / "train.jsonl").touch()
     first, second = config.nodes
     slow = config.model_copy(update={"nodes": (first.model_copy(update={"data": str(hanging)}), second)})
-    async with asyncio.timeout(20):
-        inputs = await collected(slow)
+    with stalled(hanging / "train.jsonl"):
+        async with asyncio.timeout(20):
+            inputs = await collected(slow)
     assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node1")
 
 
 async def test_no_verdict_waits_for_a_count(config: Config, data: Path) -> None:
-    (data / "train.jsonl").unlink()
-    os.mkfifo(data / "train.jsonl")
-    async with fleet_of(config) as fleet:
-        context = CheckContext(config, fleet)
-        try:
-            async with asyncio.timeout(20):
-                plan = await shared_plan(context)
-                assert await shared_plan(context) is plan
-        finally:
-            await context.close()
+    with stalled(data / "train.jsonl"):
+        async with fleet_of(config) as fleet:
+            context = CheckContext(config, fleet)
+            try:
+                async with asyncio.timeout(20):
+                    plan = await shared_plan(context)
+                    assert await shared_plan(context) is plan
+            finally:
+                await context.close()
     assert plan.data.examples is None and plan.data.source == "not counted yet"
 
 

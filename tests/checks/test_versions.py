@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from engine.checks import versions as check
-from engine.checks.interpreter import Interpreter, environment_of
+from engine.checks.interpreter import Interpreter, environment_of, with_mlx_lm
 from engine.checks.versions import evaluate
 from engine.cluster.probe_results import MlxReport
-from engine.models import CheckResult, CheckStatus
+from engine.models import CheckResult, CheckStatus, Failed, Late, Unparsable
 from tests.checks.conftest import make_config, run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
@@ -165,6 +165,31 @@ def test_a_build_without_the_ring_is_refused(model: Path, data: Path, tmp_path: 
     seen = Interpreter("3.11.9", {"mlx": "0.32.4", "mlx-lm": "0.32.2"}, backends=())
     result = evaluate(make_config(model, data, tmp_path), {"node0": seen, "node1": seen})
     assert "no ring backend" in result.summary
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Late(command="the mlx_lm probe", after_s=60),
+        Failed(command="the mlx_lm probe", exit_code=-9),
+        Unparsable(command="the mlx_lm probe", output="hello"),
+    ],
+)
+def test_an_answer_about_mlx_lm_that_did_not_come_is_no_missing_package(
+    model: Path, data: Path, tmp_path: Path, answer: Late | Failed | Unparsable
+) -> None:
+    seen = with_mlx_lm(replace(FIRST, packages={"mlx": "0.32.4"}), answer)
+    result = evaluate(make_config(model, data, tmp_path), {"node0": FIRST, "node1": seen})
+    assert (result.status, result.blames, result.fix_command) == (CheckStatus.FAIL, (1, "node1"), None)
+    assert f"it is not known whether mlx-lm can be imported: {answer}" in result.summary
+
+
+def test_a_missing_package_is_installed_whatever_is_not_known_of_another(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    late = with_mlx_lm(replace(FIRST, packages={}, problem="no mlx"), Late(command="the mlx_lm probe", after_s=60))
+    result = evaluate(make_config(model, data, tmp_path), {"node0": FIRST, "node1": late})
+    assert "mlx==0.32.4" in (result.fix_command or "") and "mlx-lm" not in (result.fix_command or "")
 
 
 FIRST = Interpreter("3.11.9", {"mlx": "0.32.4", "mlx-lm": "0.32.2"}, backends=("ring",), venv=True, linux=False)

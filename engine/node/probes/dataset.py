@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from engine.node.probes import did_you_mean, reason_of
 from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind, foreign_problem
+from engine.protocol.attempt import open_regular
 from engine.protocol.jsonl import NOT_UTF8, SHAREGPT, content_of, fault_of, form_of, half_pair, is_blank, lines, parse
 
 FAULT_LIMIT = 50
@@ -87,7 +88,7 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
             digest.update(line)
             yield line
 
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if (kind := foreign_kind(file.read(HEAD_BYTES))) is not None:
             return {"problem": foreign_problem(path, kind), "foreign": kind}
         file.seek(0)
@@ -130,7 +131,7 @@ def check_file(path: Path, keys: dict[str, str], trained: set[int] | None = None
     try:
         if (problem := place_problem(path)) is not None:
             return {"problem": problem, "absent": False}
-        if not path.is_file():
+        if not path.exists():
             return {"problem": f"{path} is missing{did_you_mean(path)}", "absent": True}
         return read_lines(path, keys, trained)
     except OSError as error:
@@ -147,7 +148,7 @@ def probe_jsonl(keys: str, *files: str) -> dict[str, Any]:
 def probe_examples(file: str) -> dict[str, Any]:
     """`examples` (lines that are not blank), or `problem`. Nothing is parsed: millions take a moment."""
     try:
-        with Path(file).open("rb") as opened:
+        with open_regular(Path(file)) as opened:
             return {"examples": sum(1 for line in lines(opened) if not is_blank(line))}
     except OSError as error:
         return {"problem": place_problem(Path(file)) or f"{file}: {reason_of(error, Path(file))}"}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.processes import tool_output
-from engine.protocol.attempt import write_atomic
+from engine.protocol.attempt import read_regular, write_atomic
 
 PROOFS = Path("~/.flightdeck/imports")
 NICE = 10
@@ -53,7 +53,7 @@ def proof_file(subject: str) -> Path:
 def proved(subject: str) -> dict[str, Any] | None:
     """The report of an earlier import, with its time as `proved`; None if it no longer holds."""
     try:
-        proof = json.loads(proof_file(subject).read_text())
+        proof = json.loads(read_regular(proof_file(subject)))
         if proof["surroundings"] != surroundings() or any(stat_of(path) != was for path, was in proof["files"].items()):
             return None
         return {**proof["report"], "proved": float(proof["at"])}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.probes import did_you_mean, reason_of
+from engine.protocol.attempt import open_regular, read_regular
 from engine.protocol.safetensors import CheckpointError, check_header
 
 CONFIGURATION = "config.json"
@@ -76,10 +77,12 @@ def _examine(directory: Path, report: dict[str, Any]) -> None:
     files = [*shards, *(directory / name for name in HASHED)]
     gone = [file.name for file in files if file.is_symlink() and not file.exists()]
     pointers = [file.name for file in files if file.is_file() and _head(file, len(_POINTER)) == _POINTER]
+    irregular = [file.name for file in files if file.exists() and not file.is_file()]
+    faults += [f"{name} is not a regular file" for name in irregular]
     faults += [f"{name} is a link to a file that is not there: download it again" for name in gone]
     faults += [f"{name} is a pointer of Git LFS: `git lfs pull` in its folder" for name in pointers]
     try:
-        configuration = json.loads((directory / CONFIGURATION).read_bytes())
+        configuration = json.loads(read_regular(directory / CONFIGURATION))
         report["kind"] = str(configuration["model_type"])
         name = configuration.get("_name_or_path")
         report["quantized"] = isinstance(configuration.get("quantization"), dict)
@@ -90,7 +93,7 @@ def _examine(directory: Path, report: dict[str, Any]) -> None:
         faults.append("config.json is no model configuration (JSON with a model_type)")
     if not any(file.is_file() for pattern in _VOCABULARIES for file in directory.glob(pattern)):
         faults.append("no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt)")
-    shards = [shard for shard in shards if shard.name not in (*gone, *pointers)]
+    shards = [shard for shard in shards if shard.name not in (*gone, *pointers, *irregular)]
     tensors: _Tensors = {}
     for shard in shards:
         try:
@@ -108,7 +111,7 @@ def _examine(directory: Path, report: dict[str, Any]) -> None:
 
 
 def _head(path: Path, size: int) -> bytes:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(size)
 
 
@@ -119,7 +122,7 @@ def _shard_faults(directory: Path, present: set[str], tensors: _Tensors) -> list
     count, lacking = 0, set[str]()
     if index.is_file():
         try:
-            weights = json.loads(index.read_bytes())["weight_map"]
+            weights = json.loads(read_regular(index))["weight_map"]
             count, lacking = len(set(weights.values())), {str(weights[name]) for name in weights if name not in tensors}
         except _INVALID:
             return [f"{index.name} has no weight_map"]
@@ -161,7 +164,7 @@ def _doubts(directory: Path, configuration: dict[str, Any], tensors: _Tensors) -
 def _json(path: Path) -> dict[str, Any]:
     """{} for any other document, and for none."""
     with contextlib.suppress(*_INVALID, FileNotFoundError):
-        return dict(json.loads(path.read_bytes()))
+        return dict(json.loads(read_regular(path)))
     return {}
 
 
@@ -193,7 +196,7 @@ def _check_tokens(directory: Path, configuration: dict[str, Any], tensors: _Tens
     if not rows or not file.is_file() or file.stat().st_size > HASHED_LIMIT:
         return
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_regular(file))
     except ValueError:
         report["faults"].append("tokenizer.json is no JSON: download it again")
         return
@@ -205,7 +208,7 @@ def _check_tokens(directory: Path, configuration: dict[str, Any], tensors: _Tens
     settings = _json(directory / "tokenizer_config.json")
     used = [str(settings.get(name)) for name in ("bos_token", "eos_token", "chat_template")]
     with contextlib.suppress(FileNotFoundError):
-        used.append((directory / "chat_template.jinja").read_text(errors="replace"))
+        used.append(read_regular(directory / "chat_template.jinja").decode(errors="replace"))
     for token, number in beyond.items():
         text = f"token {token[:40]!r} is {number:,}, beyond the embedding's {rows:,} rows"
         report["faults" if any(token in each for each in used) else "warnings"].append(text)
@@ -225,7 +228,7 @@ def file_hash(path: Path) -> str | None:
 def sha256(path: Path) -> str:
     """Raises OSError."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -241,10 +244,11 @@ def probe_configuration(directory: str) -> dict[str, Any]:
     """
     path = Path(directory) / CONFIGURATION
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(LIMIT_BYTES + 1)
     except OSError as error:
-        return {"problem": f"{path}: {reason_of(error, path)}{did_you_mean(path.parent, CONFIGURATION)}"}
+        other = did_you_mean(path.parent, CONFIGURATION) if isinstance(error, FileNotFoundError) else ""
+        return {"problem": f"{path}: {reason_of(error, path)}{other}"}
     if len(content) > LIMIT_BYTES:
         return {"problem": f"{path} is no model configuration: more than {LIMIT_BYTES >> 10} KiB"}
     try:

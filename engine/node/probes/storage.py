@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.probes import did_you_mean, is_withheld, nearest, reason_of
-from engine.protocol.attempt import sync_file, write_atomic
+from engine.protocol.attempt import read_regular, sync_file, write_atomic
 from engine.protocol.safetensors import CheckpointError, check_header
 
 _ADAPTER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.(.+)\.lora_(?:a|(A)\.weight)$")
@@ -153,7 +153,7 @@ def _damaged(directory: Path) -> list[list[str]]:
     found = [[str(path), why] for path in newest if (why := safetensors_fault(path)) is not None]
     configuration = directory / CONFIGURATION
     try:
-        if not isinstance(json.loads(configuration.read_bytes()), dict):
+        if not isinstance(json.loads(read_regular(configuration)), dict):
             found.append([str(configuration), "it is no JSON object"])
     except FileNotFoundError:
         pass

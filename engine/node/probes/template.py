@@ -18,6 +18,7 @@ from typing import Any
 
 from engine.node.probes.dataset import DataRow, count, place_problem, read_rows
 from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind, foreign_problem
+from engine.protocol.attempt import open_regular
 from engine.protocol.jsonl import THINKING, content_of, form_of
 
 _MEASURED = 2_000
@@ -89,7 +90,7 @@ class _Trial:
 
     def run(self) -> None:
         """Raises OSError, and what loading the tokenizer raises."""
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             if (kind := foreign_kind(file.read(HEAD_BYTES))) is not None:
                 return self.refuse(0, foreign_problem(self.path, kind))
             file.seek(0)

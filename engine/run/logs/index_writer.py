@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from engine.protocol.attempt import open_regular, regular_descriptor
 from engine.run.json_lines import DescriptorOwner
 from engine.run.logs.line_index import HEADER, MAGIC, OFFSET_BITS, OFFSET_MASK, RECORD, read_header
 
@@ -34,7 +35,7 @@ class IndexFile(DescriptorOwner):
         self.path = path
         self.waiting = bytearray()
         """Records that are not written yet."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._descriptor = regular_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         kept = read_header(os.pread(self._descriptor, HEADER.size, 0))
         if kept is None:
             os.ftruncate(self._descriptor, 0)
@@ -100,7 +101,7 @@ class SourceIndex:
     def scan_log(self, at: int, limit: float = math.inf) -> bytes:
         """Enter what the log itself holds beyond `scanned`, at most `limit` bytes of it. Their records."""
         added = bytearray()
-        with contextlib.suppress(FileNotFoundError), self._log.open("rb", buffering=0) as log:
+        with contextlib.suppress(FileNotFoundError), open_regular(self._log) as log:
             log.seek(self.scanned)
             while limit > 0 and (data := log.read(int(min(limit, _SCAN_BYTES)))):
                 added += self.feed(data, at)
@@ -119,7 +120,7 @@ class SourceIndex:
                 # The last line's own bytes are scanned again: its newline may be there, its successors not yet in.
                 self.scanned = int(offsets[count - 1]) + 1
                 self.last_at = int(records["at"][count - 1])
-                with self._log.open("rb", buffering=0) as log:
+                with open_regular(self._log) as log:
                     log.seek(self.scanned - 1)
                     self.line_begins = log.read(1) == b"\n"
             if count < records.size:

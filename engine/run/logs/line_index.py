@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from engine.protocol.attempt import regular_descriptor
 from engine.run.json_lines import DescriptorOwner
 
 MAGIC: Final = b"FDLX1\0\0\0"
@@ -54,7 +55,7 @@ class GrowingFile(DescriptorOwner):
                 if (here.st_ino, here.st_dev) == (status.st_ino, status.st_dev):
                     return False
             self.close()
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = regular_descriptor(self._path, os.O_RDONLY)
         except OSError:
             self.close()
         return True

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from engine.cluster.host_connection import HostConnection, NodeFile
+from engine.protocol.attempt import open_regular, regular_descriptor
 from engine.run.json_lines import DescriptorOwner
 from engine.run.logs.index_writer import IndexFile, SourceIndex, reconcile
 from engine.run.logs.line_index import HEADER, LAST_CENTISECOND, read_header
@@ -90,7 +91,7 @@ class FileMirror(DescriptorOwner):
         return data[:stored]
 
     def _open(self) -> None:
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._descriptor = regular_descriptor(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self.size = os.fstat(self._descriptor).st_size
         if self.size < self._base:
             # An earlier attempt's tail did not survive a power cut: offsets of this attempt count from `base` anyway.
@@ -346,7 +347,7 @@ def _began_at(run_dir: RunDir, now: float) -> float:
     """The time that this run's indices count from: all of them share it, so that their records are the same."""
     for path in (run_dir.merged_index, *sorted(run_dir.path.glob("*.idx"))):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 began_at = read_header(file.read(HEADER.size))
         except OSError:
             continue

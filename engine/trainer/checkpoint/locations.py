@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.protocol.attempt import read_regular
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint.emergency import emergency_folder
@@ -107,7 +108,7 @@ class Remote:
             if self._size(f"{source}/{MANIFEST_NAME}") > MAX_MANIFEST_BYTES:
                 raise CheckpointError("its manifest is too long")
             self._call(self._files.get_file, f"{source}/{MANIFEST_NAME}", str(copy / MANIFEST_NAME))
-            for entry in Manifest.from_json((copy / MANIFEST_NAME).read_bytes()).files:
+            for entry in Manifest.from_json(read_regular(copy / MANIFEST_NAME)).files:
                 size = self._size(f"{source}/{entry.name}")
                 if size != entry.stored_bytes:
                     raise CheckpointError(

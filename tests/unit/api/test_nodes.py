@@ -10,6 +10,8 @@ import pytest
 
 from engine.api import Engine
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.errors import StateError
+from tests.damage import make_irregular
 
 
 def config(workdir: Path, *names: str) -> Config:
@@ -28,6 +30,24 @@ async def test_what_the_probe_saw_is_there_for_the_next_console(home: Path, tmp_
     moved = two.model_copy(update={"nodes": (two.nodes[0].model_copy(update={"ssh": "elsewhere"}),)})
     assert Engine(home).nodes.last_facts(moved) == []
     await engine.close()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fifo", "directory", "socket"])
+def test_accepted_files_that_are_damaged_are_as_none_and_named_when_written(
+    home: Path, tmp_path: Path, kind: str
+) -> None:
+    nodes, file = Engine(home).nodes, home / "accepted-files"
+    foreign = config(tmp_path, "a").model_copy(update={"file": tmp_path / "flightdeck.toml", "digest": "d" * 64})
+    foreign = foreign.model_copy(update={"nodes": (foreign.nodes[0].model_copy(update={"python": "/opt/python"}),)})
+    home.mkdir(mode=0o700, exist_ok=True)
+    make_irregular(file, kind)
+    assert not nodes.is_accepted(foreign)
+    if kind == "bytes":
+        nodes.accept(foreign.digest)
+        assert nodes.is_accepted(foreign)
+    else:
+        with pytest.raises(StateError, match=r"cannot be kept: it is (a directory|not a regular file)"):
+            nodes.accept(foreign.digest)
 
 
 async def test_the_machine_alone_is_wired_as_a_ring_on_loopback(home: Path, tmp_path: Path) -> None:

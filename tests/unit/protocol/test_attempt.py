@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.protocol import attempt
+from tests.damage import IRREGULAR, make_irregular
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, number: int | None) -> list[int]:
@@ -47,3 +48,25 @@ def test_a_disk_that_fails_is_no_volume_without_full_sync(monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="Input/output error"):
         attempt.sync_file(7)
     assert synced == [], "fsync after a failed one may report success"
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.O_RDWR])
+def test_what_is_no_regular_file_is_neither_waited_for_nor_opened(tmp_path: Path, kind: str, flags: int) -> None:
+    make_irregular(tmp_path / "file", kind)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(OSError, match=r"it is (a directory|not a regular file)") as refused:
+        attempt.regular_descriptor(tmp_path / "file", flags)
+    assert refused.value.filename == str(tmp_path / "file")
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+@pytest.mark.parametrize("kind", [*IRREGULAR, "bytes"])
+def test_an_irregular_identity_or_exit_record_is_none_or_an_error_at_once(tmp_path: Path, kind: str) -> None:
+    make_irregular(tmp_path / "file", kind)
+    for read in (attempt.read_identity, attempt.read_exit):
+        if kind == "bytes":
+            assert read(tmp_path / "file") is None
+            continue
+        with pytest.raises(OSError, match=r"it is (a directory|not a regular file)"):
+            read(tmp_path / "file")

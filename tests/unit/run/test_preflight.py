@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from engine.run.preflight import preflight_context, preflight_verdict, replan, r
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.store.layout import RunDir
 from tests.checks.conftest import make_config
+from tests.damage import stalled
 
 SPEEDS = {"node0": 3.0, "node1": 1.0, "node2": 2.0}
 
@@ -117,9 +117,8 @@ async def test_a_count_that_does_not_end_leaves_the_plan_without_it(
 
     monkeypatch.setattr("engine.run.preflight.run_checks", ended_after_the_plan)
     monkeypatch.setattr("engine.run.preflight._PLAN_S", 0.1)
-    train.unlink()
-    os.mkfifo(train)
-    document = await checked(run_dir, plan, home)
+    with stalled(train):
+        document = await checked(run_dir, plan, home)
     assert [node["node"] for node in document["nodes"]] == list(SPEEDS)
     assert document["data"] == {"examples": None, "source": "not counted by the time the checks had ended"}
 

@@ -233,7 +233,7 @@ def test_what_macos_keeps_private_names_full_disk_access(
     def refusing(*_: object, **__: object) -> None:
         raise PermissionError(code, os.strerror(code))
 
-    monkeypatch.setattr(Path, "open", refusing)
+    monkeypatch.setattr(dataset, "open_regular", refusing)
     problem = dataset.check_file(path, {})["problem"]
     assert problem.startswith(f"{path} cannot be read: {os.strerror(code)}")
     assert ("allow full disk access for remote users" in problem) is named
