@@ -29,26 +29,9 @@ from typing import Any
 from engine.node import probes, processes
 from engine.node.attempt_watch import POLL_INTERVAL_S, AttemptWatch
 from engine.node.requests import Requests
+from engine.protocol import messages
 from engine.protocol.attempt import lease_clock
-from engine.protocol.messages import (
-    VERSION,
-    CancelRequest,
-    CommandRequest,
-    Decoder,
-    ExitOutputRequest,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    KillRanks,
-    ListProcesses,
-    Message,
-    ProbeRequest,
-    RankCommand,
-    ReadFile,
-    RequestInput,
-    Watch,
-    encode,
-)
+from engine.protocol.messages import Message, encode
 
 SILENCE_S = 30.0
 _RECEIVE_S = 0.2
@@ -68,7 +51,7 @@ class Agent:
         self._sending = threading.Lock()
         self._received: deque[Message | None] = deque()
         """For the main thread; None when the head is gone."""
-        self._heartbeat: tuple[Heartbeat, float] | None = None
+        self._heartbeat: tuple[messages.Heartbeat, float] | None = None
         """The last one that counts, and when it came (`lease_clock`) at the earliest."""
         self._asked_at = self._ran_at = lease_clock()
         self._trusted_from: int | None = 0
@@ -79,11 +62,11 @@ class Agent:
         self._watch: AttemptWatch | None = None
         self._requests = requests = Requests(self._send)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Watch: self._begin_watch,
-            ProbeRequest: requests.start_probe,
-            CommandRequest: requests.start_command,
-            RequestInput: requests.feed,
-            CancelRequest: requests.cancel,
+            messages.Watch: self._begin_watch,
+            messages.ProbeRequest: requests.start_probe,
+            messages.CommandRequest: requests.start_command,
+            messages.RequestInput: requests.feed,
+            messages.CancelRequest: requests.cancel,
         }
         self._received_at = lease_clock()
         self._polled_at = float("-inf")
@@ -94,7 +77,7 @@ class Agent:
         os.set_blocking(self._wake_write, False)
         # A probe's child then imports nothing, whatever becomes of the bundle.
         probes.preload()
-        self._send(Hello(VERSION, self._boot_id, processes.oom_kill_count(), time.time()))
+        self._send(messages.Hello(messages.VERSION, self._boot_id, processes.oom_kill_count(), time.time()))
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -110,11 +93,9 @@ class Agent:
         """Wait for what can be done next, and do it; False when the head is gone."""
         readable = self._requests.readable() if self._has_room else {}
         writable = self._requests.writable()
+        sending = [self._send_pipe] if self._outgoing else []
         ready_in, ready_out, _ = select.select(
-            [self._wake_read, *readable],
-            [*writable, *([self._send_pipe] if self._outgoing else [])],
-            [],
-            self._timeout_s(),
+            [self._wake_read, *readable], [*writable, *sending], [], self._timeout_s()
         )
         for pipe in ready_out:
             if pipe in writable:
@@ -153,15 +134,15 @@ class Agent:
         """Until the head is gone. Nothing here waits for a disk."""
         # They are for the main thread, which would not wake from its select.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        decoder = Decoder()
+        decoder = messages.Decoder()
         try:
             with contextlib.suppress(BrokenPipeError):
                 while received := self._read():
                     self._received_at = lease_clock()
                     for message in decoder.feed(received):
-                        if isinstance(message, Heartbeat):
+                        if isinstance(message, messages.Heartbeat):
                             self._take_heartbeat(message)
-                            self._send(HeartbeatAck(message.number, time.time()))
+                            self._send(messages.HeartbeatAck(message.number, time.time()))
                         else:
                             self._hand_over(message)
                     self._flush()
@@ -189,7 +170,7 @@ class Agent:
         self._ran_at = now
         return now
 
-    def _take_heartbeat(self, heartbeat: Heartbeat) -> None:
+    def _take_heartbeat(self, heartbeat: messages.Heartbeat) -> None:
         if self._trusted_from is None:
             self._trusted_from = heartbeat.number
         if heartbeat.acknowledged >= self._trusted_from:
@@ -201,14 +182,14 @@ class Agent:
         if self._watch is not None and self._heartbeat is not None:
             self._watch.pass_heartbeat(*self._heartbeat)
 
-    def _begin_watch(self, message: Watch) -> None:
+    def _begin_watch(self, message: messages.Watch) -> None:
         self._watch = watch = AttemptWatch(message, self._boot_id, self._send)
         self._handlers.update({
-            RankCommand: watch.send_command,
-            ReadFile: watch.read_file,
-            KillRanks: watch.kill_ranks,
-            ListProcesses: watch.list_processes,
-            ExitOutputRequest: watch.send_exit_output,
+            messages.RankCommand: watch.send_command,
+            messages.ReadFile: watch.read_file,
+            messages.KillRanks: watch.kill_ranks,
+            messages.ListProcesses: watch.list_processes,
+            messages.ExitOutputRequest: watch.send_exit_output,
         })  # fmt: skip
         self._renew_leases()
 

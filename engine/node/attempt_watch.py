@@ -16,34 +16,10 @@ from pathlib import Path
 
 from engine.node import processes
 from engine.node.processes import oom_kill_count
-from engine.protocol.attempt import (
-    EMERGENCY_CHECKPOINT,
-    END,
-    STOP,
-    Identity,
-    NodeFiles,
-    heartbeat,
-    read_exit,
-    read_identity,
-    size_of,
-)
+from engine.protocol import attempt, messages
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP, Identity, NodeFiles
 from engine.protocol.events import exit_output
-from engine.protocol.messages import (
-    ExitOutputReply,
-    ExitOutputRequest,
-    FileData,
-    FileError,
-    Heartbeat,
-    KillRanks,
-    ListProcesses,
-    Message,
-    ProcessList,
-    RankCommand,
-    RankEnded,
-    RankStarted,
-    ReadFile,
-    Watch,
-)
+from engine.protocol.messages import Message
 
 MAX_UNANSWERED_HEARTBEATS = 5
 """A head that receives nothing takes the ranks for ended by their lease, so later heartbeats are not passed on."""
@@ -85,13 +61,13 @@ class FileStream:
             data = self._read(wanted)
         except OSError as error:
             known, self._problem = self._problem, error.strerror or str(error)
-            return FileError(self.path.name, self._problem) if self._problem != known else None
+            return messages.FileError(self.path.name, self._problem) if self._problem != known else None
         self._problem = None
         if not data and self._at_end:
             return None
         self._at_end = len(data) < wanted
         self._position += len(data)
-        return FileData(self.path.name, self._position - len(data), self._at_end, data)
+        return messages.FileData(self.path.name, self._position - len(data), self._at_end, data)
 
     def _read(self, size: int) -> bytes:
         if self._descriptor < 0:
@@ -136,7 +112,7 @@ class WatchedRank:
         identity = self.identity
         with contextlib.suppress(OSError, ValueError, TypeError):
             # Its keeper may have started the program again.
-            identity = read_identity(self._files.identity(self.rank)) or identity
+            identity = attempt.read_identity(self._files.identity(self.rank)) or identity
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             # One whose start is not known, then or now, may be another's by now.
             if identity is not None and processes.start_time(identity.trainer_pid) == identity.trainer_start:
@@ -146,7 +122,7 @@ class WatchedRank:
 class AttemptWatch:
     """Watches one attempt on behalf of the head. `send` queues a message for the head."""
 
-    def __init__(self, watch: Watch, boot_id: str, send: Callable[[Message], None]) -> None:
+    def __init__(self, watch: messages.Watch, boot_id: str, send: Callable[[Message], None]) -> None:
         self._files = NodeFiles(Path(watch.attempt))
         self._nonce = watch.nonce
         self._boot_id = boot_id
@@ -177,28 +153,28 @@ class AttemptWatch:
             if message is not None:
                 yield message
 
-    def pass_heartbeat(self, received: Heartbeat, at: float) -> None:
+    def pass_heartbeat(self, received: messages.Heartbeat, at: float) -> None:
         """Renew the leases as of `at` (`lease_clock`). Waits for no disk."""
         if received.number - received.answered <= MAX_UNANSWERED_HEARTBEATS:
             for rank in self._ranks.values():
                 if not rank.ended:
-                    rank.send_command(heartbeat(at))
+                    rank.send_command(attempt.heartbeat(at))
 
-    def send_command(self, message: RankCommand) -> None:
+    def send_command(self, message: messages.RankCommand) -> None:
         if message.rank in self._ranks and message.command in _COMMANDS:
             self._ranks[message.rank].open_fifo()
             self._ranks[message.rank].send_command(_COMMANDS[message.command])
 
-    def read_file(self, message: ReadFile) -> None:
+    def read_file(self, message: messages.ReadFile) -> None:
         if _READABLE.fullmatch(message.file):
             stream = self._streams.setdefault(message.file, FileStream(self._files.directory / message.file))
             stream.order(message.begin, message.until)
 
-    def kill_ranks(self, _message: KillRanks) -> None:
+    def kill_ranks(self, _message: messages.KillRanks) -> None:
         for rank in self._ranks.values():
             rank.kill()
 
-    def list_processes(self, message: ListProcesses) -> None:
+    def list_processes(self, message: messages.ListProcesses) -> None:
         if message.kill:
             self._files.fence()
         marked = list[processes.Process]()
@@ -209,9 +185,10 @@ class AttemptWatch:
             # Without a reply the head has no proof that nothing is left. What has the nonce is certainly the attempt's.
             _kill(marked if message.kill else ())
             return
-        sizes = {name: size for name, stream in self._streams.items() if (size := size_of(stream.path)) is not None}
+        sizes = {name: attempt.size_of(stream.path) for name, stream in self._streams.items()}
         listed = [(process.pid, process.command[:200]) for process in found]
-        self._send(ProcessList(message.number, listed, sizes))
+        known = {name: size for name, size in sizes.items() if size is not None}
+        self._send(messages.ProcessList(message.number, listed, known))
         _kill(found if message.kill else ())
 
     def _leaders(self) -> dict[int, str | float]:
@@ -220,28 +197,28 @@ class AttemptWatch:
         for rank in self._ranks.values():
             identities = [rank.identity]
             with contextlib.suppress(OSError, ValueError, TypeError):
-                identities.append(read_identity(self._files.identity(rank.rank)))
+                identities.append(attempt.read_identity(self._files.identity(rank.rank)))
             for known in identities:
                 if known is not None and processes.same_boot(known.boot_id, self._boot_id):
                     leaders[known.keeper_pid] = known.keeper_start or known.started_at
                     leaders[known.trainer_pid] = known.trainer_start or known.started_at
         return leaders
 
-    def send_exit_output(self, message: ExitOutputRequest) -> None:
-        self._send(ExitOutputReply(message.rank, exit_output(self._files, message.rank)))
+    def send_exit_output(self, message: messages.ExitOutputRequest) -> None:
+        self._send(messages.ExitOutputReply(message.rank, exit_output(self._files, message.rank)))
 
     def _poll_rank(self, rank: WatchedRank, *, liveness: bool, compare_start: bool) -> None:
         rank.open_fifo()
         if rank.identity is None:
-            rank.identity = read_identity(self._files.identity(rank.rank))
+            rank.identity = attempt.read_identity(self._files.identity(rank.rank))
             if rank.identity is not None:
-                self._send(RankStarted(rank.rank, rank.identity))
+                self._send(messages.RankStarted(rank.rank, rank.identity))
         # Liveness before the record: a keeper that leaves in between has written it by then.
         gone = liveness and rank.keeper_gone(self._boot_id, compare_start=compare_start)
-        record = read_exit(self._files.exit(rank.rank))
+        record = attempt.read_exit(self._files.exit(rank.rank))
         if record is not None or gone:
             rank.ended = True
-            self._send(RankEnded(rank.rank, record, oom_kill_count(), exit_output(self._files, rank.rank)))
+            self._send(messages.RankEnded(rank.rank, record, oom_kill_count(), exit_output(self._files, rank.rank)))
 
 
 def _kill(found: Iterable[processes.Process]) -> None:

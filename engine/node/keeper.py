@@ -5,32 +5,27 @@ Started by start.sh with the bundle's folder as the working directory, so that `
     cd <node root>/bundles/<sha> && exec <python> -m engine.node.keeper --spec <attempt dir>/spec.json \\
         </dev/null >/dev/null 2>>rank<k>.keeper.log
 
-The rank is MLX_RANK, or `--rank`. The keeper opens the FIFO `rank<k>.in` beside the spec itself, read and write, and
-creates it if missing: so a start never waits for a writer, and a writer's death is not an end of file. Standard input
-is not read. It writes the files that protocol.attempt names: the log while the program runs, the identity when it has
-started, the exit record last of all, when no process of the rank is left but the keeper. Its own exit code is the
-program's, or 128 + signal.
+The rank is MLX_RANK, or `--rank`. The keeper opens the FIFO `rank<k>.in` beside the spec, read and write, and creates
+it if missing: so a start never waits for a writer, and a writer's death is no end of file. It writes the files that
+protocol.attempt names, the exit record last of all, when no process of the rank is left but the keeper. Its own exit
+code is the program's, or 128 + signal.
 
 Commands on the FIFO: "heartbeat", with the time at which it arrived on this node, renews the lease as of then: time
-in which the machine slept, or this process was stopped, counts, and what lay unread meanwhile renews no more than it
-did. "stop" asks the trainer for a last
-checkpoint and, when it has not exited after `stop_grace_s` (`save_grace_s` while its events show that it is saving),
-sends TERM to the group and after `term_grace_s` KILL. "end" sends TERM at once. "emergency_checkpoint" asks the trainer
-to save the state of its last finished update and to exit, because a peer is lost. A user's own command knows no such
-requests: for it all three are "end", but that with a lost peer an elastic job's torchrun starts its workers again. HUP,
-TERM and INT to the keeper are "stop"; so is the lease's expiry, unless `on_lease_expiry` is "continue". These times go
-on in sleep, and after a lease they count from its end, as for the head.
+in which the machine slept, or this process was stopped, counts. "stop" asks the trainer for a last checkpoint and, when
+it has not exited after `stop_grace_s` (`save_grace_s` while its events show that it is saving), sends TERM to the group
+and after `term_grace_s` KILL. "end" sends TERM at once. "emergency_checkpoint" asks the trainer to save the state of
+its last finished update and to exit, because a peer is lost. To a user's own command all three are "end", but that with
+a lost peer an elastic job's torchrun starts its workers again. HUP, TERM and INT to the keeper are "stop"; so is the
+lease's expiry, unless `on_lease_expiry` is "continue". These times go on in sleep, and after a lease they count from
+its end, as for the head.
 
-With `--detach` the keeper detaches from the process that was started, which exits when the rank has started: with 0
-when the identity is written, with the keeper's own code when it ended before. So the rank depends on no launcher, ssh
-session or pipe.
+With `--detach` the process that was started exits when the rank has started: with 0 when the identity is written, with
+the keeper's own code when it ended before. So the rank depends on no launcher, ssh session or pipe.
 
 Where the others go on without a rank (`rank_restarts` above 0, and not rank 0), the keeper starts a trainer that has
-failed again, after 1, 2, 4 … 30 s: not before the rank's first step, until which the others need it, nor after an exit
-with 0, when it was asked to leave or the attempt is fenced, or when the trainer refused its job or would fail in the
-same way. A trainer that has run for STEADY_S begins to count its restarts anew. Log and events go on in the same
-files, the identity is the new program's, and the exit record is of the last one. A command that ends the rank does so
-during the wait too.
+failed again, after 1, 2, 4 … 30 s: not before the rank's first step, until which the others need it, nor where
+`_may_restart` says so. A trainer that has run for STEADY_S begins to count its restarts anew. Log and events go on in
+the same files, the identity is the new program's, and the exit record is of the last one.
 
 When the python that start.sh names is missing there is no keeper and no exit record: only the shell's message in
 rank<k>.keeper.log and its exit code 127.
@@ -234,8 +229,7 @@ class Keeper:
 
     def _report_exception(self) -> None:
         """A PyTorch program cannot write events, but leaves its exception in a file."""
-        exception = reported_exception(self._files, self._rank.rank)
-        if exception is not None:
+        if exception := reported_exception(self._files, self._rank.rank):
             with contextlib.suppress(OSError):
                 self._events().write("failure", **exception)
 
@@ -246,9 +240,8 @@ class Keeper:
         """The program failed by itself, and may not do so again."""
         if self._rank.rank == 0 or self._spec.elastic or self._restarts >= self._spec.rank_restarts:
             return False
-        if code == 0 or code in FINAL_EXITS or self._asked_to_leave or self._stopped_by is not None:
-            return False
-        if not has_stepped(self._files.events(self._rank.rank)):
+        ended = code == 0 or code in FINAL_EXITS or self._asked_to_leave or self._stopped_by is not None
+        if ended or not has_stepped(self._files.events(self._rank.rank)):
             return False
         failure = exit_output(self._files, self._rank.rank).failure
         return failure is None or failure.get("error_type") != JobError.__name__
@@ -470,10 +463,8 @@ def _catch_signals(caught: list[int]) -> int:
 
 def _log(message: str) -> None:
     """Write to the keeper's own log, unless its disk is full."""
-    try:
+    with contextlib.suppress(OSError):
         os.write(2, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {message}\n".encode())
-    except OSError:
-        return
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -347,6 +347,11 @@ def linux_stat(pid: int) -> list[bytes]:
         return []
 
 
+def linux_stats() -> dict[int, list[bytes]]:
+    """`linux_stat` of all processes."""
+    return {pid: fields for pid in linux_pids() if (fields := linux_stat(pid))}
+
+
 def _linux_start(pid: int) -> str | None:
     fields = linux_stat(pid)
     if not fields or fields[0] in _ENDED:
@@ -414,11 +419,11 @@ def _table() -> dict[int, _Row]:
             (int(pid), int(parent), rest.partition(" ")) for pid, parent, rest in _ps("-ax", "pid=,ppid=,stat=,time=")
         )
         return {pid: _Row(parent, _session(pid), state, ps_time_s(used)) for pid, parent, (state, _, used) in rows}
-    hertz, stats = os.sysconf("SC_CLK_TCK"), ((pid, linux_stat(pid)) for pid in linux_pids())
+    hertz = os.sysconf("SC_CLK_TCK")
     return {
         pid: _Row(int(stat[1]), int(stat[3]), stat[0].decode(), (int(stat[11]) + int(stat[12])) / hertz)
-        for pid, stat in stats
-        if stat and stat[0] not in _ENDED
+        for pid, stat in linux_stats().items()
+        if stat[0] not in _ENDED
     }
 
 

@@ -15,16 +15,9 @@ from collections.abc import Callable
 
 from engine.node import probes
 from engine.node.daemon import GroupReaper
+from engine.protocol import messages
 from engine.protocol.exit_codes import ShellExit
-from engine.protocol.messages import (
-    CancelRequest,
-    CommandRequest,
-    Message,
-    ProbeRequest,
-    RequestEnded,
-    RequestInput,
-    RequestOutput,
-)
+from engine.protocol.messages import Message
 
 _OUTPUT_LIMIT = 1 << 24
 """Limit for the output of one request that does not stream; the rest is dropped."""
@@ -150,27 +143,27 @@ class Requests:
     def writable(self) -> dict[int, Child]:
         return {pipe: child for child in self._children.values() if (pipe := child.writable) is not None}
 
-    def start_probe(self, message: ProbeRequest) -> None:
+    def start_probe(self, message: messages.ProbeRequest) -> None:
         if message.probe not in probes.PROBES:
-            self._send(RequestEnded(message.request, 2, f"there is no probe {message.probe[:40]!r}"))
+            self._send(messages.RequestEnded(message.request, 2, f"there is no probe {message.probe[:40]!r}"))
             return
         self._start(message.request, lambda: _fork_probe(message))
 
-    def start_command(self, message: CommandRequest) -> None:
+    def start_command(self, message: messages.CommandRequest) -> None:
         self._start(message.request, lambda: _start_command(message))
 
-    def feed(self, message: RequestInput) -> None:
+    def feed(self, message: messages.RequestInput) -> None:
         if message.request in self._children:
             self._children[message.request].feed(message.data)
 
-    def cancel(self, message: CancelRequest) -> None:
+    def cancel(self, message: messages.CancelRequest) -> None:
         if message.request in self._children:
             self._children[message.request].cancel()
 
     def read(self, pipe: int, child: Child) -> None:
         output = child.read(pipe)
         if output:
-            self._send(RequestOutput(child.request, output))
+            self._send(messages.RequestOutput(child.request, output))
 
     def reap(self) -> None:
         """Report the children that have ended, and kill those that should have."""
@@ -185,7 +178,7 @@ class Requests:
                 child.close()
                 if child.reaper is not None:
                     self._leaving.append(child.reaper)
-                self._send(RequestEnded(child.request, code, child.complaint.decode(errors="replace")))
+                self._send(messages.RequestEnded(child.request, code, child.complaint.decode(errors="replace")))
 
     def kill(self) -> None:
         for child in self._children.values():
@@ -196,7 +189,7 @@ class Requests:
             self._children[request] = start()
         except OSError as error:
             code = ShellExit.NOT_FOUND if isinstance(error, FileNotFoundError) else ShellExit.CANNOT_RUN
-            self._send(RequestEnded(request, code, f"it cannot be started: {error.strerror or error}"))
+            self._send(messages.RequestEnded(request, code, f"it cannot be started: {error.strerror or error}"))
 
 
 def _closed(pipe: int) -> int:
@@ -204,7 +197,7 @@ def _closed(pipe: int) -> int:
     return -1
 
 
-def _fork_probe(message: ProbeRequest) -> Child:
+def _fork_probe(message: messages.ProbeRequest) -> Child:
     (its_in, stdin), (stdout, its_out), (stderr, its_err) = os.pipe(), os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -214,7 +207,7 @@ def _fork_probe(message: ProbeRequest) -> Child:
     return Child(message.request, pid, (stdin, stdout, stderr), probes.PROBES[message.probe])
 
 
-def _run_child(message: ProbeRequest, pipes: tuple[int, int, int]) -> None:
+def _run_child(message: messages.ProbeRequest, pipes: tuple[int, int, int]) -> None:
     """The child: never returns."""
     code = 1
     try:
@@ -245,7 +238,7 @@ def _run_child(message: ProbeRequest, pipes: tuple[int, int, int]) -> None:
         os._exit(code)
 
 
-def _start_command(message: CommandRequest) -> Child:
+def _start_command(message: messages.CommandRequest) -> Child:
     reaper = GroupReaper()
     (stdout, its_out), (stderr, its_err) = os.pipe(), os.pipe()
     try:

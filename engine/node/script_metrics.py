@@ -27,23 +27,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.protocol import metric_patterns
 from engine.protocol.attempt import open_regular
 from engine.protocol.events import EventWriter
-from engine.protocol.metric_patterns import (
-    FORMS,
-    LONGEST_LINE,
-    LONGEST_NUMBER,
-    LOSSES,
-    as_count,
-    group_values,
-    metrics_of,
-    named_numbers,
-    speaks_of_validation,
-)
+from engine.protocol.metric_patterns import LOSSES, as_count, group_values, metrics_of, named_numbers
 
 _LONGEST_LINE = 4096
 """Bytes; a longer one holds no metrics."""
-_DIGITS = re.compile(rf"[\d.]{{{LONGEST_NUMBER + 1}}}")
+_DIGITS = re.compile(rf"[\d.]{{{metric_patterns.LONGEST_NUMBER + 1}}}")
 _OWN_LIMIT_S = 0.25
 """For one line: a pattern of the job's that takes longer would hold up the log, and is given up."""
 _BAR = re.compile(
@@ -100,11 +91,9 @@ class _Reports:
         validation = {name: values[name] for name in ("val_loss", "val_time") if name in values}
         if "train_loss" in train or ("val_loss" not in values and step > (-1 if self.last is None else self.last)):
             figures = self._lossless if step == self.last else self._pace(step, self._clock() if at is None else at)
-            figures = {
-                **figures,
-                **train,
-                **({"iterations": total} if total is not None and total >= max(step, 1) else {}),
-            }
+            figures = {**figures, **train}
+            if total is not None and total >= max(step, 1):
+                figures["iterations"] = total
             self._events.write("step", iteration=step)
             self._events.write("report", iteration=step, **figures)
             self.last, self._lossless = step, {} if "train_loss" in train else figures
@@ -204,7 +193,7 @@ class PrintedMetrics:
         if self._own is not None:
             self._read_by(self._own, text)
             return
-        for form in FORMS:
+        for form in metric_patterns.FORMS:
             if form.literal in text and (match := form.regex.search(text)) is not None:
                 more = {name: value for name, value in metrics_of(named_numbers(text)).items() if name not in _FRAME}
                 values = {**more, **group_values(match)}
@@ -220,7 +209,8 @@ class PrintedMetrics:
 
     def _read_by(self, pattern: re.Pattern[str], text: str) -> None:
         began = time.monotonic()
-        match = pattern.search(text) if len(text) <= LONGEST_LINE and _DIGITS.search(text) is None else None
+        takes_long = len(text) > metric_patterns.LONGEST_LINE or _DIGITS.search(text) is not None
+        match = None if takes_long else pattern.search(text)
         if time.monotonic() - began > _OWN_LIMIT_S:
             self._own, self._activity_only = None, True
             message = f"`metrics` of [job] takes too long for a line of {len(text)} characters: it is no longer tried"
@@ -235,7 +225,7 @@ class PrintedMetrics:
             if not head.strip() and bar["end"] is None:
                 self._bar = int(bar["step"]), total
                 self._settle()
-        elif not speaks_of_validation(head):
+        elif not metric_patterns.speaks_of_validation(head):
             if values.get("val_loss") == self._bar_loss:
                 # It is that of the last evaluation until the next.
                 values.pop("val_loss", None)
@@ -265,7 +255,7 @@ class PrintedMetrics:
         values = metrics_of(named_numbers(text))
         if not values.keys() & LOSSES or not values.keys() & {"step", "epoch"}:
             return
-        if "val_loss" not in values and speaks_of_validation(text[: text.lower().find("loss")]):
+        if "val_loss" not in values and metric_patterns.speaks_of_validation(text[: text.lower().find("loss")]):
             values["val_loss"] = values.pop("train_loss")
         if "step" not in values and "train_loss" in values:
             # Where there are steps, an epoch's loss is the mean of theirs.
@@ -455,9 +445,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 def _numbers(text: str) -> dict[str, float]:
     """The numbers of a JSON object or a Python dict and of those in it, also the numbers in quotes; {} for anything
     else."""
-    found: Any = None
     try:
-        found = json.loads(text)
+        found: Any = json.loads(text)
     except (ValueError, RecursionError):
         try:
             found = ast.literal_eval(text)

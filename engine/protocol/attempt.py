@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -155,10 +155,9 @@ class AttemptSpec:
 
     def rank(self, number: int) -> RankSpec:
         """Raises ValueError."""
-        for rank in self.ranks:
-            if rank.rank == number:
-                return rank
-        raise ValueError(f"it has no rank {number}")
+        if (found := next((rank for rank in self.ranks if rank.rank == number), None)) is None:
+            raise ValueError(f"it has no rank {number}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -199,6 +198,10 @@ class ExitRecord:
     """Why the program could not be started, in one line."""
 
 
+def _of_rank(ending: str) -> Callable[[NodeFiles, int], Path]:
+    return lambda files, rank: files.directory / f"rank{rank}.{ending}"
+
+
 @dataclass(frozen=True)
 class NodeFiles:
     """The paths of one attempt on a node."""
@@ -217,31 +220,16 @@ class NodeFiles:
     def start(self) -> Path:
         return self.directory / "start.sh"
 
-    def control(self, rank: int) -> Path:
-        return self.directory / f"rank{rank}.in"
-
-    def identity(self, rank: int) -> Path:
-        return self.directory / f"rank{rank}.identity.json"
-
-    def log(self, rank: int) -> Path:
-        return self.directory / f"rank{rank}.log"
-
-    def events(self, rank: int) -> Path:
-        return self.directory / f"rank{rank}.events.jsonl"
-
-    def error(self, rank: int) -> Path:
-        """Where torchelastic's `record` leaves the exception of a PyTorch program."""
-        return self.directory / f"rank{rank}.error.json"
-
-    def workers(self, rank: int) -> Path:
-        """The logs and error files of an elastic job's torchrun: <run>/attempt_<n>/<local rank>/error.json."""
-        return self.directory / f"rank{rank}.workers"
-
-    def exit(self, rank: int) -> Path:
-        return self.directory / f"rank{rank}.exit.json"
-
-    def keeper_log(self, rank: int) -> Path:
-        return self.directory / f"rank{rank}.keeper.log"
+    control = _of_rank("in")
+    identity = _of_rank("identity.json")
+    log = _of_rank("log")
+    events = _of_rank("events.jsonl")
+    exit = _of_rank("exit.json")
+    keeper_log = _of_rank("keeper.log")
+    error = _of_rank("error.json")
+    """Where torchelastic's `record` leaves the exception of a PyTorch program."""
+    workers = _of_rank("workers")
+    """The logs and error files of an elastic job's torchrun: <run>/attempt_<n>/<local rank>/error.json."""
 
     @property
     def fenced(self) -> Path:

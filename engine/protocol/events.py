@@ -3,6 +3,7 @@ its last events."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -52,10 +53,8 @@ class EventWriter:
         line = json.dumps(_finite({**head, **fields}), ensure_ascii=False, default=str).encode() + b"\n"
         if self._torn:
             line = b"\n" + line
-        try:
+        with contextlib.suppress(OSError):
             self._torn = os.write(self._descriptor, line) < len(line)
-        except OSError:
-            return
 
 
 def has_stepped(path: Path) -> bool:

@@ -199,18 +199,16 @@ class RequestEnded:
     """The end of it."""
 
 
-Message = Union[  # noqa: UP007  (evaluated on nodes with python 3.9)
-    Watch, Heartbeat, RankCommand, KillRanks, ReadFile, ListProcesses, ExitOutputRequest, ProbeRequest, CommandRequest,
-    RequestInput, CancelRequest, Hello, HeartbeatAck, RankStarted, RankEnded, ExitOutputReply, FileData, FileError,
-    ProcessList, RequestOutput, RequestEnded,
-]  # fmt: skip
-
-
-_TYPES: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}  # type: ignore[attr-defined]
-_FROM_AGENT = (
+_FromAgent = Union[  # noqa: UP007  (evaluated on nodes with python 3.9)
     Hello, HeartbeatAck, RankStarted, RankEnded, ExitOutputReply, FileData, FileError, ProcessList, RequestOutput,
     RequestEnded,
-)  # fmt: skip
+]  # fmt: skip
+Message = Union[  # noqa: UP007
+    Watch, Heartbeat, RankCommand, KillRanks, ReadFile, ListProcesses, ExitOutputRequest, ProbeRequest, CommandRequest,
+    RequestInput, CancelRequest, _FromAgent,
+]  # fmt: skip
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}  # type: ignore[attr-defined]
+_FROM_AGENT = _FromAgent.__args__  # type: ignore[attr-defined]
 _NESTED: dict[str, Any] = {"Identity": Identity, "ExitRecord": ExitRecord, "ExitOutput": ExitOutput}
 _LARGEST, _LATEST = 2**63, 253_402_300_799
 """Limits of whole numbers, and of those that are seconds: the year 9999 is the last that datetime knows."""

@@ -64,12 +64,8 @@ def proved(subject: str) -> dict[str, Any] | None:
 def keep(subject: str, report: dict[str, Any]) -> None:
     """Where the node root is there, and its disk takes it."""
     files = {path for module in list(sys.modules.values()) if (path := getattr(module, "__file__", None))}
-    proof = {
-        "report": report,
-        "at": time.time(),
-        "surroundings": surroundings(),
-        "files": {path: stat_of(path) for path in sorted(files)},
-    }
+    stats = {path: stat_of(path) for path in sorted(files)}
+    proof = {"report": report, "at": time.time(), "surroundings": surroundings(), "files": stats}
     with contextlib.suppress(OSError):
         proof_file(subject).parent.mkdir(mode=0o700, exist_ok=True)
         write_atomic(proof_file(subject), json.dumps(proof))
@@ -94,11 +90,8 @@ def found() -> dict[str, Any]:
 
 
 def interpreter() -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "linux": sys.platform.startswith("linux"),
-        "venv": sys.prefix != sys.base_prefix,
-    }
+    linux, venv = sys.platform.startswith("linux"), sys.prefix != sys.base_prefix
+    return {"python": platform.python_version(), "linux": linux, "venv": venv}
 
 
 def probe_mlx() -> dict[str, Any]:
@@ -165,18 +158,15 @@ def torch_build(torch: Any) -> dict[str, Any]:
     """`cuda`, the version that it was built with, and `nccl`'s; `backends`; `gpus` that it can use, and why there are
     none as `cuda_problem`; `nvidia_smi`, the head of what that prints."""
     distributed = torch.distributed
-    available = distributed.is_available()
-    named = {
-        "gloo": available and distributed.is_gloo_available(),
-        "nccl": available and distributed.is_nccl_available(),
-    }
+    named = ("gloo", "nccl") if distributed.is_available() else ()
+    backends = [name for name in named if getattr(distributed, f"is_{name}_available")()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     return {
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if usable and named["nccl"] else None,
-        "backends": [name for name, there in named.items() if there],
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if usable and "nccl" in backends else None,
+        "backends": backends,
         "gpus": torch.cuda.device_count() if usable else 0,
         "cuda_problem": str(caught[0].message) if caught else None,
         "nvidia_smi": tool_output("nvidia-smi")[:NVIDIA_SMI_LIMIT] if shutil.which("nvidia-smi") else None,

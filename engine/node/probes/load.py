@@ -19,16 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.node.probes import mac_gpu_statistics
-from engine.node.processes import (
-    command_of,
-    linux_pids,
-    linux_stat,
-    own_list,
-    pids_of_runs,
-    ps_time_s,
-    run_tool,
-    tool_output,
-)
+from engine.node.processes import command_of, linux_stats, own_list, pids_of_runs, ps_time_s, run_tool, tool_output
 
 BUSY_CORES = 0.8
 BUSY_MEMORY = 0.10
@@ -45,11 +36,7 @@ def probe_load() -> dict[str, Any]:
     """Raises OSError, ValueError, subprocess.SubprocessError where the processes or the memory are not known."""
     processes = _linux_processes() if _LINUX else _ps_processes(own_list("ps", "-axww", "-o", PS_COLUMNS))
     memory = _memory_bytes()
-    busy = [
-        process
-        for process in processes
-        if process["cores"] >= BUSY_CORES or process["rss_bytes"] >= BUSY_MEMORY * memory
-    ]
+    busy = [one for one in processes if one["cores"] >= BUSY_CORES or one["rss_bytes"] >= BUSY_MEMORY * memory]
     busy.sort(key=lambda process: (-process["cores"], -process["rss_bytes"], process["pid"]))
     runs = pids_of_runs()
     report = {"processes": [{**process, "run": process["pid"] in runs} for process in busy[:_MOST]]}
@@ -94,8 +81,7 @@ def _linux_processes() -> list[dict[str, Any]]:
 
 def _ticks() -> dict[int, tuple[int, int, int]]:
     """Pid → (ticks of all its threads, pages in memory, ticks from boot to its start)."""
-    stats = {pid: fields for pid in linux_pids() if (fields := linux_stat(pid))}
-    return {pid: (int(stat[11]) + int(stat[12]), int(stat[21]), int(stat[19])) for pid, stat in stats.items()}
+    return {pid: (int(stat[11]) + int(stat[12]), int(stat[21]), int(stat[19])) for pid, stat in linux_stats().items()}
 
 
 def _memory_bytes() -> int:

@@ -41,8 +41,7 @@ def probe_model(path: str) -> dict[str, Any]:
     report: dict[str, Any] = {"kind": "?", "bytes": 0, "shards": 0, "repository": None, "hashes": {}}
     report.update({name: [] for name in ("faults", "warnings", "doubts")})
     try:
-        instead = _something_else(directory)
-        if instead is not None:
+        if (instead := _something_else(directory)) is not None:
             report["faults"].append(instead)
         else:
             _examine(directory, report)

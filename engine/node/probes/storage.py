@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -51,16 +53,11 @@ def adapter(path: Path) -> dict[str, Any]:
 
 def size_of(folder: Path, most_files: int = 20_000) -> int:
     """Bytes of what lies in a folder, as far as that many files."""
-    total = seen = 0
-    for base, _, names in os.walk(folder):
-        for name in names:
-            seen += 1
-            if seen > most_files:
-                return total
-            try:
-                total += (Path(base) / name).lstat().st_size
-            except OSError:
-                continue
+    total = 0
+    files = (Path(base, name) for base, _, names in os.walk(folder) for name in names)
+    for path in itertools.islice(files, most_files):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size
     return total
 
 
@@ -82,10 +79,8 @@ def probe_storage(request: str) -> dict[str, Any]:
     """
     question = json.loads(request)
     directory = Path(question["directory"]).expanduser()
-    report: dict[str, Any] = {"fault": None, "make": None, "permit": None, "own": None, "damaged": []}
-    report |= {"free": None, "not_durable": None}
-    report |= {"resume": None, "resume_fault": None, "largest": []}
-    report["directory"] = str(directory)
+    nothing = ("fault", "make", "permit", "own", "free", "not_durable", "resume", "resume_fault")
+    report: dict[str, Any] = {**dict.fromkeys(nothing), "damaged": [], "largest": [], "directory": str(directory)}
     roots = [Path(root).expanduser().resolve() for root in question["roots"]]
     try:
         report["directory"] = str(directory.resolve())

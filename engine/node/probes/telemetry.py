@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from engine.node.probes import mac_gpu_statistics
@@ -160,20 +160,19 @@ class LinuxRanks:
         for pid in self.known.keys() - present:
             del self.known[pid]
         self.scans += 1
-        sums: dict[tuple[str, int], int] = {}
+        used: list[tuple[ProcessOwner, int]] = []
         for pid in present:
             if pid not in self.known or (self.known[pid] is None and (pid + self.scans) % RESCAN_EVERY == 0):
                 self.known[pid] = self.mark(pid)
-            mark = self.known[pid]
-            if mark is None:
+            if (mark := self.known[pid]) is None:
                 continue
             start, pages = self.stat(pid)
-            if start != mark.start:
+            if start == mark.start:
+                used.append((mark, pages * self.page))
+            else:
                 # Another process by now: looked at in the next scan.
                 del self.known[pid]
-            elif pages:
-                sums[mark.run, mark.rank] = sums.get((mark.run, mark.rank), 0) + pages * self.page
-        return {"ranks": [[run, rank, rss] for (run, rank), rss in sorted(sums.items())]}
+        return by_rank(used)
 
     def mark(self, pid: int) -> ProcessOwner | None:
         environ = content(f"/proc/{pid}/environ")
@@ -218,13 +217,16 @@ class MacRanks:
                 # One that was not listed is asked for again.
                 if pid in environments:
                     self.known[pid, start] = process_owner(environments[pid], start)
-        sums: dict[tuple[str, int], int] = {}
-        for key, (rss, _) in present.items():
-            mark = self.known.get(key)
-            if mark is not None and rss:
-                sums[mark.run, mark.rank] = sums.get((mark.run, mark.rank), 0) + rss
         self.cpu_s = {pid: cpu_s for (pid, _), (_, cpu_s) in present.items()}
-        return {"ranks": [[run, rank, rss] for (run, rank), rss in sorted(sums.items())]}
+        return by_rank((mark, rss) for key, (rss, _) in present.items() if (mark := self.known.get(key)) is not None)
+
+
+def by_rank(used: Iterable[tuple[ProcessOwner, int]]) -> dict[str, object]:
+    """The bytes of each rank's processes together."""
+    sums = collections.Counter[tuple[str, int]]()
+    for owner, rss in used:
+        sums[owner.run, owner.rank] += rss
+    return {"ranks": [[run, rank, rss] for (run, rank), rss in sorted(sums.items()) if rss]}
 
 
 def process_owner(environment: dict[str, str], start: str) -> ProcessOwner | None:
