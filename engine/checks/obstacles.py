@@ -8,8 +8,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.checks.context import CheckContext
@@ -111,7 +111,7 @@ async def try_rows(context: CheckContext, node: NodeConfig, files: Sequence[str]
 
 def rows_refused(report: TemplateReport, settings: Mapping[str, Any]) -> list[str]:
     """Why a training on these rows would end, or would learn nothing."""
-    found = [describe_refused(rows) for rows in report.refused]
+    found = [_describe_refused(rows) for rows in report.refused]
     for file, tally in report.tallies.items():
         if file.endswith("/train.jsonl") and tally.get("no_target", (0, 0))[0] == tally.get("rows", (-1, 0))[0]:
             found += row_warnings(
@@ -120,7 +120,7 @@ def rows_refused(report: TemplateReport, settings: Mapping[str, Any]) -> list[st
     return found
 
 
-def describe_refused(rows: RefusedRows) -> str:
+def _describe_refused(rows: RefusedRows) -> str:
     more = f", and {rows.count - 1:,} more lines" if rows.count > 1 else ""
     advice = ": change them, or use a model whose chat template takes them" if "chat template" in rows.why else ""
     return f"{rows.file}: line {rows.line} {rows.why}{more}{advice}" if rows.line else rows.why
@@ -156,45 +156,34 @@ async def reporting_obstacles(
 ) -> tuple[PlanIssue, ...]:
     """Services of report_to that could not be reported to: by the head's trackers, or by rank 0, which alone reports
     from the nodes."""
-    job, found = context.config.job, []
+    job, found = context.config.job, list[PlanIssue]()
     # TensorBoard's files need no package here.
     if "wandb" in job.trackers:
         here = Reporters.model_validate(await asyncio.to_thread(probe_reporters, "wandb"))
-        place = _Reporting("this machine", sys.executable, "here", dict(os.environ) | job.env)
-        found += place.obstacles(here)
+        found += _unreported(here, "this machine", sys.executable, dict(os.environ) | job.env, "here")
     if job.node_reporters and job.command is None and first.name not in problems:
         with contextlib.suppress(FlightDeckError):
             there = await context.probe(
                 first, "reporters", *job.node_reporters, result_type=Reporters, timeout_s=_REPORTERS_LIMIT_S
             )
             passed_on = {name: os.environ[name] for name in SECRETS if name in os.environ} | job.env
-            found += _Reporting(first.name, first.python, "there", passed_on).obstacles(there)
+            found += _unreported(there, first.name, first.python, passed_on, "there")
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class _Reporting:
-    """Where services are reported from."""
-
-    machine: str
-    python: str
-    adverb: str
-    environment: Mapping[str, str]
-    """Beside the machine's own, which was probed."""
-
-    def obstacles(self, report: Reporters) -> list[PlanIssue]:
-        found = []
-        for name, state in report.services.items():
-            if not state.installed:
-                why = f"which {self.python} on {self.machine} cannot import"
-                command = f"`uv pip install --python {quoted(self.python)} {name}`"
-                todo = f"{command} {self.adverb}, or remove it from report_to"
-            elif not state.key and needs_key(name, self.environment):
-                prefix = name.upper()
-                why = f"for which {self.machine} has no API key"
-                login = f"`{quoted(self.python)} -m {name} login`" if self.adverb == "here" else f"`{name} login`"
-                todo = f'{login} {self.adverb}, or set {prefix}_API_KEY here, or {prefix}_MODE = "offline" in [job] env'
-            else:
-                continue
-            found.append(PlanIssue(name="report_to", text=f"report_to names {name}, {why}; {todo}", todo=todo))
-        return found
+def _unreported(
+    report: Reporters, machine: str, python: str, environment: Mapping[str, str], adverb: str
+) -> Iterator[PlanIssue]:
+    """`environment`: beside the machine's own, which was probed."""
+    for name, state in report.services.items():
+        if not state.installed:
+            why = f"which {python} on {machine} cannot import"
+            todo = f"`uv pip install --python {quoted(python)} {name}` {adverb}, or remove it from report_to"
+        elif not state.key and needs_key(name, environment):
+            prefix = name.upper()
+            why = f"for which {machine} has no API key"
+            login = f"`{quoted(python)} -m {name} login`" if adverb == "here" else f"`{name} login`"
+            todo = f'{login} {adverb}, or set {prefix}_API_KEY here, or {prefix}_MODE = "offline" in [job] env'
+        else:
+            continue
+        yield PlanIssue(name="report_to", text=f"report_to names {name}, {why}; {todo}", todo=todo)

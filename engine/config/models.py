@@ -394,20 +394,18 @@ def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | 
     chosen = strategy or ("pipeline" if layer_split is not None else config.job.strategy)
     if config.job.command is not None:
         raise InputError("--strategy is not possible", why="the job runs a custom command")
-    framework = config.job.framework
-    if chosen not in STRATEGIES[framework]:
-        has = ", ".join(STRATEGIES[framework])
-        raise InputError(f"--strategy {chosen} is not possible", why=f"framework {framework} has {has}")
-    if chosen == "pipeline" and len(config.nodes) < 2:
-        raise InputError("--strategy pipeline is not possible", why="a pipeline needs at least two nodes")
-    if chosen == "local" and len(config.nodes) < 2:
-        raise InputError("--strategy local is not possible", why="it averages the weights of at least two nodes")
-    if chosen in PARTITIONED and config.job.mlx_lm.get("wire") == "int8":
-        todo = 'set wire = "auto" or "float32" in [job]'
-        raise InputError(f"--strategy {chosen} is not possible", why="it sends no int8, which wire asks for", todo=todo)
-    if chosen != "local" and (own := [key for key in LOCAL_KEYS if key in config.job.given]):
-        why, todo = f"{', '.join(own)} are of strategy local alone", "remove them from [job]"
-        raise InputError(f"--strategy {chosen} is not possible", why=why, todo=todo)
+    has, one = STRATEGIES[config.job.framework], len(config.nodes) < 2
+    of_local = [key for key in LOCAL_KEYS if key in config.job.given and chosen != "local"]
+    int8 = chosen in PARTITIONED and config.job.mlx_lm.get("wire") == "int8"
+    for applies, why, todo in (
+        (chosen not in has, f"framework {config.job.framework} has {', '.join(has)}", ""),
+        (one and chosen == "pipeline", "a pipeline needs at least two nodes", ""),
+        (one and chosen == "local", "it averages the weights of at least two nodes", ""),
+        (int8, "it sends no int8, which wire asks for", 'set wire = "auto" or "float32" in [job]'),
+        (of_local, f"{', '.join(of_local)} are of strategy local alone", "remove them from [job]"),
+    ):
+        if applies:
+            raise InputError(f"--strategy {chosen} is not possible", why=why, todo=todo)
     if layer_split is not None:
         what = f"--layer-split {layer_split} is not possible"
         if chosen != "pipeline":

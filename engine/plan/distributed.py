@@ -37,9 +37,8 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
     if inputs.network is None:
         notes = (f"no command and no hostfile: {inputs.network_problem}",)
         if inputs.problems:
-            rationale.warn(
-                "distributed_config", f"the network between the ranks is not known: {inputs.network_problem}"
-            )
+            text = f"the network between the ranks is not known: {inputs.network_problem}"
+            rationale.warn("distributed_config", text)
         else:
             rationale.refuse("distributed_config", f"the ranks cannot be connected: {inputs.network_problem}")
     elif context.torch:
@@ -50,9 +49,8 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
     if command is None:
         source, reason = Source.UNKNOWN, "; ".join(notes) or "not requested"
     rationale.explain("distributed_config.mlx_launch_command", source, reason)
-    rationale.explain(
-        "distributed_config.mlx_env_vars", Source.RULE, "set for every rank by flightdeck launch; secrets are not shown"
-    )
+    reason = "set for every rank by flightdeck launch; secrets are not shown"
+    rationale.explain("distributed_config.mlx_env_vars", Source.RULE, reason)
     return DistributedSection(
         mlx_launch_command=command,
         gradient_sync=_SYNC[context.strategy] if context.ranks > 1 else "none: one rank",
@@ -164,13 +162,6 @@ def _torch_versions(context: PlanContext) -> str:
     return f"import {', '.join(packages)}; print({versions}, torch.version.cuda, torch.cuda.device_count())"
 
 
-def _calibration(context: PlanContext) -> str | None:
-    """None for what calibrate does not measure: PyTorch commands."""
-    if context.torch:
-        return "calibrate --scaling --quick" if context.settings else None
-    return "calibrate --quick"
-
-
 def verification_steps(context: PlanContext) -> tuple[str, ...]:
     """Shell commands in the order to run them."""
     inputs = context.inputs
@@ -191,7 +182,9 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
     elif context.backend == "nccl":
         steps += [_on(node, "nvidia-smi") for node in hosts] if context.torch else []
         steps += [_on(node, "ibstat") for node in hosts]
-    steps += [f"{deck} {each}{config}" for each in ("preflight", _calibration(context), "launch --follow") if each]
+    # PyTorch commands are not measured.
+    calibrate = [f"calibrate{' --scaling' * context.torch} --quick"] if context.settings or not context.torch else []
+    steps += [f"{deck} {each}{config}" for each in ("preflight", *calibrate, "launch --follow")]
     if context.backend == "nccl":
         steps.append(f'{deck} logs last | grep "Using network"')
     return (*dict.fromkeys(steps), f"{deck} show last")

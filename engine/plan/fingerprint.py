@@ -28,13 +28,9 @@ def fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
     job = config.job
     what = {
         "job": {
-            "command": job.command,
-            "model": job.model,
-            "fine_tune_type": job.fine_tune_type,
+            **{key: getattr(job, key) for key in ("command", "model", "fine_tune_type", "layer_split", "env")},
             # A step of one rank alone is as of "data"; for the links there is Calibration.connected_as.
             "strategy": "data" if job.strategy == "local" else job.strategy,
-            "layer_split": job.layer_split,
-            "env": job.env,
             **{key: job.mlx_lm.get(key) for key in STEP_KEYS},
         },
         "backend": config.cluster.backend,
@@ -105,11 +101,5 @@ def _digest(what: Mapping[str, Any]) -> str:
 
 
 def _node(node: NodeConfig, facts: NodeFacts | None) -> dict[str, Any]:
-    return {
-        "name": node.name,
-        "ssh": node.ssh,
-        "ips": node.ips,
-        "model": node.model,
-        "data": node.data,
-        **{name: getattr(facts, name, None) for name in ("chip", "python", "mlx", "mlx_lm")},
-    }
+    own = {key: getattr(node, key) for key in ("name", "ssh", "ips", "model", "data")}
+    return own | {name: getattr(facts, name, None) for name in ("chip", "python", "mlx", "mlx_lm")}

@@ -11,14 +11,13 @@ from typing import Any
 
 from engine.config.models import Config
 from engine.plan.document import ChosenSettings, ChosenTorchSettings, Disabled, Settings
-from engine.plan.memory.estimate import RankWorkload, estimate, recomputable
+from engine.plan.memory.estimate import FLOAT32_BYTES, RankWorkload, estimate, recomputable
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, MOST_PRECISE_FIRST
 
 COMFORTABLE = 0.90
 """Share of a node's limit up to which settings are chosen, if any fit: an estimate errs, and macOS needs some memory
 itself."""
-_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def with_settings(workload: RankWorkload, chosen: ChosenSettings) -> RankWorkloa
 def _pairs(shape: ModelShape, workload: RankWorkload, requested: Mapping[str, Any]) -> list[tuple[str, str]]:
     """optimizer_precision and moments, the most precise first. Adapters, and weights of float32, have no masters."""
     precision, moments = (requested.get(key, "float32") for key in ("optimizer_precision", "moments"))
-    if precision == AUTO and (workload.fine_tune_type != "full" or shape.dtype_bytes == _FLOAT32_BYTES):
+    if precision == AUTO and (workload.fine_tune_type != "full" or shape.dtype_bytes == FLOAT32_BYTES):
         precision = "float32"
     return list(
         dict.fromkeys(

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
 
-from engine.config.models import PARTITIONED
+from engine.config.models import PARTITIONED, FineTuneType
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
@@ -34,7 +33,7 @@ from engine.protocol.partition import loss_tokens
 class RankWorkload:
     """One rank's share of a job."""
 
-    fine_tune_type: Literal["lora", "dora", "full"] = "lora"
+    fine_tune_type: FineTuneType = "lora"
     num_layers: int = -1
     """Trained layers, counted from the last; -1 means all."""
     lora_rank: int = 8
@@ -113,7 +112,7 @@ class Activations:
     """The part of it that is alive during the layers' backward pass."""
 
 
-_FLOAT32_BYTES = 4
+FLOAT32_BYTES = 4
 _WORKING_WIDTHS = 3
 """Arrays of the layer's width alive in its backward pass beside those of its sublayers."""
 _RECOMPUTED, _RECOMPUTED_AT_ONCE = 2.4, 3.6
@@ -179,12 +178,12 @@ class _Rank:
     def trained(self) -> TrainedParameters:
         """Raises InputError for full fine-tuning of quantized weights."""
         if self.full and self.shape.quantization is not None:
-            raise InputError(
-                "a quantized model cannot be fully fine-tuned",
-                where="[job] fine_tune_type",
-                why="MLX has no gradients for quantized weights",
-                todo='use fine_tune_type = "lora", or the unquantized model',
+            why, todo = (
+                "MLX has no gradients for quantized weights",
+                'use fine_tune_type = "lora", or the unquantized model',
             )
+            what = "a quantized model cannot be fully fine-tuned"
+            raise InputError(what, where="[job] fine_tune_type", why=why, todo=todo)
         matrices = [matrix for layer in self.trained_layers for matrix in layer.matrices]
         if self.full:
             tables = tuple((matrix.copies, matrix.outputs, matrix.inputs) for matrix in matrices)
@@ -204,7 +203,7 @@ class _Rank:
     @property
     def element_bytes(self) -> int:
         """Bytes of a trained weight, and of its gradient: mlx-lm's adapters are float32, whatever the model's type."""
-        return self.shape.dtype_bytes if self.full else _FLOAT32_BYTES
+        return self.shape.dtype_bytes if self.full else FLOAT32_BYTES
 
     @cached_property
     def weights(self) -> int:
@@ -213,7 +212,7 @@ class _Rank:
         stored += sum(map(self.shape.matrix_bytes, self.embedding_and_head))
         if self.is_last:
             stored += self.shape.architecture.last_norm * self.shape.dtype_bytes
-        return stored if self.full else stored + self.trained.parameters * _FLOAT32_BYTES
+        return stored if self.full else stored + self.trained.parameters * FLOAT32_BYTES
 
     @property
     def _state_bytes(self) -> float:
@@ -231,11 +230,11 @@ class _Rank:
         if workload.optimizer == "adafactor":
             # Its moments are never in 16 bits or less: they are small.
             in_own_type = workload.optimizer_precision == "parameter"
-            state += trained.rows_and_columns * (self.element_bytes if in_own_type else _FLOAT32_BYTES)
+            state += trained.rows_and_columns * (self.element_bytes if in_own_type else FLOAT32_BYTES)
         if workload.strategy == "local":
             precise = workload.optimizer_precision in ("float32", "kahan")
             copies = 2 if workload.outer_momentum else 1
-            return state + trained.parameters * copies * (_FLOAT32_BYTES if precise else self.element_bytes)
+            return state + trained.parameters * copies * (FLOAT32_BYTES if precise else self.element_bytes)
         return state + (trained.parameters * _REST_BYTES if self.exchanges and workload.wire == "int8" else 0)
 
     @property
@@ -257,7 +256,7 @@ class _Rank:
         in_own_type = (workload.optimizer_precision, workload.moments) == ("parameter", "float32")
         if self.exchanges or self.share > 1 or workload.accumulation > 1:
             rounded = workload.accumulation == 1 and in_own_type and self.shape.dtype == "bfloat16"
-            return -(-trained * (self.element_bytes if rounded else _FLOAT32_BYTES) // self.share)
+            return -(-trained * (self.element_bytes if rounded else FLOAT32_BYTES) // self.share)
         return trained * self.element_bytes if workload.strategy in PARTITIONED or workload.clipping else 0
 
     @cached_property
@@ -272,9 +271,9 @@ class _Rank:
         if workload.optimizer in ELEMENTWISE and trained.largest > room and not whole_step:
             # Its gradient, if all are not there anyway, and its new state beside the old one; what is computed of it.
             beside = self._state_bytes + self.element_bytes * (1 if self.gradients else 2)
-            return math.ceil(trained.largest * beside) + room * arrays * _FLOAT32_BYTES
+            return math.ceil(trained.largest * beside) + room * arrays * FLOAT32_BYTES
         others = trained.piece(room) - trained.largest
-        return (trained.largest * arrays + others * _WAITING_ARRAYS) * _FLOAT32_BYTES
+        return (trained.largest * arrays + others * _WAITING_ARRAYS) * FLOAT32_BYTES
 
     @cached_property
     def communication(self) -> int:
@@ -288,12 +287,12 @@ class _Rank:
             piece = trained.piece(AVERAGING_PIECE)
             encoded = trained.parameters + piece * (ranks + _AVERAGING_COPIES)
             arrays = trained.largest * (ranks + _AVERAGING_ARRAYS)
-            return math.ceil(encoded * averaging(workload.wire, ranks).element_bytes) + arrays * _FLOAT32_BYTES
+            return math.ceil(encoded * averaging(workload.wire, ranks).element_bytes) + arrays * FLOAT32_BYTES
         if self.exchanges:
             bucket = self.trained.piece(bucket_elements(self.trained.parameters))
             form = exchange(workload.wire, workload.world_size, own, workload.accumulation)
-            computed = own if workload.accumulation == 1 else _FLOAT32_BYTES
-            return round(bucket * (2 * computed + form.received + 2 * _FLOAT32_BYTES))
+            computed = own if workload.accumulation == 1 else FLOAT32_BYTES
+            return round(bucket * (2 * computed + form.received + 2 * FLOAT32_BYTES))
         if self.share == 1:
             return 0
         ends = [self.shape.matrix_bytes(matrix) for matrix in self.embedding_and_head]
@@ -301,23 +300,22 @@ class _Rank:
         gathered = max(here + following for here, following in pairwise(sections))
         frozen = len(self.layers) - len(self.trained_layers)
         reduced = max(layer.parameters for layer in self.layers[frozen:]) if self.full else 0
-        return gathered + reduced * (own + _FLOAT32_BYTES)
+        return gathered + reduced * (own + FLOAT32_BYTES)
 
     @cached_property
     def _kept(self) -> list[tuple[int, int, float, float]]:
         """Bytes per token of each trained layer: all that it keeps, its recurrent states, its adapters' outputs with
         attention's tiles, and the working memory of its backward pass."""
-        known: dict[int, tuple[int, int, float, float]] = {}
-        for layer in self.trained_layers:
-            # Most layers of a model are one object.
-            if id(layer) not in known:
-                states = sum(sublayer.kept_float32 for sublayer in layer.sublayers) * _FLOAT32_BYTES
-                known[id(layer)] = (
-                    kept_per_token(self.shape, layer, self.workload),
-                    states,
-                    self._adapter_outputs(layer) + _tiles_per_token(self.shape, layer, self.workload),
-                    working_per_token(self.shape, layer, self.workload),
-                )
+        # Most layers of a model are one object.
+        known = {
+            key: (
+                kept_per_token(self.shape, layer, self.workload),
+                sum(sublayer.kept_float32 for sublayer in layer.sublayers) * FLOAT32_BYTES,
+                self._adapter_outputs(layer) + _tiles_per_token(self.shape, layer, self.workload),
+                working_per_token(self.shape, layer, self.workload),
+            )
+            for key, layer in {id(layer): layer for layer in self.trained_layers}.items()
+        }
         return [known[id(layer)] for layer in self.trained_layers]
 
     def activations(self, batch: int) -> Activations:
@@ -328,19 +326,14 @@ class _Rank:
         inputs = recomputed * tokens * shape.hidden * one
         most = max((working for *_, working in kept[recomputed:]), default=0)
         ratio = _RECOMPUTED_AT_ONCE if self.workload.strategy == "pipeline" else _RECOMPUTED
-        recomputing = max(
-            (
-                # The backward pass visits states one token at a time, and frees each one's gradient.
-                ratio * whole - states + outputs
-                for whole, states, outputs, _ in kept[:recomputed]
-            ),
-            default=0,
-        )
+        # The backward pass visits states one token at a time, and frees each one's gradient.
+        again = (ratio * whole - states + outputs for whole, states, outputs, _ in kept[:recomputed])
+        recomputing = max(again, default=0)
         held = inputs + tokens * sum(whole for whole, *_ in kept[recomputed:])
         loss = waiting = 0
         if self.is_last:
             counted = loss_tokens(tokens, shape.vocabulary)
-            last_norm = tokens * shape.hidden * (_FLOAT32_BYTES + 2 * one)
+            last_norm = tokens * shape.hidden * (FLOAT32_BYTES + 2 * one)
             hidden = tokens * shape.hidden * one if counted < tokens else 0
             logits = counted * shape.vocabulary * one
             loss = last_norm + _LOSS_ARRAYS * logits + hidden
@@ -349,10 +342,10 @@ class _Rank:
 
     def _adapter_outputs(self, layer: Layer) -> int:
         """Short-lived float32 outputs of a 16-bit layer's adapters, bytes per token."""
-        if self.full or self.shape.dtype_bytes == _FLOAT32_BYTES:
+        if self.full or self.shape.dtype_bytes == FLOAT32_BYTES:
             return 0
         chosen = _adapted(layer.matrices, self.workload)
-        return sum(matrix.outputs * matrix.active for matrix in chosen) * _FLOAT32_BYTES
+        return sum(matrix.outputs * matrix.active for matrix in chosen) * FLOAT32_BYTES
 
 
 def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
@@ -360,7 +353,7 @@ def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> i
     one = shape.dtype_bytes
     kept = _norms(layer, workload, one)
     for sublayer in layer.sublayers:
-        kept += sublayer.kept * one + sublayer.kept_float32 * _FLOAT32_BYTES + _inputs(sublayer, workload, one)
+        kept += sublayer.kept * one + sublayer.kept_float32 * FLOAT32_BYTES + _inputs(sublayer, workload, one)
         kept += _scores(sublayer, workload, one)
     return kept
 
@@ -382,7 +375,7 @@ def working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -
 def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
     """Bytes per token of the largest attention's backward pass in tiles; 0 where none is."""
     one, side = shape.dtype_bytes, min(_TILE_TOKENS, workload.sequence)
-    sums = _TILE_SUMS * _FLOAT32_BYTES + one
+    sums = _TILE_SUMS * FLOAT32_BYTES + one
     heads = [
         each.scores * (_TILE_ARRAYS * side * one + (each.head_dim or 0) * sums)
         for each in layer.sublayers
@@ -394,7 +387,7 @@ def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) ->
 def _norms(layer: Layer, workload: RankWorkload, one: int) -> int:
     """Bytes per token: a norm is computed in float32 and needs its input; a trained norm needs its output too."""
     normed = layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)
-    return normed * (_FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
+    return normed * (FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
 
 
 def _is_fused(sublayer: Sublayer, workload: RankWorkload) -> bool:
@@ -406,8 +399,8 @@ def _scores(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
     """Bytes per token kept of the scores; where they are not, of their sums' logarithms, and of the output."""
     if _is_fused(sublayer, workload):
         # Else the input of o_proj, which is kept in this type.
-        copied = workload.fine_tune_type != "full" and one < _FLOAT32_BYTES
-        return sublayer.scores * (_FLOAT32_BYTES + (sublayer.head_dim or 0) * one * copied)
+        copied = workload.fine_tune_type != "full" and one < FLOAT32_BYTES
+        return sublayer.scores * (FLOAT32_BYTES + (sublayer.head_dim or 0) * one * copied)
     return sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
 
 
@@ -416,21 +409,21 @@ def _inputs(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
     each shared array once; with 16-bit weights each adapter makes its own float32 copy, since mlx-lm's adapters are
     float32."""
     if workload.fine_tune_type == "full":
-        return _sources(sublayer.matrices) * one
+        return sources(sublayer.matrices) * one
     chosen = _adapted(sublayer.matrices, workload)
-    ranks = sum(matrix.active for matrix in chosen) * workload.lora_rank * _FLOAT32_BYTES
+    ranks = sum(matrix.active for matrix in chosen) * workload.lora_rank * FLOAT32_BYTES
     if workload.fine_tune_type == "dora":
         ranks += sum(matrix.outputs for matrix in chosen) * one
-    if one < _FLOAT32_BYTES:
-        return ranks + sum(matrix.inputs * matrix.active for matrix in chosen) * _FLOAT32_BYTES
-    return ranks + _sources(chosen) * _FLOAT32_BYTES
+    if one < FLOAT32_BYTES:
+        return ranks + sum(matrix.inputs * matrix.active for matrix in chosen) * FLOAT32_BYTES
+    return ranks + sources(chosen) * FLOAT32_BYTES
 
 
 def _adapted(matrices: Sequence[Matrix], workload: RankWorkload) -> list[Matrix]:
     return [matrix for matrix in matrices if workload.lora_keys is None or matrix.name in workload.lora_keys]
 
 
-def _sources(matrices: Sequence[Matrix]) -> int:
+def sources(matrices: Sequence[Matrix]) -> int:
     """Elements per token of the arrays that the matrices multiply, shared ones once."""
     return sum({matrix.source: matrix.inputs * matrix.active for matrix in matrices}.values())
 
@@ -532,7 +525,7 @@ def _assumption(rank: _Rank) -> str:
     quantization = shape.quantization
     stored = quantization.name.replace(" bits", "-bit") if quantization is not None else shape.dtype
     moments = f"moments in {workload.moments.replace('8bit', '8 bits')}"
-    kept = [_KEPT[workload.optimizer_precision]] if rank.element_bytes < _FLOAT32_BYTES else []
+    kept = [_KEPT[workload.optimizer_precision]] if rank.element_bytes < FLOAT32_BYTES else []
     if workload.optimizer_precision != "parameter" or workload.moments != "float32":
         kept.append(moments)
     count, all_of_them = rank.recomputed, len(rank.trained_layers)

@@ -25,18 +25,24 @@ it is divided or moved to a GPU, unless ZeRO-3 divides it meanwhile.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from engine.config.models import FineTuneType
 from engine.plan.document import MemoryBreakdown
-from engine.plan.memory.architecture import Layer, Matrix, Sublayer
-from engine.plan.memory.estimate import MOST_SEQUENCES, RankWorkload, TrainedParameters, trained_parameters
+from engine.plan.memory.architecture import Layer, Sublayer
+from engine.plan.memory.estimate import (
+    FLOAT32_BYTES,
+    MOST_SEQUENCES,
+    RankWorkload,
+    TrainedParameters,
+    sources,
+    trained_parameters,
+)
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.deepspeed import BUCKET_ELEMENTS
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_FLOAT32_BYTES = 4
 CUDA_RESERVE_BYTES = 2**30
 """Outside PyTorch's allocator on a GPU: CUDA's context with the kernels of PyTorch, cuBLAS's workspaces and NCCL's
 buffers, 0.5 to 1 GiB."""
@@ -68,7 +74,7 @@ class TorchWorkload:
     offload: str = "none"
     precision: str = "fp32"
     grad_checkpoint: bool = False
-    fine_tune_type: str = "lora"
+    fine_tune_type: FineTuneType = "lora"
     num_layers: int = -1
     lora_rank: int = 8
     lora_keys: tuple[str, ...] | None = None
@@ -131,15 +137,8 @@ class _TorchRank:
     @cached_property
     def trained(self) -> TrainedParameters:
         own = self.workload
-        return trained_parameters(
-            self.shape,
-            RankWorkload(
-                fine_tune_type="full" if self.full else "dora" if own.fine_tune_type == "dora" else "lora",
-                num_layers=own.num_layers,
-                lora_rank=own.lora_rank,
-                lora_keys=own.lora_keys,
-            ),
-        )
+        same = RankWorkload(own.fine_tune_type, own.num_layers, own.lora_rank, own.lora_keys)
+        return trained_parameters(self.shape, same)
 
     @property
     def weights_partitioned(self) -> bool:
@@ -153,7 +152,7 @@ class _TorchRank:
         if self.zero:
             whole = (self.trained.parameters + self.frozen) * compute
         else:
-            whole = self.trained.parameters * _FLOAT32_BYTES + self.frozen * (_FLOAT32_BYTES if self.full else compute)
+            whole = self.trained.parameters * FLOAT32_BYTES + self.frozen * (FLOAT32_BYTES if self.full else compute)
         return -(-whole // self.shards) if self.weights_partitioned else whole
 
     @cached_property
@@ -161,12 +160,12 @@ class _TorchRank:
         """The whole model as it is loaded, with its adapters."""
         if self.zero == 3:
             return 0
-        loaded_type = _FLOAT32_BYTES if self.full else self.workload.compute_bytes
+        loaded_type = FLOAT32_BYTES if self.full else self.workload.compute_bytes
         same = loaded_type == self.shape.dtype_bytes and (self.full or self.workload.precision != "fp16")
         if same and self.workload.on_gpu:
             # Mapped from the file, whose pages all ranks share and the system may take back.
             return 0
-        adapters = 0 if self.full else self.trained.parameters * _FLOAT32_BYTES
+        adapters = 0 if self.full else self.trained.parameters * FLOAT32_BYTES
         return self.shape.total_parameters * loaded_type + adapters
 
     @property
@@ -174,12 +173,12 @@ class _TorchRank:
         """Bytes of a model's file that stay resident on the CPU: ZeRO-1 and 2 copy the trained weights out of it, and
         the frozen ones keep it mapped. The system takes these pages back where memory is short."""
         stays = 0 < self.zero < 3 and self.full and self.workload.precision == "fp32" and self.frozen > 0
-        return self.trained.parameters * _FLOAT32_BYTES if stays and not self.workload.on_gpu else 0
+        return self.trained.parameters * FLOAT32_BYTES if stays and not self.workload.on_gpu else 0
 
     @cached_property
     def optimizer(self) -> int:
         """Moments in float32, and DeepSpeed's masters, which it also has in fp32."""
-        each = self.workload.moments * _FLOAT32_BYTES + (_FLOAT32_BYTES if self.zero else 0)
+        each = self.workload.moments * FLOAT32_BYTES + (FLOAT32_BYTES if self.zero else 0)
         return -(-self.trained.parameters * each // (1 if self.workload.strategy == "ddp" else self.shards))
 
     @cached_property
@@ -187,8 +186,8 @@ class _TorchRank:
         """Those alive at the end of the backward pass: float32, with ZeRO the rank's part in the computation's type."""
         trained, compute = self.trained.parameters, self.workload.compute_bytes
         if self.workload.strategy == "ddp":
-            return trained * _FLOAT32_BYTES
-        return -(-trained * (compute if self.zero else _FLOAT32_BYTES) // self.shards)
+            return trained * FLOAT32_BYTES
+        return -(-trained * (compute if self.zero else FLOAT32_BYTES) // self.shards)
 
     @property
     def accumulated(self) -> int:
@@ -204,7 +203,7 @@ class _TorchRank:
     def update(self) -> int:
         """Working memory of the update: an array like the rank's moments, and with ZeRO a gradient in float32."""
         own = -(-self.trained.parameters // (1 if self.workload.strategy == "ddp" else self.shards))
-        return own * _FLOAT32_BYTES * ((1 if self.workload.moments == 2 else 0) + (1 if self.zero else 0))
+        return own * FLOAT32_BYTES * ((1 if self.workload.moments == 2 else 0) + (1 if self.zero else 0))
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -223,14 +222,14 @@ class _TorchRank:
         # The embedding, the head and the last norm.
         outside = self.shape.total_parameters - sum(layer.parameters for layer in self.shape.architecture.layers)
         if workload.strategy == "ddp":
-            return _Buffers(always=trained * _FLOAT32_BYTES if workload.world_size > 1 else 0)
+            return _Buffers(always=trained * FLOAT32_BYTES if workload.world_size > 1 else 0)
         if workload.strategy == "fsdp":
             # The section that is used, the next one, and the flat copy that the next one is gathered into.
             two = min(2 * largest, sum(self.blocks))
             inside = sum(self.blocks) if workload.sharding == "grad_op" else two
             gathered = (outside + inside + max(outside, largest)) * compute
             reduced = largest if self.full else trained // max(1, len(self.trained_layers))
-            back = reduced * (compute + _FLOAT32_BYTES) + -(-reduced * _FLOAT32_BYTES // self.shards)
+            back = reduced * (compute + FLOAT32_BYTES) + -(-reduced * FLOAT32_BYTES // self.shards)
             return _Buffers(loss=gathered, backward=(outside + two) * compute + back)
         # On a GPU a bucket is allocated whole; on the CPU memory is resident once it is written to.
         bucket = (BUCKET_ELEMENTS if workload.on_gpu else min(trained, BUCKET_ELEMENTS)) * compute
@@ -270,27 +269,25 @@ class _TorchRank:
     @cached_property
     def _per_token(self) -> list[tuple[int, int]]:
         """Bytes per token of each trained layer: what it keeps, and the working memory of its backward pass."""
-        known: dict[int, tuple[int, int]] = {}
-        for layer in self.trained_layers:
-            if id(layer) not in known:
-                known[id(layer)] = (self._kept(layer), self._working(layer))
+        different = {id(layer): layer for layer in self.trained_layers}
+        known = {key: (self._kept(layer), self._working(layer)) for key, layer in different.items()}
         return [known[id(layer)] for layer in self.trained_layers]
 
     @property
     def _autocast(self) -> bool:
         """The operations convert, and not the parameters: DDP in 16 bits."""
-        return self.workload.strategy == "ddp" and self.workload.compute_bytes < _FLOAT32_BYTES
+        return self.workload.strategy == "ddp" and self.workload.compute_bytes < FLOAT32_BYTES
 
     @property
     def _residual(self) -> int:
         """Bytes of an element of the residual stream: under autocast the embedding is as its weights are."""
-        return _FLOAT32_BYTES if self._autocast and self.full else self.workload.compute_bytes
+        return FLOAT32_BYTES if self._autocast and self.full else self.workload.compute_bytes
 
     def _kept(self, layer: Layer) -> int:
         one, residual = self.workload.compute_bytes, self._residual
         # A norm computes in float32 and keeps its input so, which is the residual stream itself where that is float32;
         # a trained weight needs the normalised input, too.
-        norm = _FLOAT32_BYTES + (residual if self.full else 0)
+        norm = FLOAT32_BYTES + (residual if self.full else 0)
         kept = (layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)) * norm
         return kept + sum(_kept_by(sublayer, one) + self._inputs(sublayer) for sublayer in layer.sublayers)
 
@@ -298,13 +295,13 @@ class _TorchRank:
         """Bytes per token of the inputs of trained matrices: shared ones once, but each adapter converts its own."""
         one = self.workload.compute_bytes
         if self.full:
-            return _sources(sublayer.matrices) * one
+            return sources(sublayer.matrices) * one
         keys = self.workload.lora_keys
         chosen = [matrix for matrix in sublayer.matrices if keys is None or matrix.name in keys]
-        ranks = sum(matrix.active for matrix in chosen) * self.workload.lora_rank * _FLOAT32_BYTES
-        if one == _FLOAT32_BYTES:
-            return ranks + _sources(chosen) * one
-        copied = one if self._autocast else _FLOAT32_BYTES
+        ranks = sum(matrix.active for matrix in chosen) * self.workload.lora_rank * FLOAT32_BYTES
+        if one == FLOAT32_BYTES:
+            return ranks + sources(chosen) * one
+        copied = one if self._autocast else FLOAT32_BYTES
         return ranks + sum(matrix.inputs * matrix.active for matrix in chosen) * copied
 
     def _working(self, layer: Layer) -> int:
@@ -320,7 +317,7 @@ class _TorchRank:
             working += max(kept, default=0)
             kept = [self.shape.hidden * self._residual] * len(kept)
         one = self.workload.compute_bytes
-        logits = self.shape.vocabulary * (_LOSS_ARRAYS * _FLOAT32_BYTES + (one if one < _FLOAT32_BYTES else 0))
+        logits = self.shape.vocabulary * (_LOSS_ARRAYS * FLOAT32_BYTES + (one if one < FLOAT32_BYTES else 0))
         return tokens * sum(kept), tokens * working, tokens * logits
 
     @cached_property
@@ -343,11 +340,7 @@ def _kept_by(sublayer: Sublayer, one: int) -> int:
         inward = sum(matrix.outputs * matrix.active for matrix in sublayer.matrices if matrix.source == "in")
         gated = inward >= 2 * down.inputs * down.active
         return (inward + (down.inputs * down.active if gated else 0)) * one
-    return sublayer.kept * one + sublayer.kept_float32 * _FLOAT32_BYTES
-
-
-def _sources(matrices: Sequence[Matrix]) -> int:
-    return sum({matrix.source: matrix.inputs * matrix.active for matrix in matrices}.values())
+    return sublayer.kept * one + sublayer.kept_float32 * FLOAT32_BYTES
 
 
 def torch_estimate(shape: ModelShape, workload: TorchWorkload) -> TorchMemory:
