@@ -7,6 +7,7 @@ trainer; the check only tests that it could be.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings, first_of, skip_for_command
 from engine.checks.context import CheckContext
 from engine.checks.fixes import LISTS, Fix, on_path, path_fix
+from engine.checks.obstacles import TRIAL_LIMIT_S, try_adapters
 from engine.checks.plan_inputs import shared_plan, shared_plan_inputs
 from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
+from engine.errors import FlightDeckError
 from engine.models import CheckResult
 from engine.plan.context import job_iterations
 from engine.plan.document import Disabled
@@ -65,6 +68,9 @@ async def run(context: CheckContext) -> CheckResult:
     for node, storage in found.answered(answers):
         found.evidence[node.name] = _describe(storage, state)
         evaluate(found.on(node), storage, state, config)
+    for node, storage in itertools.islice(found.answered(answers), 1):
+        if storage.resume is not None and config.job.framework == "mlx" and not found.on(node).faults:
+            found.on(node).faults += await _misfit(context, node, storage.resume)
     size = f"{state.saved_bytes / 1e6:,.1f} MB a save" if state.saved_bytes is not None else "size of a save not known"
     return found.verdict(f"every node can save, {size}")
 
@@ -74,8 +80,6 @@ def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize
     if storage.fault is not None:
         fixes = {"mkdir -p": storage.make, "chmod u+rwx": storage.permit, 'sudo chown "$USER"': storage.own}
         findings.fault(storage.fault, next(filter(None, itertools.starmap(path_fix, fixes.items())), None))
-        if "outside of the allowed" in storage.fault:
-            findings.fault("choose another adapter_path, or name its folder in [preflight] roots")
     elif storage.free is not None and storage.free < state.needed_bytes:
         largest = f"du -sk {quoted('~/.flightdeck/runs')}/* | sort -n | tail -5"
         findings.fault(_short_of(storage, state), Fix(largest, LISTS))
@@ -130,6 +134,23 @@ def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None
     return found
 
 
+async def _misfit(context: CheckContext, node: NodeConfig, resume: AdapterWeights) -> list[str]:
+    """How the weights differ from those of the job's model, as mlx-lm builds it there; [] where it cannot be tried."""
+    path = (await _paths(context, node))["resume_adapter_file"]
+    with contextlib.suppress(FlightDeckError):
+        report = await try_adapters(context, node, path)
+        if report.misfit is not None:
+            return [f"resume_adapter_file does not fit: {report.misfit}"]
+        if report.lacking:
+            part = f"{report.trained - report.lacking:,} of the {report.trained:,} tensors that the job trains"
+            layers = f"num_layers = {len(resume.layers)}"
+            if not resume.modules:
+                return [f"resume_adapter_file has {part}: set {layers}"]
+            keys = f"lora_parameters.keys = {json.dumps(resume.modules)} and {layers}"
+            return [f"resume_adapter_file adapts {first_of(resume.modules)} alone, {part}: set {keys}"]
+    return []
+
+
 async def save_size(context: CheckContext) -> SaveSize:
     """Estimated from what the plan knows of the model."""
     config, plan = context.config, await shared_plan(context)
@@ -159,10 +180,7 @@ def state_folder(config: Config) -> str | None:
 
 
 async def _request(context: CheckContext, node: NodeConfig, state: SaveSize) -> dict[str, Any]:
-    layout = await context.layout_of(node)
-    settings = context.config.job.mlx_lm
-    named = {key: settings.get(key) for key in ("adapter_path", "resume_adapter_file")}
-    paths = {key: layout.expanded(context.path(node, str(path))) if path else None for key, path in named.items()}
+    layout, paths = await context.layout_of(node), await _paths(context, node)
     elsewhere = state_folder(context.config)
     roots = [layout.home, layout.root, layout.expanded(node.workdir), *context.config.preflight.roots]
     return {
@@ -173,6 +191,12 @@ async def _request(context: CheckContext, node: NodeConfig, state: SaveSize) -> 
         "resume": paths["resume_adapter_file"],
         "needed": state.needed_bytes,
     }
+
+
+async def _paths(context: CheckContext, node: NodeConfig) -> dict[str, str | None]:
+    layout, settings = await context.layout_of(node), context.config.job.mlx_lm
+    named = {key: settings.get(key) for key in ("adapter_path", "resume_adapter_file")}
+    return {key: layout.expanded(context.path(node, str(path))) if path else None for key, path in named.items()}
 
 
 def _short_of(storage: CheckpointStorage, state: SaveSize) -> str:
@@ -197,5 +221,6 @@ def _describe(storage: CheckpointStorage, state: SaveSize) -> str:
 
 CHECK = Check(
     NAME, "the checkpoint directory: allowed, writable, large enough; existing checkpoints are intact", run,
-    time_limit_s=2 * _LIMIT_S, needs=(connectivity.NAME,), after=(sync.NAME,), not_applicable=skip_for_command,
+    time_limit_s=2 * _LIMIT_S + TRIAL_LIMIT_S, needs=(connectivity.NAME,), after=(sync.NAME,),
+    not_applicable=skip_for_command,
 )  # fmt: skip

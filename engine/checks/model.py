@@ -65,7 +65,9 @@ async def run(context: CheckContext) -> CheckResult:
         found.overall.faults += await _unloadable(context, first, folders[first.name], complete[first.name])
         known = depends_on_matrices(context.config.job)
         configuration = (await shared_plan_inputs(context)).model if known else None
-        found.overall.faults += [each.text for each in await adapter_obstacles(context, first, configuration)]
+        obstacles = await adapter_obstacles(context, first, configuration)
+        found.overall.faults += [each.text for each in obstacles.refusals]
+        found.overall.warnings += [each.text for each in obstacles.warnings]
     except FlightDeckError as error:
         found.overall.warn(str(error))
     reference, aside = complete[first.name].hashes, list[str | None]()

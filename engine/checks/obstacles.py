@@ -21,7 +21,7 @@ from engine.launch.rank_environment import SECRETS
 from engine.node.probes.job import needs_key, probe_reporters
 from engine.plan.context import PlanInputs
 from engine.plan.document import PlanIssue, Rationale
-from engine.plan.obstacles import knows_matrices, nothing_trained
+from engine.plan.obstacles import knows_matrices, nothing_trained, unmatched
 
 TRIAL_LIMIT_S = 60.0
 """To import mlx-lm from a cold disk, and to try the adapters, or rows of each kind."""
@@ -42,12 +42,15 @@ async def with_obstacles(context: CheckContext, inputs: PlanInputs) -> PlanInput
         report = await try_rows(context, node, files)
         return tuple(PlanIssue(name="data", text=text) for text in rows_refused(report, job.mlx_lm))
 
+    async def adapters() -> tuple[PlanIssue, ...]:
+        return tuple((await adapter_obstacles(context, node, inputs.model)).refusals)
+
     async def tried(found: Awaitable[tuple[PlanIssue, ...]]) -> tuple[PlanIssue, ...]:
         with contextlib.suppress(FlightDeckError):
             return await found
         return ()
 
-    found = await asyncio.gather(tried(rows()), tried(adapter_obstacles(context, node, inputs.model)))
+    found = await asyncio.gather(tried(rows()), tried(adapters()))
     return replace(inputs, obstacles=sum(found, inputs.obstacles))
 
 
@@ -57,30 +60,36 @@ def depends_on_matrices(job: JobConfig) -> bool:
     return job.fine_tune_type == "dora" or (job.fine_tune_type == "lora" and by_name)
 
 
-async def adapter_obstacles(
-    context: CheckContext, node: NodeConfig, config: Mapping[str, Any] | None
-) -> tuple[PlanIssue, ...]:
-    """Adapters that mlx-lm cannot add to a model whose config.json is `config`, where the plan does not know the
-    model's matrices. Raises InputError where it could not be tried, LaunchError, NodeUnreachable."""
-    job = context.config.job
-    if job.framework == "torch":
-        # peft names what it cannot adapt, and there is no mlx-lm on these nodes.
-        return ()
-    if config is None or not depends_on_matrices(job) or knows_matrices(config):
-        return ()
-    model, lora = context.path(node, node.model or job.model or ""), job.mlx_lm["lora_parameters"]
-    dora = job.fine_tune_type == "dora"
-    settings = json.dumps({"num_layers": job.mlx_lm["num_layers"], "lora_parameters": lora, "dora": dora})
-    report = await context.probe(node, "adapters", model, settings, result_type=AdapterReport, timeout_s=TRIAL_LIMIT_S)
+async def adapter_obstacles(context: CheckContext, node: NodeConfig, config: Mapping[str, Any] | None) -> Rationale:
+    """Adapters that mlx-lm cannot add to a model whose config.json is `config`, and keys that name nothing, where the
+    plan does not know the matrices. Raises InputError where it could not be tried, LaunchError, NodeUnreachable."""
+    job, rationale = context.config.job, Rationale()
+    # peft names what it cannot adapt, and there is no mlx-lm on the nodes of a PyTorch job.
+    if job.framework == "torch" or config is None or not depends_on_matrices(job) or knows_matrices(config):
+        return rationale
+    report = await try_adapters(context, node)
     if report.untried is not None:
+        model = context.path(node, node.model or job.model or "")
         raise InputError("adapters were not tried", where=f"{model} on {node.name}", why=report.untried)
-    rationale = Rationale()
     if report.problem is not None:
         todo = f"choose others in lora_parameters.keys: its last layer has {', '.join(report.names)}"
         rationale.refuse("lora_parameters", f"mlx-lm cannot adapt the model: {report.problem}", todo=todo)
     elif not report.trained:
-        rationale.refuse("lora_parameters", *nothing_trained(lora.get("keys") or (), report.names))
-    return tuple(rationale.refusals)
+        keys = job.mlx_lm["lora_parameters"].get("keys") or ()
+        rationale.refuse("lora_parameters", *nothing_trained(keys, report.names))
+    elif report.unmatched:
+        rationale.warn("lora_parameters", unmatched(report.unmatched, report.names))
+    return rationale
+
+
+async def try_adapters(context: CheckContext, node: NodeConfig, resume: str | None = None) -> AdapterReport:
+    """The job's adapters, or trained layers, in its model, and the weights in a file of the node's. Raises LaunchError,
+    NodeUnreachable."""
+    job = context.config.job
+    asked = {key: job.mlx_lm[key] for key in ("num_layers", "lora_parameters")}
+    settings = json.dumps({**asked, "kind": job.fine_tune_type, "resume": resume})
+    model = context.path(node, node.model or job.model or "")
+    return await context.probe(node, "adapters", model, settings, result_type=AdapterReport, timeout_s=TRIAL_LIMIT_S)
 
 
 def data_files(settings: Mapping[str, Any], folder: str) -> list[str]:

@@ -125,7 +125,13 @@ class AdapterReport(_Report):
     tells = (("names", "trained"), ("names", "problem"), ("untried",))
     names: Annotated[list[ShortText], Field(max_length=1_000)] = Field(default_factory=list)
     """Matrices of the last layer."""
+    unmatched: Annotated[list[ShortText], Field(max_length=1_000)] = Field(default_factory=list)
+    """Keys of lora_parameters that name nothing."""
     trained: Count = 0
+    misfit: ShortText | None = None
+    """Why the weights to resume from are none of the job's."""
+    lacking: Count = 0
+    """Trained tensors that are not among them."""
     problem: ShortText | None = None
     """Why mlx-lm cannot adapt the model."""
     untried: ShortText | None = None

@@ -129,8 +129,13 @@ def _check_adapters(
     if len(missing) == len(found):
         rationale.refuse("lora_parameters", *nothing_trained(missing, names))
     elif missing:
-        text = f"no matrix is called {_listed(missing)}, as lora_parameters.keys says: the trained layers have"
-        rationale.warn("lora_parameters", f"{text} {', '.join(names)}")
+        rationale.warn("lora_parameters", unmatched(missing, names))
+
+
+def unmatched(keys: Iterable[str], names: Iterable[str]) -> str:
+    """Description of keys beside others that name matrices. `names`: of the trained layers'."""
+    text = f"no matrix is called {_listed(keys)}, as lora_parameters.keys says: the trained layers have"
+    return f"{text} {', '.join(names)}"
 
 
 def nothing_trained(keys: Iterable[str], names: Iterable[str]) -> tuple[str, None, str]:

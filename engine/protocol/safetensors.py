@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from engine.protocol.attempt import open_regular
 class CheckpointError(ValueError):
     """A file or checkpoint is incomplete, damaged, hostile or of another job: one line that says what is wrong."""
 
+
+Shape = tuple[int, ...]
 
 _HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
@@ -73,6 +76,25 @@ def check_header(path: Path, *, exact: bool = True) -> Header:
     if at > size - 8 - length or (exact and at != size - 8 - length):
         raise CheckpointError(f"its tensors need {at:,} bytes, it has {size - 8 - length:,}")
     return Header(tensors, metadata)
+
+
+def misfit(found: Mapping[str, Shape], model: Mapping[str, Shape], trained: Collection[str]) -> str | None:
+    """Description of weights that a model, of which `trained` are trained, has no place for. MLX ignores other names,
+    and takes any shape."""
+    strange = sorted(name for name in found if name not in model)
+    if not found:
+        return "it has no tensor"
+    if len(strange) == len(found):
+        first, other = strange[0], min(trained, default="none")
+        inner = next((name for name in model if first.endswith(f".{name}") or name.endswith(f".{first}")), None)
+        todo = "; save it anew with the job's prefix" if inner is not None else ""
+        many = f"none of its {len(found):,} tensors is one of the job's: it has {ascii(first)[:90]}"
+        return f"{many}, and the job trains {inner or other}{todo}"
+    if strange:
+        many = f"{len(strange):,} of its {len(found):,} tensors are none of the job's"
+        return f"{many}, such as {ascii(strange[0])[:90]}"
+    other = next((name for name, shape in found.items() if tuple(shape) != tuple(model[name])), "")
+    return f"its {other} is {[*found[other]]}, and the job's {[*model[other]]}" if other else None
 
 
 def _tensor(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.protocol.job import Job, JobError, TorchSettings
 from engine.training.checkpoint_files import replace_folder
+from engine.training.inputs import partly_resumed
 from engine.training.outcome import first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of the computation, by TorchSettings.precision."""
 
 
-def load_model(job: Job, settings: TorchSettings) -> Any:
+def load_model(job: Job, settings: TorchSettings, warn: Callable[[str], None] = lambda _: None) -> Any:
     """The model, with only the trained parameters unfrozen. These are float32; frozen ones have the type of the
     computation. Raises JobError."""
     # Every rank initialises the same adapter.
@@ -53,9 +54,9 @@ def load_model(job: Job, settings: TorchSettings) -> Any:
     if full:
         layers[first:].requires_grad_(True)
     else:
-        model = _with_adapter(job, model, name, first)
+        model = _with_adapter(job, model, name, first, warn)
     if job.resume_adapter_file is not None:
-        _load_trained(job, model)
+        _load_trained(job, model, warn)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError(f"[job] num_layers = {job.num_layers}, lora_parameters.keys: there is nothing to train")
     if job.grad_checkpoint:
@@ -73,12 +74,16 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     raise JobError(f"{type(model).__name__} has no list of {count} blocks, as config.json has it")
 
 
-def _with_adapter(job: Job, model: Any, name: str, first: int) -> Any:
+def _with_adapter(job: Job, model: Any, name: str, first: int, warn: Callable[[str], None]) -> Any:
     """mlx-lm's lora_parameters for peft, from the block `first` of the list `name` on: `keys` are names within a block;
     without them all of its linear layers are meant. Raises JobError."""
     parameters, layers = job.lora_parameters, model.get_submodule(name)
     linear = {path for layer in layers for path, module in layer.named_modules() if isinstance(module, nn.Linear)}
     keys = set(parameters.get("keys") or linear)
+    paths = [f".{path}" for path, _ in model.named_modules()]
+    for key in sorted(keys):
+        if not any(path.endswith(f".{key}") for path in paths):
+            warn(f"lora_parameters.keys: no matrix is called {key}: the blocks have {', '.join(sorted(linear))}")
     try:
         rank, scale, dropout = (parameters[key] for key in ("rank", "scale", "dropout"))
         config = LoraConfig(
@@ -96,15 +101,17 @@ def _with_adapter(job: Job, model: Any, name: str, first: int) -> Any:
         raise JobError(f"[job] lora_parameters or fine_tune_type: {first_line(error)}") from error
 
 
-def _load_trained(job: Job, model: Any) -> None:
+def _load_trained(job: Job, model: Any, warn: Callable[[str], None]) -> None:
     """The weights of resume_adapter_file, as `TrainedFolder` writes them. Raises JobError."""
     named = f"[job] resume_adapter_file = {job.resume_adapter_file!r}"
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         weights = load_file(str(job.resume_adapter_file))
         if job.fine_tune_type == "full":
-            unknown = _load_parameters(model, weights)
+            unknown, lacking = _load_parameters(model, weights), trained - weights.keys()
         else:
-            unknown = set_peft_model_state_dict(model, weights).unexpected_keys
+            loaded = set_peft_model_state_dict(model, weights)
+            unknown, lacking = loaded.unexpected_keys, trained.intersection(loaded.missing_keys)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise JobError(f"{named}: {' '.join(str(error).split())}") from error
     if unknown:
@@ -113,6 +120,8 @@ def _load_trained(job: Job, model: Any) -> None:
             f"{job.fine_tune_type!r}, num_layers = {job.num_layers} and these lora_parameters; a file of mlx-lm does "
             "not fit, either"
         )
+    if lacking:
+        warn(partly_resumed(job, len(trained) - len(lacking), len(trained)))
 
 
 def _load_parameters(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:

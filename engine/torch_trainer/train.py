@@ -89,7 +89,7 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
     examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     if job.epochs is not None:
         job = replace(job, iters=epoch_iterations(job.epochs, len(examples), job.batch_size))
-    model = load_model(job, settings)
+    model = load_model(job, settings, reporter.warn)
     inputs = {"train.jsonl": crc_text(examples), "valid.jsonl": crc_text(valid)}
     inputs["the base model"] = files_checksum(job, adapter=False)
     checksum = files_checksum(job, adapter=True)

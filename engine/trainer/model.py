@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +16,8 @@ from mlx_lm.utils import load, maybe_set_recommended_wired_limit
 
 from engine.node.bootstrap import make_private
 from engine.protocol.job import Job, JobError
+from engine.protocol.safetensors import misfit
+from engine.training.inputs import partly_resumed
 
 
 def set_up_device(job: Job, rank: int = 0) -> None:
@@ -42,7 +44,7 @@ def _on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
-def load_model(job: Job) -> tuple[nn.Module, Any]:
+def load_model(job: Job, warn: Callable[[str], None] = lambda _: None) -> tuple[nn.Module, Any]:
     """The model and tokenizer of the job, with only the trained parameters unfrozen. For the partitioned strategies it
     is not evaluated yet: parameters that this rank does not keep are never read. Raises JobError."""
     model, tokenizer = load(
@@ -64,16 +66,30 @@ def load_model(job: Job) -> tuple[nn.Module, Any]:
         except (KeyError, TypeError, ValueError) as error:
             raise JobError(f"[job] lora_parameters or fine_tune_type: {error}") from error
     if job.resume_adapter_file is not None:
-        try:
-            model.load_weights(job.resume_adapter_file, strict=False)
-        except (RuntimeError, ValueError) as error:
-            raise JobError(f"[job] resume_adapter_file = {job.resume_adapter_file!r}: {error}") from error
+        _load_trained(job, model, warn)
     if not tree_flatten(model.trainable_parameters()):
         raise JobError(f"[job] num_layers = {job.num_layers}, lora_parameters.keys: there is nothing to train")
     if job.strategy == "data":
         recompute_layers(model.layers, job.grad_checkpoint)
         mx.eval(model.parameters())
     return model, tokenizer
+
+
+def _load_trained(job: Job, model: nn.Module, warn: Callable[[str], None]) -> None:
+    """The weights of resume_adapter_file. Raises JobError."""
+    named = f"[job] resume_adapter_file = {job.resume_adapter_file!r}"
+    try:
+        weights: Any = mx.load(str(job.resume_adapter_file))
+    except (RuntimeError, ValueError) as error:
+        raise JobError(f"{named}: {error}") from error
+    found = {name: value.shape for name, value in weights.items()} if isinstance(weights, dict) else {}
+    trained = dict(tree_flatten(model.trainable_parameters()))
+    shapes = {name: value.shape for name, value in tree_flatten(model.parameters())}
+    if (why := misfit(found, shapes, trained)) is not None:
+        raise JobError(f"{named}: {why}")
+    if lacking := len(trained.keys() - found.keys()):
+        warn(partly_resumed(job, len(trained) - lacking, len(trained)))
+    model.load_weights(list(weights.items()), strict=False)
 
 
 def recompute_layers(layers: Sequence[nn.Module], wanted: bool | int) -> None:

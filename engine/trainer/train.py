@@ -56,7 +56,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
         job = replace(job, val_batches=0, test=False)
     setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
     set_up_device(job, collective.rank)
-    model, tokenizer = load_model(job)
+    model, tokenizer = load_model(job, reporter.warn)
     examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     if job.epochs is not None:
         job = replace(job, iters=epoch_iterations(job.epochs, len(examples), job.batch_size))

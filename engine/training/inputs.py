@@ -46,6 +46,12 @@ def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Sp
     return train, valid, test
 
 
+def partly_resumed(job: Job, found: int, trained: int) -> str:
+    """The warning about weights that lack some of those that are trained."""
+    named = f"resume_adapter_file = {job.resume_adapter_file!r}"
+    return f"{named} has {found:,} of the {trained:,} tensors that are trained: the others begin anew"
+
+
 def crc_text(split: Split) -> str:
     return f"crc32 {split.checksum:08x}"
 

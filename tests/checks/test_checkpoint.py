@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import tempfile
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.checks import checkpoint as check
 from engine.checks.check import Findings
@@ -215,6 +223,124 @@ async def test_what_is_resumed_must_be_what_is_trained(saving: Config, adapters:
     assert "has layers 0 to 3, and num_layers trains 2 to 3 of 4" in (await run_check(check.run, good)).summary
     (adapters / "old.safetensors").unlink()
     assert "old.safetensors is not there" in (await run_check(check.run, good)).summary
+
+
+ALL = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj")
+
+
+def archived(name: str, content: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def resumed_from(root: Path, path: Path) -> str:
+    """Why the storage probe refuses to resume from it."""
+    asked: dict[str, Any] = {"directory": str(root), "roots": [str(root)], "runs": str(root), "states": None}
+    return str(storage.probe_storage(json.dumps({**asked, "needed": 0, "resume": str(path)}))["resume_fault"])
+
+
+def adapted(modules: Sequence[str], prefix: str = "") -> dict[str, mx.array]:
+    """Adapters of rank 8 of these matrices of LLAMA's last two layers."""
+    out = {"self_attn.q_proj": 64, "self_attn.k_proj": 32, "mlp.up_proj": 128}
+    shapes = {
+        f"{prefix}model.layers.{layer}.{name}.lora_{which}": shape
+        for layer in (2, 3)
+        for name in modules
+        for which, shape in (("a", (64, 8)), ("b", (8, out[name])))
+    }
+    return {name: mx.zeros(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "keys", "message"),
+    [
+        ("whole.safetensors", adapted(ALL), ALL, None),
+        ("whole.npz", adapted(ALL), ALL, None),
+        ("vlm.safetensors", adapted(ALL, "language_model."), ALL, "none of its 12 tensors is one of the job's"),
+        ("vlm.npz", adapted(ALL, "language_model."), None, "save it anew with the job's prefix"),
+        ("old.npz", adapted(ALL[:1]), None, "adapts self_attn.q_proj alone, 4 of the 28 tensors that the job trains"),
+        (
+            "old.safetensors",
+            adapted(ALL[:2]),
+            None,
+            'set lora_parameters.keys = ["self_attn.k_proj", "self_attn.q_proj"] and num_layers = 2',
+        ),
+        (
+            "wide.npz",
+            {**adapted(ALL), "model.layers.2.mlp.up_proj.lora_b": mx.zeros((8, 9))},
+            ALL,
+            "the job's [8, 128]",
+        ),
+        ("more.npz", {**adapted(ALL), "model.norm.lora": mx.zeros((8, 8))}, ALL, "1 of its 13 tensors are none of the"),
+    ],
+)
+async def test_an_adapter_is_compared_with_the_jobs_own_tensors(
+    saving: Config, name: str, arrays: dict[str, mx.array], keys: Sequence[str] | None, message: str | None
+) -> None:
+    adapters = Path(saving.nodes[0].workdir, "adapters")
+    if name.endswith(".npz"):
+        mx.savez(str(adapters / name), **arrays)
+    else:
+        mx.save_safetensors(str(adapters / name), arrays)
+    lora = {"rank": 8, "scale": 20.0, "dropout": 0.0, **({"keys": list(keys)} if keys else {})}
+    resumed = with_settings(saving, resume_adapter_file=f"adapters/{name}", lora_parameters=lora)
+    result = await run_check(check.run, resumed)
+    assert (result.status is CheckStatus.PASS) == (message is None), result.summary
+    assert message is None or message in result.summary
+
+
+async def test_layers_of_a_full_fine_tuning_are_compared_with_the_jobs(saving: Config, adapters: Path) -> None:
+    up = {f"model.layers.{layer}.mlp.up_proj.weight": mx.zeros((128, 64)) for layer in (2, 3)}
+    mx.save_safetensors(str(adapters / "full.safetensors"), up)
+    full = with_settings(saving, resume_adapter_file="adapters/full.safetensors")
+    full = full.model_copy(update={"job": full.job.model_copy(update={"fine_tune_type": "full"})})
+    result = await run_check(check.run, full)
+    assert "has 2 of the 18 tensors that the job trains: set num_layers = 2" in result.summary
+
+
+@given(st.dictionaries(st.text("ab.", min_size=1), st.lists(st.integers(0, 3), max_size=3), max_size=4))
+def test_an_archive_of_arrays_is_read_as_mlx_reads_it(arrays: dict[str, list[int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, save = Path(folder, "x.npz"), cast("Any", np.savez)
+        save(path, **{name: np.zeros(shape, dtype="<f2") for name, shape in arrays.items()})
+        assert storage.shapes(path) == {name: tuple(shape) for name, shape in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.npz", b"x" * 100, "its NPZ archive cannot be read: File is not a zip file"),
+        ("a.npz", archived("w.npy", b"\x93NUMPY\x01\0\x05\0[1,2]"), "its NPZ archive cannot be read"),
+        ("a.npz", archived("w.npy", b"short"), "its NPZ archive cannot be read"),
+        ("a.npz", archived("w.npy", b"\x93NUMPY\x01\0\x0f\0{'shape': (-1,)}"), "its NPZ archive cannot be read"),
+        ("a.safetensors", archived("w.npy", b""), "a zip archive: call it *.npz if mlx-lm made it"),
+        ("a.bin", archived("x/data.pkl", b""), "if PyTorch, save it by safetensors.torch.save_file"),
+        ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer (git lfs pull)"),
+        ("a.gguf", b"GGUF" + bytes(99), "it is GGUF"),
+        ("a.safetensors", b"\xff" * 99, "its header is longer than the file"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert message in str(resumed_from(tmp_path, tmp_path / name))
+
+
+def test_a_folder_names_the_files_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    assert f"{folder} is a folder: it has no *.safetensors" in resumed_from(tmp_path, folder)
+    (folder / "adapters.safetensors").touch()
+    assert f"{folder} is a folder: name the file in it: adapters.safetensors" in resumed_from(tmp_path, folder)
+
+
+def test_a_file_on_another_volume_names_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    outside = weights(tmp_path / "a.safetensors", 2)
+    message = resumed_from(tmp_path / "root", outside)
+    assert f"{outside} lies outside of the allowed directories" in message and "[preflight] roots" in message
+    assert resumed_from(tmp_path, outside) == "None"
 
 
 def test_weights_of_a_full_fine_tuning_are_distinguished_from_adapters(tmp_path: Path, saving: Config) -> None:

@@ -161,6 +161,13 @@ async def test_adapters_of_an_architecture_that_the_plan_does_not_know_are_tried
         assert "self_attn.o_proj" in result.summary
 
 
+async def test_one_wrong_key_among_right_ones_is_named(config: Config, model: Path) -> None:
+    write_model(model, tiny_config("deepseek_v3"))
+    result = await run_check(check.run, adapting(config, "lora", "self_attn.o_proj", "self_attn.o_prog"))
+    assert result.status is CheckStatus.WARN
+    assert "no matrix is called self_attn.o_prog, as lora_parameters.keys says: the trained layers" in result.summary
+
+
 async def test_adapters_that_cannot_be_tried_warn_with_the_reason(config: Config, model: Path) -> None:
     write_model(model, tiny_config("deepseek_v3"))
     without_mlx = str(Path(sys.base_prefix) / "bin" / "python3")

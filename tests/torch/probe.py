@@ -115,7 +115,8 @@ def models(request: Request) -> Any:
     found: dict[str, Any] = {}
     for name, keys in request["models"].items():
         try:
-            model = load_model(make_job(request, **keys), TorchSettings())
+            warnings = found[f"{name}, warnings"] = []
+            model = load_model(make_job(request, **keys), TorchSettings(), warnings.append)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             found[name] = [float(parameter.norm()) for parameter in trained]
         except JobError as error:

@@ -159,6 +159,8 @@ def models(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, probe: Probe) -
         "mlx": {**ADAPTER, **files["mlx"]},
         "peft": {**ADAPTER, **files["peft"]},
         "other rank": {**ADAPTER, "lora_parameters": {**LORA, "rank": 8}, **files["peft"]},
+        "part": {**ADAPTER, "lora_parameters": {**LORA, "keys": []}, **files["peft"]},
+        "one wrong key": {**ADAPTER, "lora_parameters": {**LORA, "keys": ["self_attn.q_proj", "self_attn.q_prog"]}},
         "torn": {**ADAPTER, **files["torn"]},
         "typo": {**ADAPTER, "lora_parameters": {**LORA, "keys": ["self_attn.q_prog"]}},
         "an adapter for the whole": {"fine_tune_type": "full", **files["peft"]},
@@ -170,6 +172,13 @@ def models(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, probe: Probe) -
 def test_saved_weights_are_what_the_training_goes_on_with(models: dict[str, Any]) -> None:
     assert models["peft"].count(pytest.approx(128**0.5)) == 2
     assert models["whole"].count(pytest.approx(32)) == 2
+
+
+def test_what_is_resumed_in_part_or_named_in_vain_is_a_warning(models: dict[str, Any]) -> None:
+    (message,) = models["part, warnings"]
+    assert "peft.safetensors' has 2 of the 28 tensors that are trained: the others begin anew" in message
+    (message,) = models["one wrong key, warnings"]
+    assert "no matrix is called self_attn.q_prog: the blocks have mlp.down_proj" in message
 
 
 @pytest.mark.parametrize(

@@ -459,6 +459,30 @@ def test_settings_that_do_not_fit_are_named(tiny: Tiny, tmp_path: Path, keys: di
         train(tiny, tmp_path, **keys)
 
 
+def test_an_adapter_goes_on_in_part_with_a_warning_and_never_in_silence(tiny: Tiny, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.0}}
+    own = {name: mx.ones(value.shape) for name, value in trained_of(load_model(make_job(tiny, tmp_path, **keys))[0])}
+    some = {name: value for name, value in own.items() if "q_proj" in name}
+    files = {"own.npz": own, "some.npz": some, "wrapped.npz": {f"language_model.{name}": own[name] for name in own}}
+    for name, arrays in {**files, "odd.npz": {**own, min(own): mx.ones((1, 1))}}.items():
+        mx.savez(str(tmp_path / name), **arrays)
+    warnings: list[str] = []
+    jobs = {name: make_job(tiny, tmp_path, **keys, resume_adapter_file=str(tmp_path / name)) for name in files}
+    whole = load_model(jobs["own.npz"], warnings.append)[0]
+    assert warnings == [] and all(mx.all(value == 1) for _, value in trained_of(whole))
+    part = load_model(jobs["some.npz"], warnings.append)[0]
+    assert f"has {len(some)} of the {len(own)} tensors that are trained: the others begin anew" in "".join(warnings)
+    assert all(mx.all(value == 1) for name, value in trained_of(part) if name in some)
+    with pytest.raises(JobError, match=f"none of its {len(own)} tensors is one of the job's"):
+        load_model(jobs["wrapped.npz"])
+    with pytest.raises(JobError, match=r"is \[1, 1\], and the job's"):
+        load_model(make_job(tiny, tmp_path, **keys, resume_adapter_file=str(tmp_path / "odd.npz")))
+
+
+def trained_of(model: Any) -> list[tuple[str, mx.array]]:
+    return tree_flatten(model.trainable_parameters())  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("what", ["model", "data"])
 def test_a_directory_that_is_not_there_is_named(tiny: Tiny, tmp_path: Path, what: str) -> None:
     with pytest.raises(JobError, match=f"the {what} /nowhere/{what} is not a directory on this node"):

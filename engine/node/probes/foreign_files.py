@@ -41,7 +41,7 @@ WAYS = {
 }
 """Content of a file → a filter that makes JSON lines of it; after PYTHON code for the node's own, with CHAT for the key
 of messages as JSON."""
-_MAGIC = {
+MAGIC = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
     b"\xfd7zXZ": "xz",
@@ -65,7 +65,7 @@ def foreign_problem(path: Path, kind: str) -> str:
 
 def foreign_kind(head: bytes) -> str | None:
     """The content by the first HEAD_BYTES of a file: most often a key of WAYS; None for JSON lines, good or bad."""
-    kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+    kind = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
     zeros = [byte == 0 for byte in head[:4]]
     if kind is None and zeros in ([True, False] * 2, [False, True] * 2):
         return "UTF-16 (big-endian)" if zeros[0] else "UTF-16 (little-endian)"

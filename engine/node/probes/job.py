@@ -15,15 +15,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.node.probes.storage import shapes
+from engine.protocol.safetensors import misfit
+
 _QUIET = ("offline", "disabled", "dryrun", "local")
 _KEY_FILES = {"wandb": ("api.wandb.ai", "~/.netrc", "~/_netrc"), "swanlab": ("swanlab", "~/.swanlab/.netrc")}
 """Service → its host, and the files in which its login keeps the key."""
 
 
 def probe_adapters(model: str, settings: str) -> dict[str, Any]:
-    """`trained`, how many tensors would be; `names` of the last layer's matrices; `problem` if mlx-lm cannot adapt it;
-    `untried` if that is not known. `settings` is JSON: {"num_layers": …, "lora_parameters": …, "dora": …}. The model is
-    built from its config.json, but no weight is read or computed."""
+    """`trained`, how many tensors would be; `names` of the last layer's matrices; `unmatched` keys, which name nothing;
+    `problem` if mlx-lm cannot adapt it; `misfit` of the weights in the file `resume`, and how many it is `lacking`;
+    `untried` if that is not known. `settings` is JSON: {"num_layers": …, "lora_parameters": …, "kind": …, "resume": …}.
+    The model is built from its config.json, but no weight is read or computed."""
     asked = json.loads(settings)
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -33,13 +37,29 @@ def probe_adapters(model: str, settings: str) -> dict[str, Any]:
             built = kind(arguments.from_dict(config))
             names = [name for name, part in built.layers[-1].named_modules() if hasattr(part, "to_quantized")]
             built.freeze()
+            layers = built.layers[-max(asked["num_layers"], 0) :]
+            paths = {path for part in (built, *layers) for path, _ in part.named_modules()}
+            report: dict[str, Any] = {
+                "names": names,
+                "unmatched": sorted({*(asked["lora_parameters"].get("keys") or ())} - paths),
+            }
             adapt = importlib.import_module("mlx_lm.tuner.utils").linear_to_lora_layers
             try:
-                adapt(built, asked["num_layers"], asked["lora_parameters"], use_dora=asked["dora"])
+                if asked["kind"] == "full":
+                    for layer in layers:
+                        layer.unfreeze()
+                else:
+                    adapt(built, asked["num_layers"], asked["lora_parameters"], use_dora=asked["kind"] == "dora")
             except (KeyError, TypeError, ValueError) as error:
-                return {"names": names, "problem": str(error)}
-            trained = importlib.import_module("mlx.utils").tree_flatten(built.trainable_parameters())
-            return {"names": names, "trained": len(trained)}
+                return {**report, "problem": str(error)}
+            flat = importlib.import_module("mlx.utils").tree_flatten
+            trained = {name for name, _ in flat(built.trainable_parameters())}
+            report["trained"] = len(trained)
+            if asked["resume"] is not None:
+                found = shapes(Path(asked["resume"]).expanduser())
+                parameters = {name: value.shape for name, value in flat(built.parameters())}
+                report |= {"misfit": misfit(found, parameters, trained), "lacking": len(trained - found.keys())}
+            return report
     except Exception as error:
         return {"untried": f"{type(error).__name__}: {error}"}
 

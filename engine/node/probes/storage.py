@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import itertools
@@ -9,15 +10,25 @@ import json
 import os
 import re
 import shutil
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 from engine.node.probes import did_you_mean, is_withheld, nearest, reason_of
+from engine.node.probes.foreign_files import MAGIC
 from engine.protocol.attempt import read_regular, sync_file, write_atomic
-from engine.protocol.safetensors import CheckpointError, check_header
+from engine.protocol.safetensors import CheckpointError, Shape, check_header
 
 _ADAPTER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.(.+)\.lora_(?:a|(A)\.weight)$")
 """The names of mlx-lm, and of peft."""
+_OTHERS = {
+    **MAGIC,
+    b"PK\x03\x04": "a zip archive: call it *.npz if mlx-lm made it; if PyTorch, save it by safetensors.torch.save_file",
+    b"GGUF": "GGUF, llama.cpp's format: name the adapters that it was made from",
+}
+_NPY_HEADER = 65_536
+"""Bytes."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 
 
@@ -32,11 +43,52 @@ def safetensors_fault(path: Path) -> str | None:
     return None
 
 
+def shapes(path: Path) -> dict[str, Shape]:
+    """The tensors of a file of weights, safetensors or NPZ by its name, as MLX reads it. Raises CheckpointError,
+    OSError."""
+    if path.suffix == ".npz":
+        return _npz_shapes(path)
+    with path.open("rb") as file:
+        head = file.read(64)
+    kind = next((kind for magic, kind in _OTHERS.items() if head.startswith(magic)), None)
+    if kind is not None:
+        raise CheckpointError(f"it is {kind}")
+    return {name: shape for name, (_, shape) in check_header(path).tensors.items()}
+
+
+def _npz_shapes(path: Path) -> dict[str, Shape]:
+    """The arrays of an archive of numpy's, in which mlx-lm saved adapters; numpy.lib.format has the format of its
+    members. Raises CheckpointError, OSError."""
+    found = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as member:
+                    magic, version = member.read(6), member.read(2)
+                    size = int.from_bytes(member.read(2 if version[:1] == b"\1" else 4), "little")
+                    described = ast.literal_eval(member.read(min(size, _NPY_HEADER)).decode("latin-1").strip())
+                    if magic != b"\x93NUMPY" or not all(type(axis) is int and axis >= 0 for axis in described["shape"]):
+                        raise ValueError("no array of numbers")
+                    found[name.removesuffix(".npy")] = tuple(described["shape"])
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        SyntaxError,
+        RuntimeError,
+        RecursionError,
+        zlib.error,
+        zipfile.BadZipFile,
+    ) as error:
+        raise CheckpointError(f"its NPZ archive cannot be read: {error}") from error
+    return found
+
+
 def adapter(path: Path) -> dict[str, Any]:
     """Description of a file of trained weights: its `kind` (lora, dora, full), whether `peft` has written it and not
     mlx-lm, the adapters' `ranks`, the `layers` and the `modules` in them. Raises CheckpointError, OSError."""
-    tensors = check_header(path).tensors
-    found = [(match, shape) for name, (_, shape) in tensors.items() if (match := _ADAPTER.search(name)) is not None]
+    tensors = shapes(path)
+    found = [(match, shape) for name, shape in tensors.items() if (match := _ADAPTER.search(name)) is not None]
     if not found:
         layers = {int(match[1]) for name in tensors if (match := _LAYER.search(name)) is not None}
         return {"kind": "full", "peft": False, "ranks": [], "layers": sorted(layers), "modules": []}
@@ -105,9 +157,8 @@ def probe_storage(request: str) -> dict[str, Any]:
 def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
     """Try to keep files there: write, sync, rename, delete."""
     resolved = directory.resolve()
-    if not any(resolved.is_relative_to(root) for root in roots):
-        through = f" (through a symlink to {resolved})" if resolved != directory else ""
-        return {"fault": f"{directory} lies outside of the allowed directories{through}"}
+    if outside := _outside(directory, roots):
+        return {"fault": outside}
     place = nearest(resolved)
     entered = os.access(place, os.X_OK)
     # A link to a disk that is not there, say: what makes folders makes none in its place.
@@ -125,6 +176,15 @@ def _place(directory: Path, roots: list[Path]) -> dict[str, Any]:
             return {"fault": fault, key: str(place)}
         return {"fault": fault}
     return {} if durable else {"not_durable": str(place)}
+
+
+def _outside(path: Path, roots: list[Path]) -> str | None:
+    resolved = path.resolve()
+    if any(resolved.is_relative_to(root) for root in roots):
+        return None
+    through = f" (through a symlink to {resolved})" if resolved != path else ""
+    todo = "choose another, or name its folder in [preflight] roots"
+    return f"{path} lies outside of the allowed directories{through}: {todo}"
 
 
 def write(folder: Path) -> bool:
@@ -159,13 +219,17 @@ def _damaged(directory: Path) -> list[list[str]]:
 
 def _resume(path: Path, roots: list[Path]) -> dict[str, Any]:
     try:
+        if path.is_dir():
+            names = sorted(each.name for each in path.iterdir() if each.suffix in (".safetensors", ".npz"))
+            named = f"name the file in it: {', '.join(names[:8])}" if names else "it has no *.safetensors"
+            return {"resume_fault": f"{path} is a folder: {named}"}
         if not path.is_file():
             return {"resume_fault": f"{path} is not there{did_you_mean(path)}"}
-        if not any(path.resolve().is_relative_to(root) for root in roots):
-            return {"resume_fault": f"{path} lies outside of the allowed directories"}
+        if outside := _outside(path, roots):
+            return {"resume_fault": outside}
         return {"resume": adapter(path)}
     except CheckpointError as refused:
-        return {"resume_fault": f"{path} is damaged: {refused}"}
+        return {"resume_fault": f"{path} cannot be resumed from: {refused}"}
     except OSError as error:
         return {"resume_fault": f"{path} cannot be read: {reason_of(error, path)}"}
 

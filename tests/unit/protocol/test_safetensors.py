@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol.safetensors import CheckpointError, check_header
+from engine.protocol.safetensors import CheckpointError, check_header, misfit
 
 
 def written(path: Path, header: object, data: bytes = b"") -> Path:
@@ -72,3 +72,32 @@ def test_random_bytes_are_refused(tmp_path_factory: pytest.TempPathFactory, raw:
     path.write_bytes(raw)
     with contextlib.suppress(CheckpointError):
         check_header(path)
+
+
+MODEL = {"model.layers.0.q.weight": (4, 4), "model.layers.0.q.lora_a": (4, 2), "model.layers.0.q.lora_b": (2, 4)}
+TRAINED = {"model.layers.0.q.lora_a", "model.layers.0.q.lora_b"}
+shapes = st.dictionaries(st.sampled_from([*MODEL, "other", "layers.0.q.lora_a"]), st.sampled_from([(4, 4), (4, 2)]))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({}, "it has no tensor"),
+        ({"vlm.model.layers.0.q.lora_a": (4, 2)}, "job trains model.layers.0.q.lora_a; save it anew with the job's pr"),
+        ({"layers.0.q.lora_a": (4, 2)}, "job trains model.layers.0.q.lora_a; save it anew with the job's prefix"),
+        ({"else": (1,)}, "none of its 1 tensors is one of the job's: it has 'else', and the job trains model."),
+        ({"else": (1,), **MODEL}, "1 of its 4 tensors are none of the job's, such as 'else'"),
+        ({"model.layers.0.q.lora_a": (4, 3)}, "its model.layers.0.q.lora_a is [4, 3], and the job's [4, 2]"),
+        ({"model.layers.0.q.lora_a": (4, 2)}, None),
+        (MODEL, None),
+    ],
+)
+def test_weights_that_fit_nowhere_are_described(found: dict[str, tuple[int, ...]], message: str | None) -> None:
+    described = misfit(found, MODEL, TRAINED)
+    assert (described is None) if message is None else message in (described or "")
+
+
+@given(shapes)
+def test_weights_fit_if_all_of_them_have_a_place(found: dict[str, tuple[int, ...]]) -> None:
+    fit = bool(found) and all(MODEL.get(name) == shape for name, shape in found.items())
+    assert (misfit(found, MODEL, TRAINED) is None) == fit
