@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-import os
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 
@@ -23,7 +22,7 @@ from engine.run.watch import RunWatch, supervisor_alive
 from engine.security.audit import audit_log
 from engine.security.identifiers import is_identifier, safe_repr
 from engine.snapshots import RunSnapshot, StopProgress
-from engine.store.layout import LAUNCHER_SOURCE, RunDir
+from engine.store.layout import LAUNCHER_SOURCE, RunDir, run_names
 
 _REPORT_ONLY = frozenset({"kind", "attempt", "at"})
 """Keys that the head adds to mlx-lm's report dicts."""
@@ -137,7 +136,8 @@ class RunsApi:
         those that `chosen` takes by id and name. Of thousands only these are checked."""
         store = self._session.store
         fields = store.run_fields()
-        unknown = [record for name in self._directories() - fields.keys() if (record := self._read(name)) is not None]
+        names = {*run_names(self._session.home)} - fields.keys()
+        unknown = [record for name in names if (record := self._read(name)) is not None]
         if store.notices and unknown:
             # What was lost from the state is in the runs' own journals.
             store.rebuild(unknown)
@@ -147,11 +147,6 @@ class RunsApi:
         records = [*store.valid_runs(taken), *(record for record in unknown if chosen(record.id, record.name))]
         self._session.report_damage(store)
         return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)[:limit]
-
-    def _directories(self) -> set[str]:
-        with contextlib.suppress(FileNotFoundError):
-            return {entry.name for entry in os.scandir(self._session.home / "runs")}
-        return set()
 
     def _read(self, run: str) -> RunRecord | None:
         """A run as its own directory has it."""

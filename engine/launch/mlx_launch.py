@@ -76,15 +76,8 @@ def start(
         try:
             with output.open("ab") as log:
                 offset = log.tell()
-                process = subprocess.Popen(
-                    argv,
-                    stdin=fifo,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, **environment},
-                    cwd=directory,
-                    start_new_session=True,
-                )
+                variables = {**os.environ, **environment}
+                process = processes.start_session(argv, directory, log, stdin=fifo, env=variables)
         finally:
             os.close(fifo)
     except OSError as error:

@@ -18,10 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -77,6 +77,12 @@ def allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def start_session(argv: Sequence[str], folder: Path, output: int | IO[bytes], **more: Any) -> subprocess.Popen[bytes]:
+    """Start a program that leads a session of its own; stdout and stderr go to `output`, `more` are Popen's arguments.
+    Raises OSError."""
+    return subprocess.Popen(argv, cwd=folder, stdout=output, stderr=output, start_new_session=True, **more)
 
 
 def stay_awake(pid: int, what: str) -> str:

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from engine.errors import InputError, LaunchError, StateError
 from engine.models import RunState
+from engine.node.processes import start_session
 from engine.protocol.attempt import read_regular, write_atomic
 from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, StateChanged
 from engine.run.journal import read_history, read_journal_end
@@ -30,7 +31,7 @@ from engine.run.run_plan import copy_of
 from engine.run.watch import newest_supervisor, supervisor_alive
 from engine.security.paths import check_private
 from engine.security.sanitise import last_line
-from engine.store.layout import RunDir
+from engine.store.layout import RunDir, run_names
 from engine.store.store import Store
 
 
@@ -83,18 +84,10 @@ def _acquire_lock(run_dir: RunDir) -> int | None:
 
 def _spawn(run_dir: RunDir, held: int, options: Sequence[str]) -> subprocess.Popen[bytes]:
     # -P keeps the run's directory, the working directory, off the module path.
-    argv = [sys.executable, "-P", "-m", "engine.run.supervisor", str(run_dir.path), "--lock", str(held)]
+    argv = [sys.executable, "-P", "-m", "engine.run.supervisor", str(run_dir.path), "--lock", str(held), *options]
     try:
         with run_dir.supervisor_log.open("ab") as log:
-            process = subprocess.Popen(
-                [*argv, *options],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=run_dir.path,
-                pass_fds=(held,),
-                start_new_session=True,
-            )
+            process = start_session(argv, run_dir.path, log, stdin=subprocess.DEVNULL, pass_fds=(held,))
     except OSError as error:
         raise LaunchError("the supervisor could not be started", where=run_dir.id, why=str(error)) from error
     # Reaps it, should it end before the process that started it.
@@ -157,11 +150,10 @@ _SAME_MOMENT_S = 2.0
 def orphans(home: Path) -> list[RunDir]:
     """The runs below `home` that are not ended and have no supervisor. Of those whose end the store knows, only the
     time of the journal's last write is read; of others its end."""
-    ended_at = _ended(home)
+    ended_at, runs = _ended(home), home / "runs"
+    names = (name for name in run_names(home) if not _unchanged(f"{runs}/{name}/journal.jsonl", ended_at.get(name)))
     with contextlib.suppress(FileNotFoundError):
-        names = sorted(os.listdir(home / "runs"))
-        candidates = (name for name in names if not _unchanged(f"{home}/runs/{name}/journal.jsonl", ended_at.get(name)))
-        return [run_dir for name in candidates if _is_orphan(run_dir := RunDir(home / "runs" / name))]
+        return [run_dir for name in names if _is_orphan(run_dir := RunDir(runs / name))]
     return []
 
 
@@ -187,13 +179,14 @@ def adopt_orphans(home: Path, notify: Callable[[str], object] = lambda _: None) 
     """Start a supervisor for every orphan; the ids of the runs that got one. A run that cannot be adopted does not
     hold up the others; the next console or command tries again, and `notify` gets why where its files are at fault.
     Secrets that a supervisor could not remove after its run's end are removed."""
-    for secrets in _left_secrets(home):
+    for secrets in filter(os.path.exists, (f"{home}/runs/{name}/secrets.json" for name in run_names(home))):
+        run_dir = RunDir(Path(secrets).parent)
         with contextlib.suppress(OSError, StateError):
             # With the lock: a supervisor that takes the run up again may have written them just now.
-            if (held := take_lock(RunDir(secrets.parent))) is not None:
+            if (held := take_lock(run_dir)) is not None:
                 with os.fdopen(held):
-                    if _is_done(RunDir(secrets.parent)):
-                        secrets.unlink()
+                    if _is_done(run_dir):
+                        run_dir.secrets.unlink()
     adopted = []
     for run_dir in orphans(home):
         try:
@@ -206,13 +199,6 @@ def adopt_orphans(home: Path, notify: Callable[[str], object] = lambda _: None) 
             continue
         adopted.append(run_dir.id)
     return adopted
-
-
-def _left_secrets(home: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError):
-        paths = (f"{home}/runs/{name}/secrets.json" for name in os.listdir(home / "runs"))
-        return [Path(path) for path in paths if os.path.exists(path)]
-    return []
 
 
 def _is_orphan(run_dir: RunDir) -> bool:

@@ -85,15 +85,8 @@ class TrackerThread(threading.Thread):
     def _run_process(self, output: int) -> int:
         # -P keeps the run's directory, which has a folder "wandb", off the module path.
         argv = [sys.executable, "-P", "-m", "engine.run.tracker", str(self._run_dir.path), self._tracker]
-        with subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            cwd=self._run_dir.path,
-            env=self._environment,
-            start_new_session=True,
-        ) as process:
+        folder, environment = self._run_dir.path, self._environment
+        with processes.start_session(argv, folder, output, stdin=subprocess.PIPE, env=environment) as process:
             while process.poll() is None and not self.ending.wait(_POLL_S):
                 pass
             assert process.stdin is not None

@@ -79,14 +79,11 @@ def _awaited(needed: Sequence[RankEvidence], evidence: FailureEvidence) -> Seque
     """The needed ranks whose end is not known because their nodes do not answer, where others have completed, and none
     of the needed ones has failed."""
     left = [rank for rank in needed if not _succeeded(rank, evidence.trainer)]
-    if not any(_succeeded(rank, evidence.trainer) for rank in evidence.ranks) or not all(map(_is_unknown, left)):
+    unknown = [rank for rank in left if rank.record is None and not rank.vanished and rank.unreachable_s is not None]
+    if unknown != left or not any(_succeeded(rank, evidence.trainer) for rank in evidence.ranks):
         return ()
     # A command's rank may never have started; our trainers only complete together.
     return left if evidence.trainer or all(rank.started for rank in left) else ()
-
-
-def _is_unknown(rank: RankEvidence) -> bool:
-    return rank.record is None and not rank.vanished and rank.unreachable_s is not None
 
 
 def _completed_but_for(awaited: Sequence[RankEvidence], trainer: bool) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -14,6 +15,13 @@ def node_root() -> Path:
     test or a second instance shares nothing; else ~/.flightdeck."""
     configured = os.environ.get("FLIGHTDECK_HOME")
     return Path(configured).expanduser().absolute() / "node" if configured else Path.home() / ".flightdeck"
+
+
+def run_names(home: Path) -> list[str]:
+    """The names of the run directories below the state directory `home`, ascending: the oldest first."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(entry.name for entry in os.scandir(home / "runs"))
+    return []
 
 
 class RunDir:

@@ -87,8 +87,8 @@ def encode(tables: Tables) -> bytes:
 def decode(content: bytes) -> Tables:
     """Raises Unreadable for anything that `encode` did not write, StateError for a newer schema."""
     header = _HEADER.match(content)
-    schema = int(header[1]) if header is not None else _foreign_schema(content)
-    if schema > SCHEMA:
+    schema: Any = int(header[1]) if header is not None else json_object(json_or_none(content)).get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
         # Before the checksum: a later release's file, whatever its form, must not be set aside as damaged.
         raise StateError(
             f"the state is of schema {schema}",
@@ -102,11 +102,6 @@ def decode(content: bytes) -> Tables:
         raise Unreadable("its checksum does not match")
     tables: Tables = from_json(body)
     return tables
-
-
-def _foreign_schema(content: bytes) -> int:
-    schema = json_object(json_or_none(content)).get("schema")
-    return schema if isinstance(schema, int) else 0
 
 
 def _checksum(schema: int, body: bytes) -> bytes:
