@@ -55,13 +55,8 @@ async def run(context: CheckContext) -> CheckResult:
     state = await save_size(context)
 
     async def ask(node: NodeConfig) -> CheckpointStorage:
-        return await context.probe(
-            node,
-            "storage",
-            json.dumps(await _request(context, node, state)),
-            result_type=CheckpointStorage,
-            timeout_s=_LIMIT_S,
-        )
+        request = json.dumps(await _request(context, node, state))
+        return await context.probe(node, "storage", request, result_type=CheckpointStorage, timeout_s=_LIMIT_S)
 
     answers = await context.on_all_nodes(ask)
     found = Findings(NAME, config)

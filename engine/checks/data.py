@@ -116,8 +116,11 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     ours = complete[first.name]
     await _try_rows(context, found, first, ours)
     for node in config.nodes:
-        if differing := _differing(ours, complete.get(node.name, ours)):
-            found.fault(node, f"the data on {node.name} differs from {first.name}: {differing}")
+        pairs = zip(ours, complete.get(node.name, ours), strict=True)
+        differing = [(one, other) for one, other in pairs if one.seen.sha256 != other.seen.sha256]
+        lines = [f"{other.path.name} {other.seen.lines:,} lines against {one.seen.lines:,}" for one, other in differing]
+        if lines:
+            found.fault(node, f"the data on {node.name} differs from {first.name}: {', '.join(lines)}")
     lacking = [node for node in found.faulty if node.name in read_files]
     hashes = {file.path.name: file.seen.sha256 for file in ours}
     aside = [
@@ -200,14 +203,6 @@ def _converter(kind: str | None, chat: str, python: str) -> str | None:
     if way is None or not way.startswith(PYTHON):
         return way
     return f"{quoted(python)} -c {quoted(way[len(PYTHON) :].replace('CHAT', json.dumps(chat)))}"
-
-
-def _differing(first: list[DataFile], theirs: list[DataFile]) -> str:
-    return ", ".join(
-        f"{other.path.name} {other.seen.lines:,} lines against {one.seen.lines:,}"
-        for one, other in zip(first, theirs, strict=True)
-        if one.seen.sha256 != other.seen.sha256
-    )
 
 
 def interpret_file(path: PurePath, summary: JsonlSummary, settings: Mapping[str, Any]) -> DataFile:

@@ -7,11 +7,10 @@ from pathlib import PurePosixPath
 from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext
-from engine.checks.fixes import Fix, path_fix
+from engine.checks.fixes import path_fix
 from engine.checks.interpreter import Interpreter
 from engine.checks.versions import install_fix
 from engine.cluster.probe_results import ProgramLocation
-from engine.config.models import NodeConfig
 from engine.errors import InputError
 from engine.models import CheckResult
 from engine.protocol.launchers import nested_in_command, started_program
@@ -47,7 +46,9 @@ async def run(context: CheckContext) -> CheckResult:
     for node, location in found.answered(answers):
         if location.fault is not None:
             fix = path_fix("mkdir -p", location.make) or path_fix("chmod +x", location.permit)
-            found.fault(node, location.fault, fix or _install(node, location.absent))
+            if fix is None and (package := _PACKAGES.get(location.absent or "")) is not None:
+                fix = install_fix(node.python, Interpreter(), {package: ""})
+            found.fault(node, location.fault, fix)
         elif (why := _outside(context, location)) is not None:
             found.fault(node, why)
         else:
@@ -61,13 +62,6 @@ async def run(context: CheckContext) -> CheckResult:
     if nested is not None and len(context.config.nodes) > 1:
         (found.overall.fault if nested.certain else found.overall.warn)(str(nested))
     return found.verdict(" ".join(job.redactor().words(command)))
-
-
-def _install(node: NodeConfig, program: str | None) -> Fix | None:
-    """A command that installs a console script beside the node's python."""
-    if (package := _PACKAGES.get(program or "")) is None:
-        return None
-    return install_fix(node.python, Interpreter(), {package: ""})
 
 
 def _outside(context: CheckContext, location: ProgramLocation) -> str | None:

@@ -54,17 +54,13 @@ def batch_section(context: PlanContext, fits: int | None, rationale: Rationale) 
     per_epoch = context.updates_per_epoch
     _explain_rate(context, rationale)
     _check_schedule(context, rationale)
-    rationale.explain(
-        _KEY + "rule_learning_rate",
-        Source.RULE,
-        f"{rule} for {settings['optimizer']}: {base.learning_rate:g} at batch {base.batch} gives {by_rule:.2g} at "
-        f"batch {total} ({base.source})",
-    )
-    rationale.explain(
-        _KEY + "warmup_steps",
-        Source.USER if warm else Source.DEFAULT,
-        "set by lr_schedule" if warm else "mlx-lm warms up only if lr_schedule sets it",
-    )
+    known = f"{rule} for {settings['optimizer']}: {base.learning_rate:g} at batch {base.batch}"
+    reason = f"{known} gives {by_rule:.2g} at batch {total} ({base.source})"
+    rationale.explain(_KEY + "rule_learning_rate", Source.RULE, reason)
+    source, reason = Source.DEFAULT, "mlx-lm warms up only if lr_schedule sets it"
+    if warm:
+        source, reason = Source.USER, "set by lr_schedule"
+    rationale.explain(_KEY + "warmup_steps", source, reason)
     per_rank = int(settings["batch_size"]) / context.ranks
     return BatchSection(
         per_gpu_batch_size=int(per_rank) if per_rank.is_integer() else per_rank,
@@ -87,13 +83,11 @@ def batch_section(context: PlanContext, fits: int | None, rationale: Rationale) 
 
 def _explain_batch(context: PlanContext, fits: int | None, rationale: Rationale) -> None:
     settings = context.settings
-    given = context.given("batch_size")
-    origin = "the job sets" if given else "mlx-lm's default is"
-    rationale.explain(
-        _KEY + "total_batch_size",
-        Source.USER if given else Source.DEFAULT,
-        f"{origin} batch_size = {settings['batch_size']} over all ranks, {context.accumulation} of them per update",
-    )
+    source, origin = Source.DEFAULT, "mlx-lm's default is"
+    if context.given("batch_size"):
+        source, origin = Source.USER, "the job sets"
+    sizes = f"batch_size = {settings['batch_size']} over all ranks, {context.accumulation} of them per update"
+    rationale.explain(_KEY + "total_batch_size", source, f"{origin} {sizes}")
     if context.strategy == "pipeline":
         rationale.explain(_KEY + "micro_batch", Source.RULE, "every stage of a pipeline processes the whole batch")
     else:
@@ -158,13 +152,10 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
     target = context.total_batch if given and context.total_batch is not None else ROBUST_TOTAL[0]
     low, high = ROBUST_TOTAL
     aim = "the job's own total" if given else f"{target} per update: fine-tuning is robust from {low} to {high}"
-    rationale.explain(
-        _KEY + "suggested",
-        Source.RULE,
-        f"{aim}; starts with {start} per rank on {platform}"
-        + (f", at most the {fits} that fit" if fits is not None and fits < start else "")
-        + ", and accumulates the rest. The launch uses the job's own settings; flightdeck plan --apply writes these",
-    )
+    most = f", at most the {fits} that fit" if fits is not None and fits < start else ""
+    reason = f"{aim}; starts with {start} per rank on {platform}{most}, and accumulates the rest"
+    use = "The launch uses the job's own settings; flightdeck plan --apply writes these"
+    rationale.explain(_KEY + "suggested", Source.RULE, f"{reason}. {use}")
     per_rank, steps = suggest_batch(ranks=context.ranks, start=start, fits=fits, target=target)
     batch, total = per_rank * context.ranks, per_rank * context.ranks * steps
     rule = scaling_rule(str(settings["optimizer"]))

@@ -42,14 +42,12 @@ def max_save_every(*, full: bool) -> int:
 _KEY = "checkpoint_strategy."
 _RECOVERIES = 5
 """The newest recoveries that count."""
-_NO_RECOVERY = "null: no run of this job on this cluster has recovered from a failure yet"
-_NO_STATE = "no training state: [checkpoint] enabled = false"
 _COMMAND = "the job runs a custom command, which saves by itself"
 
 
 def checkpoint_section(context: PlanContext, rationale: Rationale) -> CheckpointSection:
     measured = context.inputs.recoveries_s[:_RECOVERIES]
-    source, reason = Source.UNKNOWN, _NO_RECOVERY
+    source, reason = Source.UNKNOWN, "null: no run of this job on this cluster has recovered from a failure yet"
     if measured:
         times = ", ".join(f"{seconds:.1f} s" for seconds in measured)
         source, reason = Source.FACT, f"the median of the newest recoveries of this job on this cluster: {times}"
@@ -90,16 +88,14 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
 def _approach(context: PlanContext, rationale: Rationale) -> None:
     """Replicas hold the whole state, and with local every rank one of its own; when it is partitioned, only the
     periodic checkpoint has all of it."""
-    if context.strategy == "data" and context.ranks > 1:
-        text = "the others have the state of the last finished step, and the run continues from there"
-        rationale.explain(_KEY + "approach", Source.RULE, f"when a rank is lost, {text}")
-        return
-    if context.strategy == "local" and context.ranks > 1:
-        text = (
-            "the others go on without a lost rank, unless it is rank 0, and it joins again at an averaging. Each rank "
-            "stores its own state: any of them is enough to resume, and with all of them the resume is exact"
-        )
-        rationale.explain(_KEY + "approach", Source.RULE, text)
+    replicas = {
+        "data": "when a rank is lost, the others have the state of the last finished step, and the run continues from "
+        "there",
+        "local": "the others go on without a lost rank, unless it is rank 0, and it joins again at an averaging. Each "
+        "rank stores its own state: any of them is enough to resume, and with all of them the resume is exact",
+    }
+    if context.ranks > 1 and context.strategy in replicas:
+        rationale.explain(_KEY + "approach", Source.RULE, replicas[context.strategy])
         return
     why = "with one rank there is no replica of the state"
     if context.ranks > 1:
@@ -113,17 +109,16 @@ def _approach(context: PlanContext, rationale: Rationale) -> None:
 
 
 def _frequency(context: PlanContext, rationale: Rationale, frequency: int, suggested: int | None) -> None:
-    given = context.given("save_every")
-    limit = max_save_every(full=context.full)
-    updates = state_every(context.inputs.config)
-    state = f"the training state every {updates} updates" if updates else _NO_STATE
-    gives = f"gives {suggested}" if suggested is not None else "needs the number of examples, which is not known"
-    rationale.explain(
-        _KEY + "frequency",
-        Source.USER if given else Source.DEFAULT,
-        f"{'the job sets save_every' if given else 'save_every is the default'}; {state}; the rule, min(1000, iters/20)"
-        f"{' and at most 500 in full fine-tuning' if context.full else ''}, {gives}",
+    source, origin = Source.DEFAULT, "save_every is the default"
+    if context.given("save_every"):
+        source, origin = Source.USER, "the job sets save_every"
+    limit, updates = max_save_every(full=context.full), state_every(context.inputs.config)
+    state = (
+        f"the training state every {updates} updates" if updates else "no training state: [checkpoint] enabled = false"
     )
+    gives = f"gives {suggested}" if suggested is not None else "needs the number of examples, which is not known"
+    rule = f"the rule, min(1000, iters/20){' and at most 500 in full fine-tuning' * context.full}, {gives}"
+    rationale.explain(_KEY + "frequency", source, f"{origin}; {state}; {rule}")
     if frequency > limit:
         rule = f" (the rule: {suggested})" if suggested is not None else ""
         text = f"save_every = {frequency} can lose that many iterations: use at most {limit}{rule}"

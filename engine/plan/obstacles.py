@@ -66,11 +66,9 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
         _check_adapters(context, architecture, rationale, has_experts=has_experts)
     on_cpu = [name for name in context.names if (fact := context.inputs.facts.get(name)) and fact.gpu == "cpu"]
     if has_experts and packed is None and on_cpu and not context.torch and trained_element_bytes(config, "full") < 4:
-        rationale.refuse(
-            "model",
-            f"the model has experts in 16 bits, which MLX computes on a GPU alone, and {', '.join(on_cpu)} has none",
-            todo="use the model in float32 or quantized there (`mlx_lm.convert`), or nodes with a GPU",
-        )
+        why = f"the model has experts in 16 bits, which MLX computes on a GPU alone, and {', '.join(on_cpu)} has none"
+        todo = "use the model in float32 or quantized there (`mlx_lm.convert`), or nodes with a GPU"
+        rationale.refuse("model", why, todo=todo)
 
 
 def _refuse_untrained(context: PlanContext, kind: str, packed: str | None, rationale: Rationale) -> None:
@@ -151,11 +149,9 @@ def _listed(keys: Iterable[str]) -> str:
 
 def _refuse_dora(rationale: Rationale, *names: str) -> None:
     others = ", ".join(f'"{name}"' for name in names)
-    rationale.refuse(
-        "fine_tune_type",
-        'fine_tune_type = "dora" cannot adapt a mixture of experts: mlx-lm has no DoRA for them',
-        todo=f"{_LORA}, or name other matrices in lora_parameters.keys, such as [{others}]",
-    )
+    todo = f"{_LORA}, or name other matrices in lora_parameters.keys, such as [{others}]"
+    why = 'fine_tune_type = "dora" cannot adapt a mixture of experts: mlx-lm has no DoRA for them'
+    rationale.refuse("fine_tune_type", why, todo=todo)
 
 
 def _matrices(architecture: Architecture, trained: Sequence[Layer], key: str) -> list[Matrix]:

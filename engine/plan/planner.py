@@ -121,12 +121,8 @@ def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSect
         return _off(str(error), rationale)
     if not found.enabled:
         return _off(f"{size:,} examples are fewer than one chunk of {found.chunk_size:,}", rationale)
-    rationale.explain(
-        _KEY,
-        Source.FACT,
-        f"{size:,} examples ({context.inputs.examples_source}): "
-        f"{found.num_chunks} chunks of {found.chunk_size:,}, streamed by offset",
-    )
+    chunks = f"{found.num_chunks} chunks of {found.chunk_size:,}, streamed by offset"
+    rationale.explain(_KEY, Source.FACT, f"{size:,} examples ({context.inputs.examples_source}): {chunks}")
     return ChunkingSection(
         dataset_size=size,
         chunk_size=found.chunk_size,

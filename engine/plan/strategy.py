@@ -62,17 +62,13 @@ def strategy_section(
         shown, source, origin = "the script's own", Source.USER, "see settings"
     rationale.explain("strategy.parallelism", source, f"{shown}: {origin}")
     each = "process" if context.torch else "[[node]]"
-    rationale.explain(
-        "strategy.world_size",
-        Source.USER,
-        f"one rank per {each}: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
-        + ("; one process drives the GPU of a Mac" if context.platform == "apple" else ""),
-    )
+    ranks = f"one rank per {each}: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
+    of_mac = "; one process drives the GPU of a Mac" if context.platform == "apple" else ""
+    rationale.explain("strategy.world_size", Source.USER, f"{ranks}{of_mac}")
     not_launchable = None
     if name != context.job.strategy and not automatic:
-        not_launchable = (
-            f'the job uses strategy {context.job.strategy}: set [job] strategy = "{name}" to launch this one'
-        )
+        own = f"the job uses strategy {context.job.strategy}"
+        not_launchable = f'{own}: set [job] strategy = "{name}" to launch this one'
         rationale.explain("strategy.launchable", Source.USER, not_launchable)
     kind = mlx_module(str((context.inputs.model or {}).get("model_type", "")))
     if name in ("sharded", "pipeline") and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
@@ -87,11 +83,10 @@ def strategy_section(
     if name == "pipeline" and context.settings:
         pieces = micro_batches(int(context.settings["batch_size"]), context.ranks)
         wait = bubble_fraction(context.ranks, pieces)
-        rationale.explain(
-            "strategy.bubble",
-            Source.RULE,
-            f"(p-1)/(m+p-1) with {context.ranks} stages and {pieces} micro-batches: {wait:.0%} of a step is waiting",
+        reason = (
+            f"(p-1)/(m+p-1) with {context.ranks} stages and {pieces} micro-batches: {wait:.0%} of a step is waiting"
         )
+        rationale.explain("strategy.bubble", Source.RULE, reason)
     return StrategySection(
         approach=_APPROACH[name],
         total_gpus=context.ranks,

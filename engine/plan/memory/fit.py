@@ -123,12 +123,10 @@ def _warn_of_older_mlx(
             continue
         newer = estimate(shape, replace(workload, fused_attention=True)).needed_bytes
         if newer < (1 - _WORTH_NAMING) * found.needed_bytes:
-            rationale.warn(
-                "memory",
-                f"mlx {context.inputs.facts[node].mlx} on {node} keeps attention's scores, which grow with the square "
-                f"of {workload.sequence:,} tokens: with mlx {NEWER_MLX} it would need {memory_text(newer)} instead of "
-                f"{memory_text(found.needed_bytes)}",
-            )
+            keeps = f"mlx {context.inputs.facts[node].mlx} on {node} keeps attention's scores"
+            needs = f"it would need {memory_text(newer)} instead of {memory_text(found.needed_bytes)}"
+            grow = f"which grow with the square of {workload.sequence:,} tokens"
+            rationale.warn("memory", f"{keeps}, {grow}: with mlx {NEWER_MLX} {needs}")
 
 
 def memory_section(
@@ -240,12 +238,9 @@ def _rank_memory(
         reason = f"from config.json: {found.assumption}" + (f" (calibration not used: {why_not})" if why_not else "")
     peak = found.peak_bytes if measured is None else measured
     needed = peak + found.reserve_bytes
-    rationale.explain(
-        f"memory.{node.name}",
-        Source.RULE if measured is None else Source.CALIBRATION,
-        f"{memory_text(needed)} with the reserve, {workload.batch} × {workload.sequence:,} tokens, {reason}; "
-        f"limit: {limit_from}",
-    )
+    tokens = f"{workload.batch} × {workload.sequence:,} tokens"
+    why = f"{memory_text(needed)} with the reserve, {tokens}, {reason}; limit: {limit_from}"
+    rationale.explain(f"memory.{node.name}", Source.RULE if measured is None else Source.CALIBRATION, why)
     return RankMemory(
         **{**dict(found), "peak_bytes": peak},
         node=node.name,

@@ -16,7 +16,6 @@ from engine.plan.memory.sublayers import (
     Mamba2,
     attention,
     experts,
-    fused_gated_mlp,
     gated_delta,
     mamba,
     mamba2,
@@ -111,7 +110,7 @@ class _Llama:
         mlp_bias = self.experts is None and config.get_flag("mlp_bias", False)
         dense = mlp(hidden, inner, bias=mlp_bias, arrays=self.arrays)
         if self.attention.fused:
-            dense = fused_gated_mlp(hidden, inner, ("gate_up_proj", "down_proj"))
+            dense = mlp(hidden, inner, ("gate_up_proj", "down_proj"), fused=True)
         layers = [_layer(hidden, mixer, dense, norms=self.norms)] * config.layers
         if self.experts is not None:
             with_experts = _layer(hidden, mixer, *self._mixture(config, self.experts), norms=self.norms)
@@ -272,7 +271,7 @@ def _granite_hybrid(config: ConfigReader) -> Architecture:
         active, shared = config.get_size("num_experts_per_tok"), config.get_size("shared_intermediate_size")
         network = (
             experts(hidden, inner, count, active, prefix="block_sparse_moe", router="router.layer"),
-            fused_gated_mlp(hidden, shared, ("input_linear", "output_linear"), prefix="shared_mlp"),
+            mlp(hidden, shared, ("input_linear", "output_linear"), prefix="shared_mlp", fused=True),
         )
     mixers = {"attention": attention(config, Attention("even"))}
     if "mamba" in types:

@@ -70,29 +70,25 @@ RELU_SQUARED = 2
 
 
 def mlp(
-    hidden: int, inner: int, names: Sequence[str] = _GATED, *, bias: bool = False, prefix: str = "mlp", arrays: int = 0
+    hidden: int,
+    inner: int,
+    names: Sequence[str] = _GATED,
+    *,
+    bias: bool = False,
+    prefix: str = "mlp",
+    arrays: int = 0,
+    fused: bool = False,
 ) -> Sublayer:
-    """down(activation(gate(x)) · up(x)), as in Llama, or with two `names` down(activation(up(x))), as in Phi. `arrays`
-    of the inner size are kept for the backward pass, by default those of the gated SiLU or of GELU."""
+    """down(activation(gate(x)) · up(x)), as in Llama; with two `names` and `fused` the same with gate and up in one
+    projection, as in Phi-3, else down(activation(up(x))), as in Phi. `arrays` of the inner size are kept for the
+    backward pass, by default those of the gated SiLU or of GELU."""
     *inward, down = names
     return Sublayer(
         matrices=(
-            *(Matrix(f"{prefix}.{name}", hidden, inner, bias) for name in inward),
+            *(Matrix(f"{prefix}.{name}", hidden, inner * (2 if fused else 1), bias) for name in inward),
             Matrix(f"{prefix}.{down}", inner, hidden, bias, source="inner"),
         ),
-        kept=(arrays or (SILU if len(inward) == 2 else GELU)) * inner,
-    )
-
-
-def fused_gated_mlp(hidden: int, inner: int, names: tuple[str, str], *, prefix: str = "mlp") -> Sublayer:
-    """A gated MLP with gate and up in one projection, as in Phi-3."""
-    both, down = names
-    return Sublayer(
-        matrices=(
-            Matrix(f"{prefix}.{both}", hidden, 2 * inner),
-            Matrix(f"{prefix}.{down}", inner, hidden, source="inner"),
-        ),
-        kept=SILU * inner,
+        kept=(arrays or (SILU if fused or len(inward) == 2 else GELU)) * inner,
     )
 
 

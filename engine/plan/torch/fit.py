@@ -275,13 +275,9 @@ def _rows(
         if node.name in divided:
             source = "the GPU is divided (MIG), and the memory of the rank's part is not known"
         host_need = f", and {memory_text(found.host_bytes)} of the machine's memory {found.host_use}"
-        rationale.explain(
-            f"memory.{node.name}",
-            Source.RULE,
-            f"{memory_text(found.needed_bytes)} with the reserve{host_need if found.host_bytes else ''}, "
-            f"{workload.batch} × {workload.sequence:,} tokens, from config.json: {label(chosen)}, {chosen.precision}; "
-            f"limit: {source}",
-        )
+        need = f"{memory_text(found.needed_bytes)} with the reserve{host_need if found.host_bytes else ''}"
+        how = f"{workload.batch} × {workload.sequence:,} tokens, from config.json: {label(chosen)}, {chosen.precision}"
+        rationale.explain(f"memory.{node.name}", Source.RULE, f"{need}, {how}; limit: {source}")
         if host is not None and found.host_bytes > host:
             text = f"{node.name} needs {memory_text(found.host_bytes)} of {memory_text(host)} of its machine's memory"
             short.append(f"{text} {found.host_use}")

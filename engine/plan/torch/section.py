@@ -37,11 +37,7 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
     written = files(launch)
     (pasted, notes), (manifest, needed) = commands(launch), manifests(launch, written)
     notes = (*notes, *needed, *_command_notes(context))
-    blocks = launch.blocks if chosen.strategy == "fsdp" else ()
-    accumulation = context.accumulation if context.settings else None
     hosts = inputs.network.hosts if inputs.network is not None else ()
-    interfaces = {name: host.interface for name, host in zip(context.names, hosts, strict=False)}
-    infiniband = inputs.network is not None and inputs.network.infiniband
     if not fit.on_gpu and (unprobed := _unprobed(context)):
         notes = (*notes, f"{spans(unprobed)}: not probed, a GPU for each rank is assumed; flightdeck nodes probes")
     own = fit.settings.reason if isinstance(fit.settings, Disabled) else None
@@ -54,14 +50,14 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
         on_gpu=fit.on_gpu,
         gpus={name: gpu.name if gpu else None for name, gpu in zip(context.names, fit.gpus, strict=False)},
         candidates=_candidates(fit),
-        gradient_accumulation_steps=accumulation,
-        wrap_classes=blocks,
+        gradient_accumulation_steps=context.accumulation if context.settings else None,
+        wrap_classes=launch.blocks if chosen.strategy == "fsdp" else (),
         prefetch=_prefetch(fit) if own is None else "the script's own",
         activation_checkpointing=chosen.grad_checkpoint if context.settings else None,
         checkpoint_format=_SAVED[chosen.strategy] if context.settings else "the script's own",
         backend=context.backend,
-        interfaces=interfaces,
-        infiniband=infiniband,
+        interfaces={name: host.interface for name, host in zip(context.names, hosts, strict=False)},
+        infiniband=inputs.network is not None and inputs.network.infiniband,
         files=written | manifest,
         commands=pasted,
         notes=notes,
@@ -83,9 +79,6 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
     plan, command = inputs.network, [*job.shown_command]
     launcher, options, _ = split_launcher(command)
     started = started_program(command) if command else ["python", "-m", _RECIPE, JOB]
-    kind = str((inputs.model or {}).get("model_type", ""))
-    settings = context.settings
-    even = max(context.micro_batches.values()) if context.micro_batches else None
     return TorchLaunch(
         name=job.name,
         settings=fit.chosen,
@@ -97,17 +90,17 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         secrets=tuple(name for name in job.env if not is_public(name)),
         inputs={name: path for name, path in paths.items() if path is not None},
         memory_bytes=needed[0] * max(counts.values()) if needed else None,
-        blocks=BLOCKS.get(kind, ()),
-        micro_batch=even,
+        blocks=BLOCKS.get(str((inputs.model or {}).get("model_type", "")), ()),
+        micro_batch=max(context.micro_batches.values()) if context.micro_batches else None,
         accumulation=context.accumulation,
-        max_grad_norm=settings.get("max_grad_norm"),
+        max_grad_norm=context.settings.get("max_grad_norm"),
         nvme_path=job.mlx_lm.get("nvme_path"),
         planned=not isinstance(fit.settings, Disabled),
         launcher=launcher,
         options=tuple(option for option in joined_options(options) if option != "--module"),
         elastic=inputs.config.elastic_nodes,
         restarts=recovery.max_restarts,
-        job=_resolved(context, fit) if settings else None,
+        job=_resolved(context, fit) if context.settings else None,
     )
 
 
