@@ -101,8 +101,7 @@ def copy_tree(
     exclude_paths: Sequence[str],
 ) -> str | None:
     """Like `copy_folder`, hidden files included and without `exclude_names` (anywhere) and `exclude_paths` (below the
-    folder). Overwrites, once the folder as it was is in REPLACED, and deletes nothing. None also where it cannot name a
-    path."""
+    folder). Overwrites, once the folder as it was is in REPLACED; deletes nothing. None for a path it cannot name."""
     if any(_ESCAPED in path for path in exclude_paths):
         return None
     # Only below the folder itself: the first pattern is for GNU tar, the second for macOS's.

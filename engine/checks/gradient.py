@@ -107,8 +107,7 @@ AllSumOutcome = GroupOutcome[AllSumResult]
 
 
 async def run_all_sum(context: CheckContext) -> AllSumOutcome:
-    """Run an all_sum on all ranks. Cancelled, it ends them first. Raises LaunchError, NodeUnreachable when they could
-    not be started."""
+    """Run an all_sum on all ranks. Cancelled, it ends them first. Raises LaunchError, NodeUnreachable at the start."""
     config, job = context.config, await chosen_job(context)
 
     def program(network: NetworkPlan, _: Sequence[HostLayout]) -> GroupProgram:

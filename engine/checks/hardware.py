@@ -1,6 +1,5 @@
 """hardware_layer: each node's GPU, memory against what the job needs, macOS and RDMA where required, power,
-temperature, and the ports of the ring.
-"""
+temperature, and the ports of the ring."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""health_check: every node answers now, has free disk and memory, is not busy with other work, and will not go to
-sleep.
-"""
+"""health_check: every node answers now, has free disk and memory, is not busy otherwise, and will not go to sleep."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ class LocalProgram:
 
     async def run(self, time_limit_s: float, on_line: Callable[[str], None] | None = None) -> Completed:
         """Run it to its end, and keep the last MiB of its output. With `on_line`, which gets each line as it comes,
-        stderr goes to stdout. Cancelling ends its whole process group first. Raises OSError when it cannot be
-        started."""
+        stderr goes to stdout. Cancelling ends its whole process group first. Raises OSError where it cannot start."""
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             async with self._stdin() as stdin:
                 process = await asyncio.create_subprocess_exec(

@@ -163,8 +163,7 @@ def row_warnings(file: str, tally: Tally, settings: Mapping[str, Any]) -> list[s
 async def reporting_obstacles(
     context: CheckContext, first: NodeConfig, problems: Mapping[str, str]
 ) -> tuple[PlanIssue, ...]:
-    """Services of report_to that could not be reported to: by the head's trackers, or by rank 0, which alone reports
-    from the nodes."""
+    """Services of report_to that could not be reported to, by the head's trackers or by rank 0 (no other rank does)."""
     job, found = context.config.job, list[PlanIssue]()
     # TensorBoard's files need no package here.
     if "wandb" in job.trackers:

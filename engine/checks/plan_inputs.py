@@ -166,8 +166,7 @@ async def with_example_count(context: CheckContext, inputs: PlanInputs) -> PlanI
 def last_known_facts(
     config: Config, fresh: Mapping[str, NodeFacts], history: Iterable[NodeFacts]
 ) -> dict[str, NodeFacts]:
-    """For a node that does not answer now those of `history`; in the configuration's order, without nodes that never
-    answered."""
+    """Those of `history` for a node that does not answer now; in order, without nodes that never answered."""
     last = {(facts.node, facts.host): facts for facts in history}
     found = {}
     for node in config.nodes:

@@ -57,8 +57,7 @@ async def fresh_block(context: CheckContext, network: NetworkPlan) -> int:
 
 @once
 async def held_ports(context: CheckContext) -> HeldPorts:
-    """Empty where each attempt takes ports that are free then, and without a network plan, which hostfile_valid
-    reports."""
+    """Empty where each attempt takes ports that are free then, and without a network plan (see hostfile_valid)."""
     first = context.config.cluster.starting_port
     if first is None:
         return {}

@@ -178,8 +178,7 @@ def _ssh_shim(home: Path, target: NodeConfig) -> Path:
 async def _compare(
     context: CheckContext, source: NodeConfig | None, targets: Sequence[NodeConfig]
 ) -> WorkdirComparison:
-    """Against what is copied, where something is; else as the check does it. Raises LaunchError when the source cannot
-    be read."""
+    """Against what is copied, where something is; else as the check does it. Raises LaunchError for a bad source."""
     if source is None:
         return await compare_workdirs(context, targets)
     compared = await compare_workdirs(context, [source, *targets])

@@ -136,8 +136,7 @@ def compare_trees(reference: WorkdirTree, tree: WorkdirTree) -> TreeDifference:
 
 
 def distinct_workdirs(config: Config) -> list[NodeConfig]:
-    """The first node with each workdir. The reference comes first: this machine where it is a node, else the first
-    node."""
+    """The first node with each workdir; the reference comes first: this machine if it is a node, else the first one."""
     found: dict[tuple[str, str], NodeConfig] = {}
     for node in sorted(config.nodes, key=lambda node: not node.local):
         found.setdefault((node.ssh, node.workdir), node)
@@ -261,8 +260,7 @@ async def compare_workdirs(context: CheckContext, nodes: Sequence[NodeConfig]) -
 
 
 def evaluate(config: Config, scripted: SyncScriptOutcome, compared: WorkdirComparison | None) -> CheckResult:
-    """FAIL when the script failed or the workdirs differ after it; a warning with `block_on_failure = false`, or where
-    there is no script."""
+    """FAIL when the script failed or the workdirs differ after it; WARN without `block_on_failure` or a script."""
     blocks = config.preflight.block_on_failure
     if compared is None:
         status = CheckStatus.FAIL if blocks else CheckStatus.WARN

@@ -1,6 +1,5 @@
 """Writes a first flightdeck.toml from the hosts that were found and the job in a folder (an mlx-lm YAML, or data), with
-a comment wherever the user has to decide; and sets keys of [job] in one that there is.
-"""
+a comment wherever the user has to decide; and sets keys of [job] in one that there is."""
 
 from __future__ import annotations
 
@@ -255,8 +254,7 @@ _TYPICAL_KEYS = frozenset(
 
 
 def find_job(folder: Path, *, remote: bool) -> DraftJob:
-    """The job in `folder`. With `remote` nodes, paths in the home directory are written with ~, to be valid on other
-    machines."""
+    """The job in `folder`. With `remote` nodes, paths in the home directory are written with ~, valid on all."""
     name, keys = _yaml(folder)
     data = None if keys.get("data") else _data(folder, remote=remote)
     return DraftJob(data=data, config=name, has_model=bool(keys.get("model")), has_data=bool(keys.get("data")))

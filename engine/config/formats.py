@@ -1,6 +1,5 @@
 """Checks the form of paths, hosts, addresses and device names in a configuration, and resolves paths for their node.
-The `*_form` functions return a description of what is accepted, or None if the value is valid.
-"""
+The `*_form` functions return a description of what is accepted, or None if the value is valid."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def remote_path_form(text: object) -> str | None:
 
 
 def resolved(text: str, base: Path) -> str:
-    """The absolute path: ~ expanded, relative paths below `base`. Symlinks are kept, since a virtual environment's
-    python is one."""
+    """The absolute path: ~ expanded, relative ones below `base`. Symlinks, such as a venv's python, are kept."""
     return os.path.normpath(base / Path(text).expanduser())
 
 

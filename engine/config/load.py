@@ -80,9 +80,8 @@ def _check_framework(
     if framework == "torch" and not of_torch:
         faults.add(location, "backend", cluster.backend, "auto, nccl or gloo: PyTorch has no other")
     elif framework == "mlx" and cluster.backend == "gloo":
-        faults.add(
-            location, "backend", cluster.backend, 'auto, ring, jaccl, jaccl-ring or nccl, or framework = "torch"'
-        )
+        accepted = 'auto, ring, jaccl, jaccl-ring or nccl, or framework = "torch"'
+        faults.add(location, "backend", cluster.backend, accepted)
     for node in nodes:
         for key in ("validate", "rdma") if framework == "torch" else ("processes",):
             if key in node.known:
@@ -128,35 +127,30 @@ def _check_training(faults: Faults, inline: Location, tables: Sequence[NodeTable
     nodes, settings, config = len(tables), job.settings, job.config
     batch_size = settings.get("batch_size")
     strategy = config.strategy if config is not None else None
-    pipeline = strategy == "pipeline"
-    if pipeline and nodes < 2:
+    if strategy == "pipeline" and nodes < 2:
         faults.add(inline, "strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
     if strategy == "local" and nodes < 2:
         faults.add(inline, "strategy", "local", "data: local averages the weights of at least two nodes")
-    if strategy in PARTITIONED and settings.get("wire") == "int8":
-        needed = f'auto or float32: strategy = "{strategy}" sends no int8'
-        faults.add(job.locations.get("wire", inline), "wire", "int8", needed)
-    for key in LOCAL_KEYS if strategy not in (None, "local") else ():
-        if key in job.locations:
-            faults.add(job.locations[key], key, settings[key], 'no value here, unless strategy = "local"')
     _check_validation(faults, tables, strategy, settings)
     split = config.layer_split if config is not None else None
     if split is not None and (accepted := split_form(split, nodes)) is not None:
         faults.add(inline, "layer_split", split, accepted)
     # In a pipeline every node processes the whole batch.
-    if batch_size is not None and batch_size < nodes and not pipeline:
-        accepted = f"{nodes} or more: the global batch is divided over {nodes} nodes"
-        faults.add(job.locations.get("batch_size", inline), "batch_size", batch_size, accepted)
-    iters, key = settings.get("iters"), "grad_accumulation_steps"
-    if iters is not None and settings.get(key, 0) > iters:
-        accepted = f"at most iters = {iters}, since otherwise the model is never updated"
-        faults.add(job.locations.get(key, inline), key, settings[key], accepted)
-    if iters is not None and settings.get("epochs") is not None:
-        accepted = "no value here: iters is set, and it is one or the other"
-        faults.add(job.locations["epochs"], "epochs", settings["epochs"], accepted)
-    for key in ("save_best", "patience"):
-        if settings.get(key) and settings.get("val_batches") == 0:
-            accepted = "no value here: val_batches = 0, so that there is no validation to judge by"
+    too_small = batch_size is not None and batch_size < nodes and strategy != "pipeline"
+    int8, not_local = strategy in PARTITIONED and settings.get("wire") == "int8", strategy not in (None, "local")
+    iters, unvalidated = settings.get("iters"), settings.get("val_batches") == 0
+    never = iters is not None and settings.get("grad_accumulation_steps", 0) > iters
+    twice = iters is not None and settings.get("epochs") is not None
+    no_judge = "no value here: val_batches = 0, so that there is no validation to judge by"
+    for key, applies, accepted in (
+        ("wire", int8, f'auto or float32: strategy = "{strategy}" sends no int8'),
+        *((key, not_local and key in job.locations, 'no value here, unless strategy = "local"') for key in LOCAL_KEYS),
+        ("batch_size", too_small, f"{nodes} or more: the global batch is divided over {nodes} nodes"),
+        ("grad_accumulation_steps", never, f"at most iters = {iters}, since otherwise the model is never updated"),
+        ("epochs", twice, "no value here: iters is set, and it is one or the other"),
+        *((key, unvalidated and settings.get(key), no_judge) for key in ("save_best", "patience")),
+    ):
+        if applies:
             faults.add(job.locations.get(key, inline), key, settings[key], accepted)
 
 

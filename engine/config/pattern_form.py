@@ -13,8 +13,7 @@ from engine.protocol.metric_patterns import LONGEST_LINE, LONGEST_NUMBER, LOSSES
 _PARSER: Final[Any] = import_module("re._parser")
 """That of re itself."""
 _MOST_WAYS: Final = 1_000_000_000
-"""At one place in a line: two repeats of anything, and some of digits. It is far more than there are, since all repeats
-share one line."""
+"""At one place in a line: two repeats of anything, and some of digits; there are fewer, as all share one line."""
 _DIGITS: Final = frozenset("0123456789.")
 _ALL: Final = frozenset(map(chr, range(129)))
 """ASCII, and one for all others."""

@@ -158,8 +158,7 @@ _MACS_GB = (64, 128, 512)
 
 
 def exchange_dominates(context: PlanContext) -> bool:
-    """The exchange of an update takes longer than the computation of its last iteration, and would be shorter in
-    int8."""
+    """The exchange of an update takes longer than the computation of its last iteration; int8 would shorten it."""
     found = context.throughput
     if found.exchange_s is None or found.exchange_s <= max(found.compute_s.values()):
         return False
@@ -172,8 +171,7 @@ _GAIN = 0.05
 
 
 def local_pays(context: PlanContext) -> bool:
-    """With data, the exchange of an update takes longer than its computation, and the step would be shorter with
-    local."""
+    """With data, the exchange of an update takes longer than its computation; local would shorten the step."""
     found = context.throughput
     if context.strategy != "data" or found.exchange_s is None or found.step_s is None:
         return False

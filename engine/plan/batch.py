@@ -1,6 +1,5 @@
 """Batch size, gradient accumulation, learning rate and warm-up: the rules, and the plan's
-batch_configuration section.
-"""
+batch_configuration section."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ START_PER_RANK = {"apple": 4, "cuda": 64, "cpu": 4}
 """Initial sequences per rank. On Apple silicon measured throughput does not depend on the batch (about 340 tokens/s at
 4 and at 16 in full fine-tuning), so a larger batch only costs memory; the CPU build is treated the same."""
 ROBUST_TOTAL = (32, 128)
-"""Range of sequences per update in which fine-tuning is robust; the lower end is the target if the job sets no
-batch."""
+"""Range of sequences per update in which fine-tuning is robust; the lower end is the target without a batch."""
 WARMUP_EPOCHS = 5
 WARMUP_SHARE = (0.05, 0.10)
 """Shortest and longest warm-up, as a share of all updates."""
@@ -128,8 +126,7 @@ def _check_schedule(context: PlanContext, rationale: Rationale) -> None:
 
 
 def _peak_rate(context: PlanContext) -> float | None:
-    """The constant rate, or the highest rate of a schedule: all of mlx-lm's start with it, a linear one may end with
-    it."""
+    """The constant rate, or the highest rate of a schedule: the first one, or of a linear one perhaps the last."""
     schedule = context.settings.get("lr_schedule")
     if not schedule:
         return float(context.settings["learning_rate"])

@@ -1,5 +1,4 @@
-"""How often a run saves, and the plan's checkpoint_strategy section: what a run can resume from, and where it is
-stored."""
+"""How often a run saves, and the plan's checkpoint_strategy section: what a run can resume from, and where it lies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The inputs of a plan, collected beforehand, and the context that its sections share. Planning itself contacts no node
-and reads neither files nor the clock.
-"""
+and reads neither files nor the clock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The distributed_config, rdma_config and verification_steps sections: how the ranks are started and connected, and the
-shell commands that verify it.
-"""
+shell commands that verify it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The training plan document, version 2.0.0, which `flightdeck plan` prints and every run stores, and the rationale
 that explains it. Other programs read the first sections, so their keys are fixed. null means "unknown", with the reason
-in `reasons`. Sizes are bytes, `*_s` seconds, and batches count sequences.
-"""
+in `reasons`. Sizes are bytes, `*_s` seconds, and batches count sequences."""
 
 from __future__ import annotations
 

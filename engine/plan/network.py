@@ -1,6 +1,5 @@
 """How the ranks are connected: the backend, each rank's addresses and RDMA devices, what prevents RDMA, and NCCL's
-environment variables.
-"""
+environment variables."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ class Rdma:
 def rdma_over_cables(
     nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology, *, ring: bool
 ) -> Rdma:
-    """Connect every pair, or with `ring` the neighbours in rank order. Rows in the configuration are used as they
-    are."""
+    """Connect every pair, or with `ring` the neighbours in rank order. The configuration's own rows are kept."""
     obstacles = _cluster_obstacles(nodes, facts, ring=ring)
     for node in nodes:
         obstacles += [f"{node.name}: {fault}" for fault in node_obstacles(facts.get(node.name))]

@@ -1,6 +1,5 @@
 """Makes the training plan from PlanInputs, section by section, and collects the rationale. The short sections are made
-here: performance_targets, hardware_calibration, coordinator_chunking, data, data_quality, nodes.
-"""
+here: performance_targets, hardware_calibration, coordinator_chunking, data, data_quality, nodes."""
 
 from __future__ import annotations
 

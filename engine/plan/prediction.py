@@ -1,6 +1,5 @@
 """Predicts the throughput of a launch from each node's calibration and the links between them, with the shares of the
-batch, and what another form of the exchange would change.
-"""
+batch, and what another form of the exchange would change."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The rules for what preflight syncs and compares, which the checks use too, and the plan's
-sections pre_rdma_sync and worker_consistency. Planning runs no check.
-"""
+sections pre_rdma_sync and worker_consistency. Planning runs no check."""
 
 from __future__ import annotations
 

@@ -108,8 +108,7 @@ Entry = TypeVar("Entry", int, str)
 
 
 class ConfigReader:
-    """Reads one table of a config.json, in which null counts as not set. Every method raises InputError that names the
-    key."""
+    """Reads one table of a config.json; null counts as not set. Every method raises InputError that names the key."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         self._table = {name: value for name, value in table.items() if value is not None}

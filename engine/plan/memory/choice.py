@@ -1,6 +1,5 @@
 """Chooses the values of the job keys that are "auto": the most precise optimizer with which every rank fits its limit,
-and the fewest recomputed layers with which it does. Recomputing costs time only, so it comes first.
-"""
+and the fewest recomputed layers with which it does. Recomputing costs time only, so it comes first."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, MOST_PRECISE_FIRST
 
 COMFORTABLE = 0.90
-"""Share of a node's limit up to which settings are chosen, if any fit: an estimate errs, and macOS needs some memory
-itself."""
+"""Share of a node's limit up to which settings are chosen, if any fit: an estimate errs, and macOS needs memory."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,7 @@ class Choice:
     needed_bytes: tuple[int, ...]
     """By rank, reserve included."""
     rejected_bytes: int | None = None
-    """The largest need with the next more precise optimizer, as many layers recomputed as may be; None for the first
-    one."""
+    """The largest need with the next more precise optimizer, with all recomputed that may be; None if there is none."""
 
 
 def choose(

@@ -140,8 +140,7 @@ _WAITING_ARRAYS = 2
 _AVERAGING_COPIES = 4
 """Encoded copies of a piece alive at once in an averaging on rank 0, beside the one of each rank."""
 _AVERAGING_ARRAYS = 5
-"""The same of float32 arrays of a parameter: its weight, the last averaged one, their difference, what is encoded of
-it, and the result."""
+"""The same of float32 arrays: a parameter's weight, the last averaged one, their difference, its code, the result."""
 _REST_BYTES = 2
 """The rest of an element that int8 has rounded away, in bfloat16."""
 

@@ -1,6 +1,4 @@
-"""The memory section: the memory that each rank needs, estimated from config.json or measured by calibration, and the
-limit of its node.
-"""
+"""The memory section: each rank's need, estimated from config.json or measured by calibration, and its limit."""
 
 from __future__ import annotations
 

@@ -308,8 +308,7 @@ _NEMOTRON_TYPES = {
 
 
 def _nemotron_h(config: ConfigReader) -> Architecture:
-    """One sublayer per layer, by the letters of the pattern: M for Mamba-2, * for attention, - for an MLP, E for
-    experts."""
+    """One sublayer per layer, by the pattern's letters: M for Mamba-2, * for attention, - for an MLP, E for experts."""
     letters = config.get_str("hybrid_override_pattern")
     if letters is None:
         types = config.get_layer_types("layers_block_type") or config.get_layer_types("layer_types") or []
@@ -357,7 +356,7 @@ def _nemotron_experts(config: ConfigReader) -> Sublayer:
 
 _LLAMA = _Llama(Attention()).architecture
 _QWEN3 = _Llama(Attention(query_norms="head", qkv_bias=False, out_bias=False))
-_QWEN2_ATTENTION = Attention("even", qkv_bias=True, out_bias=False)
+_QWEN2 = _Llama(Attention("even", qkv_bias=True, out_bias=False))
 _GEMMA = _Llama(_NO_BIAS, arrays=GATED_GELU, tied=True)
 _OLMO = _Llama(Attention(query_norms="all"))
 _BLOCK_SPARSE = _Experts("intermediate_size", "num_local_experts", prefix="block_sparse_moe")
@@ -366,30 +365,17 @@ MODEL_TYPES: dict[str, Callable[[ConfigReader], Architecture]] = {
     **dict.fromkeys(("llama", "mistral", "iquestcoder", "xverse", "smollm3", "granite"), _LLAMA),
     "ministral3": _Llama(_NO_BIAS).architecture,
     "olmo2": _OLMO.architecture,
-    "qwen2": _Llama(_QWEN2_ATTENTION).architecture,
-    "qwen3": _QWEN3.architecture,
-    "exaone4": _QWEN3.architecture,
+    "qwen2": _QWEN2.architecture,
+    **dict.fromkeys(("qwen3", "exaone4"), _QWEN3.architecture),
     "gemma": _GEMMA.architecture,
     "gemma2": replace(_GEMMA, attention=replace(_NO_BIAS, capped=True), norms=4).architecture,
-    "gemma3": _gemma3,
-    "gemma3_text": _gemma3_text,
-    "phi": _phi,
+    "gemma3": _gemma3, "gemma3_text": _gemma3_text, "phi": _phi, "starcoder2": _starcoder2,
     "phi3": _Llama(replace(_EVEN_NO_BIAS, fused=True), tied_by_default=False).architecture,
-    "starcoder2": _starcoder2,
     "mixtral": _Llama(_EVEN_NO_BIAS, tied_by_default=False, experts=_BLOCK_SPARSE).architecture,
-    "qwen2_moe": _Llama(
-        _QWEN2_ATTENTION, tied=False, experts=_Experts(shared="shared_expert_intermediate_size")
-    ).architecture,
+    "qwen2_moe": replace(_QWEN2, tied=False, experts=_Experts(shared="shared_expert_intermediate_size")).architecture,
     "qwen3_moe": replace(_QWEN3, tied_by_default=False, experts=_Experts(steps=True)).architecture,
     "olmoe": replace(_OLMO, experts=_Experts("intermediate_size")).architecture,
     "granitemoe": _Llama(Attention("even"), experts=replace(_BLOCK_SPARSE, router="router.layer")).architecture,
-    "qwen3_next": _qwen3_next,
-    "jamba": _jamba,
-    "mamba": _mamba,
-    "falcon_mamba": _mamba,
-    "mamba2": _mamba2,
-    "falcon_h1": _falcon_h1,
-    "granitemoehybrid": _granite_hybrid,
-    "lfm2": _lfm2,
-    "nemotron_h": _nemotron_h,
-}
+    "qwen3_next": _qwen3_next, "jamba": _jamba, "mamba": _mamba, "falcon_mamba": _mamba, "mamba2": _mamba2,
+    "falcon_h1": _falcon_h1, "granitemoehybrid": _granite_hybrid, "lfm2": _lfm2, "nemotron_h": _nemotron_h,
+}  # fmt: skip

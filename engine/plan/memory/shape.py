@@ -1,5 +1,4 @@
-"""The sizes of a model, read from its config.json alone: parameters as mlx-lm creates them, and their bytes as
-stored."""
+"""The sizes of a model, from its config.json alone: parameters as mlx-lm creates them, and their bytes as stored."""
 
 from __future__ import annotations
 

@@ -129,8 +129,7 @@ def mamba(
     norms: bool,
     prefix: str,
 ) -> Sublayer:
-    """Mamba's selective scan. mlx-lm runs it token by token and keeps each state for the backward pass, before and
-    after its input."""
+    """Mamba's selective scan. mlx-lm runs it token by token and keeps each state, before and after its input."""
     return Sublayer(
         matrices=(
             Matrix(f"{prefix}.in_proj", hidden, 2 * inner, bias),
@@ -195,8 +194,7 @@ def mamba2(config: ConfigReader, keys: Mamba2) -> Sublayer:
 
 
 def gated_delta(config: ConfigReader) -> Sublayer:
-    """Qwen3-Next's gated delta rule. mlx-lm runs it token by token and keeps each state, decayed and new, for the
-    backward pass."""
+    """Qwen3-Next's gated delta rule. mlx-lm runs it token by token and keeps each state, decayed and new."""
     hidden, key_heads = config.hidden, config.get_size("linear_num_key_heads")
     key_dim = config.get_size("linear_key_head_dim")
     value_heads, value_dim = config.get_size("linear_num_value_heads"), config.get_size("linear_value_head_dim")

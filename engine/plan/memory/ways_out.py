@@ -139,8 +139,7 @@ class _Job:
             yield from self._try(f"mlx {NEWER_MLX}", newer)
 
     def fewer_sequences(self) -> Iterator[WayOut]:
-        """A smaller batch, accumulated to the same number of sequences per update, and as many updates: an iteration is
-        one batch."""
+        """A smaller batch, accumulated to as many sequences per update, and as many updates as before."""
         if self.workloads[0].strategy == "pipeline":
             return
         batches = [workload.batch for workload in self.workloads]

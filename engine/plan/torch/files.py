@@ -54,8 +54,7 @@ class TorchLaunch:
     settings: ChosenTorchSettings
     machines: tuple[Machine, ...]
     program: tuple[str, ...]
-    """The words after a launcher: a script, "-m" and a module, or "--no_python" and another program, with its
-    arguments."""
+    """The words after a launcher: a script, "-m" and a module, or "--no_python" and a program; and its arguments."""
     address: str = "localhost"
     """Rank 0's, for the others."""
     on_gpu: bool = True
@@ -97,8 +96,7 @@ class TorchLaunch:
 
     @property
     def with_accelerate(self) -> bool:
-        """`accelerate launch` starts this job's ranks. On the CPU it starts one process whatever is asked, and FSDP
-        becomes DDP there."""
+        """`accelerate launch` starts this job's ranks. On the CPU it starts one process, and FSDP becomes DDP."""
         given = self.job is not None or self.launcher == "accelerate"
         return given and self.on_gpu and self.processes is not None and "--cpu" not in self.options
 

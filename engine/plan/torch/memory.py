@@ -58,8 +58,7 @@ so many others stays gathered."""
 _SENT = 0.6
 """Copies of parts of a bucket of ZeRO-1 and 2, over the bucket, that are alive while it is reduced: measured."""
 _LOSS_ARRAYS = 3
-"""Arrays of tokens × vocabulary in float32 at the gradient of the loss: the logits (or a copy of them), log-softmax and
-its gradient."""
+"""Arrays of tokens × vocabulary in float32 at the gradient of the loss: logits, log-softmax and its gradient."""
 _WORKING_ARRAYS = 3
 """Arrays of a block's widest matrix, and of its residual stream, that its backward pass has besides."""
 
@@ -191,8 +190,7 @@ class _TorchRank:
 
     @property
     def accumulated(self) -> int:
-        """Gradients of earlier iterations of an update. ZeRO-1 reduces them at its end: until then they are whole, and
-        on the GPU."""
+        """Gradients of an update's earlier iterations. ZeRO-1 keeps them whole and on the GPU until its end."""
         if self.workload.accumulation == 1:
             return 0
         if self.zero == 1:

@@ -136,8 +136,7 @@ def _command_notes(context: PlanContext) -> Iterator[str]:
 
 
 def _environment(context: PlanContext) -> Mapping[str, str]:
-    """The variables of all ranks alike: NCCL's and the job's own, and the interface where all machines call it the
-    same."""
+    """The variables of all ranks alike: NCCL's, the job's own, and the interface if all machines call it the same."""
     plan, found = context.inputs.network, dict[str, str]()
     if plan is not None and len({host.ssh for host in plan.hosts}) > 1:
         names = {host.interface for host in plan.hosts}
