@@ -1,16 +1,15 @@
 """The head's agent on one host: what the bootstrap becomes, one for each connection.
 
 Its stdin and stdout carry the messages of engine.protocol.messages. It serves requests (probes and commands, in
-children), and it watches the ranks of one attempt. It keeps nothing: when its stdin ends, or nothing was received for
-SILENCE_S, it ends what it has started and leaves. It does not carry an attempt's nonce, so that no proof counts it.
+children), and it watches the ranks of one attempt. When its stdin ends, or nothing was received for SILENCE_S, it ends
+what it has started and leaves. It does not carry an attempt's nonce, so that no proof counts it.
 
 Its main thread never waits for the head: what the connection does not take stays in a bounded buffer, and files and
-children are read only while there is room in it. So a head that is slow, or whose disk is full, slows nothing here. A
-second thread receives, and renews the ranks' leases by itself: a disk here that stalls ends no rank.
+children are read only while there is room in it. A second thread receives, and renews the ranks' leases by itself: a
+disk here that stalls ends no rank.
 
-It vouches for the age of the heartbeats that it passes on. What it finds in its pipe after it did not run for a while
-(the machine slept, or it was stopped) may be as old as that: such heartbeats renew no lease, until the head shows that
-it has heard of this agent since.
+Heartbeats that it finds in its pipe after it did not run for a while (the machine slept, or it was stopped) may be as
+old as that: they renew no lease, until the head shows that it has heard of this agent since.
 """
 
 from __future__ import annotations
@@ -117,7 +116,9 @@ class Agent:
             if time.monotonic() - self._polled_at >= POLL_INTERVAL_S:
                 self._polled_at = time.monotonic()
                 self._watch.poll()
-            self._read_files(self._watch)
+            # A part of each file in turn, while there is room.
+            while self._has_room and self._watch.send_files():
+                pass
         return True
 
     @property
@@ -192,15 +193,6 @@ class Agent:
             messages.ExitOutputRequest: watch.send_exit_output,
         })  # fmt: skip
         self._renew_leases()
-
-    def _read_files(self, watch: AttemptWatch) -> None:
-        """A part of each file in turn, while there is room."""
-        moved = True
-        while moved and self._has_room:
-            moved = False
-            for message in watch.file_messages():
-                self._send(message)
-                moved = True
 
     def _send(self, message: Message) -> None:
         frame = encode(message)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.node import processes
@@ -146,12 +146,12 @@ class AttemptWatch:
             if not rank.ended:
                 self._poll_rank(rank, liveness=liveness, compare_start=compare_start)
 
-    def file_messages(self) -> Iterator[Message]:
-        """One part of each file that has more to send."""
-        for stream in self._streams.values():
-            message = stream.next_message()
-            if message is not None:
-                yield message
+    def send_files(self) -> bool:
+        """Send a part of each file that has more; False when none has."""
+        parts = [part for stream in self._streams.values() if (part := stream.next_message()) is not None]
+        for part in parts:
+            self._send(part)
+        return bool(parts)
 
     def pass_heartbeat(self, received: messages.Heartbeat, at: float) -> None:
         """Renew the leases as of `at` (`lease_clock`). Waits for no disk."""
@@ -183,13 +183,13 @@ class AttemptWatch:
             found = processes.with_family(marked, self._leaders())
         except (OSError, ValueError, subprocess.SubprocessError):
             # Without a reply the head has no proof that nothing is left. What has the nonce is certainly the attempt's.
-            _kill(marked if message.kill else ())
+            processes.kill_all(marked if message.kill else ())
             return
         sizes = {name: attempt.size_of(stream.path) for name, stream in self._streams.items()}
         listed = [(process.pid, process.command[:200]) for process in found]
         known = {name: size for name, size in sizes.items() if size is not None}
         self._send(messages.ProcessList(message.number, listed, known))
-        _kill(found if message.kill else ())
+        processes.kill_all(found if message.kill else ())
 
     def _leaders(self) -> dict[int, str | float]:
         """The keepers and programs that are known by now, also where a keeper has started another program since."""
@@ -219,9 +219,3 @@ class AttemptWatch:
         if record is not None or gone:
             rank.ended = True
             self._send(messages.RankEnded(rank.rank, record, oom_kill_count(), exit_output(self._files, rank.rank)))
-
-
-def _kill(found: Iterable[processes.Process]) -> None:
-    for process in found:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process.pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.node.processes import kill_group, with_variables
+from engine.node.processes import kill_all, kill_group, with_variables
 from engine.protocol.exit_codes import KeeperExit
 
 STARTED = 0
@@ -140,15 +140,11 @@ def _watch(pipe: int, marks: dict[str, str]) -> None:
         os.setsid()
         for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             signal.signal(ignored, signal.SIG_IGN)
-        received = b""
+        received = b"0 "
         while chunk := os.read(pipe, 64):
             received += chunk
-        pgid = int(received.split()[-1]) if received.split() else 0
-        if pgid:
+        if pgid := int(received.split()[-1]):
             kill_group(pgid, signal.SIGKILL)
-            for process in with_variables(marks) if marks else ():
-                if process.pid != os.getpid():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGKILL)
+            kill_all(with_variables(marks) if marks else ())
     finally:
         os._exit(0)

@@ -54,22 +54,8 @@ from engine.node.rank_activity import RankActivity
 from engine.node.rank_process import TORCHRUN_ID_ENV, Pump, RankLog, RankProcess, torchrun_id
 from engine.node.script_metrics import PrintedMetrics, TensorBoardMetrics
 from engine.node.torch_errors import reported_exception
-from engine.protocol.attempt import (
-    EMERGENCY_CHECKPOINT,
-    END,
-    NONCE_ENV,
-    STOP,
-    AttemptSpec,
-    ExitRecord,
-    Identity,
-    NodeFiles,
-    RankSpec,
-    heartbeat_time,
-    lease_clock,
-    size_of,
-    sync_file,
-    write_atomic,
-)
+from engine.protocol import attempt
+from engine.protocol.attempt import AttemptSpec, ExitRecord, Identity, NodeFiles, RankSpec, lease_clock, write_atomic
 from engine.protocol.events import EventWriter, exit_output, has_stepped, last_phase
 from engine.protocol.exit_codes import FINAL_EXITS, KeeperExit
 from engine.protocol.job import JobError
@@ -152,7 +138,7 @@ class Keeper:
         reserve = _Reserve(self._files.exit(self._rank.rank))
         again = True
         while again:
-            self._events_begin = size_of(self._files.events(self._rank.rank)) or 0
+            self._events_begin = attempt.size_of(self._files.events(self._rank.rank)) or 0
             started = time.monotonic()
             printed, tracked = self._metrics()
             try:
@@ -293,30 +279,30 @@ class Keeper:
             program.signal_group(signal.SIGKILL)
 
     def _handle_command(self, command: bytes, program: RankProcess | None) -> None:
-        if (renewed_at := heartbeat_time(command)) is not None:
+        if (renewed_at := attempt.heartbeat_time(command)) is not None:
             if self._lease.renew(renewed_at):
                 self._end_lease(program)
-        elif command not in (STOP, EMERGENCY_CHECKPOINT, END):
+        elif command not in (attempt.STOP, attempt.EMERGENCY_CHECKPOINT, attempt.END):
             _log(f"unknown command {command[:80]!r}")
-        elif command == STOP:
+        elif command == attempt.STOP:
             self._stop(program, "stop")
-        elif command == EMERGENCY_CHECKPOINT and self._spec.elastic:
+        elif command == attempt.EMERGENCY_CHECKPOINT and self._spec.elastic:
             self._restart_workers()
-        elif command == END or (command == EMERGENCY_CHECKPOINT and (program is None or not program.cooperative)):
+        elif command == attempt.END or (
+            command == attempt.EMERGENCY_CHECKPOINT and (program is None or not program.cooperative)
+        ):
             self._end(program, command.decode().strip())
-        elif command == EMERGENCY_CHECKPOINT and program is not None:
+        elif command == attempt.EMERGENCY_CHECKPOINT and program is not None:
             _log("a peer is lost: asking the trainer to save its state and exit")
             self._asked_to_leave = True
-            program.send(EMERGENCY_CHECKPOINT)
+            program.send(attempt.EMERGENCY_CHECKPOINT)
 
     def _restart_workers(self) -> None:
         """End the workers of an elastic job's torchrun, which starts them again with the nodes that are left."""
         _log("a peer is lost: KILL to torchrun's workers")
-        own = {NONCE_ENV: self._spec.nonce, TORCHRUN_ID_ENV: torchrun_id(self._spec)}
+        own = {attempt.NONCE_ENV: self._spec.nonce, TORCHRUN_ID_ENV: torchrun_id(self._spec)}
         try:
-            for process in processes.with_variables(own):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+            processes.kill_all(processes.with_variables(own))
         except (OSError, subprocess.SubprocessError) as error:
             _log(f"the workers could not be listed: {error}")
 
@@ -338,7 +324,7 @@ class Keeper:
         _log(f"stopping: {reason}")
         self._stop_limit += max(self._spec.stop_grace_s, self._spec.save_grace_s)
         self._term_at = min(now + self._spec.stop_grace_s, self._stop_limit)
-        program.send(STOP)
+        program.send(attempt.STOP)
 
     def _end(self, program: RankProcess | None, reason: str) -> None:
         """`program` None: it is waiting to be started again."""
@@ -368,7 +354,7 @@ class Keeper:
         # The process in front has the rank's variables too, until it has exited.
         ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid}
         try:
-            marked = processes.with_variables({NONCE_ENV: self._spec.nonce, "MLX_RANK": str(self._rank.rank)})
+            marked = processes.with_variables({attempt.NONCE_ENV: self._spec.nonce, "MLX_RANK": str(self._rank.rank)})
             left = processes.with_family([each for each in marked if each.pid not in ours], {program.pid: ""})
         except (OSError, subprocess.SubprocessError) as error:
             _log(f"processes left behind could not be listed: {error}")
@@ -406,7 +392,7 @@ class Keeper:
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             ended_at=time.time(),
-            log_bytes=size_of(self._files.log(self._rank.rank)) or 0,
+            log_bytes=attempt.size_of(self._files.log(self._rank.rank)) or 0,
             dropped_bytes=self._log.dropped_bytes,
             stopped_by=self._stopped_by,
             error=error,
@@ -433,7 +419,7 @@ class _Reserve:
             with self._path.open("r+b") as file:
                 file.write(text.encode()[:_RESERVE_BYTES])
                 file.truncate()
-                sync_file(file.fileno())
+                attempt.sync_file(file.fileno())
             self._path.replace(self._target)
         else:
             self._path.unlink(missing_ok=True)
@@ -491,7 +477,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, notifier: StartupNotifier) -> int:
-    marks = {NONCE_ENV: spec.nonce, TORCHRUN_ID_ENV: torchrun_id(spec), "MLX_RANK": str(rank.rank)}
+    marks = {attempt.NONCE_ENV: spec.nonce, TORCHRUN_ID_ENV: torchrun_id(spec), "MLX_RANK": str(rank.rank)}
     reaper = GroupReaper(marks if spec.elastic else None)
     try:
         return Keeper(spec, rank, files, reaper, notifier).run()
@@ -504,8 +490,8 @@ def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, notifier: Startup
 def _refuse(files: NodeFiles, rank: int, error: str) -> int:
     """Write an exit record for a specification that cannot be read; the attempt's number is the folder's name."""
     _log(error)
-    attempt = int(files.directory.name) if files.directory.name.isdigit() else 0
-    record = ExitRecord(rank, attempt, KeeperExit.CANNOT_START, None, time.time(), log_bytes=0, error=error)
+    number = int(files.directory.name) if files.directory.name.isdigit() else 0
+    record = ExitRecord(rank, number, KeeperExit.CANNOT_START, None, time.time(), log_bytes=0, error=error)
     write_atomic(files.exit(rank), dumps(asdict(record)))
     return KeeperExit.CANNOT_START
 

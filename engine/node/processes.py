@@ -28,11 +28,10 @@ _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 def oom_kill_count() -> int | None:
     """Processes that the kernel has killed for memory since boot; None where it is not known (macOS)."""
-    try:
-        match = _OOM_KILLS.search(Path("/proc/vmstat").read_text())
-    except OSError:
-        return None
-    return int(match[1]) if match else None
+    with contextlib.suppress(OSError):
+        if match := _OOM_KILLS.search(Path("/proc/vmstat").read_text()):
+            return int(match[1])
+    return None
 
 
 _QOS_CLASS_USER_INTERACTIVE = 0x21
@@ -148,10 +147,9 @@ def boot_id() -> str:
     if not _LINUX:
         found = tool_output("sysctl", "-n", "kern.bootsessionuuid").strip()
         return found if _UUID.fullmatch(found) else ""
-    try:
+    with contextlib.suppress(OSError):
         return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def same_boot(one: str, other: str) -> bool:
@@ -213,9 +211,8 @@ def with_nonce(nonce: str) -> list[Process]:
 
 
 def of_attempt(nonce: str, leaders: Mapping[int, str | float]) -> list[Process]:
-    """The processes of an attempt, or of all attempts of a run: those with its nonce, as by `with_nonce`, and
-    `with_family` of these. Raises OSError or subprocess.SubprocessError when the processes could not be listed:
-    that proves nothing."""
+    """`with_nonce`, and `with_family` of these. Raises OSError or subprocess.SubprocessError when the processes could
+    not be listed: that proves nothing."""
     return with_family(with_nonce(nonce), leaders)
 
 
@@ -271,7 +268,7 @@ def ps_time_s(text: str) -> float:
 def variables_of(pids: Iterable[int], *names: str) -> list[dict[str, str]]:
     """The values of these variables in each of the processes that have them all, seen as by `with_nonce`."""
     if _LINUX:
-        found = [_linux_values(pid, names) for pid in pids]
+        found = [linux_values(pid, names) for pid in pids]
         return [values for values in found if values is not None]
     wanted = set(pids)
     return [values for process, values in _ps_carrying(names) if process.pid in wanted]
@@ -326,16 +323,19 @@ def kill_group(pgid: int, sig: int) -> bool:
     return True
 
 
+def kill_all(found: Iterable[Process]) -> None:
+    """KILL to each that is still there and may be killed: a descendant may be another user's (sudo)."""
+    for process in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
 def kill_with_nonce(nonce: str) -> bool:
     """KILL every process with this nonce; False when some are left all the same."""
     for _ in range(_MAX_SCANS):
-        found = of_attempt(nonce, {})
-        for process in found:
-            # A descendant may be another user's (sudo).
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
-        if not found:
+        if not (found := of_attempt(nonce, {})):
             return True
+        kill_all(found)
     return False
 
 
@@ -360,9 +360,7 @@ def linux_stats() -> dict[int, list[bytes]]:
 
 def _linux_start(pid: int) -> str | None:
     fields = linux_stat(pid)
-    if not fields or fields[0] in _ENDED:
-        return None
-    return fields[19].decode()
+    return fields[19].decode() if fields and fields[0] not in _ENDED else None
 
 
 def _carrying(*names: str) -> Iterator[tuple[Process, dict[str, str]]]:
@@ -375,12 +373,12 @@ def _carrying(*names: str) -> Iterator[tuple[Process, dict[str, str]]]:
 def _linux_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, str]]]:
     network = _network("self")
     for pid in linux_pids():
-        values = _linux_values(pid, names)
+        values = linux_values(pid, names)
         if values is not None and (process := _linux_process(pid, network)) is not None:
             yield process, values
 
 
-def _linux_values(pid: int, names: tuple[str, ...]) -> dict[str, str] | None:
+def linux_values(pid: int, names: tuple[str, ...]) -> dict[str, str] | None:
     """None where one is missing, or the environment cannot be read."""
     try:
         environment = b"\0" + (_PROC / str(pid) / "environ").read_bytes()

@@ -48,32 +48,22 @@ class RankLog:
 
     def _write_gap_marker(self) -> bool:
         """Write the marker of an earlier gap; False while not even that fits on the disk."""
-        while self._unreported or self._marker:
-            if not self._marker:
-                marker = f"\n[flightdeck] {self._unreported} bytes of output are missing here: disk full\n".encode()
-                stored = self._store(marker)
-                # Until its first byte is stored, the marker's number may still grow.
-                if not stored:
-                    return False
-                self._unreported = 0
-                self._marker = marker[stored:]
-            else:
-                self._marker = self._marker[self._store(self._marker) :]
-            if self._marker:
-                return False
-        return True
+        self._marker = self._marker[self._store(self._marker) :] if self._marker else b""
+        if self._unreported and not self._marker:
+            marker = f"\n[flightdeck] {self._unreported} bytes of output are missing here: disk full\n".encode()
+            # Until its first byte is stored, the marker's number may still grow.
+            if stored := self._store(marker):
+                self._unreported, self._marker = 0, marker[stored:]
+        return not self._unreported and not self._marker
 
     def _store(self, data: bytes) -> int:
         """Append what fits; returns the bytes stored."""
-        stored = 0
-        view = memoryview(data)
-        try:
+        stored, view = 0, memoryview(data)
+        with contextlib.suppress(OSError):
             if self._descriptor is None:
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             while stored < len(data):
                 stored += os.write(self._descriptor, view[stored:])
-        except OSError:
-            pass
         return stored
 
 
@@ -173,12 +163,9 @@ class RankProcess:
 
 
 def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[str, str]:
-    environment = {**os.environ, **spec.env}
-    environment[NONCE_ENV] = spec.nonce
-    environment[SPEC_ENV] = str(files.spec)
-    environment[EVENTS_ENV] = str(files.events(rank.rank))
-    environment["MLX_RANK"] = str(rank.rank)
-    environment["PYTHONUNBUFFERED"] = "1"
+    own_files = {SPEC_ENV: str(files.spec), EVENTS_ENV: str(files.events(rank.rank))}
+    environment = {**os.environ, **spec.env, NONCE_ENV: spec.nonce, **own_files}
+    environment |= {"MLX_RANK": str(rank.rank), "PYTHONUNBUFFERED": "1"}
     if spec.framework == "torch" and spec.command is not None and not spec.elastic:
         # As torchrun does for its workers, whose store its agent has.
         own = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
@@ -246,13 +233,8 @@ def _arguments(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]
             # An option of python's, which torchrun does not know.
             script = ["--no-python", rank.python, *script]
         given = ["python", *_torchrun(spec, rank, files), *script]
-    values = {
-        "{workdir}": rank.workdir,
-        "{model}": rank.model or "",
-        "{data}": rank.data or "",
-        "{python}": rank.python,
-        "{rank}": str(rank.rank),
-    }
+    values = {"{workdir}": rank.workdir, "{model}": rank.model or "", "{data}": rank.data or ""}
+    values |= {"{python}": rank.python, "{rank}": str(rank.rank)}
     program, *arguments = given
     if program in ("python", "python3"):
         program = rank.python

@@ -3,14 +3,13 @@ read from what it prints, or from the files of its tracker where the job names t
 
 A job's own pattern is tried on each line, and nothing else. Without one these are tried in turn: the forms of
 protocol.metric_patterns; a progress bar of tqdm with a loss before or behind it; a JSON object or Python dict with a
-loss, such as {"step": 20, "loss": 1.25, "learning_rate": 1e-4}; a step and a loss by their names. The dict that
-transformers' Trainer prints at each log and each evaluation ({'loss': '1.25', 'epoch': '0.5'}) has no step: it is that
-of the training's progress bar (" 10%|# | 20/200 ["), which is printed anew after each of them, and without a bar the
-number of logs so far.
+loss; a step and a loss by their names. The dict that transformers' Trainer prints at each log ({'loss': '1.25',
+'epoch': '0.5'}) has no step: it is that of the training's bar, which is printed anew after each, or else the number of
+logs so far.
 
-The files are TensorBoard's, as Accelerate's and the Trainer's trackers of that name write them: TFRecords
-(tensorflow/core/lib/io/record_writer.h) of Event messages (tensorboard/compat/proto/event.proto, summary.proto), of
-which the scalars are read. They are read here, where the script's own packages may not be imported.
+The files are TensorBoard's: TFRecords (tensorflow/core/lib/io/record_writer.h) of Event messages
+(tensorboard/compat/proto/event.proto, summary.proto), of which the scalars are read, here, where the script's own
+packages may not be imported.
 """
 
 from __future__ import annotations

@@ -38,12 +38,9 @@ _LEASE_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def lease_clock() -> float:
-    """Seconds on a clock that nobody sets and that also counts while the machine sleeps, the same for all processes of
-    a machine. time.monotonic() stands still in sleep: a lease on it would outlive what the other side waits for.
-
-    CLOCK_BOOTTIME on Linux (clock_gettime(2)). On macOS CLOCK_MONOTONIC, which goes on in sleep (clock_gettime(3));
-    Python's time.monotonic() is mach_absolute_time() there, which does not.
-    """
+    """Seconds on a clock that nobody sets, that counts while the machine sleeps, and is the same for all its processes:
+    CLOCK_BOOTTIME on Linux, CLOCK_MONOTONIC on macOS (clock_gettime(2), (3)). time.monotonic() stands still in sleep: a
+    lease on it would outlive what the other side waits for."""
     return time.clock_gettime(_LEASE_CLOCK)
 
 

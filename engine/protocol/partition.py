@@ -147,7 +147,7 @@ def layer_split(layers: int, memory: Sequence[float], most: Sequence[int | None]
     Raises ValueError for fewer layers than ranks, a memory that is not above 0, and limits that leave layers over.
     """
     ranks = len(memory)
-    limits = [None] * ranks if most is None else list(most)
+    limits = [math.inf if limit is None else limit for limit in most or [None] * ranks]
     if not ranks or len(limits) != ranks:
         raise ValueError("memory and most are per rank")
     if layers < ranks:
@@ -155,15 +155,14 @@ def layer_split(layers: int, memory: Sequence[float], most: Sequence[int | None]
     if not all(0 < size < math.inf for size in memory):
         raise ValueError(f"memory must be above 0: {list(memory)}")
     counts = [0] * ranks
-    order = sorted(range(ranks), key=lambda rank: (memory[rank], math.inf if limits[rank] is None else limits[rank]))
+    order = sorted(range(ranks), key=lambda rank: (memory[rank], limits[rank]))
     left, left_memory, last = layers, float(sum(memory)), 1
     for index, rank in enumerate(order):
         ranks_left = ranks - index
         even = left // ranks_left
         proportion = math.ceil(left * memory[rank] / left_memory - 1e-9)
         wanted = left if ranks_left == 1 else max(last, min(proportion, even))
-        limit = limits[rank]
-        counts[rank] = last = wanted if limit is None else min(wanted, limit)
+        counts[rank] = last = int(min(wanted, limits[rank]))
         left, left_memory = left - counts[rank], left_memory - memory[rank]
     if left:
         raise ValueError(f"{left} of {layers} layers are left over: {_counts_text(counts, limits)}")
@@ -204,11 +203,9 @@ def check_split(split: LayerSplit, layers: int, ranks: int) -> None:
         raise ValueError(f"it ends at layer {split[-1][1]}, and the model has {layers}")
 
 
-def _counts_text(counts: Sequence[int], limits: Sequence[int | None]) -> str:
-    return ", ".join(
-        f"rank {rank} takes {count}" + (f" (at most {limits[rank]})" if limits[rank] is not None else "")
-        for rank, count in enumerate(counts)
-    )
+def _counts_text(counts: Sequence[int], limits: Sequence[float]) -> str:
+    bounds = ["" if limit == math.inf else f" (at most {limit})" for limit in limits]
+    return ", ".join(f"rank {rank} takes {count}{bounds[rank]}" for rank, count in enumerate(counts))
 
 
 Action = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward"]

@@ -6,8 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +49,15 @@ def audit_log(
             fcntl.flock(lock, fcntl.LOCK_EX)
             log = home / "audit.jsonl"
             _rotate(log, len(line) + 1)
-            with _opened(log) as descriptor:
-                _append(descriptor, line.encode() + b"\n")
+            with _opened(log) as file:
+                _append(file.fileno(), line.encode() + b"\n")
     except (OSError, StateError):
         return False
     return True
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = regular_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _opened(path: Path) -> FileIO:
+    return os.fdopen(regular_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
 def _append(descriptor: int, line: bytes) -> None:

@@ -22,8 +22,7 @@ _NAMES = (
 """Endings of the names of secrets, in capitals or not. A token with a number is one of a text."""
 _VARIABLES = r"_KEY|PASS|AUTH|_PWD|_CREDS?|_COOKIE"
 """Endings of variables that hold secrets, in capitals alone: `sort_key` and `pass` are ordinary words."""
-_SECRET_NAME = re.compile(rf"(?i:{_NAMES})$|(?:^|[A-Z0-9_])(?:{_VARIABLES})$")
-_SPECIAL_NAMES = frozenset({"AWS_ACCESS_KEY_ID"})
+_SECRET_NAME = re.compile(rf"(?i:{_NAMES}|^AWS_ACCESS_KEY_ID)$|(?:^|[A-Z0-9_])(?:{_VARIABLES})$")
 _TOKENIZERS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "per", "next", "end", "start")
 _OF_TEXT = "".join(rf"(?<!(?i:{kind}[_-]token))" for kind in _TOKENIZERS)
 """Not the end of a name: those are a tokenizer's."""
@@ -126,7 +125,7 @@ _NO_SECRET = re.compile(
 
 def is_secret(name: str) -> bool:
     """`name` is that of a variable or key."""
-    return name.upper() in _SPECIAL_NAMES or _SECRET_NAME.search(name) is not None
+    return _SECRET_NAME.search(name) is not None
 
 
 def is_public(name: str) -> bool:

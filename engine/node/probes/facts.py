@@ -183,11 +183,8 @@ def user() -> str:
 
 
 def zones() -> list[dict[str, str]]:
-    names = ["type", "temp"]
-    for point in range(6):
-        names += [f"trip_point_{point}_type", f"trip_point_{point}_temp"]
-    root = "/sys/class/thermal"
-    return [zone for zone in files_below(root, names) if zone["name"].startswith("thermal_zone")]
+    names = [f"{of}{what}" for of in ("", *(f"trip_point_{point}_" for point in range(6))) for what in ("type", "temp")]
+    return [zone for zone in files_below("/sys/class/thermal", names) if zone["name"].startswith("thermal_zone")]
 
 
 def infiniband() -> list[dict[str, Any]]:
@@ -212,12 +209,9 @@ def addresses() -> list[dict[str, Any]]:
             master = f"/sys/class/net/{name}/master"
             if os.path.islink(master):  # noqa: PTH114
                 entry["master"] = os.path.basename(os.readlink(master))  # noqa: PTH115, PTH119
-            try:
+            with contextlib.suppress(OSError):
                 # SIOCGIFADDR, SIOCGIFNETMASK
                 address, mask = (fcntl.ioctl(asking.fileno(), number, request)[20:24] for number in (0x8915, 0x891B))
-            except OSError:
-                pass
-            else:
                 prefix = bin(int.from_bytes(mask, "big")).count("1")
                 entry["addr_info"] = [{"family": "inet", "local": socket.inet_ntoa(address), "prefixlen": prefix}]
             found.append(entry)
@@ -264,8 +258,7 @@ def probe_facts(directory: str, framework: str = "mlx") -> dict[str, Any]:
     answers, unknown = {}, {}
     for query in sorted(asked, key=lambda query: query.limit_s):
         query.join(max(0.0, started + query.limit_s - time.monotonic()))
-        problem = query.unknown()
-        if problem is not None:
+        if (problem := query.unknown()) is not None:
             unknown[query.name] = problem
         if query.is_alive():
             query.give_up()

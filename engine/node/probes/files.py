@@ -61,16 +61,16 @@ def probe_tree(folder_path: str, request_text: str) -> dict[str, Any]:
         os.listdir(folder)  # noqa: PTH208
     except OSError as error:
         return {"problem": f"{folder}: {reason_of(error, folder)}"}
-    left = int(request["all_bytes"])
+    remaining, left = int(request["all_bytes"]), list[Path]()
     entries: dict[str, list[Any]] = {}
     report: dict[str, Any] = {"entries": entries}
-    walk = _Walk(tuple(request["without"]), {Path(path) for path in request["apart"]})
-    for path in walk.below(folder):
+    request["apart"] = {Path(path) for path in request["apart"]}
+    for path in _below(folder, request, left):
         if len(entries) == request["files"]:
             report["cut"] = True
             break
         try:
-            entry = _entry(path, min(int(request["whole_bytes"]), left))
+            entry = _entry(path, min(int(request["whole_bytes"]), remaining))
         except OSError as error:
             report["problem"] = f"{path} cannot be read: {reason_of(error, path)}"
             permits = isinstance(error, PermissionError) and not is_withheld(error, path)
@@ -78,40 +78,33 @@ def probe_tree(folder_path: str, request_text: str) -> dict[str, Any]:
             break
         if entry is not None:
             entries[path.relative_to(folder).as_posix()] = entry
-            left -= entry[0] if entry[0] != LINK and entry[1] is not None else 0
-    report["left"] = [path.relative_to(folder).as_posix() for path in walk.left]
+            remaining -= entry[0] if entry[0] != LINK and entry[1] is not None else 0
+    report["left"] = [path.relative_to(folder).as_posix() for path in left]
     return report
 
 
-class _Walk:
-    """Goes through a folder, in an order that all machines have."""
-
-    def __init__(self, without: tuple[str, ...], apart: set[Path]) -> None:
-        self._without = without
-        self._apart = apart
-        self.left: list[Path] = []
-
-    def below(self, folder: Path) -> Iterator[Path]:
-        """Everything below `folder` that is no folder itself."""
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: os.fsencode(entry.name))
-        if any(entry.name == ENVIRONMENT for entry in entries):
-            self.left.append(folder)
-            return
-        for entry in entries:
-            path = Path(entry.path)
-            if any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self._without):
-                continue
-            if path in self._apart:
-                self.left.append(path)
-            elif entry.is_dir(follow_symlinks=False):
-                try:
-                    yield from self.below(path)
-                except PermissionError:
-                    # Named by whoever reads it.
-                    yield path
-            else:
+def _below(folder: Path, request: dict[str, Any], left: list[Path]) -> Iterator[Path]:
+    """Everything below `folder` that is no folder itself, in an order that all machines have. `left` gets the folders
+    that are left out."""
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: os.fsencode(entry.name))
+    if any(entry.name == ENVIRONMENT for entry in entries):
+        left.append(folder)
+        return
+    for entry in entries:
+        path = Path(entry.path)
+        if any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in request["without"]):
+            continue
+        if path in request["apart"]:
+            left.append(path)
+        elif entry.is_dir(follow_symlinks=False):
+            try:
+                yield from _below(path, request, left)
+            except PermissionError:
+                # Named by whoever reads it.
                 yield path
+        else:
+            yield path
 
 
 def _entry(path: Path, hashed: int) -> list[Any] | None:
@@ -126,9 +119,7 @@ def _entry(path: Path, hashed: int) -> list[Any] | None:
             os.listdir(path)  # noqa: PTH208
         return None
     size = path.stat().st_size
-    if size > hashed:
-        return [size, None]
-    return [size, sha256(path)]
+    return [size, sha256(path) if size <= hashed else None]
 
 
 def probe_bundle() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from engine.node.probes import mac_gpu_statistics
-from engine.node.processes import linux_pids, linux_stat, own_list, ps_time_s, tool_output
+from engine.node.processes import linux_pids, linux_stat, linux_values, own_list, ps_time_s, tool_output
 
 BUDGET = 0.008
 """Share of a core, for this process, what it runs, and the pipe that it reads; the promise to the outside is 0.01."""
@@ -105,8 +105,7 @@ class Stream:
         except OSError:
             self.process = None
             return
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
+        os.set_blocking(self.fileno(), False)
 
     def fileno(self) -> int:
         assert self.process is not None and self.process.stdout is not None
@@ -175,12 +174,8 @@ class LinuxRanks:
         return by_rank(used)
 
     def mark(self, pid: int) -> ProcessOwner | None:
-        environ = content(f"/proc/{pid}/environ")
-        if NONCE.encode() not in environ:
-            return None
-        pairs = (entry.partition(b"=") for entry in environ.split(b"\0"))
-        named = {name.decode(errors="replace"): value.decode(errors="replace") for name, _, value in pairs}
-        return process_owner(named, self.stat(pid)[0])
+        values = linux_values(pid, (NONCE, SPEC, RANK))
+        return process_owner(values, self.stat(pid)[0]) if values is not None else None
 
     def stat(self, pid: int) -> tuple[str, int]:
         """Start time and resident pages; ("", 0) when it is gone."""
