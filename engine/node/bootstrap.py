@@ -147,22 +147,18 @@ def main(expected: str, root: Path) -> None:
     _report({"home": str(Path("~").expanduser()), **prepared})
     if prepared["missing"]:
         files = json.loads(zlib.decompress(_receive()))
-        problem = prepared if "problem" in prepared else _stage(bundle, files)
+        problem = prepared if "problem" in prepared else {}
+        try:
+            if not problem:
+                install(bundle, files)
+        except OSError as error:
+            problem = _problem(error, bundle)
         _report({"staged": not problem, **problem})
         if problem:
             sys.meta_path.insert(0, MemoryImporter(files))
             _become_agent([])
     os.chdir(bundle)
     _become_agent([str(bundle)])
-
-
-def _stage(bundle: Path, files: Mapping[str, str]) -> dict[str, Any]:
-    """Why the bundle could not be written; {} when it was."""
-    try:
-        install(bundle, files)
-    except OSError as error:
-        return _problem(error, bundle)
-    return {}
 
 
 def _problem(error: OSError, path: Path) -> dict[str, Any]:

@@ -288,14 +288,12 @@ class Keeper:
             self._stop(program, "stop")
         elif command == attempt.EMERGENCY_CHECKPOINT and self._spec.elastic:
             self._restart_workers()
-        elif command == attempt.END or (
-            command == attempt.EMERGENCY_CHECKPOINT and (program is None or not program.cooperative)
-        ):
-            self._end(program, command.decode().strip())
-        elif command == attempt.EMERGENCY_CHECKPOINT and program is not None:
+        elif command == attempt.EMERGENCY_CHECKPOINT and program is not None and program.cooperative:
             _log("a peer is lost: asking the trainer to save its state and exit")
             self._asked_to_leave = True
             program.send(attempt.EMERGENCY_CHECKPOINT)
+        else:
+            self._end(program, command.decode().strip())
 
     def _restart_workers(self) -> None:
         """End the workers of an elastic job's torchrun, which starts them again with the nodes that are left."""

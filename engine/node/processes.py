@@ -365,15 +365,12 @@ def _linux_start(pid: int) -> str | None:
 
 def _carrying(*names: str) -> Iterator[tuple[Process, dict[str, str]]]:
     """Each process that has all of these variables, with their values; without zombies and the caller."""
-    for process, values in _linux_carrying(names) if _LINUX else _ps_carrying(names):
-        if process.pid != os.getpid():
-            yield process, values
-
-
-def _linux_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, str]]]:
+    if not _LINUX:
+        yield from (found for found in _ps_carrying(names) if found[0].pid != os.getpid())
+        return
     network = _network("self")
     for pid in linux_pids():
-        values = linux_values(pid, names)
+        values = linux_values(pid, names) if pid != os.getpid() else None
         if values is not None and (process := _linux_process(pid, network)) is not None:
             yield process, values
 

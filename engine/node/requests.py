@@ -108,10 +108,7 @@ class Child:
         if self._probe is not None and self._probe.outlives_agent:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self._probe is None:
-                os.killpg(self.pid, signal.SIGKILL)
-            else:
-                os.kill(self.pid, signal.SIGKILL)
+            (os.killpg if self._probe is None else os.kill)(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         for pipe in (self._stdin, *self.readable):
@@ -161,8 +158,7 @@ class Requests:
             self._children[message.request].cancel()
 
     def read(self, pipe: int, child: Child) -> None:
-        output = child.read(pipe)
-        if output:
+        if output := child.read(pipe):
             self._send(messages.RequestOutput(child.request, output))
 
     def reap(self) -> None:

@@ -52,9 +52,6 @@ def deepspeed_config(
     if settings.precision in ("bf16", "fp16"):
         # Gradients travel compressed to 16 bits; it is DeepSpeed's default, too.
         config["communication_data_type"] = settings.precision
-    if settings.precision == "bf16":
-        config["bf16"] = {"enabled": True}
-    elif settings.precision == "fp16":
         # 0: the scale is dynamic.
-        config["fp16"] = {"enabled": True, "loss_scale": 0}
+        config[settings.precision] = {"enabled": True, **({"loss_scale": 0} if settings.precision == "fp16" else {})}
     return config

@@ -98,21 +98,16 @@ def misfit(found: Mapping[str, Shape], model: Mapping[str, Shape], trained: Coll
 
 
 def _tensor(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
-    fault = CheckpointError(f"its tensor {ascii(name)[:80]} has an invalid description")
-    if not isinstance(entry, dict):
-        raise fault
-    dtype, shape, span = entry.get("dtype"), _naturals(entry.get("shape")), _naturals(entry.get("data_offsets"))
-    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES or shape is None or span is None or len(span) != 2:
-        raise fault
-    begin, end = span
-    if end - begin != math.prod(shape) * _DTYPE_BYTES[dtype]:
-        raise fault
-    return dtype, shape, begin, end
+    if isinstance(entry, dict) and str(entry.get("dtype")) in _DTYPE_BYTES:
+        dtype, shape, span = entry["dtype"], _naturals(entry.get("shape")), _naturals(entry.get("data_offsets"))
+        if shape is not None and span is not None and len(span) == 2:
+            begin, end = span
+            if end - begin == math.prod(shape) * _DTYPE_BYTES[dtype]:
+                return dtype, shape, begin, end
+    raise CheckpointError(f"its tensor {ascii(name)[:80]} has an invalid description")
 
 
 def _naturals(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, list) or len(value) > 32:
         return None
-    if not all(type(each) is int and 0 <= each < 1 << 62 for each in value):
-        return None
-    return tuple(value)
+    return tuple(value) if all(type(each) is int and 0 <= each < 1 << 62 for each in value) else None

@@ -85,9 +85,10 @@ class Paced:
 
 
 class Stream:
-    """A program that goes on printing; it is slowed down when it costs more than its share of a core."""
+    """A program that goes on printing, where there is one; it is slowed down when it costs more than its share of a
+    core."""
 
-    def __init__(self, argv: Callable[[float], list[str]], interval: float, share: float) -> None:
+    def __init__(self, argv: Callable[[float], list[str]] | None, interval: float, share: float) -> None:
         self.argv = argv
         self.interval = interval
         self.share = share
@@ -98,6 +99,8 @@ class Stream:
 
     def start(self) -> None:
         self.began = time.monotonic()
+        if self.argv is None:
+            return
         try:
             self.process = subprocess.Popen(
                 self.argv(self.interval), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -264,11 +267,10 @@ class Linux:
     def __init__(self, interval: float) -> None:
         self.readings = [Paced(self.quick, interval, BUDGET / 4), Paced(LinuxRanks().read, interval, BUDGET / 2)]
         self.thermometer = cpu_thermometer()
-        self.stream: Stream | None = None
         smi = shutil.which("nvidia-smi")
-        if smi is not None:
-            fields = [f"--query-gpu={NVIDIA_FIELDS}", "--format=csv,noheader,nounits"]
-            self.stream = Stream(lambda every: [smi, *fields, f"--loop={max(1, round(every))}"], interval, BUDGET / 4)
+        fields = [f"--query-gpu={NVIDIA_FIELDS}", "--format=csv,noheader,nounits"]
+        looping = (lambda every: [smi, *fields, f"--loop={max(1, round(every))}"]) if smi is not None else None
+        self.stream = Stream(looping, interval, BUDGET / 4)
         self.leads = False
         self.interval = interval
 
@@ -283,17 +285,15 @@ class Linux:
         millidegrees = content(self.thermometer, 64).strip()
         if millidegrees.isdigit():
             report["cpu_temperature_c"] = int(millidegrees) / 1000
-        if self.stream is not None and self.stream.process is not None:
-            ticks = linux_stat(self.stream.process.pid)
-            if ticks:
-                self.stream.settle((int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK"))
+        if self.stream.process is not None and (ticks := linux_stat(self.stream.process.pid)):
+            self.stream.settle((int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK"))
         return report
 
     def sample(self, now: float) -> dict[str, object]:
         report: dict[str, object] = {"system": "Linux"}
         for reading in self.readings:
             report.update(reading.take(now))
-        if self.stream is not None and self.stream.lines:
+        if self.stream.lines:
             report["nvidia"] = list(self.stream.lines)
             self.stream.lines.clear()
         return report
@@ -311,11 +311,10 @@ class Mac:
     """Values that macOS reports without root: macmon where it is installed, else its own tools."""
 
     def __init__(self, interval: float) -> None:
-        self.stream: Stream | None = None
         macmon = shutil.which("macmon", path=os.pathsep.join([os.environ.get("PATH", ""), *map(os.path.expanduser, MACMON_PLACES)]))  # noqa: E501  # fmt: skip
-        if macmon is not None:
-            # The option before the subcommand: so do all versions take it.
-            self.stream = Stream(lambda every: [macmon, "-i", str(int(every * 1000)), "pipe"], interval, BUDGET / 2)
+        # The option before the subcommand: so do all versions take it.
+        piping = (lambda every: [macmon, "-i", str(int(every * 1000)), "pipe"]) if macmon is not None else None
+        self.stream = Stream(piping, interval, BUDGET / 2)
         self.ticks = MacTicks()
         self.own = Paced(self.tools, interval, BUDGET / 2)
         self.interval = interval
@@ -328,7 +327,7 @@ class Mac:
     @property
     def leads(self) -> bool:
         """Samples are sent when macmon prints a line."""
-        return self.stream is not None and self.stream.process is not None
+        return self.stream.process is not None
 
     def rest_s(self, now: float) -> float:
         """To the next sample: when macmon has nothing to say, or when the tools may be asked again."""
@@ -344,7 +343,7 @@ class Mac:
 
     def sample(self, now: float) -> dict[str, object]:
         report: dict[str, object] = {"system": "Darwin", "ticks": self.ticks.read()}
-        if self.stream is not None and self.stream.lines:
+        if self.stream.lines:
             report["macmon"] = self.stream.lines[-1]
             self.stream.lines.clear()
         if not self.reader.is_alive():
@@ -354,7 +353,7 @@ class Mac:
         self.reader.join(TOOLS_WAIT_S)
         while self.read:
             report.update(self.read.popleft())
-        if self.stream is not None and self.stream.process is not None:
+        if self.stream.process is not None:
             self.stream.settle(self.ranks.cpu_s.get(self.stream.process.pid, 0.0))
         return report
 
@@ -392,16 +391,15 @@ class MacTicks:
 def stream_samples(machine: Linux | Mac, interval: float) -> None:
     """Print samples until stdin ends or nobody reads them."""
     os.set_blocking(1, False)
-    unsent = b""
+    unsent, stream = b"", machine.stream
     now = due = time.monotonic()
     while True:
-        stream = machine.stream if machine.stream is not None and machine.stream.process is not None else None
-        readers = [0] if stream is None else [0, stream.fileno()]
+        readers = [0] if stream.process is None else [0, stream.fileno()]
         ready, writable, _ = select.select(readers, [1] if unsent else [], [], max(0.0, due - now))
         now = time.monotonic()
         if 0 in ready and not os.read(0, 4096):
             return
-        if stream is not None and stream.fileno() in ready:
+        if stream.process is not None and stream.fileno() in ready:
             stream.take_in()
             if machine.leads and stream.lines:
                 due = now
@@ -428,7 +426,6 @@ def probe_telemetry(interval_s: str) -> Iterator[dict[str, object]]:
     try:
         stream_samples(machine, interval)
     finally:
-        if machine.stream is not None:
-            machine.stream.stop()
+        machine.stream.stop()
     # It has printed its samples itself.
     return iter(())
