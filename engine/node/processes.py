@@ -1,8 +1,6 @@
 """The processes of this machine: identity (boot id, start time), groups, what carries a run's nonce, OOM kills, QoS
-class and sleep prevention.
-
-Standard library alone, on Linux and macOS, and runnable as a single file over ssh: `python processes.py NONCE` kills
-the processes of an attempt on this machine, and exits 1 when some are left.
+class and sleep prevention; standard library alone, on Linux and macOS. As a single file over ssh, `python processes.py
+NONCE` kills the processes of an attempt on this machine, and exits 1 when some are left.
 """
 
 from __future__ import annotations
@@ -220,10 +218,8 @@ def with_family(known: Iterable[Process], leaders: Mapping[int, str | float]) ->
     """`known`, the sessions that `leaders` lead or led, and all descendants of both; without zombies and the caller.
     `leaders`: pid → its start time, or a time when it was there, s since the epoch. Raises like `of_attempt`.
 
-    Not every process shows its environment: macOS hides those of Apple's own programs, such as /bin/bash (XNU,
-    sysctl KERN_PROCARGS2), and any program may clear its own. What has done so, has a session of its own and has
-    outlived its parent is not found.
-    """
+    Not every process shows its environment: macOS hides those of Apple's own programs (XNU, sysctl KERN_PROCARGS2), and
+    any program may clear its own. Such a one that has a session of its own and has outlived its parent is not found."""
     found = {process.pid: process for process in known}
     sessions = {pid for pid, start in leaders.items() if pid > 1 and _leads(pid, start)}
     tree = _table()
@@ -473,11 +469,8 @@ def tool_output(*command: str) -> str:
 
 
 def run_tool(*command: str, limit_s: float | None = None) -> tuple[int, str]:
-    """A system tool's exit code and output, in the C locale. Raises OSError, subprocess.SubprocessError.
-
-    In UTC: `ps` prints start times in the current time zone, and a Mac that travels would take a running process for
-    another one.
-    """
+    """A system tool's exit code and output, in the C locale and in UTC: `ps` prints start times in the current time
+    zone, and a Mac that travels would take a running process for another one. Raises OSError, SubprocessError."""
     finished = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,10 +1,9 @@
 """The activity of a command's rank, as its keeper sees it by its processes: such a program reports nothing by itself.
 
 Two events, written when something has changed, and the first again while the rank is not busy. `processes`: `state` is
-"busy", "idle" (all of them together use less than IDLE_SHARE of one core) or "stopped" (one of them is, as by SIGSTOP,
-and the others do next to nothing). `group`: `joined` is whether the rank is connected to another one, where the
-backend's connections show that; `own_rank` is the rank that a process has in another group than the one that it was
-started for, as a launcher inside the command makes them. A `warning` names what an idle rank may be waiting for.
+"busy", "idle" (all use less than IDLE_SHARE of one core) or "stopped" (one is, as by SIGSTOP, and the others do next to
+nothing). `group`: `joined` is whether the rank is connected to another one, where the backend's connections show that;
+`own_rank` is a process's rank in another group, as a launcher inside the command makes it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The agent's requests: probes in forked children, and commands.
-
-A probe in a child of its own costs no session and no start of an interpreter, and one that hangs holds up nobody.
+"""The agent's requests: commands, and probes in forked children: these cost no session and no start of an interpreter,
+and one that hangs holds up nobody.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The content of ds_config.json: written by the plan for DeepSpeed's own tools, and used by the trainer.
-
-Keys and meanings: https://www.deepspeed.ai/docs/config-json/.
+"""The content of ds_config.json: written by the plan for DeepSpeed's own tools, and used by the trainer. Keys and
+meanings: https://www.deepspeed.ai/docs/config-json/.
 """
 
 from __future__ import annotations

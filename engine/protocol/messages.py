@@ -1,7 +1,5 @@
-"""The messages between the head and the agent of a host, and their frames on one pair of pipes: a line of JSON, then
-as many raw bytes as it announces.
-
-A frame's JSON has the message's class in `kind`, its fields, and in `bytes` the length of `data`, which follows raw.
+"""The messages between the head and the agent of a host, and their frames on one pair of pipes: a line of JSON with
+the message's class in `kind`, its fields, and in `bytes` the length of `data`, which follows raw.
 """
 
 from __future__ import annotations

@@ -138,14 +138,11 @@ def mlx_module(model_type: str) -> str:
 
 
 def layer_split(layers: int, memory: Sequence[float], most: Sequence[int | None] | None = None) -> LayerSplit:
-    """Each rank's layers in proportion to its memory (any unit), half-open ranges, in rank order.
-
-    Starting with the weakest, each rank gets its proportion of the remaining layers, rounded up, but no more than an
-    even part of them and its entry in `most` (None: no limit); the strongest gets the rest. So 36 layers over 128:512
-    are 7.2:28.8, and 0-8, 8-36; a weaker rank never gets more than a stronger one.
-
-    Raises ValueError for fewer layers than ranks, a memory that is not above 0, and limits that leave layers over.
-    """
+    """Each rank's layers in proportion to its memory (any unit), half-open ranges, in rank order. Starting with the
+    weakest, each rank gets its proportion of the remaining layers, rounded up, but no more than an even part of them
+    and its entry in `most` (None: no limit); the strongest gets the rest. So 36 layers over 128:512 are 7.2:28.8, and
+    0-8, 8-36; a weaker rank never gets more than a stronger one. Raises ValueError for fewer layers than ranks, a
+    memory that is not above 0, and limits that leave layers over."""
     ranks = len(memory)
     limits = [math.inf if limit is None else limit for limit in most or [None] * ranks]
     if not ranks or len(limits) != ranks:
@@ -234,13 +231,10 @@ def micro_batches(rows: int, stages: int) -> int:
 
 
 def schedule(stage: int, stages: int, micro: int, first_trained: int = 0) -> list[Step]:
-    """The actions of `stage` of `stages` for `micro` micro-batches, in order: one forward, one backward (1F1B), so that
-    a stage holds the activations of at most `stages - stage` micro-batches. Source: Narayanan et al. 2021, Efficient
-    Large-Scale Language Model Training on GPU Clusters.
-
-    Of two neighbours that send to each other, one receives first, so that no message needs a buffer. The stages before
-    `first_trained` have nothing to train, and only go forward.
-    """
+    """The actions of `stage` of `stages` for `micro` micro-batches, in order: one forward, one backward (1F1B, see
+    `bubble_fraction`), so that a stage holds the activations of at most `stages - stage` micro-batches. Of two
+    neighbours that send to each other, one receives first, so that no message needs a buffer. The stages before
+    `first_trained` have nothing to train, and only go forward."""
     warm = min(stages - stage - 1, micro)
     steps: list[Step] = []
 

@@ -1,8 +1,6 @@
 """Reads and verifies the header of a safetensors file without MLX and without its tensors: a malformed header must
-not reach a C++ parser. Used by the trainer, the storage probe and the head.
-
-The format: 8 bytes little-endian length, that many bytes of JSON (name -> dtype, shape, data_offsets), the data.
-https://huggingface.co/docs/safetensors (Format)
+not reach a C++ parser. The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length, that many
+bytes of JSON (name -> dtype, shape, data_offsets), the data.
 """
 
 from __future__ import annotations

@@ -28,12 +28,9 @@ MAX_LINE = 64_000
 def audit_log(
     event_type: str, status: str, context: Mapping[str, Any], *, home: Path | None = None, now: datetime | None = None
 ) -> bool:
-    """Append `{"at", "event_type", "status", "context", "pid"}`. Returns False, without raising, when the disk is full
-    or the directory is gone: an abort must not fail because it cannot be recorded.
-
-    Raises ValueError for a `context` that is no table. JSON escapes every control character, so text from outside
-    cannot start a line of its own.
-    """
+    """Append `{"at", "event_type", "status", "context", "pid"}`; JSON escapes every control character, so that no text
+    starts a line of its own. Returns False, without raising, when the disk is full or the directory is gone: an abort
+    must not fail because it cannot be recorded. Raises ValueError for a `context` that is no table."""
     if not isinstance(context, Mapping):
         raise ValueError(f"context = {safe_repr(context)}: must be a table of names and values")
     home = home or state_home()

@@ -1,8 +1,6 @@
 """Makes untrusted input safe: output of a program as one line for the display, and values of a node's JSON as bounded
-strings and finite numbers. Nothing here raises.
-
-Sanitised text has no control characters, no invisible or direction-changing characters and no piles of combining
-marks. Stored bytes are not changed.
+strings and finite numbers. Nothing here raises. Sanitised text has no control characters, no invisible or
+direction-changing characters and no piles of combining marks. Stored bytes are not changed.
 """
 
 from __future__ import annotations

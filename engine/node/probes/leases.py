@@ -1,6 +1,4 @@
-"""The `lease` and `stale` probes: what ends the processes of a check when its head is gone, and what earlier attempts
-have left running.
-"""
+"""The `lease` and `stale` probes: what ends a check's processes when its head is gone, and what is left running."""
 
 from __future__ import annotations
 
