@@ -134,6 +134,8 @@ class AttemptSpec:
     """The iteration that the run reached before this attempt; if above 0, `resume` does not start again at 1."""
     accept_changed_data: bool = False
     """Resume although the data or the base model are not those of the state."""
+    manifests: list[tuple[str, str]] = field(default_factory=list)
+    """Saved states and the SHA-256 of their manifests, as the journal recorded them (Manifest.journal_entry)."""
     group_key: str = field(default_factory=lambda: secrets.token_hex(32))
     """By which the ranks of strategy "local" know one another: in this file alone, while the nonce stands in `ps`."""
     version: int = SPEC_VERSION

@@ -141,6 +141,7 @@ def new_attempt(
         nodes=plan.nodes,
         reached=history.newest_reached,
         accept_changed_data=history.accept_changed_data,
+        manifests=[entry for saved in history.manifests.values() for entry in saved],
     )
 
 
@@ -294,6 +295,7 @@ def attempt_spec(
         elastic=config.elastic_nodes,
         reached=attempt.reached,
         accept_changed_data=attempt.accept_changed_data,
+        manifests=attempt.manifests,
     )
 
 

@@ -30,6 +30,7 @@ from engine.run.events import (
     Note,
     RequestReceived,
     Resumed,
+    StateSaved,
     StopStage,
     StopStageReached,
     Verdict,
@@ -100,6 +101,7 @@ class AttemptMonitor:
         consistency = ConsistencyWatch(compared, nodes, self._raise_alarm, history.alarms, self._clock)
         self.intake = EventIntake(context.run_dir, self.number, context.attempt.event_bases, consistency, self._clock)
         self.intake.command = self._new_command_watch()
+        self.intake.on_saved = self._record_saved
         self._watched = (0,) if self._outlives_ranks else tuple(nodes)
         """The ranks without whose steps the attempt hangs."""
         self._watchdog = self._new_watchdog()
@@ -535,6 +537,11 @@ class AttemptMonitor:
             seconds = round((datetime.now(UTC) - failures[-1].failed_at).total_seconds(), 2)
         number = self._context.attempt.number
         self._recorder.append(AttemptResumed(attempt=number, resumed=resumed, repeated=repeated, seconds=seconds))
+
+    def _record_saved(self, saved: StateSaved) -> None:
+        # A supervisor that adopts the attempt reads what an earlier one recorded.
+        if (saved.state, saved.manifest) not in self._recorder.history.manifests.get(saved.rank, ()):
+            self._recorder.append(saved)
 
     def _poll_launcher(self) -> list[Rank]:
         failed, self._start_failures = self._start_failures, []

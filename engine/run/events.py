@@ -58,6 +58,8 @@ class Attempt(FrozenModel):
     reached: int = 0
     """The iteration that the run had reached before."""
     accept_changed_data: bool = False
+    manifests: list[tuple[str, str]] = Field(default=[], exclude=True)
+    """AttemptSpec.manifests; the journal has an event of each."""
 
     def layout(self, rank: int) -> HostLayout:
         return next(layout for layout in self.layouts if rank in layout.ranks)
@@ -330,6 +332,15 @@ class AttemptResumed(Event):
     """Steps made again."""
     seconds: float | None = None
     """From the failure to the first step."""
+
+
+class StateSaved(Event):
+    """A rank has committed a state (Manifest.journal_entry). Whoever changes its files later cannot change this."""
+
+    event: Literal["state_saved"] = "state_saved"
+    rank: int
+    state: str = Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,4}(@[0-9]{1,9}\.[0-9]{1,9})?$")
+    manifest: str = Field(pattern="^[0-9a-f]{64}$")
 
 
 class RestartRefused(Event):

@@ -36,6 +36,7 @@ from engine.run.events import (
     RunReopened,
     SettingsChosen,
     StateChanged,
+    StateSaved,
     StopStageReached,
     SupervisorStarted,
     TrackerFailed,
@@ -45,6 +46,8 @@ from engine.security.sanitise import moment_or_none
 from engine.snapshots import Alarm, AttemptStatus, NodeCondition, StopProgress
 
 ALARMS_SHOWN = 20
+MANIFESTS_KEPT = 32
+"""Per rank: a trainer considers no more of its states."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class RunHistory:
     """Why the next attempt follows."""
     trackers_failed: Mapping[str, str] = field(default_factory=dict)
     """Tracker → why nothing more is written for it by the newest supervisor."""
+    manifests: Mapping[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """Rank → the newest states that it has saved, each with the SHA-256 of its manifest."""
 
     @property
     def last_attempt(self) -> AttemptHistory | None:
@@ -277,6 +282,9 @@ def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
                 changes["restart_refused"] = None
         case AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
+        case StateSaved():
+            saved = (*history.manifests.get(event.rank, ()), (event.state, event.manifest))
+            changes = {"manifests": {**history.manifests, event.rank: saved[-MANIFESTS_KEPT:]}}
         case SettingsChosen():
             changes = {"settings": event.settings}
         case SupervisorStarted():

@@ -9,6 +9,7 @@ takes what it sends. A node whose disk is full loses its events; as long as one 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -19,11 +20,14 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import ValidationError
+
 from engine.config.models import RecoveryConfig
 from engine.protocol.events import STEP_FIELD, UPDATE_FIELD
 from engine.run.command_watch import CommandWatch
 from engine.run.consistency_watch import ConsistencyWatch
-from engine.run.events import Figures, Hang, Resumed
+from engine.run.events import Figures, Hang, Resumed, StateSaved
+from engine.run.history import MANIFESTS_KEPT
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
 from engine.run.metrics import figures
 from engine.run.rank_events import PHASE_LIMIT
@@ -260,6 +264,7 @@ class EventIntake:
         """Not only the attempt's rank 0, which else has the figures of all."""
         self.command: CommandWatch | None = None
         """Takes what the keepers see of a command's processes."""
+        self.on_saved: Callable[[StateSaved], object] = lambda saved: None
         self._attempt = attempt
         self._file = LineFile(run_dir.metrics)
         lines = [parse_json_line(line) for line in LineTail(run_dir.metrics).lines() if line.strip()]
@@ -281,6 +286,7 @@ class EventIntake:
         if not self._tails or (self._file.waits and not self._file.flush()):
             return
         for rank, tail in self._tails.items():
+            saved = deque[dict[str, Any]](maxlen=MANIFESTS_KEPT)
             for line in tail.lines():
                 # Most lines are steps, which are only parsed where they are needed.
                 if STEP_FIELD in line[:_NAME_END]:
@@ -288,6 +294,11 @@ class EventIntake:
                     self._consistency.step(rank, line)
                 elif (event := parse_json_line(line)) is not None:
                     self._take(rank, event)
+                    if "manifest" in event:
+                        saved.append(event)
+            for event in saved:
+                with contextlib.suppress(ValidationError):
+                    self.on_saved(StateSaved(rank=rank, state=event.get("state", ""), manifest=event["manifest"]))
         self._consistency.poll()
 
     def own_resumption(self) -> Resumed:

@@ -30,7 +30,6 @@ from engine.protocol.attempt import open_regular, read_regular, replacing, sync_
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.strategies import TorchStrategy
-from engine.training.best_validation import BestValidation
 from engine.training.checkpoint_files import (
     CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
@@ -45,7 +44,7 @@ from engine.training.checkpoint_files import (
 )
 from engine.training.outcome import first_line
 from engine.training.process import TrainingProcess
-from engine.training.reporting import ReportWindow
+from engine.training.resumption import NOT_RECORDED, check_inputs, check_manifest, no_state
 
 _MANIFEST = re.compile(r"manifest-(\d{1,6})\.json")
 _WRITER = re.compile(r"(?:zero_pp_rank_|__)(\d+)_")
@@ -123,17 +122,18 @@ class StateCheckpoints:
         facts: dict[str, Any] = {"kind": "state", "iteration": point.iteration, "update": point.update}
         self._reporter.phase("saving")
         self._reporter.event("checkpoint", phase="begin", path=str(target), **facts)
-        scratch, size = target.with_name(f".{target.name}.partial"), 0
+        scratch, written = target.with_name(f".{target.name}.partial"), dict[str, Any]()
 
         def make_folder() -> None:
             if self._leads:
                 scratch.mkdir(mode=0o700, exist_ok=True)
 
         def write() -> None:
-            nonlocal size
+            nonlocal written
             if self._origin.parts > 1 or self._leads:
                 self._strategy.save(scratch)
-                size = self._write_manifest(scratch, point)
+                manifest = self._write_manifest(scratch, point)
+                written = {"bytes": manifest.stored_bytes, **manifest.journal_entry()}
 
         def commit() -> None:
             if self._leads:
@@ -153,10 +153,11 @@ class StateCheckpoints:
         self._saved = point.update
         self._retain(point.update)
         seconds = time.perf_counter() - started
-        self._reporter.event("checkpoint", phase="committed", path=str(target), bytes=size, seconds=seconds, **facts)
+        facts |= {"bytes": 0, **written}
+        self._reporter.event("checkpoint", phase="committed", path=str(target), seconds=seconds, **facts)
 
-    def _write_manifest(self, folder: Path, point: TrainingPoint) -> int:
-        """Hash what this rank has written, and return its bytes. Raises OSError."""
+    def _write_manifest(self, folder: Path, point: TrainingPoint) -> StateManifest:
+        """Hash what this rank has written. Raises OSError."""
         entries = []
         for name in _files(folder):
             found = _WRITER.search(name)
@@ -178,7 +179,7 @@ class StateCheckpoints:
             layout=self._strategy.layout,
         )
         write_atomic(folder / f"manifest-{self._origin.part}.json", manifest.to_json().decode())
-        return manifest.stored_bytes
+        return manifest
 
     def _retain(self, committed: int) -> None:
         """Remove all but the newest; also those of a later update, since the training has resumed from an earlier
@@ -199,7 +200,7 @@ class StateCheckpoints:
         for update in sorted({update for listing in table for update in listing}, reverse=True):
             try:
                 manifests = self._complete(update, table)
-                self._check_inputs(manifests[0])
+                check_inputs(manifests[0], [self._origin.inputs], self._reporter, accept=self._spec.accept_changed_data)
                 self._assemble(update, manifests)
             except CheckpointError as error:
                 refused += 1
@@ -209,22 +210,17 @@ class StateCheckpoints:
             self._load(self._base / folder_name(update), found)
             point = TrainingPoint(found.iteration, found.update, found.window, found.best)
             self._saved = update
+            recorded = all(manifest.check_recorded(self._spec.manifests) for manifest in manifests)
             seconds = time.perf_counter() - started
             self._report(point, "checkpoint", seconds, refused)
             self._reporter.print(
                 f"resumes after iteration {point.iteration} (update {point.update}) from a checkpoint of "
-                f"{found.world_size} ranks, in {seconds:.2f} s"
+                f"{found.world_size} ranks, in {seconds:.2f} s{'' if recorded else NOT_RECORDED}"
             )
             return point
-        why = f"{refused} were refused" if refused else "no rank has any"
-        if self._spec.reached > 0:
-            raise JobError(
-                f"no state to resume from ({why}), and the run had reached iteration {self._spec.reached}: starting "
-                "again at 1 would overwrite the adapters that it has saved. Bring the node that has the state back and "
-                "`flightdeck resume`, or start a new run with `flightdeck launch`"
-            )
+        why = no_state(refused, self._spec.reached)
         self._report(TrainingPoint(), "none", time.perf_counter() - started, refused)
-        self._reporter.warn(f"no state to resume from ({why}): the training starts at iteration 1")
+        self._reporter.warn(why)
         return TrainingPoint()
 
     def _load(self, folder: Path, found: StateManifest) -> None:
@@ -251,15 +247,8 @@ class StateCheckpoints:
             shutil.rmtree(target, ignore_errors=True)
 
     def _report(self, point: TrainingPoint, source: str, seconds: float, refused: int) -> None:
-        self._reporter.event(
-            "resumed",
-            source=source,
-            iteration=point.iteration,
-            update=point.update,
-            from_rank=None,
-            seconds=seconds,
-            refused=refused,
-        )
+        facts = {"iteration": point.iteration, "update": point.update, "from_rank": None, "refused": refused}
+        self._reporter.event("resumed", source=source, seconds=seconds, **facts)
 
     def _list(self) -> Listing:
         """The states on this rank's disk."""
@@ -279,15 +268,14 @@ class StateCheckpoints:
 
     def _complete(self, update: int, table: list[Listing]) -> list[StateManifest]:
         """The manifests of all ranks that wrote it. Raises CheckpointError, on all ranks."""
-        manifests = _newest([text for listing in table for text in listing.get(update, ({}, []))[0].values()])
+        texts = [text for listing in table for text in listing.get(update, ({}, []))[0].values()]
+        config_hash, recorded = self._origin.config_hash, self._spec.manifests
+        manifests, refused = _newest(texts, partial(check_manifest, config_hash=config_hash, recorded=recorded))
+        if refused is not None:
+            self._reporter.warn(f"a copy of the state in {self._base / folder_name(update)} is not used: {refused}")
         for manifest in manifests:
-            if manifest.config_hash != self._origin.config_hash:
-                raise CheckpointError("it is of another job")
             if manifest.update != update:
                 raise CheckpointError(f"its manifest is of update {manifest.update}")
-            for name, kind in (("window", ReportWindow), ("best", BestValidation)):
-                if unknown := getattr(manifest, name).keys() - kind.__dataclass_fields__.keys():
-                    raise CheckpointError(f"its manifest has {name} with {ascii(min(unknown))[:80]}")
         names = [entry.name for manifest in manifests for entry in manifest.files]
         if (written := manifests[0].layout.split()[0]) != self._strategy.format:
             raise CheckpointError(f"its format is {written}, and this strategy reads {self._strategy.format}")
@@ -295,18 +283,6 @@ class StateCheckpoints:
         if missing := sorted(set(names) - present):
             raise CheckpointError(f"{', '.join(missing[:3])} is on no node that takes part")
         return manifests
-
-    def _check_inputs(self, manifest: StateManifest) -> None:
-        changed = [name for name, value in manifest.inputs.items() if self._origin.inputs.get(name) != value]
-        if not changed:
-            return
-        message = f"{' and '.join(changed)} changed since the state of iteration {manifest.iteration} was saved"
-        if not self._spec.accept_changed_data:
-            raise JobError(
-                f"{message}: put back what the run was started with, go on all the same with `flightdeck resume last "
-                "--accept-changed-data`, or start a new run with `flightdeck launch`"
-            )
-        self._reporter.warn(f"{message}, and --accept-changed-data goes on all the same")
 
     def _assemble(self, update: int, manifests: list[StateManifest]) -> None:
         """Verify every file on the disk of each leader, and send the leaders what they lack. Raises CheckpointError, on
@@ -393,22 +369,24 @@ def _first_failure(step: Callable[[], None]) -> str | None:
     return next((each for each in all_gather_object(own) if each is not None), None)
 
 
-def _newest(texts: list[str]) -> list[StateManifest]:
-    """The manifests of the newest attempt that all parts are there of. Raises CheckpointError."""
+def _newest(texts: list[str], check: Callable[[StateManifest], None]) -> tuple[list[StateManifest], str | None]:
+    """The manifests of the newest attempt that all parts are there of, and why others were refused (by `check`). Raises
+    CheckpointError."""
     attempts: dict[int, dict[int, StateManifest]] = {}
-    why = "it has no manifest"
+    refused, why = None, "it has no manifest"
     for text in texts:
         try:
             manifest = StateManifest.from_json(text.encode())
+            check(manifest)
             attempts.setdefault(manifest.attempt, {})[manifest.part] = manifest
         except CheckpointError as error:
-            why = str(error)
+            refused = str(error)
     for attempt, parts in sorted(attempts.items(), reverse=True):
         found = [parts[part] for part in sorted(parts)]
         if sorted(parts) == list(range(found[0].parts)):
-            return found
+            return found, refused
         why = f"of attempt {attempt} only the manifests of rank {', '.join(map(str, sorted(parts)))} are there"
-    raise CheckpointError(why)
+    raise CheckpointError(refused or why)
 
 
 def all_gather_object(own: Any) -> list[Any]:

@@ -171,12 +171,13 @@ class _Setup:
         part, parts = (0, 1) if strategy.replicated else (rank, size)
         origin = Origin(self.config_hash, size, part, parts, inputs)
         locations = CheckpointLocations.of(self.job.home, Path(node.workdir), spec.run_id, node.checkpoint_folder)
+        locations = replace(locations, recorded=spec.manifests)
         policy = CheckpointPolicy(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression)
         start = ResumePoint()
         if spec.resume and not strategy.left_out:
             locations.fetch(collective, policy.kept(origin.parts), reporter, replicated=strategy.replicated)
             resume = Resume(collective, strategy, origin, reporter, stop_on_corruption=stop_on_corruption)
-            resume.accept_changed_data = spec.accept_changed_data
+            resume.accept_changed_data, resume.recorded = spec.accept_changed_data, spec.manifests
             adapter = self.job.resume_adapter_file is not None
             start = resume.run(locations.states(), adapter=adapter, reached=spec.reached)
             if isinstance(strategy, LocalSteps):

@@ -21,7 +21,7 @@ import shutil
 import stat
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from io import FileIO, UnsupportedOperation
 from pathlib import Path
@@ -33,6 +33,8 @@ from engine.protocol.safetensors import CheckpointError
 
 Document = TypeVar("Document", bound="Manifest | FileEntry")
 Kind = TypeVar("Kind", bound="Manifest")
+Recorded = Sequence[Sequence[str]]
+"""AttemptSpec.manifests"""
 
 MANIFEST_FORMAT = 4
 MANIFEST_NAME = "manifest.json"
@@ -91,6 +93,24 @@ class Manifest(Origin):
         document = {"format": MANIFEST_FORMAT, **asdict(self)}
         return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode()
 
+    def journal_entry(self, author: tuple[int, int] | None = None) -> dict[str, str]:
+        """The state's name in the run's journal, `<update>.<part>[@<attempt>.<rank>]`, and the SHA-256 of its manifest.
+        `author`: attempt and rank of an emergency checkpoint."""
+        saved_by = "" if author is None else f"@{author[0]}.{author[1]}"
+        return {"state": f"{self.update}.{self.part}{saved_by}", "manifest": hashlib.sha256(self.to_json()).hexdigest()}
+
+    def check_recorded(self, recorded: Recorded, author: tuple[int, int] | None = None) -> bool:
+        """The journal has this manifest; False for a state that it does not know. Raises CheckpointError where it has
+        another one."""
+        name, digest = self.journal_entry(author).values()
+        known = [each for state, each in recorded if state == name]
+        if known and digest not in known:
+            raise CheckpointError(
+                f"its manifest is not the one that it was saved with: SHA-256 {digest[:12]}…, and the run's journal "
+                f"recorded {known[-1][:12]}…"
+            )
+        return bool(known)
+
     @classmethod
     def from_json(cls: type[Kind], raw: bytes) -> Kind:
         """Raises CheckpointError."""
@@ -138,12 +158,8 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) < math.inf
 
 
-def _is_table_of_numbers(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_finite, value.values()))
-
-
-def _is_table_of_text(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+def _table(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(valid, value.values()))
 
 
 _VALID: Mapping[str, Callable[[Any], bool]] = {
@@ -153,12 +169,12 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "parts": _number(1, _MAX_PARTS + 1),
     "attempt": _number(),
     "layout": _text(r"[A-Za-z0-9-]{1,40}( [A-Za-z0-9-]{1,40}){0,3}"),
-    "inputs": _is_table_of_text,
+    "inputs": _table(_text("(?s).*")),
     "update": _number(),
     "iteration": _number(),
-    "window": _is_table_of_numbers,
-    "best": _is_table_of_numbers,
-    "versions": _is_table_of_text,
+    "window": _table(_is_finite),
+    "best": _table(_is_finite),
+    "versions": _table(_text("(?s).*")),
     "files": lambda value: isinstance(value, list) and 0 < len(value) <= _MAX_FILES,
     "name": _text(r"([a-z]{1,60}/)?\.?[A-Za-z0-9_][A-Za-z0-9_-]{0,100}(\.[A-Za-z0-9_-]{1,20}){0,3}"),
     "sha256": _text(r"[0-9a-f]{64}"),

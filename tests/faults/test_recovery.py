@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import random
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine.api import Engine
-from engine.config.models import Config, RecoveryConfig
+from engine.config.models import CheckpointConfig, Config, RecoveryConfig
 from engine.demo import demo_config
 from engine.errors import InputError
 from engine.models import Reason, RunState
@@ -31,6 +32,7 @@ from engine.run.events import (
     RestartPlanned,
     RestartRefused,
     StateChanged,
+    StateSaved,
     StopStageReached,
 )
 from engine.run.supervisor_process import adopt_orphans
@@ -38,6 +40,7 @@ from engine.run.watch import supervisor_alive
 from tests.demo_copies import demo_below
 from tests.faults.local_runs import SHORT_GRACES, Run, kill_and_await, ring, start_config, start_run
 from tests.faults.test_training import await_iteration, trained, with_keys
+from tests.training.states import tamper
 
 pytestmark = pytest.mark.busy
 
@@ -326,3 +329,30 @@ def test_a_hang_is_still_one_when_the_supervisor_that_found_it_is_killed(
     assert ended.verdict.reason is Reason.HUNG, ended
     assert len(run.events_of(HangDetected)) == 1
     assert losses(run) == undisturbed
+
+
+@pytest.mark.slow
+async def test_a_state_that_was_changed_after_it_was_saved_is_refused_and_the_one_before_it_used(
+    home: Path, demo: Config, undisturbed: dict[int, float]
+) -> None:
+    run = start_config(home, demo.model_copy(update={"checkpoint": CheckpointConfig(every=2)}))
+    await_iteration(run, 6)
+    run.abort()
+    run.wait(lambda: not supervisor_alive(run.dir), after_end=True)
+    folder = run.files.directory.parents[1] / "checkpoints"
+    states = sorted(folder.glob("step-*"))
+    known = {event.state: event.manifest for event in run.events_of(StateSaved)}
+    names = [f"{int(path.name[5:])}.0" for path in states]
+    assert len(states) == 3 and set(names) <= set(known)
+    raw = (states[-1] / "manifest.json").read_bytes()
+    assert hashlib.sha256(raw).hexdigest() == known[names[-1]]
+    tamper(states[-1])
+    await Engine(home).launches.resume(run.dir.id)
+    record = run.ended()
+    assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
+    (resumed,) = run.events_of(AttemptResumed)
+    assert resumed.resumed.update == int(states[-2].name[5:])
+    assert losses(run) == undisturbed
+    log = run.dir.log(0).read_text()
+    assert f"the state in {states[-1]} is not used: its manifest is not the one that it was saved with" in log
+    assert known[names[-1]][:12] in log and "not recorded" not in log

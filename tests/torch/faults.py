@@ -172,15 +172,20 @@ def newest() -> list[Any]:
         made = StateManifest("", 2, part, parts, {}, **point, attempt=attempt, layout="dcp")  # type: ignore[arg-type]
         return made.to_json().decode()
 
+    def check(manifest: StateManifest) -> None:
+        if (manifest.attempt, manifest.part) == (9, 1):
+            raise CheckpointError("tampered with")
+
     found: list[Any] = []
     for disks in (
         [text(1, 1, 2), text(2, 0, 1)],
         [text(1, 0, 2), text(2, 1, 2)],
         [text(1, 0, 1), text(2, 1, 2), text(2, 0, 2)],
         ["{", text(3, 0, 1)],
+        [text(9, 0, 2), text(9, 1, 2)],
     ):
         try:
-            found.append([[each.attempt, each.part] for each in _newest(disks)])
+            found.append([[each.attempt, each.part] for each in _newest(disks, check)[0]])
         except CheckpointError as error:
             found.append(str(error))
     return found

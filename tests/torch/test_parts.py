@@ -283,7 +283,7 @@ def test_a_state_that_cannot_be_read_is_refused_in_words(ddp: dict[str, Any]) ->
 
 def test_a_state_is_of_one_attempt(ddp: dict[str, Any]) -> None:
     mixed = "of attempt 1 only the manifests of rank 0 are there"
-    assert ddp["newest"] == [[[2, 0]], mixed, [[2, 0], [2, 1]], [[3, 0]]]
+    assert ddp["newest"] == [[[2, 0]], mixed, [[2, 0], [2, 1]], [[3, 0]], "tampered with"]
 
 
 def test_the_phases_of_a_gpu_are_timed_when_it_has_done_them(ddp: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""A checkpoint or a message that somebody else has made runs nothing; real ones are read as before."""
+"""A checkpoint or a message that somebody else has made runs nothing, and is not used in place of what was saved; real
+ones are read as before."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import os
 import pickle
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.needs import TORCH
 from tests.torch.running import ROOT, run_torch, start_torch
-from tests.torch.test_trainings import FSDP, torch_job
+from tests.torch.test_trainings import DDP, FSDP, torch_job
+from tests.training.states import tamper
 from tests.training.tiny import Tiny
 
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.busy]
@@ -61,3 +64,34 @@ def test_a_state_with_planted_metadata_is_refused_though_its_manifest_vouches_fo
     assert refused.wait() == [1]
     assert ".metadata cannot be read: it names posix.system" in refused.events("failure")[0]["message"]
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_weights_changed_together_with_their_manifest_are_refused_by_what_the_journal_recorded(
+    tiny: Tiny, tmp_path: Path, division: dict[str, Any]
+) -> None:
+    """On both nodes; the state before is used, also of a node that has been sent it."""
+    job, homes = torch_job(tiny, division), ["a", "b"]
+    before = run_torch(tmp_path, job, ranks=2, homes=homes, fields={"checkpoint_every": 2})
+    saved = [event for rank in (0, 1) for event in before.events("checkpoint", rank) if "manifest" in event]
+    fields = {"resume": True, "reached": 8, "manifests": [(event["state"], event["manifest"]) for event in saved]}
+    for manifest in tmp_path.glob("*/runs/run/checkpoints/step-000000008/manifest-*.json"):
+        files = [entry["name"] for entry in json.loads(manifest.read_text())["files"]]
+        tamper(
+            manifest.parent, next(name for name in files if name.endswith((".distcp", ".safetensors"))), manifest.name
+        )
+    after = run_torch(tmp_path, job, ranks=3, attempt=2, homes=[*homes, "c"], fields=fields)
+    (resumed,) = after.events("resumed")
+    assert (resumed["update"], resumed["refused"]) == (6, 1)
+    assert "not recorded" not in after.log()
+    warnings = [event["message"] for event in after.events("warning")]
+    (refusal,) = [message for message in warnings if "step-000000008 is not used" in message]
+    newest = {event["manifest"] for event in saved if event["update"] == 8}
+    assert "its manifest is not the one that it was saved with" in refusal
+    assert any(digest[:12] in refusal for digest in newest)
+    recorded = {event["manifest"] for event in saved if event["update"] == 6}
+    sent = {
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.glob("c/**/step-000000006/manifest-*.json")
+    }
+    assert sent and sent <= recorded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from engine.trainer.checkpoint.locations import Destination, Remote
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.weights import State
-from engine.training.checkpoint_files import Origin
+from engine.training.checkpoint_files import MANIFEST_NAME, Origin
 from engine.training.reporting import Reporter
 
 WINDOW = {"loss_sum": 1.5, "losses": 1}
@@ -74,6 +75,17 @@ def corrupt(checkpoint: store.Checkpoint) -> None:
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
+
+
+def tamper(folder: Path, file: str = "weights.safetensors", manifest: str = MANIFEST_NAME) -> None:
+    """Change a file of a state, and its hash in the manifest beside it."""
+    content = bytearray((folder / file).read_bytes())
+    content[-3] ^= 1
+    (folder / file).write_bytes(content)
+    document = json.loads((folder / manifest).read_bytes())
+    (entry,) = (entry for entry in document["files"] if entry["name"] == file)
+    entry["sha256"] = hashlib.sha256(content).hexdigest()
+    (folder / manifest).write_text(json.dumps(document, indent=1, sort_keys=True))
 
 
 def periodic(home: Path, *, part: int = 0, parts: int = 1, remote: Remote | None = None) -> PeriodicCheckpoints:

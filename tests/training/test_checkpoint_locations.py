@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from engine.protocol.job import JobError
 from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.locations import CheckpointLocations, Remote
 from engine.training.checkpoint_files import MANIFEST_NAME
-from tests.training.states import corrupt, events, names, origin, periodic, reporter, snapshot
+from tests.training.states import corrupt, events, names, origin, periodic, reporter, snapshot, tamper
 from tests.training.together import together
 
 
@@ -59,6 +61,28 @@ def test_a_damaged_copy_does_not_hide_the_one_before(tmp_path: Path, message: st
     (warning,) = [event["message"] for event in reported if event["event"] == "warning"]
     assert message in warning and "step-000000006" in warning
     assert "step-000000004/weights.safetensors" in [event["path"] for event in reported if event["event"] == "fetched"]
+
+
+def test_a_copy_that_is_not_what_the_journal_recorded_is_fetched_anew_or_refused(tmp_path: Path) -> None:
+    there = tmp_path / "elsewhere" / "run"
+    written = [store.write(there, snapshot(update), origin()) for update in (2, 4)]
+    recorded = [tuple(each.manifest.journal_entry().values()) for each in written]
+    locations = CheckpointLocations.of(tmp_path / "home", tmp_path, "run", f"file://{tmp_path}/elsewhere")
+    locations = replace(locations, recorded=recorded)
+
+    def fetch(count: int) -> list[int]:
+        together(1, lambda rank: locations.fetch(rank, count, reporter(tmp_path / "e"), replicated=True))
+        return names(locations.base)
+
+    assert fetch(1) == [4]
+    tamper(locations.base / "step-000000004")
+    assert fetch(1) == [4]
+    store.verify(locations.base / "step-000000004").manifest.check_recorded(recorded)
+    shutil.rmtree(locations.base)
+    tamper(written[1].path)
+    assert fetch(1) == [2]
+    (warning,) = [event["message"] for event in events(tmp_path / "e") if event["event"] == "warning"]
+    assert warning.startswith("the copy of step-000000004 is not used: its manifest is not the one")
 
 
 def test_a_missing_part_at_the_url_leaves_the_state_before_it(tmp_path: Path) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.protocol.job import JobError, config_hash
+from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, complete_states
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
-from engine.training.checkpoint_files import MANIFEST_NAME, Manifest
-from tests.training.states import INPUTS, WINDOW, FakeStrategy, corrupt, events, origin, reporter, snapshot
+from engine.training.checkpoint_files import MANIFEST_NAME, FileEntry, Manifest
+from tests.training.states import INPUTS, WINDOW, FakeStrategy, corrupt, events, origin, reporter, snapshot, tamper
 from tests.training.together import together
 
 
@@ -27,15 +32,18 @@ def resume(
     unfit: set[float] | None = None,
     reached: int = 0,
     others: set[float] | None = None,
+    **fields: Any,
 ) -> tuple[list[ResumePoint], list[FakeStrategy], str]:
-    """Resume on a rank for each of `folders`: the points, the restored strategies, and the warnings."""
+    """Resume on a rank for each of `folders`: the points, the restored strategies, and the warnings. `fields`: of
+    Resume."""
     strategies = [FakeStrategy() for _ in folders]
     for one in strategies:
         one.unfit, one.others = unfit or set(), others or set()
 
     def run(collective: Collective) -> ResumePoint:
         rank = collective.rank
-        search = Resume(collective, cast("Strategy", strategies[rank]), origin(), reporter(home / f"e{rank}", rank))
+        reports, strategy = reporter(home / f"e{rank}", rank), cast("Strategy", strategies[rank])
+        search = Resume(collective, strategy, origin(), reports, **fields)
         return search.run(dict.fromkeys(folders[rank]), reached=reached)
 
     starts = together(len(folders), run)
@@ -93,6 +101,38 @@ def test_a_state_that_does_not_fit_the_job_is_reported_and_the_one_before_is_use
     starts, strategies, messages = resume(tmp_path, [[tmp_path / "a"], []], unfit={2.0})
     assert [start.update for start in starts] == [1, 1] and strategies[1].restored == {0: 1.0}
     assert "w is of another shape" in messages and "it is of another job" in messages
+
+
+def test_a_state_that_was_changed_together_with_its_manifest_is_refused_by_what_the_journal_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = [store.write(tmp_path / "a", snapshot(update), origin()) for update in (1, 2)]
+    entries = [each.manifest.journal_entry() for each in written]
+    assert [entry["state"] for entry in entries] == ["1.0", "2.0"]
+    raw = (written[1].path / MANIFEST_NAME).read_bytes()
+    assert entries[1]["manifest"] == hashlib.sha256(raw).hexdigest()
+    recorded = [tuple(entry.values()) for entry in entries]
+    starts, _, messages = resume(tmp_path / "one", [[tmp_path / "a"], []], recorded=recorded)
+    assert starts == [ResumePoint(4, 2, WINDOW, "checkpoint", 0, recorded=True)] * 2 and messages == ""
+    assert "not recorded" not in capsys.readouterr().out
+    tamper(written[1].path)
+    changed = hashlib.sha256((written[1].path / MANIFEST_NAME).read_bytes()).hexdigest()
+    starts, strategies, messages = resume(tmp_path / "two", [[tmp_path / "a"], []], recorded=recorded)
+    assert [start.update for start in starts] == [1, 1] and strategies[1].restored == {0: 1.0}
+    assert f"the state in {written[1].path} is not used: its manifest is not the one that it was saved with" in messages
+    assert changed[:12] in messages and entries[1]["manifest"][:12] in messages
+
+
+def test_a_state_that_the_journal_does_not_know_is_used_and_said_to_be_unrecorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank died between the commit and its event, or the run is an older release's."""
+    known = store.write(tmp_path / "a", snapshot(1), origin())
+    store.write(tmp_path / "a", snapshot(2), origin())
+    for number, recorded in enumerate([[tuple(known.manifest.journal_entry().values())], []]):
+        starts, _, messages = resume(tmp_path / str(number), [[tmp_path / "a"]], recorded=recorded)
+        assert starts == [ResumePoint(4, 2, WINDOW, "checkpoint", 0)] and messages == ""
+        assert "its manifest is not recorded in the run's journal" in capsys.readouterr().out
 
 
 def test_a_run_whose_state_is_lost_does_not_silently_start_again(tmp_path: Path) -> None:
@@ -257,3 +297,42 @@ def test_a_corrupt_part_makes_the_whole_state_unusable(tmp_path: Path) -> None:
     starts, strategies, messages = resume(tmp_path, [[tmp_path / "p0"], [tmp_path / "p1"]])
     assert [start.update for start in starts] == [5, 5]
     assert [one.restored for one in strategies] == [{0: 10.0}, {0: 11.0}] and "step-000000006" in messages
+
+
+def test_an_emergency_checkpoint_is_recorded_by_its_author_beside_the_periodic_one_of_its_update(
+    tmp_path: Path,
+) -> None:
+    periodic = store.write(tmp_path / "checkpoints", snapshot(4), origin())
+    recorded = [tuple(periodic.manifest.journal_entry().values())]
+    home, folder = tmp_path / "home", tmp_path / "home" / "emergency" / "2" / "rank1"
+    checkpoint = EmergencyCheckpoint(home, 2, 1, origin(), reporter(tmp_path / "e", 1))
+    checkpoint.hold(snapshot(4, value=7.0))
+    checkpoint.save_on_peer_loss()
+    event = events(tmp_path / "e")[-1]
+    manifest = store.verify(folder / "step-000000004").manifest
+    assert (event["state"], event["manifest"]) == ("4.0@2.1", manifest.journal_entry()["manifest"])
+    assert not manifest.check_recorded(recorded, (2, 1)), "its event was not received: it is not known"
+    assert manifest.check_recorded([*recorded, (event["state"], event["manifest"])], (2, 1))
+    with pytest.raises(CheckpointError, match="not the one that it was saved with"):
+        manifest.check_recorded(recorded)
+
+
+@given(
+    st.builds(
+        Manifest,
+        config_hash=st.text("0123456789abcdef", max_size=64),
+        world_size=st.integers(1, 999),
+        part=st.just(0),
+        parts=st.integers(1, 999),
+        inputs=st.dictionaries(st.text(), st.text()),
+        update=st.integers(0, 2**40),
+        iteration=st.integers(0, 2**40),
+        window=st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 2**60)),
+        best=st.just({}),
+        versions=st.just({"python": "3.12.1"}),
+        files=st.just((FileEntry("weights.safetensors", 64 * "a", 10, 10, "none"),)),
+    )
+)
+def test_a_manifest_that_is_read_and_written_again_has_the_same_bytes(manifest: Manifest) -> None:
+    """So a node that is sent a state has what the journal recorded."""
+    assert Manifest.from_json(manifest.to_json()).to_json() == manifest.to_json()

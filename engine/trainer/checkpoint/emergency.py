@@ -34,7 +34,7 @@ class EmergencyCheckpoint:
         self.useful = origin.parts == 1
         """A training can go on from this rank's state, without that of the others."""
         self._root = emergency_folder(home)
-        self._attempt = attempt
+        self._author = attempt, rank
         self._folder = self._root / str(attempt) / f"rank{rank}"
         self._origin = origin
         self._reporter = reporter
@@ -83,7 +83,7 @@ class EmergencyCheckpoint:
         """Remove those of earlier attempts: something newer is on disk."""
         with contextlib.suppress(OSError):
             for folder in self._root.iterdir():
-                if folder.name.isdigit() and int(folder.name) < self._attempt:
+                if folder.name.isdigit() and int(folder.name) < self._author[0]:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def remove_all(self) -> None:
@@ -102,19 +102,18 @@ class EmergencyCheckpoint:
             self._done = True
             return
         started = time.perf_counter()
-        facts = {"iteration": snapshot.iteration, "update": snapshot.update}
+        facts: dict[str, object] = {"iteration": snapshot.iteration, "update": snapshot.update}
         size = sum(array.nbytes for group in snapshot.state.values() for array in group.values())
         self._reporter.event("emergency_checkpoint", phase="begin", bytes=size, **facts)
         try:
-            store.write(self._folder, snapshot, self._origin)
+            manifest = store.write(self._folder, snapshot, self._origin).manifest
         except (OSError, ValueError) as error:
             self._reporter.event("emergency_checkpoint", phase="failed", message=str(error), **facts)
             self._reporter.warn(f"the state of iteration {snapshot.iteration} could not be saved: {error}")
             return
         self._done = True
         seconds = time.perf_counter() - started
-        self._reporter.event(
-            "emergency_checkpoint", phase="committed", seconds=seconds, path=str(self._folder), **facts
-        )
+        facts |= {"path": str(self._folder), **manifest.journal_entry(self._author)}
+        self._reporter.event("emergency_checkpoint", phase="committed", seconds=seconds, **facts)
         self._reporter.print(f"saved the state of iteration {snapshot.iteration} in {seconds:.2f} s")
         self.remove_older()

@@ -27,6 +27,7 @@ from engine.training.checkpoint_files import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     Manifest,
+    Recorded,
     folder_name,
     replace_folder,
     update_of,
@@ -40,8 +41,9 @@ _EMERGENCY = re.compile(r"/([0-9]+)/rank([0-9]+)$")
 class Remote:
     """A folder of checkpoints behind a URL."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, recorded: Recorded = ()) -> None:
         """Raises JobError when this node cannot reach such a URL."""
+        self._recorded = recorded
         self.url = url.rstrip("/")
         scheme = url.split("://", 1)[0]
         try:
@@ -91,7 +93,7 @@ class Remote:
                 break
             name = folder_name(update)
             try:
-                if not _is_valid(folder / name):
+                if not self._is_valid(folder / name):
                     self._download(folder, name, reporter)
             except (CheckpointError, OSError) as error:
                 reporter.warn(f"the copy of {name} is not used: {error}")
@@ -117,8 +119,15 @@ class Remote:
                 self._call(self._files.get_file, f"{source}/{entry.name}", str(copy / entry.name))
                 # The head sees progress, however long all of it takes.
                 reporter.event("fetched", path=f"{name}/{entry.name}", bytes=size)
-            verify(copy)
+            verify(copy).manifest.check_recorded(self._recorded)
             replace_folder(copy, folder / name)
+
+    def _is_valid(self, path: Path) -> bool:
+        try:
+            verify(path).manifest.check_recorded(self._recorded)
+        except (CheckpointError, OSError):
+            return False
+        return True
 
     def _updates(self) -> list[int]:
         """The updates of those with a manifest, oldest first. Raises OSError."""
@@ -137,14 +146,6 @@ class Remote:
             raise
         except Exception as error:
             raise OSError(f"{self.url}: {error}") from error
-
-
-def _is_valid(path: Path) -> bool:
-    try:
-        verify(path)
-    except (CheckpointError, OSError):
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class CheckpointLocations:
     """The checkpoints' folder on the node."""
     url: str | None
     """Where they are copied to."""
+    recorded: Recorded = ()
 
     @classmethod
     def of(cls, home: Path, workdir: Path, run_id: str, destination: str | None) -> CheckpointLocations:
@@ -184,7 +186,7 @@ class CheckpointLocations:
     def destination(self, part: int, parts: int) -> Destination:
         """Raises JobError when this node cannot reach the URL."""
         name = f"part{part}" if parts > 1 else ""
-        return Destination(self.base / name, Remote(f"{self.url}/{name}") if self.url is not None else None)
+        return Destination(self.base / name, Remote(f"{self.url}/{name}", self.recorded) if self.url else None)
 
     def states(self) -> StateFolders:
         """Emergency checkpoints first."""

@@ -158,5 +158,6 @@ class PeriodicCheckpoints:
             "path": destination.location(written.path.name),
             "bytes": written.manifest.stored_bytes,
             "seconds": time.perf_counter() - started,
+            **written.manifest.journal_entry(),
         }
         return facts, problems

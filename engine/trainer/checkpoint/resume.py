@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,9 +25,9 @@ from engine.trainer.collective import Collective, Groups, all_gather_object, bro
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.weights import State
-from engine.training.best_validation import BestValidation
-from engine.training.checkpoint_files import FileEntry, Manifest, Origin
-from engine.training.reporting import Reporter, ReportWindow
+from engine.training.checkpoint_files import FileEntry, Manifest, Origin, Recorded
+from engine.training.reporting import Reporter
+from engine.training.resumption import NOT_RECORDED, check_inputs, check_manifest, no_state
 
 Result = TypeVar("Result")
 
@@ -103,6 +104,8 @@ class ResumePoint:
     """Whose state it is; None where each rank has its own part."""
     best: Mapping[str, Any] = field(default_factory=dict)
     """The best validation so far."""
+    recorded: bool = False
+    """The run's journal has its manifests."""
 
 
 @dataclass
@@ -118,6 +121,7 @@ class Resume:
     """Raise Corrupted when emergency checkpoints differ and no majority tells which is right."""
     accept_changed_data: bool = False
     """Go on from a state of other data or another base model."""
+    recorded: Recorded = ()
     _refused: int = 0
     _paths: list[Path] = field(default_factory=list)
     """This rank's copies, by number."""
@@ -135,33 +139,15 @@ class Resume:
         ]
         states = complete_states(copies, any_part=self.strategy.any_part)
         if states:
-            self._check_inputs(states[0][0][0].manifest)
+            present = all_gather_object(self.collective, dict(self.origin.inputs))
+            check_inputs(states[0][0][0].manifest, present, self.reporter, accept=self.accept_changed_data)
         points = (self._restore(state) for state in states)
         found = next((point for point in points if point is not None), None)
         refused = sum(all_gather_object(self.collective, self._refused))
-        if reached > 0 and found is None:
-            raise JobError(
-                f"no state to resume from ({_why_no_state(refused)}), and the run had reached iteration {reached}: "
-                "starting again at 1 would overwrite the adapters that it has saved. Bring the node that has the state "
-                "back and `flightdeck resume`, or start a new run with `flightdeck launch`"
-            )
+        why = no_state(refused, reached) if found is None else ""
         point = found or ResumePoint(source="adapter" if adapter else "none")
-        self._report(point, time.perf_counter() - started, refused)
+        self._report(point, time.perf_counter() - started, refused, why)
         return point
-
-    def _check_inputs(self, newest: Manifest) -> None:
-        """Its data and its base model are those that any rank has now. Raises JobError, on all ranks."""
-        present = all_gather_object(self.collective, dict(self.origin.inputs))
-        changed = [name for name, value in newest.inputs.items() if all(held.get(name) != value for held in present)]
-        if not changed:
-            return
-        message = f"{' and '.join(changed)} changed since the state of iteration {newest.iteration} was saved"
-        if not self.accept_changed_data:
-            raise JobError(
-                f"{message}: put back what the run was started with, go on all the same with `flightdeck resume last "
-                "--accept-changed-data`, or start a new run with `flightdeck launch`"
-            )
-        self.reporter.warn(f"{message}, and --accept-changed-data goes on all the same")
 
     def _own_copies(self, folders: StateFolders) -> list[tuple[str, Author | None]]:
         """The manifests of those on this rank's disk, as JSON, with their authors."""
@@ -173,20 +159,16 @@ class Resume:
                 self.reporter.warn(f"{folder} cannot be read: {error.strerror or error}")
                 continue
             for path in reversed(paths[-_MAX_STATES:]):
-                manifest = self._read(path, self._manifest)
+                manifest = self._read(path, partial(self._manifest, author=author))
                 if manifest is not None:
                     found.append((path, manifest, author))
         newest = sorted(found, key=lambda entry: -entry[1].update)[:_MAX_STATES]
         self._paths = [path for path, _, _ in newest]
         return [(manifest.to_json().decode(), author) for _, manifest, author in newest]
 
-    def _manifest(self, path: Path) -> Manifest:
+    def _manifest(self, path: Path, author: Author | None) -> Manifest:
         manifest = store.verify(path, check_hashes=False).manifest
-        if manifest.config_hash != self.origin.config_hash:
-            raise CheckpointError("it is of another job")
-        for name, kind in (("window", ReportWindow), ("best", BestValidation)):
-            if unknown := getattr(manifest, name).keys() - kind.__dataclass_fields__.keys():
-                raise CheckpointError(f"its manifest has {name} with {ascii(min(unknown))[:80]}")
+        check_manifest(manifest, self.origin.config_hash, self.recorded, author)
         return manifest
 
     def _read(self, path: Path, read: Callable[[Path], Result]) -> Result | None:
@@ -216,10 +198,10 @@ class Resume:
             if None in fits:
                 return None
             if state is not None and all(fits):
-                return self._agree_on_start(chosen[0], None, restored=self._put(state, 0, 1, own))
+                return self._agree_on_start(chosen, None, restored=self._put(state, 0, 1, own))
             # The same number of ranks, partitioned differently: each picks its own out of all parts.
             del state
-        return self._agree_on_start(chosen[0], chosen[0].rank, restored=self._restore_parts(chosen))
+        return self._agree_on_start(chosen, chosen[0].rank, restored=self._restore_parts(chosen))
 
     def _restore_parts(self, chosen: Sequence[StateCopy]) -> bool:
         """Every part, on every rank; False when one cannot be read (nothing is restored then) or does not fit."""
@@ -279,9 +261,9 @@ class Resume:
             return False
         return True
 
-    def _agree_on_start(self, copy: StateCopy, rank: int | None, *, restored: bool) -> ResumePoint | None:
+    def _agree_on_start(self, chosen: Sequence[StateCopy], rank: int | None, *, restored: bool) -> ResumePoint | None:
         """None when no rank could restore it. Raises JobError when only some could."""
-        found, results = copy.manifest, all_gather_object(self.collective, restored)
+        found, results = chosen[0].manifest, all_gather_object(self.collective, restored)
         if not any(results):
             return None
         if not all(results):
@@ -289,31 +271,20 @@ class Resume:
                 f"the state of update {found.update} could be restored on some ranks or in part only: remove it, and "
                 "resume again"
             )
-        source = "checkpoint" if copy.author is None else "emergency"
-        return ResumePoint(found.iteration, found.update, found.window, source, rank, found.best)
+        source = "checkpoint" if chosen[0].author is None else "emergency"
+        recorded = all(copy.manifest.check_recorded(self.recorded, copy.author) for copy in chosen)
+        return ResumePoint(found.iteration, found.update, found.window, source, rank, found.best, recorded)
 
-    def _report(self, point: ResumePoint, seconds: float, refused: int) -> None:
-        self.reporter.event(
-            "resumed",
-            source=point.source,
-            iteration=point.iteration,
-            update=point.update,
-            from_rank=point.rank,
-            seconds=seconds,
-            refused=refused,
-        )
+    def _report(self, point: ResumePoint, seconds: float, refused: int, why_none: str) -> None:
+        facts = {"iteration": point.iteration, "update": point.update, "from_rank": point.rank, "refused": refused}
+        self.reporter.event("resumed", source=point.source, seconds=seconds, **facts)
         if not point.update:
             weights = ", with the weights of resume_adapter_file" if point.source == "adapter" else ""
-            why = _why_no_state(refused)
-            self.reporter.warn(f"no state to resume from ({why}): the training starts at iteration 1{weights}")
+            self.reporter.warn(f"{why_none}{weights}")
             return
         kind = "an emergency checkpoint" if point.source == "emergency" else "a checkpoint"
         whose = "every rank's own part of it" if point.rank is None else f"rank {point.rank}'s"
         self.reporter.print(
             f"resumes after iteration {point.iteration} (update {point.update}) from {kind}, {whose}, "
-            f"in {seconds:.2f} s"
+            f"in {seconds:.2f} s{'' if point.recorded else NOT_RECORDED}"
         )
-
-
-def _why_no_state(refused: int) -> str:
-    return f"{refused} were refused" if refused else "no rank has any"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import pytest
 from engine.cluster.staging import HostLayout
 from engine.config.models import CheckpointConfig, ClusterConfig, Config, JobConfig, NodeConfig
 from engine.plan import network
-from engine.run.attempt import attempt_spec, keep_secrets, planned_layers, planned_validation
-from engine.run.events import Attempt
+from engine.protocol.attempt import AttemptSpec
+from engine.run.attempt import attempt_spec, keep_secrets, new_attempt, planned_layers, planned_validation
+from engine.run.events import Attempt, StateSaved
+from engine.run.history import fold
 from engine.run.run_plan import RunPlan
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.unit.launch.host_layouts import configured_network, local_layout
 from tests.unit.plan.clusters import calibration
-from tests.unit.run.run_maker import planned_attempt
+from tests.unit.run.run_maker import history_before, planned_attempt
 
 TRAINING = JobConfig(name="t", model="/m", data="/d", mlx_lm={"iters": 5, "model": "old"}, env={"A": "1"})
 
@@ -174,6 +177,26 @@ def test_secrets_of_the_head_go_into_the_spec_and_nowhere_else(tmp_path: Path) -
 def test_the_iteration_reached_is_passed_to_the_trainers_also_after_an_adoption(tmp_path: Path) -> None:
     made = attempt(tmp_path, plan()).model_copy(update={"reached": 37})
     assert attempt_spec(plan(), Attempt.model_validate_json(made.model_dump_json()), {}).reached == 37
+
+
+def test_the_manifests_that_the_journal_recorded_are_passed_to_the_trainers(tmp_path: Path) -> None:
+    of, digests = plan(), [64 * digit for digit in "abc"]
+    history = replace(history_before(of, 3), manifests={0: (("4.0", digests[0]), ("4.0", digests[1])), 1: ()})
+    history = fold([StateSaved(rank=1, state="4.0@2.1", manifest=digests[2])], history)
+    made = new_attempt(
+        RunDir(tmp_path),
+        of,
+        history,
+        layouts=[local_layout(tmp_path / "node", 2)],
+        network=configured_network(of.config.nodes),
+        starting_port=20_000,
+    )
+    spec = AttemptSpec.from_json(attempt_spec(of, made, {}).to_json())
+    assert [*map(tuple, spec.manifests)] == [("4.0", digests[0]), ("4.0", digests[1]), ("4.0@2.1", digests[2])]
+    assert digests[0] not in made.model_dump_json(), "the journal has them once"
+    document = json.loads(spec.to_json())
+    del document["manifests"]
+    assert AttemptSpec.from_json(json.dumps(document)).manifests == []
 
 
 def test_who_validates_is_as_configured_else_as_planned_else_everybody(tmp_path: Path) -> None:

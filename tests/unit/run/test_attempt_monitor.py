@@ -27,7 +27,7 @@ from engine.run import attempt_monitor, decide, shutdown
 from engine.run.attempt import AttemptOrigin
 from engine.run.attempt_monitor import AttemptMonitor
 from engine.run.decide import failed_run, refusal
-from engine.run.events import AttemptFailed, HangDetected, Note, RequestReceived, StopStageReached, Verdict
+from engine.run.events import AttemptFailed, HangDetected, Note, RequestReceived, StateSaved, StopStageReached, Verdict
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.logs import mirror
 from engine.run.ranks import AttemptContext, HostConnections
@@ -157,6 +157,22 @@ async def test_the_newest_state_is_saved_whether_a_restart_follows_or_not(
     attempt.exit(0, 6)
     await run
     assert attempt.stages()[:2] == ["emergency_checkpoint", "verifying"]
+
+
+async def test_the_manifest_of_a_state_is_recorded_once_also_when_it_comes_at_the_very_end(
+    made: Callable[..., MonitoredAttempt],
+) -> None:
+    attempt, entries = made(restarts=False), [("2.0", 64 * "a"), ("3.0@1.0", 64 * "b")]
+    for kind, (state, manifest) in zip(("checkpoint", "emergency_checkpoint"), entries, strict=True):
+        attempt.report(0, event=kind, phase="committed", iteration=3, state=state, manifest=manifest)
+    for rank in (0, 1):
+        attempt.complete(rank)
+    await attempt.run()
+    attempt.adopt()
+    attempt.monitor.intake.poll()
+    saved = [event for event in read_journal(attempt.directory.journal) if isinstance(event, StateSaved)]
+    assert [(event.rank, event.state, event.manifest) for event in saved] == [(0, *entry) for entry in entries]
+    assert attempt.recorder.history.manifests == {0: tuple(entries)}
 
 
 @pytest.mark.parametrize("error_type", ["Diverged", "Corrupted"])

@@ -41,12 +41,13 @@ from engine.run.events import (
     RunReopened,
     SettingsChosen,
     StateChanged,
+    StateSaved,
     StopStage,
     StopStageReached,
     SupervisorStarted,
     Verdict,
 )
-from engine.run.history import RunHistory, fold
+from engine.run.history import MANIFESTS_KEPT, RunHistory, fold
 from engine.run.journal import Journal, JournalTail, read_journal
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -82,6 +83,10 @@ def failed(number: int, reached: int = 0) -> AttemptFailed:
     return AttemptFailed(at=at(4), attempt=number, verdict=FAILED, reached=reached, failed_at=at(3))
 
 
+def saved(rank: int, update: int) -> StateSaved:
+    return StateSaved(rank=rank, state=f"{update}.{rank}", manifest=f"{update:064x}")
+
+
 ranks, nodes, numbers = st.integers(0, 2), st.sampled_from(["ana", "bea"]), st.integers(1, 3)
 events = st.one_of(
     st.just(RunReopened(at=at(1))),
@@ -111,6 +116,7 @@ events = st.one_of(
         why=st.just("recovers"),
     ),
     st.builds(AttemptResumed, attempt=numbers, resumed=st.just(Resumed("checkpoint", 37))),
+    st.builds(saved, ranks, numbers),
     st.builds(RestartRefused, after=numbers, why=st.just("stalled")),
     st.builds(CleanupConfirmed, node=nodes),
     st.just(Note(message="x")),
@@ -245,3 +251,11 @@ def test_the_last_recovery_is_in_the_record_with_its_cluster() -> None:
     resumed = [AttemptResumed(at=at(9), attempt=1, resumed=Resumed("none"), seconds=seconds) for seconds in (None, 7.5)]
     record = fold([PLANNED, attempt(), *resumed]).record
     assert record.recovery_s == 7.5
+
+
+def test_the_newest_manifests_of_each_rank_are_known_also_after_the_run_was_taken_up() -> None:
+    count = MANIFESTS_KEPT + 5
+    history = fold([PLANNED, attempt(), *(saved(0, update) for update in range(count)), saved(1, 3), RunReopened()])
+    assert history.manifests[0] == tuple((f"{update}.0", f"{update:064x}") for update in range(5, count))
+    assert history.manifests[1] == (("3.1", f"{3:064x}"),)
+    assert fold([PLANNED, attempt(), RunReopened()]).manifests == {}, "an older release's journal"

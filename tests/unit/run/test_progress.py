@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from engine.config.models import ConsistencyConfig, RecoveryConfig
 from engine.run.consistency_watch import ConsistencyWatch
-from engine.run.events import Figures
+from engine.run.events import Figures, StateSaved
+from engine.run.history import MANIFESTS_KEPT
 from engine.run.progress import FIRST_STEPS, AttemptProgress, EventIntake, Watchdog
 from engine.run.rank_events import RankEvents
 from engine.store.layout import RunDir
@@ -58,6 +59,32 @@ def test_where_a_command_went_on_is_known_by_the_steps_that_come(
     intake.poll()
     resumed = intake.own_resumption()
     assert (resumed.source, resumed.iteration) == resumption
+
+
+def test_the_manifests_that_ranks_commit_are_passed_on_and_what_is_none_is_not(tmp_path: Path) -> None:
+    intake = intake_of(run_dir := RunDir(tmp_path), {0: 0, 1: 0})
+    found: list[StateSaved] = []
+    intake.on_saved = found.append
+
+    def committed(kind: str, rank: int = 0, **fields: Any) -> str:
+        return event(kind, rank, phase="committed", **{"state": "4.0", "manifest": 64 * "a", **fields})
+
+    write(run_dir, 0, event("checkpoint", phase="begin"), committed("checkpoint"), event("checkpoint", phase="skipped"))
+    wrong: list[dict[str, Any]] = [
+        {"manifest": value} for value in (None, 7, "A" * 64, "a" * 65, "a" * 63 + "\n", ["a"])
+    ]
+    wrong += [{"state": value} for value in (None, 4.0, "4", "4.0@1", "../4.0", "4.0\n", "9" * 20 + ".0")]
+    write(run_dir, 1, *(committed("checkpoint", 1, **fields) for fields in wrong))
+    write(run_dir, 1, committed("emergency_checkpoint", 1, state="5.0@1.1", manifest=64 * "b"))
+    intake.poll()
+    assert [(each.rank, each.state, each.manifest) for each in found] == [
+        (0, "4.0", 64 * "a"),
+        (1, "5.0@1.1", 64 * "b"),
+    ]
+    found.clear()
+    write(run_dir, 0, *(committed("checkpoint", state=f"{update}.0") for update in range(MANIFESTS_KEPT + 9)))
+    intake.poll()
+    assert [each.state for each in found] == [f"{update}.0" for update in range(9, MANIFESTS_KEPT + 9)]
 
 
 def test_reports_and_validations_of_rank_0_become_metrics(tmp_path: Path) -> None:
