@@ -179,13 +179,10 @@ async def _request(context: CheckContext, node: NodeConfig, state: SaveSize) -> 
     elsewhere = state_folder(context.config)
     roots = [layout.home, layout.root, layout.expanded(node.workdir), *context.config.preflight.roots]
     return {
-        "directory": paths["adapter_path"] or f"{layout.root}/runs",
-        "roots": roots,
+        "directory": paths["adapter_path"] or f"{layout.root}/runs", "roots": roots,
         "states": layout.expanded(context.path(node, elsewhere)) if elsewhere else None,
-        "runs": f"{layout.root}/runs",
-        "resume": paths["resume_adapter_file"],
-        "needed": state.needed_bytes,
-    }
+        "runs": f"{layout.root}/runs", "resume": paths["resume_adapter_file"], "needed": state.needed_bytes,
+    }  # fmt: skip
 
 
 async def _paths(context: CheckContext, node: NodeConfig) -> dict[str, str | None]:
@@ -205,11 +202,9 @@ def _describe(storage: CheckpointStorage, state: SaveSize) -> str:
     if storage.fault is not None:
         return storage.fault
     free = f", {storage.free / 1e9:,.1f} GB free" if storage.free is not None else ""
-    needed = (
-        f", {state.needed_bytes / 1e6:,.1f} MB needed"
-        if state.saved_bytes is not None
-        else f", the size needed is not known: {state.unknown}"
-    )
+    needed = f", {state.needed_bytes / 1e6:,.1f} MB needed"
+    if state.saved_bytes is None:
+        needed = f", the size needed is not known: {state.unknown}"
     resumed = f", resumes {storage.resume.kind} of {len(storage.resume.layers)} layers" if storage.resume else ""
     return f"{storage.directory}{free}{needed}{resumed}"
 

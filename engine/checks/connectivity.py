@@ -9,7 +9,7 @@ from __future__ import annotations
 from engine.checks.check import THIS_MACHINE, Check, Findings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import FLIGHTDECK, Fix
-from engine.config.models import Config, NodeConfig
+from engine.config.models import NodeConfig
 from engine.errors import HostKeyUnknown, LaunchError, plural
 from engine.models import CheckResult
 
@@ -18,10 +18,6 @@ TRUST_COMMAND = f"{FLIGHTDECK}nodes --trust"
 """Shows the host keys that are not known yet, and accepts them after a confirmation."""
 _LIMIT_S = 75.0
 """Above the limits of a connection, of an agent's start and of one answer together."""
-
-
-def _all_local(config: Config) -> str | None:
-    return "every node is this machine" if all(node.local for node in config.nodes) else None
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -49,4 +45,7 @@ async def _reach(context: CheckContext, node: NodeConfig) -> str:
     return "answers" if taken is None else f"answers in {taken * 1e3:.1f} ms"
 
 
-CHECK = Check(NAME, "every node answers over SSH", run, time_limit_s=_LIMIT_S, not_applicable=_all_local)
+CHECK = Check(
+    NAME, "every node answers over SSH", run, time_limit_s=_LIMIT_S,
+    not_applicable=lambda config: "every node is this machine" if all(node.local for node in config.nodes) else None,
+)  # fmt: skip

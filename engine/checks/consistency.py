@@ -166,9 +166,8 @@ def evaluate(
 
 def _advice(compared: Agreement, decision: Decision, threshold: float) -> str:
     if compared.reference is None:
-        return (
-            f"{THIS_MACHINE} has none of them, and there is no majority among the workers: make them the same by hand"
-        )
+        nobody = f"{THIS_MACHINE} has none of them, and there is no majority among the workers"
+        return f"{nobody}: make them the same by hand"
     ratio = f"{len(compared.agreeing)} of {compared.workers} agree, {compared.ratio:.2f} against {threshold:g}"
     if decision is Decision.EXCLUDE:
         return f"{ratio}; left out of the launch: {', '.join(compared.divergent)}"

@@ -280,19 +280,15 @@ ADVICE = (
     (r"Couldn't bind|error: (98|48)\b", "the port was taken a moment ago: run the check again"),
     (r"error: 65\b", "allow your terminal the Local Network in System Settings, Privacy & Security"),
     (r"EADDRINUSE|address already in use", "the port was taken a moment ago: run the check again"),
-    (
-        r"(?i)unable to (find|resolve) .*interface|no socket interface found",
-        "set the interface by its name in [job] env",
-    ),
+    (r"(?i)unable to (find|resolve) .*interface|no socket interface found",
+        "set the interface by its name in [job] env"),
     (r"No CUDA GPUs|no GPUs found|CUDA driver version is insufficient", 'set backend = "gloo" in [cluster]'),
     (r"in place of FSDP", 'use strategy "fsdp" of the built-in recipe, or fully_shard in your script, or GPUs'),
-    (
-        r"ncclSystemError|ncclRemoteError|ncclInternalError|NCCL error",
-        "check NCCL_SOCKET_IFNAME and the firewall; NCCL_IB_DISABLE=1 in [job] env leaves InfiniBand out",
-    ),
+    (r"ncclSystemError|ncclRemoteError|ncclInternalError|NCCL error",
+        "check NCCL_SOCKET_IFNAME and the firewall; NCCL_IB_DISABLE=1 in [job] env leaves InfiniBand out"),
     (r"connectFullMesh failed|Connection refused|timed? ?out", "check that every node reaches every other one"),
     (r"Couldn't connect|does not answer", "check that the nodes reach each other on `ips`, and their firewall"),
-)
+)  # fmt: skip
 """(pattern of a rank's message, what to do about it), the first that matches."""
 
 

@@ -34,7 +34,6 @@ _PROBE_LIMIT_S = 20.0
 _PREVENTED = re.compile(r"^\s*(PreventUserIdleSystemSleep|PreventSystemSleep)\s+([01])\s*$", re.MULTILINE)
 _NVIDIA = re.compile(r"^\s*(\d{1,10})\s*,\s*(\d{1,9})\s*,\s*(.{1,200}?)\s*$", re.MULTILINE)
 
-
 HeartbeatResult = tuple[float | None, float] | FlightDeckError
 """A node's round trip in seconds (None for this machine), and when that was, by the monotonic clock."""
 LoadResult = SystemLoad | FlightDeckError

@@ -120,11 +120,8 @@ class TreeDifference:
 def compare_trees(reference: WorkdirTree, tree: WorkdirTree) -> TreeDifference:
     """Entries after the cut of a tree that was cut are not compared; a file that either side did not hash is compared
     by its size."""
-    last = min(
-        (max(each.entries, key=_order) for each in (reference, tree) if each.cut and each.entries),
-        key=_order,
-        default=None,
-    )
+    ends = (max(each.entries, key=_order) for each in (reference, tree) if each.cut and each.entries)
+    last = min(ends, key=_order, default=None)
     paths = sorted({*reference.entries, *tree.entries}, key=_order)
     known = [path for path in paths if last is None or _order(path) <= _order(last)]
     both = [path for path in known if path in tree.entries and path in reference.entries]
@@ -150,12 +147,9 @@ async def read_tree(context: CheckContext, node: NodeConfig) -> WorkdirTree:
     # A training writes its adapters on one node only.
     excluded = [layout.expanded(context.path(node, str(adapters)))] if adapters else []
     request = {
-        "without": EXCLUDED,
-        "apart": [*excluded, layout.root],
-        "files": MAX_FILES,
-        "whole_bytes": MAX_HASHED_FILE_BYTES,
-        "all_bytes": MAX_HASHED_BYTES,
-    }
+        "without": EXCLUDED, "apart": [*excluded, layout.root],
+        "files": MAX_FILES, "whole_bytes": MAX_HASHED_FILE_BYTES, "all_bytes": MAX_HASHED_BYTES,
+    }  # fmt: skip
     arguments = context.path(node, node.workdir), json.dumps(request)
     return await context.probe(node, "tree", *arguments, result_type=WorkdirTree, timeout_s=READ_LIMIT_S)
 
@@ -253,10 +247,8 @@ async def compare_workdirs(context: CheckContext, nodes: Sequence[NodeConfig]) -
         name: compare_trees(readable[reference.name], tree) for name, tree in readable.items() if name != reference.name
     }
     messages = {name: _describe(name, tree, reference.name, differences.get(name)) for name, tree in readable.items()}
-    for name, tree in trees.items():
-        if tree.home:
-            messages[name] = "its workdir is a bare home: not compared"
-    return WorkdirComparison(reference, trees, messages | problems, differences, problems)
+    homes = {name: "its workdir is a bare home: not compared" for name, tree in trees.items() if tree.home}
+    return WorkdirComparison(reference, trees, messages | homes | problems, differences, problems)
 
 
 def evaluate(config: Config, scripted: SyncScriptOutcome, compared: WorkdirComparison | None) -> CheckResult:

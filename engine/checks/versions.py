@@ -244,9 +244,6 @@ def dotted(version: tuple[int, ...]) -> str:
 
 
 CHECK = Check(
-    NAME,
-    "python and the framework's packages (MLX or PyTorch): importable, new enough, the same",
-    run,
-    time_limit_s=_LIMIT_S,
-    needs=(connectivity.NAME,),
-)
+    NAME, "python and the framework's packages (MLX or PyTorch): importable, new enough, the same", run,
+    time_limit_s=_LIMIT_S, needs=(connectivity.NAME,),
+)  # fmt: skip

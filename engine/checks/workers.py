@@ -13,7 +13,7 @@ from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import ENDS, Fix
 from engine.checks.interpreter import Interpreter
-from engine.cluster.probe_results import StaleProcesses, TorchBuild
+from engine.cluster.probe_results import StaleProcesses
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, plural
 from engine.models import CheckResult, NodeFacts
@@ -57,15 +57,12 @@ def evaluate(
         if versions.backend_name(backend) in interpreter.backends:
             findings.passed.append(f"{backend} available")
         if interpreter.build is not None:
-            findings.passed.append(_seen_by_torch(interpreter.build))
+            gpus = interpreter.build.gpus
+            findings.passed.append(f"torch sees {plural(gpus, 'GPU') if gpus else 'the CPU alone'}")
         _check_clock(node, facts[node.name], findings)
         _check_leftovers(stale[node.name], findings)
     workers = plural(len(config.nodes), "worker")
     return found.verdict(f"{workers} ready for {backend}, no processes of earlier runs are left")
-
-
-def _seen_by_torch(build: TorchBuild) -> str:
-    return f"torch sees {plural(build.gpus, 'GPU')}" if build.gpus else "torch sees the CPU alone"
 
 
 def _check_clock(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> None:

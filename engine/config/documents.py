@@ -20,7 +20,6 @@ SIZE_LIMIT = 1_000_000
 _SCALAR_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """Errors that the parsers do not wrap: for impossible scalars (a 13th month, 5,000 digits) and deep nesting."""
 
-
 _KEY_PARTS = 64
 _KEY_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_KEY_PART}(?:[ \t]*+\.[ \t]*+{_KEY_PART}){{{_KEY_PARTS}}}")

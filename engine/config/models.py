@@ -26,8 +26,6 @@ from engine.security.redact import Redactor
 FineTuneType = Literal["lora", "dora", "full"]
 PARTITIONED: Final = ("sharded", "pipeline", "fsdp", "deepspeed")
 """The strategies in which no rank has the whole training state."""
-
-
 MAX_ADDRESSES: Final = 8
 """The most of one rank."""
 RdmaRow = tuple[Annotated[str | tuple[str, ...], BeforeValidator(accepts(device_form))] | None, ...]

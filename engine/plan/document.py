@@ -162,9 +162,8 @@ class ChosenTorchSettings(FrozenModel):
     def text(self) -> str:
         kind = {"fsdp": f" ({self.sharding})", "deepspeed": f" (ZeRO-{self.zero_stage})"}.get(self.strategy, "")
         offloaded = f", offloaded to {self.offload}" if self.offload != "none" else ""
-        return f"{self.strategy}{kind}, {self.precision}{offloaded}" + (
-            ", layers recomputed" if self.grad_checkpoint else ""
-        )
+        recomputed = ", layers recomputed" * self.grad_checkpoint
+        return f"{self.strategy}{kind}, {self.precision}{offloaded}{recomputed}"
 
 
 Settings = ChosenSettings | ChosenTorchSettings

@@ -10,7 +10,6 @@ from engine.plan.document import (
     BatchSection,
     CheckpointSection,
     ChosenSettings,
-    ChosenTorchSettings,
     ChunkingSection,
     Disabled,
     MemorySection,
@@ -115,9 +114,7 @@ def _memory(section: MemorySection | Disabled, settings: Settings | Disabled) ->
         too_much = ", too much" if rank.fits is False else ""
         found[rank.node] = f"{memory_text(rank.needed_bytes)} of {limit}{too_much}"
     text = _by_node(found)
-    if isinstance(settings, ChosenTorchSettings) or (
-        isinstance(settings, ChosenSettings) and settings != ChosenSettings()
-    ):
+    if not isinstance(settings, Disabled) and settings != ChosenSettings():
         text.append(f"with {settings.text}")
     return "; ".join(dict.fromkeys(text))
 

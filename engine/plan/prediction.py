@@ -118,8 +118,6 @@ def mean_updates(settings: Mapping[str, Any]) -> float:
 
 
 _FLOAT32_BYTES = 4
-
-
 _FULL_BACKWARD, _ADAPTER_BACKWARD = 2 / 3, 1 / 2
 """Share of the backward pass in a step. It takes twice the operations of the forward pass (Kaplan et al. 2020, Scaling
 Laws for Neural Language Models), and as many where the weights are frozen; recomputed layers only add to it."""
@@ -251,13 +249,8 @@ def predict(
     predicted = predict_throughput(config, calibration, shares)
     if division is not None and division.why_not is not None:
         predicted = ThroughputPrediction(compute_s=predicted.compute_s, why_not=division.why_not)
-    return Prediction(
-        calibration,
-        calibration is not None and is_stale(config, calibration, now),
-        shares,
-        predicted,
-        _micro_batches(config, shares),
-    )
+    stale = calibration is not None and is_stale(config, calibration, now)
+    return Prediction(calibration, stale, shares, predicted, _micro_batches(config, shares))
 
 
 def division_of(found: Prediction) -> Division:

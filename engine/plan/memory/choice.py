@@ -102,9 +102,8 @@ def _pairs(shape: ModelShape, workload: RankWorkload, requested: Mapping[str, An
     precision, moments = (requested.get(key, "float32") for key in ("optimizer_precision", "moments"))
     if precision == AUTO and (workload.fine_tune_type != "full" or shape.dtype_bytes == FLOAT32_BYTES):
         precision = "float32"
-    return list(
-        dict.fromkeys(
-            (first if precision == AUTO else precision, second if moments == AUTO else moments)
-            for first, second in MOST_PRECISE_FIRST
-        )
+    pairs = (
+        (first if precision == AUTO else precision, second if moments == AUTO else moments)
+        for first, second in MOST_PRECISE_FIRST
     )
+    return list(dict.fromkeys(pairs))

@@ -36,12 +36,12 @@ class ModelShape:
             raise cannot_estimate("model_type is missing")
         build = MODEL_TYPES.get(model_type)
         if build is None:
-            raise InputError(
-                f"model_type = {plain(model_type)[:60]!r} is not supported by the memory estimate",
-                where="config.json",
-                why=f"supported: {', '.join(sorted(MODEL_TYPES))}",
-                todo="run `flightdeck calibrate`, which measures it instead",
+            what = f"model_type = {plain(model_type)[:60]!r} is not supported by the memory estimate"
+            why, todo = (
+                f"supported: {', '.join(sorted(MODEL_TYPES))}",
+                "run `flightdeck calibrate`, which measures it instead",
             )
+            raise InputError(what, where="config.json", why=why, todo=todo)
         return cls(build(keys), _dtype(keys), quantization(config))
 
     @property

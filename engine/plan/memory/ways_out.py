@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.config.models import PARTITIONED
 from engine.errors import memory_text
-from engine.plan.document import ChosenSettings, WayOut
+from engine.plan.document import ChosenSettings, Settings, WayOut
 from engine.plan.memory.choice import Choice, choose, settings_of
 from engine.plan.memory.estimate import RankWorkload
 from engine.plan.memory.shape import ModelShape
@@ -109,7 +109,7 @@ class _Job:
             return
         choice = self._choose(self.workloads, self.limits, {**self.requested, **dict.fromkeys(keys, AUTO)})
         if choice.fits:
-            yield _way(_settings_text(choice, keys), choice)
+            yield _way(settings_text(choice.settings, keys), choice)
 
     def higher_limit(self) -> Iterator[WayOut]:
         """More of a Mac's memory for its GPU."""
@@ -234,9 +234,8 @@ def _way(change: str, choice: Choice) -> WayOut:
     return WayOut(change=change, needed_bytes=max(choice.needed_bytes))
 
 
-def _settings_text(choice: Choice, keys: Sequence[str]) -> str:
-    chosen = dict(choice.settings)
-    return " and ".join(f"{key} = {json.dumps(chosen[key])}" for key in keys)
+def settings_text(chosen: Settings, keys: Sequence[str]) -> str:
+    return " and ".join(f"{key} = {json.dumps(getattr(chosen, key))}" for key in keys)
 
 
 def powers_of_two(most: int) -> Iterator[int]:

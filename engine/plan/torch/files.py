@@ -137,15 +137,12 @@ def accelerate_config(launch: TorchLaunch) -> dict[str, Any] | None:
         config["mixed_precision"] = "no" if settings.precision == "fp32" else settings.precision
     if settings.strategy == "fsdp":
         config["fsdp_config"] = {
-            "fsdp_version": 2,
-            "fsdp_reshard_after_forward": settings.sharding == "full",
+            "fsdp_version": 2, "fsdp_reshard_after_forward": settings.sharding == "full",
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             **({"fsdp_transformer_layer_cls_to_wrap": ",".join(launch.blocks)} if launch.blocks else {}),
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_cpu_ram_efficient_loading": True,
-            "fsdp_activation_checkpointing": settings.grad_checkpoint,
-            "fsdp_offload_params": settings.offload == "cpu",
-        }
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_activation_checkpointing": settings.grad_checkpoint, "fsdp_offload_params": settings.offload == "cpu",
+        }  # fmt: skip
     return config
 
 

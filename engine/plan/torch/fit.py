@@ -24,7 +24,7 @@ from engine.plan.document import (
 )
 from engine.plan.memory.fit import MemoryFit, memory_section, refuse_memory, unknown_memory
 from engine.plan.memory.shape import ModelShape
-from engine.plan.memory.ways_out import SHORTEST, describe_ways, powers_of_two
+from engine.plan.memory.ways_out import SHORTEST, describe_ways, powers_of_two, settings_text
 from engine.plan.torch.gpus import choose_precision
 from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
 from engine.plan.torch.strategy import StrategyChoice, candidates, choose_strategy, label, with_torch_settings
@@ -209,13 +209,8 @@ class _Job:
     def options(
         self, asked: Mapping[str, Any], precision: str, *, all_of_them: bool = False
     ) -> list[ChosenTorchSettings]:
-        return candidates(
-            asked,
-            precision,
-            self.shape.total_parameters,
-            ranks=max(2 if all_of_them else 1, len(self.workloads)),
-            on_gpu=self.workloads[0].on_gpu,
-        )
+        ranks, on_gpu = max(2 if all_of_them else 1, len(self.workloads)), self.workloads[0].on_gpu
+        return candidates(asked, precision, self.shape.total_parameters, ranks=ranks, on_gpu=on_gpu)
 
     def choose(self, options: Sequence[ChosenTorchSettings]) -> StrategyChoice:
         return choose_strategy(self.shape, self.workloads, self.limits, options, self.host_limits)
@@ -319,10 +314,12 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
                 job.options({**asked, **dict.fromkeys(keys, AUTO)}, precision) or [ChosenTorchSettings()]
             )
             if choice.chosen.fits:
-                yield from attempt(_text(choice, keys), job, {**asked, **dict.fromkeys(keys, AUTO)})
+                yield from attempt(
+                    settings_text(choice.chosen.settings, keys), job, {**asked, **dict.fromkeys(keys, AUTO)}
+                )
         choice = job.choose(job.options(free, precision))
         if fixed and choice.chosen.fits:
-            yield from attempt(_text(choice, list(_differing(choice, asked))), job, free)
+            yield from attempt(settings_text(choice.chosen.settings, list(_differing(choice, asked))), job, free)
 
     def batches() -> Iterator[WayOut]:
         batch, ranks = max(each.batch for each in job.workloads), len(job.workloads)
@@ -359,12 +356,3 @@ def _differing(choice: StrategyChoice, asked: Mapping[str, Any]) -> Iterator[str
     for key in ("strategy", *_OF_STRATEGY[chosen.strategy], "grad_checkpoint"):
         if getattr(chosen, key) != asked[key]:
             yield key
-
-
-def _text(choice: StrategyChoice, keys: Sequence[str]) -> str:
-    chosen = choice.chosen.settings
-    values = {key: getattr(chosen, key) for key in keys}
-    return " and ".join(
-        f"{key} = {str(value).lower() if isinstance(value, bool | int) else repr(value).replace(chr(39), chr(34))}"
-        for key, value in values.items()
-    )

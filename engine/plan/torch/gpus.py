@@ -36,20 +36,16 @@ class Generation:
 GENERATIONS = (
     Generation("Blackwell", (10, 0), r"\b(G?B[123]00|GB10|RTX PRO \d{4}|RTX 50[5-9]0)\b"),
     Generation("Hopper", (9, 0), r"\b(H100|H200|H800|H20|GH200)\b"),
-    Generation(
-        "Ada Lovelace",
-        (8, 9),
-        r"\b(L4|L20|L40S?|L2|RTX 40[5-9]0|RTX [2-6]000 Ada|RTX (2000|4000|4500|5000|6000) SFF Ada)\b",
-    ),
+    Generation("Ada Lovelace", (8, 9),
+        r"\b(L4|L20|L40S?|L2|RTX 40[5-9]0|RTX [2-6]000 Ada|RTX (2000|4000|4500|5000|6000) SFF Ada)\b"),
     Generation("Ampere", (8, 0), r"\b(A100X?|A800|A30X?|A40|A10[GM]?|A16|A2|RTX A\d{3,4}|RTX 30[5-9]0)\b"),
-    Generation(
-        "Turing", (7, 5), r"\b(T4G?|T1000|T[46]00|RTX 20[678]0|GTX 16[3-6]0|(Quadro )?RTX [3-8]000|TITAN RTX)\b"
-    ),
+    Generation("Turing", (7, 5),
+        r"\b(T4G?|T1000|T[46]00|RTX 20[678]0|GTX 16[3-6]0|(Quadro )?RTX [3-8]000|TITAN RTX)\b"),
     Generation("Volta", (7, 0), r"\b(V100S?|GV100|TITAN V)\b"),
     Generation("Pascal", (6, 0), r"\b(P100|GP100)\b"),
     Generation("Pascal (GeForce)", SLOW_FLOAT16, r"\b(P40|P4|P6|GTX 10[5-8]0|TITAN Xp?|Quadro P\d{3,4})\b"),
     Generation("Maxwell or Kepler", (3, 5), r"\b(Tesla (M60|M40|M4|M6|K80|K40|K20)|GTX [79]\d0)\b"),
-)
+)  # fmt: skip
 
 
 def generation_of(gpu: NvidiaGpu) -> Generation | None:

@@ -195,12 +195,10 @@ def _prefetch(fit: TorchFit) -> str:
 def _explain(context: PlanContext, section: TorchSection, rationale: Rationale) -> None:
     if section.gradient_accumulation_steps is not None:
         total, each = context.total_batch, context.settings["batch_size"]
-        rationale.explain(
-            "torch.gradient_accumulation_steps",
-            Source.USER if context.given("grad_accumulation_steps") else Source.DEFAULT,
-            f"{total} sequences per update over {each} in flight ({context.ranks} ranks); "
-            "batch_configuration.suggested has target batch / (batch per GPU · GPUs)",
-        )
+        given = Source.USER if context.given("grad_accumulation_steps") else Source.DEFAULT
+        sizes = f"{total} sequences per update over {each} in flight ({context.ranks} ranks)"
+        rule = "batch_configuration.suggested has target batch / (batch per GPU · GPUs)"
+        rationale.explain("torch.gradient_accumulation_steps", given, f"{sizes}; {rule}")
     if section.strategy == "fsdp":
         kind = (context.inputs.model or {}).get("model_type")
         why = f"the blocks of transformers' model_type {kind}" if section.wrap_classes else "the model names its blocks"
