@@ -143,6 +143,14 @@ class PrintedMetrics:
         """The step and the total of the progress bar, once there is one without a loss."""
         self._bar_loss: float | None = None
         """The last validation loss in a bar."""
+        self._bar_began = (0, 0)
+        """The total of the last bar without a loss, and the count at which it was first drawn."""
+        self._bar_drawn: float | None = None
+        """The loss that was last drawn."""
+        self._bar_ahead = 0
+        """1 where the loss in a bar is that of the step after its count."""
+        self._held: tuple[int, dict[str, float], str] | None = None
+        """A bar's count and report, whose loss may be that of the step before."""
         self._total: int | None = None
         """Printed before the first step."""
         self._awaiting: dict[str, float] = {}
@@ -151,8 +159,9 @@ class PrintedMetrics:
         self._by_epochs = False
         """The program has no other steps."""
         self._first_epoch: int | None = None
-        self._place: tuple[str, float | None, int, int] = ("", None, 0, 0)
-        """The count that begins anew in each epoch: its name, the epoch, the steps before it, the last one in it."""
+        self._place: tuple[str, float | None, int, int, int] = ("", None, 0, 0, 1)
+        """The count that begins anew in each epoch: its name, the epoch, the steps before it, the last one in it, and
+        the most from one to the next."""
 
     def feed(self, chunk: bytes) -> None:
         """The output as it comes; it costs a constant times its length, and keeps one line at most."""
@@ -167,6 +176,8 @@ class PrintedMetrics:
     def finish(self) -> None:
         """The program has ended: its bar is not printed again."""
         self.feed(b"\n")
+        if not self._bar_ahead:
+            self._take_held()
         self._settle()
 
     def _read(self, line: bytes) -> None:
@@ -218,11 +229,13 @@ class PrintedMetrics:
             self._take("[job] metrics", values)
 
     def _read_bar(self, bar: re.Match[str]) -> None:
-        head, total = bar["head"], int(bar["total"])
+        head, count, total = bar["head"], int(bar["step"]), int(bar["total"])
         values = metrics_of(named_numbers(f"{head}, {bar['tail']}"))
         if "train_loss" not in values:
+            if self._bar_began[0] != total:
+                self._bar_began = total, count
             if not head.strip() and bar["end"] is None:
-                self._bar = int(bar["step"]), total
+                self._bar = count, total
                 self._settle()
         elif not metric_patterns.speaks_of_validation(head):
             if values.get("val_loss") == self._bar_loss:
@@ -233,7 +246,33 @@ class PrintedMetrics:
                 # Lightning's epochs begin with 0.
                 self._first_epoch = 0
             named = "".join(filter(str.isalpha, head))
-            self._take("progress bar", {**values, "step": int(bar["step"]), "total": total}, f"{named}/{total}")
+            self._take_drawn(count, total, values, f"{named}/{total}")
+
+    def _take_drawn(self, count: int, total: int, values: dict[str, float], bar: str) -> None:
+        """A bar is drawn when its count is raised, with the loss of the step before, and when a loss is set: a loss
+        is reported when it changes, or when the count goes on without a change."""
+        loss = values["train_loss"]
+        if self._bar_drawn is None:
+            # In `for batch in tqdm(…)` the loss is set before the count is raised.
+            self._bar_ahead = int(self._bar_began == (total, count))
+        changed, self._bar_drawn = loss != self._bar_drawn, loss
+        if self._held is not None and self._held[0] != count:
+            self._take_held()
+        step = count + self._bar_ahead
+        report = {**values, "step": step, "total": total}
+        if changed or "val_loss" in values:
+            self._held = None
+            self._take("progress bar", report, bar)
+        elif step <= total:
+            if count == 0:
+                # A new epoch's bar still has the loss of the last one.
+                del report["train_loss"]
+            self._held = count, report, bar
+
+    def _take_held(self) -> None:
+        if self._held is not None:
+            self._take("progress bar", *self._held[1:])
+            self._held = None
 
     def _read_dict(self, numbers: dict[str, float]) -> None:
         values = metrics_of(numbers)
@@ -288,9 +327,9 @@ class PrintedMetrics:
         epoch, epochs = as_count(values.get("epoch")), as_count(values.get("epochs"))
         if epoch is None and not in_epoch:
             return step, total
-        counted, before, base, last = self._place
+        counted, before, base, last, stride = self._place
         if counted != in_epoch:
-            before, base, last = epoch, 0, 0
+            before, base, last, stride = epoch, 0, 0, 1
         repeats = bool(in_epoch) or (epochs is not None and total is not None)
         advanced = epoch is not None and before is not None and epoch > before
         if repeats and epoch is not None and total is not None:
@@ -299,8 +338,9 @@ class PrintedMetrics:
                 self._first_epoch = 1 if epoch == 1 or (epoch > 1 and epochs is not None) else 0
             base = max(0, epoch - self._first_epoch) * total
         elif (repeats and (advanced or step < last)) or (advanced and step < last):
-            base += total or last
-        self._place = in_epoch, epoch, base, step
+            # An epoch whose count begins with 0 has more steps than its last number.
+            base += total or last + (0 if step else 1 if last % stride else stride)
+        self._place = in_epoch, epoch, base, step, max(stride, step - last)
         if total is not None and repeats and epoch is not None:
             total = epochs * total if epochs is not None else None
         elif total is not None:

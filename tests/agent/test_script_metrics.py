@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from engine.node.script_metrics import PrintedMetrics, TensorBoardMetrics
 from engine.protocol.events import EventWriter
@@ -167,6 +171,71 @@ def test_a_bar_with_a_loss_is_read_with_its_total(tmp_path: Path) -> None:
         (20, 1.1, 200),
     ]
     assert read(tmp_path, "\rloss 1.25, lr 1e-4:  5%|#  | 10/200 [00:03<01:00,  3.10it/s]") == [(10, 1.25, 200)]
+
+
+def set_after(progress: Any, losses: list[float]) -> None:
+    for loss in losses:
+        progress.update(1)
+        progress.set_postfix(loss=loss)
+
+
+def set_before(progress: Any, losses: list[float]) -> None:
+    for _, loss in zip(progress, losses, strict=True):
+        progress.set_postfix(loss=loss)
+
+
+def described(progress: Any, losses: list[float]) -> None:
+    for loss in losses:
+        progress.set_description(f"loss {loss}")
+        progress.update(1)
+
+
+def drawn_with_the_count(progress: Any, losses: list[float]) -> None:
+    for loss in losses:
+        progress.set_postfix(loss=loss, refresh=False)
+        progress.update(1)
+
+
+@pytest.mark.parametrize("trains", [set_after, set_before, described, drawn_with_the_count])
+@pytest.mark.parametrize("losses", [[2.5, 2.25, 2.0, 1.75], [2.0, 2.0, 1.5, 1.5, 1.5]])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_losses_of_a_bar_are_of_the_steps_that_they_were_set_for(
+    tmp_path: Path, trains: Callable[[Any, list[float]], None], losses: list[float], epochs: int
+) -> None:
+    """By the real tqdm, which draws a bar when its count is raised and when a loss is set."""
+    output = io.StringIO()
+    for epoch in range(epochs):
+        with tqdm(range(len(losses)), file=output, mininterval=0, desc=f"Epoch {epoch}") as progress:
+            trains(progress, [loss - epoch for loss in losses])
+    expected = [loss - epoch for epoch in range(epochs) for loss in losses]
+    assert [row[:2] for row in read(tmp_path, output.getvalue())] == list(enumerate(expected, 1))
+
+
+def test_a_bar_that_begins_a_new_epoch_has_no_loss_of_its_own(tmp_path: Path) -> None:
+    """Lightning's: the bar is set back before its name changes."""
+    heads = [("Epoch 0: ", 0, None), ("Epoch 0: ", 1, None), ("Epoch 0: ", 1, 3.0), ("Epoch 0: ", 2, 3.0)]
+    heads += [("Epoch 0: ", 2, 2.0), ("Epoch 0: ", 0, 2.0), ("Epoch 1: ", 0, 2.0), ("Epoch 1: ", 1, 2.0)]
+    drawn = [bar(step, 2, loss, head, "train_") for head, step, loss in [*heads, ("Epoch 1: ", 1, 1.0)]]
+    assert [row[:2] for row in read(tmp_path, "".join(drawn))] == [(1, 3.0), (2, 2.0), (3, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ([0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]),
+        ([0, 10, 20, 0, 10], [0, 10, 20, 30, 40]),
+        ([0, 10, 20, 24, 0, 10], [0, 10, 20, 24, 25, 35]),
+        ([10, 20, 24, 10, 20], [10, 20, 24, 34, 44]),
+    ],
+)
+def test_steps_that_begin_with_0_in_each_epoch_are_told_apart(
+    tmp_path: Path, printed: list[int], expected: list[int]
+) -> None:
+    epoch, lines = 1, []
+    for before, step in itertools.pairwise([0, *printed]):
+        epoch += step < before
+        lines.append(f"[RANK0] Epoch {epoch} | Iter {step} | Train Loss {step}.5\n")
+    assert [step for step, _, _ in read(tmp_path, "".join(lines))] == expected
 
 
 def test_steps_of_lightnings_bar_count_over_its_epochs(tmp_path: Path) -> None:
@@ -351,9 +420,9 @@ def test_a_line_between_the_bars_does_not_begin_the_count_anew(tmp_path: Path) -
     lines = [
         bar(10, 10, 1.0),
         "\nstep 10: val loss 2.0\n",
-        bar(5, 10, 1.0),
+        bar(5, 10, 0.9),
         "\nlogger tests.run: step 15 loss 3\n",
-        bar(7, 10, 1.0),
+        bar(7, 10, 0.8),
     ]
     assert [step for step, _, _ in read(tmp_path, "".join(lines))] == [10, 10, 15, 15, 17]
 
