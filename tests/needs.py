@@ -43,6 +43,8 @@ PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/local/sbin:/usr/sbin:/sb
 
 TORCH = Path(__file__).parents[1] / ".venv-torch" / "bin" / "python"
 """A node's python with PyTorch, which `.ci/run` makes."""
+FOREIGN = TORCH.parents[2] / ".venv-foreign" / "bin" / "python"
+"""A node's python with tests/foreign/requirements.txt."""
 RECORDINGS = Path(__file__).parents[2] / "shared" / "fixtures"
 
 
@@ -99,6 +101,9 @@ ABILITIES: dict[str, Callable[[], str | None]] = {
     "tmpfs": _tmpfs,
     "namespaces": _namespaces,
     "torch": lambda: None if TORCH.exists() else f"PyTorch in {TORCH.parents[1]} (CONTRIBUTING.md says how)",
+    "foreign": lambda: (
+        None if FOREIGN.exists() else f"trl and Lightning in {FOREIGN.parents[1]} (CONTRIBUTING.md says how)"
+    ),
     "trackers": lambda: None if all(map(find_spec, ("wandb", "tensorboard"))) else "wandb and tensorboard (uv sync)",
     "recordings": lambda: None if RECORDINGS.is_dir() else f"the recordings of Macs in {RECORDINGS}",
 }
