@@ -143,6 +143,8 @@ class RunRecord(FrozenModel):
     iterations: int | None = None
     train_loss: float | None = None
     val_loss: float | None = None
+    test_loss: float | None = None
+    """With the job's test = true, after the last iteration."""
     tokens_per_second: float | None = None
     unconfirmed: list[str] = Field(default_factory=list)
     """Nodes on which the stop could not be confirmed."""

@@ -49,6 +49,8 @@ class RankReport:
     """The newest trained weights that can be used by themselves."""
     chunk: ChunkProgress | None = None
     """The last one that was finished of data that is streamed."""
+    warnings: tuple[str, ...] = ()
+    """The newest of this attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +257,13 @@ class RunSnapshot:
         unread = self.record.state is RunState.RUNNING and self.record.iteration is None
         known = unread and any(rank.phase in ("running", "suspended") for rank in self.ranks)
         return "running, prints no step that is read here" if known else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The ranks' warnings, each with those that gave it."""
+        texts = dict.fromkeys(text for rank in self.ranks for text in rank.warnings)
+        named = {text: [str(rank.rank) for rank in self.ranks if text in rank.warnings] for text in texts}
+        return tuple(f"rank{'s' * (len(own) > 1)} {', '.join(own)}: {text}" for text, own in named.items())
 
     @property
     def cause(self) -> str | None:

@@ -94,6 +94,7 @@ class Figures:
     """In the whole run, as its trainers reported: only they know those of epochs."""
     train_loss: float | None = None
     val_loss: float | None = None
+    test_loss: float | None = None
     tokens_per_second: float | None = None
 
 

@@ -85,6 +85,7 @@ class SeriesBuilder:
         self.iterations: int | None = None
         """The last one of the training, where a command prints it."""
         self.learning_rate: float | None = None
+        self.test_loss: float | None = None
         self._speeds: deque[float] = deque(maxlen=_RECENT)
         self._restarts: list[SeriesMark] = []
         self._attempt: int | None = None
@@ -92,7 +93,7 @@ class SeriesBuilder:
         self._marked: tuple[int, ...] = ()
 
     def add(self, row: dict[str, Any]) -> None:
-        """One row: `kind` train or val, mlx-lm's names, `attempt`."""
+        """One row: `kind` train, val or test, mlx-lm's names, `attempt`."""
         iteration = count_or_none(row.get("iteration"))
         if iteration is None:
             return
@@ -105,6 +106,9 @@ class SeriesBuilder:
             self._attempt = attempt
         if row.get("kind") == "val":
             self.val.add(iteration, row.get("val_loss"))
+            return
+        if row.get("kind") == "test":
+            self.test_loss = finite_or_none(row.get("test_loss"))
             return
         self.iteration = iteration
         self.iterations = count_or_none(row.get("iterations")) or self.iterations

@@ -239,7 +239,7 @@ class Watchdog:
         return behind[0] if len(behind) == 1 and not single else None
 
 
-_METRICS = {"report": "train", "validation": "val"}
+_METRICS = {"report": "train", "validation": "val", "test": "test"}
 _ENVELOPE = frozenset({"event", "rank", "seq", "t", "at", "attempt"})
 _NAME_END = 32
 """The name of an event stands in the first bytes of its line."""
@@ -324,7 +324,7 @@ class EventIntake:
                 self._consistency.checkpoint(event)
             case "replica_check":
                 self._consistency.replica_check(event)
-            case ("report" | "validation") as name if rank == 0 or self.any_rank_reports:
+            case ("report" | "validation" | "test") as name if rank == 0 or self.any_rank_reports:
                 self._keep(_METRICS[name], event)
 
     def _keep(self, kind: str, event: dict[str, Any]) -> None:

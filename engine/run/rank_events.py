@@ -17,6 +17,7 @@ _STATUS_LINES = 40
 _PATH_LIMIT = 4096
 PHASE_LIMIT = 40
 """Characters."""
+_WARNING_LIMIT, _MOST_WARNINGS = 500, 20
 _TYPICAL_OF = 20
 """Steps."""
 _KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"chunk"', b'"failure"', b'"warning"', b'"start"', b'"end"')
@@ -86,6 +87,8 @@ class RankEvents:
                 changes["replicas_agree"] = agreed if isinstance(agreed, bool) else None
             case "chunk":
                 changes = _chunk(event)
+            case "warning" if (text := text_or_none(event.get("message"), _WARNING_LIMIT)) is not None:
+                changes = {"warnings": tuple(dict.fromkeys((*self.report.warnings, text)))[-_MOST_WARNINGS:]}
             case "phase":
                 changes = {"phase": plain(event.get("phase"), PHASE_LIMIT)}
             case "processes" if self.report.phase in _UNREAD or event.get("state") == "stopped":

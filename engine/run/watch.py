@@ -201,6 +201,7 @@ class RunWatch:
             "iteration": max((*steps, self._series.iteration or 0), default=0) or None,
             "train_loss": self._series.train.last,
             "val_loss": self._series.val.last,
+            "test_loss": self._series.test_loss,
             "tokens_per_second": self._series.tokens_per_second.last,
         }
         if record.state.ended:

@@ -64,7 +64,7 @@ def _train(process: TrainingProcess) -> None:
         reporter.phase("validating")
         loss = loop.evaluate(test, job.test_batches)
         if loss is not None:
-            reporter.test(loss)
+            reporter.test(outcome.iteration, loss)
     reporter.end(outcome)
     # The first rank to exit would take the others down.
     dist.barrier()

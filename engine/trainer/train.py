@@ -79,7 +79,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
             reporter.phase("validating")
             loss = loop.evaluate(test, job.test_batches)
             if loss is not None:
-                reporter.test(loss)
+                reporter.test(outcome.iteration, loss)
     except PeerLost:
         loop.emergency.save_on_peer_loss()
         raise

@@ -30,7 +30,8 @@ def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Sp
     def truncated(longest: int) -> None:
         reporter.warn(
             f"some examples are longer than max_seq_length = {job.max_seq_length} "
-            f"(one has {longest} tokens) and are truncated"
+            f"(one has {longest} tokens) and are truncated",
+            about="truncated",
         )
 
     train = load_train_split(job, row_format, truncated)

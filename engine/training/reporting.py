@@ -44,10 +44,10 @@ class Reporter:
             self._reported_at = time.monotonic()
             self._events.write("going_on", phase=self._phase)
 
-    def warn(self, message: str) -> None:
-        """Report `message` once."""
-        if message not in self._warned:
-            self._warned.add(message)
+    def warn(self, message: str, about: str = "") -> None:
+        """Report `message` once, and of those that are `about` the same the first."""
+        if (about or message) not in self._warned:
+            self._warned.add(about or message)
             self._events.write("warning", message=message)
             self.print(f"warning: {message}")
 
@@ -69,9 +69,9 @@ class Reporter:
             self.callback.on_val_loss_report(values)
         self.print(f"iteration {values['iteration']}  val loss {values['val_loss']:.4f}  in {values['val_time']:.2f} s")
 
-    def test(self, loss: float) -> None:
+    def test(self, iteration: int, loss: float) -> None:
         """The loss of the job's test."""
-        self._events.write("test", test_loss=loss, test_ppl=math.exp(loss))
+        self._events.write("test", iteration=iteration, test_loss=loss, test_ppl=math.exp(loss))
         self.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
 
     def end(self, outcome: Outcome) -> None:

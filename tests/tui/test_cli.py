@@ -36,6 +36,7 @@ RUN_FIELDS = {
     "iterations",
     "train_loss",
     "val_loss",
+    "test_loss",
     "tokens_per_second",
 }
 
@@ -256,6 +257,20 @@ def test_a_run_without_its_supervisor_is_taken_over_by_the_next_command(home: Pa
     assert [line for line in flightdeck(home, "logs", "-f").err.splitlines() if "had lost" in line] == []
     record = json.loads(flightdeck(home, "show", "--json").out)
     assert record["state"] in ("failed", "lost")
+
+
+def test_the_loss_of_the_test_and_warnings_are_shown(home: Path) -> None:
+    run = MadeRun(home).state("preflight", "launching").attempt().state("running")
+    run.metrics([report(10, 4.25), {"kind": "test", "iteration": 10, "test_loss": 3.5, "test_ppl": 33.1}])
+    run.events(1, {"event": "warning", "message": "some rows are cut"})
+    run.state("succeeded", reason="completed").close()
+    shown = flightdeck(home, "show").out
+    assert "test loss 3.500" in shown and "  warning    rank 1: some rows are cut\n" in shown
+    document = json.loads(flightdeck(home, "show", "--json").out)
+    assert (document["test_loss"], document["ranks"][1]["warnings"]) == (3.5, ["some rows are cut"])
+    table = flightdeck(home, "metrics").out.splitlines()
+    assert "TEST LOSS" in table[0] and "3.5000" in table[2] and table[1].split()[:2] == ["10", "4.2500"]
+    assert flightdeck(home, "metrics", "--format", "csv").out.splitlines()[-1] == "10,,,,,,,,,3.5,33.1"
 
 
 def test_metrics_are_mlx_lms_own_dicts(home: Path, failed: MadeRun) -> None:

@@ -58,6 +58,18 @@ def test_iterations_that_a_resumed_run_repeats_are_printed_again(tmp_path: Path)
     assert line.startswith("iteration 30/60   loss 1.30")
 
 
+def test_warnings_and_the_loss_of_the_test_are_printed_once(tmp_path: Path) -> None:
+    engine, follower, output = follow(tmp_path, trained(1))
+    plain = trained(1)
+    warned = replace(plain, ranks=tuple(replace(rank, warnings=("some rows are cut",)) for rank in plain.ranks))
+    first = lines_of(engine, follower, output, warned)
+    assert [line for line in first if "rows" in line] == ["rank 0: warning: some rows are cut"]
+    assert warned.warnings == ("ranks 0, 1: some rows are cut",)
+    tested = replace(warned, record=warned.record.model_copy(update={"test_loss": 2.5}))
+    assert lines_of(engine, follower, output, tested) == ["test loss 2.500"]
+    assert lines_of(engine, follower, output, tested) == []
+
+
 def test_each_report_is_printed_once(tmp_path: Path) -> None:
     engine, follower, output = follow(tmp_path, trained(1))
     assert len(lines_of(engine, follower, output, trained(1, 2))) == 3

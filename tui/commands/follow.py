@@ -43,6 +43,8 @@ class Follower:
         self._recovered = ""
         self._trained_to = -1
         self._tracker_problems: set[str] = set()
+        self._warned: set[str] = set()
+        self._tested: float | None = None
         self._validated: set[int] = set()
         self._marked = Counter[SeriesMark]()
         self._restart = SupervisorRestart(engine, run, lines)
@@ -75,7 +77,15 @@ class Follower:
         self._print_attempts(snapshot)
         self._print_state(snapshot.record.state)
         self._print_trackers(snapshot)
+        for rank in snapshot.ranks:
+            for text in rank.warnings:
+                if text not in self._warned:
+                    self._warned.add(text)
+                    self._lines.say(f"rank {rank.rank}: {self._lines.ink('warning', 'yellow')}: {text}")
         self._print_progress(snapshot)
+        if (tested := snapshot.record.test_loss) is not None and tested != self._tested:
+            self._tested = tested
+            self._lines.say(f"test loss {loss(tested)}")
 
     def _print_attempts(self, snapshot: RunSnapshot) -> None:
         ended = [attempt for attempt in snapshot.attempts if attempt.reason is not None]

@@ -8,7 +8,7 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -53,8 +53,21 @@ REPORT_KEYS = (
     "peak_memory",
     "val_loss",
     "val_time",
+    "test_loss",
+    "test_ppl",
 )
-"""Columns of the CSV: mlx-lm's own names; a validation's row leaves the training's empty."""
+"""Columns of the CSV: mlx-lm's own names; a validation's row leaves the training's empty, and so does the test's."""
+
+_COLUMNS = {
+    "LOSS": ("train_loss", ".4f"),
+    "VAL LOSS": ("val_loss", ".4f"),
+    "TEST LOSS": ("test_loss", ".4f"),
+    "LEARNING RATE": ("learning_rate", ".3e"),
+    "IT/S": ("iterations_per_second", ".3f"),
+    "TOK/S": ("tokens_per_second", ",.0f"),
+    "TOKENS": ("trained_tokens", ",.0f"),
+    "PEAK MEMORY": ("peak_memory", ".3f"),
+}
 
 
 def runs(options: argparse.Namespace, engine: Engine) -> int:
@@ -157,6 +170,7 @@ def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:
     if record.iteration is not None:
         figures = [f"iteration {_progress(record)}", f"loss {loss(record.train_loss)}"]
         figures += [f"val loss {loss(record.val_loss)}"] if record.val_loss is not None else []
+        figures += [f"test loss {loss(record.test_loss)}"] if record.test_loss is not None else []
         figures += [rate(record.tokens_per_second)]
         figures += [f"ETA {duration(snapshot.eta_s)}"] if snapshot.eta_s is not None else []
         lines.say(f"  {'training':<10} {', '.join(figures)}")
@@ -191,6 +205,8 @@ def _show_watch(lines: Lines, snapshot: RunSnapshot) -> None:
     for alarm in snapshot.alarms:
         at = f"{alarm.at.astimezone():%H:%M:%S}" + (f", iteration {alarm.iteration}" if alarm.iteration else "")
         lines.say(f"  {'alarm':<10} {lines.ink(alarm.message, 'red')} ({alarm.name}, {at})")
+    for text in snapshot.warnings:
+        lines.say(f"  {'warning':<10} {lines.ink(text, 'yellow')}")
     marks = {True: "yes", False: "NO", None: "unknown"}
     for line in snapshot.verification:
         lines.say(f"  {line.name:<10} {marks[line.good]}: {line.text}")
@@ -206,9 +222,10 @@ def metrics(options: argparse.Namespace, engine: Engine) -> int:
         writer.writeheader()
         writer.writerows(reports)
     else:
-        headers = ["ITERATION", "LOSS", "VAL LOSS", "LEARNING RATE", "IT/S", "TOK/S", "TOKENS", "PEAK MEMORY"]
-        headers += ["LINE", "READ AS"] if trial is not None else []
-        Lines().say(table(headers, [_metric_row(report) for report in reports]))
+        tested = any("test_loss" in report for report in reports)
+        columns = {header: column for header, column in _COLUMNS.items() if tested or header != "TEST LOSS"}
+        headers = ["ITERATION", *columns, *(["LINE", "READ AS"] if trial is not None else [])]
+        Lines().say(table(headers, [_metric_row(report, columns.values()) for report in reports]))
         for text in _trial_summary(trial) if trial is not None else ():
             Lines().say(text)
     return ExitCode.OK if trial is None or reports else ExitCode.FAILED
@@ -236,20 +253,14 @@ def _trial_summary(trial: MetricsTrial) -> Iterator[str]:
         yield "[job] can say how they are printed: metrics = '''step (?P<step>[0-9]+) .* loss (?P<loss>[0-9.]+)'''"
 
 
-def _metric_row(report: Mapping[str, object]) -> list[str]:
+def _metric_row(report: Mapping[str, object], columns: Iterable[tuple[str, str]]) -> list[str]:
     def figure(key: str, form: str) -> str:
         value = report.get(key)
         return format(value, form) if isinstance(value, int | float) else NOT_MEASURED
 
     return [
         str(report.get("iteration", NOT_MEASURED)),
-        figure("train_loss", ".4f"),
-        figure("val_loss", ".4f"),
-        figure("learning_rate", ".3e"),
-        figure("iterations_per_second", ".3f"),
-        figure("tokens_per_second", ",.0f"),
-        figure("trained_tokens", ",.0f"),
-        figure("peak_memory", ".3f"),
+        *(figure(key, form) for key, form in columns),
         *(str(report[key]) for key in ("line", "read_as") if key in report),
     ]
 

@@ -226,6 +226,7 @@ def figures(state: DeckState, snapshot: RunSnapshot, width: int, *, peak: bool =
     peaks = [rank.memory_bytes for rank in snapshot.ranks if rank.memory_bytes] if peak else []
     parts = {
         "val": known(record.val_loss, loss),
+        "test": loss(record.test_loss) if record.test_loss is not None else "",
         "lr": known(snapshot.learning_rate, ".3g"),
         "peak": memory(max(peaks)) if peaks else "",
         "gradient": known(snapshot.grad_norm, ".3g"),

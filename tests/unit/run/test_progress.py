@@ -47,6 +47,17 @@ def report(iteration: int) -> str:
     return event("report", iteration=iteration, train_loss=9.0 / iteration, tokens_per_second=100.0)
 
 
+def test_the_loss_of_the_test_is_a_row_of_its_own(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    intake = intake_of(run_dir, {0: 0})
+    write(run_dir, 0, report(1), event("test", iteration=1, test_loss=2.5, test_ppl=12.2))
+    intake.poll()
+    intake.close()
+    _, row = rows(run_dir)
+    assert (row["kind"], row["iteration"], row["test_loss"], row["test_ppl"]) == ("test", 1, 2.5, 12.2)
+    assert (intake.latest.test_loss, intake.latest.train_loss) == (2.5, 9.0)
+
+
 @pytest.mark.parametrize(("first", "resumption"), [(305, ("command", 304)), (5, ("command", 0)), (1, ("command", 0))])
 def test_where_a_command_went_on_is_known_by_the_steps_that_come(
     tmp_path: Path, first: int, resumption: tuple[str, int]

@@ -47,6 +47,21 @@ def test_checkpoints_are_found_wherever_they_lie(tmp_path: Path) -> None:
     assert (rank.poll().iteration, rank.checkpoints) == (799, [199, 399, 599])
 
 
+def test_warnings_of_the_attempt_are_kept_wherever_they_lie(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    rank = RankEvents(path)
+    write(path, {"event": "warning", "message": "some rows are cut\x1b[31m"}, *(step(n) for n in range(500)))
+    write(path, {"event": "warning", "message": 7}, {"event": "warning", "message": "some rows are cut\x1b[31m"})
+    (text,) = rank.poll().warnings
+    assert text.startswith("some rows are cut") and "\x1b" not in text
+    for n in range(99):
+        write(path, {"event": "warning", "message": f"{n} " + "x" * 9999})
+    kept = rank.poll().warnings
+    assert len(kept) == 20 and kept[-1].startswith("98 ") and max(map(len, kept)) <= 500
+    write(path, {"event": "start", "attempt": 2})
+    assert rank.poll().warnings == ()
+
+
 def test_one_written_in_the_background_may_be_reported_late(tmp_path: Path) -> None:
     path = tmp_path / "events"
     for iteration in (4, 10, 8, 12):
