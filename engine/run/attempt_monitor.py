@@ -27,6 +27,7 @@ from engine.run.events import (
     CleanupConfirmed,
     Hang,
     HangDetected,
+    LogsMissing,
     Note,
     RequestReceived,
     Resumed,
@@ -149,10 +150,9 @@ class AttemptMonitor:
         proved = [proof.connection for proof in self.proofs if proof.found]
         await self._in_thread(self._await_ends, proved)
         await self._in_thread(self._mirror.await_the_rest, proved)
-        if missing := await self._in_thread(self._mirror.settle):
-            lacking = f"the mirrors are not complete: the nodes hold the rest of {', '.join(missing)}"
-            self._recorder.append(Note(message=lacking))
+        if await self._in_thread(self._mirror.settle):
             self.unsent = [connection for connection in proved if self._mirror.incomplete(connection)]
+            self._record_missing()
         self.intake.poll()
         return await self._in_thread(self._collect)
 
@@ -167,6 +167,9 @@ class AttemptMonitor:
     async def stop_copying(self) -> None:
         """After `run`: another attempt is to write the same files on the head. What a node has not sent by now stays
         there."""
+        if self.unsent:
+            await self._in_thread(self._mirror.settle)
+            self._record_missing()
         self.unsent = []
         await self._in_thread(self._close_files)
 
@@ -182,6 +185,8 @@ class AttemptMonitor:
         self._shutdown = Shutdown(self._ranks, self._launcher, plan, self._record_stage)
         for proof in self.proofs:
             proof.found = not set(nodes) & set(proof.connection.names)
+        lacking = {int(name.removeprefix("rank").split(".")[0]) for name in self._context.history.missing}
+        self.unsent = [each for each in self._context.connections if not lacking.isdisjoint(each.ranks)]
 
     def close(self) -> None:
         """Close the files; the connections belong to their maker."""
@@ -483,7 +488,7 @@ class AttemptMonitor:
         self._record_changes(self._poll_ranks())
         for connection in [each for each in self.unsent if not self._mirror.incomplete(each)]:
             self.unsent.remove(connection)
-            self._recorder.append(Note(message=f"the logs of {', '.join(connection.names)} are complete"))
+            self._record_missing()
         for proof in self.proofs:
             if not proof.found and proof.connection.state.answering:
                 self._try_to_prove(proof, now)
@@ -505,6 +510,14 @@ class AttemptMonitor:
             self._record_changes(ranks)
             for name in connection.names:
                 self._recorder.append(CleanupConfirmed(node=name))
+            if self._mirror.incomplete(connection):
+                # The head's disk is full.
+                self.unsent.append(connection)
+            if self._context.history.missing or self.unsent:
+                self._record_missing()
+
+    def _record_missing(self) -> None:
+        self._recorder.append(LogsMissing(attempt=self.number, files=self._mirror.missing()))
 
     def _record_changes(self, changed: Sequence[Rank]) -> None:
         known = set(self._context.history.ended)

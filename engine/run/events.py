@@ -357,6 +357,16 @@ class CleanupConfirmed(SyncedEvent):
     node: str
 
 
+class LogsMissing(Event):
+    """Logs and events of an attempt that is over which the head lacks, as its disk was full or a node away; none once
+    they have come."""
+
+    event: Literal["logs_missing"] = "logs_missing"
+    attempt: int
+    files: dict[str, int | None]
+    """Name on the head → bytes; None where that is not known."""
+
+
 class Note(Event):
     """Anything else worth knowing, a full disk for example."""
 

@@ -24,6 +24,7 @@ from engine.run.events import (
     Hang,
     HangDetected,
     LauncherStarted,
+    LogsMissing,
     NodeConditionChanged,
     NodesExcluded,
     RankExited,
@@ -62,6 +63,8 @@ class AttemptHistory:
     nodes: tuple[NodeConditionChanged, ...] = ()
     alarms: tuple[AlarmRaised, ...] = ()
     hang: Hang | None = None
+    missing: Mapping[str, int | None] = field(default_factory=dict)
+    """The head's files that lack bytes of the attempt, and how many where that is known."""
 
     @property
     def number(self) -> int:
@@ -264,6 +267,8 @@ def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
             changes = {"alarms": (*attempt.alarms, event)}
         case HangDetected():
             changes = {"hang": attempt.hang or event.hang}
+        case LogsMissing(attempt=attempt.number):
+            changes = {"missing": event.files}
         case AttemptFailed(attempt=attempt.number) if attempt.status.reason is None:
             how: dict[str, Any] = {name: getattr(event.verdict, name) for name in ("reason", "rank", "host", "cause")}
             changes = {"status": replace(attempt.status, ended_at=event.at, reached=event.reached, **how)}

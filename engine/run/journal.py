@@ -231,6 +231,10 @@ class RunRecorder:
         if state is not self.state and state not in FOLLOWERS[self.state]:
             raise ValueError(f"a run that is {self.state} does not become {state}")
         self.append(StateChanged(state=state, verdict=verdict, figures=figures or Figures(), unconfirmed=unconfirmed))
+        if state.ended:
+            # On a full disk the end goes into room that was reserved; its supervisor may stay for the rest of the logs.
+            self._reserve.unlink(missing_ok=True)
+            self._journal.flush()
 
     def append(self, event: Event) -> None:
         before = self.history.record
@@ -240,8 +244,7 @@ class RunRecorder:
         self._note_problems()
 
     def close(self) -> None:
-        """Returns when journal and store have everything. On a full disk the journal's end goes into room that was
-        reserved, since nothing else is written by now; failing that, it waits for room."""
+        """Returns when journal and store have everything: on a full disk it waits for room."""
         self._reserve.unlink(missing_ok=True)
         deadline = time.monotonic() + _ROOM_LIMIT_S
         while not self._journal.flush() and time.monotonic() < deadline:

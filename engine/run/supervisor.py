@@ -251,7 +251,7 @@ class Supervisor:
             return
         # The verdict that may follow needs the ends of all ranks.
         nodes = attempt.plan.nodes if attempt is not None and self._history.end_unseen else record.unconfirmed
-        if not nodes or attempt is None:
+        if attempt is None or not (nodes or attempt.missing):
             return
         await self._runner.prove_ended(attempt, nodes)
         if record.ended_at is not None:

@@ -7,7 +7,7 @@ import fcntl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from engine.cluster.transport.base import quoted
@@ -15,7 +15,7 @@ from engine.config.models import on_node
 from engine.errors import StateError, plural
 from engine.models import CheckResult, PreflightReport, Reason, RunRecord, RunState
 from engine.node.processes import alive, boot_id, same_boot
-from engine.protocol.attempt import open_regular, read_regular
+from engine.protocol.attempt import NodeFiles, open_regular, read_regular
 from engine.run.events import RunPlanned, SupervisorStarted
 from engine.run.history import AttemptHistory, fold, run_history
 from engine.run.journal import JournalTail, describe_damage
@@ -148,11 +148,23 @@ class RunWatch:
         if self._damaged_metrics:
             yield f"metrics.jsonl: {plural(self._damaged_metrics, 'damaged line')} skipped"
         yield from self._unreadable
-        attempt = self._history.last_attempt
-        if attempt is not None and attempt.started and not self._rundir.metrics.exists():
+        for attempt in self._history.attempts:
+            yield from self._missing(attempt)
+        last = self._history.last_attempt
+        if last is not None and last.started and not self._rundir.metrics.exists():
             yield "metrics.jsonl is missing: the next supervisor writes it again"
         if newest_attempt and self._supervisor_unknown:
             yield "supervisor.json cannot be read; its supervisor lives, since it holds supervisor.lock"
+
+    def _missing(self, attempt: AttemptHistory) -> Iterator[str]:
+        """Logs and events that were not copied from their nodes: while the supervisor lives, they may come."""
+        plan = attempt.plan
+        for name, size in attempt.missing.items():
+            rank = int(name.removeprefix("rank").split(".")[0])
+            root = next((layout.root for layout in plan.layouts if rank in layout.ranks), "~/.flightdeck")
+            place = NodeFiles.for_attempt(Path(root), self._rundir.id, plan.number).directory / name
+            lacks = "may lack bytes" if size is None else f"lacks {plural(size, 'byte')}"
+            yield f"{name} {lacks} of attempt {plan.number}, as the disk was full or its node away: {place} has all"
 
     def _follow_plan(self) -> None:
         """A run from which preflight has excluded nodes has fewer, renumbered ranks; so has an attempt that leaves a

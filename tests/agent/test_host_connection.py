@@ -163,8 +163,8 @@ async def test_no_byte_is_lost_or_doubled_though_its_agents_are_killed(host: Loc
     host.kept.process.wait(20)
     host.link.request_processes(kill=True)
     await until(lambda: host.link.processes() == [])
-    await until(lambda: not mirror.behind() or mirror.pump() < 0)
-    assert mirror.settle() == [] and gaps == []
+    await until(lambda: not mirror.missing() or mirror.pump() < 0)
+    assert mirror.settle() == {} and gaps == []
     assert run_dir.log(0).read_bytes() == host.kept.output()
     assert host.road.opened >= 3
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine.config.models import RecoveryConfig
 from engine.models import Reason, RunState
-from engine.run.events import StopStage, StopStageReached
+from engine.run.events import LogsMissing, StopStage, StopStageReached
 from engine.run.supervisor_process import adopt_orphans, request_abort
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ring_config, start_on
@@ -161,8 +161,8 @@ def test_a_node_that_goes_away_in_the_middle_of_its_logs_sends_the_rest_later(no
     dov.cut()
     run.wait(lambda: run.record.state.ended)
     assert (run.record.state, run.record.unconfirmed) == (RunState.SUCCEEDED, []), run.troubles()
-    assert any("not complete" in words and "rank3.log" in words for words in run.notes), run.notes
+    assert run.events_of(LogsMissing)[0].files.keys() == {"rank3.log"}, run.troubles()
     dov.flush_rules()
     dov.full_speed()
-    run.wait(lambda: "the logs of dov are complete" in run.notes, after_end=True)
+    run.wait(lambda: run.events_of(LogsMissing)[-1].files == {}, after_end=True)
     run.mirrors_are_equal()

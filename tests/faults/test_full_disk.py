@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.models import RunState
+from engine.run.events import LogsMissing
+from engine.run.watch import RunWatch
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.faults.local_runs import ring, start_run
 from tests.needs import mounted_disk
@@ -60,3 +62,19 @@ def test_nothing_is_missing_once_there_is_room_again(small_disk: Path, tmp_path:
     notes = run.notes
     assert any("rank0.log" in note for note in notes), notes
     assert run.dir.log(LAUNCHER_SOURCE).exists()
+
+
+def test_what_is_missing_at_the_end_is_said_and_copied_when_there_is_room(small_disk: Path, tmp_path: Path) -> None:
+    run = start_run(small_disk, tmp_path, script=ring("print('x' * 1000)"))
+    run.await_output("step")
+    filler = fill(run.dir.path.parent)
+    before = run.files.log(0).stat().st_size
+    run.wait(lambda: run.files.log(0).stat().st_size > before + 60_000)
+    run.finish()
+    run.wait(lambda: run.record.state.ended)
+    damage = "; ".join(RunWatch(run.dir).poll().damage)
+    assert "rank0.log lacks " in damage and f"{run.files.log(0)} has all" in damage
+    filler.unlink()
+    run.wait(lambda: run.events_of(LogsMissing)[-1].files == {}, after_end=True)
+    run.mirrors_are_equal()
+    assert not RunWatch(run.dir).poll().damage

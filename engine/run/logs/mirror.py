@@ -104,12 +104,10 @@ class FileMirror(DescriptorOwner):
         return self.size - self._base >= MOST_BYTES
 
     @property
-    def behind(self) -> bool:
-        """The node has more, or that is not known."""
-        if self.is_full:
-            return False
-        there = self._node.size()
-        return there is None or (self._descriptor < 0 and there > 0) or self.size - self._base < there
+    def missing(self) -> int | None:
+        """Bytes that the node has and the head lacks; None while that is not known."""
+        there = 0 if self.is_full else self._node.size()
+        return None if there is None else max(0, there - max(0, self.size - self._base))
 
     def _verify(self) -> bool:
         """Compare the tail with the node's file, and cut back to the last byte that agrees. False while the node has
@@ -193,20 +191,20 @@ class Mirror:
                 break
         return total
 
-    def settle(self) -> list[str]:
-        """Copy and index all that is there now; the head's files of which bytes may be missing."""
+    def settle(self) -> dict[str, int | None]:
+        """Copy and index all that is there now; as `missing`."""
         while self.pump():
             pass
-        return self.behind()
+        return self.missing()
 
-    def behind(self) -> list[str]:
-        """The head's files of which bytes may be missing."""
-        return [file.path.name for file in self._files() if file.behind]
+    def missing(self) -> dict[str, int | None]:
+        """The head's files that lack bytes, and how many; None where that is not known."""
+        return {file.path.name: lacking for file in self._files() if (lacking := file.missing) != 0}
 
     def incomplete(self, *connections: HostConnection) -> bool:
         """These nodes have not sent all of their files yet."""
         theirs = tuple(f"rank{rank}." for connection in connections for rank in connection.ranks)
-        return any(name.startswith(theirs) for name in self.behind())
+        return any(name.startswith(theirs) for name in self.missing())
 
     def await_the_rest(self, connections: Sequence[HostConnection]) -> None:
         """Copy what these nodes have not sent yet, as long as it comes."""

@@ -23,6 +23,7 @@ from engine.run.events import (
     AttemptPlanned,
     AttemptResumed,
     Event,
+    LogsMissing,
     NodesExcluded,
     RankExited,
     RankLaunched,
@@ -44,6 +45,7 @@ from engine.run.run_plan import RunPlan, write_plan
 from engine.run.watch import RunWatch
 from engine.snapshots import ChunkProgress, Diagnosis, SeriesMark
 from engine.store.layout import RunDir
+from tests.damage import IRREGULAR, make_irregular
 from tests.unit.run.run_maker import MadeRun, end, report, validation
 from tui.formatting import attempt_summary, membership_change, recovery_summary
 
@@ -480,3 +482,27 @@ def test_damaged_lines_are_reported_and_skipped(run: MadeRun) -> None:
     snapshot = watched(run).poll()
     assert snapshot.record.state is RunState.LAUNCHING
     assert snapshot.damage == ("journal.jsonl: line 3 is damaged and was skipped",)
+
+
+def test_what_the_head_lacks_of_the_logs_is_said_until_it_has_come(run: MadeRun) -> None:
+    run.attempt().append(LogsMissing(attempt=1, files={"rank1.log": 16_628, "rank0.events.jsonl": None}))
+    watch, folder = watched(run), run.home / "node" / "runs" / run.id / "attempts" / "1"
+    lines = [line for line in watch.poll().damage if "attempt 1, as" in line]
+    assert [line.split(" of attempt")[0] for line in lines] == [
+        "rank1.log lacks 16,628 bytes",
+        "rank0.events.jsonl may lack bytes",
+    ]
+    assert lines[0].endswith(f"the disk was full or its node away: {folder}/rank1.log has all")
+    run.append(LogsMissing(attempt=1, files={}))
+    assert not [line for line in watch.poll().damage if "attempt 1, as" in line]
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_figures_in_a_file_that_is_none_are_named_and_the_run_is_shown(run: MadeRun, kind: str) -> None:
+    run.attempt().state("preflight", "launching", "running")
+    make_irregular(run.directory.metrics, kind)
+    make_irregular(run.directory.events(1), kind)
+    snapshot = watched(run).poll()
+    assert snapshot.record.state is RunState.RUNNING
+    named = [line.split(": it is")[0] for line in snapshot.damage if ": it is" in line]
+    assert named == [f"{name}: the file cannot be read" for name in ("metrics.jsonl", "rank1.events.jsonl")]
