@@ -79,7 +79,8 @@ class Journal:
         for name, value in fields.items():
             if name in _WORDS:
                 texts = value if isinstance(value, list) else [value]
-                texts = [self._redactor(text)[:_LONGEST_TEXT] for text in texts]
+                # A node may have such a name, with a figure.
+                texts = [self._redactor(text)[:_LONGEST_TEXT] if isinstance(text, str) else text for text in texts]
                 shown[name] = texts if isinstance(value, list) else texts[0]
             else:
                 shown[name] = self._shown(value) if isinstance(value, dict) else value

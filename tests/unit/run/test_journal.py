@@ -125,6 +125,11 @@ def test_a_text_that_is_no_unicode_is_written_and_read(tmp_path: Path) -> None:
     assert messages(path) == ["no such file: \udcff"]
 
 
+def test_figures_of_nodes_that_are_named_as_texts_are_kept_as_they_are(tmp_path: Path) -> None:
+    fields = {"message": "x", "shares": {"left": 0.5, "cause": 1}, "error": [None, "y"]}
+    assert Journal(tmp_path / "journal.jsonl")._shown(fields) == fields
+
+
 def test_a_tail_reads_each_event_once_and_a_torn_line_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     tail = JournalTail(path)
