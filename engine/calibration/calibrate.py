@@ -111,8 +111,7 @@ def connected_as(
 
 
 def nodes_too_small(inputs: PlanInputs) -> dict[str, str]:
-    """The nodes that the job does not fit by the estimate, each with why: to load it there could bring down the
-    machine."""
+    """The nodes that the job does not fit by the estimate, each with why: loading it could bring the machine down."""
     if inputs.config.job.command is not None:
         return {}
     context = make_context(replace(inputs, calibration=None), Rationale())
@@ -156,8 +155,7 @@ def ring_pairs(nodes: tuple[str, ...]) -> list[tuple[str, str]]:
 async def measure_links(
     context: CheckContext, on_progress: Callable[[CalibrationProgress], None]
 ) -> tuple[tuple[LinkMeasure, ...], LinkMeasure | None]:
-    """Each pair of neighbours, and all ranks together (None for one node); each with the reason where it could not be
-    measured."""
+    """Each pair of neighbours, and all ranks together (None for one node); with the problem where there was one."""
     names = tuple(node.name for node in context.config.nodes)
     pairs = tuple([await _measure_link(context, pair, " - ".join(pair), on_progress) for pair in ring_pairs(names)])
     if len(names) < 2:

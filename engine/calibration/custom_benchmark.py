@@ -30,14 +30,12 @@ def calibrate_node(
     node_config: Mapping[str, Any], benchmark_path: str | PathLike[str], *, duration_s: float = 120
 ) -> HardwareMetrics:
     """Run a benchmark on this machine, which prints one JSON object with `throughput` (examples per second),
-    `memory_gb` and `latency_ms`. An executable is run itself, anything else by this python, with the arguments
-    `--node-id`, `--model-name` and `--duration` (seconds).
+    `memory_gb` and `latency_ms`: an executable itself, anything else by this python, with the arguments `--node-id`,
+    `--model-name` and `--duration` (seconds). A throughput of 0 is an offline node.
 
-    Raises ValueError for a `node_config` that is no table, a `node_id` in it that is no identifier (letters, digits, -
-    and _) or a `model_name` that is neither a name nor a path, for an invalid path or duration, an output that is no
-    such object, and figures below 0; TimeoutError when it runs for more than `duration_s` + 10 s;
-    RuntimeError with its exit code and stderr when it fails. A throughput of 0 is an offline node.
-    """
+    Raises ValueError for a `node_config` that is no table, a `node_id` or `model_name` in it that is not valid, an
+    invalid path or duration, an output that is no such object, and figures below 0; TimeoutError when it runs for more
+    than `duration_s` + 10 s; RuntimeError with its exit code and stderr when it fails."""
     names = table(node_config, "node_config")
     node_id, model_name = valid_node_id(names.get("node_id")), valid_model_name(names.get("model_name"))
     if not finite(duration_s, "duration_s") > 0:

@@ -36,9 +36,8 @@ async def measure_group(
     on_progress: Callable[[CalibrationProgress], None],
     too_large: Mapping[str, str],
 ) -> GroupMeasure | None:
-    """Measure for about `seconds` with the job of `config`, in which nothing is "auto"; with a problem instead where
-    that failed, or the ranks' parts of it are `too_large` for nodes, by their names. None where a node's own step says
-    it all: for other strategies, and for one node."""
+    """Measure for about `seconds` with the job of `config`, in which nothing is "auto"; a problem instead where that
+    failed, or the parts are `too_large` for nodes, by name. None for one node, and where its own step says it all."""
     job = config.job
     if job.command is not None or job.strategy not in ("sharded", "pipeline") or len(config.nodes) < 2:
         return None
@@ -73,9 +72,8 @@ def group_measure(asked: GroupMeasure, reports: Mapping[str, GroupStepReport]) -
 async def time_steps(
     context: CheckContext, config: Config, seconds: float, too_large: Mapping[str, str]
 ) -> dict[str, GroupStepReport]:
-    """Real iterations of the job of `config` on all of its nodes, for about `seconds`: every rank's report, by node.
-    Cancelled, it ends them first. Raises LaunchError, with the first fault, when a rank failed or its part of the job
-    is `too_large`; NodeUnreachable."""
+    """Real iterations of the job of `config` on its nodes for about `seconds`: the reports by node. Cancelled, it ends
+    them. Raises LaunchError with the first fault, when a rank failed or its part is `too_large`; NodeUnreachable."""
     if too_large:
         node, needed = next(iter(too_large.items()))
         raise LaunchError("not measured", where=node, why=f"its part of the job needs {needed}")

@@ -16,7 +16,7 @@ from engine.config.models import Config, select_nodes
 from engine.errors import FlightDeckError, InputError, plural
 from engine.measurements import CalibrationProgress, Scaling, ScalingPoint
 from engine.plan.memory.choice import is_open, resolved
-from engine.protocol.measurements import GroupStepReport
+from engine.protocol.measurements import STEP_PARTS, GroupStepReport
 
 QUICK_GROUP_S = 5.0
 _SHARED = "some ranks share a machine: they divide what it can do, and the speed-up is less than of machines"
@@ -141,6 +141,6 @@ def scaling_point(asked: ScalingPoint, reports: list[GroupStepReport]) -> Scalin
             "examples_per_s": asked.batch / step_s,
             "tokens_per_s": mean("tokens") / step_s,
             "peak_bytes": max(report.peak_bytes or 0 for report in reports) or None,
-            **{part: mean(part) for part in ("data_s", "compute_s", "communicate_s", "update_s")},
+            **{part: mean(part) for part in STEP_PARTS},
         }
     )

@@ -47,8 +47,6 @@ class MeasureResult(NodeMeasure):
 
 
 class MeasureOutput(FrozenModel):
-    """One line of its output."""
-
     progress: ProgressResult | None = None
     measured: MeasureResult | None = None
 
@@ -72,11 +70,10 @@ def step_batch(config: Config) -> int:
 async def measure_nodes(
     context: CheckContext, config: Config, seconds: float, on_progress: OnProgress, too_large: Mapping[str, str]
 ) -> tuple[list[NodeMeasure], int | None, str]:
-    """Measure every node for `seconds` with the job of `config`, in which nothing is "auto"; one that cannot be
-    measured has a problem instead, as has one for which the job is `too_large`, by its name. The measures in rank
-    order, the bytes of the gradients (None where they differ, or no node was measured), and a message about processes
-    that could not be ended ("" for none). Cancelled, it first ends what it has started. Raises LaunchError,
-    NodeUnreachable when nothing can be started on one of them."""
+    """Measure every node for `seconds` with the job of `config`, in which nothing is "auto". The measures in rank
+    order, with a problem where there was one, or the job is `too_large`, by the node's name; the bytes of the gradients
+    (None where they differ); and a message about processes that could not be ended ("" for none). Cancelled, it first
+    ends what it has started. Raises LaunchError, NodeUnreachable when nothing can be started on a node."""
     async with leased(context) as leases:
         measurement = _Measurement(context, config, seconds, on_progress, leases, too_large)
         await leases.acquire()

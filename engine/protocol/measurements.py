@@ -38,6 +38,10 @@ class AllSumResult:
         return self.exact and self.error is None
 
 
+STEP_PARTS = ("data_s", "compute_s", "communicate_s", "update_s")
+"""In seconds, the parts of a step's time."""
+
+
 @dataclass(frozen=True)
 class RoundTimes:
     """Updates of one rank from one exchange to the next, timed together: the seconds of each part of the work."""
@@ -83,7 +87,7 @@ class GroupStepReport:
         cut = len(rounds) // 4
         middle = sorted(rounds, key=lambda times: times.step_s)[cut : len(rounds) - cut]
         self.steps = len(rounds) * iterations
-        for name in ("step_s", "data_s", "compute_s", "communicate_s", "update_s", "tokens"):
+        for name in ("step_s", *STEP_PARTS, "tokens"):
             setattr(self, name, sum(getattr(times, name) for times in middle) / (len(middle) * iterations))
 
 

@@ -1,5 +1,4 @@
-"""Times iterations of the PyTorch trainer on the real group, by its own `step` events: see
-engine.training.group_bench."""
+"""Times the PyTorch trainer on the real group, by its own `step` events: see engine.training.group_bench."""
 
 from __future__ import annotations
 
@@ -9,14 +8,12 @@ from typing import Any
 
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.events import EventWriter
-from engine.protocol.measurements import GroupStepReport, RoundTimes
+from engine.protocol.measurements import STEP_PARTS, GroupStepReport, RoundTimes
 from engine.torch_trainer.main import import_trainer
 from engine.training.control import Control
 from engine.training.group_bench import run_bench, timed_rounds
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Reporter
-
-_PARTS = ("tokens", "data_s", "compute_s", "communicate_s", "update_s")
 
 
 class _Steps(Reporter):
@@ -58,7 +55,7 @@ def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: flo
         reporter.steps.clear()
         started = time.perf_counter()
         loop.update(first, first + accumulation - 1)
-        parts = [sum(step[name] for step in reporter.steps) for name in _PARTS]
+        parts = [sum(step[name] for step in reporter.steps) for name in ("tokens", *STEP_PARTS)]
         return RoundTimes(time.perf_counter() - started, *parts), loop.stopping
 
     rounds = timed_rounds(result.rank, seconds, run_round)

@@ -1,6 +1,5 @@
-"""Examples tokenised for PyTorch, token by token as mlx-lm (mlx_lm/tuner/datasets.py and tokenizer_utils.py) does it:
-text, prompt and completion, or chat; and batches as tensors.
-"""
+"""Examples tokenised for PyTorch as mlx-lm (mlx_lm/tuner/datasets.py and tokenizer_utils.py) does it, token by token:
+text, prompt and completion, or chat; and batches as tensors."""
 
 from __future__ import annotations
 

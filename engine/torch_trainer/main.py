@@ -14,7 +14,7 @@ import warnings
 from types import ModuleType
 from typing import NoReturn
 
-from engine.training.process import TrainingProcess, run_rank
+from engine.training.process import run_rank
 
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _M_MMAP_THRESHOLD = -3
@@ -23,16 +23,12 @@ _THRESHOLD_BYTES = 2**20
 
 
 def main() -> NoReturn:
-    code = run_rank(_run)
+    code = run_rank(lambda process: import_trainer(process.spec.backend).train(process))
     sys.stdout.flush()
     sys.stderr.flush()
     # The interpreter's own end now and then aborts a rank that has completed, by a thread of the group that is still
     # there: "terminate called without an active exception".
     os._exit(code)
-
-
-def _run(process: TrainingProcess) -> None:
-    import_trainer(process.spec.backend).train(process)
 
 
 def import_trainer(backend: str) -> ModuleType:

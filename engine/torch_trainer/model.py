@@ -32,8 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_model(job: Job, settings: TorchSettings, warn: Callable[[str], None] = lambda _: None) -> Any:
-    """The model, with only the trained parameters unfrozen. These are float32; frozen ones have the type of the
-    computation. Raises JobError."""
+    """Only trained parameters are unfrozen, and float32; frozen ones have the computation's type. Raises JobError."""
     # Every rank initialises the same adapter.
     torch.manual_seed(job.seed)
     disable_progress_bar()

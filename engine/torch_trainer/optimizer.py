@@ -26,11 +26,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 class MlxOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """Elementwise, so that ZeRO and fully_shard can give it any part of the parameters. State is named as DeepSpeed's
-    universal checkpoints want it: `exp_avg` (MLX's m, or the v of SGD) and `exp_avg_sq` (MLX's v).
-
-    `begin` precedes each step. A step that nothing precedes only makes the state: DeepSpeed does one with gradients of
-    0, which would decay the weights.
-    """
+    universal checkpoints want it: `exp_avg` (MLX's m, or the v of SGD) and `exp_avg_sq` (MLX's v). `begin` precedes
+    each step. A step that nothing precedes makes the state, no more: DeepSpeed does one, which would decay weights."""
 
     def __init__(self, parameters: Iterable[Tensor], kind: str, settings: dict[str, Any]) -> None:
         """`settings`: mlx-lm's optimizer_config of that kind. Raises JobError."""
@@ -58,9 +55,7 @@ class MlxOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     advance(group, parameters, [parameter.grad for parameter in parameters])
 
     def _make_state(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        names = ["exp_avg", "exp_avg_sq"]
-        if self._kind == "sgd":
-            names = ["exp_avg"] if group["momentum"] > 0 else []
+        names = ["exp_avg", "exp_avg_sq"] if self._kind != "sgd" else ["exp_avg"] if group["momentum"] > 0 else []
         # Only read by DeepSpeed's universal checkpoints.
         step = torch.tensor(float(group["update"]))
         for parameter in parameters:
@@ -107,27 +102,13 @@ def make_optimizer(job: Job, parameters: Iterable[Tensor]) -> MlxOptimizer:
     return MlxOptimizer(parameters, job.optimizer, job.optimizer_config.get(job.optimizer) or {})
 
 
-def _exponential_decay(init: float, decay_rate: float) -> Schedule:
-    return lambda step: init * decay_rate**step
-
-
-def _step_decay(init: float, decay_rate: float, step_size: int) -> Schedule:
-    return lambda step: init * decay_rate ** (step // step_size)
-
-
-def _cosine_decay(init: float, decay_steps: int, end: float = 0.0) -> Schedule:
-    return lambda step: end + 0.5 * (1 + math.cos(math.pi / decay_steps * min(step, decay_steps))) * (init - end)
-
-
-def _linear_schedule(init: float, end: float, steps: int) -> Schedule:
-    return lambda step: min(step, steps) * ((end - init) / steps) + init
-
-
 _SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "exponential_decay": _exponential_decay,
-    "step_decay": _step_decay,
-    "cosine_decay": _cosine_decay,
-    "linear_schedule": _linear_schedule,
+    "exponential_decay": lambda init, rate: lambda step: init * rate**step,
+    "step_decay": lambda init, rate, size: lambda step: init * rate ** (step // size),
+    "cosine_decay": lambda init, steps, end=0.0: (
+        lambda step: end + 0.5 * (1 + math.cos(math.pi / steps * min(step, steps))) * (init - end)
+    ),
+    "linear_schedule": lambda init, end, steps: lambda step: min(step, steps) * ((end - init) / steps) + init,
 }
 
 
@@ -138,7 +119,7 @@ def make_schedule(job: Job) -> Schedule:
     try:
         arguments, warmup = job.lr_schedule["arguments"], job.lr_schedule.get("warmup", 0)
         after = _SCHEDULES[job.lr_schedule["name"]](*arguments)
-        before = _linear_schedule(job.lr_schedule.get("warmup_init", 0.0), arguments[0], warmup)
+        before = _SCHEDULES["linear_schedule"](job.lr_schedule.get("warmup_init", 0.0), arguments[0], warmup)
     except (KeyError, TypeError, IndexError) as error:
         raise JobError(f"[job] lr_schedule is not one that mlx-lm accepts: {error!r}") from error
     if not warmup:

@@ -262,13 +262,8 @@ class TorchStrategy(ABC):
         if "scaler" in state:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         options = states.StateDictOptions(ignore_frozen_params=True, strict=False)
-        states.set_state_dict(
-            self.module,
-            self._own,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=options,
-        )
+        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        states.set_state_dict(self.module, self._own, **loaded, options=options)
 
     def _state(self) -> dict[str, Any]:
         # The optimizer's state is made by its first step.
@@ -398,15 +393,9 @@ class DeepSpeedStrategy(TorchStrategy):
         if divided != (self._settings.zero_stage == 3):
             raise CheckpointError("DeepSpeed converts no state between ZeRO-3 and the others: set zero_stage back")
 
-        request = argparse.Namespace(
-            input_folder=str(folder / _STATE),
-            output_folder=str(target / _STATE),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=False,
-        )
+        folders = {"input_folder": str(folder / _STATE), "output_folder": str(target / _STATE)}
+        workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+        request = argparse.Namespace(**folders, **workers, strict=True, inject_missing_state=False)
         try:
             # It prints each of its steps.
             with contextlib.redirect_stdout(io.StringIO()):

@@ -6,16 +6,13 @@ stop) is gathered before its first backward pass, so that all of them stop after
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import platform
 import re
 import resource
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.protocol.job import Job, TorchSettings, config_hash
+from engine.protocol.job import TorchSettings, config_hash
 from engine.protocol.partition import epoch_iterations
 from engine.torch_trainer.checkpoint import StateCheckpoints, TrainingPoint, all_gather_object
 from engine.torch_trainer.data import EMPTY, load_tokenizer, loss_sum, row_format
@@ -31,17 +28,16 @@ from engine.torch_trainer.model import FACTS_FILE, TrainedFolder, count_paramete
 from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
-from engine.training.best_validation import BestValidation
-from engine.training.checkpoint_files import Origin
-from engine.training.control import Control
+from engine.training.checkpoint_files import Origin, package_versions
 from engine.training.data import Batch, DataLoader, Split
 from engine.training.inputs import crc_text, files_checksum, load_splits, rank_job
+from engine.training.loop import TrainingLoop
 from engine.training.outcome import Diverged, GroupError, Outcome, PeerLost
 from engine.training.process import TrainingProcess
-from engine.training.reporting import Reporter, ReportWindow
 from engine.training.sampler import Indices, dropout_seed
 
 _PACKAGES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
+"""DeepSpeed is only needed for its strategy."""
 _LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited", re.IGNORECASE)
 """gloo's and NCCL's messages on the ranks that lose another one."""
 
@@ -57,15 +53,8 @@ def train(process: TrainingProcess) -> None:
 
 
 def _train(process: TrainingProcess) -> None:
-    training, reporter = load_training(process), process.reporter
-    loop, test, job = training.loop, training.test, training.loop.job
-    outcome = loop.run()
-    if test is not None and not outcome.stopped:
-        reporter.phase("validating")
-        loss = loop.evaluate(test, job.test_batches)
-        if loss is not None:
-            reporter.test(outcome.iteration, loss)
-    reporter.end(outcome)
+    training = load_training(process)
+    process.reporter.end(training.loop.run_and_test(training.test))
     # The first rank to exit would take the others down.
     dist.barrier()
 
@@ -94,23 +83,18 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
     inputs["the base model"] = files_checksum(job, adapter=False)
     checksum = files_checksum(job, adapter=True)
     _check_equal({"the job's configuration": config_hash(raw), **inputs, "the model or the adapter": checksum})
-    trainable, total = count_parameters(model)
+    counts = trainable, total = count_parameters(model)
     strategy = STRATEGIES[job.strategy](accelerator, job, settings, model)
-    reporter.event(
-        "start",
-        versions=package_versions(),
-        world_size=accelerator.num_processes,
-        backend=spec.backend if spec.backend == "nccl" else dist.get_backend(),
-        config_hash=config_hash(raw),
-        parameter_checksum=checksum,
-        iterations=job.iters,
-        trainable_parameters=trainable,
-        total_parameters=total,
-        device=str(accelerator.device),
-        distributed_type=distributed_type(accelerator),
-        strategy=job.strategy,
-        partitioned=strategy.partitioned,
-    )
+    facts = {
+        "versions": package_versions(*_PACKAGES),
+        "world_size": accelerator.num_processes,
+        "backend": spec.backend if spec.backend == "nccl" else dist.get_backend(),
+        "device": str(accelerator.device),
+        "distributed_type": distributed_type(accelerator),
+        "strategy": job.strategy,
+        "partitioned": strategy.partitioned,
+    }
+    reporter.start(job, config_hash(raw), checksum, counts, **facts)
     divided = f", {' and '.join(strategy.partitioned)} divided over the ranks" if strategy.partitioned else ""
     reporter.print(
         f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, {job.strategy}"
@@ -119,19 +103,10 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
     loader = DataLoader(examples, job, [rank.share for rank in spec.ranks], process.rank, reporter)
     part, parts = (process.rank, spec.world_size) if strategy.partitioned else (0, 1)
     origin = Origin(config_hash(raw), spec.world_size, part, parts, inputs)
-    checkpoints = StateCheckpoints(process, origin, strategy, package_versions())
+    checkpoints = StateCheckpoints(process, origin, strategy, package_versions(*_PACKAGES))
     start = checkpoints.resume() if spec.resume else TrainingPoint()
-    loop = TorchLoop(job, strategy, loader, valid, schedule, checkpoints, process.control, reporter, tokenizer, start)
+    loop = TorchLoop(job, strategy, valid, process.control, reporter, loader, schedule, checkpoints, tokenizer, start)
     return LoadedTraining(loop, test)
-
-
-def package_versions() -> dict[str, str]:
-    """The versions of Python and of those packages that this node has: DeepSpeed is only needed for its strategy."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _check_equal(own: dict[str, str]) -> None:
@@ -151,21 +126,17 @@ class _Iteration:
     batch: Batch
     data_s: float
     compute_s: float = 0.0
+    communicate_s: float = 0.0
+    update_s: float = 0.0
     loss_sum: Tensor | None = None
 
 
 @dataclass
-class TorchLoop:
-    """One rank's training: iterations, updates, validation, reports and saves."""
-
-    job: Job
+class TorchLoop(TrainingLoop):
     strategy: TorchStrategy
     loader: DataLoader
-    valid: Split
     schedule: Schedule
     checkpoints: StateCheckpoints
-    control: Control
-    reporter: Reporter
     tokenizer: Any
     start: TrainingPoint = field(default_factory=TrainingPoint)
 
@@ -174,11 +145,10 @@ class TorchLoop:
         self._rank, self._ranks = self._accelerator.process_index, self._accelerator.num_processes
         self._waits = WaitTimer(self.strategy.model, self._accelerator.device)
         self._point = self.start
-        self._window, self._best = ReportWindow(**self.start.window), BestValidation(**self.start.best)
-        self._stop = False
+        self._begin(self.start.window, self.start.best)
 
     def run(self) -> Outcome:
-        """Train until the last iteration or an agreed stop, and save. Raises Diverged, PeerLost, OSError."""
+        """Raises Diverged, PeerLost, OSError."""
         job = self.job
         self.strategy.model.train()
         while self._point.iteration < job.iters:
@@ -241,9 +211,7 @@ class TorchLoop:
         own = [float(iteration.loss_sum) for iteration in iterations if iteration.loss_sum is not None]
         losses = self._sum(own)
         communicate_s += time.perf_counter() - started
-        for number, loss in zip(range(first, last + 1), losses, strict=True):
-            if not math.isfinite(loss):
-                raise Diverged(f"loss is not finite at iteration {number}")
+        self._check_losses(range(first, last + 1), losses)
         if not sum(tokens):
             self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
         skipped = self.strategy.step_was_skipped
@@ -251,14 +219,14 @@ class TorchLoop:
             self.reporter.warn(f"iteration {last}: float16 overflowed, so nothing was learned from it")
         elif skipped or not math.isfinite(norm):
             raise Diverged(f"gradient is not finite at iteration {last}")
+        iterations[-1].communicate_s, iterations[-1].update_s = communicate_s, update_s
         facts = {
             "grad_norm": norm if math.isfinite(norm) else None,
             "update": update,
             "own_loss": sum(own) / sum(counts) if sum(counts) else None,
-            "communicate_s": communicate_s,
-            "update_s": update_s,
         }
-        self._report(iterations, losses, tokens, facts)
+        steps = {iteration.number: iteration for iteration in iterations}
+        self._report_update(steps, (losses, tokens), facts, learning_rate, _peak_memory(device))
         self._point = TrainingPoint(last, update, asdict(self._window), self._best.state())
         for iteration in iterations:
             self.loader.end_batch(iteration.number - 1)
@@ -269,77 +237,21 @@ class TorchLoop:
         return _Iteration(number, batch, time.perf_counter() - started)
 
     def _sum(self, values: list[float]) -> list[float]:
-        """The sums over all ranks."""
         own = torch.tensor(values, dtype=torch.float64, device=self._accelerator.device)
         found: list[float] = self._accelerator.gather(own).reshape(self._ranks, -1).sum(0).tolist()
         return found
 
-    def _report(
-        self, iterations: list[_Iteration], losses: list[float], tokens: list[float], facts: dict[str, Any]
-    ) -> None:
-        """`facts`: of the update, for the event of its last iteration."""
-        peak = _peak_memory(self._accelerator.device)
-        learning_rate = self.schedule(facts["update"] - 1)
-        for iteration, loss, count in zip(iterations, losses, tokens, strict=True):
-            mean = loss / count if count else None
-            of_update = facts if iteration is iterations[-1] else {"grad_norm": None}
-            values: dict[str, Any] = {
-                "iteration": iteration.number,
-                "loss": mean,
-                "tokens": int(count),
-                "data_s": iteration.data_s,
-                "compute_s": iteration.compute_s,
-                "communicate_s": 0.0,
-                "update_s": 0.0,
-                "peak_memory_bytes": peak,
-                **of_update,
-            }
-            self.reporter.event("step", **values)
-            seconds = sum(values[name] for name in ("data_s", "compute_s", "communicate_s", "update_s"))
-            self._window.add(mean, int(count), seconds)
-            if iteration.number % self.job.steps_per_report == 0 or iteration.number == self.job.iters:
-                self.reporter.report(self.job.iters, self._window.close(iteration.number, learning_rate, peak))
-
-    def evaluate(self, examples: Split, limit: int) -> float | None:
-        """Mean cross-entropy over all target tokens of `limit` batches; None without targets or when stopped."""
-        self.strategy.model.eval()
-        loss, tokens = 0.0, 0.0
-        for indices in examples.fixed_batches(self.job.batch_size, self.job.seed, limit):
-            batch = self._validation_batch(examples, indices)
-            with torch.no_grad():
-                own = float(loss_sum(self.strategy.model, batch, self._accelerator.device))
-            # A whole validation may take longer than a stop has time: every batch carries the request.
-            total = self._sum([own, float(batch.targets), float(self.control.stop_requested)])
-            self.reporter.going_on()
-            loss, tokens = loss + total[0], tokens + total[1]
-            if total[2]:
-                self._stop = True
-                break
-        self.strategy.model.train()
-        return None if self._stop or not tokens else loss / tokens
-
-    def _validation_batch(self, examples: Split, indices: Indices) -> Batch:
+    def _loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         own = self.loader.validation_share(indices)
-        return examples.batch(own) if len(own) else EMPTY
+        batch = examples.batch(own) if len(own) else EMPTY
+        with torch.no_grad():
+            loss = float(loss_sum(self.strategy.model, batch, self._accelerator.device))
+        return loss, batch.targets
 
-    def _validation_due(self, iteration: int) -> bool:
-        return len(self.valid) > 0 and self.job.validates_before(iteration)
-
-    def _validate(self, iteration: int) -> None:
-        self.reporter.phase("validating")
-        started = time.perf_counter()
-        loss = self.evaluate(self.valid, self.job.val_batches)
-        if loss is None:
-            return
-        seconds = time.perf_counter() - started
-        self.reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
+    def _save_best(self, iteration: int, loss: float) -> None:
         # What was never trained must not replace what an earlier run has left.
-        if self._best.add(iteration, loss) and self.job.save_best and self._point.update > 0:
+        if self._point.update > 0:
             self._save(self.job.adapter_path / "best", last=False, val_loss=loss)
-
-    @property
-    def _patience_over(self) -> bool:
-        return self._best.is_over(self.job.patience)
 
     def _finish(self, outcome: Outcome) -> Outcome:
         if outcome.completed:
@@ -359,12 +271,8 @@ class TorchLoop:
         failed = None
         if self._rank == 0 and not self._has_better(target, **facts):
             try:
-                self._write(
-                    target,
-                    weights,
-                    numbered=not facts and (not last or self._point.iteration < self.job.iters),
-                    **facts,
-                )
+                numbered = not facts and (not last or self._point.iteration < self.job.iters)
+                self._write(target, weights, numbered=numbered, **facts)
             except OSError as error:
                 failed = error
                 self.reporter.warn(f"iteration {self._point.iteration}: not saved: {error}")
@@ -374,25 +282,13 @@ class TorchLoop:
             raise failed
 
     def _write(self, target: Path, weights: dict[str, Tensor], *, numbered: bool, **facts: float) -> None:
-        iteration, started = self._point.iteration, time.perf_counter()
+        iteration = self._point.iteration
         if self.job.fine_tune_type == "full" and not facts:
             target = target / "model"
         targets = [target, *([self.job.adapter_path / f"checkpoint-{iteration}"] if numbered else [])]
-        path = targets[-1]
-        self.reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(path))
         about = {"run": self.job.home.name, "iteration": iteration, **facts}
-        folder = TrainedFolder(self.job.adapter_path, self.strategy.module, self.tokenizer)
-        size = folder.save(targets, weights, about)
-        self.reporter.event(
-            "checkpoint",
-            phase="committed",
-            iteration=iteration,
-            path=str(path),
-            bytes=size,
-            seconds=time.perf_counter() - started,
-            **facts,
-        )
-        self.reporter.print(f"saved {path}")
+        path, folder = targets[-1], TrainedFolder(self.job.adapter_path, self.strategy.module, self.tokenizer)
+        self.reporter.save(iteration, path, lambda: (path, folder.save(targets, weights, about)), **facts)
 
     def _has_better(self, target: Path, val_loss: float | None = None) -> bool:
         """The best weights there are of this run: a resumed one repeats validations before theirs."""

@@ -50,8 +50,7 @@ def load_restricted(path: Path) -> Any:
 
 
 def restrict_unpickling() -> None:
-    """In this process, for messages between ranks and for torch.load: PyTorch, Accelerate and DeepSpeed use both. Call
-    it before the group is formed."""
+    """In this process, before it has a group, for messages between ranks and for torch.load, of all libraries."""
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     distributed_c10d._unpickler = RestrictedUnpickler

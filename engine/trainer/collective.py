@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -18,12 +18,9 @@ from engine.training.outcome import GroupError, PeerLost
 
 
 class Collective:
-    """Operations of all ranks: every call is made by every rank, in the same order. All but `start_sum`,
-    `start_gather` and `start_send` are finished when they return.
-
-    They share one stream of their own, beside which the ranks compute. At most one is under way: of several, MLX waits
-    for one that never ends before it raises the error of the first, and the survivors of a lost peer would hang.
-    """
+    """Operations of all ranks: every call is made by every rank, in the same order. All but `start_sum`, `start_gather`
+    and `start_send` are finished when they return. They share a stream, beside which the ranks compute. At most one is
+    under way: of several, MLX waits for one that never ends before it raises the error of the first."""
 
     def __init__(self, backend: str, world_size: int, rank: int) -> None:
         """Join the group. Raises GroupError."""
@@ -148,6 +145,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: mx.Dtype
 
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: str) -> TensorSpec:
+        """As `describe` has them."""
+        return cls(tuple(shape), getattr(mx, dtype))
+
     @property
     def size(self) -> int:
         return math.prod(self.shape)
@@ -190,20 +192,19 @@ def broadcast_object(collective: Collective, facts: Any, owner: int) -> Any:
     return all_gather_object(collective, facts if collective.rank == owner else None)[owner]
 
 
+def describe(groups: Groups) -> list[tuple[str, str, tuple[int, ...], str]]:
+    """Group, name, shape and type of each array, as JSON values for TensorSpec.of."""
+    arrays = ((group, name, value) for group, values in groups.items() for name, value in values.items())
+    return [(group, name, value.shape, str(value.dtype).rpartition(".")[2]) for group, name, value in arrays]
+
+
 def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) -> Groups:
     """The `groups` of rank `owner`, bit for bit, on every rank; the others pass None. Raises PeerLost."""
     if collective.size == 1 and groups is not None:
         return groups
     mine = groups if collective.rank == owner else None
-    described = [
-        (group, name, value.shape, str(value.dtype).rpartition(".")[2])
-        for group, arrays in (mine or {}).items()
-        for name, value in arrays.items()
-    ]
-    specs = {
-        (group, name): TensorSpec(tuple(shape), getattr(mx, dtype))
-        for group, name, shape, dtype in broadcast_object(collective, described, owner)
-    }
+    described = broadcast_object(collective, describe(mine or {}), owner)
+    specs = {(group, name): TensorSpec.of(shape, dtype) for group, name, shape, dtype in described}
     found: dict[str, dict[str, mx.array]] = {}
     # Hundreds of small sums would take longer than one large one.
     for names in packed(specs, lambda name: specs[name].words, _BUCKET_WORDS):

@@ -35,8 +35,7 @@ from engine.training.outcome import GroupError, PeerLost
 FORM_LIMIT_S = 60.0
 """For all ranks to connect at the start."""
 LEAST_WAIT_S = 10.0
-"""A member that is later than rank 0 by more than this, and by more than rank 0's own time since the last operation, is
-left out."""
+"""A member that is later than rank 0 by this, and by rank 0's own time since the last operation, is left out."""
 SAVE_LIMIT_S = 600.0
 """The least limit of a barrier, before which members write to disks of their own."""
 STALL_S = 30.0
@@ -64,8 +63,7 @@ class _Arrival(NamedTuple):
 
 
 def join_group(spec: AttemptSpec, rank: int, note: Callable[[str], object]) -> tuple[Collective, str]:
-    """The group of the attempt's ranks, as its job's strategy has them connected, and how that is. `note` as in
-    ElasticGroup. Raises GroupError."""
+    """The group as the job's strategy connects it, and how that is. `note` as in ElasticGroup. Raises GroupError."""
     if (spec.job or {}).get("strategy") != "local":
         return Collective(spec.backend, spec.world_size, rank), spec.backend
     # The hostfile of MLX's ring, in which rank 0's first address is the group's.
@@ -279,9 +277,8 @@ class ElasticGroup(Collective):
     def _collect(self) -> dict[int, bytes]:
         """Every other member's message; who sends none in time is no member any more."""
         parts: dict[int, bytes] = {}
-        own_s = time.monotonic() - self._operation_at
         # Its results may still be on their way to a member with a slow link.
-        limit_s = max(LEAST_WAIT_S, own_s)
+        limit_s = max(LEAST_WAIT_S, time.monotonic() - self._operation_at)
         deadline = time.monotonic() + limit_s
         while waiting := {rank: member for rank, member in self._members.items() if rank not in parts}:
             left = max(0.0, deadline - time.monotonic()) if self._elastic else None
@@ -333,21 +330,18 @@ class ElasticGroup(Collective):
                 time.sleep(_RETRY_S)
 
     def _greet(self, connection: Connection, in_time: Callable[[], bool]) -> None:
-        try:
+        arrival = None
+        with contextlib.suppress(AuthenticationError, EOFError, OSError, ValueError, KeyError, TypeError):
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             hello = json.loads(connection.recv_bytes(_HELLO_BYTES))
             arrival = _Arrival(int(hello["rank"]), hello["facts"], connection)
-        except (AuthenticationError, EOFError, OSError, ValueError, KeyError, TypeError):
+        if arrival is None or not in_time():
             connection.close()
-            return
-        if not in_time():
-            connection.close()
-            return
-        if arrival.facts is None and self._formed:
+        elif arrival.facts is None and self._formed:
             _farewell(connection, _RUNNING)
-            return
-        self._arrivals.put(arrival)
+        else:
+            self._arrivals.put(arrival)
 
     def _enter(self) -> None:
         """On another rank: be there when the group forms; if it is under way, `join` comes later."""
@@ -366,8 +360,12 @@ class ElasticGroup(Collective):
         while not stopped():
             now = time.monotonic()
             try:
-                connection = self._connect()
+                # Rank 0 may take a round's time to answer: only the connection itself has a limit.
+                address = self._host, self._port
+                connection = _configured(socket.create_connection(address, timeout=STALL_S), None)
                 try:
+                    answer_challenge(connection, self._key)
+                    deliver_challenge(connection, self._key)
                     connection.send_bytes(json.dumps({"rank": self.rank, "facts": facts}).encode())
                     while not connection.poll(_RETRY_S):
                         if stopped():
@@ -388,17 +386,6 @@ class ElasticGroup(Collective):
             time.sleep(_RETRY_S)
         raise PeerLost("stopped while the others went on without this rank")
 
-    def _connect(self) -> Connection:
-        # Rank 0 may take a round's time to answer: only the connection itself has a limit.
-        connection = _configured(socket.create_connection((self._host, self._port), timeout=STALL_S), None)
-        try:
-            answer_challenge(connection, self._key)
-            deliver_challenge(connection, self._key)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
 
 def read_array(content: bytes, spec: TensorSpec) -> mx.array:
     """The array of `raw`."""
@@ -418,16 +405,13 @@ def _farewell(connection: Connection, message: bytes) -> None:
 def _configured(connected: socket.socket, stall_s: float | None) -> Connection:
     """Notices a silent host that is gone within about half a minute. `stall_s`: the longest wait in a message."""
     connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "darwin":
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, 10)
+        idle = socket.TCP_KEEPALIVE
     else:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    if stall_s is not None:
-        limit = pack("ll", int(stall_s), 0)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        idle = socket.TCP_KEEPIDLE
+    for option, value in {socket.TCP_NODELAY: 1, idle: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}.items():
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO) if stall_s is not None else ():
+        connected.setsockopt(socket.SOL_SOCKET, option, pack("ll", int(stall_s or 0), 0))
     return Connection(connected.detach())

@@ -34,8 +34,7 @@ class BlockQuantization:
         return mx.concatenate([steps, scales.reshape(-1).view(mx.uint8)])
 
     def decode(self, encoded: mx.array, size: int) -> mx.array:
-        """The `size` values, each within half a step of its block; none is finite in a block that had one that was
-        not."""
+        """The `size` values, each within half a step of its block; none is finite where one of the block was not."""
         end = (size + -size % self.block) // self._per_byte
         steps, scales = encoded[:end], encoded[end:].view(mx.float32).reshape(-1, 1)
         if self._per_byte == 2:
@@ -44,7 +43,6 @@ class BlockQuantization:
         return (steps.view(mx.int8).reshape(-1, self.block) * scales).reshape(-1)[:size]
 
     def nbytes(self, size: int) -> int:
-        """Bytes of `size` encoded values."""
         blocks = -(-size // self.block)
         return blocks * (self.block // self._per_byte + 4)
 
@@ -78,8 +76,7 @@ class GradientWire:
 
     def start(self, number: int, bucket: mx.array, scales: mx.array | None, *, exact: bool) -> None:
         """Begin the sum of every rank's `number`-th bucket (flat, evaluated). `scales`: [ranks], factors by which each
-        rank's is too large, if they are not 1. `exact`: nothing is rounded away, and what was before is added. Raises
-        PeerLost."""
+        is too large, if any. `exact`: nothing is rounded away, and what was before is added. Raises PeerLost."""
         size, scale = bucket.size, None if scales is None else scales[self._collective.rank]
         if self._kind == "int8":
             values = unscaled(bucket, scale)

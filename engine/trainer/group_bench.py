@@ -1,5 +1,4 @@
-"""Times iterations of the MLX trainer on the real group, with the strategy's own steps and exchange: see
-engine.training.group_bench."""
+"""Times the MLX trainer on the real group, with the strategy's own steps: see engine.training.group_bench."""
 
 from __future__ import annotations
 
@@ -8,15 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.protocol.attempt import AttemptSpec
-from engine.protocol.measurements import GroupStepReport, RoundTimes
+from engine.protocol.measurements import STEP_PARTS, GroupStepReport, RoundTimes
 from engine.training.group_bench import run_bench, timed_rounds
 
 if TYPE_CHECKING:
     from engine.protocol.job import Job
     from engine.trainer.collective import Collective
     from engine.trainer.strategies.base import LocalStep, Strategy
-
-_PARTS = ("data_s", "compute_s", "communicate_s", "update_s")
 
 
 def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: float) -> None:
@@ -44,7 +41,7 @@ def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: flo
         for update in range(1, updates + 1):
             made, counted, stop = _update(job, strategy, collective, position, over=over and update == updates)
             steps, tokens, position = steps + made, tokens + counted, position + len(made)
-        parts = [sum(getattr(step, name) for step in steps) for name in _PARTS]
+        parts = [sum(getattr(step, name) for step in steps) for name in STEP_PARTS]
         return RoundTimes(time.perf_counter() - started, tokens, *parts), stop
 
     rounds = timed_rounds(result.rank, seconds, run_round)
@@ -55,8 +52,7 @@ def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: flo
 def _update(
     job: Job, strategy: Strategy, collective: Collective, position: int, *, over: bool
 ) -> tuple[list[LocalStep], float, bool]:
-    """One update as the trainer's loop makes it: its iterations, its targets over all ranks, and whether one of them
-    says that the measurement is over."""
+    """One update as the loop makes it: its iterations, all ranks' targets, and whether any rank is `over`."""
     import mlx.core as mx
 
     from engine.training.sampler import dropout_seed

@@ -1,8 +1,5 @@
-"""The training loop: iterations, updates, validation, reports and saves, and how all ranks stop together.
-
-How the work of an update is divided over the ranks is up to the strategy. A stop request is one of the counters in the
-update's own all_sum, so that all ranks stop after the same update.
-"""
+"""The training loop of MLX, and how all ranks stop together: a stop request is one of the counters in the update's own
+all_sum. How the work of an update is divided over the ranks is up to the strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 
 import mlx.core as mx
 
-from engine.protocol.job import Job
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import ResumePoint
@@ -23,12 +19,10 @@ from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.saver import Saver
 from engine.trainer.strategies.base import LocalStep, Strategy
 from engine.trainer.weights import floats
-from engine.training.best_validation import BestValidation
-from engine.training.control import Control
 from engine.training.data import Split
+from engine.training.loop import TrainingLoop
 from engine.training.outcome import Diverged, Outcome
-from engine.training.reporting import Reporter, ReportWindow
-from engine.training.sampler import dropout_seed
+from engine.training.sampler import Indices, dropout_seed
 
 _CACHE_BYTES = 2**30
 
@@ -38,15 +32,11 @@ class _ReplicasDiffer(Exception):
 
 
 @dataclass
-class Loop:
-    """One rank's training. `start` is the point that the strategy's state has been restored to."""
+class Loop(TrainingLoop):
+    """`start` is the point that the strategy's state has been restored to."""
 
-    job: Job
     strategy: Strategy
-    valid: Split
     collective: Collective
-    control: Control
-    reporter: Reporter
     replicas: ReplicaCheck
     periodic: PeriodicCheckpoints
     emergency: EmergencyCheckpoint
@@ -58,9 +48,7 @@ class Loop:
         self._begin_at(self.start)
 
     def _begin_at(self, point: ResumePoint | Snapshot) -> None:
-        self._window = ReportWindow(**point.window)
-        self._best = BestValidation(**point.best)
-        self._stop = False
+        self._begin(point.window, point.best)
         self._pending: dict[int, LocalStep] = {}
         """The iterations of the update under way."""
         self._updates = point.update
@@ -70,7 +58,7 @@ class Loop:
         """A resumed training repeats the validations since."""
 
     def run(self) -> Outcome:
-        """Train until the last iteration or an agreed stop, and save. Raises Diverged, Corrupted, PeerLost, OSError."""
+        """Raises Diverged, Corrupted, PeerLost, OSError."""
         while True:
             try:
                 if self.strategy.left_out:
@@ -80,8 +68,7 @@ class Loop:
                 self.reporter.warn(f"the other ranks go on without this one: {error}")
 
     def _admit(self, iteration: int) -> None:
-        """Let ranks that were left out go on from here: only between two iterations do they take part in the same
-        operations as the others."""
+        """Let ranks that were left out go on from here: between two iterations all take part in the same operations."""
         if self.strategy.admits and not self._pending:
             # It may take long.
             self.reporter.phase("saving")
@@ -122,43 +109,22 @@ class Loop:
             pass
         return self._stop_on_mismatch()
 
-    def evaluate(self, examples: Split, limit: int) -> float | None:
-        """Mean cross-entropy over all target tokens of `limit` batches; None without targets or when stopped."""
-        self.strategy.model.eval()
-        loss, tokens = 0.0, 0.0
-        for indices in examples.fixed_batches(self.job.batch_size, self.job.seed, limit):
-            local_loss, local_tokens = self.strategy.loss(examples, indices)
-            # A whole validation may take longer than a stop has time: every batch carries the request.
-            sums = mx.array([local_loss, float(local_tokens), float(self.control.stop_requested)])
-            total = floats(self.collective.all_sum(sums))
-            self.reporter.going_on()
-            loss, tokens = loss + total[0], tokens + total[1]
-            if total[2]:
-                self._stop = True
-                break
-        self.strategy.model.train()
-        return None if self._stop or not tokens else loss / tokens
+    def _loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
+        return self.strategy.loss(examples, indices)
 
-    def _validation_due(self, iteration: int) -> bool:
-        return len(self.valid) > 0 and self.job.validates_before(iteration)
-
-    def _validate(self, iteration: int) -> None:
-        self.reporter.phase("validating")
-        started = time.perf_counter()
-        loss = self.evaluate(self.valid, self.job.val_batches)
-        if loss is not None:
-            seconds = time.perf_counter() - started
-            self.reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
-            # Without the share of a rank that is left out, it cannot be compared.
-            best = self.collective.size == self._ranks and self._best.add(iteration, loss)
-            # What was never trained must not replace what an earlier run has left.
-            if best and self.job.save_best and self._updates > 0:
-                self._check_replicas(iteration)
-                self._saver.save_best(iteration, loss)
+    def _sum(self, values: list[float]) -> list[float]:
+        return floats(self.collective.all_sum(mx.array(values)))
 
     @property
-    def _patience_over(self) -> bool:
-        return self._best.is_over(self.job.patience)
+    def _comparable(self) -> bool:
+        """The share of a rank that is left out is missing."""
+        return self.collective.size == self._ranks
+
+    def _save_best(self, iteration: int, loss: float) -> None:
+        # What was never trained must not replace what an earlier run has left.
+        if self._updates > 0:
+            self._check_replicas(iteration)
+            self._saver.save_best(iteration, loss)
 
     def _train(self, iteration: int) -> None:
         """One iteration, and the update and the periodic checkpoint that end with it."""
@@ -197,12 +163,12 @@ class Loop:
             # Emergency checkpoints of earlier attempts are older than the first complete one.
             self.emergency.remove_older()
         summed = time.perf_counter()
-        self._check_losses(losses)
+        self._check_losses(self._pending, losses)
         with self.emergency.changing():
             norm = self.strategy.apply(sum(tokens))
             if (late := self.strategy.late_loss) is not None:
                 losses, step = [late], replace(step, loss_sum=late)
-                self._check_losses(losses)
+                self._check_losses(self._pending, losses)
             if norm is None:
                 self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
             elif not math.isfinite(norm):
@@ -218,14 +184,11 @@ class Loop:
             waited = self.collective.waited_s - before
             applied = time.perf_counter() - summed - waited
             self._pending[last] = step.with_update(summed - started + waited, applied, lazy=self.strategy.lazy)
-            self._report_update(losses, tokens, {**self._own_facts(), "grad_norm": norm})
+            facts = {**self._own_facts(), "grad_norm": norm}
+            rate, peak = self.strategy.learning_rate, mx.get_peak_memory()
+            self._report_update(self._pending, (losses, tokens), facts, rate, peak)
             self.emergency.hold(self._snapshot(last))
         self._pending = {}
-
-    def _check_losses(self, losses: list[float]) -> None:
-        for iteration, loss in zip(self._pending, losses, strict=True):
-            if not math.isfinite(loss):
-                raise Diverged(f"loss is not finite at iteration {iteration}")
 
     def _own_facts(self) -> dict[str, float | None]:
         """This rank's own loss and gradient norm of the update: the validators compare the ranks by them."""
@@ -235,28 +198,6 @@ class Loop:
 
     def _snapshot(self, iteration: int) -> Snapshot:
         return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state(), self._best_at_update)
-
-    def _report_update(self, losses: list[float], tokens: list[float], of_update: dict[str, float | None]) -> None:
-        """`of_update`: for the event of the last iteration."""
-        *_, last = self._pending
-        for (iteration, step), loss, count in zip(self._pending.items(), losses, tokens, strict=True):
-            mean = loss / count if count else None
-            self.reporter.event(
-                "step",
-                iteration=iteration,
-                loss=mean,
-                tokens=int(count),
-                data_s=step.data_s,
-                compute_s=step.compute_s,
-                communicate_s=step.communicate_s,
-                update_s=step.update_s,
-                peak_memory_bytes=mx.get_peak_memory(),
-                **(of_update if iteration == last else {"grad_norm": None}),
-            )
-            self._window.add(mean, int(count), step.data_s + step.compute_s + step.communicate_s + step.update_s)
-            if iteration % self.job.steps_per_report == 0 or iteration == self.job.iters:
-                values = self._window.close(iteration, self.strategy.learning_rate, mx.get_peak_memory())
-                self.reporter.report(self.job.iters, values)
 
     def _check_replicas(self, iteration: int, update: int | None = None) -> None:
         """Raises _ReplicasDiffer when the training has to stop for it; PeerLost."""
@@ -282,9 +223,8 @@ class Loop:
         return outcome
 
     def _stop_on_mismatch(self) -> Outcome:
-        """The replicas differ: all ranks stop together, at the last iteration where they agreed, as far as its
-        parameters have been kept. What is on disk is of that iteration or earlier. Raises Corrupted on the ranks that
-        differ."""
+        """The replicas differ: all ranks stop at the last iteration where they agreed, as far as its parameters have
+        been kept. What is on disk is of that iteration or earlier. Raises Corrupted on the ranks that differ."""
         mismatch, agreed = self.replicas.difference, self.replicas.agreed_at or 0
         assert mismatch is not None
         message = self.replicas.message()

@@ -1,8 +1,5 @@
-"""The MLX trainer: `python -m engine.trainer.main`.
-
-MLX is imported late, and mlx-lm only after the group is up: a rank that connects 15 seconds after the others fails
-the ring's start, so nothing slow may run in between.
-"""
+"""The MLX trainer: `python -m engine.trainer.main`. MLX is imported late, and mlx-lm only after the group is up: a rank
+that connects 15 seconds after the others fails the ring's start, so nothing slow may run in between."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ def set_up_device(job: Job, rank: int = 0) -> None:
 
 
 def compiles(job: Job) -> bool:
-    """MLX compiles functions: always on a GPU; on the CPU if the job asks for it, and there is g++, which takes a third
-    of a second for each kernel."""
+    """MLX compiles functions: on a GPU always; on the CPU if asked to and with g++, a third of a second per kernel."""
     return not _on_cpu() or (job.compile_on_cpu and shutil.which("g++") is not None)
 
 
@@ -94,11 +93,8 @@ def _load_trained(job: Job, model: nn.Module, warn: Callable[[str], None]) -> No
 
 def recompute_layers(layers: Sequence[nn.Module], wanted: bool | int) -> None:
     """The first `wanted` trained ones of `layers` (True: all) keep only their input, and compute the rest again in the
-    backward pass.
-
-    The first, since the backward pass comes to them last: what the other layers kept is free by then, and a layer that
-    is computed again adds nothing to the peak.
-    """
+    backward pass. The first, since the backward pass comes to them last: what the others kept is free by then, and a
+    layer that is computed again adds nothing to the peak."""
     trained = [layer for layer in layers if tree_flatten(layer.trainable_parameters())]
     for layer in trained if wanted is True else trained[:wanted]:
         kind = type(layer)

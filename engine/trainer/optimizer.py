@@ -24,28 +24,19 @@ from engine.trainer.collective import packed
 from engine.trainer.optimizer_state import COMPENSATION, SCALE, StateForm, sliced
 from engine.trainer.weights import scalar
 
-_OPTIMIZERS = {
-    "adam": optim.Adam,
-    "adamw": optim.AdamW,
-    "muon": optim.Muon,
-    "sgd": optim.SGD,
-    "adafactor": optim.Adafactor,
-}
-
+_OPTIMIZERS = {name.lower(): getattr(optim, name) for name in ("Adam", "AdamW", "Muon", "SGD", "Adafactor")}
 _SEPARATOR = ":"
 """Between the name of a parameter and of its moment; occurs in neither."""
 _WEIGHT = "weight"
 _Step = Callable[..., tuple[mx.array, mx.array, dict[str, mx.array], mx.array]]
-"""Updater._step of one type."""
 
 
 class Updater:
     """Applies global gradients to a model's trainable parameters."""
 
     def __init__(self, job: Job, model: nn.Module, elements: int | None = None) -> None:
-        """`elements`: trained ones of a rank, about, equal on ranks that have a parameter in common, whose random
-        rounding depends on it; None: the model's. Raises JobError for settings that the optimizer or its schedule
-        rejects."""
+        """`elements`: trained ones of a rank, about, equal on ranks that share a parameter, whose random rounding
+        depends on it; None: the model's. Raises JobError for settings that the optimizer or its schedule rejects."""
         self._optimizer = _make_optimizer(job)
         self._form = StateForm.of(job)
         self._model = model
@@ -89,14 +80,13 @@ class Updater:
         return scalar(self._scalars["learning_rate"])
 
     def update(self, pieces: Iterable[Mapping[str, mx.array]], divisor: float, norm: float | None = None) -> float:
-        """One step with the gradients in `pieces` over `divisor`, together one of each trained parameter; their norm
-        before clipping. `norm`: the global norm of all ranks' quotients, where it is known; it must be for clipping,
-        and where the gradients are only this rank's part. If it is not finite, nothing changes.
+        """One step with the gradients in `pieces` over `divisor`, one of each trained parameter; their norm before
+        clipping. `norm`: the global one of all ranks' quotients, where it is known; it must be for clipping, and where
+        the gradients are only this rank's part. If it is not finite, nothing changes.
 
         Gradients may be lazy, pieces from the last layer backwards, each in the model's order. A piece is evaluated
-        with its new weights and moments, and dropped before the next is taken; a large one in parts. After an error the
-        state is between two updates.
-        """
+        with its new weights and moments, and dropped before the next; a large one in parts. After an error the state is
+        between two updates."""
         assert norm is not None or self._max_norm is None
         if norm is not None and not math.isfinite(norm):
             return norm
@@ -139,8 +129,7 @@ class Updater:
         return self._form.decode(self.masters[name], self._stored[name])[0]
 
     def replace(self, name: str, weight: mx.array, number: int) -> None:
-        """Keep `weight` (float32) in place of a trained one, its moments as they are. `number`: of its random rounding,
-        another each time. Lazy."""
+        """Keep `weight` (float32) in place of a trained one. `number`: of its random rounding, always another. Lazy."""
         key = mx.concatenate([_random_key(self._seed, f"{name} {number}"), mx.array([0], mx.uint32)])
         self.masters[name], rest = self._form.encode(weight, {}, self._dtypes[name], key)
         self._stored[name].update(rest)

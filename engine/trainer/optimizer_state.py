@@ -34,8 +34,7 @@ _SECOND_MOMENTS = {"adam": ("v",), "adamw": ("v",), "adafactor": ("exp_avg_sq",)
 _EXPONENT = 0x7F800000
 """A float32's bits of the exponent."""
 _SPACING = {mx.bfloat16: (2.0**-7, 2.0**-126), mx.float16: (2.0**-10, 2.0**-24)}
-"""By type: the distance of neighbouring values from 1 to 2, and the least distance (float16's own; in bfloat16 the
-smallest normal number)."""
+"""By type: the distance of neighbouring values from 1 to 2, and the least one (of bfloat16's normal numbers)."""
 _GOLDEN = 40503
 """The golden ratio's fraction of 2^16."""
 _FIRST_LEVELS, _SECOND_LEVELS = 127, 255
@@ -63,8 +62,7 @@ class StateForm:
         return dtype if self.precision == "parameter" and self.moments == "float32" else mx.float32
 
     def summed(self, dtype: mx.Dtype) -> mx.Dtype:
-        """The type in which sums over the ranks are kept until the step: bfloat16, if the step rounds them to it; a
-        float16 would not hold sums over many tokens."""
+        """The type of sums over the ranks until the step: bfloat16 if that rounds them to it; float16 has no room."""
         return mx.bfloat16 if self.computed(dtype) == mx.bfloat16 else mx.float32
 
     def initial(self, weight: mx.array, moments: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -96,8 +94,7 @@ class StateForm:
     def encode(
         self, parameter: mx.array, moments: Mapping[str, mx.array], dtype: mx.Dtype, key: mx.array
     ) -> tuple[mx.array, dict[str, mx.array]]:
-        """The weight to keep and the stored arrays, of a model's weight of `dtype`. `key`: uint32 [3], two of
-        this parameter, and the number of the update."""
+        """The weight of `dtype` to keep, and what is stored. `key`: uint32 [3], two of it, and the update's number."""
         stored: dict[str, mx.array] = {}
         if self._compensates(dtype):
             kept, stored[COMPENSATION] = split_remainder(parameter, dtype)
@@ -142,8 +139,7 @@ def split_remainder(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.arra
 
 
 def compensated(weight: mx.array, remainder: mx.array) -> mx.array:
-    """The float32 value of `split_remainder`: bit for bit from bfloat16, and from float16 in its normal range (below it
-    to 2^-40)."""
+    """The float32 value of `split_remainder`: bit for bit, but below float16's normal range to 2^-40."""
     if weight.dtype == mx.bfloat16:
         upper = weight.view(mx.uint16).astype(mx.uint32) << 16
         return (upper + remainder.astype(mx.int32).view(mx.uint32)).view(mx.float32)

@@ -22,12 +22,10 @@ from engine.trainer.weights import UINT_OF_SIZE
 from engine.training.reporting import Reporter
 
 _ROW = 4096
-"""32-bit words. Sums of rows and of columns read memory once each, and change with a flipped bit or exchanged
-elements."""
+"""32-bit words. Sums of rows and of columns read memory once each, and show a flipped bit or exchanged elements."""
 _DIGEST_BYTES = 8
 _KEPT_FRACTION = 0.1
-"""A copy of the trained parameters of the last agreement is kept when they are at most this fraction of the model:
-adapters cost nothing, a second copy of a whole model would."""
+"""The last agreed trained parameters are kept when they are at most this fraction of the model: adapters."""
 _NAMED = 3
 """Differing parameters named in a message, at most."""
 
@@ -38,10 +36,8 @@ class ReplicaMismatch:
 
     ranks: tuple[int, ...]
     certain: bool
-    """These and no others are wrong, by a majority or by frozen parameters that have changed. Otherwise they only
-    differ, and any of them may be right."""
+    """By a majority or by changed frozen parameters, these and no others are wrong; else any of them may be right."""
     parameters: tuple[str, ...] = ()
-    """Those that differ."""
 
 
 class Corrupted(TrainerError):
@@ -185,9 +181,10 @@ class ReplicaCheck:
 
     def _report(self, iteration: int, update: int, rows: list[list[str]], seconds: float) -> None:
         found = self.difference
-        facts: dict[str, object] = {}
+        facts: dict[str, object] = {"iteration": iteration, "update": update, "agreed": found is None}
+        facts |= {"seconds": seconds, "agreed_at": self.agreed_at}
         if found is not None:
-            facts = {
+            facts |= {
                 "ranks": list(found.ranks),
                 "certain": found.certain,
                 "parameters": found.parameters[:_NAMED],
@@ -195,15 +192,7 @@ class ReplicaCheck:
                 "checksums": ["".join(row) for row in rows],
                 "message": self.message(),
             }
-        self.reporter.event(
-            "replica_check",
-            iteration=iteration,
-            update=update,
-            agreed=found is None,
-            seconds=seconds,
-            agreed_at=self.agreed_at,
-            **facts,
-        )
+        self.reporter.event("replica_check", **facts)
         if found is not None and not self.stops:
             self.reporter.warn(self.message())
 

@@ -1,6 +1,4 @@
-"""Saves adapters (or the full weights of the trained layers) that mlx-lm loads and fuses, and whole models. Rank 0
-writes, the others wait.
-"""
+"""Saves adapters (or trained layers) that mlx-lm loads and fuses, and whole models. Rank 0 writes, the others wait."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import dataclasses
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -191,21 +188,7 @@ class Saver:
     ) -> None:
         """On rank 0 `write` the `weights` into `target`; it returns the last path and its bytes."""
         try:
-            if self.collective.rank > 0:
-                return
-            self.reporter.event("checkpoint", phase="begin", iteration=iteration, path=str(target))
-            started = time.perf_counter()
-            path, size = write()
-            seconds = time.perf_counter() - started
-            self.reporter.event(
-                "checkpoint",
-                phase="committed",
-                iteration=iteration,
-                path=str(path),
-                bytes=size,
-                seconds=seconds,
-                **facts,
-            )
-            self.reporter.print(f"saved {path}")
+            if self.collective.rank == 0:
+                self.reporter.save(iteration, target, write, **facts)
         finally:
             weights.drain()

@@ -98,8 +98,7 @@ WINDOWS = 10
 _SECOND_BATCH_FRACTION = 0.2
 """Share of a window for steps of the second batch."""
 _LEAST_PROBE_STEPS, _PROBE_STEPS = 2, 5
-"""Steps of a memory probe, the fewest where they are slow: MLX frees a step's memory while the next operation runs, so
-that a single step may show less than the peak."""
+"""Steps of a memory probe, the fewest where they are slow: one may show less than the peak, as MLX frees late."""
 _CACHE_BYTES = 2**30
 
 
@@ -113,8 +112,7 @@ class SingleNodeTrainer:
     def __init__(
         self, job: Job, model: nn.Module, data: BatchSource, order: Callable[[int], Indices], ranks: int = 1
     ) -> None:
-        """`order` returns the examples of the n-th global batch. `ranks`: of the job; several keep their gradients as
-        if they exchanged them."""
+        """`order`: the examples of the n-th global batch. With several `ranks` gradients are kept as if exchanged."""
         self._job = job
         self._data = data
         self._order = order
@@ -194,7 +192,6 @@ class SingleNodeTrainer:
 
 
 Step = Callable[[int], tuple[float, int]]
-"""SingleNodeTrainer.step"""
 
 
 def second_batch(batch: int) -> int:

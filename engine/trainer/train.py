@@ -1,6 +1,4 @@
-"""One rank's training from its specification: loads model and data, checks that all ranks have the same, builds the
-strategy, the checkpoints and the loop, and runs it.
-"""
+"""One rank's training from its specification: model, data, the ranks' agreement, strategy, checkpoints and loop."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
 from engine.trainer.checkpoint.resume import Resume, ResumePoint
-from engine.trainer.checkpoint.store import package_versions
+from engine.trainer.checkpoint.store import PACKAGES
 from engine.trainer.collective import Collective, all_gather_object
 from engine.trainer.data import row_format
 from engine.trainer.elastic_group import ElasticGroup
@@ -35,7 +33,7 @@ from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.local import LocalSteps
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
-from engine.training.checkpoint_files import Origin, packer
+from engine.training.checkpoint_files import Origin, package_versions, packer
 from engine.training.control import Control
 from engine.training.data import DataLoader, Split, load_train_split
 from engine.training.inputs import crc_text, files_checksum, load_splits, rank_job
@@ -54,13 +52,12 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     if not any(rank.validates for rank in spec.ranks):
         reporter.warn("no node of this attempt takes part in validation ([[node]] validate): there is none")
         job = replace(job, val_batches=0, test=False)
-    setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
     set_up_device(job, collective.rank)
     model, tokenizer = load_model(job, reporter.warn)
     examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     if job.epochs is not None:
         job = replace(job, iters=epoch_iterations(job.epochs, len(examples), job.batch_size))
-        setup = replace(setup, job=job)
+    setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
     checksum = setup.check_ranks_agree(model, examples, valid)
     inputs = {"train.jsonl": crc_text(examples)} | ({"valid.jsonl": crc_text(valid)} if validates else {})
     inputs["the base model"] = files_checksum(job, adapter=False)
@@ -74,12 +71,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     setup.report_start(model, examples, checksum)
     loop = setup.build_loop(setup.build_strategy(model, examples), valid, inputs)
     try:
-        outcome = loop.run()
-        if test is not None and not outcome.stopped:
-            reporter.phase("validating")
-            loss = loop.evaluate(test, job.test_batches)
-            if loss is not None:
-                reporter.test(outcome.iteration, loss)
+        outcome = loop.run_and_test(test)
     except PeerLost:
         loop.emergency.save_on_peer_loss()
         raise
@@ -112,31 +104,17 @@ class _Setup:
         # A partitioned model never is complete in the memory of one rank.
         whole = self.job.strategy in ("data", "local")
         checksum = parameter_checksum(model) if whole else files_checksum(self.job, adapter=True)
-        self.collective.check_equal(
-            {
-                "the job's configuration": self.config_hash,
-                "the model or the adapter": checksum,
-                "train.jsonl": train.checksum,
-                "valid.jsonl": valid.checksum,
-            }
-        )
+        data: dict[str, object] = {"train.jsonl": train.checksum, "valid.jsonl": valid.checksum}
+        about = {"the job's configuration": self.config_hash, "the model or the adapter": checksum}
+        self.collective.check_equal({**about, **data})
         return checksum
 
     def report_start(self, model: nn.Module, train: Split, checksum: str) -> None:
         job = self.job
-        trainable, total = count_parameters(model)
-        self.reporter.event(
-            "start",
-            versions=package_versions(),
-            world_size=self.spec.world_size,
-            backend=self.spec.backend,
-            config_hash=self.config_hash,
-            parameter_checksum=checksum,
-            iterations=job.iters,
-            trainable_parameters=trainable,
-            total_parameters=total,
-            device=str(mx.default_device()),
-        )
+        counts = trainable, total = count_parameters(model)
+        about: dict[str, Any] = {"versions": package_versions(*PACKAGES), "device": str(mx.default_device())}
+        about |= {"world_size": self.spec.world_size, "backend": self.spec.backend}
+        self.reporter.start(job, self.config_hash, checksum, counts, **about)
         chunks = f" in {train.plan.num_chunks} chunks of {job.chunk_size}" if train.plan.enabled else ""
         self.reporter.print(
             f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
@@ -162,8 +140,7 @@ class _Setup:
         return (Sharded if job.strategy == "sharded" else DataParallel)(job, model, loader, collective)
 
     def build_loop(self, strategy: Strategy, valid: Split, inputs: Mapping[str, str]) -> Loop:
-        """The loop at the point where it starts or resumes; `inputs` as in Origin. Raises JobError, PeerLost,
-        Corrupted."""
+        """The loop where it starts or resumes; `inputs` as in Origin. Raises JobError, PeerLost, Corrupted."""
         spec, collective, reporter = self.spec, self.collective, self.reporter
         rank, size = collective.rank, collective.size
         node = spec.rank(rank)
@@ -189,24 +166,10 @@ class _Setup:
         emergency = EmergencyCheckpoint(self.job.home, spec.attempt, rank, origin, reporter)
         emergency.useful |= strategy.any_part
         self.control.save_and_exit = emergency.save_and_exit
-        return Loop(
-            job=self.job,
-            strategy=strategy,
-            valid=valid,
-            collective=collective,
-            control=self.control,
-            reporter=reporter,
-            replicas=ReplicaCheck(
-                strategy.model,
-                collective,
-                reporter,
-                every=spec.replica_check_every if strategy.replicated else 0,
-                stops=stop_on_corruption,
-            ),
-            periodic=PeriodicCheckpoints(destination, policy, origin, reporter),
-            emergency=emergency,
-            start=start,
-        )
+        every = spec.replica_check_every if strategy.replicated else 0
+        replicas = ReplicaCheck(strategy.model, collective, reporter, every, stop_on_corruption)
+        periodic = PeriodicCheckpoints(destination, policy, origin, reporter)
+        return Loop(self.job, strategy, valid, self.control, reporter, collective, replicas, periodic, emergency, start)
 
     def _layer_split(self, layers: int) -> LayerSplit:
         """As the job has it, else in proportion to the ranks' memory."""

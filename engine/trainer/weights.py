@@ -19,18 +19,15 @@ State = dict[str, dict[str, mx.array]]
 """A training's, group → name → array: references, evaluated. MLX's arrays never change, so this is a snapshot."""
 
 UINT_OF_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-"""By bytes: as an integer, a value is hashed and summed bit for bit (a sum of floats with zeros would turn -0.0 into
-0.0)."""
+"""By bytes: as integers, values are hashed and summed bit for bit, where a sum of floats would lose -0.0."""
 
 
 def floats(array: mx.array) -> list[float]:
-    """All elements in order."""
     values: list[float] = np.asarray(array, dtype=np.float64).reshape(-1).tolist()
     return values
 
 
 def scalar(array: mx.array) -> float:
-    """The only element."""
     (value,) = floats(array)
     return value
 
@@ -53,7 +50,6 @@ class WeightStream:
 
     @classmethod
     def of(cls, arrays: Mapping[str, mx.array]) -> WeightStream:
-        """A stream of arrays in memory."""
         return cls(
             {name: TensorSpec(value.shape, value.dtype) for name, value in arrays.items()}, iter(arrays.values())
         )

@@ -12,8 +12,7 @@ from typing import Any
 
 @dataclass
 class BestValidation:
-    """Each validation counts once: a checkpoint is of the end of an update, before the validation that follows, which
-    a resumed training therefore repeats."""
+    """Each validation counts once: a resumed training repeats the one that follows its checkpoint's update."""
 
     loss: float | None = None
     """None before the first that is finite."""

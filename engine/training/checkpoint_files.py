@@ -16,6 +16,7 @@ import importlib
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import stat
@@ -23,6 +24,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from io import FileIO, UnsupportedOperation
 from pathlib import Path
 from typing import Any, TypeVar
@@ -182,6 +184,15 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "bytes": _number(),
     "compression": lambda value: isinstance(value, str) and value in _SUFFIX,
 }
+
+
+def package_versions(*names: str) -> dict[str, str]:
+    """The versions of Python and of those packages that this node has."""
+    found = {"python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def folder_name(update: int) -> str:

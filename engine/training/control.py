@@ -1,6 +1,4 @@
-"""The keeper's commands to the trainer (stop; save an emergency checkpoint and exit), and the detection of the
-keeper's own end.
-"""
+"""The keeper's commands to the trainer (stop; save an emergency checkpoint and exit), and its own end."""
 
 from __future__ import annotations
 

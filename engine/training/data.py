@@ -229,8 +229,7 @@ class DataLoader:
         return batch[share_slice(len(batch), self._validation_counts, self._rank)]
 
     def end_batch(self, position: int) -> bool:
-        """Called after training on the batch at `position`: if a chunk ends with it, free its memory, report it, and
-        return True."""
+        """After the batch at `position`: where a chunk ends with it, free its memory, report it, and return True."""
         ended = self._sampler.chunk_end(position)
         if ended is None:
             return False

@@ -22,12 +22,12 @@ from pathlib import Path
 from engine.node.processes import raise_priority
 from engine.protocol.attempt import NONCE_ENV, AttemptSpec, write_atomic
 from engine.protocol.measurements import GROUP_LIMIT_S, AllSumResult, GroupStepReport, RoundTimes
+from engine.training.outcome import first_line
 
 _LEAST = 3
 """Rounds that are timed, after a first one that is not."""
 Measure = Callable[[GroupStepReport, AttemptSpec, Path, float], None]
-"""Fills in the report, within about so many seconds after the first round; the folder is for what is indexed. Raises
-what the trainer raises."""
+"""Fills in the report, for about so many seconds; the folder is for what is indexed. Raises what the trainer raises."""
 
 
 def run_bench(measure: Measure) -> None:
@@ -81,7 +81,8 @@ def reported(result: AllSumResult | GroupStepReport, out: str, limit_s: float, l
     try:
         yield
     except Exception as error:
-        kind = type(error).__name__
-        result.error = str(error) if kind == "JobError" else f"{kind}: {error}"
+        # PyTorch adds C++ frames below it.
+        kind, why = type(error).__name__, first_line(error)
+        result.error = why if kind == "JobError" else f"{kind}: {why}"
     timer.cancel()
     end()

@@ -1,6 +1,4 @@
-"""A rank's inputs: its job with its own paths, the splits of its data, and the checksums by which ranks and
-attempts see that they have the same.
-"""
+"""A rank's inputs: its job with its own paths, its data, and the checksums by which ranks and attempts compare them."""
 
 from __future__ import annotations
 
@@ -58,8 +56,7 @@ def crc_text(split: Split) -> str:
 
 
 def files_checksum(job: Job, *, adapter: bool) -> str:
-    """16 hexadecimal digits, the same for the same files of the model, of which samples are read, and with `adapter`
-    of resume_adapter_file. Raises OSError."""
+    """16 hexadecimal digits of samples of the model's files, and with `adapter` of its file. Raises OSError."""
     digest = hashlib.blake2b(digest_size=8)
     paths = [job.model / "config.json", *sorted(job.model.glob("model*.safetensors"))]
     if adapter and job.resume_adapter_file is not None:

@@ -1,6 +1,4 @@
-"""JSON lines on a node: one example per line, blank lines skipped; and an on-disk index of line offsets for a file
-too large for memory.
-"""
+"""JSON lines on a node, an example each, blank ones skipped; and an index on disk for files too large for memory."""
 
 from __future__ import annotations
 
@@ -53,10 +51,8 @@ def _stamp(file: BinaryIO) -> list[int]:
 
 
 class JsonlIndex:
-    """The offset of each example in a file. The offsets are on disk, 8 bytes each, and not in memory.
-
-    A file that changes afterwards is detected by its size, time and inode, and then by its CRC-32.
-    """
+    """The offset of each example in a file, 8 bytes each on disk, not in memory. A file that changes afterwards is
+    detected by its size, time and inode, and then by its CRC-32."""
 
     def __init__(self, path: Path, stamp: list[int], offsets: Path, checksum: int) -> None:
         self._path = path
@@ -68,11 +64,8 @@ class JsonlIndex:
 
     @classmethod
     def of(cls, path: Path, directory: Path) -> JsonlIndex:
-        """The index of `path` in `directory`, rebuilt unless the one there is of the same file.
-
-        Building it reads and checks every line. Raises JobError for a bad line, a file that changes meanwhile, or an
-        index that cannot be written.
-        """
+        """The index of `path` in `directory`, rebuilt from every line unless the one there is of the same file. Raises
+        JobError for a bad line, a file that changes meanwhile, or an index that cannot be written."""
         document = directory / f"{blake2b(os.fsencode(path), digest_size=8).hexdigest()}.json"
         return _load_index(path, document) or _build_index(path, document)
 
@@ -152,13 +145,8 @@ def _build_index(path: Path, document: Path) -> JsonlIndex:
         # Named by the content: another rank's index of other content never replaces it.
         offsets = document.with_name(f"{document.stem}-{checksum:08x}-{stamp[0]}.offsets")
         os.replace(temporary, offsets)
-        found = {
-            "version": _VERSION,
-            "stamp": stamp,
-            "checksum": checksum,
-            "offsets": offsets.name,
-            "offsets_checksum": offsets_checksum,
-        }
+        found = {"version": _VERSION, "stamp": stamp, "checksum": checksum}
+        found |= {"offsets": offsets.name, "offsets_checksum": offsets_checksum}
         write_atomic(document, json.dumps(found))
         return JsonlIndex(path, stamp, offsets, checksum)
     except OSError as error:

@@ -1,6 +1,4 @@
-"""One rank's training process, started by the keeper with everything it needs in its environment. Exit codes:
-`TrainerExit`.
-"""
+"""One rank's training process, started by the keeper with all it needs in its environment. Exit codes: TrainerExit."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ class TrainingProcess:
 
 
 def run_rank(train: Callable[[TrainingProcess], None]) -> int:
-    """Call `train` in the rank's working directory, report how it fails, and return the exit code. No collection of
-    garbage runs before `train` enables it."""
+    """Call `train` in the rank's folder, and report how it fails; the exit code. `train` enables garbage collection."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     control = Control()

@@ -1,16 +1,16 @@
-"""The reports of a trainer: events for the head, lines for people, and mlx-lm's callback for SwanLab where
-configured.
-"""
+"""The reports of a trainer: events for the head, lines for people, and mlx-lm's callback for SwanLab, if any."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.protocol.events import EventWriter
-from engine.protocol.job import JobError
+from engine.protocol.job import Job, JobError
 from engine.training.outcome import Outcome
 
 _GOING_ON_S = 10.0
@@ -62,6 +62,20 @@ class Reporter:
             f"{values['tokens_per_second']:.0f} tok/s  peak {values['peak_memory']:.3f} GB"
         )
 
+    def start(self, job: Job, config_hash: str, checksum: str, counts: tuple[int, int], **facts: Any) -> None:
+        """`checksum`: of the parameters. `counts`: of trained parameters, and of all."""
+        about = {"config_hash": config_hash, "parameter_checksum": checksum, "iterations": job.iters, **facts}
+        self.event("start", trainable_parameters=counts[0], total_parameters=counts[1], **about)
+
+    def save(self, iteration: int, target: Path, write: Callable[[], tuple[Path, int]], **facts: float) -> None:
+        """A save of weights into `target`: `write` returns the last path and its bytes. Raises what it raises."""
+        self.event("checkpoint", phase="begin", iteration=iteration, path=str(target))
+        started = time.perf_counter()
+        path, size = write()
+        done = {"path": str(path), "bytes": size, "seconds": time.perf_counter() - started, **facts}
+        self.event("checkpoint", phase="committed", iteration=iteration, **done)
+        self.print(f"saved {path}")
+
     def validation(self, values: dict[str, Any]) -> None:
         """mlx-lm's validation report."""
         self._events.write("validation", **values)
@@ -70,7 +84,6 @@ class Reporter:
         self.print(f"iteration {values['iteration']}  val loss {values['val_loss']:.4f}  in {values['val_time']:.2f} s")
 
     def test(self, iteration: int, loss: float) -> None:
-        """The loss of the job's test."""
         self._events.write("test", iteration=iteration, test_loss=loss, test_ppl=math.exp(loss))
         self.print(f"test loss {loss:.4f}, perplexity {math.exp(loss):.3f}")
 

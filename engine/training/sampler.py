@@ -42,11 +42,10 @@ class Sampler:
     Examples are sorted by length and cut into batches, which saves padding; batches come in random order, and their
     examples too. Examples that do not fill a last batch are left out, other ones in each epoch.
 
-    Of a streamed dataset only one chunk's order and lengths are in memory at a time. Every epoch takes the chunks in
-    another order, and shuffles the examples within each. The sequence of all examples is cut into one window of batches
-    per chunk; examples that do not fill a window's last batch move to the next one, so that an epoch leaves out no more
-    examples than without chunks. Batches of similar length are formed within a window.
-    """
+    Of a streamed dataset only one chunk's order and lengths are in memory. Every epoch takes the chunks in another
+    order, and shuffles the examples within each. The sequence of all examples is cut into one window of batches per
+    chunk; what does not fill a window's last batch moves to the next one, so that an epoch leaves out no more than
+    without chunks."""
 
     def __init__(self, plan: ChunkPlan, lengths: Callable[[int, int], Indices], batch_size: int, seed: int) -> None:
         """`lengths`: of a half-open range of examples, in any unit. Raises ValueError for fewer than a batch."""
@@ -81,8 +80,7 @@ class Sampler:
         return chosen
 
     def chunk_end(self, position: int) -> tuple[int, int] | None:
-        """The epoch, from 0, and the number within it, from 1, of the chunk that ends with the batch at `position`; the
-        last of several. None without chunks."""
+        """Epoch (from 0) and number in it (from 1) of the last chunk that ends with the batch at `position`, if any."""
         if not self._plan.enabled:
             return None
         epoch, number = divmod(position, self.batches_per_epoch)
@@ -119,11 +117,8 @@ class Sampler:
 
 def fixed_batches(plan: ChunkPlan, batch_size: int, seed: int, limit: int) -> Iterator[Indices]:
     """At most `limit` batches (-1: all) for validation and test: the same every time, in random order, the last one
-    perhaps short.
-
-    Of a streamed dataset, a limited number of batches samples the whole, one example from each of as many equal parts;
-    an unlimited number goes chunk by chunk.
-    """
+    perhaps short. A limited number of a streamed dataset samples the whole, one example from each of as many equal
+    parts; an unlimited number goes chunk by chunk."""
     size = plan.dataset_size
     wanted = size if limit < 0 else min(size, limit * batch_size)
     left = np.empty(0, dtype=np.int64)
@@ -175,7 +170,6 @@ def _raw(length: int, stream: _Stream, purpose: int) -> NDArray[np.uint64]:
 
 
 def dropout_seed(seed: int, iteration: int, rank: int) -> int:
-    """64 bits that determine everything random in that rank's iteration: no generator state has to be saved, and a
-    resumed run draws the same numbers."""
+    """64 bits for all that is random in that rank's iteration: a resumed run draws the same numbers."""
     digest = hashlib.blake2b(f"{seed} {iteration} {rank}".encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")

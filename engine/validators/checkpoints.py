@@ -46,10 +46,8 @@ class CheckpointReport:
 def validate_checkpoint_consistency(
     paths: Sequence[str | Path], expected_version: int | str | None = None, *, roots: Iterable[Path] | None = None
 ) -> bool:
-    """All checkpoints exist, are intact, and have one version, `expected_version` where that is given.
-
-    Raises ValueError for an empty list and for a path that `validate_path` refuses (`roots` as there).
-    """
+    """All exist, are intact, and have one version, `expected_version` where that is given. Raises ValueError for an
+    empty list and for a path that `validate_path` refuses (`roots` as there)."""
     return validate_checkpoint_layer(paths, expected_version, roots=roots).is_valid
 
 

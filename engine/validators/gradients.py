@@ -36,13 +36,11 @@ class GradientReport:
 
 
 def validate_gradient_layer(updates: Sequence[Mapping[str, Any]], tolerance: float = 0.1) -> GradientReport:
-    """`updates` is one round; each is {worker_id, gradients, gradient_norm}.
-
-    Gradients are numbers in any nesting of lists, arrays and tables. With up to three workers
-    an outlier's norm is more than ten times or less than a tenth of the median; with more, its deviation from the
-    median is over 3.5 times the mean deviation. Raises ValueError for no updates, missing gradients or norms, a worker
-    that occurs twice, a negative norm, and a tolerance that is negative or not a number.
-    """
+    """`updates` is one round; each is {worker_id, gradients, gradient_norm}, gradients numbers in any nesting of lists,
+    arrays and tables. With up to three workers an outlier's norm is more than ten times or less than a tenth of the
+    median; with more, its deviation from the median is over 3.5 times the mean deviation. Raises ValueError for no
+    updates, missing gradients or norms, a worker that occurs twice, a negative norm, and a tolerance that is negative
+    or not a number."""
     if not isinstance(updates, Sequence) or isinstance(updates, str | bytes) or not updates:
         raise ValueError("gradient updates: must be a list with at least one")
     not_negative(tolerance, "tolerance")

@@ -1,6 +1,4 @@
-"""Cluster health and run performance: GPUs before the start, heartbeats during training, and performance figures
-within their thresholds.
-"""
+"""GPUs before the start, heartbeats during training, and performance figures within their thresholds."""
 
 from __future__ import annotations
 
@@ -34,11 +32,9 @@ class PerformanceReport:
 
 
 def monitor_performance(metrics: Mapping[str, Any], thresholds: Mapping[str, float] | None = None) -> PerformanceReport:
-    """Check throughput > 0, latency_ms < 500, gpu_utilization > 0.8, memory_utilization < 0.9.
-
-    `thresholds` replaces limits by name. A metric that is None was not measured, and the report is not valid then.
-    Raises ValueError for a metric that is missing or not a number, and for an unknown threshold.
-    """
+    """Check throughput > 0, latency_ms < 500, gpu_utilization > 0.8, memory_utilization < 0.9; `thresholds` replaces
+    limits by name. A metric that is None was not measured, and the report is not valid then. Raises ValueError for a
+    metric that is missing or not a number, and for an unknown threshold."""
     found = table(metrics, "performance metrics")
     limits = {**LIMITS, **(table(thresholds, "thresholds") if thresholds is not None else {})}
     if unknown := sorted(map(str, limits.keys() - LIMITS.keys())):

@@ -42,11 +42,9 @@ class TrainingReport:
 
 def validate_distributed_training(config: dict[str, Any]) -> TrainingReport:
     """Validate `config`: checkpoints (paths), gradient_updates (as `validate_gradient_layer` takes them),
-    performance_metrics (`monitor_performance`), health_config (`run_health_checks`, with its "mode").
-
-    An empty part is skipped; a malformed one fails its layer, and is described in the issues. Raises TypeError when
-    `config` is not a dict, ValueError when a part is missing.
-    """
+    performance_metrics (`monitor_performance`), health_config (`run_health_checks`, with its "mode"). An empty part is
+    skipped; a malformed one fails its layer, and is an issue. Raises TypeError when `config` is not a dict, ValueError
+    when a part is missing."""
     if not isinstance(config, dict):
         raise TypeError(f"config must be a dict, not {type(config).__name__}")
     for part in PARTS:

@@ -162,11 +162,9 @@ def validate_worker_consistency(
     kl_threshold: float = 0.1,
     wasserstein_threshold: float = 1.0,
 ) -> ConsistencyMetrics:
-    """Compare one state per worker; each limit is inclusive.
-
-    Byzantine workers are detected from loss and gradient norm, by Krum from five workers on, below that by median and
-    MAD. Raises ValueError for no states, for two of one worker, and for a limit that is negative or not a number.
-    """
+    """Compare one state per worker; each limit is inclusive. Byzantine workers are detected from loss and gradient
+    norm, by Krum from five workers on, below that by median and MAD. Raises ValueError for no states, for two of one
+    worker, and for a limit that is negative or not a number."""
     check_items(states, WorkerState, "worker states")
     names = [state.worker_id for state in states]
     if len(set(names)) < len(names):

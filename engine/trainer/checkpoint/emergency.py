@@ -1,9 +1,6 @@
-"""Emergency checkpoints: the state of the last finished update is written when a peer is lost.
-
-They cost nothing beforehand: the state is held by reference, and released while an update changes it. Where the main
-thread hangs in a collective (a peer is stopped or cut off, so that no error is ever raised), the control thread
-writes the same state and ends the process.
-"""
+"""Emergency checkpoints: the state of the last finished update is written when a peer is lost. They cost nothing
+beforehand: the state is held by reference, and released while an update changes it. Where the main thread hangs in a
+collective (of a peer that is stopped or cut off), the control thread writes the state and ends the process."""
 
 from __future__ import annotations
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -32,12 +30,16 @@ from engine.training.checkpoint_files import (
     Origin,
     folder_name,
     move_aside,
+    package_versions,
     replace_folder,
     sync_folder,
     unpacked,
     update_of,
     verify_file,
 )
+
+PACKAGES = ("mlx", "mlx_lm")
+"""That a training is computed with."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,9 @@ class Checkpoint:
 
 
 def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "none") -> Checkpoint:
-    """Commit `snapshot`, on any thread: its arrays have been evaluated.
-
-    When this returns, the checkpoint survives a power cut where `durable`; when it raises (OSError, JobError), nothing
-    of it is left and every older one is as it was. One of the same update is replaced.
-    """
+    """Commit `snapshot`, on any thread: its arrays have been evaluated. When this returns, the checkpoint survives a
+    power cut where `durable`; when it raises (OSError, JobError), nothing of it is left and every older one is as it
+    was. One of the same update is replaced."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # What a killed writer has left: there is one writer, so that none of it is in use.
     for path in folder.glob(".step-*"):
@@ -84,7 +84,7 @@ def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "
             iteration=snapshot.iteration,
             window=dict(snapshot.window),
             best=dict(snapshot.best),
-            versions=package_versions(),
+            versions=package_versions(*PACKAGES),
             files=tuple(entries),
             **asdict(origin),
         )
@@ -96,11 +96,6 @@ def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "
         replace_folder(scratch, target)
         sync_folder(folder)
     return Checkpoint(target, manifest, durable)
-
-
-def package_versions() -> dict[str, str]:
-    """Package → version, of what the training is computed with."""
-    return {"python": platform.python_version(), "mlx": version("mlx"), "mlx_lm": version("mlx-lm")}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

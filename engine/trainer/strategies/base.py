@@ -1,6 +1,5 @@
-"""One rank's side of a training (the work of one update in three phases, and its state), and the common base of the
-strategies whose state is partitioned over the ranks.
-"""
+"""One rank's side of a training (the three phases of an update, and its state), and the base of the partitioned
+ones."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class LocalStep:
     """On a single rank 0: backward pass and update are one, in `compute_s`."""
 
     def with_update(self, exchanged_s: float, applied_s: float, *, lazy: bool) -> LocalStep:
-        """An update's last iteration, with the seconds of its exchange and of its optimizer step. `lazy`: most of the
-        latter is the backward pass."""
+        """An update's last iteration, with seconds of exchange and step. `lazy`: that is mostly the backward pass."""
         return replace(
             self,
             compute_s=self.compute_s + (applied_s if lazy else 0.0),
@@ -50,12 +48,9 @@ class LocalStep:
 
 
 class Strategy(ABC):
-    """Methods are called by all ranks, in the same order, and may raise PeerLost, unless they are local.
-
-    An update is `accumulate` for each of its iterations, `exchange`, `apply`. The state changes in `apply` only: a rank
-    that loses a peer before has the complete state of the last update. What can be exchanged in the last `accumulate`
-    already is, beside its computation.
-    """
+    """Methods are called by all ranks, in the same order, and may raise PeerLost, unless they are local. An update is
+    `accumulate` for each of its iterations, `exchange`, `apply`. The state changes in `apply` only: a rank that loses a
+    peer before has the last update's. What the last `accumulate` can exchange already is, beside its computation."""
 
     replicated: bool
     """Every rank has the same, complete state; else each has a part of one."""
@@ -70,14 +65,11 @@ class Strategy(ABC):
     def __init__(
         self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, elements: int | None = None
     ) -> None:
-        """`model`: this rank's part. `elements`: see Updater. Raises JobError for settings that the optimizer
-        rejects."""
+        """`model`: this rank's part. `elements`: see Updater. Raises JobError for what the optimizer rejects."""
         self.model = model
         self.loader = loader
         self._collective = collective
         self._updater = Updater(job, model, elements)
-        self._waited_s = 0.0
-        """Seconds spent waiting for other ranks in the iteration under way."""
 
     @property
     def late_loss(self) -> float | None:
@@ -94,10 +86,10 @@ class Strategy(ABC):
         it may be. `exact`: a checkpoint is due after the update, so no part of its gradient may be left to the next."""
         started = time.perf_counter()
         batch = self.loader.batch(position)
-        ready, self._waited_s = time.perf_counter(), 0.0
+        ready, before = time.perf_counter(), self._collective.waited_s
         loss, tokens = self._forward_backward(batch, last=last, exact=exact)
-        seconds = time.perf_counter() - ready
-        return LocalStep(loss, tokens, ready - started, seconds - self._waited_s, self._waited_s)
+        seconds, waited = time.perf_counter() - ready, self._collective.waited_s - before
+        return LocalStep(loss, tokens, ready - started, seconds - waited, waited)
 
     @abstractmethod
     def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
@@ -105,8 +97,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def local_norm(self, tokens: int) -> float | None:
-        """The norm of this rank's own gradients of the last update, as a mean over its `tokens`; None where a rank has
-        none. Local."""
+        """The norm of this rank's own gradients of the last update over its `tokens`; None where it has none. Local."""
 
     @abstractmethod
     def exchange(self, counters: list[float]) -> list[float]:
@@ -119,8 +110,7 @@ class Strategy(ABC):
         clipping. None, and no step, without targets. Local."""
 
     def average(self) -> Callable[[], None]:
-        """After `apply`: exchange what the ranks average. The state changes in the result's call only, which is
-        local."""
+        """After `apply`: exchange what the ranks average; only the result's call, which is local, changes the state."""
         return lambda: None
 
     @abstractmethod

@@ -32,8 +32,7 @@ from engine.training.sampler import Indices
 
 _PIECE_ELEMENTS = 2**20
 PIECE_S = 2.0
-"""Longest time for which a validation keeps the device busy at once: macOS ends GPU work that does not return for some
-seconds (kIOGPUCommandBufferCallbackErrorTimeout)."""
+"""Longest time for which a validation keeps the device busy at once: macOS ends GPU work of several seconds."""
 
 
 class Gradients:
@@ -47,9 +46,8 @@ class Gradients:
         held: bool = False,
         summed: Callable[[mx.Dtype], mx.Dtype] = lambda _: mx.float32,
     ) -> None:
-        """`wire`: to the other ranks, if any. `held`: without it, too, all gradients are evaluated before the first is
-        applied, for their norm. `summed`: the type in which the ranks' sums of a parameter's gradients are kept, by its
-        own type."""
+        """`wire`: to the other ranks, if any. `held`: without it, too, all gradients are evaluated before one is
+        applied, for their norm. `summed`: the type of the ranks' sums of a parameter's gradients, by its own type."""
         self._wire = wire
         self._lazy = wire is None and not held
         trainable = dict(tree_flatten(model.trainable_parameters()))
@@ -66,8 +64,7 @@ class Gradients:
         self._sums: list[mx.array] = []
         """All ranks' sums of the update by bucket."""
         self._unevaluated: dict[str, mx.array] = {}
-        """By parameter, instead of sums: those over `divided_by`, since a division of its own would cost a float32
-        copy of each."""
+        """By parameter, instead of sums: those over `divided_by`, since a later division would copy each to float32."""
         self.divided_by = 1
         self._own_squares: list[mx.array] = []
         self._squares: list[mx.array] = []
@@ -155,7 +152,6 @@ class Gradients:
                 yield self._unpacked(names, self._sums.pop())
 
     def loss(self, batch: Batch) -> float:
-        """The sum of cross-entropies over `batch`."""
         return scalar(self._forward(*Rows.of(batch).inputs))
 
     def share_loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
@@ -180,8 +176,7 @@ class Gradients:
 
 
 class WholeStep:
-    """Forward pass, backward pass and update of one rank as one compiled function, as in mlx-lm: the host waits for
-    the device once a step."""
+    """One rank's forward pass, backward pass and update, compiled as one: the host waits for the device once a step."""
 
     def __init__(self, model: nn.Module, updater: Updater) -> None:
         self._model = model
@@ -197,8 +192,7 @@ class WholeStep:
         return cls(model, updater) if whole else None
 
     def run(self, batch: Batch) -> tuple[float, float]:
-        """One step with the mean gradient over `batch`: the sum of cross-entropies, and the gradient's norm before
-        clipping."""
+        """One step with the mean gradient over `batch`: the sum of cross-entropies, and the norm before clipping."""
         loss, square = self._step(*Rows.of(batch, mean=True).inputs)
         mx.eval(loss, square, self._state)
         return scalar(loss), math.sqrt(scalar(square))
@@ -263,10 +257,7 @@ class DataParallel(Strategy):
         if self._whole_step is not None:
             self._batch, self._late_loss = batch, None
             return 0.0, batch.targets
-        before = self._collective.waited_s
-        loss = self._gradients.add(batch, last=last, exact=exact)
-        self._waited_s = self._collective.waited_s - before
-        return loss, batch.targets
+        return self._gradients.add(batch, last=last, exact=exact), batch.targets
 
     def local_norm(self, tokens: int) -> float | None:
         if not tokens:

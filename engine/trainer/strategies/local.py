@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten
 from engine.protocol.exchange import AVERAGING_PIECE, AveragingSchedule
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.store import Snapshot
-from engine.trainer.collective import TensorSpec, all_gather_object, broadcast_arrays, packed
+from engine.trainer.collective import TensorSpec, all_gather_object, broadcast_arrays, describe, packed
 from engine.trainer.elastic_group import ElasticGroup, LeftOut, raw, read_array
 from engine.trainer.gradient_wire import INT4, INT8
 from engine.trainer.optimizer_state import StateForm
@@ -53,12 +53,9 @@ class LocalSteps(Strategy):
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, group: ElasticGroup) -> None:
         super().__init__(job, model, loader, group)
         self._group = group
+        evals = job.steps_per_eval if job.val_batches else None
         self._schedule = AveragingSchedule(
-            iters=job.iters,
-            grad_accumulation_steps=job.grad_accumulation_steps,
-            local_steps=job.local_steps,
-            save_every=job.save_every,
-            steps_per_eval=job.steps_per_eval if job.val_batches else None,
+            job.iters, job.grad_accumulation_steps, job.local_steps, job.save_every, steps_per_eval=evals
         )
         self._gradients = Gradients(model, held=job.max_grad_norm is not None)
         self._quantization = QUANTIZATIONS.get(job.wire)
@@ -122,11 +119,11 @@ class LocalSteps(Strategy):
         return {**super().state(), _GROUP: dict(self._averaged)}
 
     def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
-        theirs = state.get(_GROUP, {})
-        same = {name: (value.shape, value.dtype) for name, value in theirs.items()} == {
-            name: (value.shape, value.dtype) for name, value in self._averaged.items()
-        }
-        return same and super().fits(state)
+        theirs, own = (
+            {name: (value.shape, value.dtype) for name, value in arrays.items()}
+            for arrays in (state.get(_GROUP, {}), self._averaged)
+        )
+        return theirs == own and super().fits(state)
 
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         """Each part is a whole state: this rank's own is used, else the first."""
@@ -153,18 +150,9 @@ class LocalSteps(Strategy):
         return self._due and self._group.awaited
 
     def admit(self, snapshot: Snapshot) -> None:
-        arrays = {(group, name): value for group, values in snapshot.state.items() for name, value in values.items()}
-        described = [(*key, value.shape, str(value.dtype).rpartition(".")[2]) for key, value in arrays.items()]
-        header = json.dumps(
-            {
-                "iteration": snapshot.iteration,
-                "update": snapshot.update,
-                "window": dict(snapshot.window),
-                "best": dict(snapshot.best),
-                "arrays": described,
-            }
-        )
-        self._group.admit(header, arrays.values)
+        facts = {name: getattr(snapshot, name) for name in ("iteration", "update", "window", "best")}
+        header = json.dumps({**facts, "arrays": describe(snapshot.state)})
+        self._group.admit(header, lambda: (value for group in snapshot.state.values() for value in group.values()))
 
     def rejoin(self, stopped: Callable[[], bool], release: Callable[[], None]) -> Snapshot:
         text, contents = self._group.join(stopped)
@@ -173,7 +161,7 @@ class LocalSteps(Strategy):
         self._gradients.clear()
         self._update_tokens = 0
         for (group, name, shape, dtype), content in zip(header.pop("arrays"), contents, strict=False):
-            value = read_array(content, TensorSpec(tuple(shape), getattr(mx, dtype)))
+            value = read_array(content, TensorSpec.of(shape, dtype))
             # In place of this rank's own.
             if group == _GROUP:
                 self._averaged[name] = value

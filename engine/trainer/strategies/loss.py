@@ -56,11 +56,9 @@ def loss_sum(
     trained: Collection[str] | None = None,
     **inputs: mx.array | None,
 ) -> mx.array:
-    """The sum of the targets' cross-entropies times `scale`, a float32 scalar; 0 without targets.
-
-    Targets are the tokens from bounds[:, 0] to before bounds[:, 1]. `trained`: the parameters, by name, with respect to
-    which the result will be differentiated; None: it will not be. `inputs`: the model's other arguments.
-    """
+    """The sum of the targets' cross-entropies times `scale`, a float32 scalar; 0 without targets, the tokens from
+    bounds[:, 0] to before bounds[:, 1]. `trained`: the parameters, by name, with respect to which it will be
+    differentiated; None: it will not be. `inputs`: the model's other arguments."""
     targets = tokens[:, 1:]
     position = mx.arange(1, targets.shape[1] + 1)
     mask = mx.logical_and(position >= bounds[:, 0:1], position < bounds[:, 1:])

@@ -116,7 +116,6 @@ class _MicroBatch:
     """Gradient with respect to the output; not to be evaluated until it has arrived."""
     gradients: dict[str, mx.array] | None = None
     below: mx.array | None = None
-    """The gradient of `hidden`."""
 
 
 class Pipeline(PartitionedStrategy):
@@ -145,10 +144,7 @@ class Pipeline(PartitionedStrategy):
         self._batches = 0
 
     def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
-        waited = self._collective.waited_s
-        result = self._run(batch, train=True)
-        self._waited_s = self._collective.waited_s - waited
-        return result
+        return self._run(batch, train=True)
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         return self._run(examples.batch(indices), train=False)

@@ -1,9 +1,6 @@
-"""A model cut into sections of contiguous layers, each of which runs by itself, and the forward and backward pass of
-one section: for sharded and pipeline training.
-
-A section is the architecture's own code with the other parts left out, so that masks, windows and names are
-unchanged; a layer of another section passes its input through. Sections of one model share their parts with it.
-"""
+"""A model cut into sections of contiguous layers, for sharded and pipeline training: each runs by itself, the
+architecture's own code with the other parts left out, so that masks, windows and names are unchanged. A layer of
+another section passes its input through. Sections of one model share their parts with it."""
 
 from __future__ import annotations
 
@@ -76,10 +73,9 @@ class Section:
     def forward_backward(
         self, trained: Mapping[str, mx.array], rows: Rows, hidden: mx.array | None, cotangent: mx.array, *, below: bool
     ) -> tuple[mx.array, dict[str, mx.array], mx.array | None]:
-        """The forward pass's output, the gradients of `trained` (unscaled, of the parameters' types, but float32 for
-        float16), and that of `hidden` if a section `below` is trained. Nothing is evaluated: the output can be before
-        `cotangent`, the gradient with respect to it, has arrived; what the backward pass needs is kept until its
-        results are evaluated."""
+        """The forward pass's output, the gradients of `trained` (unscaled, of their types, but float32 for float16),
+        and that of `hidden` if a section `below` is trained. Lazy: the output can be evaluated before its gradient,
+        `cotangent`, has arrived; what the backward pass needs is kept until its results are."""
         names = list(trained)
         differentiated = [*trained.values(), *([hidden] if below and hidden is not None else [])]
 

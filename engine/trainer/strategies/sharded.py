@@ -59,13 +59,14 @@ class Shards:
         ]
         trained = {name for name, _ in tree_flatten(model.trainable_parameters())}
         values = [dict(tree_flatten(section.model.parameters())) for section in self.sections]
-        costs = [
-            {
-                name: value.nbytes + value.size * _trained_bytes(job, value.dtype) * (name in trained)
-                for name, value in section.items()
-            }
-            for section in values
-        ]
+        form = StateForm.of(job)
+
+        def cost(name: str, value: mx.array) -> float:
+            # Beside a trained element itself: the optimizer's state of it, and its gradient's float32 sum.
+            state = state_bytes(form.precision, form.moments, value.dtype.size) + 4 if name in trained else 0
+            return value.nbytes + value.size * state
+
+        costs = [{name: cost(name, value) for name, value in section.items()} for section in values]
         owners = assign_owners(costs, collective.size)
         self._tensors = [
             {
@@ -89,9 +90,8 @@ class Shards:
         ]
         """The gradients that each rank has for others, by section."""
         self._sent_words = [max(sum(v.words for v in gradients.values()) for gradients in sent) for sent in self._sent]
-        summed = StateForm.of(job).summed
         alone = job.grad_accumulation_steps == 1
-        self._rounded = {v.name for v in self.placed if alone and summed(v.dtype) == mx.bfloat16}
+        self._rounded = {v.name for v in self.placed if alone and form.summed(v.dtype) == mx.bfloat16}
         """Tensors whose gradients' sums wait for the update in bfloat16, in which the step is computed."""
         _keep_owned(model, {name for name, owner in owners.items() if owner == collective.rank})
 
@@ -131,12 +131,10 @@ class Shards:
             model.update(tree_unflatten(held))
 
     def pack(self, section: int, gradients: Mapping[str, mx.array]) -> Reduction:
-        """This rank's `gradients`, all trained of the section, as they are summed. Local.
-
-        Each rank needs the sums of what it owns, and the ring has no sum_scatter. From each of n ranks, gathering what
-        it has for others sends (n-1)²/n times the bytes of a gradient, a sum of everything in float32 8(n-1)/n bytes
-        per element: whichever is less, for even parts the first one up to 5 ranks in 16 bits and up to 3 in float32.
-        """
+        """This rank's `gradients`, all trained of the section, as they are summed. Local. The ring has no sum_scatter:
+        from each of n ranks, gathering what it has for others sends (n-1)²/n times the bytes of a gradient, a sum of
+        everything in float32 8(n-1)/n bytes per element: whichever is less, for even parts the first one up to 5 ranks
+        in 16 bits and up to 3 in float32."""
         sent = self._sent[section][self._collective.rank]
         if self._is_gathered(section):
             rest = mx.zeros(self._sent_words[section] - sum(spec.words for spec in sent.values()), mx.uint32)
@@ -153,8 +151,7 @@ class Shards:
             self._collective.start_sum(reduction.packed)
 
     def finish_reduce(self, reduction: Reduction) -> dict[str, mx.array]:
-        """The sums for this rank's own tensors (float32, where they are not rounded; on one rank, its own gradients).
-        Lazy. Raises PeerLost."""
+        """The sums for this rank's own tensors, float32 or as they are rounded. Lazy. Raises PeerLost."""
         section, rank = reduction.section, self._collective.rank
         total = self._collective.finish()
         if self._is_gathered(section):
@@ -185,19 +182,13 @@ class Shards:
         return (ranks - 1) * 4 * self._sent_words[section] <= 2 * (ranks - 1) / ranks * 4 * elements
 
 
-def _trained_bytes(job: Job, dtype: mx.Dtype) -> float:
-    """State per trained element beside the element itself: the optimizer's, and its gradient's float32 sum."""
-    form = StateForm.of(job)
-    return state_bytes(form.precision, form.moments, dtype.size) + 4
-
-
-def assign_owners(sections: Sequence[Mapping[str, int]], ranks: int) -> dict[str, int]:
+def assign_owners(sections: Sequence[Mapping[str, float]], ranks: int) -> dict[str, int]:
     """Assign each tensor a rank, from its cost in bytes: within each section as evenly as whole tensors allow, the
     largest first, and on a tie to the rank with the lowest total so far. A tensor in several sections counts once."""
     owners: dict[str, int] = {}
-    whole = [0] * ranks
+    whole = [0.0] * ranks
     for section in sections:
-        here = [0] * ranks
+        here = [0.0] * ranks
         for name, cost in sorted(section.items(), key=lambda entry: (-entry[1], entry[0])):
             if name not in owners:
                 owners[name] = min(range(ranks), key=lambda rank: (here[rank], whole[rank], rank))
@@ -239,7 +230,6 @@ class Sharded(PartitionedStrategy):
         return (scalar(hidden), batch.targets) if batch and hidden is not None else (0.0, 0)
 
     def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
-        waited = self._collective.waited_s
         shards, rows = self._shards, Rows.of(batch, half=self._half)
         # Dropout: a section runs twice, and must draw the same numbers both times.
         seeds = np.asarray(mx.random.randint(0, 2**31 - 1, (self._last + 1,))).tolist()
@@ -284,7 +274,6 @@ class Sharded(PartitionedStrategy):
         if above:
             shards.start_reduce(above)
             self.add(shards.finish_reduce(above))
-        self._waited_s = self._collective.waited_s - waited
         return loss, batch.targets
 
     def _gather_first(self) -> dict[str, mx.array]:
@@ -294,8 +283,7 @@ class Sharded(PartitionedStrategy):
     def _forward(
         self, section: int, parameters: Mapping[str, mx.array], rows: Rows | None, hidden: mx.array | None
     ) -> tuple[mx.array | None, dict[str, mx.array]]:
-        """The section's output, and the parameters of the next one, which are gathered meanwhile. Without rows, only
-        those: this rank then only takes part in the gathering."""
+        """The section's output (without rows, None: this rank only takes part), and the next one's parameters."""
         if section < self._last:
             self._shards.start_gather(section + 1)
         output = None

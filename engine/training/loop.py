@@ -1,0 +1,123 @@
+"""Validation and the reports of an update, as the training loops of both frameworks have them."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.protocol.job import Job
+from engine.protocol.measurements import STEP_PARTS
+from engine.training.best_validation import BestValidation
+from engine.training.control import Control
+from engine.training.data import Split
+from engine.training.outcome import Diverged, Outcome
+from engine.training.reporting import Reporter, ReportWindow
+from engine.training.sampler import Indices
+
+
+@dataclass
+class TrainingLoop(ABC):
+    """One rank's training. Every call is made by every rank."""
+
+    job: Job
+    strategy: Any
+    valid: Split
+    control: Control
+    reporter: Reporter
+
+    def _begin(self, window: Mapping[str, Any], best: Mapping[str, Any]) -> None:
+        """From the sums since the last report, and the best validation so far."""
+        self._window, self._best = ReportWindow(**window), BestValidation(**best)
+        self._stop = False
+
+    @abstractmethod
+    def run(self) -> Outcome:
+        """Train until the last iteration or an agreed stop, and save."""
+
+    @abstractmethod
+    def _loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
+        """This rank's part of one batch: the sum of cross-entropies, and the number of targets."""
+
+    @abstractmethod
+    def _sum(self, values: list[float]) -> list[float]:
+        """The sums over all ranks."""
+
+    @abstractmethod
+    def _save_best(self, iteration: int, loss: float) -> None:
+        """Save the weights of the best validation so far."""
+
+    @property
+    def _comparable(self) -> bool:
+        """A validation's loss is of as many examples as those before."""
+        return True
+
+    def run_and_test(self, test: Split | None) -> Outcome:
+        """`test`: for the job's `test`."""
+        outcome = self.run()
+        if test is not None and not outcome.stopped:
+            self.reporter.phase("validating")
+            if (loss := self.evaluate(test, self.job.test_batches)) is not None:
+                self.reporter.test(outcome.iteration, loss)
+        return outcome
+
+    def evaluate(self, examples: Split, limit: int) -> float | None:
+        """Mean cross-entropy over all target tokens of `limit` batches; None without targets or when stopped."""
+        self.strategy.model.eval()
+        loss, tokens = 0.0, 0.0
+        for indices in examples.fixed_batches(self.job.batch_size, self.job.seed, limit):
+            # A whole validation may take longer than a stop has time: every batch carries the request.
+            own_loss, own_tokens = self._loss(examples, indices)
+            total = self._sum([own_loss, float(own_tokens), float(self.control.stop_requested)])
+            self.reporter.going_on()
+            loss, tokens = loss + total[0], tokens + total[1]
+            if total[2]:
+                self._stop = True
+                break
+        self.strategy.model.train()
+        return None if self._stop or not tokens else loss / tokens
+
+    def _validation_due(self, iteration: int) -> bool:
+        return len(self.valid) > 0 and self.job.validates_before(iteration)
+
+    def _validate(self, iteration: int) -> None:
+        self.reporter.phase("validating")
+        started = time.perf_counter()
+        loss = self.evaluate(self.valid, self.job.val_batches)
+        if loss is None:
+            return
+        seconds = time.perf_counter() - started
+        self.reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
+        if self._comparable and self._best.add(iteration, loss) and self.job.save_best:
+            self._save_best(iteration, loss)
+
+    @property
+    def _patience_over(self) -> bool:
+        return self._best.is_over(self.job.patience)
+
+    def _check_losses(self, iterations: Iterable[int], losses: Iterable[float]) -> None:
+        for iteration, loss in zip(iterations, losses, strict=True):
+            if not math.isfinite(loss):
+                raise Diverged(f"loss is not finite at iteration {iteration}")
+
+    def _report_update(
+        self,
+        steps: Mapping[int, Any],
+        sums: tuple[Sequence[float], Sequence[float]],
+        of_update: Mapping[str, Any],
+        learning_rate: float,
+        peak_bytes: int,
+    ) -> None:
+        """`steps`: the update's iterations, each with this rank's STEP_PARTS. `sums`: over the ranks, of the losses and
+        of the targets of each. `of_update`: for the event of the last one."""
+        for (iteration, step), loss, count in zip(steps.items(), *sums, strict=True):
+            mean, parts = loss / count if count else None, {name: getattr(step, name) for name in STEP_PARTS}
+            facts = of_update if iteration == max(steps) else {"grad_norm": None}
+            values = {"iteration": iteration, "loss": mean, "tokens": int(count), **parts}
+            self.reporter.event("step", **values, peak_memory_bytes=peak_bytes, **facts)
+            self._window.add(mean, int(count), sum(parts.values()))
+            if iteration % self.job.steps_per_report == 0 or iteration == self.job.iters:
+                self.reporter.report(self.job.iters, self._window.close(iteration, learning_rate, peak_bytes))
