@@ -16,8 +16,8 @@ from engine.cluster.topology import topology
 from engine.cluster.transport.base import Completed, for_any_shell
 from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.ssh_config import shell_argv, write_openssh_config
+from engine.config.load import named_programs
 from engine.config.models import Config, NodeConfig
-from engine.config.programs import named_programs
 from engine.errors import HostKeyChanged, InputError, LaunchError, StateError
 from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
 from engine.plan.addresses import setup_commands, setup_script

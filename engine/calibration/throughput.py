@@ -14,8 +14,7 @@ from pathlib import PurePosixPath
 
 from engine.checks.context import CheckContext
 from engine.checks.leases import Leases, leased
-from engine.cluster.probe_results import ShortText
-from engine.cluster.replies import parse_line
+from engine.cluster.probe_results import ShortText, parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable

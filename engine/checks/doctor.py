@@ -14,8 +14,7 @@ from engine.checks.check import verdict
 from engine.checks.interpreter import IMPORT_LIMIT_S, as_interpreter, with_mlx_lm
 from engine.checks.versions import MLX_MINIMUM, dotted, install_fix, new_enough
 from engine.cluster.network_interfaces import rdma_device_names, whole_rdma_table
-from engine.cluster.probe_results import MlxLmReport, MlxReport
-from engine.cluster.replies import probe_here
+from engine.cluster.probe_results import MlxLmReport, MlxReport, probe_here
 from engine.cluster.transport.local import LocalTransport
 from engine.errors import ENABLE_RDMA, LaunchError
 from engine.launch.mlx_launch import executable

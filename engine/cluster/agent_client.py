@@ -17,8 +17,7 @@ from typing import Protocol, TypeVar
 from pydantic import BaseModel
 
 from engine.cluster.bundle import node_bundle
-from engine.cluster.probe_results import WriteReport
-from engine.cluster.replies import parse_output
+from engine.cluster.probe_results import WriteReport, parse_output
 from engine.cluster.transport.base import Channel, Completed, Transport, expanded
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 
 from engine.cluster.agent_client import AgentSession, SessionLimits, open_session
 from engine.cluster.awake_clock import AwakeClock
-from engine.cluster.probe_results import PortHolders
-from engine.cluster.replies import last_json
+from engine.cluster.probe_results import PortHolders, last_json
 from engine.cluster.transport.base import Transport, expanded
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError

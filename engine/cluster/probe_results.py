@@ -1,16 +1,20 @@
-"""Validated results of the probes of engine.node.probes: the caller names both the probe and its result.
-A node is not trusted: no part of a report is used before it is bounded and safe to show.
-"""
+"""Validated results of the probes of engine.node.probes, and the one place where what a program or probe prints becomes
+a value, or the reason why it is none: the caller names both the probe and its result. A node is not trusted: no part of
+a report is used before it is bounded and safe to show."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+import json
+import sys
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
+from engine.cluster.transport.base import Completed
+from engine.cluster.transport.local import LocalTransport
 from engine.errors import plural
 from engine.measurements import Count
-from engine.models import FrozenModel
+from engine.models import Failed, FrozenModel, Late, NoValue, Unparsable
 from engine.security.redact import Redactor
 from engine.security.sanitise import plain
 
@@ -370,3 +374,42 @@ class TorchReport(FrozenModel):
     """Why the others were not."""
     build: TorchBuild | None = None
     """None where torch was not imported."""
+
+
+_SHOWN = 200
+Value = TypeVar("Value", bound=BaseModel)
+
+
+def parse_output(command: str, done: Completed, value_type: type[Value], *, after_s: float) -> Value | NoValue:
+    """The last line of stdout that is a `value_type` as JSON: a login shell may print around it. `command` is named in
+    the reason why there is none; its time limit was `after_s` seconds."""
+    value = last_json(done.stdout, value_type)
+    if value is not None:
+        return value
+    if done.code is None:
+        return Late(command=command, after_s=after_s)
+    if done.code:
+        return Failed(command=command, exit_code=done.code, stderr=plain(done.exit_output, _SHOWN))
+    return Unparsable(command=command, output=plain(done.exit_output, _SHOWN))
+
+
+def last_json(output: bytes, value_type: type[Value]) -> Value | None:
+    """The last line that is a `value_type`."""
+    values = (parse_line(line, value_type) for line in reversed(output.splitlines()))
+    return next((value for value in values if value is not None), None)
+
+
+def parse_line(line: bytes, value_type: type[Value]) -> Value | None:
+    """None for a line of anything else."""
+    try:
+        # pydantic's own parser refuses the whole line for one lone surrogate, as of a file name that is not UTF-8.
+        return value_type.model_validate(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+
+
+async def probe_here(name: str, *arguments: str, result_type: type[Value], timeout_s: float) -> Value | NoValue:
+    """A probe of this machine, with the python that runs us, in a process of its own."""
+    argv = [sys.executable, "-m", "engine.node.probes", name, *arguments]
+    done = await LocalTransport().run(argv, timeout_s=timeout_s)
+    return parse_output(f"the {name} probe", done, result_type, after_s=timeout_s)

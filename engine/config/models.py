@@ -14,9 +14,16 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from engine.config.faults import accepts
-from engine.config.formats import address_form, device_form, path_form, remote_path_form, resolved, split_form
+from engine.config.formats import (
+    address_form,
+    device_form,
+    path_form,
+    pattern_form,
+    remote_path_form,
+    resolved,
+    split_form,
+)
 from engine.config.mlx_lm_keys import HEAD_TRACKERS, LOCAL_KEYS, services
-from engine.config.pattern_form import pattern_form
 from engine.errors import InputError
 from engine.models import FrozenModel
 from engine.protocol.job import STRATEGIES, Framework, Strategy

@@ -51,9 +51,8 @@ from types import FrameType
 from engine.node import processes
 from engine.node.daemon import STARTED, GroupReaper, StartupNotifier, daemonize
 from engine.node.rank_activity import RankActivity
-from engine.node.rank_process import TORCHRUN_ID_ENV, Pump, RankLog, RankProcess, torchrun_id
+from engine.node.rank_process import TORCHRUN_ID_ENV, Pump, RankLog, RankProcess, reported_exception, torchrun_id
 from engine.node.script_metrics import PrintedMetrics, TensorBoardMetrics
-from engine.node.torch_errors import reported_exception
 from engine.protocol import attempt
 from engine.protocol.attempt import AttemptSpec, ExitRecord, Identity, NodeFiles, RankSpec, lease_clock, write_atomic
 from engine.protocol.events import EventWriter, exit_output, has_stepped, last_phase

@@ -1,8 +1,9 @@
-"""A rank's process, the trainer or the user's own command, and the log of its output."""
+"""A rank's process, the trainer or the user's own command, the log of its output, and the exception that it left."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import subprocess
@@ -11,9 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from engine.node import processes
-from engine.protocol.attempt import CONTROL_FD_ENV, EVENTS_ENV, NONCE_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec
+from engine.protocol.attempt import (
+    CONTROL_FD_ENV,
+    EVENTS_ENV,
+    NONCE_ENV,
+    SPEC_ENV,
+    AttemptSpec,
+    NodeFiles,
+    RankSpec,
+    open_regular,
+)
 from engine.protocol.launchers import option_value, rank_command
 
 _CHUNK_BYTES = 65_536
@@ -128,17 +139,12 @@ class RankProcess:
         if not Path(rank.workdir).is_dir():
             raise FileNotFoundError(2, "no such working directory", rank.workdir)
         try:
-            self._process = subprocess.Popen(
-                _arguments(spec, rank, files),
-                # The trainer imports from the bundle and changes to its working directory by itself.
-                cwd=_BUNDLE if self.cooperative else rank.workdir,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output_write,
-                stderr=output_write,
-                pass_fds=(control_read,) if self.cooperative else (),
-                start_new_session=True,
-            )
+            # The trainer imports from the bundle and changes to its working directory by itself.
+            folder, passed = (_BUNDLE, (control_read,)) if self.cooperative else (Path(rank.workdir), ())
+            self._process = processes.start_session(
+                _arguments(spec, rank, files), folder, output_write,
+                env=environment, stdin=subprocess.DEVNULL, pass_fds=passed,
+            )  # fmt: skip
         finally:
             os.close(control_read)
             os.close(output_write)
@@ -244,3 +250,38 @@ def _arguments(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]
     for placeholder, value in values.items():
         command = [argument.replace(placeholder, value) for argument in command]
     return command
+
+
+_MOST_BYTES = 1 << 20
+_TEXT, _TRACEBACK = 2000, 20_000
+"""Characters that are kept."""
+
+
+def reported_exception(files: NodeFiles, rank: int) -> dict[str, Any] | None:
+    """The fields of the `failure` event of a rank whose PyTorch program left an error file, as torchelastic's `record`
+    does (torch/distributed/elastic/multiprocessing/errors); None without one that can be read.
+    Of an elastic job's workers, the first failure of the last round."""
+    rounds = files.workers(rank).glob("*/attempt_*")
+    last = max(rounds, key=lambda folder: (len(folder.name), folder.name), default=None)
+    found = [_read(path) for path in ([files.error(rank)] if last is None else last.glob("*/error.json"))]
+    known = [each for each in found if each is not None]
+    return min(known, key=lambda each: float(each["raised_at"]), default=None)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        with open_regular(path) as file:
+            message = json.loads(file.read(_MOST_BYTES))["message"]
+        # An exception, or the text of what a handler in C++ has left.
+        text = message["message"] if isinstance(message, dict) else message
+        extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        kind, _, rest = str(text).partition(": ")
+        named = kind.replace(".", "").isidentifier() and bool(rest)
+        return {
+            "error_type": kind.rpartition(".")[2] if named else "Error",
+            "message": (rest if named else str(text))[:_TEXT],
+            "traceback": str(extra.get("py_callstack", ""))[-_TRACEBACK:],
+            "raised_at": float(extra.get("timestamp", 0)),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

@@ -10,8 +10,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from engine.protocol.deepspeed import deepspeed_config
-from engine.protocol.job import TorchSettings
+from engine.protocol.job import TorchSettings, deepspeed_config
 from engine.protocol.measurements import AllSumResult
 from engine.torch_trainer.main import hide_gpus
 from engine.training.allreduce_check import measure_sums, run_check

@@ -10,9 +10,8 @@ from engine.protocol.attempt import AttemptSpec
 from engine.protocol.events import EventWriter
 from engine.protocol.measurements import STEP_PARTS, GroupStepReport, RoundTimes
 from engine.torch_trainer.main import import_trainer
-from engine.training.control import Control
 from engine.training.group_bench import run_bench, timed_rounds
-from engine.training.process import TrainingProcess
+from engine.training.process import Control, TrainingProcess
 from engine.training.reporting import Reporter
 
 

@@ -42,8 +42,8 @@ from engine.training.checkpoint_files import (
     update_of,
     verify_file,
 )
-from engine.training.outcome import first_line
 from engine.training.process import TrainingProcess
+from engine.training.reporting import first_line
 from engine.training.resumption import NOT_RECORDED, check_inputs, check_manifest, no_state
 
 _MANIFEST = re.compile(r"manifest-(\d{1,6})\.json")

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from engine.protocol.job import Job, JobError
 from engine.protocol.jsonl import THINKING, form_of
 from engine.training.data import Batch, RowFormat, Tokens
-from engine.training.outcome import first_line
+from engine.training.reporting import first_line
 
 
 def load_tokenizer(job: Job) -> Any:

@@ -24,8 +24,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.protocol.job import Job, JobError, TorchSettings
 from engine.training.checkpoint_files import replace_folder
-from engine.training.inputs import partly_resumed
-from engine.training.outcome import first_line
+from engine.training.data import partly_resumed
+from engine.training.reporting import first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of the computation, by TorchSettings.precision."""

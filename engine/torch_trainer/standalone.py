@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from engine.protocol.attempt import EVENTS_ENV, SPEC_ENV, AttemptSpec, RankSpec
-from engine.protocol.deepspeed import DEEPSPEED_CONFIG_ENV
+from engine.protocol.job import DEEPSPEED_CONFIG_ENV
 
 
 def main() -> None:

@@ -28,12 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.protocol.attempt import AttemptSpec
-from engine.protocol.deepspeed import DEEPSPEED_CONFIG_ENV, deepspeed_config
-from engine.protocol.job import Job, JobError, TorchSettings
+from engine.protocol.job import DEEPSPEED_CONFIG_ENV, Job, JobError, TorchSettings, deepspeed_config
 from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer
 from engine.torch_trainer.unpickling import load_restricted, restrict_unpickling
-from engine.training.outcome import GroupError, first_line
+from engine.training.reporting import GroupError, first_line
 
 _STATE = "state"
 """DeepSpeed's tag: its files are in a folder of this name."""

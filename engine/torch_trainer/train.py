@@ -29,11 +29,10 @@ from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
 from engine.training.checkpoint_files import Origin, package_versions
-from engine.training.data import Batch, DataLoader, Split
-from engine.training.inputs import crc_text, files_checksum, load_splits, rank_job
+from engine.training.data import Batch, DataLoader, Split, crc_text, files_checksum, load_splits, rank_job
 from engine.training.loop import TrainingLoop
-from engine.training.outcome import Diverged, GroupError, Outcome, PeerLost
 from engine.training.process import TrainingProcess
+from engine.training.reporting import Diverged, GroupError, Outcome, PeerLost
 from engine.training.sampler import Indices, dropout_seed
 
 _PACKAGES = ("torch", "accelerate", "transformers", "peft", "deepspeed")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
-from engine.training.outcome import GroupError, PeerLost
+from engine.training.reporting import GroupError, PeerLost
 
 
 class Collective:

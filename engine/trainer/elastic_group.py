@@ -30,7 +30,7 @@ import numpy as np
 
 from engine.protocol.attempt import AttemptSpec
 from engine.trainer.collective import Collective, TensorSpec
-from engine.training.outcome import GroupError, PeerLost
+from engine.training.reporting import GroupError, PeerLost
 
 FORM_LIMIT_S = 60.0
 """For all ranks to connect at the start."""

@@ -21,7 +21,7 @@ from engine.trainer.strategies.base import LocalStep, Strategy
 from engine.trainer.weights import floats
 from engine.training.data import Split
 from engine.training.loop import TrainingLoop
-from engine.training.outcome import Diverged, Outcome
+from engine.training.reporting import Diverged, Outcome
 from engine.training.sampler import Indices, dropout_seed
 
 _CACHE_BYTES = 2**30

@@ -11,13 +11,14 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.datasets import create_dataset
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load, maybe_set_recommended_wired_limit
 
 from engine.node.bootstrap import make_private
 from engine.protocol.job import Job, JobError
 from engine.protocol.safetensors import misfit
-from engine.training.inputs import partly_resumed
+from engine.training.data import RowFormat, partly_resumed
 
 
 def set_up_device(job: Job, rank: int = 0) -> None:
@@ -126,3 +127,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Trainable parameters, and all (quantized ones as stored)."""
     trainable = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
     return trainable, sum(value.size for _, value in tree_flatten(model.parameters()))
+
+
+def row_format(job: Job, tokenizer: Any) -> RowFormat:
+    return lambda first: create_dataset([first], tokenizer, job).process

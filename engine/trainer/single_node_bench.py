@@ -21,9 +21,8 @@ from mlx_lm.models.llama import Model, ModelArgs
 from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer.collective import Collective
-from engine.trainer.data import row_format
 from engine.trainer.gradient_wire import GradientWire
-from engine.trainer.model import load_model, set_up_device
+from engine.trainer.model import load_model, row_format, set_up_device
 from engine.trainer.optimizer import Updater
 from engine.trainer.optimizer_state import StateForm
 from engine.trainer.strategies.data_parallel import Gradients, WholeStep

@@ -22,10 +22,9 @@ from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpo
 from engine.trainer.checkpoint.resume import Resume, ResumePoint
 from engine.trainer.checkpoint.store import PACKAGES
 from engine.trainer.collective import Collective, all_gather_object
-from engine.trainer.data import row_format
 from engine.trainer.elastic_group import ElasticGroup
 from engine.trainer.loop import Loop
-from engine.trainer.model import count_parameters, load_model, set_up_device
+from engine.trainer.model import count_parameters, load_model, row_format, set_up_device
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.saver import save_adapter_config
 from engine.trainer.strategies.base import Strategy
@@ -34,11 +33,9 @@ from engine.trainer.strategies.local import LocalSteps
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
 from engine.training.checkpoint_files import Origin, package_versions, packer
-from engine.training.control import Control
-from engine.training.data import DataLoader, Split, load_train_split
-from engine.training.inputs import crc_text, files_checksum, load_splits, rank_job
-from engine.training.outcome import PeerLost
-from engine.training.reporting import Reporter
+from engine.training.data import DataLoader, Split, crc_text, files_checksum, load_splits, load_train_split, rank_job
+from engine.training.process import Control
+from engine.training.reporting import PeerLost, Reporter
 
 _MIB = 2**20
 

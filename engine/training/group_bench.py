@@ -22,7 +22,7 @@ from pathlib import Path
 from engine.node.processes import raise_priority
 from engine.protocol.attempt import NONCE_ENV, AttemptSpec, write_atomic
 from engine.protocol.measurements import GROUP_LIMIT_S, AllSumResult, GroupStepReport, RoundTimes
-from engine.training.outcome import first_line
+from engine.training.reporting import first_line
 
 _LEAST = 3
 """Rounds that are timed, after a first one that is not."""

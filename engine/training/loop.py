@@ -11,11 +11,9 @@ from typing import Any
 
 from engine.protocol.job import Job
 from engine.protocol.measurements import STEP_PARTS
-from engine.training.best_validation import BestValidation
-from engine.training.control import Control
 from engine.training.data import Split
-from engine.training.outcome import Diverged, Outcome
-from engine.training.reporting import Reporter, ReportWindow
+from engine.training.process import Control
+from engine.training.reporting import BestValidation, Diverged, Outcome, Reporter, ReportWindow
 from engine.training.sampler import Indices
 
 

@@ -1,22 +1,53 @@
-"""One rank's training process, started by the keeper with all it needs in its environment. Exit codes: TrainerExit."""
+"""One rank's training process, started by the keeper with all it needs in its environment; the keeper's commands to it,
+and the detection of the keeper's own end. Exit codes: TrainerExit."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.node.processes import raise_priority
-from engine.protocol.attempt import EVENTS_ENV, SPEC_ENV, AttemptSpec
+from engine.protocol.attempt import CONTROL_FD_ENV, EMERGENCY_CHECKPOINT, EVENTS_ENV, SPEC_ENV, STOP, AttemptSpec
 from engine.protocol.events import EventWriter
 from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.protocol.job import JobError
-from engine.training.control import Control
 from engine.training.reporting import Reporter
+
+
+class Control:
+    """The keeper's commands: stop; save an emergency checkpoint and exit. Read in a thread of its own, so that one is
+    received in the middle of a step."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self.save_and_exit: Callable[[int], object] = os._exit
+        """Called in the reading thread with the exit code; until there is a state to save, it only exits."""
+        descriptor = os.environ.get(CONTROL_FD_ENV)
+        if descriptor is not None:
+            threading.Thread(target=self._read, args=(int(descriptor),), name="control", daemon=True).start()
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop.is_set()
+
+    def _read(self, descriptor: int) -> None:
+        received = b""
+        while chunk := os.read(descriptor, 4096):
+            received += chunk
+            *commands, received = received.split(b"\n")
+            for command in commands:
+                if command + b"\n" == STOP:
+                    self._stop.set()
+                elif command + b"\n" == EMERGENCY_CHECKPOINT:
+                    self.save_and_exit(TrainerExit.PEER_LOST)
+        # Without its keeper the rank has no lease, no log and no exit record.
+        os._exit(TrainerExit.KEEPER_GONE)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,51 @@
-"""The reports of a trainer: events for the head, lines for people, and mlx-lm's callback for SwanLab, if any."""
+"""The reports of a trainer: events for the head, lines for people, and mlx-lm's callback for SwanLab, if any.
+How a training ends, and its best validation so far."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.protocol.events import EventWriter
+from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.protocol.job import Job, JobError
-from engine.training.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Outcome:
+    completed: bool
+    stopped: bool
+    iteration: int
+    early: str | None = None
+    """Why it is complete before the job's last iteration."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of its message that says anything; its type without one."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+
+
+class GroupError(TrainerError):
+    """The group could not be formed as planned, or its ranks do not have the same job, model and data."""
+
+    exit_code = TrainerExit.GROUP
+
+
+class PeerLost(TrainerError):
+    """Another rank is gone: a consequence of its failure, not the cause."""
+
+    exit_code = TrainerExit.PEER_LOST
+
+
+class Diverged(TrainerError):
+    """The loss or the gradient is not finite."""
+
+    exit_code = TrainerExit.DIVERGED
+
 
 _GOING_ON_S = 10.0
 
@@ -134,3 +168,38 @@ class ReportWindow:
         }
         self.loss_sum, self.losses, self.iterations, self.tokens, self.seconds = 0.0, 0, 0, 0, 0.0
         return values
+
+
+@dataclass
+class BestValidation:
+    """By it weights are saved (`save_best`) and the training is ended early (`patience`). It is part of every
+    checkpoint: a resumed training judges as one that was never interrupted, and each validation counts once: it
+    repeats the one that follows its checkpoint's update."""
+
+    loss: float | None = None
+    """None before the first that is finite."""
+    iteration: int = 0
+    since: int = 0
+    """Validations since then, none of them better."""
+
+    def add(self, iteration: int, loss: float) -> bool:
+        """True when this validation is better than all before it. A loss that is not finite never is."""
+        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
+            self.loss, self.iteration, self.since = loss, iteration, 0
+            return True
+        self.since += 1
+        return False
+
+    def is_over(self, patience: int | None) -> bool:
+        """So many validations in a row were not better; never with None."""
+        return patience is not None and self.since >= patience
+
+    def early_stop(self, iteration: int) -> str:
+        """Why the training ends at `iteration`, in one line."""
+        best = f" (best {self.loss:.4f} at iteration {self.iteration})" if self.loss is not None else ""
+        validations = "1 validation" if self.since == 1 else f"{self.since} validations"
+        return f"stopped early at iteration {iteration}: the validation loss has not improved for {validations}{best}"
+
+    def state(self) -> Mapping[str, Any]:
+        """For a checkpoint; all finite."""
+        return {name: value for name, value in asdict(self).items() if value is not None}

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
-from engine.training.best_validation import BestValidation
 from engine.training.checkpoint_files import Manifest, Recorded
-from engine.training.reporting import Reporter, ReportWindow
+from engine.training.reporting import BestValidation, Reporter, ReportWindow
 
 NOT_RECORDED = "; its manifest is not recorded in the run's journal"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.node.torch_errors import reported_exception
+from engine.node.rank_process import reported_exception
 from engine.protocol.attempt import NodeFiles
 
 

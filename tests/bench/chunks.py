@@ -24,7 +24,7 @@ from mlx_lm.utils import load_tokenizer
 
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
-from engine.trainer.data import row_format
+from engine.trainer.model import row_format
 from engine.training.data import DataLoader, load_split
 from engine.training.reporting import Reporter
 

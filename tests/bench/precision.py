@@ -22,8 +22,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.job import Job
-from engine.trainer.data import row_format
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, row_format
 from engine.trainer.optimizer import Updater
 from engine.trainer.optimizer_state import COMPENSATION, compensated
 from engine.trainer.strategies.data_parallel import Gradients

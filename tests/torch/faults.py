@@ -28,10 +28,8 @@ from engine.torch_trainer.checkpoint import StateManifest, _newest
 from engine.torch_trainer.train import TorchLoop, load_training
 from engine.torch_trainer.waits import WaitTimer
 from engine.training.checkpoint_files import FileEntry
-from engine.training.control import Control
-from engine.training.outcome import Diverged
-from engine.training.process import TrainingProcess
-from engine.training.reporting import Reporter
+from engine.training.process import Control, TrainingProcess
+from engine.training.reporting import Diverged, Reporter
 
 _FILE_LIMIT = 7_000
 """Bytes of a file on the full disk: less than the weights, and more than peft's model card, which it writes first."""

@@ -15,8 +15,7 @@ import mlx.optimizers as optim
 import pytest
 from mlx_lm.tuner.utils import build_schedule
 
-from engine.trainer.data import row_format
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, row_format
 from tests.needs import TORCH
 from tests.torch.running import ROOT, run_torch, start_torch
 from tests.training.tiny import SCHEDULE, Tiny, make_job

@@ -20,10 +20,9 @@ import numpy as np
 from engine.protocol import exchange
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective
-from engine.trainer.data import row_format
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, row_format
 from engine.training.data import load_split
-from engine.training.outcome import PeerLost
+from engine.training.reporting import PeerLost
 from tests.training.partitioned_program import strategy
 
 

@@ -22,8 +22,7 @@ from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
 from engine.protocol.partition import parse_split
 from engine.trainer.collective import Collective
-from engine.trainer.data import row_format
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, row_format
 from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded

@@ -21,8 +21,7 @@ from engine.trainer.loop import Loop
 from engine.trainer.replica_check import ReplicaCheck, ReplicaMismatch
 from engine.trainer.saver import BEST_FILE, has_better, save_best_adapters
 from engine.trainer.weights import WeightStream
-from engine.training.best_validation import BestValidation
-from engine.training.outcome import Outcome
+from engine.training.reporting import BestValidation, Outcome
 from tests.training.launching import Launched, launch
 from tests.training.test_resume import BOTH, by_iteration, kill_all_at, resumed, run_training, same_weights
 from tests.training.test_update import Trained, train

@@ -20,8 +20,7 @@ import pytest
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
 from engine.protocol.partition import progress_text
-from engine.trainer.data import row_format
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, row_format
 from engine.training.data import Batch, DataLoader, InMemoryExamples, Split, StreamedExamples, load_split
 from engine.training.reporting import Reporter
 from tests.training.launching import launch

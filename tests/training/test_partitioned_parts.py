@@ -19,16 +19,13 @@ from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
 from engine.protocol.partition import layer_split
 from engine.trainer.collective import Collective
-from engine.trainer.data import row_format
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, row_format
 from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
 from engine.trainer.strategies.pipeline import MessageKind, MessageTag, Pipeline, StageMessages
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import State, WeightStream, scalar, write_safetensors
-from engine.training.data import Batch, DataLoader, Split, load_split
-from engine.training.inputs import files_checksum
-from engine.training.outcome import GroupError
-from engine.training.reporting import Reporter
+from engine.training.data import Batch, DataLoader, Split, files_checksum, load_split
+from engine.training.reporting import GroupError, Reporter
 from engine.training.sampler import Indices
 from tests.training.tiny import Tiny, make_job, write_weights
 from tests.training.together import together

@@ -22,8 +22,7 @@ from mlx.utils import tree_flatten
 from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer import calibrate
-from engine.trainer.data import row_format
-from engine.trainer.model import load_model
+from engine.trainer.model import load_model, row_format
 from engine.trainer.single_node_bench import (
     PROBE_BATCHES,
     WINDOWS,

@@ -28,19 +28,17 @@ from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpo
 from engine.trainer.checkpoint.resume import ResumePoint
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
-from engine.trainer.data import row_format
 from engine.trainer.loop import Loop
-from engine.trainer.model import load_model, recompute_layers
+from engine.trainer.model import load_model, recompute_layers, row_format
 from engine.trainer.optimizer import Updater
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel, Gradients
 from engine.trainer.weights import scalar
 from engine.training.checkpoint_files import Origin
-from engine.training.control import Control
 from engine.training.data import Batch, DataLoader, InMemoryExamples, load_split
-from engine.training.outcome import Diverged, Outcome
-from engine.training.reporting import Reporter
+from engine.training.process import Control
+from engine.training.reporting import Diverged, Outcome, Reporter
 from tests.training.tiny import SCHEDULE, Tiny, make_job, write_rows
 from tests.unit.trainer.checkpoint.latest import latest
 from tests.waiting import wait_until

@@ -29,7 +29,7 @@ from engine.cluster.agent_client import each_of, value_of
 from engine.cluster.discovery import parse_find_python
 from engine.cluster.facts import read_facts
 from engine.cluster.host_connection import AttemptOnHost, HostConnection
-from engine.cluster.replies import parse_output
+from engine.cluster.probe_results import parse_output
 from engine.cluster.telemetry import TelemetryParser
 from engine.cluster.transport.base import Completed
 from engine.cluster.transport.local import LocalTransport

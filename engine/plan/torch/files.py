@@ -18,8 +18,7 @@ from typing import Any
 import yaml
 
 from engine.plan.document import ChosenTorchSettings
-from engine.protocol.deepspeed import deepspeed_config
-from engine.protocol.job import AUTO, TorchSettings
+from engine.protocol.job import AUTO, TorchSettings, deepspeed_config
 
 MASTER_PORT = 29500
 """torchrun's own default."""

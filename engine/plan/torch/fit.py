@@ -25,9 +25,15 @@ from engine.plan.document import (
 from engine.plan.memory.fit import MemoryFit, memory_section, refuse_memory, unknown_memory
 from engine.plan.memory.shape import ModelShape
 from engine.plan.memory.ways_out import SHORTEST, describe_ways, powers_of_two, settings_text
-from engine.plan.torch.gpus import choose_precision
 from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
-from engine.plan.torch.strategy import StrategyChoice, candidates, choose_strategy, label, with_torch_settings
+from engine.plan.torch.strategy import (
+    StrategyChoice,
+    candidates,
+    choose_precision,
+    choose_strategy,
+    label,
+    with_torch_settings,
+)
 from engine.protocol.job import AUTO
 from engine.protocol.launchers import MIXED_PRECISIONS, option_value, own_strategy, split_launcher
 

@@ -40,7 +40,7 @@ from engine.plan.memory.estimate import (
     trained_parameters,
 )
 from engine.plan.memory.shape import ModelShape
-from engine.protocol.deepspeed import BUCKET_ELEMENTS
+from engine.protocol.job import BUCKET_ELEMENTS
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CUDA_RESERVE_BYTES = 2**30
@@ -51,7 +51,7 @@ PROCESS_BYTES = 430 * 10**6
 DEEPSPEED_BYTES = 60 * 10**6
 """DeepSpeed adds this to it: measured."""
 _PREFETCH_ELEMENTS = BUCKET_ELEMENTS // 4
-"""stage3_prefetch_bucket_size of engine.protocol.deepspeed."""
+"""stage3_prefetch_bucket_size of engine.protocol.job."""
 _LIVE_ELEMENTS = 10**9
 """stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults: a parameter that is used again within
 so many others stays gathered."""

@@ -16,7 +16,7 @@ from engine.plan.document import Disabled, Rationale, Source, TorchCandidate, To
 from engine.plan.torch.files import JOB, Machine, TorchLaunch, commands, files, manifests
 from engine.plan.torch.fit import TorchFit
 from engine.plan.torch.strategy import BLOCKS, label
-from engine.protocol.deepspeed import BUCKET_ELEMENTS
+from engine.protocol.job import BUCKET_ELEMENTS
 from engine.protocol.launchers import idle_options, joined_options, split_launcher, started_program
 from engine.security.identifiers import SshTarget
 from engine.security.redact import is_public

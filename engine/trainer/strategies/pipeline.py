@@ -29,7 +29,7 @@ from engine.trainer.strategies.loss import Rows
 from engine.trainer.strategies.sections import Section, check_splittable
 from engine.trainer.weights import scalar
 from engine.training.data import Batch, DataLoader, Split
-from engine.training.outcome import GroupError
+from engine.training.reporting import GroupError
 from engine.training.sampler import Indices
 
 _MAGIC = 0x464C4447

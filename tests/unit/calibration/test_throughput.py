@@ -16,7 +16,7 @@ from engine.calibration.calibrate import nodes_too_small, ring_pairs, whole_job_
 from engine.calibration.group import group_measure, reports_of
 from engine.calibration.throughput import MeasureOutput, _measure, _Measurement, step_batch
 from engine.checks.gradient import GroupOutcome
-from engine.cluster.replies import parse_line
+from engine.cluster.probe_results import parse_line
 from engine.cluster.staging import HostLayout
 from engine.config.models import JobConfig
 from engine.errors import LaunchError

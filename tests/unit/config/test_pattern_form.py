@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config.formats import pattern_form
 from engine.config.load import load_config
-from engine.config.pattern_form import pattern_form
 from engine.errors import ConfigError
 from engine.protocol.metric_patterns import FORMS
 

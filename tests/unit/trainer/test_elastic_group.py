@@ -21,7 +21,7 @@ from engine.protocol.attempt import AttemptSpec
 from engine.trainer import elastic_group
 from engine.trainer.collective import all_gather_object, broadcast_arrays
 from engine.trainer.elastic_group import ElasticGroup, LeftOut
-from engine.training.outcome import GroupError, PeerLost
+from engine.training.reporting import GroupError, PeerLost
 from tests.waiting import wait_until
 
 KEY = b"nonce"

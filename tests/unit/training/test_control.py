@@ -16,7 +16,7 @@ from engine.protocol.exit_codes import TrainerExit
 
 READS = (
     "import time\n"
-    "from engine.training.control import Control\n"
+    "from engine.training.process import Control\n"
     "control = Control()\n"
     "print('up', flush=True)\n"
     "while not control.stop_requested: time.sleep(0.01)\n"
@@ -53,7 +53,7 @@ def test_a_stop_is_received_and_the_end_of_the_keeper_ends_the_trainer() -> None
 
 WAITS = (
     "import os, time\n"
-    "from engine.training.control import Control\n"
+    "from engine.training.process import Control\n"
     "control = Control()\n"
     "{set_up}"
     "print('up', flush=True)\n"

@@ -11,7 +11,7 @@ from engine.models import NvidiaGpu
 from engine.plan.document import ChosenTorchSettings, Disabled, MemorySection, NoCalibrationSection, TrainingPlan
 from engine.plan.planner import make_plan
 from engine.plan.shares import OF_TORCH
-from engine.plan.torch.gpus import choose_precision, generation_of
+from engine.plan.torch.strategy import choose_precision, generation_of
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B, QWEN3_32B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section, torch_inputs
 
