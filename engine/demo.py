@@ -1,7 +1,6 @@
 """The tiny model, corpus and local cluster of `flightdeck demo`.
 
-`engine.demo_model` creates them once, in its own process since it needs mlx, in `<home>/demo/<cache key>/`.
-"""
+`engine.demo_model` creates them once, in its own process since it needs mlx, in `<home>/demo/<cache key>/`."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ MAKE_LIMIT_S = 120.0
 def demo_config(home: Path, ranks: int = 2, iters: int = 60) -> Config:
     """The demo's configuration; creates its model and corpus if they are not cached, which blocks for seconds.
 
-    Raises InputError for an impossible number of ranks or iterations, LaunchError when the creation fails.
-    """
+    Raises InputError for an impossible number of ranks or iterations, LaunchError when the creation fails."""
     if not 1 <= ranks <= MAX_RANKS:
         raise InputError(f"--ranks {ranks}", why=f"the demo runs on 1 to {MAX_RANKS} ranks")
     if iters < 1:

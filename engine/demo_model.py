@@ -1,8 +1,7 @@
 """Makes what the demo trains: a tiny Llama with random weights, its tokenizer, and a corpus, in one directory.
 
 Run as `python -m engine.demo_model DIRECTORY`, in a process of its own, since it imports mlx and mlx_lm, which the
-console's process must never do. The same bytes come out every time: everything is seeded, nothing is downloaded.
-"""
+console's process must never do. The same bytes come out every time: everything is seeded, nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Results of a calibration: a job measured on its nodes. None means "not measured".
 
 `*_s` are seconds, `*_bytes` bytes, `*_per_s` per second; a spread is a coefficient of variation (standard deviation
-over mean).
-"""
+over mean)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Runs, checks and nodes, as the engine reports them to its frontends.
 
 Pydantic models are what is written to disk or printed as JSON; frozen dataclasses are in memory only.
-Times on disk are UTC, ISO 8601 with a zone; `*_s` are seconds, `*_bytes` bytes.
-"""
+Times on disk are UTC, ISO 8601 with a zone; `*_s` are seconds, `*_bytes` bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The frontends' only way into the engine: `Engine` with its parts, and the types and functions that go with them.
 
 A name is imported when it is first used (PEP 562): a console paints before it loads pydantic, and `flightdeck runs`
-needs neither the checks nor asyncssh.
-"""
+needs neither the checks nor asyncssh."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The runs in the state directory: their records, metrics and logs, and abort. A run's files are written by its
-supervisor alone.
-"""
+supervisor alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Real iterations of all ranks together. A calibration has them for the strategies of which no node can make a step
 alone (sharded, pipeline): each rank's computation, and the iteration that follows from it, the exchange and the stages'
-waiting.
-"""
+waiting."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Node throughput: each node gets the job in its own paths, and measures its training step alone.
 
 Nodes on different hosts are measured concurrently, ranks of one host one after another. Everything started on a node
-is held by a lease, so a head that dies leaves nothing there.
-"""
+is held by a lease, so a head that dies leaves nothing there."""
 
 from __future__ import annotations
 

@@ -2,5 +2,4 @@
 they share.
 
 No check starts training or writes into a run directory. A check that cannot run reports why; it never passes
-silently.
-"""
+silently."""

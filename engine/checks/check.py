@@ -132,8 +132,7 @@ class Findings:
         """FAIL with all faults, else WARN with all warnings, else PASS with `passed`.
 
         `fix` is a line for this machine's shell, by default the nodes' fixes joined. `advice` ends the summary of the
-        nodes' failure or warning.
-        """
+        nodes' failure or warning."""
         on_nodes = worst(found.status for found in self._nodes.values())
         status = worst((on_nodes, self.overall.status))
         messages, fixes, effects = {}, {}, {}

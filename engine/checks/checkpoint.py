@@ -2,8 +2,7 @@
 and the adapter to resume from matches the job.
 
 Allowed are the node's home, its workdir, ~/.flightdeck and [preflight] roots. A missing directory is created by the
-trainer; the check only tests that it could be.
-"""
+trainer; the check only tests that it could be."""
 
 from __future__ import annotations
 

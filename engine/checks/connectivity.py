@@ -1,8 +1,7 @@
 """ssh_connectivity: every node answers with the accepted host key, as the intended user, and the agent can be staged
 there.
 
-Checks that depend on this one do not run when it fails.
-"""
+Checks that depend on this one do not run when it fails."""
 
 from __future__ import annotations
 

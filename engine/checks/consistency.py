@@ -2,8 +2,7 @@
 head.
 
 The reference is what this machine has; for what it does not have (a model that only the nodes hold), it is what most
-workers have. For an mlx-lm job the trainer bundle counts as the script.
-"""
+workers have. For an mlx-lm job the trainer bundle counts as the script."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """data_matches: the JSONL files of the job exist, mlx-lm can read every line, and they are the same on all nodes.
 
-mlx-lm reports a bad line only after every rank has loaded its model.
-"""
+mlx-lm reports a bad line only after every rank has loaded its model."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 ports.
 
 Without the right environment MLX silently makes a group of size 1 and every rank would train alone. So the group size
-is compared with the configuration, and every sum must be exact. Everything it starts is held by leases.
-"""
+is compared with the configuration, and every sum must be exact. Everything it starts is held by leases."""
 
 from __future__ import annotations
 

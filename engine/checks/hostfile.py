@@ -1,7 +1,6 @@
 """hostfile_valid: MLX parses its hostfile; nodes own their addresses and reach each other on them.
 
-The parser runs in a separate process: the head never imports MLX.
-"""
+The parser runs in a separate process: the head never imports MLX."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A lease is a process on the host that needs a heartbeat from here. When it is released, or no heartbeat has come for
 LEASE_S, everything the check started on that host is ended and removed, so nothing outlives a head that dies or is
-cut off.
-"""
+cut off."""
 
 from __future__ import annotations
 

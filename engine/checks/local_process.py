@@ -1,7 +1,6 @@
 """Programs that a check runs on this machine: mlx.launch, rsync and the user's sync script.
 
-Each runs in a process group of its own, which is ended when its time limit is reached or the check is cancelled.
-"""
+Each runs in a process group of its own, which is ended when its time limit is reached or the check is cancelled."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class LocalProgram:
     """A program of this machine.
 
     Its output goes to unnamed files: a chatty program costs disk and not memory, and a child that stays behind and
-    holds the stream keeps nobody waiting.
-    """
+    holds the stream keeps nobody waiting."""
 
     argv: Sequence[str]
     directory: Path = Path("/")

@@ -1,7 +1,6 @@
 """performance_layer: a recent calibration of the job, the speed that it predicts, and the memory that it measured.
 
-A calibration counts only if its fingerprint matches. Without one all nodes are assumed equal, with a warning.
-"""
+A calibration counts only if its fingerprint matches. Without one all nodes are assumed equal, with a warning."""
 
 from __future__ import annotations
 

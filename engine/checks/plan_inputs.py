@@ -1,8 +1,7 @@
 """Collects the inputs of the training plan from the nodes and the store, and makes the plan that the checks inspect.
 
 A node that does not answer does not fail the plan: its last known facts are used, and what remains unknown is
-reported.
-"""
+reported."""
 
 from __future__ import annotations
 

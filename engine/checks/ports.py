@@ -1,7 +1,6 @@
 """ports_free: the ports of the ring can be bound; for one that is taken, which process holds it.
 
-A process of an earlier run that still listens on a ring port makes mlx.launch hang without a message.
-"""
+A process of an earlier run that still listens on a ring port makes mlx.launch hang without a message."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`flightdeck sync`: runs the user's sync script, or copies this machine's project to every node with rsync, then
 compares the workdirs.
 
-Only flags that the rsync of macOS also has are used, and no file that exists only on a node is deleted.
-"""
+Only flags that the rsync of macOS also has are used, and no file that exists only on a node is deleted."""
 
 from __future__ import annotations
 

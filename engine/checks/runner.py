@@ -1,8 +1,7 @@
 """The registry of checks and their runner, and their part of the training plan.
 
 All checks run concurrently, each within its time limit and after the checks it depends on. A new check is a module
-with NAME, `run` and CHECK beside this one, and a line in CHECKS.
-"""
+with NAME, `run` and CHECK beside this one, and a line in CHECKS."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ async def run_checks(
     """Run every check; `on_result` gets each result as RUNNING, once or more, and again when it ends.
 
     `skip` adds to the configuration's own list. A check that raises or is late is a failure of that check alone;
-    cancelling ends what the checks started. Raises InputError for an unknown name in `skip`.
-    """
+    cancelling ends what the checks started. Raises InputError for an unknown name in `skip`."""
     overridden = validate_skip([*context.config.preflight.skip, *skip], checks)
     context.progress = lambda name, message: on_result(verdict(name, CheckStatus.RUNNING, message))
     ended: dict[str, asyncio.Future[CheckResult]] = {

@@ -2,8 +2,7 @@
 
 Every file of the reference must be the same on each node; files that exist only on a node are reported and are no
 difference. Without a script the workdirs are still compared, and a difference is a warning. A workdir that is a bare
-home directory is not read.
-"""
+home directory is not read."""
 
 from __future__ import annotations
 

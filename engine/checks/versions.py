@@ -180,8 +180,7 @@ def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[s
     """Advice for the message, and a command to be pasted on the node.
 
     Packages are installed into the environment that is there, but not into the one that Flight Deck runs from. Another
-    interpreter, and what that one lacks, is put into a new environment, never into one that exists: `mkdir` refuses.
-    """
+    interpreter, and what that one lacks, is put into a new environment, never into one that exists: `mkdir` refuses."""
     if not wanted or (seen.python is None and not seen.absent):
         return "", None
     minor = _minor(first.python or "")

@@ -1,7 +1,6 @@
 """worker_layer: on every node, including this machine, the ranks can start and no process of an earlier run is left.
 
-Reachability and versions are the subject of ssh_connectivity and versions_match; their results are reused here.
-"""
+Reachability and versions are the subject of ssh_connectivity and versions_match; their results are reused here."""
 
 from __future__ import annotations
 

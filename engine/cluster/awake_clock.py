@@ -18,8 +18,7 @@ class AwakeClock:
     """Seconds for which this process has run. Nobody could answer it in the meantime, so that time is not one in which
     it waited in vain. Leases go on all the same: they are not measured with this clock.
 
-    It has to be read more often than every GAP_S, by `run` or anybody else, from any thread.
-    """
+    It has to be read more often than every GAP_S, by `run` or anybody else, from any thread."""
 
     def __init__(self, clock: Callable[[], float] = lease_clock) -> None:
         """`clock` also counts while the machine sleeps."""

@@ -1,6 +1,5 @@
 """Discovery for `init`, before there is a configuration: hosts from ~/.ssh/config, Bonjour, a hostfile or the
-command line, and on each host a python that has mlx and mlx-lm.
-"""
+command line, and on each host a python that has mlx and mlx-lm."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """NodeFacts of each node: the `facts` probe's answers, parsed. A node that does not answer yields facts too, with the
-reason in `problem` and what to do in `fix`; a command of the probe that ended without an answer is in `unknown`.
-"""
+reason in `problem` and what to do in `fix`; a command of the probe that ended without an answer is in `unknown`."""
 
 from __future__ import annotations
 
@@ -244,8 +243,7 @@ async def probe_as_completed(
 ) -> AsyncGenerator[NodeFacts, None]:
     """The facts of each node as it answers, or has failed to. Closing the iterator ends the probes.
 
-    Nodes of one host, python and workdir (ranks on one machine) are probed once.
-    """
+    Nodes of one host, python and workdir (ranks on one machine) are probed once."""
     alike: dict[tuple[str, str, str], list[NodeConfig]] = {}
     for node in config.nodes:
         alike.setdefault((node.ssh, node.python, node.workdir), []).append(node)

@@ -1,6 +1,5 @@
 """Parsers for a node's hardware and operating system: sysctl, vm_stat, sw_vers and system_profiler of macOS; /proc,
-os-release and nvidia-smi of Linux; and what is known of Apple's chips and models.
-"""
+os-release and nvidia-smi of Linux; and what is known of Apple's chips and models."""
 
 from __future__ import annotations
 

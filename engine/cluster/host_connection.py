@@ -2,8 +2,7 @@
 
 Its own task does all the waiting: it connects to the host's agent, also to that of this machine, and reconnects without
 end. The caller's thread reads what was left in memory, so that an unreachable host costs the others nothing; the files
-of this machine it reads by their path.
-"""
+of this machine it reads by their path."""
 
 from __future__ import annotations
 
@@ -234,8 +233,7 @@ class HostConnection:
     """One host of the attempt. No method waits for the host or for the network; none raises for what they do. Once it
     has been started, it passes a heartbeat to its ranks' keepers every second, until it is closed.
 
-    Methods are called from the supervisor's thread, tasks run on the loop that `start` was called on.
-    """
+    Methods are called from the supervisor's thread, tasks run on the loop that `start` was called on."""
 
     def __init__(self, node: NodeConfig, transport: Transport, part: AttemptOnHost) -> None:
         """`node` is that of the host's first rank."""

@@ -1,8 +1,7 @@
 """Locks on hosts: one locked file per host, `<home>/machines/<hash of its address>.lock`.
 
 A calibration takes an exclusive lock. A launch takes a shared lock until its run is in the store, where a calibration
-finds it. The kernel releases a lock when its holder ends; the holder's entry in the file is only for error messages.
-"""
+finds it. The kernel releases a lock when its holder ends; the holder's entry in the file is only for error messages."""
 
 from __future__ import annotations
 

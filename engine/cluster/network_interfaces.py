@@ -2,8 +2,7 @@
 its RDMA devices (`rdma_ctl status`, `ibv_devices`, `ibv_devinfo -v`, /sys/class/infiniband).
 
 macOS translates the names of its hardware ports ("Thunderbolt Bridge", "雷雳网桥"), so a port is identified by its
-device: the bridge it is a member of, the RDMA device named after it.
-"""
+device: the bridge it is a member of, the RDMA device named after it."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ def thunderbolt_devices(
     """Receptacle ("1", "2", …) → device, from the numbered hardware ports.
 
     A family of names that differ only in their number is Thunderbolt's when it is named so, or, in another language,
-    when one of its devices is a member of a bridge or has an RDMA device.
-    """
+    when one of its devices is a member of a bridge or has an RDMA device."""
     evident = {device.removeprefix("rdma_") for device in rdma}
     evident |= {interface.name for interface in interfaces if interface.bridge is not None}
     families: dict[str, dict[str, str]] = {}

@@ -5,8 +5,7 @@ supplies, thermal zones and nvidia-smi of Linux.
     0.6, 0.7   gpu_usage: [MHz, ratio]                             ecpu_usage, pcpu_usage
     0.8        gpu_active_ratio, gpu_freq_mhz, and the old pair    cpu_active_ratio
     later      gpu_active_ratio, gpu_freq_mhz                      cpu_active_ratio
-An "active" ratio is the share of time in which the unit did any work; "scaled" or "usage" weights it by the clock.
-"""
+An "active" ratio is the share of time in which the unit did any work; "scaled" or "usage" weights it by the clock."""
 
 from __future__ import annotations
 

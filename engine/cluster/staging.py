@@ -1,8 +1,7 @@
 """Puts the node bundle on every host of a cluster, and says where everything lies there (HostLayout).
 
 The agent's bootstrap does the staging. Earlier bundles stay: they are a few hundred kilobytes each, and a run that was
-launched with one may import from it days later.
-"""
+launched with one may import from it days later."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ async def prepare(fleet: TransportProvider, nodes: Sequence[NodeConfig]) -> tupl
     """One HostLayout for each distinct `ssh` of `nodes`, in their order, all prepared at the same time.
 
     Raises LaunchError, naming node, path and what to do, for the first host that cannot be prepared, and
-    NodeUnreachable for one that cannot be reached.
-    """
+    NodeUnreachable for one that cannot be reached."""
     return tuple(await gather_all(_prepare_host(fleet, nodes, ranks) for ranks in hosts_of(nodes).values()))
 
 

@@ -1,6 +1,5 @@
 """Thunderbolt topology: the ports that each Mac reports (`system_profiler SPThunderboltDataType -json`), and the
-cables between nodes, found by matching each port's domain UUID with its peer's.
-"""
+cables between nodes, found by matching each port's domain UUID with its peer's."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ PORT_LIMIT = 32
 def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple[ThunderboltPort, ...]:
     """One for each bus that can be at the end of a cable between computers; `devices` is receptacle → interface.
 
-    A peer has a domain of its own, which displays, docks and disks do not. A hub nests it in `_items`.
-    """
+    A peer has a domain of its own, which displays, docks and disks do not. A hub nests it in `_items`."""
     report = json_object(json_or_none(system_profiler))
     found = []
     for bus in json_objects(report.get("SPThunderboltDataType"), PORT_LIMIT):
@@ -68,8 +66,7 @@ def topology(facts: Sequence[NodeFacts]) -> Topology:
 
     Several ranks on one machine are one node here, named after the first. A cable counts when its ends name each other,
     as in MLX's check of a mesh; two cables between the same nodes count as two. A node that does not report a cable
-    which another one sees is unknown: its output was read wrongly, or before the cable was plugged in.
-    """
+    which another one sees is unknown: its output was read wrongly, or before the cable was plugged in."""
     first: dict[str, NodeFacts] = {}
     for fact in facts:
         first.setdefault(fact.host, fact)

@@ -5,8 +5,7 @@ compares the two. Intended differences: `train` is always true, `num_layers` is 
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
 `learning_rate` "auto" (the rule is here), `optimizer_precision`, `moments`, `max_grad_norm`, `wire`, LOCAL_KEYS,
 TORCH_KEYS, `epochs`, `save_best`, `patience` and `compile_on_cpu` are ours, model and data have no default, and Hugging
-Face data sets are not read.
-"""
+Face data sets are not read."""
 
 from __future__ import annotations
 
@@ -318,8 +317,7 @@ def scaling_rule(optimizer: str) -> ScalingRule:
 def scaled_rate(total: int, rule: ScalingRule) -> float:
     """The rule's learning rate at a batch of `total` sequences.
 
-    linear: lr · total/batch (64 at 0.001 → 512 at 0.008). sqrt: lr · √(total/batch) (1 at 1e-5 → 8 at 2.8e-5).
-    """
+    linear: lr · total/batch (64 at 0.001 → 512 at 0.008). sqrt: lr · √(total/batch) (1 at 1e-5 → 8 at 2.8e-5)."""
     base = BASE_RATES[rule]
     ratio = total / base.batch
     return base.learning_rate * (ratio if rule == "linear" else math.sqrt(ratio))

@@ -1,8 +1,7 @@
 """The configuration as the engine uses it: validated, with paths resolved and defaults filled in. `engine.config.load`
 makes a Config from flightdeck.toml; nothing else creates one from user input.
 
-The docstrings of the fields are the text of docs/configuration.md (`python -m tests.docs.generate`).
-"""
+The docstrings of the fields are the text of docs/configuration.md (`python -m tests.docs.generate`)."""
 
 from __future__ import annotations
 

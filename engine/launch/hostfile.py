@@ -1,6 +1,5 @@
 """The hostfile that mlx.launch reads, and the ports of an attempt: how many it listens on, which rank has which, and
-a fresh free block of them.
-"""
+a fresh free block of them."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ async def fresh_ports(
 
     A given `starting_port` is taken as it is: whether it is free is preflight's question. Otherwise the block is chosen
     at random, and each host is asked, all at the same time, for the ports of its own ranks. Raises LaunchError when
-    nothing is free on all hosts, and what transports raise.
-    """
+    nothing is free on all hosts, and what transports raise."""
     if starting_port is not None:
         return starting_port
     listening = {

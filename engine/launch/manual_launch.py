@@ -1,8 +1,7 @@
 """The job's launch as a command line to run by hand: stock mlx.launch and stock mlx-lm, nothing of ours.
 
 Each rank's shell picks its own line by MLX_RANK, since mlx.launch gives all ranks one program, while homes,
-interpreters and paths differ.
-"""
+interpreters and paths differ."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class JobSizes:
 def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: JobSizes) -> Launching:
     """The launch of `config` over `network`, whose hostfile is at `hostfile`, with notes on how it differs from a run.
 
-    Raises LaunchError when there is no mlx.launch.
-    """
+    Raises LaunchError when there is no mlx.launch."""
     notes: list[str] = []
     ranks = len(config.nodes)
     if config.job.command is None:

@@ -2,8 +2,7 @@
 output, read as it grows.
 
 It does not supervise: it exits 0 whatever the ranks did, burns a core on pipes whose other end is open, and crashes on
-a closed stdin. So its exit code is ignored, and its output is only evidence.
-"""
+a closed stdin. So its exit code is ignored, and its output is only evidence."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def arguments(
     """mlx.launch's argument list.
 
     `environment` is visible in `ps` on every node and holds no secrets: a job's variables are sent in spec.json.
-    Raises ValueError for a variable name that mlx.launch would drop with no more than a warning.
-    """
+    Raises ValueError for a variable name that mlx.launch would drop with no more than a warning."""
     line = [str(executable()), "--backend", backend, "--hostfile", str(hostfile)]
     line += ["--starting-port", str(starting_port)]
     if backend == "nccl":
@@ -67,8 +65,7 @@ def start(
 ) -> Launcher:
     """Start the launcher with a FIFO as `stdin`; `output` is appended to. Raises LaunchError.
 
-    It holds both ends of the FIFO itself, so it sees no end of file when another process dies.
-    """
+    It holds both ends of the FIFO itself, so it sees no end of file when another process dies."""
     try:
         if not stdin.exists():
             os.mkfifo(stdin, 0o600)

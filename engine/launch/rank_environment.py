@@ -87,8 +87,7 @@ def rank_variables(environment: RankEnvironment, network: NetworkPlan, rank: int
 def torch_variables(network: NetworkPlan, starting_port: int) -> dict[str, str]:
     """The variables that torchrun sets for all workers (torch/distributed/elastic/agent/server/local_elastic_agent.py).
 
-    PyTorch's store listens on `starting_port` of rank 0's machine.
-    """
+    PyTorch's store listens on `starting_port` of rank 0's machine."""
     return {
         "MASTER_ADDR": network.hosts[0].ips[0],
         "MASTER_PORT": str(starting_port),

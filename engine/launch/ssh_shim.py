@@ -5,8 +5,7 @@ mlx.launch runs `ssh -tt -o LogLevel=QUIET HOST COMMAND` for a rank, which alloc
 stream for two, SIGHUP when the connection drops) and hides why ssh failed; and `ssh HOST COMMAND` to kill a rank by a
 pid that is always wrong. Instead of the first, the real ssh runs without a terminal, with our time limits and known
 hosts, in bash whatever the user's shell is, with mlx.launch's temporary files in the attempt's own folder. The second
-is answered and not executed: stopping ranks is the supervisor's job.
-"""
+is answered and not executed: stopping ranks is the supervisor's job."""
 
 from __future__ import annotations
 

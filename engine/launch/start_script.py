@@ -1,6 +1,5 @@
 """start.sh: the one program that starts every rank of a host. In an attempt it becomes that rank's keeper. mlx.launch
-starts it, or we do, over our own connections and with the environment that mlx.launch would have given it.
-"""
+starts it, or we do, over our own connections and with the environment that mlx.launch would have given it."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def ranks_script(
     $MLX_RANK.
 
     The program takes none of the launcher's pipes: the launcher drops them at the first newline it is sent, and then
-    costs 1 % of a core instead of a whole one. `environment` overrides the launcher's; None unsets a variable.
-    """
+    costs 1 % of a core instead of a whole one. `environment` overrides the launcher's; None unsets a variable."""
     lines = ["#!/bin/sh"]
     for name, value in (environment or {}).items():
         lines.append(f"unset {name}" if value is None else f"{name}={shlex.quote(value)}; export {name}")
@@ -131,8 +129,7 @@ async def start_ranks(fleet: TransportProvider, starts: list[RankStart]) -> tupl
     """Start all ranks at the same time over our own connections; those that did not start, in rank order.
 
     A keeper detaches from the connection, so the call returns as soon as the rank's program runs, and a later loss of
-    the connection does not touch the rank.
-    """
+    the connection does not touch the rank."""
     failures = await gather_all(_start_rank(fleet.agent(each.host), each) for each in starts)
     return tuple(failure for failure in failures if failure is not None)
 

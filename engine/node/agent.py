@@ -9,8 +9,7 @@ children are read only while there is room in it. A second thread receives, and 
 disk here that stalls ends no rank.
 
 Heartbeats that it finds in its pipe after it did not run for a while (the machine slept, or it was stopped) may be as
-old as that: they renew no lease, until the head shows that it has heard of this agent since.
-"""
+old as that: they renew no lease, until the head shows that it has heard of this agent since."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """One attempt's ranks on this host, as the agent watches them: their keepers' files, heartbeats and commands to the
-keepers, and the ranks' output files as they grow.
-"""
+keepers, and the ranks' output files as they grow."""
 
 from __future__ import annotations
 

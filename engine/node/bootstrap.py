@@ -3,8 +3,7 @@ the standard library. (`ps` shows this text for as long as the agent lives.)
 
 It makes the node root and verifies the bundle of that hash: nothing that was staged earlier vouches for itself. It
 prints one line of JSON, in which `missing` asks for the bundle; that comes over stdin, and a second line tells whether
-it could be written. Then this process becomes the agent: from the bundle, or from memory where the disk takes none.
-"""
+it could be written. Then this process becomes the agent: from the bundle, or from memory where the disk takes none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Daemonizes the keeper (two forks and setsid, because macOS has no setsid command), and forks the reaper that kills
-a process group when its keeper, or its agent, is itself killed.
-"""
+a process group when its keeper, or its agent, is itself killed."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def daemonize(log: Path) -> StartupNotifier:
     """Continue in a process with its own session; this returns only there.
 
     The calling process exits with the code that `StartupNotifier.notify` gets. The new one has /dev/null as stdin and
-    stdout, appends stderr to `log`, and has nothing else open; its environment is the same.
-    """
+    stdout, appends stderr to `log`, and has nothing else open; its environment is the same."""
     front_pid = os.getpid()
     read_end, write_end = os.pipe()
     between = os.fork()

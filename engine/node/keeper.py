@@ -28,8 +28,7 @@ failed again, after 1, 2, 4 … 30 s: not before the rank's first step, until wh
 the same files, the identity is the new program's, and the exit record is of the last one.
 
 When the python that start.sh names is missing there is no keeper and no exit record: only the shell's message in
-rank<k>.keeper.log and its exit code 127.
-"""
+rank<k>.keeper.log and its exit code 127."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The processes of this machine: identity (boot id, start time), groups, what carries a run's nonce, OOM kills, QoS
 class and sleep prevention; standard library alone, on Linux and macOS. As a single file over ssh, `python processes.py
-NONCE` kills the processes of an attempt on this machine, and exits 1 when some are left.
-"""
+NONCE` kills the processes of an attempt on this machine, and exits 1 when some are left."""
 
 from __future__ import annotations
 
@@ -200,8 +199,7 @@ def exists(pid: int) -> bool:
 
 def with_nonce(nonce: str) -> list[Process]:
     """The processes with `nonce` as FLIGHTDECK_NONCE, and for a run's nonce those of its attempts, `<nonce>.<attempt>`;
-    without zombies and the caller. Sees only processes that the caller may inspect: its own user's, or all as root.
-    """
+    without zombies and the caller. Sees only processes that the caller may inspect: its own user's, or all as root."""
     if not nonce:
         raise ValueError("an empty nonce would match nothing and prove nothing")
     carried = with_any_nonce()

@@ -3,8 +3,7 @@
 Two events, written when something has changed, and the first again while the rank is not busy. `processes`: `state` is
 "busy", "idle" (all use less than IDLE_SHARE of one core) or "stopped" (one is, as by SIGSTOP, and the others do next to
 nothing). `group`: `joined` is whether the rank is connected to another one, where the backend's connections show that;
-`own_rank` is a process's rank in another group, as a launcher inside the command makes it.
-"""
+`own_rank` is a process's rank in another group, as a launcher inside the command makes it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The agent's requests: commands, and probes in forked children: these cost no session and no start of an interpreter,
-and one that hangs holds up nobody.
-"""
+and one that hangs holds up nobody."""
 
 from __future__ import annotations
 

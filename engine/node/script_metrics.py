@@ -9,8 +9,7 @@ logs so far.
 
 The files are TensorBoard's: TFRecords (tensorflow/core/lib/io/record_writer.h) of Event messages
 (tensorboard/compat/proto/event.proto, summary.proto), of which the scalars are read, here, where the script's own
-packages may not be imported.
-"""
+packages may not be imported."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 cable addresses of its own.
 
 In order of preference: addresses on the Thunderbolt cables between neighbours of the ring, a Thunderbolt bridge that
-all nodes are in, a network that all nodes share. Addresses in the configuration are used as they are.
-"""
+all nodes are in, a network that all nodes share. Addresses in the configuration are used as they are."""
 
 from __future__ import annotations
 

@@ -234,8 +234,7 @@ def plan_network(
 
     "auto" uses RDMA if possible, else TCP with a warning for each obstacle to RDMA; strategy "local" TCP alone. Raises
     LaunchError that names every node that cannot use the backend which the configuration sets, or that has no known
-    address. `strategy` replaces the job's.
-    """
+    address. `strategy` replaces the job's."""
     known = {fact.node: fact for fact in facts}
     nodes = config.nodes
     local = (strategy or config.job.strategy) == "local"

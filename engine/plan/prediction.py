@@ -155,8 +155,7 @@ def predict_iteration(
     affine in its batch; without a measured overhead it is proportional. Source: the bulk-synchronous model, w + h·g + l
     (Valiant, "A bridging model for parallel computation", CACM 33(8), 1990), with the measured exchange as h·g + l.
     Speed-up relative to the fastest node and efficiency relative to the sum of all nodes follow Pastor and Bosque, "An
-    efficiency and scalability model for heterogeneous clusters" (IEEE Cluster 2001).
-    """
+    efficiency and scalability model for heterogeneous clusters" (IEEE Cluster 2001)."""
     batch = sum(micro_batches[measure.node] for measure in measures)
     compute = {measure.node: step_s(measure, micro_batches[measure.node]) for measure in measures}
     slowest = max(compute.values())

@@ -29,8 +29,7 @@ def divide_batch(config: Config, calibration: Calibration | None, *, now: dateti
 
     A `share` in [[node]] has priority. Without a calibration, or with calibration switched off, the shares are equal;
     also if the measured throughputs vary by at most UNEQUAL_ABOVE, or by at most the measurement noise. Raises
-    ValueError when no node has any throughput.
-    """
+    ValueError when no node has any throughput."""
     names = [node.name for node in config.nodes]
     if any(node.share is not None for node in config.nodes):
         relative = {node.name: node.share if node.share is not None else 1.0 for node in config.nodes}
@@ -54,8 +53,7 @@ def calculate_workload_distribution(metrics: Sequence[HardwareMetrics]) -> dict[
     """Share of the work by node: its throughput over the sum of all. They sum to 1.
 
     A node without throughput counts as offline: it is left out, with a logged warning. Raises ValueError for no list
-    of metrics or an empty one, for duplicate nodes, and when no node is left.
-    """
+    of metrics or an empty one, for duplicate nodes, and when no node is left."""
     check_items(metrics, HardwareMetrics, "metrics")
     names = [measured.node_id for measured in metrics]
     if twice := sorted({name for name in names if names.count(name) > 1}):

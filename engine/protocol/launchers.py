@@ -1,8 +1,7 @@
 """The launchers of PyTorch that a job's command may begin with, whose place Flight Deck takes: it starts every rank
 itself, with the environment and arguments that the launcher would have given it. And launchers inside a command, which
 would start a group of their own on each rank. The options are those of the launchers' own parsers: torchrun of torch
-2.13, accelerate 1.15 launch, deepspeed 0.19.
-"""
+2.13, accelerate 1.15 launch, deepspeed 0.19."""
 
 from __future__ import annotations
 

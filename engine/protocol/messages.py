@@ -1,6 +1,5 @@
 """The messages between the head and the agent of a host, and their frames on one pair of pipes: a line of JSON with
-the message's class in `kind`, its fields, and in `bytes` the length of `data`, which follows raw.
-"""
+the message's class in `kind`, its fields, and in `bytes` the length of `data`, which follows raw."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Reads and verifies the header of a safetensors file without MLX and without its tensors: a malformed header must
 not reach a C++ parser. The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length, that many
-bytes of JSON (name -> dtype, shape, data_offsets), the data.
-"""
+bytes of JSON (name -> dtype, shape, data_offsets), the data."""
 
 from __future__ import annotations
 

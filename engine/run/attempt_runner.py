@@ -1,8 +1,7 @@
 """Runs the attempts of one run, one at a time: each is planned, launched or adopted, monitored to its end and fenced.
 
 Never two at once: the next is planned when nothing of the last is left on any node that answers, and when the lease of
-every node that does not answer has expired. The proof is still sought on nodes that a run goes on without.
-"""
+every node that does not answer has expired. The proof is still sought on nodes that a run goes on without."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Watches the ranks of a command, which reports little by itself: by what they print and by what their keepers see of
 their processes (engine.node.rank_activity). So hangs are found, and ranks that train apart from one another.
 
-No rank has to print. That one is silent says something only where it printed again and again, and does not work.
-"""
+No rank has to print. That one is silent says something only where it printed again and again, and does not work."""
 
 from __future__ import annotations
 

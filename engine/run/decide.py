@@ -3,8 +3,7 @@ whose attempt has failed restarts, waits for nodes, or finishes.
 
 Nothing is retried that a restart cannot fix, and nothing without end: at most `max_restarts` restarts, at most
 STALLED_LIMIT attempts in a row without progress, and none after the same failure at the same iteration. Between
-restarts without progress the wait doubles, with jitter.
-"""
+restarts without progress the wait doubles, with jitter."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Finds the cause of a failure and its fix in a run's logs: which known text, or which exception, explains the end. Of
-each log only the head and the tail are read. The texts and their wording: engine.run.signatures.
-"""
+each log only the head and the tail are read. The texts and their wording: engine.run.signatures."""
 
 from __future__ import annotations
 
@@ -290,8 +289,7 @@ def first_cause(
 
     The logs of the verdict's rank and of the launcher count; those of other ranks only when there is no
     verdict. `exit_output` (sanitised lines) is that rank's, for when the head's copy of its log lacks it; `reported`
-    are the lines of the exception that it reported, which go before its log.
-    """
+    are the lines of the exception that it reported, which go before its log."""
     if not _explained_by_logs(end):
         return _from_verdict(run_dir, end, bases)
     found = _best_finding(run_dir, end, bases)

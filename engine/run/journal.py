@@ -1,7 +1,6 @@
 """The journal of a run: append-only JSON lines, the truth about its states, written by its supervisor alone; and the
 recorder, which also keeps the history and the store's record of the run up to date, and knows which state may follow
-which.
-"""
+which."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class Journal:
         have no secrets, and an end.
 
         On a full disk the event waits in memory and is written with the next one (or by `flush`), so that training is
-        not stopped for it. Raises OSError for any other fault.
-        """
+        not stopped for it. Raises OSError for any other fault."""
         stamped = event.model_copy(update={"at": self._clock()})
         fields = stamped.model_dump(mode="json", exclude_none=True)
         if (shown := self._shown(fields)) != fields:
@@ -194,8 +192,7 @@ class RunRecorder:
     """Enters each event once: into the journal, the history, and the run's record in the store.
 
     The journal is the truth; a store that cannot be written is noted and does not stop a run. It is written in a thread
-    of its own: another writer's lock, or a slow disk, must not delay a heartbeat.
-    """
+    of its own: another writer's lock, or a slow disk, must not delay a heartbeat."""
 
     def __init__(self, path: Path, plan: RunPlan, put: Callable[[RunRecord], object], clock: Clock = _now) -> None:
         """Begins the journal with `plan` when there is none. Raises StateError when it cannot be read."""

@@ -1,6 +1,5 @@
 """Append-only files of JSON lines: the writer, which cuts torn tails and holds lines back while the disk is full,
-and readers that follow a growing file and read each line once.
-"""
+and readers that follow a growing file and read each line once."""
 
 from __future__ import annotations
 

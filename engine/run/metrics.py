@@ -29,8 +29,7 @@ def figures(report: Mapping[str, Any], without: Collection[str]) -> dict[str, in
 def decimate(points: Sequence[tuple[X, float]], width: int) -> list[tuple[X, float]]:
     """At most two points for each of `width` columns of equal x: its lowest and its highest, in the order of x.
 
-    `points` are in ascending x. Points whose y is not finite are left out; few enough points are all kept.
-    """
+    `points` are in ascending x. Points whose y is not finite are left out; few enough points are all kept."""
     finite = [point for point in points if math.isfinite(point[1])]
     if width < 1 or len(finite) <= 2 * width:
         return finite if width > 0 else []

@@ -1,6 +1,5 @@
 """Which nodes answer, since when the others do not, and when that has lasted too long; each change once in the
-journal, as a NodeConditionChanged. This machine has no condition, but its agent may be silent, too.
-"""
+journal, as a NodeConditionChanged. This machine has no condition, but its agent may be silent, too."""
 
 from __future__ import annotations
 

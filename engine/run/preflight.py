@@ -1,6 +1,5 @@
 """A run's preflight: runs its checks, writes preflight.json and the training plan meanwhile, and turns a failed check
-into the run's verdict.
-"""
+into the run's verdict."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The watchdog finds a hang: no step for max(`hang_s`, 5 x the 99th percentile of 
 validating, saving and the first steps have their own limit, `stall_s`. Arrival times are by the head's clock;
 step durations come from each rank's monotonic clock. So neither a clock that is set nor events that arrive late in one
 burst look like slow steps. Time counts only while events could come: some node of the attempt answers, and the head
-takes what it sends. A node whose disk is full loses its events; as long as one rank's events come, that is no hang.
-"""
+takes what it sends. A node whose disk is full loses its events; as long as one rank's events come, that is no hang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The hosts and ranks of one attempt: the connection to every host, and the state of every rank as its host shows
-it.
-"""
+it."""
 
 from __future__ import annotations
 

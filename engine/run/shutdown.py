@@ -11,8 +11,7 @@ clock.
                             did not answer
 
 A stage is left as soon as its work is done, so a run whose ranks respond is gone in a fraction of the time allowed. A
-host that does not answer gets every command as soon as it does, and holds up none of the others.
-"""
+host that does not answer gets every command as soon as it does, and holds up none of the others."""
 
 from __future__ import annotations
 

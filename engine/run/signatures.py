@@ -1,7 +1,6 @@
 """The known texts of failures (of MLX, mlx-lm, ssh and the operating system; those of PyTorch jobs stand in
 `engine.run.torch_signatures`), each with its cause and its fix in words: data, which `engine.run.failure_cause` looks
-for in logs.
-"""
+for in logs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 whose supervisor is gone; and places requests for it, one JSON file each, which it takes once.
 
 One supervisor per run: it holds a lock on a file in the run's directory for life, which the kernel drops with the
-process. A run that has ended counts as orphaned, too, while there are nodes on which its end is not proved.
-"""
+process. A run that has ended counts as orphaned, too, while there are nodes on which its end is not proved."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def start_supervisor(run_dir: RunDir, *options: str) -> int:
     """Start the supervisor of `run_dir` and return its pid once it is in charge (supervisor.json is its own).
 
     `options` are engine.run.supervisor's. Raises LaunchError, with the supervisor's own last line, or when another
-    supervisor of this run lives; StateError where another user could have written the run's plan.
-    """
+    supervisor of this run lives; StateError where another user could have written the run's plan."""
     check_private(run_dir.path)
     held = _acquire_lock(run_dir)
     if held is None:

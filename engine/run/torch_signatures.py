@@ -1,7 +1,6 @@
 """The known texts of failures of PyTorch jobs: torch and its process groups (NCCL, gloo), torchelastic, Accelerate,
 DeepSpeed, transformers and peft. Those that need a GPU cannot be reproduced on a CPU build: they are from the source,
-or from what others report.
-"""
+or from what others report."""
 
 from __future__ import annotations
 

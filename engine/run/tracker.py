@@ -2,8 +2,7 @@
 
 `python -m engine.run.tracker <run directory> tensorboard|wandb`, started by engine.run.tracker_process, which holds its
 standard input open for as long as the run may report more. It follows metrics.jsonl from the first row on, so whoever
-follows a process that was killed writes everything anew.
-"""
+follows a process that was killed writes everything anew."""
 
 from __future__ import annotations
 

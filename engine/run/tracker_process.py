@@ -2,8 +2,7 @@
 
 The supervisor never waits for a tracker while ranks train: a thread of its own starts each process, starts one that was
 killed again, and reports once what cannot be mended. A process of an earlier supervisor, and what it has started, is
-found by its environment and killed before another writes the same files.
-"""
+found by its environment and killed before another writes the same files."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The launcher's exit code is never used: it is 0 whatever the ranks did. A rank that lost its peers, or was ended by us
 or by the launcher, is a consequence; the cause is the first rank that ended by itself. The part of its output that
-explains the end is found by engine.run.failure_cause.
-"""
+explains the end is found by engine.run.failure_cause."""
 
 from __future__ import annotations
 

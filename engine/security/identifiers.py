@@ -1,6 +1,5 @@
 """Identifiers and ssh targets from outside, checked against an allow-list before they become part of paths, ids and
-command lines.
-"""
+command lines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The state directory (private to its user), and validation of paths from outside: expanded, resolved, and refused
-when malformed or outside of the allowed roots.
-"""
+when malformed or outside of the allowed roots."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def validate_path(path: str | Path, purpose: str, *, roots: Iterable[Path] | Non
     """The path, absolute, with ~ expanded and symlinks resolved; it need not exist. A relative one is taken from the
     working directory. Without `roots` it must be below home, the working directory or the state directory.
 
-    Raises InputError for a refused form, a `..` component, or a path outside of the roots, also through a symlink.
-    """
+    Raises InputError for a refused form, a `..` component, or a path outside of the roots, also through a symlink."""
     text = str(path)
     what = f"{purpose} {safe_repr(text)}"
     accepted = path_fault(text)

@@ -1,7 +1,6 @@
 """Redacts secrets from everything shown, journalled or exported: by name, by form (FORMS), and by value. Values come
 from the environment, of the variables that have a secret's name, and from [job] env, all of whose values count as
-secrets but for those that logs are full of.
-"""
+secrets but for those that logs are full of."""
 
 from __future__ import annotations
 

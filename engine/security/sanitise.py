@@ -1,7 +1,6 @@
 """Makes untrusted input safe: output of a program as one line for the display, and values of a node's JSON as bounded
 strings and finite numbers. Nothing here raises. Sanitised text has no control characters, no invisible or
-direction-changing characters and no piles of combining marks. Stored bytes are not changed.
-"""
+direction-changing characters and no piles of combining marks. Stored bytes are not changed."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def sanitise(data: bytes, limit: int | None = None) -> str:
 
     Escape sequences, C0 and C1 controls, bidi controls and invisible characters are removed, tabs expanded, invalid
     UTF-8 becomes U+FFFD, and of a progress bar (`\\r`) only what a terminal would show last is kept. `limit` bounds
-    the result in characters; a longer line ends in "…" and the number of characters cut. Linear in time; idempotent.
-    """
+    the result in characters; a longer line ends in "…" and the number of characters cut. Linear in time; idempotent."""
     if limit is None and _PLAIN.fullmatch(data):
         return data.decode("ascii")
     text = data.decode("utf-8", "replace").rstrip("\r\n")

@@ -3,8 +3,7 @@
 
 Readers take no lock and change nothing, since the file is replaced as a whole. A change is a short lock, read,
 modify, atomic write. A damaged file is set aside by the next writer and the previous copy is used, as `notices` then
-reports.
-"""
+reports."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ already: `python accelerate_launch.py [OPTIONS OF accelerate launch] SCRIPT [ARG
 
 Accelerate's own functions read the options and the configuration file, and make the environment. RANK, WORLD_SIZE and
 what else the ranks find each other by stay as they are: of these Accelerate would make its own, for processes that it
-starts itself. It is run by its path, and imports nothing of the bundle.
-"""
+starts itself. It is run by its path, and imports nothing of the bundle."""
 
 from __future__ import annotations
 

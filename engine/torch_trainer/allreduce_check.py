@@ -1,6 +1,5 @@
 """A real all_reduce over the ranks of a PyTorch job for the preflight, and what Accelerate makes of the group: see
-engine.training.allreduce_check.
-"""
+engine.training.allreduce_check."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The PyTorch trainer, the built-in recipe for fine-tuning: `python -m engine.torch_trainer.main`.
 
-PyTorch is imported late: it takes seconds, in which a stop is already heard and a wrong specification reported.
-"""
+PyTorch is imported late: it takes seconds, in which a stop is already heard and a wrong specification reported."""
 
 from __future__ import annotations
 

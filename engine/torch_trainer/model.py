@@ -1,6 +1,5 @@
 """The model on this rank: loaded from a local Hugging Face directory, frozen but for the trained part, with mlx-lm's
-meaning of num_layers and lora_parameters; and how it is saved for transformers and peft.
-"""
+meaning of num_layers and lora_parameters; and how it is saved for transformers and peft."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Adam, AdamW and SGD, and the schedules of the learning rate, as mlx.optimizers defines them, so that a job trains
-alike in both frameworks: MLX's Adam corrects no bias unless it is asked to, where PyTorch's always does.
-"""
+alike in both frameworks: MLX's Adam corrects no bias unless it is asked to, where PyTorch's always does."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 
 job.json has the backend, the job with each "auto" resolved, and with ZeRO the path of ds_config.json. Paths are
 relative to the working directory; the weights go to `adapter_path` or below standalone/, where each rank's events are,
-too. torchrun, or whatever starts it, sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-"""
+too. torchrun, or whatever starts it, sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
 from __future__ import annotations
 

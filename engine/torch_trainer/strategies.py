@@ -1,6 +1,5 @@
 """How the ranks divide a training: DDP and DeepSpeed by Accelerate, FSDP by PyTorch's own `fully_shard`, since
-Accelerate replaces FSDP by DDP on the CPU without a word. What was asked for is compared with what has been made.
-"""
+Accelerate replaces FSDP by DDP on the CPU without a word. What was asked for is compared with what has been made."""
 
 from __future__ import annotations
 

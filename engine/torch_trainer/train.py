@@ -1,8 +1,7 @@
 """One rank's training with PyTorch: loads model and data, checks that all ranks have the same, and runs the loop.
 
 The ranks decide together. What each update needs of all ranks (its number of targets, and whether one was asked to
-stop) is gathered before its first backward pass, so that all of them stop after the same update.
-"""
+stop) is gathered before its first backward pass, so that all of them stop after the same update."""
 
 from __future__ import annotations
 

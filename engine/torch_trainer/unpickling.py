@@ -1,6 +1,5 @@
 """Unpickles only what PyTorch puts into its checkpoints and sends between ranks. A pickle of anybody else's could run
-any command when it is loaded, and the manifest that vouches for it lies beside it.
-"""
+any command when it is loaded, and the manifest that vouches for it lies beside it."""
 
 from __future__ import annotations
 

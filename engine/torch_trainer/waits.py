@@ -1,7 +1,6 @@
 """How long a rank waits for others, and for what they exchange, in the middle of its passes and of the update.
 
-On the CPU. A GPU's collectives run beside the program, which goes on without waiting: there it is all computation.
-"""
+On the CPU. A GPU's collectives run beside the program, which goes on without waiting: there it is all computation."""
 
 import time
 from typing import Any

@@ -3,8 +3,7 @@
     cd <bundle> && exec <python> -m engine.trainer.calibrate SPEC
 
 SPEC is the path of a MeasureSpec. Prints JSON objects, one per line: {"progress": MeasureProgress} while it runs, and
-always {"measured": MeasureReport} at the end. Exit code 0 when the measurement succeeded, else 1.
-"""
+always {"measured": MeasureReport} at the end. Exit code 0 when the measurement succeeded, else 1."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The group of ranks: created strictly, checked against the plan, and used on one CPU stream only; and broadcasts of
-objects and arrays, bit for bit, built on the sums that every backend has.
-"""
+objects and arrays, bit for bit, built on the sums that every backend has."""
 
 from __future__ import annotations
 

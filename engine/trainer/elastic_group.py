@@ -3,8 +3,7 @@ the others, and joins again where rank 0 admits it; without rank 0 there is no g
 
 Every operation is one message from each member to rank 0, and one back. Members prove that they know the group's
 key, which the attempt's specification has (multiprocessing.connection's HMAC challenge); nothing that is received is
-unpickled, and nothing is encrypted.
-"""
+unpickled, and nothing is encrypted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """How gradients travel: every rank's flat buckets, one after the other, and their sums in float32.
 
-The sums are the same on all ranks, bit for bit: gathered numbers are added in the order of the ranks.
-"""
+The sums are the same on all ranks, bit for bit: gathered numbers are added in the order of the ranks."""
 
 from __future__ import annotations
 

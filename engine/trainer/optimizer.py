@@ -1,8 +1,7 @@
 """The optimizer over a flat dict of parameters, whose state is kept in one of the forms of optimizer_state.
 
 In bfloat16 Adam's beta2 of 0.999 rounds to 1 and small steps vanish; so the steps of 16-bit parameters are computed in
-float32 (but with optimizer_precision "parameter"), and the model is given what that rounds to.
-"""
+float32 (but with optimizer_precision "parameter"), and the model is given what that rounds to."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ An update decodes a parameter and its moments to float32, takes the optimizer's 
 
 Random bits are a function of a key: the same at each repetition, on every rank. From one update to the next an
 element's are shifted by the golden ratio (Weyl's sequence): of n roundings of a value that lies a share p above its
-lower neighbour, p n go up but for very few, where independent ones would stray by the root of n.
-"""
+lower neighbour, p n go up but for very few, where independent ones would stray by the root of n."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Checks that the ranks are still replicas of one another: digests of all parameters are compared over the ranks.
 
 Data-parallel ranks apply the same sums to the same parameters, so these stay equal to the bit. A difference is a
-silent corruption (of memory, or by a bug), and the next update would spread it to every rank.
-"""
+silent corruption (of memory, or by a bug), and the next update would spread it to every rank."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ def save_adapter_config(job: Job, layers: int) -> None:
 
 def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> tuple[Path, int]:
     """Write trained `weights` as adapters.safetensors, and as the numbered file of `iteration` if any; returns the last
-    path and its bytes. A reader sees a complete file or the previous one. Raises OSError.
-    """
+    path and its bytes. A reader sees a complete file or the previous one. Raises OSError."""
     latest = job.adapter_path / "adapters.safetensors"
     write_safetensors(latest, weights.entries, weights.arrays)
     if iteration is None:

@@ -1,6 +1,5 @@
 """The trainer's step on one machine without peers, timed and probed for memory; and the synthetic model and data
-that are measured for a job with its own command.
-"""
+that are measured for a job with its own command."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Parameters as a stream of arrays, one at a time, and safetensors files written from such a stream; MLX arrays as
-Python floats. For the format see protocol.safetensors.
-"""
+Python floats. For the format see protocol.safetensors."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     cd <bundle> && exec <python> -m <program> --seconds 2 --world-size 2 --backend ring --out <dir>/rank{rank}.json
 
 The environment is that of a rank. Always writes one JSON object, an AllSumResult. Exit code 0 when the sums are exact
-and nothing failed, else 1. Nothing here imports NumPy, which would take as long as all of it.
-"""
+and nothing failed, else 1. Nothing here imports NumPy, which would take as long as all of it."""
 
 from __future__ import annotations
 

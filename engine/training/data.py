@@ -2,8 +2,7 @@
 the checksums by which ranks and attempts see that they have the same inputs.
 
 A small split is held in memory and tokenised once. A large one is streamed in chunks: examples are read from the file
-when their batch is due, so that memory use is that of one chunk.
-"""
+when their batch is due, so that memory use is that of one chunk."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     cd <bundle> && exec <python> -m <program> SPEC --seconds 10 --out <dir>/rank{rank}.json
 
 SPEC is the path of an AttemptSpec, the rank is MLX_RANK. Nothing is saved. Always writes one JSON object, a
-GroupStepReport. Exit code 0 when iterations were timed, else 1.
-"""
+GroupStepReport. Exit code 0 when iterations were timed, else 1."""
 
 from __future__ import annotations
 

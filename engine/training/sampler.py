@@ -3,8 +3,7 @@ rank's dropout.
 
 The order is a function of seed and epoch (and of the chunk size, where a dataset is streamed), and the position is one
 integer. So the sequence of global batches is the same for every world size, and no other use of random numbers
-changes it.
-"""
+changes it."""
 
 from __future__ import annotations
 

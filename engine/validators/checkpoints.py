@@ -4,8 +4,7 @@ A checkpoint is a safetensors file (adapters, weights), a manifest (a JSON docum
 manifest.json. A manifest is {"version", "files": {name: SHA-256}}, or what the trainer writes beside its state (its
 version is then the update): its files are beside it and must have those hashes. The version is `version` in the
 manifest, or in the safetensors header's `__metadata__`. A file without one (mlx-lm writes none) has version None,
-which agrees only with None.
-"""
+which agrees only with None."""
 
 from __future__ import annotations
 

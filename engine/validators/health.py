@@ -80,8 +80,7 @@ def run_health_checks(
     "pre-flight": gpu_count > 0. "runtime": last_heartbeat (wall clock, seconds since the epoch; 0 is dead) is no older
     than the worker's limit, else the cluster's, else 60 s, at `now`. A missing value that the mode needs is
     an issue. Raises ValueError for another mode, no workers, a worker without a name or twice, an invalid value, and a
-    `worker_count` that is below 1 or wrong.
-    """
+    `worker_count` that is below 1 or wrong."""
     if mode not in MODES:
         raise ValueError(f"mode = {safe_repr(mode)}: must be one of {', '.join(MODES)}")
     config = table(cluster_config, "cluster_config")

@@ -1,6 +1,5 @@
 """The Transport and Channel protocols: what can be done on a node however it is reached. An argument that is
-`~` or begins with `~/` lies in the home of the node's user.
-"""
+`~` or begins with `~/` lies in the home of the node's user."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The transports to all nodes of a configuration: one per distinct host, opened at first use and shared by everyone
-who holds the Fleet.
-"""
+who holds the Fleet."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class Fleet:
 
 class _LazySshTransport:
     """The Transport over SSH. asyncssh takes 0.3 s to import, so it is imported at the first use, in a thread: a
-    cluster of this machine alone never needs it, and a console that asks its nodes goes on painting meanwhile.
-    """
+    cluster of this machine alone never needs it, and a console that asks its nodes goes on painting meanwhile."""
 
     def __init__(self, target: SshTarget, home: Path, limiter: ConnectionLimiter) -> None:
         self.target = target

@@ -1,6 +1,5 @@
 """OpenSSH's files on the head: ssh_config (read for its hosts, and written for `ssh -F`, which mlx.launch and
-interactive shells use) and known_hosts. User, port and jump hosts of an entry are left to ssh itself.
-"""
+interactive shells use) and known_hosts. User, port and jump hosts of an entry are left to ssh itself."""
 
 from __future__ import annotations
 
@@ -176,8 +175,7 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     """Write the ssh_config for `ssh -F`. The first value of an option wins in ssh_config: ours, then the user's.
 
     `unattended` asks for nothing (no password, no passphrase), runs the command that it is given, and does nothing
-    besides. Raises InputError for paths that no ssh_config can hold, OSError.
-    """
+    besides. Raises InputError for paths that no ssh_config can hold, OSError."""
     theirs = _config_files()
     own = str(own_known_hosts(home)).replace("%", "%%")
     known = dict.fromkeys([own, *_known_hosts_of(theirs), *_USUAL_KNOWN_HOSTS])

@@ -1,7 +1,6 @@
 """Probes: how the head inspects a node, and writes an attempt's files there, with the node's own python and its
 standard library alone. Each is a function of strings that returns one JSON document, or yields several. The agent runs
-them in forked children; `python -m engine.node.probes NAME ARGUMENT…` runs one by itself.
-"""
+them in forked children; `python -m engine.node.probes NAME ARGUMENT…` runs one by itself."""
 
 from __future__ import annotations
 

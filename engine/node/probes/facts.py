@@ -1,7 +1,6 @@
 """The `facts` probe: what a node is and has. Everything is read at once, and each with its own time limit: what hangs
 (a driver, a dead network disk, a build of mlx that crashes on import) costs its own facts, and `unknown` says how it
-ended. The system's output is parsed on the head.
-"""
+ended. The system's output is parsed on the head."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The `mlx`, `mlx_lm` and `torch` probes: which of a framework's packages this python can import. An import of mlx-lm
 or PyTorch takes seconds of a core: the files that one has read are kept, below the node root, and while this python,
-its path and each of those files are the same, an import would find the same again.
-"""
+its path and each of those files are the same, an import would find the same again."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 It reports `processes`, the busiest of those that are older than the probes themselves: `pid`, `command`, `cores` (how
 many it keeps busy), `rss_bytes`, `run` (it belongs to a Flight Deck run); and the system's own output about the GPU and
-sleep: `nvidia`, `ioreg`, `assertions`, and whether there is a `caffeinate`. Nothing of it needs root.
-"""
+sleep: `nvidia`, `ioreg`, `assertions`, and whether there is a `caffeinate`. Nothing of it needs root."""
 
 from __future__ import annotations
 

@@ -127,8 +127,7 @@ def probe_storage(request: str) -> dict[str, Any]:
     Reports `directory` resolved; `fault`, with a folder to `make`, to `permit` or to `own`; `not_durable`, a folder
     on a volume that cannot be flushed to the disk itself; `free`, bytes; `damaged`, [file, why] of what lies there;
     `resume`, what its weights are, or `resume_fault`; `largest`, [folder, bytes] of earlier runs, when less than
-    `needed` is free.
-    """
+    `needed` is free."""
     question = json.loads(request)
     directory = Path(question["directory"]).expanduser()
     nothing = ("fault", "make", "permit", "own", "free", "not_durable", "resume", "resume_fault")

@@ -2,8 +2,7 @@
 # As short and as cheap as can be: this runs on the node, beside the training.
 """The `telemetry` probe: what a node uses, one JSON line an interval, until its stdin ends. The system's own output is
 parsed on the head. Every reading is repeated no more often than its own cost allows, so that all of them together stay
-below BUDGET of a core, whatever the machine.
-"""
+below BUDGET of a core, whatever the machine."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ The peak is the largest of four moments, each with the weights, the optimizer's 
 the gradient of the loss, the backward pass of the layers that keep their activations, that of the recomputed layers,
 and the update. Gradients live as in engine.trainer: one rank applies each as it is computed, unless it clips or
 accumulates; several ranks keep the sums of all of them until the last has arrived, but not with strategy "local", whose
-ranks update as one alone.
-"""
+ranks update as one alone."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 manifests for Kubernetes, and the commands to paste, each for this job over these machines.
 
 Sources: `accelerate config` of Accelerate 1.15 (commands/config/config_args.py, utils/dataclasses.py), engine.protocol.
-deepspeed, torch.distributed.run, and kubeflow.org/v1 of the Training Operator, which OpenShift AI ships.
-"""
+deepspeed, torch.distributed.run, and kubeflow.org/v1 of the Training Operator, which OpenShift AI ships."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ operation by operation.
 
 The peak is the largest of three moments: the gradient of the loss, the end of the backward pass, and the update; on
 the CPU also a fourth one, when the model is loaded. Every rank loads the whole of it into its machine's memory before
-it is divided or moved to a GPU, unless ZeRO-3 divides it meanwhile.
-"""
+it is divided or moved to a GPU, unless ZeRO-3 divides it meanwhile."""
 
 from __future__ import annotations
 

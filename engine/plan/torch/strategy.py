@@ -3,8 +3,7 @@ precision, by the GPUs' generations (as nvidia-smi names them, or their compute 
 FSDP wraps.
 
 The order in which candidates are tried is by the model's size. Where several fit, the first one counts: what
-communicates less comes first, recomputing activations before offloading.
-"""
+communicates less comes first, recomputing activations before offloading."""
 
 from __future__ import annotations
 

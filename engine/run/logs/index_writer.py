@@ -1,7 +1,6 @@
 """Keeps the line indices while lines arrive, and completes them after a crash: what is missing is read from the logs.
 
-Only the supervisor imports this (and with it numpy); frontends read with engine.run.logs.line_index.
-"""
+Only the supervisor imports this (and with it numpy); frontends read with engine.run.logs.line_index."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ u32 centiseconds from the header's time to the line's arrival, never less than t
 when its first byte arrives. `rank<k>.idx` and `launcher.idx` hold one source in the order of the log; `merged.idx`
 holds the same records of all sources in the order of arrival. An index only grows, or is replaced as a whole.
 
-Reads by offset, not by memory map: a file cut short under a map would kill the process that reads it.
-"""
+Reads by offset, not by memory map: a file cut short under a map would kill the process that reads it."""
 
 from __future__ import annotations
 

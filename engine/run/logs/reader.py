@@ -2,8 +2,7 @@
 and the lines that match a filter.
 
 Nothing of a log is held in memory. Files that are not there yet are empty; what a program is still writing is shown
-as far as it has come. Imports no numpy: the console reads with this.
-"""
+as far as it has come. Imports no numpy: the console reads with this."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 An update equals the single machine's: gradients, losses and tokens are sums over the ranks, then divided. A single
 rank's gradients stay lazy until their parameters are updated; those of several travel bucket by bucket, beside the
-rest of the backward pass.
-"""
+rest of the backward pass."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ time the ranks average how far their weights have moved. Another algorithm than 
 After `local_steps` updates, and before each validation and save, rank 0 averages the ranks' changes of the trained
 weights since the last averaging, weighted by the tokens they were trained on, and every rank takes one outer step with
 them, from the weights of the last averaging: DiLoCo (Douillard et al., 2023), with changes in 4 bits as in Streaming
-DiLoCo (Douillard et al., 2025). Each rank keeps its own optimizer state.
-"""
+DiLoCo (Douillard et al., 2025). Each rank keeps its own optimizer state."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 With a large vocabulary the logits are the largest arrays of a step, and their gradient needs several of that size. So
 they are computed in chunks of tokens, and a chunk's gradient at once, while its logits are there: the head's product is
-not done a second time in the backward pass.
-"""
+not done a second time in the backward pass."""
 
 from __future__ import annotations
 

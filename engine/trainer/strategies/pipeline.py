@@ -5,8 +5,7 @@ both gradients. All ranks read the whole of each global batch. A header before e
 it: a message of an unexpected size would otherwise shift all later ones, silently.
 
 An array is sent beside the computations that follow, until the next message of this rank: the order of the messages is
-that of the schedule.
-"""
+that of the schedule."""
 
 from __future__ import annotations
 

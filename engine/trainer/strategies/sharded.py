@@ -7,8 +7,7 @@ those of the tensors it owns.
 
 Beside the computation of a section the next one is gathered; in the backward pass, the sums of the one before follow.
 Operations are started with what has been evaluated, and computations with what has arrived: so no GPU waits for a peer
-in a command buffer.
-"""
+in a command buffer."""
 
 from __future__ import annotations
 

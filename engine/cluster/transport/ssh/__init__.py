@@ -1,6 +1,5 @@
 """Nodes over SSH; the only package that imports asyncssh, and only in its modules. `connection` opens connections,
-`auth` checks host keys and chooses identities, `channel` is a program on a node, and `transport` combines them.
-"""
+`auth` checks host keys and chooses identities, `channel` is a program on a node, and `transport` combines them."""
 
 from __future__ import annotations
 

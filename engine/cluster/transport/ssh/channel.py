@@ -2,8 +2,7 @@
 
 Its output begins behind a marker that also carries its process group: output of the login shell's start-up files is
 skipped, and a call that is cancelled can kill the whole group. sshd makes the login shell the session leader; the
-shell then execs the program.
-"""
+shell then execs the program."""
 
 from __future__ import annotations
 

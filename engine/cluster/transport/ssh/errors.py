@@ -1,6 +1,5 @@
 """Maps the exceptions of asyncssh and the operating system to NodeUnreachable and LoginRefused, with a reason and a
-fix.
-"""
+fix."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """SshTransport: one connection, opened at first use, on which each program on the node is a session.
 
 Only a program whose session the sshd refuses has a connection of its own. A host has few programs: nearly everything
-there is asked of its agent, which is one.
-"""
+there is asked of its agent, which is one."""
 
 from __future__ import annotations
 
