@@ -42,8 +42,8 @@ _BAR = re.compile(
 """tqdm's. A bar below another one, as the evaluation's below the training's, ends with a move of the cursor."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,40}m")
 _WORTH = re.compile(
-    rb"[Ll](?:oss|OSS)[^\n]{0,24}?(?:\d|nan|inf)|%\||skipped=|/global_step=|, iters: |\xc2\xb7 iters|Test accuracy"
-    rb"|\xe2\x96[\xb2\xbc]|mval\x1b"
+    rb"[Ll](?:oss|OSS)[^\n]{0,24}?(?:\d|[Nn]a[Nn]|[Ii]nf)|%\||skipped=|/global_step=|, iters: |\xc2\xb7 iters"
+    rb"|Test accuracy|\xe2\x96[\xb2\xbc]|mval\x1b"
 )
 """In every line with metrics: a loss before a number, a bar, or what some forms have instead."""
 _ACTIVITY_EVERY_S = 1.0

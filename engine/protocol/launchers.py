@@ -127,6 +127,7 @@ _SPELLINGS = {
     ("accelerate-launch",): "accelerate",
     ("python", "-m", "torch.distributed.run"): "torchrun",
     ("python", "-m", "accelerate.commands.launch"): "accelerate",
+    ("python", "-m", "accelerate.commands.accelerate_cli", "launch"): "accelerate",
     ("python", "-m", "deepspeed.launcher.runner"): "deepspeed",
 }
 _ENVIRONMENTS = frozenset({"conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry", "rye", "uv"})
@@ -137,14 +138,19 @@ MIXED_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _OWN_STRATEGY = ("--config_file", "--use_fsdp", "--use_deepspeed", "--use_megatron_lm", "--multi_gpu", "--cpu")
 
 
-def _placed(words: Sequence[str], table: Mapping[tuple[str, ...], Any]) -> tuple[int, tuple[str, ...]] | None:
-    """(where, which key) of `table` the words have, wherever the program is, and whichever python has it: as the first,
-    or behind wrappers ("uv run", "env X=1")."""
+_PYTHON_FLAG = re.compile(r"-[bBdEIOPqsSuvx]+")
+
+
+def _placed(words: Sequence[str], table: Mapping[tuple[str, ...], Any]) -> tuple[int, int, tuple[str, ...]] | None:
+    """(from where, to before where, which key) of `table` the words have, wherever the program is, and whichever python
+    has it, with flags ("python -u -m"): as the first, or behind wrappers ("uv run", "env X=1")."""
     for place in range(len(words) if words and PurePosixPath(words[0]).name in _WRAPPERS else 1):
         name = PurePosixPath(words[place]).name if words else ""
-        begun = (re.sub(r"^python3?(\.\d+)?$", "python", name), *words[place + 1 : place + 4])
-        if (key := next((key for key in table if begun[: len(key)] == key), None)) is not None:
-            return place, key
+        name, rest = re.sub(r"^python3?(\.\d+)?$", "python", name), list(words[place + 1 :])
+        while name == "python" and rest and _PYTHON_FLAG.fullmatch(rest[0]):
+            del rest[0]
+        if (key := next((key for key in table if (name, *rest[:3])[: len(key)] == key), None)) is not None:
+            return place, len(words) - len(rest) + len(key) - 1, key
     return None
 
 
@@ -156,8 +162,8 @@ def _split(command: Any) -> tuple[str | None, list[str], list[str], list[str]]:
     found = _placed(words, _SPELLINGS)
     if found is None:
         return None, [], words, []
-    place, spelling = found
-    launcher, options, rest = _SPELLINGS[spelling], list[str](), words[place + len(spelling) :]
+    place, end, spelling = found
+    launcher, options, rest = _SPELLINGS[spelling], list[str](), words[end:]
     while rest and rest[0].startswith("-") and rest[0] != "--":
         written, joined, value = rest.pop(0).partition("=")
         if not written.startswith("--") and len(written) > 2:
@@ -294,12 +300,12 @@ def nested_launcher(script: str) -> NestedLauncher | None:
         words = re.sub(r"(^|\s)#.*", "", line).replace('"', " ").replace("'", " ").split()
         words = list(itertools.dropwhile(lambda word: word in _FIRST or re.match(r"\w+=", word), words))
         found = _placed(words, _NESTED)
-        if found is None or words[found[0] + len(found[1]) :] in (["--help"], ["--version"]):
+        if found is None or words[found[1] :] in (["--help"], ["--version"]):
             continue
-        (fix, certain), address = _NESTED[found[1]], _ADDRESS.search(line)
+        (fix, certain), address = _NESTED[found[2]], _ADDRESS.search(line)
         if address is None or not address["variable"]:
             surely = address is None and re.search(certain, " ".join(line.split())) is not None
-            return NestedLauncher(" ".join(found[1]), fix, surely)
+            return NestedLauncher(" ".join(found[2]), fix, surely)
     return None
 
 

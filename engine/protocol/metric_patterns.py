@@ -15,7 +15,7 @@ LONGEST_NUMBER = 25
 LOSSES = frozenset(("train_loss", "val_loss"))
 _NUMBER = (
     r"[-+]?(?:\d{1,3}(?:,\d{3}){1,6}|\d{1,20})(?:\.\d{0,20})?(?:[eE][-+]?\d{1,4})?"
-    r"|[-+]?\.\d{1,20}|[-+]?(?:nan|inf)\b"
+    r"|[-+]?\.\d{1,20}|[-+]?(?i:nan|inf(?:inity)?)\b"
 )
 _TABLE = r"""
 nanoGPT: karpathy/nanoGPT train.py
@@ -80,6 +80,18 @@ PyTorch ImageNet: pytorch/examples imagenet/main.py; pytorch/vision references
 PyTorch CIFAR-10: pytorch/tutorials cifar10_tutorial.py; deepspeedai/DeepSpeedExamples training/cifar
     ^\s{0,8}\[ {0,8}<epoch>, {0,12}<epoch_step>\] loss: {1,4}<loss>
     [1,  2000] loss: 2.213
+PyTorch word_language_model: pytorch/examples word_language_model/main.py
+    \| epoch {1,4}<epoch> \| {1,6}<epoch_step>/ {0,6}<total> batches \|.{1,100}?\| loss {1,3}<loss> \|
+    | epoch   1 |   200/ 2983 batches | lr 20.00 | ms/batch 10.21 | loss  7.65 | ppl  2100.64
+timm: huggingface/pytorch-image-models train.py
+    \bTrain: <epoch> \[ {0,8}<epoch_step>/<total> \([ \d]{1,4}%\)\] {1,4}Loss: {1,4}<loss> \(
+    Train: 0 [  50/1251 (  4%)]  Loss: 6.95 (6.94)  Time: 0.400s,  640.00/s  LR: 1.000e-05  Data: 0.010 (0.012)
+fairseq: facebookresearch/fairseq fairseq/logging/progress_bar.py
+    \bepoch \d{1,6}: {1,8}\d{1,9} / \d{1,9} loss=<loss>,.{1,400}?\bnum_updates=<step>(?:,|$)
+    INFO | train_inner | epoch 002:    100 / 1500 loss=12.5, ppl=5792.6, wps=3000, num_updates=1600, lr=1e-05
+MLX CIFAR-10: ml-explore/mlx-examples cifar/main.py
+    \bEpoch <epoch> \[<epoch_step>\] \| Train loss <loss> \|
+    Epoch 01 [010] | Train loss 2.105 | Train acc 0.211 | Throughput: 5120.00 images/second
 MLX MNIST: ml-explore/mlx-examples mnist/main.py; its steps are epochs
     \bEpoch <step>: Test accuracy [\d.]{1,12}
     Epoch 3: Test accuracy 0.921, Time 0.512 (s)
@@ -125,7 +137,7 @@ _STEPS = frozenset(("steps", "iters", "iterations", "updates"))
 _OF_STEPS = _STEP | _STEPS | {"global", "train", "training", "trainer", "max", "total", "num", "epoch"}
 _VALIDATION = frozenset(("val", "valid", "validation", "eval", "evaluation", "test", "dev"))
 _OF_LOSSES = _VALIDATION | _STEP | {"loss", "train", "training", "batch", "epoch", "samples", "metrics", "global", "lm"}
-_OF_LOSSES |= {"avg", "average", "mean", "running", "total", "ce", "nll"}
+_OF_LOSSES |= {"avg", "average", "mean", "running", "total", "ce", "nll", "cross", "entropy", "reduced"}
 _OTHERS = frozenset(("max", "min", "best", "worst", "last", "aux", "moe"))
 _FIGURES = {
     "learning_rate": "lr/learning rate",
@@ -177,7 +189,7 @@ def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
 
 _NAMED = re.compile(
     r"(?i)(?<![\w/.-])([a-z_][\w/.-]{0,60}(?: [a-z][\w/.-]{0,30})?)['\"\])]{0,2}[ \t]{0,2}[:=]{0,2}[ \t]{0,12}"
-    rf"(?:tensor)?[\[('\"#]{{0,2}}({_NUMBER})(?:\s?(?:/|of)\s?(\d{{1,12}})(?![\d.]))?"
+    rf"(?:tensor)?[\[('\"#]{{0,2}}({_NUMBER})(?:\s?(?:/|of)\s{{0,8}}(\d{{1,12}})(?![\d.]))?"
 )
 
 

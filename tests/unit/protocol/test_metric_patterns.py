@@ -35,6 +35,10 @@ READ = {
     "PyTorch MNIST": [{"epoch": 1, "step": 640, "total": 60000, "train_loss": 2.298765}, {"val_loss": 0.0559}],
     "PyTorch ImageNet": [{"epoch": 0, "step": 10, "total": 391, "train_loss": 6.9012}],
     "PyTorch CIFAR-10": [{"epoch": 1, "step": 2000, "train_loss": 2.213}],
+    "PyTorch word_language_model": [{"epoch": 1, "step": 200, "total": 2983, "train_loss": 7.65}],
+    "timm": [{"epoch": 0, "step": 50, "total": 1251, "train_loss": 6.95}],
+    "fairseq": [{"step": 1600, "train_loss": 12.5}],
+    "MLX CIFAR-10": [{"epoch": 1, "step": 10, "train_loss": 2.105}],
     "MLX MNIST": [{"step": 3}],
 }
 
@@ -61,6 +65,7 @@ def test_no_form_matches_another_ones_example(form: MetricForm) -> None:
             for name in ("Train/loss", "Loss/train", "train_loss_step", "loss", "step_loss", "lm loss")
         ),
         *((name, "train_loss") for name in ("loss_metrics/global_avg_loss", "Train/Samples/train_loss", "trainLoss")),
+        *((name, "train_loss") for name in ("reduced_train_loss", "train/CrossEntropyLoss")),
         *(
             (name, "val_loss")
             for name in ("eval_loss", "Loss/val", "validation_metrics/loss", "val/loss_epoch", "Loss/test")
