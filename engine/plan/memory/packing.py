@@ -42,15 +42,17 @@ _FOREIGN: Final = {
     "mxfp4": Packing(4, 32, "mxfp4"),
     "mxfp8": Packing(8, 32, "mxfp8"),
     "bitnet": Packing(2, 1, "ternary"),
+    "bitsandbytes": Packing(4, 64),
+    "bitsandbytes True": Packing(8, 64),
     "modelopt NVFP4": Packing(4, 16, "nvfp4"),
     "fp8 ue8m0 [32, 32]": Packing(8, 32, "mxfp8"),
     "compressed-tensors pack-quantized": Packing(4, 32),
     "compressed-tensors mxfp4-pack-quantized": Packing(4, 32, "mxfp4"),
     "compressed-tensors nvfp4-pack-quantized": Packing(4, 16, "nvfp4"),
 }
-"""quant_method, with the keys that decide, → how mlx-lm keeps such weights where no group_size is given. What is not
-here it unpacks on loading, as other fp8, or cannot read."""
-_LEFT_OUT: Final = ("modules_to_not_convert", "ignore", "exclude_modules")
+"""quant_method, with the keys that decide, → how mlx-lm, or of bitsandbytes PyTorch, keeps such weights where no
+group_size is given. What is not here is unpacked on loading, as other fp8, or cannot be read."""
+_LEFT_OUT: Final = ("modules_to_not_convert", "ignore", "exclude_modules", "llm_int8_skip_modules")
 """Keys of a foreign table that name modules which are not packed."""
 
 
@@ -98,7 +100,8 @@ def quantization(config: Mapping[str, Any]) -> Quantization | None:
     weights = ConfigReader(ConfigReader(groups[0]).get_table("weights") if groups else {})
     algorithm = table.get_str("quant_algo") or nested.get_str("quant_algo") or table.get_str("format")
     blocks = f"{table.get_str('scale_fmt')} {table.get_list('weight_block_size', int)}"
-    known = (_FOREIGN.get(key) for key in (f"{method} {algorithm}", f"{method} {blocks}", method))
+    eight = f"{method} {table.get_flag('load_in_8bit', False)}"
+    known = (_FOREIGN.get(key) for key in (f"{method} {algorithm}", f"{method} {blocks}", eight, method))
     found = next(filter(None, known), None)
     if found is None:
         return None

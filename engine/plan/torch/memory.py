@@ -143,14 +143,24 @@ class _TorchRank:
         return self.workload.strategy == "fsdp" or self.zero == 3
 
     @cached_property
+    def frozen_bytes(self) -> int:
+        """In the type of the computation, but for a base that stays packed: in integers (AWQ, GPTQ, bitsandbytes)."""
+        shape, packed = self.shape, self.shape.quantization
+        if self.full or packed is None or packed.packing.mode != "affine":
+            return self.frozen * self.workload.compute_bytes
+        model = shape.architecture
+        ends = sum(map(shape.matrix_bytes, [model.embedding, *([model.head] if model.head else [])]))
+        return sum(map(shape.layer_bytes, range(shape.layers))) + ends + model.last_norm * shape.dtype_bytes
+
+    @cached_property
     def weights(self) -> int:
-        """Trained weights are float32, and all of a model that is fully fine-tuned; a frozen base has the type of the
-        computation. DeepSpeed has all of them in that type."""
-        compute = self.workload.compute_bytes
+        """Trained weights are float32, and all of a model that is fully fine-tuned; DeepSpeed has all of them in the
+        type of the computation."""
         if self.zero:
-            whole = (self.trained.parameters + self.frozen) * compute
+            whole = self.trained.parameters * self.workload.compute_bytes + self.frozen_bytes
         else:
-            whole = self.trained.parameters * FLOAT32_BYTES + self.frozen * (FLOAT32_BYTES if self.full else compute)
+            frozen = self.frozen * FLOAT32_BYTES if self.full else self.frozen_bytes
+            whole = self.trained.parameters * FLOAT32_BYTES + frozen
         return -(-whole // self.shards) if self.weights_partitioned else whole
 
     @cached_property
@@ -163,8 +173,9 @@ class _TorchRank:
         if same and self.workload.on_gpu:
             # Mapped from the file, whose pages all ranks share and the system may take back.
             return 0
-        adapters = 0 if self.full else self.trained.parameters * FLOAT32_BYTES
-        return self.shape.total_parameters * loaded_type + adapters
+        if self.full:
+            return self.shape.total_parameters * loaded_type
+        return self.frozen_bytes + self.trained.parameters * FLOAT32_BYTES
 
     @property
     def mapped(self) -> int:

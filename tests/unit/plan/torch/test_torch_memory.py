@@ -235,3 +235,21 @@ def test_the_estimate_is_what_was_measured_once(
     asked = TorchWorkload(fine_tune_type="full", batch=2, sequence=256, world_size=2, on_gpu=False)
     found = torch_estimate(ModelShape.from_config(config), replace(asked, **how, **more))
     assert found.needed_bytes / 1e6 == pytest.approx(megabytes, rel=0.10)
+
+
+@pytest.mark.parametrize(
+    ("packed", "bits"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": None}, 4.5),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8.5),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.25),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.25),
+    ],
+)
+def test_a_base_that_stays_packed_is_counted_packed(packed: dict[str, Any], bits: float) -> None:
+    shape = ModelShape.from_config(LLAMA_70B | {"quantization_config": packed})
+    workload = TorchWorkload(precision="bf16")
+    adapters = 4 * torch_estimate(LARGE, workload).trainable_parameters
+    inner = sum(matrix.weights for layer in LARGE.architecture.layers for matrix in layer.matrices)
+    ends = LARGE.total_parameters - inner
+    assert torch_estimate(shape, workload).weights_bytes == pytest.approx(inner * bits / 8 + ends * 2 + adapters)
