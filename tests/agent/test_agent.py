@@ -192,8 +192,11 @@ def test_heartbeats_that_lay_unread_while_the_node_slept_renew_no_lease(head: He
     head.watch(0)
     head.send(Heartbeat(1, 0))
     assert head.receive(HeartbeatAck).number == 1
-    slept_at = lease_clock()
     head.process.send_signal(signal.SIGSTOP)
+    # On a busy machine the signal may take a while.
+    status = ["ps", "-o", "stat=", "-p", str(head.process.pid)]
+    wait_until(lambda: subprocess.run(status, capture_output=True, check=True).stdout.startswith(b"T"))
+    slept_at = lease_clock()
     head.send(Heartbeat(2, 1, 1))
     time.sleep(2.5)
     head.process.send_signal(signal.SIGCONT)
