@@ -107,10 +107,12 @@ def quantization(config: Mapping[str, Any]) -> Quantization | None:
         return None
     sizes = (each.get_int("group_size", default=0) for each in (table, nested, weights))
     size = next(filter(None, sizes), found.group_size)
+    given = table.get_int("bits", default=0) or weights.get_int("num_bits", default=0)
+    bits = given if given in _BITS and found.mode == "affine" else found.bits
     left_out = [
         pattern for key in _LEFT_OUT for entry in table.get_list(key, str) or () for pattern in _patterns(entry)
     ]
-    return Quantization(method, Packing(found.bits, size, found.mode), False, {}, tuple(left_out))
+    return Quantization(method, Packing(bits, size, found.mode), False, {}, tuple(left_out))
 
 
 def quantized_as(config: Mapping[str, Any]) -> str | None:

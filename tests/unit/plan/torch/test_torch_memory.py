@@ -243,7 +243,7 @@ def test_the_estimate_is_what_was_measured_once(
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": None}, 4.5),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8.5),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.25),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.25),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8.25),
     ],
 )
 def test_a_base_that_stays_packed_is_counted_packed(packed: dict[str, Any], bits: float) -> None:
