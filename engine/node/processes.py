@@ -242,8 +242,9 @@ def _family(known: set[int], sessions: set[int], table: Mapping[int, _Row]) -> s
 
 
 def family_activity(leader: int) -> tuple[dict[int, float], bool]:
-    """The CPU time, s, of each process of the session that `leader` leads and below it, and whether one of them is
-    stopped, by a signal or a debugger. Raises OSError, ValueError, subprocess.SubprocessError."""
+    """The CPU time, s, of each process of the session that `leader` leads and below it, on Linux with that of children
+    that have ended, and whether one is stopped, by a signal or a debugger. Raises OSError, ValueError,
+    subprocess.SubprocessError."""
     table = _table()
     family = _family({leader}, {leader}, table) & table.keys()
     return {pid: table[pid].cpu_s for pid in family}, any(table[pid].state[:1] in "Tt" for pid in family)
@@ -416,7 +417,7 @@ def _table() -> dict[int, _Row]:
         return {pid: _Row(parent, _session(pid), state, ps_time_s(used)) for pid, parent, (state, _, used) in rows}
     hertz = os.sysconf("SC_CLK_TCK")
     return {
-        pid: _Row(int(stat[1]), int(stat[3]), stat[0].decode(), (int(stat[11]) + int(stat[12])) / hertz)
+        pid: _Row(int(stat[1]), int(stat[3]), stat[0].decode(), sum(map(int, stat[11:15])) / hertz)
         for pid, stat in linux_stats().items()
         if stat[0] not in _ENDED
     }

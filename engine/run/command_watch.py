@@ -132,6 +132,9 @@ class CommandWatch:
         for rank, signs in ranks.items():
             limit = max(self._stall_s, _TIMES * signs.longest_s)
             beside = any(other.silent_s < limit for number, other in ranks.items() if number != rank)
+            # Where all but rank 0 are idle, they may wait for what it alone prepares, and prints.
+            others = [other.state for number, other in ranks.items() if number not in (0, rank)]
+            beside = beside and (rank == 0 or self._waits_busily or "busy" in others)
             if signs.outputs >= _PERIODIC and signs.still_s > limit and beside:
                 return Hang(signs.still_s, limit, IDLE, iteration, rank)
         return self._all_silent(ranks, iteration)

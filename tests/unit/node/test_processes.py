@@ -125,6 +125,18 @@ def test_the_cpu_time_of_a_family_is_that_of_all_its_members(linux: bool, monkey
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.needs("linux")
+def test_the_cpu_time_of_programs_that_have_ended_counts() -> None:
+    child = "import time\nwhile time.process_time() < 0.2: pass"
+    parent = f"import subprocess as s, sys; s.run([sys.executable, '-c', {child!r}]); print(flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=pipe, stdout=pipe, start_new_session=True) as leader:
+        assert leader.stdout is not None and leader.stdout.readline()
+        own = sum(map(int, processes.linux_stat(leader.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+        assert processes.family_activity(leader.pid)[0][leader.pid] >= own + 0.15
+        leader.communicate(b"\n")
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("0:01.50", 1.5), ("75:00.25", 4500.25), ("01:02:03", 3723.0), ("2-00:00:01", 172_801.0)]
 )

@@ -89,6 +89,14 @@ def test_a_rank_that_printed_again_and_again_and_is_silent_beside_others_is_name
     assert found is not None and (found.doing, found.rank) == ("idle", 1)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_that_wait_for_what_rank_0_alone_prepares_and_prints_do_not_hang(ranks: int) -> None:
+    watched = Watched(ranks)
+    assert watched.wait(60.0, *range(ranks)) is None
+    watched.states("busy", *["idle"] * (ranks - 1))
+    assert watched.wait(5 * STALL_S, 0) is None
+
+
 def test_a_group_in_which_nobody_prints_or_works_hangs() -> None:
     watched = Watched()
     assert watched.wait(30.0, 0) is None
