@@ -34,7 +34,8 @@ _LONGEST_LINE = 4096
 """Bytes; a longer one holds no metrics."""
 _DIGITS = re.compile(rf"[\d.]{{{metric_patterns.LONGEST_NUMBER + 1}}}")
 _OWN_LIMIT_S = 0.25
-"""For one line: a pattern of the job's that takes longer would hold up the log, and is given up."""
+"""CPU time for one line: a pattern of the job's that takes longer would hold up the log, and is given up."""
+_TRIED_LENGTHS = (125, 250, 500)
 _BAR = re.compile(
     r"(?P<head>.{0,200}?)\s{0,3}\d{1,3}%\|[^|]{0,300}\| {0,12}(?P<step>\d{1,12})/(?P<total>\d{1,12}) "
     r"\[(?P<tail>[^\]\x1b]{0,300})(?P<end>\]?\x1b\[A)?"
@@ -217,13 +218,19 @@ class PrintedMetrics:
             self._read_named(text)
 
     def _read_by(self, pattern: re.Pattern[str], text: str) -> None:
-        began = time.monotonic()
         takes_long = len(text) > metric_patterns.LONGEST_LINE or _DIGITS.search(text) is not None
-        match = None if takes_long else pattern.search(text)
-        if time.monotonic() - began > _OWN_LIMIT_S:
+        match = None
+        # The time grows with a power of the length: first it is seen on the beginning.
+        for length in () if takes_long else (*filter(len(text).__gt__, _TRIED_LENGTHS), len(text)):
+            began = time.thread_time()
+            match = pattern.search(text[:length])
+            if time.thread_time() - began <= _OWN_LIMIT_S:
+                continue
             self._own, self._activity_only = None, True
+            match = match if length == len(text) else None
             message = f"`metrics` of [job] takes too long for a line of {len(text)} characters: it is no longer tried"
             self._events.write("warning", message=message)
+            break
         if match is not None and (values := group_values(match)).keys() & LOSSES:
             self._take("[job] metrics", values)
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -434,6 +435,14 @@ def test_a_pattern_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: 
     assert read(tmp_path, line + line.replace("20", "30"), r"\[(?P<step>\d+) of 300\] L=(?P<loss>[\d.]+)") == [
         (20, 2.5, None)
     ]
+    assert "takes too long" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_pattern_that_would_take_minutes_for_a_line_is_given_up_by_its_beginning(tmp_path: Path) -> None:
+    line = ("1" * 25 + " ") * 38
+    before = time.thread_time()
+    assert read(tmp_path, f"{line}\n", r"(?P<step>\d+).*(?P<loss>\d+).*x") == []
+    assert time.thread_time() - before < 20, "it takes more than 90 s for the whole line"
     assert "takes too long" in (tmp_path / "events.jsonl").read_text()
 
 
