@@ -189,7 +189,10 @@ class Redactor:
         shown = list[str]()
         for option, word in zip(("", *words), words, strict=False):
             begin = f"{option}=" if option.startswith("--") and "=" not in option else ""
-            shown.append(self(begin + word).removeprefix(begin))
+            before, mark, after = self(begin + word).removeprefix(begin).partition(REDACTED)
+            # The whole word is the option's value, with its spaces.
+            whole = mark and word.startswith(before) and re.fullmatch(r"--[\w-]+=", begin + before)
+            shown.append(before + mark + ("" if whole else after))
         return shown
 
     def document(self, document: Any) -> Any:

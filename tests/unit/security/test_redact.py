@@ -271,9 +271,12 @@ def test_the_words_of_a_command_are_shown_without_credentials() -> None:
         "1e-4",
         "--api-key=xyz",
         "HF_TOKEN=abcdefg",
+        "--password",
+        "of two words",
+        "--secret=of two words",
     ]
     shown = ["torchrun", "train.py", "--token", REDACTED, "--password", "--lr", "1e-4"]
-    shown += [f"--api-key={REDACTED}", f"HF_TOKEN={REDACTED}"]
+    shown += [f"--api-key={REDACTED}", f"HF_TOKEN={REDACTED}", "--password", REDACTED, f"--secret={REDACTED}"]
     assert Redactor({}, {}).words(words) == shown
     assert Redactor({}, {}).document({"argv": words}) == {"argv": shown}
 
