@@ -180,7 +180,7 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
             TORCHRUN_ID_ENV: torchrun_id(spec),
             "TORCHELASTIC_RESTART_COUNT": str(spec.attempt - 1),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), own, strict=True)),
+            **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), own)),  # noqa: B905  (Python 3.9)
             "ROLE_NAME": option_value(spec.command, "--role", "default"),
         }
     if spec.framework == "torch" and spec.command is not None and int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1:

@@ -184,7 +184,8 @@ def split_launcher(command: Any) -> tuple[str | None, list[str], list[str]]:
 
 def joined_options(options: Sequence[str]) -> list[str]:
     """The options of `split_launcher` as words: "--mixed_precision=bf16", so that a value may begin with a dash."""
-    return [f"{name}={value}" if value else name for name, value in zip(options[::2], options[1::2], strict=True)]
+    pairs = zip(options[::2], options[1::2])  # noqa: B905  (Python 3.9)
+    return [f"{name}={value}" if value else name for name, value in pairs]
 
 
 def option_value(command: Any, name: str, default: str = "") -> str:

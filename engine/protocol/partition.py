@@ -85,7 +85,8 @@ def share_counts_among(total: int, shares: Sequence[float], taking_part: Sequenc
     """As `share_counts`, over the ranks that are `taking_part`, one at least (None: all); 0 for the others. Raises
     ValueError as it does."""
     parts = taking_part if taking_part is not None else [True] * len(shares)
-    counts = iter(share_counts(total, [share for share, part in zip(shares, parts, strict=True) if part]))
+    wanted = [share for share, part in zip(shares, parts) if part]  # noqa: B905  (Python 3.9)
+    counts = iter(share_counts(total, wanted))
     return [next(counts) if part else 0 for part in parts]
 
 

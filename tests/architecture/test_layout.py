@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 
 def imported_by(statement: str) -> set[str]:
@@ -19,3 +23,10 @@ def test_the_session_never_imports_mlx_or_a_frontend() -> None:
 
 def test_the_keepers_wire_format_needs_the_standard_library_only() -> None:
     assert not imported_by("import engine.protocol.attempt") & {"mlx", "pydantic", "numpy"}
+
+
+@pytest.mark.parametrize("package", ["node", "protocol"])
+def test_what_runs_on_python_3_9_gives_zip_no_keyword(package: str) -> None:
+    for path in (Path(__file__).parents[2] / "engine" / package).rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert not [call for call in calls if ast.unparse(call.func) == "zip" and call.keywords], path
