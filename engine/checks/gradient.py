@@ -1,5 +1,4 @@
-"""gradient_layer: a real all_sum over all ranks, started the way an attempt starts them, with its own nonce and
-ports.
+"""gradient_layer: a real all_sum over all ranks, started the way an attempt starts them, with its own nonce and ports.
 
 Without the right environment MLX silently makes a group of size 1 and every rank would train alone. So the group size
 is compared with the configuration, and every sum must be exact. Everything it starts is held by leases."""

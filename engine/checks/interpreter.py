@@ -26,8 +26,7 @@ Result = TypeVar("Result", bound=FrozenModel)
 
 @dataclass(frozen=True)
 class Interpreter:
-    """One node's python; a package without a version is not importable, or `unknown`, with the reason in
-    `problem`."""
+    """One node's python; a package without a version is not importable, or `unknown`, with the reason in `problem`."""
 
     python: str | None = None
     packages: Mapping[str, str] = field(default_factory=dict)

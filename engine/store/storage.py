@@ -1,10 +1,9 @@
-"""TinyDB's storage in one file: replaced atomically, verified by its own checksum, with its predecessor kept beside
-it, and written by one process at a time.
+"""TinyDB's storage in one file: replaced atomically, verified by its own checksum, with its predecessor kept beside it,
+and written by one process at a time.
 
-`{"schema": 1, "sha256": "<of schema and body>", "body": {"runs": {…}}}`. `write` returns once
-the data is on the disk; a kill, a full disk or a power cut at any moment leaves the old state or the new one. The
-write lock is a kernel lock, which ends with its process and cannot go stale, on a file that also holds the writer's
-pid for error messages."""
+`{"schema": 1, "sha256": "<of schema and body>", "body": {"runs": {…}}}`. `write` returns once the data is on the disk;
+a kill, a full disk or a power cut at any moment leaves the old state or the new one. The write lock is a kernel lock,
+which ends with its process and cannot go stale, on a file that also holds the writer's pid for error messages."""
 
 from __future__ import annotations
 

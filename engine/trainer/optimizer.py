@@ -113,9 +113,8 @@ class Updater:
         return math.sqrt(scalar(total)) if norm is None else norm
 
     def apply(self, gradients: Mapping[str, mx.array]) -> mx.array:
-        """One lazy step with all mean gradients; the sum of their squares before clipping. For a
-        compiled function with forward and backward pass, whose inputs and outputs `arrays` and the model's state are.
-        """
+        """One lazy step with all mean gradients; the sum of their squares before clipping. For a compiled function with
+        forward and backward pass, whose inputs and outputs `arrays` and the model's state are. """
         self._begin_step()
         clip = None
         if self._max_norm is not None:

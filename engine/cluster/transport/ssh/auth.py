@@ -1,6 +1,5 @@
-"""SSH authentication: the host key is checked against known_hosts, and no key is ever accepted here; login
-identities are offered in OpenSSH's order: the agent's that the configuration names, the agent's others, then the
-named files."""
+"""SSH authentication: the host key is checked against known_hosts, and no key is ever accepted here; login identities
+are offered in OpenSSH's order: the agent's that the configuration names, the agent's others, then the named files."""
 
 from __future__ import annotations
 
