@@ -23,23 +23,9 @@ from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.models import Late, NoValue
 from engine.node.bootstrap import make_private
+from engine.protocol import messages
 from engine.protocol.attempt import lease_clock
 from engine.protocol.exit_codes import ShellExit
-from engine.protocol.messages import (
-    VERSION,
-    CancelRequest,
-    CommandRequest,
-    Decoder,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Message,
-    ProbeRequest,
-    RequestEnded,
-    RequestInput,
-    RequestOutput,
-    encode,
-)
 from engine.security.identifiers import LOCAL, safe_repr
 from engine.security.paths import path_fault
 from engine.security.sanitise import count_or_none, json_object, json_or_none, plain
@@ -118,7 +104,7 @@ class AgentSession:
         started: tuple[AgentHome, bytes],
         where: str,
         limits: SessionLimits,
-        on_message: Callable[[Message], None],
+        on_message: Callable[[messages.Message], None],
     ) -> None:
         """`started` is the agent's home and what it has sent so far, from its Hello on. `on_message` receives what is
         no reply to a request, and first the Hello."""
@@ -134,7 +120,7 @@ class AgentSession:
         self._where = where
         self._limits = limits
         self._on_message = on_message
-        self._decoder = Decoder()
+        self._decoder = messages.Decoder()
         self._outgoing = bytearray()
         self._to_write = asyncio.Event()
         self._acknowledged = asyncio.Event()
@@ -145,15 +131,15 @@ class AgentSession:
         self._take(received)
         self._ended = asyncio.create_task(self._run(), name=f"agent of {where}")
 
-    def send(self, message: Message) -> None:
-        self._outgoing += encode(message)
+    def send(self, message: messages.Message) -> None:
+        self._outgoing += messages.encode(message)
         self._to_write.set()
 
     async def ended(self) -> str:
         """Wait for the end of the connection; why it ended."""
         return await asyncio.shield(self._ended)
 
-    def begin(self, request: Callable[[int], Message]) -> AgentRequest:
+    def begin(self, request: Callable[[int], messages.Message]) -> AgentRequest:
         """Send a request made with its number. Raises AgentLost."""
         self.check()
         number = next(self._numbers)
@@ -181,7 +167,7 @@ class AgentSession:
     def forget(self, request: AgentRequest) -> None:
         known = self._pending.pop(request.number, None)
         if known is not None and request.ended is None and self.why_ended is None:
-            self.send(CancelRequest(request.number))
+            self.send(messages.CancelRequest(request.number))
 
     async def aclose(self) -> None:
         """End the agent, and what it has started."""
@@ -226,11 +212,11 @@ class AgentSession:
 
     def _take(self, data: bytes) -> None:
         for message in self._decoder.feed(data):
-            if isinstance(message, RequestOutput | RequestEnded):
+            if isinstance(message, messages.RequestOutput | messages.RequestEnded):
                 self._take_reply(message)
             else:
                 self._on_message(message)
-            if isinstance(message, HeartbeatAck):
+            if isinstance(message, messages.HeartbeatAck):
                 self.sent_at.pop(message.number, None)
                 self._acknowledged_number = message.number
                 self._acknowledged.set()
@@ -238,16 +224,16 @@ class AgentSession:
             self.received_at = lease_clock()
             self._answered = self._heartbeat
 
-    def _take_reply(self, message: RequestOutput | RequestEnded) -> None:
+    def _take_reply(self, message: messages.RequestOutput | messages.RequestEnded) -> None:
         request = self._pending.get(message.request)
         if request is None:
             return
-        if isinstance(message, RequestEnded):
+        if isinstance(message, messages.RequestEnded):
             request.ended = message
         elif len(request.output) + len(message.data) > _OUTPUT_LIMIT:
             # An agent of ours stops earlier: whatever this is, it does not fill the head's memory.
-            self.send(CancelRequest(message.request))
-            request.ended = RequestEnded(message.request, 1, f"more than {_OUTPUT_LIMIT:,} bytes of output")
+            self.send(messages.CancelRequest(message.request))
+            request.ended = messages.RequestEnded(message.request, 1, f"more than {_OUTPUT_LIMIT:,} bytes of output")
         elif request.ended is None:
             request.output += message.data
         request.changed.set()
@@ -275,7 +261,7 @@ class AgentSession:
     def _send_heartbeat(self) -> int:
         self._heartbeat += 1
         self.sent_at[self._heartbeat] = time.time()
-        self.send(Heartbeat(self._heartbeat, self._answered, self._acknowledged_number))
+        self.send(messages.Heartbeat(self._heartbeat, self._answered, self._acknowledged_number))
         return self._heartbeat
 
 
@@ -286,14 +272,14 @@ class AgentRequest:
         self.number = number
         self.output = bytearray()
         """Received and not read yet."""
-        self.ended: RequestEnded | None = None
+        self.ended: messages.RequestEnded | None = None
         self.changed = asyncio.Event()
         self._session = session
 
     def send(self, data: bytes) -> None:
         """More stdin for a probe that goes on. Raises AgentLost."""
         self._session.check()
-        self._session.send(RequestInput(self.number, data))
+        self._session.send(messages.RequestInput(self.number, data))
 
     async def completed(self, timeout_s: float) -> Completed:
         """Its end, exit code None when that does not come in time. Raises AgentLost."""
@@ -304,7 +290,7 @@ class AgentRequest:
         code, stderr = (None, "") if self.ended is None else (self.ended.exit_code, self.ended.stderr)
         return Completed(code, bytes(self.output), stderr.encode(errors="replace"))
 
-    async def next_line(self, timeout_s: float) -> bytes | Late | RequestEnded:
+    async def next_line(self, timeout_s: float) -> bytes | Late | messages.RequestEnded:
         """The next line of its output, or its end. Raises AgentLost."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -322,7 +308,7 @@ class AgentRequest:
         line = await self.next_line(timeout_s)
         if isinstance(line, Late):
             return line.model_copy(update={"command": f"the {name} probe"})
-        if isinstance(line, RequestEnded):
+        if isinstance(line, messages.RequestEnded):
             done = Completed(line.exit_code, b"", line.stderr.encode(errors="replace"))
         else:
             done = Completed(0, line, b"")
@@ -330,7 +316,7 @@ class AgentRequest:
 
     async def cancel(self) -> None:
         """End it on the node, and wait until it has ended there. Raises AgentLost."""
-        self._session.send(CancelRequest(self.number))
+        self._session.send(messages.CancelRequest(self.number))
         await self.completed(_CANCEL_LIMIT_S)
 
     def close(self) -> None:
@@ -393,13 +379,13 @@ class AgentClient:
         """A probe that goes on until it is closed."""
         session = await self.session()
         there = [expanded(argument, session.home.home) for argument in arguments]
-        return session.begin(lambda number: ProbeRequest(number, name, there))
+        return session.begin(lambda number: messages.ProbeRequest(number, name, there))
 
     async def start_command(self, argv: Sequence[str], *, directory: str | None = None) -> AgentRequest:
         """A program that goes on until it ends, or is cancelled; without `directory` in the user's home."""
         session = await self.session()
         there = [expanded(argument, session.home.home) for argument in argv]
-        return session.begin(lambda number: CommandRequest(number, there, directory))
+        return session.begin(lambda number: messages.CommandRequest(number, there, directory))
 
     async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
         """Run a program in the user's home; exit code None when the time limit ended it, with all that it started."""
@@ -471,7 +457,7 @@ async def open_session(
     node: NodeConfig,
     transport: Transport,
     limits: SessionLimits = SessionLimits(),
-    on_message: Callable[[Message], None] = lambda message: None,
+    on_message: Callable[[messages.Message], None] = lambda message: None,
 ) -> AgentSession:
     """Start an agent on the node's host, its bundle staged first when it is not there. Raises InterpreterMissing,
     LaunchError when no agent can be started there, NodeUnreachable."""
@@ -546,8 +532,8 @@ class _Start:
     async def _check_hello(self) -> None:
         """It stays among what was received. Raises ValueError for anything else."""
         line = await self._line() + b"\n"
-        message = next(Decoder().feed(line), None)
-        if not isinstance(message, Hello) or message.version != VERSION:
+        message = next(messages.Decoder().feed(line), None)
+        if not isinstance(message, messages.Hello) or message.version != messages.VERSION:
             raise ValueError(f"not {line[:80]!r}")
         self._received = line + self._received
 

@@ -26,26 +26,9 @@ from engine.cluster.transport.base import Transport, expanded
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.node.processes import Process, same_boot
+from engine.protocol import messages
 from engine.protocol.attempt import ExitRecord, Identity, NodeFiles, lease_clock, open_regular, size_of
 from engine.protocol.events import ExitOutput
-from engine.protocol.messages import (
-    ExitOutputReply,
-    ExitOutputRequest,
-    FileData,
-    FileError,
-    HeartbeatAck,
-    Hello,
-    KillRanks,
-    ListProcesses,
-    Message,
-    ProbeRequest,
-    ProcessList,
-    RankCommand,
-    RankEnded,
-    RankStarted,
-    ReadFile,
-    Watch,
-)
 from engine.security.sanitise import plain
 
 SILENCE_S = 3.0
@@ -133,7 +116,7 @@ WINDOW_BYTES = 1 << 20
 class AgentFile:
     """A NodeFile that the agent sends. Its reader and its writer are two threads."""
 
-    def __init__(self, name: str, order: Callable[[ReadFile], None]) -> None:
+    def __init__(self, name: str, order: Callable[[messages.ReadFile], None]) -> None:
         self.generation = 0
         self._name = name
         self._order = order
@@ -181,7 +164,7 @@ class AgentFile:
         """Nobody is left who could add to its `size` bytes."""
         self._size = size
 
-    def reconnect(self) -> ReadFile | None:
+    def reconnect(self) -> messages.ReadFile | None:
         """The request for a new agent; None when nothing was requested yet."""
         with self._lock:
             self.generation += 1
@@ -189,7 +172,7 @@ class AgentFile:
             if self._start < 0:
                 return None
             self._until = self._start + WINDOW_BYTES
-            return ReadFile(self._name, self._until, self._start + len(self._buffer))
+            return messages.ReadFile(self._name, self._until, self._start + len(self._buffer))
 
     def _go_to(self, offset: int) -> None:
         if self._problem is not None:
@@ -198,13 +181,13 @@ class AgentFile:
         if self._start < 0 or not 0 <= passed <= len(self._buffer):
             self._buffer.clear()
             self._start, self._until, self._at_end = offset, offset + WINDOW_BYTES, False
-            self._order(ReadFile(self._name, self._until, offset))
+            self._order(messages.ReadFile(self._name, self._until, offset))
             return
         del self._buffer[:passed]
         self._start = offset
         if offset + WINDOW_BYTES - self._until >= WINDOW_BYTES // 2:
             self._until = offset + WINDOW_BYTES
-            self._order(ReadFile(self._name, self._until))
+            self._order(messages.ReadFile(self._name, self._until))
 
 
 HEARTBEAT_INTERVAL_S = 1.0
@@ -266,7 +249,7 @@ class HostConnection:
         self._agent_files: dict[str, AgentFile] = {}
         self._files_lock = threading.Lock()
         self._list_number = 0
-        self._unanswered: ListProcesses | None = None
+        self._unanswered: messages.ListProcesses | None = None
         self._processes: list[Process] | None = None
         self._port_request: asyncio.Task[None] | None = None
 
@@ -285,7 +268,7 @@ class HostConnection:
 
     def request_exit_output(self) -> None:
         for rank in self.ranks:
-            self._send(ExitOutputRequest(rank))
+            self._send(messages.ExitOutputRequest(rank))
 
     def send_command(self, rank: int, command: bytes) -> None:
         """STOP, EMERGENCY_CHECKPOINT or END to a keeper; while the host is away it is kept for its return."""
@@ -295,7 +278,7 @@ class HostConnection:
 
     def kill_ranks(self) -> None:
         """KILL to the groups of its ranks' programs."""
-        self._send(KillRanks())
+        self._send(messages.KillRanks())
 
     def request_processes(self, *, kill: bool) -> None:
         """Request the processes of the attempt, all that carry its nonce. With `kill`, they are killed after they were
@@ -305,7 +288,7 @@ class HostConnection:
             # The same request, sent again before it was answered, keeps its number: an answer that takes longer than
             # the time between two requests is an answer all the same.
             self._list_number += 1
-            request = ListProcesses(self._list_number, kill)
+            request = messages.ListProcesses(self._list_number, kill)
         self._processes, self._unanswered = None, request
         self._send(request)
 
@@ -344,14 +327,14 @@ class HostConnection:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=_CLOSE_LIMIT_S)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         """To the agent, from any thread; nothing while there is none: what must reach it is sent again then."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 # The loop may be closing: then nothing will be sent any more.
                 self._loop.call_soon_threadsafe(self._put, message)
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: messages.Message) -> None:
         if self._session is not None:
             self._session.send(message)
 
@@ -389,7 +372,7 @@ class HostConnection:
         """Everything that a new agent must know, in the order in which it is to answer."""
         known = [seen.identity for seen in self._observations.values() if seen.identity is not None]
         directory = expanded(str(self._attempt.files.directory), home)
-        self._put(Watch(directory, self._attempt.nonce, list(self.ranks), known))
+        self._put(messages.Watch(directory, self._attempt.nonce, list(self.ranks), known))
         for rank, command in list(self._standing.items()):
             self._put(_rank_command(rank, command))
         with self._files_lock:
@@ -408,35 +391,40 @@ class HostConnection:
 
     async def _ask_port_holders(self, session: AgentSession, ports: tuple[int, ...]) -> None:
         with contextlib.suppress(FlightDeckError):
-            request = session.begin(lambda number: ProbeRequest(number, "ports", [f":{port}" for port in ports]))
+            request = session.begin(
+                lambda number: messages.ProbeRequest(number, "ports", [f":{port}" for port in ports])
+            )
             with contextlib.closing(request):
                 found = last_json((await request.completed(_PORTS_LIMIT_S)).stdout, PortHolders)
             if found is not None and len(found.ports) == len(ports):
                 pairs = zip(ports, found.ports, strict=True)
                 self.port_holders = {port: held.holder for port, held in pairs if held is not None}
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, RankStarted | RankEnded | ExitOutputReply) and message.rank not in self._observations:
+    def _take(self, message: messages.Message) -> None:
+        if (
+            isinstance(message, messages.RankStarted | messages.RankEnded | messages.ExitOutputReply)
+            and message.rank not in self._observations
+        ):
             raise ValueError(f"it reports a rank {message.rank}, which it does not have")
         self._answered, self._problem = True, None
-        if isinstance(message, FileData):
+        if isinstance(message, messages.FileData):
             self._agent_files[message.file].take(message.begin, message.data, end=message.end)
-        elif isinstance(message, FileError):
+        elif isinstance(message, messages.FileError):
             self._agent_files[message.file].fail(message.problem)
-        elif isinstance(message, HeartbeatAck):
+        elif isinstance(message, messages.HeartbeatAck):
             self._take_ack(message)
-        elif isinstance(message, Hello):
+        elif isinstance(message, messages.Hello):
             self._take_hello(message)
-        elif isinstance(message, RankStarted):
+        elif isinstance(message, messages.RankStarted):
             self._update(message.rank, identity=message.identity)
-        elif isinstance(message, RankEnded):
+        elif isinstance(message, messages.RankEnded):
             self._take_end(message)
-        elif isinstance(message, ExitOutputReply):
+        elif isinstance(message, messages.ExitOutputReply):
             self._exit_outputs[message.rank] = message.output
-        elif isinstance(message, ProcessList) and message.number == self._list_number:
+        elif isinstance(message, messages.ProcessList) and message.number == self._list_number:
             self._take_processes(message)
 
-    def _take_hello(self, message: Hello) -> None:
+    def _take_hello(self, message: messages.Hello) -> None:
         ahead = self.facts.clock_ahead_s if self.facts is not None else message.at - time.time()
         self.facts = HostFacts(message.boot_id, message.memory_kills, ahead)
         for rank, seen in self._observations.items():
@@ -445,12 +433,12 @@ class HostConnection:
                 # keeper is gone, and whether it has left an exit record, the agent reports.
                 self._update(rank, restarted=not self.local)
 
-    def _take_ack(self, message: HeartbeatAck) -> None:
+    def _take_ack(self, message: messages.HeartbeatAck) -> None:
         sent_at = self._session.sent_at.get(message.number) if self._session is not None else None
         if sent_at is not None and self.facts is not None:
             self.facts = replace(self.facts, clock_ahead_s=message.at - (sent_at + time.time()) / 2)
 
-    def _take_end(self, message: RankEnded) -> None:
+    def _take_end(self, message: messages.RankEnded) -> None:
         record = message.record
         if record is not None:
             error, stopped_by = record.error and plain(record.error), record.stopped_by and plain(record.stopped_by)
@@ -460,7 +448,7 @@ class HostConnection:
             self.facts = replace(self.facts, memory_kills=message.memory_kills)
         self._update(message.rank, record=record, vanished=record is None)
 
-    def _take_processes(self, message: ProcessList) -> None:
+    def _take_processes(self, message: messages.ProcessList) -> None:
         found = [Process(pid, plain(command, 200)) for pid, command in message.processes]
         if not found:
             for name, size in message.sizes.items():
@@ -474,5 +462,5 @@ class HostConnection:
         self.on_news()
 
 
-def _rank_command(rank: int, command: bytes) -> RankCommand:
-    return RankCommand(rank, command.decode().strip())
+def _rank_command(rank: int, command: bytes) -> messages.RankCommand:
+    return messages.RankCommand(rank, command.decode().strip())

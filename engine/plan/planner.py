@@ -8,27 +8,12 @@ from dataclasses import replace
 
 from engine.config.models import PARTITIONED
 from engine.errors import spans
+from engine.plan import document
 from engine.plan.advice import advice_section, without_validation
 from engine.plan.batch import batch_section
 from engine.plan.checkpoints import checkpoint_section
 from engine.plan.context import PlanContext, PlanInputs, make_context
 from engine.plan.distributed import distributed_section, rdma_section, verification_steps
-from engine.plan.document import (
-    NOT_TORCH,
-    CalibrationSection,
-    ChecklistSection,
-    ChunkingSection,
-    DataQualitySection,
-    DataSection,
-    Disabled,
-    MeasuredNode,
-    NoCalibrationSection,
-    PerformanceSection,
-    PlannedNode,
-    Rationale,
-    Source,
-    TrainingPlan,
-)
 from engine.plan.fingerprint import age_days
 from engine.plan.memory.fit import memory_fit
 from engine.plan.obstacles import refuse_obstacles
@@ -43,9 +28,9 @@ from engine.protocol.partition import chunk_plan, progress_text
 _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 
 
-def performance_section(context: PlanContext, rationale: Rationale) -> PerformanceSection:
+def performance_section(context: PlanContext, rationale: document.Rationale) -> document.PerformanceSection:
     found = context.throughput
-    source = Source.CALIBRATION
+    source = document.Source.CALIBRATION
     reason = (
         "the slowest node's measured step at its micro-batch, and what its backward pass does not cover of the exchange"
     )
@@ -54,10 +39,10 @@ def performance_section(context: PlanContext, rationale: Rationale) -> Performan
     if context.strategy == "local":
         reason = "the slowest node's measured step at its micro-batch, and its part of the messages and of an averaging"
     if found.examples_per_s is None:
-        source, reason = Source.UNKNOWN, found.why_not or "not predicted"
+        source, reason = document.Source.UNKNOWN, found.why_not or "not predicted"
     rationale.explain("performance_targets.throughput", source, reason)
     iterations = context.iterations
-    return PerformanceSection(
+    return document.PerformanceSection(
         throughput=found.examples_per_s,
         tokens_per_second=found.tokens_per_s,
         step_s=found.step_s,
@@ -67,7 +52,9 @@ def performance_section(context: PlanContext, rationale: Rationale) -> Performan
     )
 
 
-def calibration_section(context: PlanContext, rationale: Rationale) -> CalibrationSection | NoCalibrationSection:
+def calibration_section(
+    context: PlanContext, rationale: document.Rationale
+) -> document.CalibrationSection | document.NoCalibrationSection:
     inputs, calibration, shares = context.inputs, context.inputs.calibration, dict(context.shares.parts)
     qos = _QOS if context.platform == "apple" else "not on macOS"
     rationale.explain("hardware_calibration.workload_distribution", context.shares_source, context.shares.reason)
@@ -76,7 +63,7 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
         hints = ["flightdeck calibrate measures the job's step on every node, and the links"]
         if context.torch:
             reason, hints = OF_TORCH, []
-        return NoCalibrationSection(
+        return document.NoCalibrationSection(
             reason=reason,
             workload_distribution=shares,
             macos_qos_api=qos,
@@ -87,9 +74,9 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
         notes.append("measured with a synthetic model, since the job runs a custom command")
     if calibration.quick:
         notes.append("quick calibration: 10 s per node")
-    return CalibrationSection(
+    return document.CalibrationSection(
         measured_performance={measure.node: measure.examples_per_s for measure in calibration.nodes},
-        measured_details={measure.node: MeasuredNode(**dict(measure)) for measure in calibration.nodes},
+        measured_details={measure.node: document.MeasuredNode(**dict(measure)) for measure in calibration.nodes},
         workload_distribution=shares,
         macos_qos_api=qos,
         calibration_notes=tuple(dict.fromkeys(notes)),
@@ -101,7 +88,9 @@ def calibration_section(context: PlanContext, rationale: Rationale) -> Calibrati
 _KEY = "coordinator_chunking"
 
 
-def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSection | Disabled:
+def chunking_section(
+    context: PlanContext, rationale: document.Rationale
+) -> document.ChunkingSection | document.Disabled:
     """Datasets of one chunk or more are streamed."""
     if not context.settings:
         return _off("the job runs a custom command, which reads its own data", rationale)
@@ -121,8 +110,8 @@ def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSect
     if not found.enabled:
         return _off(f"{size:,} examples are fewer than one chunk of {found.chunk_size:,}", rationale)
     chunks = f"{found.num_chunks} chunks of {found.chunk_size:,}, streamed by offset"
-    rationale.explain(_KEY, Source.FACT, f"{size:,} examples ({context.inputs.examples_source}): {chunks}")
-    return ChunkingSection(
+    rationale.explain(_KEY, document.Source.FACT, f"{size:,} examples ({context.inputs.examples_source}): {chunks}")
+    return document.ChunkingSection(
         dataset_size=size,
         chunk_size=found.chunk_size,
         num_chunks=found.num_chunks,
@@ -131,29 +120,31 @@ def chunking_section(context: PlanContext, rationale: Rationale) -> ChunkingSect
     )
 
 
-def data_quality_section(context: PlanContext, rationale: Rationale) -> DataQualitySection | Disabled:
+def data_quality_section(
+    context: PlanContext, rationale: document.Rationale
+) -> document.DataQualitySection | document.Disabled:
     report = context.inputs.report
     if report is None:
         reason = "[job] data_quality_report is not set"
         if context.inputs.report_problem is not None:
             reason = context.inputs.report_problem
             rationale.warn("data_quality", reason)
-        return Disabled(reason=reason)
+        return document.Disabled(reason=reason)
     if report.blocks:
         rationale.refuse("data_quality", report.blocks)
     if report.warns:
         rationale.warn("data_quality", report.warns)
-    return DataQualitySection(**dict(report.ifd_score), **dict(report))
+    return document.DataQualitySection(**dict(report.ifd_score), **dict(report))
 
 
-def _off(reason: str, rationale: Rationale) -> Disabled:
-    rationale.explain(_KEY, Source.RULE, f"off: {reason}")
-    return Disabled(reason=reason)
+def _off(reason: str, rationale: document.Rationale) -> document.Disabled:
+    rationale.explain(_KEY, document.Source.RULE, f"off: {reason}")
+    return document.Disabled(reason=reason)
 
 
-def make_plan(inputs: PlanInputs) -> TrainingPlan:
+def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
     """Reasons against a launch are in `refusals`; nothing is raised for them."""
-    rationale = Rationale()
+    rationale = document.Rationale()
     context = make_context(inputs, rationale)
     _warn_unreachable(context, rationale)
     if unused := context.job.unused:
@@ -162,11 +153,11 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     needed = torch_fit(context, rationale) if context.torch else memory_fit(context, rationale)
     if isinstance(needed, TorchFit):
         # The other sections are about the strategy that was chosen; "auto" is the script's own.
-        own = isinstance(needed.settings, Disabled)
+        own = isinstance(needed.settings, document.Disabled)
         context = replace(context, inputs=replace(inputs, strategy=AUTO if own else needed.chosen.strategy))
     not_validating = without_validation(context, needed, rationale)
     advised = advice_section(context, needed, not_validating)
-    return TrainingPlan(
+    return document.TrainingPlan(
         strategy=strategy_section(
             context, needed.split, needed.trained, rationale, automatic=AUTO in (inputs.strategy, context.strategy)
         ),
@@ -180,7 +171,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         hardware_calibration=calibration_section(context, rationale),
         worker_consistency=consistency_section(context, rationale),
         coordinator_chunking=chunking_section(context, rationale),
-        pre_flight_checklist=ChecklistSection(
+        pre_flight_checklist=document.ChecklistSection(
             validation_layers=tuple(check.name for check in inputs.checks if not check.overridden), checks=inputs.checks
         ),
         cluster=inputs.config.cluster.name,
@@ -189,8 +180,8 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         nodes=_nodes(context, not_validating),
         settings=needed.settings,
         memory=needed.section,
-        torch=torch_section(context, needed, rationale) if isinstance(needed, TorchFit) else NOT_TORCH,
-        data=DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
+        torch=torch_section(context, needed, rationale) if isinstance(needed, TorchFit) else document.NOT_TORCH,
+        data=document.DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
         data_quality=data_quality_section(context, rationale),
         advice=advised,
         warnings=tuple(dict.fromkeys(rationale.warnings)),
@@ -199,7 +190,7 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     )
 
 
-def _warn_unreachable(context: PlanContext, rationale: Rationale) -> None:
+def _warn_unreachable(context: PlanContext, rationale: document.Rationale) -> None:
     found: dict[tuple[str, str], list[str]] = {}
     for name, why in context.inputs.problems.items():
         seen, facts = context.inputs.facts.get(name), "facts are unknown"
@@ -218,13 +209,13 @@ def _ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} seconds ago"
 
 
-def _nodes(context: PlanContext, not_validating: Collection[str]) -> tuple[PlannedNode, ...]:
+def _nodes(context: PlanContext, not_validating: Collection[str]) -> tuple[document.PlannedNode, ...]:
     inputs = context.inputs
     rows = []
     for rank, node in enumerate(inputs.config.nodes):
         seen = inputs.facts.get(node.name)
         rows.append(
-            PlannedNode(
+            document.PlannedNode(
                 rank=rank,
                 node=node.name,
                 host=node.ssh,

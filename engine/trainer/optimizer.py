@@ -114,7 +114,7 @@ class Updater:
 
     def apply(self, gradients: Mapping[str, mx.array]) -> mx.array:
         """One lazy step with all mean gradients; the sum of their squares before clipping. For a compiled function with
-        forward and backward pass, whose inputs and outputs `arrays` and the model's state are. """
+        forward and backward pass, whose inputs and outputs `arrays` and the model's state are."""
         self._begin_step()
         clip = None
         if self._max_norm is not None:
