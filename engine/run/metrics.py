@@ -122,7 +122,8 @@ class SeriesBuilder:
         """Time to the last iteration at the pace of the recent reports; validation is not in that pace."""
         if not self._speeds or iteration is None or iterations is None:
             return None
-        return max(0, iterations - iteration) * sum(1 / speed for speed in self._speeds) / len(self._speeds)
+        left = finite_or_none(max(0, iterations - iteration))
+        return finite_or_none(left and left * sum(1 / speed for speed in self._speeds) / len(self._speeds))
 
     def build(self, checkpoints: list[int]) -> Series:
         """The same object until something has changed."""

@@ -160,8 +160,8 @@ class RunWatch:
         """Logs and events that were not copied from their nodes: while the supervisor lives, they may come."""
         plan = attempt.plan
         for name, size in attempt.missing.items():
-            rank = int(name.removeprefix("rank").split(".")[0])
-            root = next((layout.root for layout in plan.layouts if rank in layout.ranks), "~/.flightdeck")
+            rank = name.removeprefix("rank").split(".")[0]
+            root = next((layout.root for layout in plan.layouts if rank in map(str, layout.ranks)), "~/.flightdeck")
             place = NodeFiles.for_attempt(Path(root), self._rundir.id, plan.number).directory / name
             lacks = "may lack bytes" if size is None else f"lacks {plural(size, 'byte')}"
             yield f"{name} {lacks} of attempt {plan.number}, as the disk was full or its node away: {place} has all"
