@@ -24,6 +24,7 @@ from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult
 from engine.node.probes.foreign_files import PYTHON, WAYS
+from engine.node.probes.template import TEXT_MASKED
 
 NAME = "data_matches"
 _READ_LIMIT_S = 110.0
@@ -217,7 +218,7 @@ def interpret_file(path: PurePath, summary: JsonlSummary, settings: Mapping[str,
         more = summary.fault_count - 1
         fault = f"{path}: line {number} {why}" + (f", and {more:,} more lines" if more else "")
     elif settings.get("mask_prompt") and summary.form == "text":
-        fault = f"{path}: mask_prompt = true needs prompt/completion or chat lines, these are text"
+        fault = f"{path}: {TEXT_MASKED}"
     return DataFile(path, summary, fault)
 
 

@@ -26,6 +26,7 @@ _MEASURED = 2_000
 _READ_S = 10.0
 """Longest time to read one file: 40,000 rows of six messages on a busy machine."""
 _REFUSED = 20
+TEXT_MASKED = "mask_prompt = true needs prompt/completion or chat lines, these are text"
 _KEPT = ("role", "type")
 """Keys whose values a template decides by."""
 Loaded = tuple[Any, Callable[[dict[str, Any]], tuple[list[int], int]]]
@@ -95,6 +96,8 @@ class _Trial:
                 return self.refuse(0, foreign_problem(self.path, kind))
             file.seek(0)
             for row in read_rows(file, self._keys):
+                if row.form == "text" and self._keys["mask_prompt"]:
+                    return self.refuse(0, f"{self.path}: {TEXT_MASKED}")
                 if row.fault is not None:
                     self.refuse(row.number, row.fault)
                 elif not (self._count_text(row.number, row.content) if row.form == "text" else self._try(row)):

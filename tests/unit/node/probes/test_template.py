@@ -154,3 +154,8 @@ def test_a_file_that_is_no_json_lines_is_refused_as_a_whole(model: Path, tmp_pat
         found = template.probe_template(str(model), json.dumps(keys), str(tmp_path / file))
         (refusal,) = rows_refused(TemplateReport.model_validate(found), SETTINGS)
         assert why in refusal and "line" not in refusal.replace("no JSON lines", "")
+
+
+def test_text_that_has_no_prompt_to_mask_is_refused(model: Path, tmp_path: Path) -> None:
+    found = report(model, tmp_path, [{"text": "the sky"}], mask_prompt=True)
+    assert rows_refused(found, SETTINGS) == [f"{tmp_path / 'train.jsonl'}: {template.TEXT_MASKED}"]
