@@ -37,7 +37,8 @@ class MetricsTrial(EventWriter):
         self._metrics = PrintedMetrics(self, elastic=False, pattern=pattern, clock=lambda: 0.0)
         for self.lines, line in enumerate(output, 1):
             before = self._metrics.reads
-            self._metrics.feed(line)
+            # The last one of a log may have no end.
+            self._metrics.feed(line.rstrip(b"\n") + b"\n")
             if self._metrics.reads == before and len(self.unread) < _UNREAD_LIMIT and _SPEAKS_OF_LOSS.search(line):
                 self.unread.append(f"line {self.lines}: {redact(sanitise(line, _UNREAD_LENGTH)).strip()}")
         self._metrics.finish()
