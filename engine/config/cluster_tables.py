@@ -97,7 +97,7 @@ class _NodeReader:
             return None
         faults, location, values, before = self.faults, table.location, dict(table.values), len(self.faults.found)
         faults.unknown(location, values, keys_of(NodeConfig), {})
-        local = self._check_host(location, values)
+        local = self._is_local(values.get("ssh", LOCAL))
         self._check_devices(location, values, rank)
         for key in NODE_PATHS:
             values[key] = self._path(table, key, local=local)
@@ -105,15 +105,9 @@ class _NodeReader:
         node = faults.validated(location, NodeConfig, values)
         return node if len(faults.found) == before else None
 
-    def _check_host(self, location: Location, values: Mapping[str, Any]) -> bool | None:
-        """True if the node is this machine; None if its `ssh` is invalid."""
-        host = values.get("ssh", LOCAL)
-        if not isinstance(host, str):
-            return None
-        if accepted := host_form(host):
-            self.faults.add(location, "ssh", host, accepted)
-            return None
-        return SshTarget.parse(host).local
+    def _is_local(self, host: object) -> bool | None:
+        """True if the node is this machine; None if its `ssh` is invalid, as NodeConfig reports."""
+        return SshTarget.parse(host).local if isinstance(host, str) and host_form(host) is None else None
 
     def _check_devices(self, location: Location, values: dict[str, Any], rank: int) -> None:
         row = values.get("rdma")

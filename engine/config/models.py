@@ -16,6 +16,7 @@ from engine.config.faults import accepts
 from engine.config.formats import (
     address_form,
     device_form,
+    host_form,
     path_form,
     pattern_form,
     remote_path_form,
@@ -71,7 +72,7 @@ class NodeConfig(_Section):
 
     name: str
     """Unique name of the node. Default: `node0`, `node1`, …"""
-    ssh: str = "127.0.0.1"
+    ssh: Annotated[str, AfterValidator(accepts(host_form))] = "127.0.0.1"
     """How to reach the node: `[user@]host[:port]`. `127.0.0.1` is this machine, without ssh."""
     ips: tuple[Annotated[str, AfterValidator(accepts(address_form))], ...] = Field(
         default=("127.0.0.1",), max_length=MAX_ADDRESSES

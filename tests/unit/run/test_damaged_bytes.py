@@ -45,7 +45,7 @@ def of_run(place: Callable[[RunDir], Path]) -> Callable[[Path], Damaged]:
         run = MadeRun(home).state("preflight", "launching").attempt().state("running").supervised_by()
         run.metrics([report(number, 4.0) for number in range(1, 4)])
         run.events(0, {"event": "start", "iterations": 9}, {"event": "step", "iteration": 3, "compute_s": 0.1})
-        check = CheckResult(name="ports_free", status=CheckStatus.PASS, message="free", duration_s=0.1)
+        check = CheckResult(name="ports_free", status=CheckStatus.PASS, summary="free")
         run.directory.preflight.write_text(
             PreflightReport(overall_status=CheckStatus.PASS, checks=[check]).model_dump_json()
         )
