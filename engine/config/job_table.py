@@ -11,24 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from engine.config import mlx_lm_keys
 from engine.config.documents import DocumentError, file_text, read_yaml
 from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
-from engine.config.mlx_lm_keys import (
-    DEFAULTS,
-    FORMER_KEYS,
-    HEAD_TRACKERS,
-    KEYS,
-    MLX_KEYS,
-    SIZE_KEYS,
-    TORCH_KEYS,
-    TORCH_OPTIMIZERS,
-    in_bytes,
-    scaled_rate,
-    scaling_rule,
-    services,
-    with_defaults,
-)
 from engine.config.models import JobConfig
 from engine.protocol.job import AUTO, STRATEGIES, Framework
 from engine.protocol.launchers import (
@@ -80,12 +66,12 @@ class ReadJob:
 def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base: Path) -> ReadJob:
     """Read [job], with defaults for all mlx-lm keys. Its paths are kept as written."""
     before = len(faults.found)
-    faults.unknown(location, table, (*OWN_KEYS, *KEYS), FORMER_KEYS)
+    faults.unknown(location, table, (*OWN_KEYS, *mlx_lm_keys.KEYS), mlx_lm_keys.FORMER_KEYS)
     _check_environment(faults, location, table.get("env"))
     framework: Framework = "torch" if table.get("framework") == "torch" else "mlx"
     table = _with_command(faults, location, table)
     command, settings, locations = "command" in table, dict[str, Any](), dict[str, Location]()
-    unused = MLX_KEYS if framework == "torch" else TORCH_KEYS
+    unused = mlx_lm_keys.MLX_KEYS if framework == "torch" else mlx_lm_keys.TORCH_KEYS
     if not (command and framework == "torch"):
         if table.get("elastic") is True:
             faults.add(location, "elastic", True, 'false, or framework = "torch" and a command')
@@ -102,10 +88,10 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
         settings, locations = _training(faults, location, table, base)
         settings = {key: value for key, value in settings.items() if key not in unused}
     own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
-    if command and framework == "torch" and any(key in table for key in ("strategy", *TORCH_KEYS)):
+    if command and framework == "torch" and any(key in table for key in ("strategy", *mlx_lm_keys.TORCH_KEYS)):
         # The options of `accelerate launch` are made from them.
         own["strategy"] = table.get("strategy", AUTO)
-        settings = {key: DEFAULTS[key] for key in TORCH_KEYS} | settings
+        settings = {key: mlx_lm_keys.DEFAULTS[key] for key in mlx_lm_keys.TORCH_KEYS} | settings
     if framework == "torch":
         _check_torch(faults, location, settings, locations)
     _check_framework(faults, location, own, framework)
@@ -117,7 +103,7 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
     if by_rule := settings.get("learning_rate") == AUTO and {"batch_size", "optimizer"} <= settings.keys():
         total = settings["batch_size"] * settings.get("grad_accumulation_steps", 1)
-        settings["learning_rate"] = scaled_rate(total, scaling_rule(settings["optimizer"]))
+        settings["learning_rate"] = mlx_lm_keys.scaled_rate(total, mlx_lm_keys.scaling_rule(settings["optimizer"]))
     own["unused"] = sorted(key for key in unused if key in locations)
     given = sorted(key for key in locations if key not in unused)
     known = {**own, **named, "mlx_lm": settings, "given": given, "rate_by_rule": by_rule}
@@ -155,8 +141,13 @@ def _check_torch(
     faults: Faults, location: Location, settings: Mapping[str, Any], locations: Mapping[str, Location]
 ) -> None:
     """Values of the keys that the trainer for PyTorch does not have."""
-    if (optimizer := settings.get("optimizer", "adam")) not in TORCH_OPTIMIZERS:
-        faults.add(locations["optimizer"], "optimizer", optimizer, f"one of {', '.join(TORCH_OPTIMIZERS)} with PyTorch")
+    if (optimizer := settings.get("optimizer", "adam")) not in mlx_lm_keys.TORCH_OPTIMIZERS:
+        faults.add(
+            locations["optimizer"],
+            "optimizer",
+            optimizer,
+            f"one of {', '.join(mlx_lm_keys.TORCH_OPTIMIZERS)} with PyTorch",
+        )
     if "swanlab" in str(settings.get("report_to")):
         faults.add(locations["report_to"], "report_to", settings["report_to"], "no swanlab: with MLX alone")
     if settings.get("offload") == "nvme" and settings.get("nvme_path") is None:
@@ -186,7 +177,7 @@ def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]
         faults.add(location, "precision", table["precision"], accepted)
     if launcher is not None and not program:
         faults.add(location, "command", table["command"], f"a script after {launcher}")
-    return ("strategy", *TORCH_KEYS) if launcher == "accelerate" else ()
+    return ("strategy", *mlx_lm_keys.TORCH_KEYS) if launcher == "accelerate" else ()
 
 
 def _check_command(
@@ -195,7 +186,7 @@ def _check_command(
     """The keys that may be beside the command."""
     allowed = (*_TRACKER_KEYS, *(_check_launcher(faults, location, table) if framework == "torch" else ()))
     for key, value in table.items():
-        if (key in KEYS or key in _TRAINING_KEYS) and key not in allowed:
+        if (key in mlx_lm_keys.KEYS or key in _TRAINING_KEYS) and key not in allowed:
             faults.add(location, key, value, "no value here: a command has its own; remove this key or the command")
     command = table["command"]
     accepted = 'a list of strings such as ["python", "my_script.py"]'
@@ -220,11 +211,16 @@ def _command_settings(
     """The valid ones of these keys beside a command, whose metrics the head alone writes to trackers."""
     valid = {}
     for key in allowed:
-        if key not in KEYS or (value := table.get(key)) is None:
+        if key not in mlx_lm_keys.KEYS or (value := table.get(key)) is None:
             continue
-        swanlab = key == "report_to" and not set(services(value)) <= {*HEAD_TRACKERS}
-        if swanlab or not KEYS[key].form.check(value):
-            faults.add(location, key, value, ", ".join(HEAD_TRACKERS) if swanlab else KEYS[key].form.accepted)
+        swanlab = key == "report_to" and not set(mlx_lm_keys.services(value)) <= {*mlx_lm_keys.HEAD_TRACKERS}
+        if swanlab or not mlx_lm_keys.KEYS[key].form.check(value):
+            faults.add(
+                location,
+                key,
+                value,
+                ", ".join(mlx_lm_keys.HEAD_TRACKERS) if swanlab else mlx_lm_keys.KEYS[key].form.accepted,
+            )
         else:
             valid[key] = value
     return valid
@@ -240,16 +236,16 @@ def _training(
         # Keys of the table win, also as the other way to say the same.
         settled = {*given, *(_SAME[key] for key in given if key in _SAME)}
         for key, value in keys.items():
-            if key in KEYS and key != "config" and value is not None and key not in settled:
+            if key in mlx_lm_keys.KEYS and key != "config" and value is not None and key not in settled:
                 given[key], locations[key] = value, file_location
     invalid = set()
     for key, value in given.items():
         if key == "optimizer" and isinstance(value, str):
             # mlx-lm accepts AdamW and adamw.
             given[key] = value.lower()
-        elif key in SIZE_KEYS:
-            given[key] = in_bytes(value)
-        accepted = None if KEYS[key].form.check(given[key]) else KEYS[key].form.accepted
+        elif key in mlx_lm_keys.SIZE_KEYS:
+            given[key] = mlx_lm_keys.in_bytes(value)
+        accepted = None if mlx_lm_keys.KEYS[key].form.check(given[key]) else mlx_lm_keys.KEYS[key].form.accepted
         if accepted := accepted or (path_form(value) if key in PATH_KEYS else None):
             faults.add(locations[key], key, value, accepted)
             invalid.add(key)
@@ -259,8 +255,8 @@ def _training(
         for key, accepted in _REQUIRED.items():
             if key not in locations:
                 faults.missing(location, key, accepted)
-    settings = with_defaults({key: value for key, value in given.items() if key not in invalid})
-    settings["lora_parameters"] = deepcopy(DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
+    settings = mlx_lm_keys.with_defaults({key: value for key, value in given.items() if key not in invalid})
+    settings["lora_parameters"] = deepcopy(mlx_lm_keys.DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
     return {key: value for key, value in settings.items() if key not in invalid}, locations
 
 
@@ -281,8 +277,8 @@ def _yaml_keys(
         faults.found.append(error.fault)
         return location, {}
     there = Location(file_text(path))
-    hints = {**FORMER_KEYS, **dict.fromkeys(OWN_KEYS, "no value here: this key belongs in flightdeck.toml")}
-    faults.unknown(there, keys, KEYS, hints)
+    hints = {**mlx_lm_keys.FORMER_KEYS, **dict.fromkeys(OWN_KEYS, "no value here: this key belongs in flightdeck.toml")}
+    faults.unknown(there, keys, mlx_lm_keys.KEYS, hints)
     return there, keys
 
 

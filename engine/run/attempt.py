@@ -150,8 +150,7 @@ async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: Transp
 
     Raises LaunchError, naming the node, when a host's files could not be written or mlx.launch not be started: no rank
     runs then. A rank that does not start is no error here: it is in `start_failures`, or mlx.launch reports it.
-    Cancelled, it leaves no mlx.launch behind, but perhaps ranks.
-    """
+    Cancelled, it leaves no mlx.launch behind, but perhaps ranks."""
     layers = await asyncio.to_thread(planned_layers, run_dir, plan)
     decided = await asyncio.to_thread(planned_validation, run_dir, plan)
     spec = attempt_spec(decided, attempt, os.environ, layer_split=layers)
@@ -261,8 +260,7 @@ def attempt_spec(
     `layer_split` is a pipeline's, where the job names none.
 
     It also takes the secrets of `environment`, the supervisor's: it is written 0600, and nothing else of a launch may
-    hold them.
-    """
+    hold them."""
     config = plan.config
     recovery = config.recovery
     secrets = {name: environment[name] for name in SECRETS if name in environment}

@@ -1,6 +1,5 @@
 """Monitors one attempt from its launch until nothing of it is left: log mirrors, liveness, its end and the proof of
-that end.
-"""
+that end."""
 
 from __future__ import annotations
 

@@ -32,22 +32,10 @@ from engine.node.bootstrap import ROOT
 from engine.plan.document import Disabled
 from engine.plan.memory.choice import is_open
 from engine.protocol.attempt import END, read_regular
+from engine.run import events
 from engine.run.attempt import AttemptOrigin, launch, new_attempt, next_attempt
 from engine.run.attempt_monitor import TICK_S, AbortSource, AttemptMonitor
 from engine.run.decide import NodePresence, describe_failure, failed_run, refusal
-from engine.run.events import (
-    LONG_OUTPUT_S,
-    Attempt,
-    AttemptFailed,
-    AttemptPlanned,
-    CleanupConfirmed,
-    Figures,
-    LauncherStarted,
-    SettingsChosen,
-    StopStage,
-    StopStageReached,
-    Verdict,
-)
 from engine.run.failure_evidence import succeeded
 from engine.run.history import AttemptHistory, RunHistory
 from engine.run.journal import RunRecorder
@@ -107,7 +95,7 @@ class RunContext:
         """Without the nodes that preflight has excluded, and with the settings that were chosen."""
         return self.whole_plan.with_settings(self.history.settings).without(self.history.record.excluded)
 
-    def plan_of(self, attempt: Attempt) -> RunPlan:
+    def plan_of(self, attempt: events.Attempt) -> RunPlan:
         """The plan of the attempt's own nodes, which preflight may have excluded since."""
         return self.whole_plan.with_settings(self.history.settings).among(attempt.nodes)
 
@@ -117,7 +105,7 @@ class AttemptRunner:
         self._run = run
         self._recorder = run.recorder
         self._abort = abort
-        self._last: Attempt | None = None
+        self._last: events.Attempt | None = None
         """The last one that this supervisor planned."""
         self._context: AttemptContext | None = None
         """The attempt whose hosts are connected."""
@@ -126,7 +114,7 @@ class AttemptRunner:
         """On nodes that the run goes on without, each with a connection of its own."""
         self._awaited: list[HostConnection] = []
         """The hosts of the ranks, from 0 on, that must have succeeded in an attempt that is not known."""
-        self.figures = Figures()
+        self.figures = events.Figures()
 
     @property
     def unconfirmed(self) -> list[str]:
@@ -137,7 +125,7 @@ class AttemptRunner:
     def _proofs(self) -> list[CleanupProof]:
         return [*(self._monitor.proofs if self._monitor is not None else ()), *self._left_behind]
 
-    async def launch_first(self, checks: CheckContext) -> Verdict:
+    async def launch_first(self, checks: CheckContext) -> events.Verdict:
         """The first attempt since the run was launched or reopened, to its end. Raises Aborted before anything of it
         has started."""
         try:
@@ -154,7 +142,7 @@ class AttemptRunner:
         except (LaunchError, NodeUnreachable) as error:
             return _launch_failed(error)
 
-    async def relaunch(self, plan: RunPlan) -> Verdict:
+    async def relaunch(self, plan: RunPlan) -> events.Verdict:
         """Another attempt, with the nodes of `plan`, to its end. Raises Aborted before anything of it has started."""
         number = next_attempt(self._run.run_dir, self._run.history)
         self._recorder.change(RunState.LAUNCHING)
@@ -172,7 +160,7 @@ class AttemptRunner:
             await self._fence_again(context)
             return self._record_failure(number, _launch_failed(error))
 
-    async def adopt(self, attempt: AttemptHistory) -> Verdict:
+    async def adopt(self, attempt: AttemptHistory) -> events.Verdict:
         """Go on with the last attempt of an earlier supervisor, to its end."""
         context = self._connect_adopted(attempt)
         if attempt.status.reason is not None and self._recorder.state in (RunState.RECOVERING, RunState.LAUNCHING):
@@ -183,14 +171,14 @@ class AttemptRunner:
         launcher = None if rebooted else find_launcher(self._run, attempt)
         if launcher is None and not rebooted and not await any_rank_started(context.connections):
             if not self._run.history.failures:
-                return Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_IN_LAUNCH)
+                return events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_IN_LAUNCH)
             # It had been running before: it goes on.
             await self._fence_again(context)
-            lost = Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, _LOST_IN_LAUNCH)
+            lost = events.Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, _LOST_IN_LAUNCH)
             return self._record_failure(attempt.number, lost)
         return await self._observe(context, AttemptOrigin(launcher, adopted=True, rebooted=rebooted))
 
-    async def end_unknown(self) -> Verdict | None:
+    async def end_unknown(self) -> events.Verdict | None:
         """Kill all that carries the run's nonce on any of its nodes, for an attempt of which only the number is known,
         let nothing of it start any more, and seek the proof for a while; `confirm_all` goes on. As `reconsider`."""
         run, (plan, world_size) = self._run, self._plan_of_unknown()
@@ -199,7 +187,9 @@ class AttemptRunner:
             HostLayout(ssh, ranks, "~", str(run.node_root) if nodes[ranks[0]].local else f"~/{ROOT}", "", "")
             for ssh, ranks in hosts_of(nodes).items()
         ]
-        attempt = Attempt.model_construct(number=run.run_dir.newest_attempt(), nonce=run.history.nonce, layouts=layouts)
+        attempt = events.Attempt.model_construct(
+            number=run.run_dir.newest_attempt(), nonce=run.history.nonce, layouts=layouts
+        )
         connections = self._new_connections(plan, attempt)
         self._awaited = [connections.to(rank) for rank in range(1 if plan.config.job.outlives_ranks else world_size)]
         for connection in connections:
@@ -212,7 +202,7 @@ class AttemptRunner:
         `confirm_all`."""
         await self._prove_again(self._connect_adopted(attempt), unconfirmed)
 
-    async def reconsider(self) -> Verdict | None:
+    async def reconsider(self) -> events.Verdict | None:
         """Another verdict on the last attempt, once the end of a rank is known that was not known before; else None.
         Follow `confirm` or `confirm_all` with it: a node that was away may have the record of a rank that completed."""
         if self._run.unknown_attempt is not None:
@@ -222,7 +212,7 @@ class AttemptRunner:
         self.figures = self._monitor.intake.latest
         return await asyncio.to_thread(self._monitor.verdict, evidence)
 
-    def _verdict_on_unknown(self) -> Verdict | None:
+    def _verdict_on_unknown(self) -> events.Verdict | None:
         """Success, where the ranks of an attempt of which only the number is known have left records of it."""
         job = self._run.whole_plan.config.job
         ends = [(host.observe(rank).record, host.exit_output(rank).end) for rank, host in enumerate(self._awaited)]
@@ -230,7 +220,7 @@ class AttemptRunner:
             return None
         whose = "rank 0" if job.outlives_ranks else "every rank"
         cause = f"{self._run.unknown_attempt}; the exit record of {whose} shows that it completed"
-        return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, cause)
+        return events.Verdict(RunState.SUCCEEDED, Reason.COMPLETED, cause)
 
     def _plan_of_unknown(self) -> tuple[RunPlan, int]:
         """The run's plan with the nodes of the attempt of which only the number is known before all others, in the
@@ -254,17 +244,21 @@ class AttemptRunner:
                 proof.seek(self._run.clock())
                 if proof.found:
                     for name in proof.connection.names:
-                        self._recorder.append(CleanupConfirmed(node=name))
+                        self._recorder.append(events.CleanupConfirmed(node=name))
 
     async def confirm_all(self, limit_s: float) -> None:
         """After the end: wait for the nodes on which it is not proved, and for their logs."""
         await self._confirm_while(lambda: self.unconfirmed or (self._monitor and self._monitor.unsent), limit_s)
 
-    async def abort_recovery(self) -> Verdict:
+    async def abort_recovery(self) -> events.Verdict:
         """There is nothing to stop but what was fenced, and that is proved, except for nodes that do not answer."""
-        self._recorder.append(StopStageReached(stage=StopStage.ASKED))
+        self._recorder.append(events.StopStageReached(stage=events.StopStage.ASKED))
         await self._confirm_while(lambda: self.unconfirmed, SILENT_S)
-        self._recorder.append(StopStageReached(stage=StopStage.UNCONFIRMED if self.unconfirmed else StopStage.STOPPED))
+        self._recorder.append(
+            events.StopStageReached(
+                stage=events.StopStage.UNCONFIRMED if self.unconfirmed else events.StopStage.STOPPED
+            )
+        )
         return self._aborted()
 
     def presence(self) -> tuple[NodePresence, ...]:
@@ -299,9 +293,9 @@ class AttemptRunner:
             return
         chosen = (await shared_plan(checks)).settings
         if not isinstance(chosen, Disabled):
-            self._recorder.append(SettingsChosen(settings=chosen))
+            self._recorder.append(events.SettingsChosen(settings=chosen))
 
-    async def _plan_attempt(self, plan: RunPlan, checks: CheckContext) -> Attempt:
+    async def _plan_attempt(self, plan: RunPlan, checks: CheckContext) -> events.Attempt:
         """The next attempt, in the journal before anything of it starts."""
         if (last := self._reusable_placement(plan)) is not None:
             network, layouts = last.network, last.layouts
@@ -315,11 +309,11 @@ class AttemptRunner:
         attempt = new_attempt(
             self._run.run_dir, plan, self._run.history, layouts=layouts, network=network, starting_port=port
         )
-        self._recorder.append(AttemptPlanned(attempt=attempt))
+        self._recorder.append(events.AttemptPlanned(attempt=attempt))
         self._last = attempt
         return attempt
 
-    def _reusable_placement(self, plan: RunPlan) -> Attempt | None:
+    def _reusable_placement(self, plan: RunPlan) -> events.Attempt | None:
         """The last attempt, when it was on the same nodes and its failure does not change what is known of them. If
         something was removed there meanwhile, the launch fails, and the nodes are probed again."""
         failures = self._run.history.failures
@@ -327,7 +321,7 @@ class AttemptRunner:
             return None
         return self._last if self._last.nodes == plan.nodes else None
 
-    async def _connect_next(self, plan: RunPlan, attempt: Attempt) -> AttemptContext:
+    async def _connect_next(self, plan: RunPlan, attempt: events.Attempt) -> AttemptContext:
         """Connect the hosts of the next attempt, and let go of the last one, except for what is still to be proved on
         nodes that the next one leaves out."""
         remote = [proof for proof in self._proofs if not proof.connection.local]
@@ -345,7 +339,7 @@ class AttemptRunner:
         # All at once: each may wait for a host that does not answer any more.
         await asyncio.gather(*(each.close() for each in connections - {proof.connection for proof in kept}))
 
-    async def _launch(self, context: AttemptContext) -> Verdict:
+    async def _launch(self, context: AttemptContext) -> events.Verdict:
         """Start the ranks, while their hosts are being connected, and monitor them to their end. When an abort comes in
         between, the monitor ends whatever has started by then."""
         starting = launch(context.run_dir, context.plan, context.attempt, self._run.fleet)
@@ -355,11 +349,11 @@ class AttemptRunner:
             origin = AttemptOrigin()
         if (launcher := origin.launcher) is not None:
             # Not on the loop: the ranks have started, and a disk that stalls must not hold up their heartbeats.
-            started = LauncherStarted(pid=launcher.pid, start=launcher.start)
+            started = events.LauncherStarted(pid=launcher.pid, start=launcher.start)
             await asyncio.to_thread(self._recorder.append, started)
         return await self._observe(context, origin)
 
-    async def _observe(self, context: AttemptContext, origin: AttemptOrigin) -> Verdict:
+    async def _observe(self, context: AttemptContext, origin: AttemptOrigin) -> events.Verdict:
         """Monitor the attempt to its end, which the journal has when it is a failure."""
         self._monitor = monitor = await self._new_monitor(context, origin)
         evidence = await monitor.run(self._abort)
@@ -382,7 +376,7 @@ class AttemptRunner:
         self._monitor.prove_again(nodes)
 
     async def _new_monitor(self, context: AttemptContext, origin: AttemptOrigin) -> AttemptMonitor:
-        def may_restart(verdict: Verdict, reached: int) -> bool:
+        def may_restart(verdict: events.Verdict, reached: int) -> bool:
             failure = self._failure(context.attempt.number, verdict, reached)
             state = failed_run(self._run.plan, self._run.history, failure)
             return verdict.state is RunState.FAILED and refusal(state) is None
@@ -390,14 +384,14 @@ class AttemptRunner:
         # Not on the loop: the indices of a week of logs may have to be repaired, and the ranks want their heartbeats.
         return await asyncio.to_thread(AttemptMonitor, context, origin, may_restart, self._run.clock)
 
-    def _connect(self, plan: RunPlan, attempt: Attempt) -> AttemptContext:
+    def _connect(self, plan: RunPlan, attempt: events.Attempt) -> AttemptContext:
         connections = self._new_connections(plan, attempt)
         for connection in connections:
             connection.start()
         self._context = AttemptContext(self._run.run_dir, plan, attempt, connections, self._recorder)
         return self._context
 
-    def _new_connections(self, plan: RunPlan, attempt: Attempt) -> HostConnections:
+    def _new_connections(self, plan: RunPlan, attempt: events.Attempt) -> HostConnections:
         planned = [each for each in self._run.history.attempts if each.number == attempt.number]
         known = {rank: event.identity for each in planned[-1:] for rank, event in each.started.items()}
         connections = host_connections(plan, attempt, self._run.fleet, self._run.node_root, known)
@@ -430,18 +424,18 @@ class AttemptRunner:
             await asyncio.sleep(TICK_S)
 
     def _failure(
-        self, number: int, verdict: Verdict, reached: int = 0, failed_at: datetime | None = None
-    ) -> AttemptFailed:
+        self, number: int, verdict: events.Verdict, reached: int = 0, failed_at: datetime | None = None
+    ) -> events.AttemptFailed:
         """An attempt that never got going (`reached` 0) leaves the run where it was."""
         failures, failed_at = self._run.history.failures, failed_at or datetime.now(UTC)
         ran_s, monitor = self._ran_s(number, failed_at), self._monitor
         outputs = monitor.outputs if monitor is not None and monitor.number == number else 0
-        return AttemptFailed(
+        return events.AttemptFailed(
             attempt=number,
             verdict=verdict,
             reached=reached or (failures[-1].reached if failures else 0),
             failed_at=failed_at,
-            ran_long=not reached and (ran_s > self._run.plan.config.recovery.stall_s or outputs > LONG_OUTPUT_S),
+            ran_long=not reached and (ran_s > self._run.plan.config.recovery.stall_s or outputs > events.LONG_OUTPUT_S),
             outputs=0 if reached else outputs,
             unconfirmed=tuple(self.unconfirmed),
         )
@@ -454,17 +448,19 @@ class AttemptRunner:
             return 0.0
         return (until - max(event.at for event in attempt.started.values())).total_seconds()
 
-    def _record_failure(self, number: int, verdict: Verdict) -> Verdict:
+    def _record_failure(self, number: int, verdict: events.Verdict) -> events.Verdict:
         self._recorder.append(self._failure(number, verdict))
         return verdict
 
-    def _aborted(self) -> Verdict:
+    def _aborted(self) -> events.Verdict:
         failure = describe_failure(self._run.history.failures[-1])
-        return Verdict(RunState.ABORTED, Reason.USER_ABORT, f"stopped as requested, while it recovered from {failure}")
+        return events.Verdict(
+            RunState.ABORTED, Reason.USER_ABORT, f"stopped as requested, while it recovered from {failure}"
+        )
 
 
-def _launch_failed(error: FlightDeckError) -> Verdict:
-    return Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
+def _launch_failed(error: FlightDeckError) -> events.Verdict:
+    return events.Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, str(error))
 
 
 def find_launcher(run: RunContext, attempt: AttemptHistory) -> Launcher | None:
@@ -475,7 +471,7 @@ def find_launcher(run: RunContext, attempt: AttemptHistory) -> Launcher | None:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             found = [each.pid for each in processes.with_nonce(attempt.plan.nonce) if "mlx.launch" in each.command]
             leader = next((pid for pid in found if os.getpgid(pid) == pid), -1)
-            launcher = LauncherStarted(pid=leader, start=processes.start_time(leader) or "")
+            launcher = events.LauncherStarted(pid=leader, start=processes.start_time(leader) or "")
     if launcher is None or not launcher.start:
         return None
     if attempt.launcher is None:

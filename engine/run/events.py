@@ -1,8 +1,7 @@
 """The events of a run's journal, one class per kind (discriminator `event`), and the models that they carry.
 
 `at` is set by the journal when the event is appended. A change that an older reader would misread needs a higher
-JOURNAL_VERSION.
-"""
+JOURNAL_VERSION."""
 
 from __future__ import annotations
 

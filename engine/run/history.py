@@ -1,6 +1,5 @@
 """The state of a run as a pure fold over the events of its journal: one reading for the console, `show`, recovery and
-adoption alike.
-"""
+adoption alike."""
 
 from __future__ import annotations
 

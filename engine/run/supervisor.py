@@ -3,8 +3,7 @@
 `python -m engine.run.supervisor <run directory> --lock FD [--adopt | --resume [--accept-changed-data]]`, started by
 engine.run.supervisor_process. It alone writes the run's journal, its record in the store, preflight.json, the mirrors
 and metrics.jsonl. TERM and INT request an abort; HUP is ignored. Exit code 0 when the run has been brought to an end,
-whatever that end was.
-"""
+whatever that end was."""
 
 from __future__ import annotations
 
@@ -27,21 +26,11 @@ from engine.errors import FlightDeckError, LaunchError, StateError
 from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.node import processes
 from engine.protocol.attempt import write_atomic
+from engine.run import events
 from engine.run.attempt import keep_secrets, next_attempt
 from engine.run.attempt_monitor import TICK_S
 from engine.run.attempt_runner import Aborted, AttemptRunner, RunContext, until_abort
 from engine.run.decide import Finish, Restart, Wait, decide, failed_run, original_failure, refusal
-from engine.run.events import (
-    NodesExcluded,
-    Note,
-    RequestReceived,
-    RestartDelayed,
-    RestartPlanned,
-    RestartRefused,
-    RunReopened,
-    SupervisorStarted,
-    Verdict,
-)
 from engine.run.history import RunHistory
 from engine.run.journal import FOLLOWERS, RunRecorder
 from engine.run.preflight import excluded_nodes, preflight_context, preflight_verdict, replan, run_preflight
@@ -55,7 +44,9 @@ from engine.store.store import Store
 _SHORT_AFTERMATH_S = 30.0
 """For a run that has waited for its nodes before."""
 _RESUME = "`flightdeck resume` goes on from the newest state that the nodes have"
-_ABORTED_EARLY = Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested, before anything was launched")
+_ABORTED_EARLY = events.Verdict(
+    RunState.ABORTED, Reason.USER_ABORT, "stopped as requested, before anything was launched"
+)
 
 
 class Supervisor:
@@ -64,7 +55,7 @@ class Supervisor:
         fleet = Fleet(plan.config.nodes, run_dir.home)
         self._run = RunContext(run_dir, plan, recorder, fleet, nodes)
         self._recorder = recorder
-        self._signals: list[RequestReceived] = []
+        self._signals: list[events.RequestReceived] = []
         self._checks = preflight_context(self._run.plan, fleet)
         self._runner = AttemptRunner(self._run, self._requested_abort)
         self._trackers = RunTrackers(run_dir, plan.config.job)
@@ -80,13 +71,13 @@ class Supervisor:
     def take_charge(self, *, adopted: bool) -> None:
         """Record who supervises from here on; with supervisor.json there, the launch has been accepted."""
         pid, boot_id = os.getpid(), processes.boot_id()
-        who = SupervisorStarted(pid=pid, start=processes.known_start(pid), boot_id=boot_id, adopted=adopted)
+        who = events.SupervisorStarted(pid=pid, start=processes.known_start(pid), boot_id=boot_id, adopted=adopted)
         self._recorder.append(who)
         write_atomic(self._run.run_dir.supervisor, who.model_dump_json(include={"pid", "start", "boot_id"}))
 
     def abort(self, by: str) -> None:
         """Request an abort from a signal handler. It is recorded later: another thread may be at the journal now."""
-        self._signals.append(RequestReceived(request="abort", by=by))
+        self._signals.append(events.RequestReceived(request="abort", by=by))
 
     async def supervise(self, *, adopt: bool) -> None:
         """Take the run to its end, also when a fault of ours comes in between: what was launched is then adopted from
@@ -115,7 +106,7 @@ class Supervisor:
                 cause = f"the supervisor failed: {type(fault).__name__}: {fault}"
         await self._kill_everywhere()
         if not self._recorder.state.ended:
-            self._record_end(Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
+            self._record_end(events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause))
 
     async def _supervise(self, *, adopt: bool) -> None:
         """From the plan, or from where an earlier supervisor stopped, to the run's end and what is left to do then."""
@@ -131,7 +122,7 @@ class Supervisor:
             await self._runner.close()
             await self._checks.close()
 
-    async def _run_attempts(self, *, adopt: bool) -> Verdict:
+    async def _run_attempts(self, *, adopt: bool) -> events.Verdict:
         """One attempt after the other, for as long as `decide` restarts: the run's verdict."""
         try:
             verdict = await (self._adopt() if adopt else self._launch())
@@ -142,7 +133,7 @@ class Supervisor:
             while verdict.state is RunState.FAILED and self._history.failures:
                 recovering = self._recorder.state is RunState.RECOVERING
                 decision = await self._decide() if recovering else refusal(failed_run(self._run.plan, self._history))
-                if isinstance(decision, Verdict):
+                if isinstance(decision, events.Verdict):
                     return decision
                 if not isinstance(decision, Restart):
                     return self._refuse_restart(decision) if decision is not None else verdict
@@ -151,7 +142,7 @@ class Supervisor:
         except Aborted:
             return await self._runner.abort_recovery()
 
-    async def _launch(self) -> Verdict:
+    async def _launch(self) -> events.Verdict:
         """Preflight and the first attempt. Raises Aborted before anything has started."""
         if self._requested_abort() is not None:
             raise Aborted
@@ -159,11 +150,11 @@ class Supervisor:
         try:
             report = await until_abort(self._check(), self._requested_abort)
         except FlightDeckError as error:
-            return Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, str(error))
+            return events.Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, str(error))
         failed = next((result for result in report.checks if result.status is CheckStatus.FAIL), None)
         return preflight_verdict(failed) if failed is not None else await self._runner.launch_first(self._checks)
 
-    async def _adopt(self) -> Verdict:
+    async def _adopt(self) -> events.Verdict:
         """The rest of an earlier supervisor's last attempt. Raises Aborted before anything has started."""
         if (unknown := self._run.unknown_attempt) is not None:
             # Nothing of it can be watched: it must not train on unseen.
@@ -171,17 +162,19 @@ class Supervisor:
                 return known
             cause = f"{unknown}: what was left of it has been ended, and how far it came is not known"
             if self._requested_abort() is not None:
-                return Verdict(RunState.ABORTED, Reason.USER_ABORT, cause)
-            return Verdict(RunState.LOST, Reason.SUPERVISOR_LOST, cause, fix=_RESUME)
+                return events.Verdict(RunState.ABORTED, Reason.USER_ABORT, cause)
+            return events.Verdict(RunState.LOST, Reason.SUPERVISOR_LOST, cause, fix=_RESUME)
         attempt = self._history.last_attempt
         if attempt is not None and self._history.launched:
             return await self._runner.adopt(attempt)
         if self._requested_abort() is not None:
             raise Aborted
         # Nobody waits for it any more, and what was checked then is not true now: it is not launched by surprise.
-        return Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched")
+        return events.Verdict(
+            RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched"
+        )
 
-    async def _decide(self) -> Restart | Finish | Verdict:
+    async def _decide(self) -> Restart | Finish | events.Verdict:
         """Wait until it is decided what follows a failed attempt; a verdict where it has not failed, as its nodes show
         only now. Raises Aborted."""
         began, reported = self._run.clock(), None
@@ -203,12 +196,12 @@ class Supervisor:
                 return decision
             if decision.why != reported:
                 reported = decision.why
-                self._recorder.append(RestartDelayed(after=state.last.attempt, why=reported))
+                self._recorder.append(events.RestartDelayed(after=state.last.attempt, why=reported))
             await asyncio.sleep(TICK_S)
 
-    async def _restart(self, restart: Restart) -> Verdict:
+    async def _restart(self, restart: Restart) -> events.Verdict:
         """The next attempt, to its end. Raises Aborted before anything of it has started."""
-        planned = RestartPlanned(
+        planned = events.RestartPlanned(
             attempt=next_attempt(self._run.run_dir, self._history),
             after=self._history.failures[-1].attempt,
             members=restart.members,
@@ -229,13 +222,13 @@ class Supervisor:
             raise Aborted
         await self._runner.confirm()
 
-    def _refuse_restart(self, finish: Finish) -> Verdict:
+    def _refuse_restart(self, finish: Finish) -> events.Verdict:
         """The run's verdict: of the last failures the one that the others follow from."""
         failures = self._history.failures
-        self._recorder.append(RestartRefused(after=failures[-1].attempt, why=finish.why))
+        self._recorder.append(events.RestartRefused(after=failures[-1].attempt, why=finish.why))
         return failures[original_failure(failures)].verdict
 
-    def _record_end(self, verdict: Verdict) -> None:
+    def _record_end(self, verdict: events.Verdict) -> None:
         if verdict.state not in FOLLOWERS[self._recorder.state]:
             # Adopted while it ran, and nothing of it is left that could be monitored to its end.
             self._recorder.change(RunState.FINISHING)
@@ -268,7 +261,7 @@ class Supervisor:
         traceback.print_exception(fault, chain=False)
         # What comes next, a kill at the worst, must not depend on a journal that may be what has failed.
         with contextlib.suppress(OSError):
-            self._recorder.append(Note(message=f"a fault in the supervisor: {type(fault).__name__}: {fault}"))
+            self._recorder.append(events.Note(message=f"a fault in the supervisor: {type(fault).__name__}: {fault}"))
 
     async def _kill_everywhere(self) -> None:
         last = self._history.last_attempt
@@ -294,7 +287,7 @@ class Supervisor:
                     todo="fix it there",
                 )
             world_size = len(replan(run.run_dir, run.plan, excluded).nodes)
-            self._recorder.append(NodesExcluded(nodes=tuple(excluded), why=why, world_size=world_size))
+            self._recorder.append(events.NodesExcluded(nodes=tuple(excluded), why=why, world_size=world_size))
             await self._checks.close()
             self._checks = preflight_context(run.plan, run.fleet)
 
@@ -303,7 +296,7 @@ class Supervisor:
         for fault in self._trackers.faults():
             self._recorder.append(fault)
 
-    def _requested_abort(self) -> RequestReceived | None:
+    def _requested_abort(self) -> events.RequestReceived | None:
         self._record_trackers()
         while self._signals:
             self._recorder.append(self._signals.pop(0))
@@ -316,7 +309,7 @@ def reopen(recorder: RunRecorder, *, accept_changed_data: bool = False) -> None:
     """Let a run that has ended begin anew, with its next attempt. Raises StateError when it has not ended."""
     if not recorder.state.ended:
         raise StateError("the run has not ended", why=f"it is {recorder.state}")
-    recorder.append(RunReopened(accept_changed_data=accept_changed_data))
+    recorder.append(events.RunReopened(accept_changed_data=accept_changed_data))
 
 
 async def _supervise(supervisor: Supervisor, *, adopt: bool) -> None:
@@ -345,7 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
         recorder = RunRecorder(run_dir.journal, plan, Store(run_dir.home).put_run)
         if damage is not None:
             write_plan(run_dir.plan, plan)
-            recorder.append(Note(message=damage))
+            recorder.append(events.Note(message=damage))
         if options.resume:
             reopen(recorder, accept_changed_data=options.accept_changed_data)
         supervisor = Supervisor(run_dir, plan, recorder, node_root())

@@ -6,8 +6,7 @@
 Each rank writes to its node's disk, and the nodes need not share one: a checkpoint is complete when the manifests of
 all its ranks are on some node, and every file that they name. Where nothing is partitioned, one rank of each disk
 writes the whole, as if it were rank 0, so that any node has all that a restart needs. On resuming, the ranks send each
-node what it lacks.
-"""
+node what it lacks."""
 
 from __future__ import annotations
 
@@ -30,18 +29,7 @@ from engine.protocol.attempt import open_regular, read_regular, replacing, sync_
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.strategies import TorchStrategy
-from engine.training.checkpoint_files import (
-    CHUNK_BYTES,
-    MAX_MANIFEST_BYTES,
-    FileEntry,
-    Manifest,
-    Origin,
-    folder_name,
-    replace_folder,
-    sync_folder,
-    update_of,
-    verify_file,
-)
+from engine.training import checkpoint_files
 from engine.training.process import TrainingProcess
 from engine.training.reporting import first_line
 from engine.training.resumption import NOT_RECORDED, check_inputs, check_manifest, no_state
@@ -65,7 +53,7 @@ class TrainingPoint:
 
 
 @dataclass(frozen=True)
-class StateManifest(Manifest):
+class StateManifest(checkpoint_files.Manifest):
     attempt: int
     """The attempt that wrote it: parts of two attempts are no state, though they are of one update."""
     layout: str
@@ -80,7 +68,11 @@ class StateCheckpoints:
     """The checkpoints of one run. Every call is made by every rank."""
 
     def __init__(
-        self, process: TrainingProcess, origin: Origin, strategy: TorchStrategy, versions: dict[str, str]
+        self,
+        process: TrainingProcess,
+        origin: checkpoint_files.Origin,
+        strategy: TorchStrategy,
+        versions: dict[str, str],
     ) -> None:
         """Raises JobError, OSError."""
         self._spec, self._reporter, self._rank = process.spec, process.reporter, process.rank
@@ -118,7 +110,7 @@ class StateCheckpoints:
         if self._saved == point.update:
             return
         started = time.perf_counter()
-        target = self._base / folder_name(point.update)
+        target = self._base / checkpoint_files.folder_name(point.update)
         facts: dict[str, Any] = {"kind": "state", "iteration": point.iteration, "update": point.update}
         self._reporter.phase("saving")
         self._reporter.event("checkpoint", phase="begin", path=str(target), **facts)
@@ -137,11 +129,11 @@ class StateCheckpoints:
 
         def commit() -> None:
             if self._leads:
-                sync_folder(scratch)
+                checkpoint_files.sync_folder(scratch)
                 # Not there when a leader of another node shares the disk after all, and was first.
                 with contextlib.suppress(FileNotFoundError):
-                    replace_folder(scratch, target)
-                sync_folder(self._base)
+                    checkpoint_files.replace_folder(scratch, target)
+                checkpoint_files.sync_folder(self._base)
 
         failure = _first_failure(make_folder) or _first_failure(write) or _first_failure(commit)
         if failure is not None:
@@ -165,11 +157,11 @@ class StateCheckpoints:
             if (int(found[1]) if found else 0) == self._origin.part and "manifest-" not in name:
                 digest, size = hashlib.sha256(), 0
                 with (folder / name).open("rb") as file:
-                    while data := file.read(CHUNK_BYTES):
+                    while data := file.read(checkpoint_files.CHUNK_BYTES):
                         digest.update(data)
                         size += len(data)
                     sync_file(file.fileno())
-                entries.append(FileEntry(name, digest.hexdigest(), size, size, "none"))
+                entries.append(checkpoint_files.FileEntry(name, digest.hexdigest(), size, size, "none"))
         manifest = StateManifest(
             **asdict(self._origin),
             **asdict(point),
@@ -187,7 +179,7 @@ class StateCheckpoints:
         if not self._leads:
             return
         updates = sorted(update for update in self._list() if update <= committed)
-        kept = {folder_name(update) for update in updates[-max(1, self._spec.checkpoint_keep) :]}
+        kept = {checkpoint_files.folder_name(update) for update in updates[-max(1, self._spec.checkpoint_keep) :]}
         for path in self._base.glob("step-*"):
             if path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
@@ -204,10 +196,12 @@ class StateCheckpoints:
                 self._assemble(update, manifests)
             except CheckpointError as error:
                 refused += 1
-                self._reporter.warn(f"the state in {self._base / folder_name(update)} is not used: {error}")
+                self._reporter.warn(
+                    f"the state in {self._base / checkpoint_files.folder_name(update)} is not used: {error}"
+                )
                 continue
             found = manifests[0]
-            self._load(self._base / folder_name(update), found)
+            self._load(self._base / checkpoint_files.folder_name(update), found)
             point = TrainingPoint(found.iteration, found.update, found.window, found.best)
             self._saved = update
             recorded = all(manifest.check_recorded(self._spec.manifests) for manifest in manifests)
@@ -254,14 +248,16 @@ class StateCheckpoints:
         """The states on this rank's disk."""
         found: Listing = {}
         for path in self._base.glob("step-*"):
-            if (update := update_of(path.name)) is None or path.is_symlink():
+            if (update := checkpoint_files.update_of(path.name)) is None or path.is_symlink():
                 continue
             names = _files(path)
             manifests = {}
             for name in names:
                 # One that cannot be read is as good as none.
                 with contextlib.suppress(OSError):
-                    if (rank := _MANIFEST.fullmatch(name)) and (path / name).stat().st_size <= MAX_MANIFEST_BYTES:
+                    if (rank := _MANIFEST.fullmatch(name)) and (
+                        path / name
+                    ).stat().st_size <= checkpoint_files.MAX_MANIFEST_BYTES:
                         manifests[int(rank[1])] = read_regular(path / name).decode(errors="replace")
             found[update] = manifests, names
         return found
@@ -272,7 +268,9 @@ class StateCheckpoints:
         config_hash, recorded = self._origin.config_hash, self._spec.manifests
         manifests, refused = _newest(texts, partial(check_manifest, config_hash=config_hash, recorded=recorded))
         if refused is not None:
-            self._reporter.warn(f"a copy of the state in {self._base / folder_name(update)} is not used: {refused}")
+            self._reporter.warn(
+                f"a copy of the state in {self._base / checkpoint_files.folder_name(update)} is not used: {refused}"
+            )
         for manifest in manifests:
             if manifest.update != update:
                 raise CheckpointError(f"its manifest is of update {manifest.update}")
@@ -287,7 +285,7 @@ class StateCheckpoints:
     def _assemble(self, update: int, manifests: list[StateManifest]) -> None:
         """Verify every file on the disk of each leader, and send the leaders what they lack. Raises CheckpointError, on
         all ranks, when a file is intact nowhere."""
-        folder = self._base / folder_name(update)
+        folder = self._base / checkpoint_files.folder_name(update)
         entries = {entry.name: entry for manifest in manifests for entry in manifest.files}
         intact: list[set[str]] = all_gather_object(set(self._verified(folder, entries)) if self._leads else set())
         lost = [name for name in entries if not any(name in names for names in intact)]
@@ -308,10 +306,10 @@ class StateCheckpoints:
         if (failure := _first_failure(write_manifests)) is not None:
             raise CheckpointError(failure)
 
-    def _verified(self, folder: Path, entries: Mapping[str, FileEntry]) -> Iterator[str]:
+    def _verified(self, folder: Path, entries: Mapping[str, checkpoint_files.FileEntry]) -> Iterator[str]:
         for name, entry in entries.items():
             try:
-                verify_file(folder, entry, check_hash=True)
+                checkpoint_files.verify_file(folder, entry, check_hash=True)
             except (CheckpointError, OSError) as error:
                 if os.path.lexists(folder / name):
                     self._reporter.warn(f"{folder}: {error}")
@@ -319,7 +317,7 @@ class StateCheckpoints:
                 yield name
             self._reporter.going_on()
 
-    def _send(self, folder: Path, entry: FileEntry, source: int, lacking: bool) -> None:
+    def _send(self, folder: Path, entry: checkpoint_files.FileEntry, source: int, lacking: bool) -> None:
         """From the disk of rank `source` to those of the ranks that are `lacking`. Every rank takes part to the end;
         then raises CheckpointError, OSError, where it has failed."""
         path, left, digest = folder / entry.name, entry.stored_bytes, hashlib.sha256()
@@ -333,7 +331,7 @@ class StateCheckpoints:
                     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                     write = stack.enter_context(replacing(path, 0o600))
             while left:
-                data = bytearray(min(CHUNK_BYTES, left))
+                data = bytearray(min(checkpoint_files.CHUNK_BYTES, left))
                 with _kept(errors):
                     if read is not None:
                         read.readinto(data)

@@ -4,8 +4,7 @@ and unpacked while they are read.
 A checkpoint is a folder `step-<update>` with `manifest.json`, written last, and the files that it names; only the
 manifest proves that it is complete. A manifest is untrusted input: names that lead out of the folder, impossible
 sizes and unknown types are rejected before anything is opened. Hashes are of the bytes on disk: a file is verified
-without unpacking it.
-"""
+without unpacking it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The node's file is the truth and the head's size is the offset to go on from, so a mirror may be killed at any moment:
 the next one copies what is missing, verifies what is there, and derives what the indices lack.
 Nothing here raises for a fault of a disk or a node: it is reported once, retried at each pump, and reported again when
-it is over.
-"""
+it is over."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 uploaded whole and fetched when needed.
 
 A checkpoint is written and verified on the node's own disk first. Then its files are copied one by one, the manifest
-last: without it, nothing is a checkpoint.
-"""
+last: without it, nothing is a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,15 +22,7 @@ from engine.trainer.checkpoint.emergency import emergency_folder
 from engine.trainer.checkpoint.resume import Author, StateFolders
 from engine.trainer.checkpoint.store import Checkpoint, verify
 from engine.trainer.collective import Collective
-from engine.training.checkpoint_files import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    Recorded,
-    folder_name,
-    replace_folder,
-    update_of,
-)
+from engine.training import checkpoint_files
 from engine.training.reporting import Reporter
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
@@ -41,7 +32,7 @@ _EMERGENCY = re.compile(r"/([0-9]+)/rank([0-9]+)$")
 class Remote:
     """A folder of checkpoints behind a URL."""
 
-    def __init__(self, url: str, recorded: Recorded = ()) -> None:
+    def __init__(self, url: str, recorded: checkpoint_files.Recorded = ()) -> None:
         """Raises JobError when this node cannot reach such a URL."""
         self._recorded = recorded
         self.url = url.rstrip("/")
@@ -62,8 +53,8 @@ class Remote:
         self._call(self._files.makedirs, target, exist_ok=True)
         # Files of an earlier one of this name must not be replaced while its manifest is there.
         with contextlib.suppress(FileNotFoundError):
-            self._call(self._files.rm_file, f"{target}/{MANIFEST_NAME}")
-        for name in [*names, MANIFEST_NAME]:
+            self._call(self._files.rm_file, f"{target}/{checkpoint_files.MANIFEST_NAME}")
+        for name in [*names, checkpoint_files.MANIFEST_NAME]:
             self._call(self._files.put_file, str(checkpoint.path / name), f"{target}/{name}")
 
     def retain(self, count: int, committed: int) -> list[str]:
@@ -74,9 +65,9 @@ class Remote:
             if update in kept:
                 continue
             try:
-                self._call(self._files.rm, f"{self._root}/{folder_name(update)}", recursive=True)
+                self._call(self._files.rm, f"{self._root}/{checkpoint_files.folder_name(update)}", recursive=True)
             except OSError as error:
-                problems.append(f"the checkpoint {folder_name(update)} cannot be removed: {error}")
+                problems.append(f"the checkpoint {checkpoint_files.folder_name(update)} cannot be removed: {error}")
         return problems
 
     def fetch(self, folder: Path, count: int, reporter: Reporter) -> bool:
@@ -91,7 +82,7 @@ class Remote:
         for update in reversed(updates):
             if verified == count:
                 break
-            name = folder_name(update)
+            name = checkpoint_files.folder_name(update)
             try:
                 if not self._is_valid(folder / name):
                     self._download(folder, name, reporter)
@@ -107,10 +98,14 @@ class Remote:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder, ignore_cleanup_errors=True) as temporary:
             copy = Path(temporary) / name
             copy.mkdir(mode=0o700)
-            if self._size(f"{source}/{MANIFEST_NAME}") > MAX_MANIFEST_BYTES:
+            if self._size(f"{source}/{checkpoint_files.MANIFEST_NAME}") > checkpoint_files.MAX_MANIFEST_BYTES:
                 raise CheckpointError("its manifest is too long")
-            self._call(self._files.get_file, f"{source}/{MANIFEST_NAME}", str(copy / MANIFEST_NAME))
-            for entry in Manifest.from_json(read_regular(copy / MANIFEST_NAME)).files:
+            self._call(
+                self._files.get_file,
+                f"{source}/{checkpoint_files.MANIFEST_NAME}",
+                str(copy / checkpoint_files.MANIFEST_NAME),
+            )
+            for entry in checkpoint_files.Manifest.from_json(read_regular(copy / checkpoint_files.MANIFEST_NAME)).files:
                 size = self._size(f"{source}/{entry.name}")
                 if size != entry.stored_bytes:
                     raise CheckpointError(
@@ -120,7 +115,7 @@ class Remote:
                 # The head sees progress, however long all of it takes.
                 reporter.event("fetched", path=f"{name}/{entry.name}", bytes=size)
             verify(copy).manifest.check_recorded(self._recorded)
-            replace_folder(copy, folder / name)
+            checkpoint_files.replace_folder(copy, folder / name)
 
     def _is_valid(self, path: Path) -> bool:
         try:
@@ -131,8 +126,8 @@ class Remote:
 
     def _updates(self) -> list[int]:
         """The updates of those with a manifest, oldest first. Raises OSError."""
-        found: list[Any] = self._call(self._files.glob, f"{self._root}/step-*/{MANIFEST_NAME}")
-        updates = (update_of(str(path).rsplit("/", 2)[-2]) for path in found)
+        found: list[Any] = self._call(self._files.glob, f"{self._root}/step-*/{checkpoint_files.MANIFEST_NAME}")
+        updates = (checkpoint_files.update_of(str(path).rsplit("/", 2)[-2]) for path in found)
         return sorted(update for update in updates if update is not None)
 
     def _size(self, path: str) -> int:
@@ -174,7 +169,7 @@ class CheckpointLocations:
     """The checkpoints' folder on the node."""
     url: str | None
     """Where they are copied to."""
-    recorded: Recorded = ()
+    recorded: checkpoint_files.Recorded = ()
 
     @classmethod
     def of(cls, home: Path, workdir: Path, run_id: str, destination: str | None) -> CheckpointLocations:

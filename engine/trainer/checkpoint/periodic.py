@@ -2,8 +2,7 @@
 at a time.
 
 All ranks decide together, by counters in the update's own all_sum: a checkpoint begins when it is due and no rank is
-still writing one. Where the state is replicated, rank 0 writes it; else each rank writes its part.
-"""
+still writing one. Where the state is replicated, rank 0 writes it; else each rank writes its part."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ hash; each one that is refused is reported, and the next older one is tried.
 
 A corrupted parameter may not have been found before a peer was lost: then the emergency checkpoints of one attempt
 differ, and its ranks are outvoted. Those of different attempts may always differ, since another number of ranks sums in
-another order.
-"""
+another order."""
 
 from __future__ import annotations
 

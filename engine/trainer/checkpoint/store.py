@@ -3,8 +3,7 @@
     step-000000390/          weights.safetensors, optimizer.safetensors, manifest.json (written last)
     .step-000000400.…/       being written; the next writer removes what a killed one has left
 
-Each checkpoint is written completely or not at all, by one writer.
-"""
+Each checkpoint is written completely or not at all, by one writer."""
 
 from __future__ import annotations
 
@@ -21,22 +20,7 @@ import mlx.core as mx
 
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.trainer.weights import State
-from engine.training.checkpoint_files import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    FileEntry,
-    HashedFile,
-    Manifest,
-    Origin,
-    folder_name,
-    move_aside,
-    package_versions,
-    replace_folder,
-    sync_folder,
-    unpacked,
-    update_of,
-    verify_file,
-)
+from engine.training import checkpoint_files
 
 PACKAGES = ("mlx", "mlx_lm")
 """That a training is computed with."""
@@ -61,12 +45,12 @@ class Checkpoint:
     """A checkpoint that has been verified or just been written."""
 
     path: Path
-    manifest: Manifest
+    manifest: checkpoint_files.Manifest
     durable: bool = True
     """It survives a power cut; False for one just written to a volume without F_FULLFSYNC."""
 
 
-def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "none") -> Checkpoint:
+def write(folder: Path, snapshot: Snapshot, origin: checkpoint_files.Origin, compression: str = "none") -> Checkpoint:
     """Commit `snapshot`, on any thread: its arrays have been evaluated. When this returns, the checkpoint survives a
     power cut where `durable`; when it raises (OSError, JobError), nothing of it is left and every older one is as it
     was. One of the same update is replaced."""
@@ -74,34 +58,34 @@ def write(folder: Path, snapshot: Snapshot, origin: Origin, compression: str = "
     # What a killed writer has left: there is one writer, so that none of it is in use.
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
-    target = folder / folder_name(snapshot.update)
+    target = folder / checkpoint_files.folder_name(snapshot.update)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder, ignore_cleanup_errors=True) as temporary:
         scratch = Path(temporary) / target.name
         scratch.mkdir(mode=0o700)
         entries = [_write_group(scratch, stem, arrays, compression) for stem, arrays in snapshot.state.items()]
-        manifest = Manifest(
+        manifest = checkpoint_files.Manifest(
             update=snapshot.update,
             iteration=snapshot.iteration,
             window=dict(snapshot.window),
             best=dict(snapshot.best),
-            versions=package_versions(*PACKAGES),
+            versions=checkpoint_files.package_versions(*PACKAGES),
             files=tuple(entries),
             **asdict(origin),
         )
-        with contextlib.closing(HashedFile(scratch, MANIFEST_NAME, "none")) as file:
+        with contextlib.closing(checkpoint_files.HashedFile(scratch, checkpoint_files.MANIFEST_NAME, "none")) as file:
             file.write(manifest.to_json())
             file.commit()
             durable = file.durable
-        sync_folder(scratch)
-        replace_folder(scratch, target)
-        sync_folder(folder)
+        checkpoint_files.sync_folder(scratch)
+        checkpoint_files.replace_folder(scratch, target)
+        checkpoint_files.sync_folder(folder)
     return Checkpoint(target, manifest, durable)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All paths that are named as checkpoints, oldest first. Raises OSError."""
     try:
-        return sorted(path for path in folder.iterdir() if update_of(path.name) is not None)
+        return sorted(path for path in folder.iterdir() if checkpoint_files.update_of(path.name) is not None)
     except FileNotFoundError:
         return []
 
@@ -111,18 +95,20 @@ def verify(path: Path, *, check_hashes: bool = True) -> Checkpoint:
     if path.is_symlink() or not path.is_dir():
         raise CheckpointError("it is not a folder")
     try:
-        descriptor = os.open(path / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(
+            path / checkpoint_files.MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        )
     except FileNotFoundError as error:
         raise CheckpointError("it has no manifest: it was never finished") from error
     with os.fdopen(descriptor, "rb") as file:
-        raw = file.read(MAX_MANIFEST_BYTES + 1)
-    if len(raw) > MAX_MANIFEST_BYTES:
+        raw = file.read(checkpoint_files.MAX_MANIFEST_BYTES + 1)
+    if len(raw) > checkpoint_files.MAX_MANIFEST_BYTES:
         raise CheckpointError("its manifest is too long")
-    manifest = Manifest.from_json(raw)
-    if manifest.update != update_of(path.name):
+    manifest = checkpoint_files.Manifest.from_json(raw)
+    if manifest.update != checkpoint_files.update_of(path.name):
         raise CheckpointError(f"its manifest is of update {manifest.update}")
     for entry in manifest.files:
-        verify_file(path, entry, check_hash=check_hashes)
+        checkpoint_files.verify_file(path, entry, check_hash=check_hashes)
     return Checkpoint(path, manifest)
 
 
@@ -139,7 +125,7 @@ def load(checkpoint: Checkpoint) -> dict[str, dict[str, mx.array]]:
                 )
                 path = Path(scratch) / entry.name.rsplit(".", 1)[0]
                 with path.open("wb") as file:
-                    for data in unpacked(checkpoint.path, entry):
+                    for data in checkpoint_files.unpacked(checkpoint.path, entry):
                         file.write(data)
             try:
                 tensors = check_header(path).tensors
@@ -159,20 +145,22 @@ def retain(folder: Path, count: int, committed: int) -> list[str]:
     Those of a later update are removed in any case: the training has resumed from an earlier one."""
     kept, problems = 0, []
     for path in reversed(list_checkpoints(folder)):
-        if kept < count and (update_of(path.name) or 0) <= committed:
+        if kept < count and (checkpoint_files.update_of(path.name) or 0) <= committed:
             with contextlib.suppress(CheckpointError, OSError):
                 verify(path, check_hashes=False)
                 kept += 1
             continue
         try:
-            shutil.rmtree(move_aside(path), ignore_errors=True)
+            shutil.rmtree(checkpoint_files.move_aside(path), ignore_errors=True)
         except OSError as error:
             problems.append(f"the checkpoint {path.name} cannot be removed: {error.strerror or error}")
     return problems
 
 
-def _write_group(folder: Path, stem: str, arrays: Mapping[str, mx.array], compression: str) -> FileEntry:
-    with contextlib.closing(HashedFile(folder, f"{stem}.safetensors", compression)) as file:
+def _write_group(
+    folder: Path, stem: str, arrays: Mapping[str, mx.array], compression: str
+) -> checkpoint_files.FileEntry:
+    with contextlib.closing(checkpoint_files.HashedFile(folder, f"{stem}.safetensors", compression)) as file:
         try:
             mx.save_safetensors(cast(BinaryIO, file), dict(arrays))
         except RuntimeError as error:
