@@ -100,7 +100,6 @@ class AttemptMonitor:
             compared = compared.model_copy(update={"enabled": False})
         consistency = ConsistencyWatch(compared, nodes, self._raise_alarm, history.alarms, self._clock)
         self.intake = EventIntake(context.run_dir, self.number, context.attempt.event_bases, consistency, self._clock)
-        self.intake.command = self._new_command_watch()
         self.intake.on_saved = self._record_saved
         self._watched = (0,) if self._outlives_ranks else tuple(nodes)
         """The ranks without whose steps the attempt hangs."""
@@ -275,12 +274,6 @@ class AttemptMonitor:
     def _running(self) -> list[int]:
         return [rank.number for rank in self._ranks.all if rank.started and not rank.ended]
 
-    def _new_command_watch(self) -> CommandWatch | None:
-        if self._trainer:
-            return None
-        mlx = self._context.plan.config.job.framework == "mlx"
-        return CommandWatch(len(self._ranks.all), self._recovery, waits_busily=mlx)
-
     def _new_watchdog(self) -> Watchdog:
         limits, job = self._recovery, self._context.plan.config.job
         if not self._trainer:
@@ -290,6 +283,8 @@ class AttemptMonitor:
             self._watched = tuple(rank.number for rank in self._ranks.all) if job.elastic else (0,)
             self.intake.any_rank_reports = job.elastic
             self.intake.progress.first_steps = 0
+            mlx = job.framework == "mlx"
+            self.intake.command = CommandWatch(len(self._ranks.all), self._recovery, waits_busily=mlx)
         return Watchdog(self.intake.progress, self._watched, limits, self._clock(), is_command=not self._trainer)
 
     def _lose(self, numbers: Sequence[int]) -> list[Rank]:
