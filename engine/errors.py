@@ -16,10 +16,7 @@ def memory_text(count: float) -> str:
     return f"{amount:,.0f} {unit}" if whole else f"{amount:,.1f} {unit}"
 
 
-ENABLE_RDMA = (
-    "turn on RDMA over Thunderbolt in System Settings (newer macOS: search for RDMA), or run `rdma_ctl enable` in the "
-    "Terminal of macOS Recovery; then restart"
-)
+ENABLE_RDMA = "turn on RDMA in System Settings (newer macOS), or run `rdma_ctl enable` in macOS Recovery; then restart"
 """Both ways: developer.apple.com/videos/play/wwdc2026/233 at 7:08, and Apple's TN3205."""
 
 

@@ -240,8 +240,8 @@ FORMER_KEYS = {
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"), "grad_accumulation_steps"),
     **dict.fromkeys(("warmup", "warmup_steps"), "no value here: it is lr_schedule's warmup"),
     **{
-        f"{prefix}{name}": _OF_LORA.format(name)
-        for prefix in ("lora_", "")
+        f"{lora}{name}": _OF_LORA.format(name)
+        for lora in ("lora_", "")
         for name in ("rank", "dropout", "scale", "keys")
     },
     **dict.fromkeys(("lora_alpha", "alpha"), _OF_LORA.format("scale, as alpha / rank")),

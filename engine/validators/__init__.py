@@ -1,4 +1,2 @@
-"""Validators of workers, checkpoints, gradients, performance and health.
-
-Pure functions over plain values, re-exported by `engine` for other tools. Nothing here contacts a node, reads a clock
-that was not passed in, or knows about runs; only the files of a checkpoint are read."""
+"""Validators of workers, checkpoints, gradients, performance and health: pure functions over plain values, which
+`engine` exports for other tools. They know nothing of runs, and read only the files of a checkpoint."""
