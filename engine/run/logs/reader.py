@@ -218,7 +218,10 @@ class LogReader:
         line = index.line_at(first.offset)
         starts = [entry.offset for entry in index.entries(line, line + count + 1)]
         if len(starts) <= count:
-            starts.append(max(log.size(), starts[-1] if starts else 0))
+            # The log may have more lines by now than its index.
+            newline = log.read(starts[-1], _BLOCK_BYTES).find(b"\n") if starts else -1
+            end = starts[-1] + newline + 1 if newline >= 0 else log.size()
+            starts.append(max(end, starts[-1] if starts else 0))
         whole = starts[-1] - starts[0] <= _BLOCK_BYTES
         block = log.read(starts[0], starts[-1] - starts[0]) if whole else b""
         raws = []

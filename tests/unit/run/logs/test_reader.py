@@ -82,6 +82,15 @@ def test_lines_that_arrive_are_seen_after_refresh_and_a_partial_one_grows(logs: 
     ]
 
 
+def test_a_line_ends_where_it_ends_though_the_log_is_ahead_of_its_index(logs: RunLogs) -> None:
+    logs.write(0, "tick 1\ntick 2\n")
+    reader = LogReader(logs.run_dir, 0)
+    with logs.run_dir.log(0).open("ab") as mirrored:
+        mirrored.write(b"tick 3\ntick 4")
+    assert texts(reader) == ["tick 1", "tick 2"]
+    assert not any(line.partial for line in reader.lines(0, 9))
+
+
 def test_a_line_of_ten_megabytes_is_shown_cut_with_its_length_and_its_neighbours_are_whole(logs: RunLogs) -> None:
     logs.write(0, b"before\n" + b"x" * 10_000_000 + b"needle\nafter\n")
     for source in (None, 0):
