@@ -64,6 +64,7 @@ def test_nothing_is_missing_once_there_is_room_again(small_disk: Path, tmp_path:
     assert run.dir.log(LAUNCHER_SOURCE).exists()
 
 
+@pytest.mark.slow
 def test_what_is_missing_at_the_end_is_said_and_copied_when_there_is_room(small_disk: Path, tmp_path: Path) -> None:
     run = start_run(small_disk, tmp_path, script=ring("print('x' * 1000)"))
     run.await_output("step")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.protocol import attempt
-from engine.trainer.checkpoint import store
+from engine.training import checkpoint_files
 from tests.training.states import events, names, periodic, snapshot
 from tests.waiting import wait_until
 
@@ -59,7 +59,7 @@ def test_a_full_disk_is_a_warning_and_the_next_checkpoint_is_tried(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "sync_folder", full)
+        patch.setattr(checkpoint_files, "sync_folder", full)
         checkpoints.begin(snapshot(4))
         checkpoints.finish(None)
     assert checkpoints.counters() == [1.0, 0.0]
