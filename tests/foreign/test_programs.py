@@ -17,6 +17,8 @@ from tests.needs import TORCH, require
 pytestmark = [pytest.mark.busy, pytest.mark.slow, pytest.mark.needs("namespaces")]
 
 
+PRINT_PLACES_IN_EPOCHS = ("ImageNet", "DeepSpeed's cifar")
+"""What they print after a resume in the middle of an epoch is the place in what is left of it, and no step."""
 UNENDED = pytest.mark.xfail(strict=False, reason="in some runs rank 1 stays after rank 0 has left; why is not known")
 
 
@@ -72,7 +74,7 @@ def test_a_stopped_rank_is_found_and_named(pair: Cluster, home: Path, program: P
 @programs(*(program.name for program in PROGRAMS if program.saved))
 def test_after_a_killed_rank_it_goes_on_from_its_own_checkpoint(pair: Cluster, home: Path, program: Program) -> None:
     recovery = SHORT_GRACES.model_copy(update={"restart_commands": True, "max_restarts": 1})
-    foreign = start_program(pair, home, program, steps=3 * program.steps, recovery=recovery)
+    foreign = start_program(pair, home, program, steps=10 * program.steps, recovery=recovery)
     run = foreign.run
     run.wait(foreign.has_saved)
     run.await_more_output(0)
@@ -81,7 +83,7 @@ def test_after_a_killed_rank_it_goes_on_from_its_own_checkpoint(pair: Cluster, h
     assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
     first = run.history.attempts[0].status
     assert (first.reason, first.rank, first.host) == (Reason.RANK_KILLED, 1, "bea"), run.troubles()
-    if program.read_as is not None:
+    if program.read_as is not None and program.name not in PRINT_PLACES_IN_EPOCHS:
         again = foreign.losses_of(attempt=2)
         assert min(again) > program.steps / 4, "it began anew"
         own = foreign.own()
