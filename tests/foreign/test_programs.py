@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.busy, pytest.mark.slow, pytest.mark.needs("namespaces"
 
 PRINT_PLACES_IN_EPOCHS = ("ImageNet", "DeepSpeed's cifar")
 """What they print after a resume in the middle of an epoch is the place in what is left of it, and no step."""
+SAVED_LATE = ("accelerate's checkpointing", "Lightning")
+"""Here they have done all steps when their checkpoint is seen: a rank that is killed then loses none."""
 UNENDED = pytest.mark.xfail(strict=False, reason="in some runs rank 1 stays after rank 0 has left; why is not known")
 
 
@@ -71,7 +73,7 @@ def test_a_stopped_rank_is_found_and_named(pair: Cluster, home: Path, program: P
     assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.HUNG, 1), run.troubles()
 
 
-@programs(*(program.name for program in PROGRAMS if program.saved))
+@programs(*(program.name for program in PROGRAMS if program.saved and program.name not in SAVED_LATE))
 def test_after_a_killed_rank_it_goes_on_from_its_own_checkpoint(pair: Cluster, home: Path, program: Program) -> None:
     recovery = SHORT_GRACES.model_copy(update={"restart_commands": True, "max_restarts": 1})
     foreign = start_program(pair, home, program, steps=10 * program.steps, recovery=recovery)
