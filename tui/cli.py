@@ -16,7 +16,7 @@ from typing import Any, get_args
 from engine import api
 from engine.api import ExitCode, Strategy
 from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound
-from tui.commands.terminal import DEFAULT_FILE, check_terminal
+from tui.commands.terminal import DEFAULT_FILE, check_terminal, discard
 
 Commands = Any
 """The type that add_subparsers returns, which argparse does not name."""
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run_command(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_output()
+        discard(sys.stdout)
         return ExitCode.OK
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlightDeckError as error:
         return _print_error(error, ExitCode.FAILED)
     except OSError as error:
-        _discard_output()
+        discard(sys.stdout)
         what = "the output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
         return _print_error(FlightDeckError(what, why=error), ExitCode.FAILED)
     return code
@@ -54,11 +54,6 @@ def _prepare_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _discard_output() -> None:
-    """Its reader has left, or its disk is full: /dev/null avoids a second error at interpreter exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_command(options: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from engine.errors import InputError, LaunchError, StateError
-from engine.models import RunState
+from engine.models import ENDED, RunState
 from engine.node.processes import start_session
 from engine.protocol.attempt import read_regular, write_atomic
 from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, StateChanged
@@ -130,7 +130,7 @@ def resume_run(run_dir: RunDir, *, accept_changed_data: bool = False) -> None:
     start_supervisor(run_dir, "--resume", *(["--accept-changed-data"] if accept_changed_data else []))
 
 
-_DONE = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.ABORTED, RunState.LOST})
+_DONE = ENDED - {RunState.COMPLETED}
 """A completed run may still be waited for."""
 _BEING_LAUNCHED_S = 20.0
 """The launch of a younger plan may be under way."""

@@ -109,6 +109,11 @@ def has_colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def discard(stream: TextIO) -> None:
+    """Its reader has left, or its disk is full: /dev/null avoids a second error at interpreter exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Lines:
     """Plain lines for people, each flushed as it comes. A reader that leaves early silences them, nothing else."""
 
@@ -120,7 +125,7 @@ class Lines:
         try:
             print(text, file=self.stream, flush=True)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            discard(self.stream)
 
     def ink(self, text: str, colour: str | None) -> str:
         if not self._colour or colour is None:
