@@ -54,6 +54,7 @@ class Registry:
             start = start_time(os.getpid())
             assert start is not None
             record = Record(number, os.getpid(), start, size, self.runtime / str(number))
+            self.clear(record)  # its folder may have been removed by hand, and its links not
             record.folder.mkdir(mode=0o700)
             fields = {"number": number, "owner": record.owner, "owner_start": start, "size": size}
             (record.folder / RECORD).write_text(json.dumps(fields))

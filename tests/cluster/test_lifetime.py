@@ -14,6 +14,7 @@ from tests.cluster import network
 from tests.cluster.cluster import Cluster
 from tests.cluster.disk import mounts_below
 from tests.cluster.machine import until
+from tests.cluster.registry import Record, Registry
 from tests.cluster.system import PROJECT
 from tests.cluster.test_nodes import ssh
 
@@ -67,6 +68,12 @@ def test_a_killed_owner_takes_its_nodes_with_it_and_the_rest_is_cleared_away_nex
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the nodes' end", str)
     Cluster.registry.clear_stale()
     assert left_of(int(number), Path(folder), spaces) == []
+
+
+def test_links_of_a_cluster_whose_folder_was_removed_are_cleared_away(tmp_path: Path) -> None:
+    cleared: list[Record] = []
+    record = Registry(tmp_path, cleared.append).claim(1)
+    assert cleared == [record]
 
 
 def test_a_cluster_by_hand_is_held_told_of_and_taken_away() -> None:
