@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 import time
@@ -272,7 +273,8 @@ class EventIntake:
         rows = [row for row in lines if row is not None]
         self._written = len(lines) - own
         self.latest = functools.reduce(_updated, rows, Figures())
-        self._first_reported = next((row.get("iteration") for row in rows if row.get("kind") == "train"), None)
+        self._anew = max(1, _first_of_a_training(rows))
+        """The first report of a command that begins anew is of this iteration, at the most."""
         self._tails = {rank: LineTail(run_dir.events(rank), base) for rank, base in bases.items()}
 
     @property
@@ -301,11 +303,10 @@ class EventIntake:
         self._consistency.poll()
 
     def own_resumption(self) -> Resumed:
-        """A command's, by the steps that came: where it begins with the first step that the run has reported, or with
-        an earlier one, it began anew."""
+        """A command's, by the steps that came. Where the run's own first report came after more steps than lie between
+        two, already its first attempt went on from a state of the command's own."""
         first = self.progress.first_iteration or 0
-        anew = first <= max(1, count_or_none(self._first_reported) or 0)
-        return Resumed("command", 0 if anew else first - 1)
+        return Resumed("command", 0 if first <= self._anew else first - 1)
 
     def close(self) -> None:
         """Nothing is read any more: the next attempt writes the same files."""
@@ -336,6 +337,16 @@ class EventIntake:
         at = moment_or_none(event.get("at")) or datetime.now(UTC)
         row = {"kind": kind, "attempt": self._attempt, "at": at.isoformat(), **numbers}
         self._file.append(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace"))
+
+
+def _first_of_a_training(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The iteration of the first report of a training from its beginning, by the reports so far; 0 where they do not
+    tell how many iterations lie between two."""
+    trained = [row for row in rows if row.get("kind") == "train"]
+    reported = [(row.get("attempt"), count_or_none(row.get("iteration")) or 0) for row in trained]
+    pairs = ((later - earlier) for (a, earlier), (b, later) in itertools.pairwise(reported) if a == b)
+    interval = next((iterations for iterations in pairs if iterations > 0), 0)
+    return min(reported[0][1], interval) if reported else 0
 
 
 def _updated(latest: Figures, row: Mapping[str, Any]) -> Figures:

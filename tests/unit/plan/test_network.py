@@ -510,3 +510,24 @@ def test_torch_takes_nccl_if_nvidia_smi_lists_a_gpu_for_each_rank_and_else_says_
     network = planned(seen[0], seen[1].model_copy(update={"gpus": (), "unknown": {"nvidia_smi": late}}))
     assert network.reasons[0].endswith("for each rank: b (nvidia-smi gave no answer within 4 s)")
     assert planned(seen[0], seen[1].model_copy(update={"gpus": ()})).backend == "gloo"
+
+
+@pytest.mark.parametrize(("framework", "other"), [("torch", "gloo"), ("mlx", "ring")])
+def test_more_ranks_of_nccl_than_gpus_are_refused_by_the_names_of_their_nodes(framework: str, other: str) -> None:
+    h100, one = NvidiaGpu(name="NVIDIA H100 80GB HBM3"), {"ssh": "box.local"}
+    deck = config(node("box.0", **one), node("box.1", **one), node("c"), backend="nccl")
+    deck = deck.model_copy(update={"job": deck.job.model_copy(update={"framework": framework})})
+
+    def planned(*gpus: NvidiaGpu, **fields: Any) -> str:
+        box = [linux(name, "eth0 10.0.0.1/24", **one, gpus=gpus, **fields) for name in ("box.0", "box.1")]
+        return wired(deck, *box, linux("c", "eth0 10.0.0.2/24", gpus=(h100,))).backend
+
+    with pytest.raises(LaunchError) as refusal:
+        planned(h100)
+    assert str(refusal.value) == (
+        "nccl is not possible: it needs a GPU for each rank: box.0 to box.1 (nvidia-smi lists 1 GPU for 2 ranks) "
+        f'(plan fewer ranks on that machine, or set backend = "{other}" in [cluster])'
+    )
+    assert planned(h100, h100) == "nccl"
+    assert planned(h100.model_copy(update={"mig": True})) == "nccl", "nvidia-smi does not list its instances"
+    assert planned(unknown={"nvidia_smi": Late(command="nvidia-smi", after_s=4.0)}) == "nccl", "not known"
