@@ -238,14 +238,14 @@ def plan_network(
     known = {fact.node: fact for fact in facts}
     nodes = config.nodes
     local = (strategy or config.job.strategy) == "local"
-    if config.job.framework == "torch":
-        choice = _for_torch(config, known)
-    elif local:
+    if local:
         choice = _for_local(config.cluster.backend)
-    elif config.cluster.backend == "auto":
-        choice = _choose_backend(nodes, known, topology)
+    elif config.cluster.backend != "auto":
+        choice = _configured_backend(config, known, topology)
+    elif config.job.framework == "torch":
+        choice = _for_torch(config, known)
     else:
-        choice = _configured_backend(config.cluster.backend, nodes, known, topology)
+        choice = _choose_backend(nodes, known, topology)
     # A cable between two of more ranks is no way to rank 0 for the others.
     cabling = topology.model_copy(update={"cables": ()}) if local and len(nodes) > 2 else topology
     addresses = choose_addresses(nodes, known, cabling, backend=choice.backend)
@@ -281,18 +281,29 @@ def ranks_of_host(config: Config, ssh: str) -> int:
 
 def _for_torch(config: Config, facts: Mapping[str, NodeFacts]) -> _BackendChoice:
     """NCCL wants an NVIDIA GPU for each rank."""
-    backend, nodes = config.cluster.backend, config.nodes
-    if backend != "auto":
-        return _BackendChoice(backend, (f"the configuration sets {backend}",))
+    if without := _without_gpus(config, facts, [node.name for node in config.nodes]):
+        return _BackendChoice("gloo", (f"not known to have an NVIDIA GPU for each rank: {without}",))
+    return _BackendChoice("nccl", ("every rank has an NVIDIA GPU", _infiniband(config.nodes, facts)))
+
+
+def _refuse_shared_gpus(config: Config, facts: Mapping[str, NodeFacts]) -> None:
+    """NCCL refuses two ranks on one GPU: "Duplicate GPU detected" (NVIDIA/nccl, src/init.cc). A machine of which
+    nvidia-smi lists no GPU, or a divided one (MIG), may have enough all the same. Raises LaunchError."""
+    listed = [name for name, fact in facts.items() if fact.gpus and not any(gpu.mig for gpu in fact.gpus)]
+    if without := _without_gpus(config, facts, listed):
+        other = "gloo" if config.job.framework == "torch" else "ring"
+        todo = f'plan fewer ranks on that machine, or set backend = "{other}" in [cluster]'
+        raise LaunchError("nccl is not possible", why=f"it needs a GPU for each rank: {without}", todo=todo)
+
+
+def _without_gpus(config: Config, facts: Mapping[str, NodeFacts], names: Sequence[str]) -> str:
+    """Those nodes of `names` that are not known to have an NVIDIA GPU for each rank, with the reason."""
     without: dict[str, list[str]] = {}
-    for node in nodes:
+    for node in config.nodes:
         fact, ranks = facts.get(node.name), ranks_of_host(config, node.ssh)
-        if fact is None or len(fact.gpus) < ranks:
+        if node.name in names and (fact is None or len(fact.gpus) < ranks):
             without.setdefault(_too_few_gpus(fact, ranks), []).append(node.name)
-    if without:
-        found = "; ".join(f"{spans(names)} ({why})" for why, names in without.items())
-        return _BackendChoice("gloo", (f"not known to have an NVIDIA GPU for each rank: {found}",))
-    return _BackendChoice("nccl", ("every rank has an NVIDIA GPU", _infiniband(nodes, facts)))
+    return "; ".join(f"{spans(lacking)} ({why})" for why, lacking in without.items())
 
 
 def _too_few_gpus(fact: NodeFacts | None, ranks: int) -> str:
@@ -314,10 +325,11 @@ def _for_local(backend: str) -> _BackendChoice:
     return _BackendChoice("ring", (reason,))
 
 
-def _configured_backend(
-    backend: str, nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology
-) -> _BackendChoice:
+def _configured_backend(config: Config, facts: Mapping[str, NodeFacts], topology: Topology) -> _BackendChoice:
+    backend, nodes = config.cluster.backend, config.nodes
     reasons = (f"the configuration sets {backend}",)
+    if backend == "nccl":
+        _refuse_shared_gpus(config, facts)
     if backend not in ("jaccl", "jaccl-ring"):
         return _BackendChoice(backend, reasons)
     rdma = rdma_over_cables(nodes, facts, topology, ring=backend == "jaccl-ring")
