@@ -58,18 +58,33 @@ def test_the_loss_of_the_test_is_a_row_of_its_own(tmp_path: Path) -> None:
     assert (intake.latest.test_loss, intake.latest.train_loss) == (2.5, 9.0)
 
 
-@pytest.mark.parametrize(("first", "resumption"), [(305, ("command", 304)), (5, ("command", 0)), (1, ("command", 0))])
+@pytest.mark.parametrize(
+    ("reported", "first", "iteration"),
+    [
+        ((5, 10, 15), 305, 304),
+        ((5, 10, 15), 5, 0),
+        ((5, 10, 15), 1, 0),
+        ((0, 10), 10, 9),
+        ((300, 310, 320), 300, 299),
+        ((300, 310, 320), 290, 289),
+        ((300, 310, 320), 10, 0),
+        ((300,), 300, 299),
+        ((), 1, 0),
+    ],
+)
 def test_where_a_command_went_on_is_known_by_the_steps_that_come(
-    tmp_path: Path, first: int, resumption: tuple[str, int]
+    tmp_path: Path, reported: tuple[int, ...], first: int, iteration: int
 ) -> None:
-    """It reports every fifth step: one that begins with the run's first report began anew."""
+    """It began anew where its first report is that of a training from the beginning. Also the run's first attempt may
+    have gone on from a state of the command's own."""
     run_dir = RunDir(tmp_path)
-    run_dir.metrics.write_text('{"kind": "train", "attempt": 0, "iteration": 5}\n')
+    earlier = [{"kind": "train", "attempt": 0, "iteration": step} for step in reported]
+    run_dir.metrics.write_text("".join(json.dumps(row) + "\n" for row in earlier))
     intake = intake_of(run_dir, {0: 0})
     write(run_dir, 0, *(event("step", iteration=step) + report(step) for step in (first, first + 5)))
     intake.poll()
     resumed = intake.own_resumption()
-    assert (resumed.source, resumed.iteration) == resumption
+    assert (resumed.source, resumed.iteration) == ("command", iteration)
 
 
 def test_the_manifests_that_ranks_commit_are_passed_on_and_what_is_none_is_not(tmp_path: Path) -> None:
