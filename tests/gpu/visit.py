@@ -122,7 +122,7 @@ class VisitRunner:
         rows = [row for row in read_rows(self.out)[before:] if row.part == part.name]
         took = f"after {time.monotonic() - started:.1f} s"
         if code is None:
-            self._end(part, Status.FAILED, f"killed at its limit of {part.limit_s:.0f} s")
+            self._end(part, Status.FAILED, f"killed at its limit of {part.limit_s:g} s")
         elif not rows or rows[-1].name != "":
             self._end(part, Status.FAILED, f"its process ended with {_ending(code)} {took}; see {LOG}")
         elif rows[-1].status == Status.ENDED and len(rows) == 1:
@@ -176,7 +176,7 @@ class VisitRunner:
 
     def _copy_output(self, stream: IO[bytes]) -> None:
         """To stdout and to the log, which stops at its limit; ends with the last process that holds the pipe."""
-        with (self.out / LOG).open("ab") as log:
+        with stream, (self.out / LOG).open("ab") as log:
             for line in stream:
                 with contextlib.suppress(OSError):
                     if log.tell() + len(line) <= MOST_BYTES:
