@@ -149,6 +149,8 @@ class RunRecord(FrozenModel):
     """Nodes on which the stop could not be confirmed."""
     excluded: list[str] = Field(default_factory=list)
     """Nodes that preflight left out because their files differed."""
+    logs_missing: list[str] = Field(default_factory=list)
+    """The head's files of the last attempt that lack bytes which its nodes have."""
 
 
 class CheckStatus(StrEnum):

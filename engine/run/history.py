@@ -187,6 +187,7 @@ def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
         "attempts": attempt.number,
         "backend": attempt.network.backend,
         "world_size": len(attempt.nodes) or history.record.world_size,
+        "logs_missing": [],
     }
     status = AttemptStatus(attempt.number, tuple(enumerate(attempt.nodes)), event.at, history.next_why)
     return replace(
@@ -223,22 +224,23 @@ def _reopen(history: RunHistory, event: RunReopened) -> RunHistory:
 
 def _record(record: RunRecord, event: Event) -> RunRecord:
     """The same object when `event` does not change it."""
+    changes: dict[str, Any] = {}
     match event:
         case StateChanged():
-            return record.model_copy(update=_end(event, record))
+            changes = _end(event, record)
         case NodesExcluded():
             changes = {"excluded": [*record.excluded, *event.nodes], "world_size": event.world_size}
-            return record.model_copy(update=changes)
         case CleanupConfirmed():
-            left = [node for node in record.unconfirmed if node != event.node]
-            return record.model_copy(update={"unconfirmed": left})
+            changes = {"unconfirmed": [node for node in record.unconfirmed if node != event.node]}
         case RankLaunched():
             started = moment_or_none(event.identity.started_at)
             known = [at for at in (started, record.started_at) if at is not None]
-            return record.model_copy(update={"started_at": min(known, default=None)})
+            changes = {"started_at": min(known, default=None)}
         case AttemptResumed(seconds=float()):
-            return record.model_copy(update={"recovery_s": event.seconds})
-    return record
+            changes = {"recovery_s": event.seconds}
+        case LogsMissing(attempt=record.attempts):
+            changes = {"logs_missing": sorted(event.files)}
+    return record.model_copy(update=changes) if changes else record
 
 
 def _end(event: StateChanged, record: RunRecord) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 whose supervisor is gone; and places requests for it, one JSON file each, which it takes once.
 
 One supervisor per run: it holds a lock on a file in the run's directory for life, which the kernel drops with the
-process. A run that has ended counts as orphaned, too, while there are nodes on which its end is not proved."""
+process. A run that has ended counts as orphaned, too, while there are nodes on which its end is not proved, or that
+have the rest of its logs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from engine.errors import InputError, LaunchError, StateError
 from engine.models import ENDED, RunState
 from engine.node.processes import start_session
 from engine.protocol.attempt import read_regular, write_atomic
-from engine.run.events import CleanupConfirmed, RequestReceived, RunReopened, StateChanged
+from engine.run.events import (
+    AttemptPlanned,
+    CleanupConfirmed,
+    LogsMissing,
+    RequestReceived,
+    RunReopened,
+    StateChanged,
+)
 from engine.run.journal import read_history, read_journal_end
 from engine.run.run_plan import copy_of
 from engine.run.watch import newest_supervisor, supervisor_alive
@@ -135,7 +143,8 @@ _DONE = ENDED - {RunState.COMPLETED}
 _BEING_LAUNCHED_S = 20.0
 """The launch of a younger plan may be under way."""
 AFTERMATH_S = 3600.0
-"""How long a node on which the stop could not be proved is waited for after the run's end."""
+"""How long after the run's end a node on which the stop could not be proved, or with the rest of a log, is waited
+for."""
 _AWAITED_S = 30 * 86_400.0
 """The same for the exit records of a run that has completed, which each command looks for again."""
 _TAIL_BYTES = 65_536
@@ -160,7 +169,7 @@ def _ended(home: Path) -> dict[str, float]:
     ended = {}
     with contextlib.suppress(StateError):
         for run, fields in Store(home).run_fields().items():
-            if fields.get("state") in _DONE and not fields.get("unconfirmed"):
+            if fields.get("state") in _DONE and not (fields.get("unconfirmed") or fields.get("logs_missing")):
                 with contextlib.suppress(TypeError, ValueError):
                     ended[run] = datetime.fromisoformat(fields["ended_at"]).timestamp()
     return ended
@@ -214,6 +223,8 @@ def _is_done(run_dir: RunDir) -> bool:
         events = read_journal_end(run_dir.journal, _TAIL_BYTES)
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
+    copied = next((event for event in reversed(events) if isinstance(event, LogsMissing | AttemptPlanned)), None)
+    unsent = isinstance(copied, LogsMissing) and bool(copied.files)
     confirmed = set()
     for event in reversed(events):
         if isinstance(event, CleanupConfirmed):
@@ -221,7 +232,7 @@ def _is_done(run_dir: RunDir) -> bool:
         elif isinstance(event, RunReopened):
             return False
         elif isinstance(event, StateChanged):
-            missing = event.state is RunState.COMPLETED or set(event.unconfirmed) - confirmed
+            missing = unsent or event.state is RunState.COMPLETED or set(event.unconfirmed) - confirmed
             limit_s = _AWAITED_S if event.state is RunState.COMPLETED else AFTERMATH_S
             age_s = (datetime.now(UTC) - event.at).total_seconds()
             return event.state.ended and not (missing and age_s < limit_s)

@@ -8,18 +8,16 @@ left their session, which are killed. Exits 1 when a target is missed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 from engine.config.models import RecoveryConfig
 from engine.models import RunState
-from tests.bench.figures import Figure, machine, report
+from tests.bench.figures import Figure, measure
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ClusterRun, demo_on, ring_config, start_on
 from tests.faults.local_runs import DEAF, DOUBLE_FORK, ring
@@ -69,12 +67,7 @@ def _spread(name: str, took: list[float]) -> Figure:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="An abort until it is proved, measured.")
-    options.add_argument("--rounds", type=int, default=5)
-    rounds = options.parse_args().rounds
-    print(machine())
-    with TemporaryDirectory() as directory:
-        return report(figures(rounds, Path(directory)))
+    return measure("An abort until it is proved, measured.", figures, "--rounds", 5)
 
 
 if __name__ == "__main__":

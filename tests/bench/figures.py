@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,13 @@ def report(figures: Iterable[Figure]) -> int:
         print(f"{figure.name:<54} {figure.value:>26}  {figure.target:<14} {figure.verdict}", flush=True)
         met = met and figure.met
     return 0 if met else 1
+
+
+def measure(description: str, figures: Callable[[int, Path], Iterable[Figure]], option: str, default: int) -> int:
+    """The program of a benchmark whose `figures` take a number, its one option, and an empty folder: as `report`."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument(option, type=int, default=default, dest="number")
+    number = options.parse_args().number
+    print(machine())
+    with TemporaryDirectory() as directory:
+        return report(figures(number, Path(directory)))

@@ -7,7 +7,6 @@ spends while the ranks train. Exits 1 when a target is missed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine.launch import mlx_launch
@@ -28,7 +26,7 @@ from engine.models import RunState
 from engine.run.events import LauncherStarted, StateChanged
 from engine.run.journal import read_journal
 from engine.store.layout import RunDir
-from tests.bench.figures import Figure, machine, report
+from tests.bench.figures import Figure, measure
 from tests.bench.flood import cpu_s
 from tests.cluster.cluster import Cluster
 from tests.conftest import FLIGHTDECK
@@ -212,12 +210,7 @@ def figures(rounds: int, folder: Path) -> Iterator[Figure]:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="Launches over SSH, measured.")
-    options.add_argument("--rounds", type=int, default=5)
-    rounds = options.parse_args().rounds
-    print(machine())
-    with TemporaryDirectory() as directory:
-        return report(figures(rounds, Path(directory)))
+    return measure("Launches over SSH, measured.", figures, "--rounds", 5)
 
 
 if __name__ == "__main__":

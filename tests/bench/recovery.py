@@ -8,19 +8,17 @@ bit for bit. Exits 1 when a target is missed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from engine.config.models import RecoveryConfig
 from engine.models import RunState
 from engine.run.events import AttemptFailed, AttemptPlanned, AttemptResumed, Event, RankExited, StateChanged
-from tests.bench.figures import Figure, machine, report
+from tests.bench.figures import Figure, measure
 from tests.cluster.cluster import Cluster
 from tests.faults.cluster_runs import ClusterRun, start_on
 from tests.faults.test_cluster_recovery import ITERATIONS, training
@@ -89,12 +87,7 @@ def _spread(name: str, seconds: list[float], limit_s: float | None = None) -> Fi
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="Recovery from a rank's death, measured.")
-    options.add_argument("--seeds", type=int, default=10)
-    seeds = options.parse_args().seeds
-    print(machine())
-    with TemporaryDirectory() as directory:
-        return report(figures(seeds, Path(directory)))
+    return measure("Recovery from a rank's death, measured.", figures, "--seeds", 10)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import pytest
 
 from engine.models import RunState
 from engine.run.events import LogsMissing
+from engine.run.supervisor_process import adopt_orphans
 from engine.run.watch import RunWatch
 from engine.store.layout import LAUNCHER_SOURCE
-from tests.faults.local_runs import ring, start_run
+from tests.faults.local_runs import kill_and_await, ring, start_run
 from tests.needs import mounted_disk
 
 pytestmark = pytest.mark.needs("tmpfs")
@@ -65,7 +66,10 @@ def test_nothing_is_missing_once_there_is_room_again(small_disk: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_what_is_missing_at_the_end_is_said_and_copied_when_there_is_room(small_disk: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [False, True], ids=["by its supervisor", "by the next supervisor"])
+def test_what_is_missing_at_the_end_is_said_and_copied_when_there_is_room(
+    small_disk: Path, tmp_path: Path, killed: bool
+) -> None:
     run = start_run(small_disk, tmp_path, script=ring("print('x' * 1000)"))
     run.await_output("step")
     filler = fill(run.dir.path.parent)
@@ -75,7 +79,10 @@ def test_what_is_missing_at_the_end_is_said_and_copied_when_there_is_room(small_
     run.wait(lambda: run.record.state.ended)
     damage = "; ".join(RunWatch(run.dir).poll().damage)
     assert "rank0.log lacks " in damage and f"{run.files.log(0)} has all" in damage
+    if killed:
+        kill_and_await(run.supervisor)
     filler.unlink()
+    assert adopt_orphans(small_disk) == ([run.dir.id] if killed else [])
     run.wait(lambda: run.events_of(LogsMissing)[-1].files == {}, after_end=True)
     run.mirrors_are_equal()
     assert not RunWatch(run.dir).poll().damage

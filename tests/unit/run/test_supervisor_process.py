@@ -13,10 +13,12 @@ import pytest
 
 from engine.errors import InputError, StateError
 from engine.run import supervisor_process
-from engine.run.events import CleanupConfirmed
+from engine.run.events import CleanupConfirmed, LogsMissing
+from engine.run.journal import read_history
 from engine.run.supervisor_process import adopt_orphans, orphans, request_abort, resume_run, take_requests
 from engine.run.watch import supervisor_alive
 from engine.store.layout import RunDir
+from engine.store.store import Store
 from tests.unit.run.run_maker import MadeRun
 
 HOLDER = """
@@ -122,6 +124,28 @@ def test_how_long_the_nodes_of_a_run_that_has_ended_are_looked_for(
 ) -> None:
     run = MadeRun(tmp_path, created=datetime.now(UTC) - timedelta(hours=hours))
     run.state("preflight", "launching", "running", "finishing", state, reason=reason, unconfirmed=("node1",)).close()
+    assert bool(orphans(tmp_path)) is waits
+
+
+@pytest.mark.parametrize(
+    ("files", "hours", "waits"),
+    [({"rank0.log": 812}, 0, True), ({"rank0.log": None}, 0, True), ({}, 0, False), ({"rank0.log": 812}, 24, False)],
+)
+@pytest.mark.parametrize("before_end", [True, False])
+def test_a_run_that_has_ended_without_the_rest_of_its_logs_gets_another_supervisor(
+    tmp_path: Path, files: dict[str, int | None], hours: int, waits: bool, before_end: bool
+) -> None:
+    """Its own was killed while the head's disk was full, say."""
+    run = MadeRun(tmp_path, created=datetime.now(UTC) - timedelta(hours=hours)).attempt()
+    states, missing = ("preflight", "launching", "running", "finishing"), LogsMissing(attempt=1, files=files)
+    run.state(*states).append(LogsMissing(attempt=1, files={"rank0.log": 900}))
+    run.append(missing).state("succeeded") if before_end else run.state("succeeded").append(missing)
+    run.close()
+    record = read_history(run.directory).record
+    assert record.logs_missing == list(files)
+    Store(tmp_path).put_run(record)
+    assert record.ended_at is not None
+    os.utime(run.directory.journal, (record.ended_at.timestamp(), record.ended_at.timestamp()))
     assert bool(orphans(tmp_path)) is waits
 
 
