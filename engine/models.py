@@ -321,11 +321,15 @@ class RdmaDevice(FrozenModel):
 
 
 class NvidiaGpu(FrozenModel):
-    """As nvidia-smi lists it."""
+    """As nvidia-smi lists it, or MLX."""
 
     name: str
     """"NVIDIA H100 80GB HBM3"."""
+    uuid: str | None = None
+    """"GPU-6fc82c5e-…", which CUDA_VISIBLE_DEVICES takes."""
     memory_bytes: int | None = None
+    free_bytes: int | None = None
+    """As MLX reports it, of all processes."""
     compute_capability: str | None = None
     """"9.0"."""
     mig: bool | None = None
@@ -358,9 +362,10 @@ class NodeFacts(FrozenModel):
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
     gpu_limit_bytes: int | None = None
-    """Memory limit of the GPU: iogpu.wired_limit_mb, else Metal's recommended working set."""
+    """Memory limit of one GPU: iogpu.wired_limit_mb, else Metal's recommended working set; with CUDA MLX's own, or all
+    memory of the smallest one; None where MLX computes on the CPU."""
     gpus: tuple[NvidiaGpu, ...] = ()
-    """In the order of their numbers."""
+    """In the order of their numbers; where MLX computes on them, those that it can use."""
     nvidia_driver: str | None = None
     cuda: str | None = None
     """The newest CUDA that the driver supports: "12.4"."""
@@ -379,6 +384,8 @@ class NodeFacts(FrozenModel):
     mlx_lm: str | None = None
     torch: str | None = None
     """For a PyTorch job alone, as the mlx ones are for the others."""
+    mlx_cuda: str | None = None
+    """The package of MLX's CUDA build, with its version: "mlx-cuda-13 0.32.4"."""
     mlx_problem: str | None = None
     """Why mlx cannot be imported."""
     backends: tuple[str, ...] = ()
@@ -400,6 +407,12 @@ class NodeFacts(FrozenModel):
     unknown: dict[str, Late | Failed | Unparsable] = {}
     """Commands of the probe, by name, that ended without an answer: what they would tell is not known, and not
     absent."""
+
+    @property
+    def mlx_device(self) -> str | None:
+        """The kind of device that MLX computes on: "Metal", "CUDA" or "CPU"; None where it is not known."""
+        gpu = "Metal" if self.system == "Darwin" else "CUDA"
+        return {"gpu": gpu, "cpu": "CPU"}.get(self.gpu or "")
 
 
 class Cable(FrozenModel):

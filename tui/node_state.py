@@ -102,6 +102,8 @@ def warnings(facts: NodeFacts, versions: dict[str, str]) -> list[str]:
     found = []
     if facts.mlx_problem:
         found.append(f"mlx cannot be imported: {facts.mlx_problem}")
+    if facts.gpus and facts.mlx_device == "CPU":
+        found.append(f"MLX computes on its CPU, and not on {gpus(facts)}: it needs MLX's CUDA build")
     for field in VERSIONS:
         value, most = getattr(facts, field), versions.get(field)
         if value and most and value != most:
@@ -124,8 +126,15 @@ def skewed(facts: NodeFacts) -> bool:
     return facts.clock_skew_s is not None and abs(facts.clock_skew_s) > SKEW_LIMIT_S
 
 
+def gpus(facts: NodeFacts) -> str:
+    """ "2 x NVIDIA H100 80GB HBM3", "" without any."""
+    return ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in facts.gpus).items())
+
+
 def chip(facts: NodeFacts) -> str | None:
-    """Its name, or what it computes on; with its CPU cores where there is no GPU to count."""
+    """Its name, or what it computes on: NVIDIA GPUs; with its CPU cores where there is no GPU to count."""
+    if facts.gpus and facts.mlx_device != "CPU":
+        return gpus(facts)
     cores = f"{facts.cores} cores" if facts.cores and not facts.gpu_cores else ""
     return " ".join(part for part in (facts.chip or facts.gpu, cores) if part) or None
 

@@ -12,6 +12,7 @@ from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix
 from engine.checks.interpreter import IMPORT_LIMIT_S, Interpreter
+from engine.checks.mlx_cuda import MlxNode
 from engine.checks.plan_inputs import MemoryNeed, describe_memory, memory_needs, memory_share, shared_plan
 from engine.checks.ports import HeldPorts
 from engine.cluster.probe_results import PortHolder
@@ -89,7 +90,13 @@ def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> No
         install = f"uv pip install --python {quoted(node.python)} --reinstall {quoted(f'mlx{version}')}"
         effect = "installs the same version of mlx again in this environment, and changes nothing else"
         findings.fault(f"MLX there uses the {facts.gpu} and not the GPU (Metal)", Fix(install, effect))
+    elif facts.mlx_device == "CPU" and facts.gpus:
+        seen = Interpreter(builds={"mlx-cpu": facts.mlx or ""}, linux=True)
+        of_node = MlxNode(node.python, seen, facts, f"=={facts.mlx}" if facts.mlx else "")
+        gpus = f"nvidia-smi lists {plural(len(facts.gpus), 'GPU')} ({facts.gpus[0].name})"
+        findings.warn(f"MLX computes on its CPU, and {gpus}: install its CUDA build", of_node.install())
     else:
+        name = facts.gpus[0].name if facts.gpus else name
         findings.passed.append(f"{name}: MLX uses its {facts.gpu}" if name else f"MLX uses its {facts.gpu}")
 
 

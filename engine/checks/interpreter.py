@@ -45,9 +45,12 @@ class Interpreter:
     """The head's own system where the interpreter has not answered."""
     build: TorchBuild | None = None
     """Torch's, once that was imported."""
+    builds: Mapping[str, str] = field(default_factory=dict)
+    """Name → version, of the packages that make up MLX's build on Linux."""
 
     def describe(self) -> str:
-        versions = {"python": self.python, **self.packages}
+        builds = {name: version for name, version in self.builds.items() if name.startswith("mlx-cuda")}
+        versions = {"python": self.python, **self.packages, **builds}
         seen = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         return "; ".join(filter(None, (seen, self.problem)))
 
@@ -117,6 +120,7 @@ def as_interpreter(report: MlxReport | NoValue, python: str) -> Interpreter:
         problem=f"mlx cannot be imported: {report.mlx_error}" if report.mlx_error is not None else None,
         venv=report.venv,
         linux=report.linux,
+        builds=report.builds,
     )
 
 

@@ -14,16 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from engine.checks import connectivity
+from engine.checks import connectivity, mlx_cuda
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext, once
 from engine.checks.fixes import Fix, posix
 from engine.checks.interpreter import HOME_ENVIRONMENT, IMPORT_LIMIT_S, Interpreter, environment_of, probe_imports
+from engine.checks.mlx_cuda import MlxNode
 from engine.checks.plan_inputs import chosen_job
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
-from engine.models import CheckResult
+from engine.models import CheckResult, NodeFacts
 from engine.plan.context import version_numbers
 from engine.plan.distributed import torch_packages
 
@@ -69,10 +70,12 @@ def requirements(job: JobConfig) -> dict[str, Minimum]:
 
 
 async def run(context: CheckContext) -> CheckResult:
-    interpreters, backend = await asyncio.gather(node_versions(context), planned_backend(context))
+    interpreters, backend, facts = await asyncio.gather(
+        node_versions(context), planned_backend(context), context.facts()
+    )
     # With the strategy that the plan chooses.
     config = context.config.model_copy(update={"job": await chosen_job(context)})
-    return evaluate(config, interpreters, backend)
+    return evaluate(config, interpreters, backend, facts)
 
 
 @once
@@ -95,7 +98,12 @@ def backend_name(backend: str) -> str:
     return _MLX_NAMES.get(backend, backend)
 
 
-def evaluate(config: Config, interpreters: dict[str, Interpreter], backend: str = "ring") -> CheckResult:
+def evaluate(
+    config: Config,
+    interpreters: dict[str, Interpreter],
+    backend: str = "ring",
+    facts: Mapping[str, NodeFacts] | None = None,
+) -> CheckResult:
     """Rank 0's versions are what the others are compared with; another patch version of Python only warns."""
     first = interpreters[config.nodes[0].name]
     needed = requirements(config.job)
@@ -103,9 +111,14 @@ def evaluate(config: Config, interpreters: dict[str, Interpreter], backend: str 
     for node in config.nodes:
         interpreter = interpreters[node.name]
         found.evidence[node.name] = interpreter.describe()
-        if (problem := _problem(interpreter, first, backend, needed)) is not None:
+        about = (facts or {}).get(node.name)
+        of_mlx = MlxNode(node.python, interpreter, about, _wanted(first.packages.get("mlx"), MLX_MINIMUM))
+        cuda = mlx_cuda.advice(of_mlx, first, backend) if config.job.framework == "mlx" else None
+        if cuda is not None:
+            found.fault(node, cuda.text, cuda.fix)
+        elif (problem := _problem(interpreter, first, backend, needed)) is not None:
             fault, wanted = problem
-            advice, fix = _fix(node, interpreter, first, wanted)
+            advice, fix = _fix(node, interpreter, first, wanted, about)
             found.fault(node, f"{fault}{advice}", fix)
         elif backend == "nccl" and (mismatch := _cuda_problem(interpreter, first)) is not None:
             found.fault(node, mismatch)
@@ -176,7 +189,9 @@ def _cuda_problem(seen: Interpreter, first: Interpreter) -> str | None:
     return None if build.nccl == reference.nccl else f"torch has NCCL {build.nccl}, rank 0's {reference.nccl}"
 
 
-def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[str, str]) -> tuple[str, Fix | None]:
+def _fix(
+    node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[str, str], facts: NodeFacts | None = None
+) -> tuple[str, Fix | None]:
     """Advice for the message, and a command to be pasted on the node.
 
     Packages are installed into the environment that is there, but not into the one that Flight Deck runs from. Another
@@ -187,7 +202,7 @@ def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[s
     if node.local and Path(environment_of(node.python)).expanduser() == Path(sys.prefix):
         wanted = {name: f"=={version}" for name, version in seen.packages.items()} | wanted
     elif seen.python is not None and (first.python is None or _minor(seen.python) == minor):
-        return "", install_fix(node.python, seen, wanted)
+        return "", install_fix(node.python, seen, wanted, facts)
     path, environment = PurePosixPath(node.python), environment_of(node.python)
     beside = seen.beside if seen.python is None else environment if seen.venv else HOME_ENVIRONMENT
     if beside is not None:
@@ -198,19 +213,20 @@ def _fix(node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[s
         advice = f': the fix makes {environment} and changes nothing else; then set python = "{python}" in its [[node]]'
     make = f"mkdir -p {quoted(environment.parent)} && mkdir {quoted(environment)}"
     version = f"--python {minor} " if minor else ""
-    install = install_command(python, wanted, linux=seen.linux)
+    install = install_command(python, wanted, MlxNode(python, seen, facts).extra)
     fill = f"uv venv {version}{quoted(environment)} && {install} || {{ rm -r {quoted(environment)}; false; }}"
     return advice, Fix(f"{make} && {posix(fill)}", f"makes {environment}, and changes nothing else; rm -r removes it")
 
 
-def install_fix(python: str, seen: Interpreter, wanted: dict[str, str]) -> Fix:
+def install_fix(python: str, seen: Interpreter, wanted: dict[str, str], facts: NodeFacts | None = None) -> Fix:
     """`install_command`, and as its effect the commands back to what was there."""
+    extra = MlxNode(python, seen, facts).extra
     before = {name: f"=={seen.packages[name]}" for name in wanted if name in seen.packages}
     added = " ".join(name for name in wanted if name not in before)
-    back = [install_command(python, before, linux=seen.linux)] if before else []
+    back = [install_command(python, before, extra)] if before else []
     back += [f"uv pip uninstall --python {quoted(python)} {added}"] if added else []
     effect = f"changes packages in the environment of {python}; `{' && '.join(back)}` takes back all but dependencies"
-    return Fix(install_command(python, wanted, linux=seen.linux), effect)
+    return Fix(install_command(python, wanted, extra), effect)
 
 
 def _minor(version: str) -> str:
@@ -219,10 +235,9 @@ def _minor(version: str) -> str:
     return found[0] if found else ""
 
 
-def install_command(python: str, wanted: dict[str, str], *, linux: bool = sys.platform.startswith("linux")) -> str:
-    """The command that puts `wanted` (package → version condition) into the environment of `python`; on Linux mlx
-    without an extra has no backend at all, and a labelled torch comes from PyTorch's own index."""
-    extra = "[cpu]" if linux else ""
+def install_command(python: str, wanted: dict[str, str], extra: str) -> str:
+    """The command that puts `wanted` (package → version condition) into the environment of `python`, mlx with this
+    `extra`; a labelled torch comes from PyTorch's own index."""
     label = _LOCAL_LABEL.search(wanted.get("torch", ""))
     index = f" --torch-backend {label[1]}" if label else ""
     # Another build of the version that is there counts as installed.

@@ -17,7 +17,7 @@ from engine.cluster.topology import thunderbolt_ports
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
 from engine.models import Failed, FrozenModel, HostKeyChange, HostKeyOffer, Late, NodeFacts, NoValue, Unparsable
-from engine.node.probes.facts import MAC_COMMANDS
+from engine.node.probes.facts import MAC_COMMANDS, MLX_CUDA
 from engine.protocol.job import Framework
 from engine.security.sanitise import (
     count_or_none,
@@ -151,12 +151,17 @@ def _mac_thermal(answers: Mapping[str, Any]) -> str | None:
 def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
     """The device and the backends; the limit is that of the GPU's recommended working set."""
     imported = json_object(json_or_none(_text(answers, "mlx_import").strip()))
+    versions = {name: text_or_none(json_object(answers.get("versions")).get(name), 40) for name in MLX_CUDA}
+    build = next((f"{name} {version}" for name, version in versions.items() if version), None)
     if not imported and isinstance(why, Failed):
-        return {"mlx_problem": why.stderr or f"importing it ended with {why.exit_code}"}
+        problem = why.stderr or f"importing it ended with {why.exit_code}"
+        return {"mlx_problem": problem, "mlx_cuda": build}
     return {
         "gpu": text_or_none(imported.get("gpu"), 20),
         "backends": _texts(imported.get("backends"), 20),
         "gpu_limit_bytes": count_or_none(imported.get("working_set")),
+        "gpus": hardware.mlx_gpus(imported.get("gpus")),
+        "mlx_cuda": build,
     }
 
 
@@ -198,7 +203,11 @@ def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields)
     gpus = hardware.nvidia_gpus(listed, _text(answers, "nvidia_smi_more"))
     driver, cuda = hardware.nvidia_versions(listed, _text(answers, "nvidia_smi_table"))
     # The smallest one's, as a rank uses one.
-    gpu_memory = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
+    limit = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
+    if usable := known.get("gpus"):
+        gpus, limit = hardware.usable_gpus(gpus, usable), hardware.mlx_limit(known["gpu_limit_bytes"], usable)
+    elif known.get("gpu") == "cpu":
+        limit = None
     return {
         "os": text_or_none(name) or known["os"],
         "os_version": text_or_none(version, 40),
@@ -207,7 +216,7 @@ def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields)
         or text_or_none(report.get("machine"), 60),
         "memory_total_bytes": total,
         "memory_used_bytes": used,
-        "gpu_limit_bytes": gpu_memory if gpu_memory is not None else known.get("gpu_limit_bytes"),
+        "gpu_limit_bytes": limit,
         "gpus": gpus,
         "nvidia_driver": driver,
         "cuda": cuda,

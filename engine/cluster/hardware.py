@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engine.models import NvidiaGpu
-from engine.security.sanitise import count_or_none, json_object, json_objects, json_or_none, plain
+from engine.security.sanitise import count_or_none, json_object, json_objects, json_or_none, plain, text_or_none
 
 # Apple's technical specifications of the Macs with each chip (support.apple.com, "Tech Specs"), as sold until mid-2026.
 # The M3 Ultra has 5 while the other M3's have 4 and less; base chips have 4 at most.
@@ -129,12 +129,44 @@ def nvidia_gpus(nvidia_smi: str, more: str = "") -> tuple[NvidiaGpu, ...]:
             found.append(
                 NvidiaGpu(
                     name=plain(name, 60),
+                    uuid=uuid,
                     memory_bytes=(count_or_none(memory) or 0) * _MIB or None,
                     compute_capability=capability if _VERSION.fullmatch(capability) else None,
                     mig={"Enabled": True, "Disabled": False}.get(mig),
                 )
             )
     return tuple(found)
+
+
+def mlx_gpus(devices: object) -> tuple[NvidiaGpu, ...]:
+    """From MLX's device_info of each GPU that its CUDA build can use (mlx/backend/cuda/device_info.cpp)."""
+    found = []
+    for device in map(json_object, devices[:_MOST_GPUS] if isinstance(devices, list) else ()):
+        name, uuid = text_or_none(device.get("device_name"), 60), text_or_none(device.get("uuid"), 80)
+        major, minor = (count_or_none(device.get(f"compute_capability_{part}")) for part in ("major", "minor"))
+        found.append(
+            NvidiaGpu(
+                name=name or "NVIDIA GPU",
+                uuid=uuid if uuid and _UUID.fullmatch(uuid) else None,
+                memory_bytes=count_or_none(device.get("total_memory")),
+                free_bytes=count_or_none(device.get("free_memory")),
+                compute_capability=f"{major}.{minor}" if major is not None and minor is not None else None,
+            )
+        )
+    return tuple(found)
+
+
+def usable_gpus(listed: Sequence[NvidiaGpu], usable: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, ...]:
+    """Those that MLX can use, in the order in which nvidia-smi lists them, as MLX's own may be another."""
+    by_uuid = {gpu.uuid: gpu for gpu in usable}
+    both = [by_uuid[gpu.uuid].model_copy(update={"mig": gpu.mig}) for gpu in listed if gpu.uuid in by_uuid]
+    return tuple(both) if len(both) == len(usable) else tuple(usable)
+
+
+def mlx_limit(limit: int | None, usable: Sequence[NvidiaGpu]) -> int | None:
+    """The limit of the smallest GPU, from MLX's of the first: a share of that one's memory."""
+    sizes = [gpu.memory_bytes or 0 for gpu in usable]
+    return limit * min(sizes) // sizes[0] if limit is not None and min(sizes) else limit
 
 
 def nvidia_versions(nvidia_smi: str, table: str) -> tuple[str | None, str | None]:
@@ -144,6 +176,7 @@ def nvidia_versions(nvidia_smi: str, table: str) -> tuple[str | None, str | None
     return next(filter(_VERSION.fullmatch, drivers), None), cuda[1] if cuda else None
 
 
+_MOST_GPUS = 64
 _UUID = re.compile(r"[A-Z]{2,8}-[0-9a-f-]{8,60}")
 _VERSION = re.compile(r"\d{1,5}(?:\.\d{1,5}){1,3}", re.ASCII)
 

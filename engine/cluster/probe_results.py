@@ -342,6 +342,8 @@ class MlxReport(_Report):
     mlx: VersionText | None = None
     mlx_error: ShortText | None = None
     backends: list[ShortText] = Field(default_factory=list, max_length=8)
+    builds: Annotated[dict[ShortText, VersionText], Field(max_length=20)] = Field(default_factory=dict)
+    """On Linux: by package, of engine.node.probes.imports.MLX_BUILDS."""
 
 
 class MlxLmReport(_Report):

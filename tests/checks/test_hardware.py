@@ -14,6 +14,7 @@ from engine.models import CheckResult, CheckStatus, NodeFacts
 from engine.plan.document import PlanIssue, RankMemory
 from tests.checks.conftest import run_check
 from tests.checks.recorded import GB, RANK, STUDIO, mac, studio
+from tests.unit.cluster.cuda_nodes import cpu_node, cuda_node
 
 
 def memory(needed_gb: int) -> RankMemory:
@@ -47,6 +48,18 @@ def test_mlx_on_the_cpu_of_a_mac_is_a_failure_with_what_installs_metal() -> None
     assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "max"))
     assert "MLX there uses the cpu and not the GPU (Metal)" in result.summary
     assert result.fixes["max"] == 'uv pip install --python "$HOME"/venv/bin/python --reinstall mlx==0.32.4'
+
+
+def test_a_cpu_build_beside_nvidia_gpus_is_a_warning_with_what_installs_the_cuda_build() -> None:
+    result = evaluated(studio(), cuda_node("ultra"), cpu_node("max"))
+    assert (result.status, "MLX computes on its CPU, and nvidia-smi lists 3 GPUs" in result.summary) == (
+        CheckStatus.WARN,
+        True,
+    )
+    at = '--python "$HOME"/venv/bin/python'
+    install = f"uv pip install --reinstall-package mlx-cuda-13 {at} 'mlx[cuda13]==0.32.4'"
+    assert result.fixes["max"] == f"uv pip uninstall {at} mlx-cpu && {install}"
+    assert "NVIDIA H100 80GB HBM3: MLX uses its gpu" in result.evidence["ultra"]
 
 
 def test_memory_beyond_the_limit_fails_and_an_unknown_one_warns() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
@@ -218,10 +217,10 @@ def _machine(state: DeckState, facts: NodeFacts) -> Pairs:
 
 def _nvidia(facts: NodeFacts) -> Pairs:
     """Nothing where there is none."""
-    alike = Counter(gpu.name for gpu in facts.gpus)
     driver = ", CUDA ".join(filter(None, (facts.nvidia_driver, facts.cuda)))
-    named = ", ".join(f"{count} x {name}" for name, count in alike.items())
-    return [pair for pair in (("GPUs", named), ("NVIDIA driver", driver)) if pair[1]]
+    found = dict.fromkeys(gpu.compute_capability for gpu in facts.gpus if gpu.compute_capability)
+    capability = f" (compute capability {', '.join(found)})" if found else ""
+    return [pair for pair in (("GPUs", node_state.gpus(facts) + capability), ("NVIDIA driver", driver)) if pair[1]]
 
 
 def _room(state: DeckState, facts: NodeFacts) -> Pairs:
@@ -241,10 +240,10 @@ def _room(state: DeckState, facts: NodeFacts) -> Pairs:
 def _software(facts: NodeFacts) -> Pairs:
     return [
         ("python", facts.python),
-        ("mlx", facts.mlx),
+        ("mlx", ", ".join(filter(None, (facts.mlx, facts.mlx_cuda))) or None),
         ("mlx-lm", facts.mlx_lm),
         *([("torch", facts.torch)] if facts.torch else []),
-        ("device", facts.gpu),
+        ("device", "gpu (CUDA)" if facts.mlx_device == "CUDA" else facts.gpu),
         ("backends", ", ".join(facts.backends) or None),
     ]
 

@@ -34,12 +34,18 @@ if sys.path and sys.path[0] == "":
 import json
 import mlx.core as mx
 device = mx.default_device().type.name
-info = {}
+info, gpus = {}, []
 if device == "gpu":
     info = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
+limit = info.get("max_recommended_working_set_size")
+if device == "gpu" and hasattr(mx, "cuda") and mx.cuda.is_available():
+    gpus = [mx.device_info(mx.Device(mx.gpu, number)) for number in range(mx.device_count(mx.gpu))]
+    limit = mx.get_memory_limit()
 backends = [name for name in ("ring", "jaccl", "jaccl-ring", "nccl", "mpi") if mx.distributed.is_available(name)]
-print(json.dumps({"gpu": device, "backends": backends, "working_set": info.get("max_recommended_working_set_size")}))
+print(json.dumps({"gpu": device, "backends": backends, "working_set": limit, "gpus": gpus}))
 """
+MLX_CUDA = ("mlx-cuda-13", "mlx-cuda-12")
+"""Packages with MLX's CUDA build."""
 MAC_COMMANDS = {
     "sysctl": ["sysctl", "hw.memsize", "hw.model", "hw.ncpu", "machdep.cpu.brand_string", "vm.swapusage", "hw"],
     # By itself: some versions of sysctl stop at the first name that they do not know.
@@ -220,7 +226,8 @@ def queries(system: str, directory: str, framework: str) -> list[Query]:
     # MLX in a process of its own: one that crashes on import, or hangs, must not take the rest with it.
     importing = CommandQuery("mlx_import", [sys.executable, "-c", MLX], MLX_LIMIT_S)
     importing.command = "import mlx"
-    versions = {"mlx": "mlx", "mlx_lm": "mlx-lm"} if framework == "mlx" else {"torch": "torch"}
+    of_mlx = {"mlx": "mlx", "mlx_lm": "mlx-lm", **{name: name for name in MLX_CUDA}}
+    versions = of_mlx if framework == "mlx" else {"torch": "torch"}
     found: list[Query] = [
         *([importing] if framework == "mlx" else []),
         Query("disk", lambda: disk(directory)),

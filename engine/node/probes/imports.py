@@ -19,12 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.node.probes.facts import MLX_CUDA
 from engine.node.processes import tool_output
 from engine.protocol.attempt import read_regular, write_atomic
 
 PROOFS = Path("~/.flightdeck/imports")
 NICE = 10
 """Other measurements on the node at the same time go first."""
+MLX_BUILDS = ("mlx", *MLX_CUDA, "mlx-cpu", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+"""Packages of MLX's build on Linux."""
 NVIDIA_SMI_LIMIT = 1_000
 """Characters: its first lines have the versions of the driver and of CUDA."""
 
@@ -93,8 +96,10 @@ def interpreter() -> dict[str, Any]:
 
 
 def probe_mlx() -> dict[str, Any]:
-    """`python`, `linux`, `venv`, and `mlx` with its distributed `backends`, or `mlx_error`."""
+    """`python`, `linux`, `venv`, `builds`, and `mlx` with its distributed `backends`, or `mlx_error`."""
     report = interpreter()
+    if report["linux"]:
+        report["builds"] = find_packages(MLX_BUILDS)["versions"]
     try:
         mx = importlib.import_module("mlx.core")
         report["mlx"] = mx.__version__

@@ -198,7 +198,7 @@ def test_the_probe_needs_nothing_but_the_standard_library(tmp_path: Path) -> Non
     argv = [sys.executable, "-S", "-m", "engine.node.probes", "facts", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, cwd=keeper_runner.stage_bundle(tmp_path / "bundle"), check=True)
     assert done.stderr == b""
-    assert json.loads(done.stdout)["answers"]["versions"] == {"mlx": None, "mlx_lm": None}
+    assert set(json.loads(done.stdout)["answers"]["versions"].values()) == {None}
 
 
 @pytest.mark.needs("ps")
