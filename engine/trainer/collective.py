@@ -1,11 +1,14 @@
-"""The group of ranks: created strictly, checked against the plan, and used on one CPU stream only; and broadcasts of
-objects and arrays, bit for bit, built on the sums that every backend has."""
+"""The group of ranks: created strictly, checked against the plan, and used on one stream only; and broadcasts of objects
+and arrays, bit for bit, built on the sums that every backend has. NCCL has no sums of 16-bit integers or of booleans,
+and neither send nor recv."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +24,15 @@ class Collective:
     and `start_send` are finished when they return. They share a stream, beside which the ranks compute. At most one is
     under way: of several, MLX waits for one that never ends before it raises the error of the first."""
 
-    def __init__(self, backend: str, world_size: int, rank: int) -> None:
-        """Join the group. Raises GroupError."""
+    def __init__(self, backend: str, world_size: int, rank: int, form_limit_s: float = 120.0) -> None:
+        """Join the group. Raises GroupError. With NCCL the process ends after `form_limit_s` seconds without one."""
         # A single rank has no peers to connect to, and the backends refuse it with strict=True.
         strict = world_size > 1
+        # "jaccl-ring" is mlx.launch's name for one way of wiring jaccl.
+        chosen = backend.removesuffix("-ring") if strict else "any"
         try:
-            # "jaccl-ring" is mlx.launch's name for one way of wiring jaccl.
-            chosen = backend.removesuffix("-ring") if strict else "any"
-            self._group = mx.distributed.init(strict=strict, backend=chosen)
+            with _nccl_limit(form_limit_s) if chosen == "nccl" else contextlib.nullcontext():
+                self._group = mx.distributed.init(strict=strict, backend=chosen)
         except (RuntimeError, ValueError) as error:
             raise GroupError(f"the {backend} group could not be formed: {error}") from error
         if (self._group.size(), self._group.rank()) != (world_size, rank):
@@ -40,8 +44,9 @@ class Collective:
         self.rank = rank
         self.waited_s = 0.0
         """Seconds that this rank has waited for operations, so far."""
-        # On Linux mx.cpu computes too; and two streams for one socket would get each other's bytes.
-        self._stream = mx.new_stream(mx.cpu)
+        # On Linux mx.cpu computes too; and two streams for one socket would get each other's bytes. NCCL has GPU streams
+        # alone.
+        self._stream = mx.new_stream(mx.gpu if chosen == "nccl" else mx.cpu)
         self._under_way: mx.array | None = None
 
     def all_sum(self, array: mx.array) -> mx.array:
@@ -116,6 +121,18 @@ class Collective:
             mx.eval(result)
         self.waited_s += time.perf_counter() - started
         return result
+
+
+@contextlib.contextmanager
+def _nccl_limit(limit_s: float) -> Iterator[None]:
+    """MLX's rank 0 waits for missing ranks for ever, the others 5 minutes for rank 0, and the group for NCCL; all hold
+    Python's lock, so that no other thread could end the process."""
+    os.environ.setdefault("MLX_NCCL_TIMEOUT", str(int(1000 * limit_s)))
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager

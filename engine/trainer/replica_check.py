@@ -203,7 +203,8 @@ def _pieces(parameter: mx.array) -> list[mx.array]:
     rows = bits.size // _ROW
     table = bits[: rows * _ROW].reshape(rows, _ROW)
     sums = [table.sum(axis=1), table.sum(axis=0)] if rows else []
-    return [*sums, bits[rows * _ROW :]]
+    # Read on the host: of CUDA's arrays everything that shares their memory would move there for good.
+    return [*sums, mx.contiguous(bits[rows * _ROW :])]
 
 
 def _combined(digests: Mapping[str, str]) -> str:

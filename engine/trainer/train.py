@@ -125,6 +125,8 @@ class _Setup:
         """Raises JobError, PeerLost."""
         job, collective = self.job, self.collective
         if job.strategy == "pipeline":
+            if self.spec.backend == "nccl":
+                raise JobError('[job] strategy = "pipeline" is not possible with nccl: MLX has no send and recv for it')
             layers = self._layer_split(len(model.layers))
             self.reporter.print(f"pipeline: layers {format_split(layers)} on ranks 0 to {collective.size - 1}")
             # Every stage reads the whole batch.
@@ -179,8 +181,8 @@ class _Setup:
 
 
 def _memory_mib() -> int:
-    """The accelerator's recommended working set, or else the main memory."""
-    if mx.metal.is_available():
+    """Metal's recommended working set, the GPU's memory on CUDA, or else the main memory."""
+    if mx.metal.is_available() or mx.cuda.is_available():
         facts = cast("dict[str, Any]", mx.device_info())
-        return int(facts["max_recommended_working_set_size"]) // _MIB
+        return int(facts["max_recommended_working_set_size" if mx.metal.is_available() else "total_memory"]) // _MIB
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _MIB

@@ -34,6 +34,7 @@ from engine.trainer.optimizer import Updater
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel, Gradients
+from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import scalar
 from engine.training.checkpoint_files import Origin
 from engine.training.data import Batch, DataLoader, InMemoryExamples, load_split
@@ -76,18 +77,33 @@ def train(
     tiny: Tiny, home: Path, control: Control | None = None, start: Snapshot | None = None, /, **keys: Any
 ) -> Trained:
     """Train as the only rank, from `start` if any; an exception leaves the events in the file `events.jsonl`."""
+    return train_rank(tiny, home, Collective("ring", 1, 0), [1.0], control, start, **keys)
+
+
+def train_rank(
+    tiny: Tiny,
+    home: Path,
+    collective: Collective,
+    shares: list[float],
+    control: Control | None = None,
+    start: Snapshot | None = None,
+    /,
+    **keys: Any,
+) -> Trained:
+    """Train as one rank of those with these shares."""
     job = make_job(tiny, home, **keys)
     job.adapter_path.mkdir(parents=True, exist_ok=True)
     path = home / "events.jsonl"
-    reporter = Reporter(EventWriter(path, 0, 1))
+    reporter = Reporter(EventWriter(path, collective.rank, 1))
     model, tokenizer = load_model(job)
     splits = [load_split(job, name, row_format(job, tokenizer), lambda _: None) for name in ("train", "valid")]
-    collective = Collective("ring", 1, 0)
-    strategy = DataParallel(job, model, DataLoader(splits[0], job, [1.0], 0, reporter), collective)
+    loader = DataLoader(splits[0], job, shares, collective.rank, reporter)
+    strategy = (Sharded if job.strategy == "sharded" else DataParallel)(job, model, loader, collective)
     point = ResumePoint()
     if start is not None:
         strategy.restore(start.state, 0, 1)
         point = ResumePoint(start.iteration, start.update, start.window, best=start.best)
+    every = (50 if collective.size == 1 else 1) if strategy.replicated else 0
     loop = Loop(
         job=job,
         strategy=strategy,
@@ -95,9 +111,9 @@ def train(
         collective=collective,
         control=control or Control(),
         reporter=reporter,
-        replicas=ReplicaCheck(model, collective, reporter, every=50, stops=True),
+        replicas=ReplicaCheck(model, collective, reporter, every=every, stops=True),
         periodic=PeriodicCheckpoints(None, CheckpointPolicy(0), ORIGIN, reporter),
-        emergency=EmergencyCheckpoint(home, 1, 0, ORIGIN, reporter),
+        emergency=EmergencyCheckpoint(home, 1, collective.rank, ORIGIN, reporter),
         start=point,
     )
     trained = Trained(job, model)

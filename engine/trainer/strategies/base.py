@@ -15,10 +15,10 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job
 from engine.trainer.checkpoint.store import Snapshot
-from engine.trainer.collective import Collective, TensorSpec, packed
+from engine.trainer.collective import Collective, TensorSpec, as_words, from_words, packed
 from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.optimizer import Updater
-from engine.trainer.weights import UINT_OF_SIZE, State, WeightStream, floats
+from engine.trainer.weights import State, WeightStream, floats
 from engine.training.data import Batch, DataLoader, Split
 from engine.training.sampler import Indices
 
@@ -281,7 +281,6 @@ class PartitionedStrategy(Strategy):
             if 0 in parameter.ranks:
                 yield own[parameter.name] if self._collective.rank == 0 else mx.array(0)
                 continue
-            kind = UINT_OF_SIZE[parameter.dtype.size]
             holds = self._collective.rank == parameter.ranks[0]
-            mine = own[parameter.name] if holds else mx.zeros(parameter.shape, kind)
-            yield self._collective.all_sum(mine.view(kind)).view(parameter.dtype)
+            mine = as_words(own[parameter.name]) if holds else mx.zeros(parameter.words, mx.uint32)
+            yield from from_words(self._collective.all_sum(mine), {parameter.name: parameter}).values()
