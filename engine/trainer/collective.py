@@ -1,6 +1,6 @@
-"""The group of ranks: created strictly, checked against the plan, and used on one stream only; and broadcasts of objects
-and arrays, bit for bit, built on the sums that every backend has. NCCL has no sums of 16-bit integers or of booleans,
-and neither send nor recv."""
+"""The group of ranks: created strictly, checked against the plan, and used on one stream only; and broadcasts of
+objects and arrays, bit for bit, built on the sums that every backend has. NCCL has no sums of 16-bit integers or of
+booleans, and neither send nor recv."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ class Collective:
         self.rank = rank
         self.waited_s = 0.0
         """Seconds that this rank has waited for operations, so far."""
-        # On Linux mx.cpu computes too; and two streams for one socket would get each other's bytes. NCCL has GPU streams
-        # alone.
+        # On Linux mx.cpu computes too; and two streams for one socket would get each other's bytes. NCCL takes none.
         self._stream = mx.new_stream(mx.gpu if chosen == "nccl" else mx.cpu)
         self._under_way: mx.array | None = None
 

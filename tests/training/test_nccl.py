@@ -28,7 +28,7 @@ def train_on_two(tiny: Tiny, home: Path, **keys: Any) -> list[Trained]:
     def one(collective: Collective) -> Trained:
         folder = home / f"rank{collective.rank}"
         folder.mkdir(parents=True)
-        return train_rank(tiny, folder, collective, [3.0, 1.0], **JOB, **keys)
+        return train_rank(tiny, folder, (collective, [3.0, 1.0]), **JOB, **keys)
 
     with nccl() as on_ranks:
         return on_ranks(2, one)

@@ -77,20 +77,20 @@ def train(
     tiny: Tiny, home: Path, control: Control | None = None, start: Snapshot | None = None, /, **keys: Any
 ) -> Trained:
     """Train as the only rank, from `start` if any; an exception leaves the events in the file `events.jsonl`."""
-    return train_rank(tiny, home, Collective("ring", 1, 0), [1.0], control, start, **keys)
+    return train_rank(tiny, home, (Collective("ring", 1, 0), [1.0]), control, start, **keys)
 
 
 def train_rank(
     tiny: Tiny,
     home: Path,
-    collective: Collective,
-    shares: list[float],
+    group: tuple[Collective, list[float]],
     control: Control | None = None,
     start: Snapshot | None = None,
     /,
     **keys: Any,
 ) -> Trained:
-    """Train as one rank of those with these shares."""
+    """Train as one rank of a group, whose ranks have these shares."""
+    collective, shares = group
     job = make_job(tiny, home, **keys)
     job.adapter_path.mkdir(parents=True, exist_ok=True)
     path = home / "events.jsonl"
