@@ -37,6 +37,7 @@ from engine.launch.mlx_launch import arguments, rank_ends
 from engine.launch.rank_environment import (
     RankEnvironment,
     file_name,
+    gpu_environment,
     job_command,
     network_environment,
     rank_environment,
@@ -212,7 +213,8 @@ class _Group:
         words = [*self.program.launcher, "-m", self.program.module, *self.program.arguments]
         argv = [python, *(word.replace("{folder}", str(folder)).replace("{workdir}", workdir) for word in words)]
         argv += ["--out", str(folder / "rank{rank}.json")]
-        return RankProgram(argv, f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1")
+        output = f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1"
+        return RankProgram(argv, output, gpu_environment(self.network, rank))
 
     async def _with_launcher(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
         check_id, here, nonce = self.leases.check_id, self.leases.here, {NONCE_ENV: self.leases.nonce}

@@ -30,6 +30,8 @@ SHM_BYTES = 1_000_000_000
 _MEMLOCK = "/etc/security/limits.d/flightdeck.conf"
 GPU_SHARE = 0.20
 """Share of the GPU's time, before any rank has started."""
+GPU_MEMORY_BYTES = 1 << 30
+"""About twice what the context of a process takes that computes nothing, such as one of our own probes."""
 _PROBE_LIMIT_S = 20.0
 _PREVENTED = re.compile(r"^\s*(PreventUserIdleSystemSleep|PreventSystemSleep)\s+([01])\s*$", re.MULTILINE)
 _NVIDIA = re.compile(r"^\s*(\d{1,10})\s*,\s*(\d{1,9})\s*,\s*(.{1,200}?)\s*$", re.MULTILINE)
@@ -68,7 +70,7 @@ def evaluate(
         _check_swap(facts[node.name], findings)
         _check_power(facts[node.name], findings)
         _check_load(facts[node.name], loads[node.name], findings)
-        if config.job.framework == "torch":
+        if config.job.framework == "torch" or facts[node.name].mlx_device == "CUDA":
             _check_limits(loads[node.name], findings)
     return found.verdict(f"{plural(len(config.nodes), 'node')} alive and idle")
 
@@ -125,10 +127,7 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
     for process in load.processes:
         # No fix: it may be somebody's work, or a training of ours.
         findings.warn(describe_busy(process, load.memory_bytes))
-    if load.nvidia is None:
-        findings.warn("what holds its GPU's memory is not known: nvidia-smi gave no list")
-    for pid, megabytes, name in _NVIDIA.findall(load.nvidia or ""):
-        findings.warn(f"pid {pid} ({name[:80]}) holds {memory_text(int(megabytes) << 20)} of the GPU's memory")
+    _check_gpu_memory(facts, load, findings)
     if (use := mac_gpu_use(load.ioreg)) is not None:
         if use > GPU_SHARE:
             findings.warn(f"its GPU is {use:.0%} busy already; macOS reports only to root by which process")
@@ -143,6 +142,22 @@ def _check_load(facts: NodeFacts, load: LoadResult, findings: NodeFindings) -> N
     else:
         now = {True: "is prevented now", False: "may come now", None: "now is not known"}
         findings.passed.append(f"sleep {now[sleep_prevented(load.assertions)]}, a run holds caffeinate")
+
+
+def _check_gpu_memory(facts: NodeFacts, load: SystemLoad, findings: NodeFindings) -> None:
+    if load.nvidia is None:
+        findings.warn("what holds its GPU's memory is not known: nvidia-smi gave no list")
+    held = [(pid, int(mib) << 20, name) for pid, mib, name in _NVIDIA.findall(load.nvidia or "")]
+    for pid, size, name in held:
+        if size > GPU_MEMORY_BYTES:
+            findings.warn(f"pid {pid} ({name[:80]}) holds {memory_text(size)} of the GPU's memory")
+    for gpu in facts.gpus if not held else ():
+        # nvidia-smi lists no process of another container.
+        used = gpu.memory_bytes - gpu.free_bytes if gpu.memory_bytes and gpu.free_bytes is not None else 0
+        if used > 2 * GPU_MEMORY_BYTES:
+            findings.warn(
+                f"{memory_text(used)} of the memory of its {gpu.name} are in use, and nvidia-smi lists no process"
+            )
 
 
 def _check_limits(load: LoadResult, findings: NodeFindings) -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -40,8 +41,9 @@ async def telemetry(
     interval_s: float = INTERVAL_S,
 ) -> AsyncIterator[NodeTelemetry]:
     """Every node's values as they come, without end: a sample of each host every `interval_s` seconds. Nodes on one
-    host get the same values, the ranks of the whole host among them. A node that does not answer yields its `problem`,
-    and is tried again. A slow reader gets the newest of each node. Closing the iterator ends the nodes' probes."""
+    host get the same values, the ranks of the whole host among them, but each those of its own GPUs. A node that does
+    not answer yields its `problem`, and is tried again. A slow reader gets the newest of each node. Closing the
+    iterator ends the nodes' probes."""
     newest: dict[str, NodeTelemetry] = {}
     arrived = asyncio.Event()
 
@@ -50,7 +52,9 @@ async def telemetry(
         arrived.set()
 
     hosts = [[config.nodes[rank] for rank in ranks] for ranks in hosts_of(config.nodes).values()]
-    streams = [_HostStream(fleet.agent(nodes[0]), nodes, put, clock, interval_s) for nodes in hosts]
+    streams = [
+        _HostStream(fleet.agent(nodes[0]), nodes, put, clock, interval_s, gpu_numbers(config, nodes)) for nodes in hosts
+    ]
     watches = [asyncio.create_task(stream.watch()) for stream in streams]
     for watch in watches:
         watch.add_done_callback(lambda _: arrived.set())
@@ -79,6 +83,8 @@ class _HostStream:
     put: Callable[[NodeTelemetry], None]
     clock: Callable[[], datetime]
     interval_s: float
+    gpus: list[list[int]]
+    """By node the numbers of its GPUs."""
     failures: int = 0
 
     async def watch(self) -> None:
@@ -112,12 +118,22 @@ class _HostStream:
                 values = parser.read(line)
                 if values is not None:
                     self.failures = 0
-                    self._put(**values)
+                    self._put(parser, **values)
 
-    def _put(self, **values: Any) -> None:
-        for node in self.nodes:
+    def _put(self, parser: TelemetryParser | None = None, **values: Any) -> None:
+        for node, numbers in zip(self.nodes, self.gpus, strict=True):
+            own = parser.of_gpus(numbers) if parser is not None and len(self.nodes) > 1 else {}
             with contextlib.suppress(ValidationError):
-                self.put(NodeTelemetry(node=node.name, at=self.clock(), **values))
+                self.put(NodeTelemetry(node=node.name, at=self.clock(), **(values | own)))
+
+
+def gpu_numbers(config: Config, nodes: list[NodeConfig]) -> list[list[int]]:
+    """The numbers of the GPUs of each of a machine's nodes, whose processes take them in order, one each."""
+    named = config.job.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = [int(name) for name in named] if all(name.strip().isdecimal() for name in named) else None
+    counts = [node.processes if config.job.elastic else 1 for node in nodes]
+    places = [range(sum(counts[:place]), sum(counts[: place + 1])) for place in range(len(nodes))]
+    return [list(each) if visible is None else visible[each.start : each.stop] for each in places]
 
 
 class TelemetryParser:
@@ -126,6 +142,7 @@ class TelemetryParser:
     def __init__(self) -> None:
         self._ticks: tuple[int, int] | None = None
         self._slow: dict[str, Any] = {}
+        self._nvidia: list[str] = []
         self._tools: dict[str, Any] = {}
 
     def read(self, line: bytes) -> dict[str, Any] | None:
@@ -150,11 +167,16 @@ class TelemetryParser:
             "source": "/proc",
         }
         lines = sample.get("nvidia")
+        self._nvidia = [_text(line) for line in lines] if isinstance(lines, list) else []
         if isinstance(lines, list):
-            texts = [_text(line) for line in lines]
-            values |= sensors.parse_nvidia_smi(texts) | {"gpu_memory": sensors.parse_nvidia_memory(texts)}
+            values |= _nvidia_values(self._nvidia)
             values["source"] = "/proc, nvidia-smi"
         return values
+
+    def of_gpus(self, numbers: list[int]) -> dict[str, Any]:
+        """The newest values of these GPUs alone; {} where one of them is not listed."""
+        lines = {number: sensors.lines_of_gpu(self._nvidia, number) for number in numbers}
+        return _nvidia_values(list(chain(*lines.values()))) if numbers and all(lines.values()) else {}
 
     def _mac(self, sample: dict[str, Any]) -> dict[str, Any]:
         if "macmon" in sample:
@@ -177,6 +199,10 @@ class TelemetryParser:
         use = sensors.cpu_use(self._ticks, ticks)
         self._ticks = ticks
         return use
+
+
+def _nvidia_values(lines: list[str]) -> dict[str, Any]:
+    return sensors.parse_nvidia_smi(lines) | {"gpu_memory": sensors.parse_nvidia_memory(lines)}
 
 
 def _text(value: object) -> str:

@@ -20,6 +20,7 @@ RANK_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "P
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY")
 """Variables of the supervisor's environment that the ranks of every node get."""
 _NCCL = "NCCL_"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 NEEDED_FILE = {RING: "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "jaccl-ring": "MLX_IBV_DEVICES"}
 """The variable that names the file without which MLX silently makes a group of size 1."""
 
@@ -38,7 +39,19 @@ def common_environment(
 ) -> dict[str, str]:
     """Our variables and the job's (`own`, which wins); with NCCL also its settings, for all_sums of `gradient_bytes`
     where that is known."""
+    if network is not None and any(host.gpu for host in network.hosts):
+        # Each rank has its own: gpu_environment.
+        own = {name: text for name, text in own.items() if name != _VISIBLE}
     return {**RANK_ENVIRONMENT, **_nccl(network, gradient_bytes), **own}
+
+
+def gpu_environment(network: NetworkPlan, rank: int) -> dict[str, str]:
+    """The variables of one rank of MLX on CUDA that mlx.launch does not set, or not by the plan: its GPU, and between
+    machines the interface that NCCL is to use."""
+    host, machines = network.hosts[rank], {host.ssh for host in network.hosts}
+    by_interface = network.framework == "mlx" and network.backend == "nccl" and len(machines) > 1
+    found = {_VISIBLE: host.gpu, "NCCL_SOCKET_IFNAME": host.interface if by_interface else None}
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def network_environment(network: NetworkPlan, own: Mapping[str, str]) -> dict[str, str]:
@@ -80,7 +93,7 @@ def rank_variables(environment: RankEnvironment, network: NetworkPlan, rank: int
     if network.framework == "torch":
         return environment.variables | own | torch_rank_variables(network, rank)
     if network.backend == "nccl":
-        own["CUDA_VISIBLE_DEVICES"] = str(rank % ranks_per_host(network))
+        own[_VISIBLE] = str(rank % ranks_per_host(network))
     return environment.variables | own
 
 

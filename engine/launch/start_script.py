@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from engine.cluster.agent_client import AgentClient, TransportProvider
@@ -32,16 +32,18 @@ def start_script(
     ranks: Collection[int] | None = None,
     detached: Collection[int] = (),
     environment: Mapping[str, str | None] | None = None,
+    own: Mapping[int, Mapping[str, str]] | None = None,
 ) -> str:
     """The script's text, for `ranks` of the attempt, by default all of them. `bundle` is the folder of the node bundle.
-    The keepers of the `detached` ranks detach from the script as soon as their rank runs."""
+    The keepers of the `detached` ranks detach from the script as soon as their rank runs. `own`: variables by rank."""
     programs = {}
     for rank in spec.ranks:
         if ranks is None or rank.rank in ranks:
             options = ["--detach"] if rank.rank in detached else []
             keeper = [rank.python, "-m", "engine.node.keeper", "--spec", str(files.spec), *options]
             keeper_log = shlex.quote(str(files.keeper_log(rank.rank)))
-            programs[rank.rank] = RankProgram(keeper, f">/dev/null 2>>{keeper_log}")
+            variables = (own or {}).get(rank.rank, {})
+            programs[rank.rank] = RankProgram(keeper, f">/dev/null 2>>{keeper_log}", variables)
     return ranks_script(programs, bundle, backend=spec.backend, world_size=spec.world_size, environment=environment)
 
 
@@ -52,6 +54,8 @@ class RankProgram:
     argv: Sequence[str]
     output: str
     """Shell redirections of its output."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Its own, in place of the launcher's; those for all ranks win."""
 
 
 def ranks_script(
@@ -86,7 +90,9 @@ def ranks_script(
     check = _check(backend) if world_size > 1 else ""
     for rank, program in programs.items():
         # Redirected before exec, so that the shell's own error about a missing interpreter is kept too.
-        lines.append(f"{rank}) exec </dev/null {program.output}; {check}exec {shlex.join(program.argv)} ;;")
+        values = {name: value for name, value in program.environment.items() if name not in (environment or {})}
+        own = "".join(f"export {name}={shlex.quote(value)}; " for name, value in values.items())
+        lines.append(f"{rank}) exec </dev/null {program.output}; {own}{check}exec {shlex.join(program.argv)} ;;")
     lines.append("esac")
     lines.append('echo "start.sh: no rank ${MLX_RANK:-(MLX_RANK is not set)} in this attempt" >&2')
     lines.append(f"exit {ShellExit.CANNOT_RUN}")

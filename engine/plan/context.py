@@ -243,6 +243,7 @@ def _platform(inputs: PlanInputs) -> str:
     facts = list(inputs.facts.values())
     if any(fact.system == "Darwin" for fact in facts):
         return "apple"
-    if any(fact.gpu == "gpu" or fact.gpus for fact in facts):
+    # An NVIDIA GPU is of use to MLX's CUDA build alone.
+    if any(fact.mlx_device == "CUDA" or (fact.gpus and fact.mlx_device != "CPU") for fact in facts):
         return "cuda"
     return "cpu" if facts else "unknown"

@@ -179,7 +179,7 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
             steps += [_on(node, "rdma_ctl status"), _on(node, "ibv_devices")]
         steps += [_on(node, "system_profiler SPThunderboltDataType -json") for node in hosts]
     elif context.backend == "nccl":
-        steps += [_on(node, "nvidia-smi") for node in hosts] if context.torch else []
+        steps += [_on(node, "nvidia-smi") for node in hosts]
         steps += [_on(node, "ibstat") for node in hosts]
     # PyTorch commands are not measured.
     calibrate = [f"calibrate{' --scaling' * context.torch} --quick"] if context.settings or not context.torch else []

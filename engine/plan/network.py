@@ -26,7 +26,9 @@ class LaunchHost(FrozenModel):
     rdma: RdmaRow | None = None
     """None without RDMA."""
     interface: str | None = None
-    """The network interface that has its first address, where it is known. Of framework "torch" alone."""
+    """The network interface that has its first address, where it is known. Of PyTorch and NCCL alone."""
+    gpu: str | None = None
+    """Its GPU as CUDA_VISIBLE_DEVICES names it. Of MLX on CUDA alone."""
 
 
 class NetworkPlan(FrozenModel):
@@ -236,20 +238,21 @@ def plan_network(
     LaunchError that names every node that cannot use the backend which the configuration sets, or that has no known
     address. `strategy` replaces the job's."""
     known = {fact.node: fact for fact in facts}
-    nodes = config.nodes
-    local = (strategy or config.job.strategy) == "local"
+    nodes, chosen = config.nodes, strategy or config.job.strategy
+    local = chosen == "local"
     if local:
         choice = _for_local(config.cluster.backend)
     elif config.cluster.backend != "auto":
-        choice = _configured_backend(config, known, topology)
+        choice = _configured_backend(config, known, topology, chosen)
     elif config.job.framework == "torch":
         choice = _for_torch(config, known)
     else:
-        choice = _choose_backend(nodes, known, topology)
+        choice = _for_cuda(config, known, chosen) or _choose_backend(nodes, known, topology)
     # A cable between two of more ranks is no way to rank 0 for the others.
     cabling = topology.model_copy(update={"cables": ()}) if local and len(nodes) > 2 else topology
     addresses = choose_addresses(nodes, known, cabling, backend=choice.backend)
     rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
+    named = config.job.framework == "torch" or choice.backend == "nccl"
     return NetworkPlan(
         backend=choice.backend,
         framework=config.job.framework,
@@ -259,9 +262,10 @@ def plan_network(
                 ssh=SshTarget.parse(node.ssh).openssh,
                 ips=ips,
                 rdma=row,
-                interface=_interface(known.get(node.name), ips) if config.job.framework == "torch" else None,
+                interface=_interface(known.get(node.name), ips) if named else None,
+                gpu=_gpu(config, rank, known.get(node.name)),
             )
-            for node, ips, row in zip(nodes, addresses.ips, rows, strict=True)
+            for rank, (node, ips, row) in enumerate(zip(nodes, addresses.ips, rows, strict=True))
         ),
         reasons=(*choice.reasons, *addresses.reasons),
         warnings=(*addresses.warnings, *choice.warnings),
@@ -272,6 +276,25 @@ def _interface(fact: NodeFacts | None, ips: Sequence[str]) -> str | None:
     """The interface of a node that has the first of these addresses."""
     interfaces = fact.interfaces if fact is not None else ()
     return next((each.name for each in interfaces if any(ip.split("/")[0] == ips[0] for ip in each.ipv4)), None)
+
+
+def _gpus(config: Config, fact: NodeFacts | None) -> list[str | None]:
+    """The GPUs of a machine that the ranks may use, as CUDA_VISIBLE_DEVICES names them; None where it is not known how:
+    of one that is divided (MIG)."""
+    if fact is None:
+        return []
+    named = config.job.env.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [None if gpu.mig else gpu.uuid for gpu in fact.gpus]
+
+
+def _gpu(config: Config, rank: int, fact: NodeFacts | None) -> str | None:
+    """The ranks of a machine take its GPUs in order, and share them where there are fewer."""
+    if config.job.framework != "mlx" or fact is None or fact.mlx_device != "CUDA" or not (gpus := _gpus(config, fact)):
+        return None
+    before = sum(node.ssh == config.nodes[rank].ssh for node in config.nodes[:rank])
+    return gpus[before % len(gpus)]
 
 
 def ranks_of_host(config: Config, ssh: str) -> int:
@@ -301,7 +324,7 @@ def _without_gpus(config: Config, facts: Mapping[str, NodeFacts], names: Sequenc
     without: dict[str, list[str]] = {}
     for node in config.nodes:
         fact, ranks = facts.get(node.name), ranks_of_host(config, node.ssh)
-        if node.name in names and (fact is None or len(fact.gpus) < ranks):
+        if node.name in names and len(_gpus(config, fact)) < ranks:
             without.setdefault(_too_few_gpus(fact, ranks), []).append(node.name)
     return "; ".join(f"{spans(lacking)} ({why})" for why, lacking in without.items())
 
@@ -325,10 +348,17 @@ def _for_local(backend: str) -> _BackendChoice:
     return _BackendChoice("ring", (reason,))
 
 
-def _configured_backend(config: Config, facts: Mapping[str, NodeFacts], topology: Topology) -> _BackendChoice:
+_NO_SEND = "a pipeline sends activations from rank to rank, and MLX's NCCL backend has neither send nor recv"
+
+
+def _configured_backend(
+    config: Config, facts: Mapping[str, NodeFacts], topology: Topology, strategy: Strategy
+) -> _BackendChoice:
     backend, nodes = config.cluster.backend, config.nodes
     reasons = (f"the configuration sets {backend}",)
     if backend == "nccl":
+        if config.job.framework == "mlx":
+            _refuse_without_cuda(nodes, facts, strategy)
         _refuse_shared_gpus(config, facts)
     if backend not in ("jaccl", "jaccl-ring"):
         return _BackendChoice(backend, reasons)
@@ -339,13 +369,38 @@ def _configured_backend(config: Config, facts: Mapping[str, NodeFacts], topology
     return _BackendChoice(backend, reasons, rdma.rows)
 
 
+def _refuse_without_cuda(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], strategy: Strategy) -> None:
+    """Raises LaunchError."""
+    devices = {node.name: facts[node.name].mlx_device for node in nodes if node.name in facts}
+    found = [f"MLX computes on {device} on {name}" for name, device in devices.items() if device not in (None, "CUDA")]
+    if strategy == "pipeline":
+        found.append(_NO_SEND)
+    if found:
+        todo = 'set backend = "auto" or "ring" in [cluster]'
+        raise LaunchError("nccl is not possible", why="; ".join(found), todo=todo)
+
+
+def _for_cuda(config: Config, facts: Mapping[str, NodeFacts], strategy: Strategy) -> _BackendChoice | None:
+    """None where not every one of several nodes is known to have MLX on CUDA."""
+    nodes = config.nodes
+    found = [facts[node.name] for node in nodes if node.name in facts]
+    if not len(found) == len(nodes) > 1:
+        return None
+    if not all(fact.mlx_device == "CUDA" and "nccl" in fact.backends for fact in found):
+        return None
+    shared = _without_gpus(config, facts, [node.name for node in nodes])
+    if strategy == "pipeline" or shared:
+        why = f"NCCL needs a GPU for each rank: {shared}" if shared else _NO_SEND
+        return _BackendChoice("ring", (f"TCP: {why}",))
+    several = len({node.ssh for node in nodes}) > 1
+    network = _infiniband(nodes, facts) if several else "all ranks run on one machine"
+    return _BackendChoice("nccl", ("every node has CUDA", network))
+
+
 def _choose_backend(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology) -> _BackendChoice:
     if len({node.ssh for node in nodes}) == 1:
         return _BackendChoice("ring", ("all ranks run on one machine",))
-    found = [facts[node.name] for node in nodes if node.name in facts]
-    if len(found) == len(nodes) and all(fact.gpu == "gpu" and "nccl" in fact.backends for fact in found):
-        return _BackendChoice("nccl", ("every node has CUDA", _infiniband(nodes, facts)))
-    if not any(fact.system == "Darwin" for fact in found):
+    if not any((fact := facts.get(node.name)) and fact.system == "Darwin" for node in nodes):
         return _BackendChoice("ring", ("no node is known to be a Mac, and not all are known to have CUDA",))
     mesh = rdma_over_cables(nodes, facts, topology, ring=False)
     if not mesh.obstacles:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.errors import InputError
+from engine.errors import InputError, spans
 from engine.plan.context import PlanContext, version_numbers
 from engine.plan.document import Rationale
 from engine.plan.memory.architecture import Architecture, Layer, Matrix
@@ -44,6 +44,7 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
     nested = nested_in_command(context.job.command or (), context.job.framework)
     if nested is not None and context.ranks > 1:
         (rationale.refuse if nested.certain else rationale.warn)("command", str(nested))
+    _refuse_mixed_devices(context, rationale)
     config = context.inputs.model
     if config is None or not context.settings:
         return
@@ -69,6 +70,20 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
         why = f"the model has experts in 16 bits, which MLX computes on a GPU alone, and {', '.join(on_cpu)} has none"
         todo = "use the model in float32 or quantized there (`mlx_lm.convert`), or nodes with a GPU"
         rationale.refuse("model", why, todo=todo)
+
+
+def _refuse_mixed_devices(context: PlanContext, rationale: Rationale) -> None:
+    """Every strategy has state that each rank computes for itself and that must stay the same on all: the parameters of
+    data, what sharded does not divide, the embeddings of pipeline, the averaged weights of local."""
+    found: dict[str, list[str]] = {}
+    for name in context.names:
+        if (fact := context.inputs.facts.get(name)) is not None and fact.mlx_device is not None:
+            found.setdefault(fact.mlx_device, []).append(name)
+    if "CUDA" not in found or len(found) == 1 or context.torch:
+        return
+    where = ", ".join(f"{device} on {spans(names)}" for device, names in found.items())
+    text = f"MLX computes with {where}: each rounds the same update in its own way, and the ranks' copies drift apart"
+    (rationale.refuse if context.settings else rationale.warn)("nodes", f"{text}; choose nodes of one kind")
 
 
 def _refuse_untrained(context: PlanContext, kind: str, packed: str | None, rationale: Rationale) -> None:

@@ -22,6 +22,7 @@ from engine.launch.rank_environment import (
     RankEnvironment,
     common_environment,
     file_name,
+    gpu_environment,
     job_command,
     path_there,
     rank_environment,
@@ -228,6 +229,7 @@ def _host_files(
         ranks=layout.ranks,
         detached=() if here else layout.ranks,
         environment={"PATH": os.environ.get("PATH")} if here else {},
+        own={rank: gpu_environment(attempt.network, rank) for rank in layout.ranks},
     )
     contents = {there.spec.name: spec.to_json(), there.start.name: script}
     return contents | {file_name(name): content + "\n" for name, content in files.items()}

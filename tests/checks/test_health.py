@@ -12,6 +12,7 @@ from engine.errors import LaunchError, NodeUnreachable
 from engine.models import CheckResult, CheckStatus, NodeFacts
 from tests.checks.conftest import run_check
 from tests.checks.recorded import STUDIO, mac, studio
+from tests.unit.cluster.cuda_nodes import cuda_node
 
 PREVENTED = """2026-11-21 12:00:00 +0100
 Assertion status system-wide:
@@ -90,6 +91,20 @@ def test_a_busy_gpu_warns_by_share_on_a_mac_and_by_process_with_nvidia() -> None
     smi = "4242, 40960, /usr/bin/python3\n"
     result = evaluated(loads={"max": QUIET.model_copy(update={"nvidia": smi})})
     assert "pid 4242 (/usr/bin/python3) holds 40 GB of the GPU's memory" in result.summary
+
+
+def test_gpu_memory_that_is_taken_warns_and_the_contexts_of_probes_do_not() -> None:
+    gpu = cuda_node("max")
+    own = QUIET.model_copy(update={"nvidia": "77, 540, /opt/venv/bin/python\n", "shm_bytes": 64 << 20})
+    result = evaluated(mac("ultra"), gpu, loads={"max": own})
+    assert "holds" not in result.summary
+    assert "its /dev/shm has 64 MB, less than NCCL" in result.summary
+    full = gpu.gpus[0].model_copy(update={"free_bytes": 10 << 30})
+    result = evaluated(mac("ultra"), gpu.model_copy(update={"gpus": (full,)}))
+    assert (
+        "69.6 GB of the memory of its NVIDIA H100 80GB HBM3 are in use, and nvidia-smi lists no process"
+        in result.summary
+    )
 
 
 def test_unknown_load_is_reported() -> None:

@@ -160,6 +160,9 @@ def _limit(context: PlanContext, node: NodeConfig) -> tuple[int | None, str]:
     ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
     if facts is None:
         return None, "the node was never probed"
+    if facts.mlx_device == "CUDA":
+        # Each rank has a GPU of its own while there are enough.
+        ranks = -(-ranks // max(1, len(facts.gpus)))
     shared = f", shared by its {ranks} ranks" if ranks > 1 else ""
     if facts.gpu_limit_bytes is not None:
         return facts.gpu_limit_bytes // ranks, f"the GPU's limit{shared}"

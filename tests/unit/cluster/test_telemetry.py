@@ -11,10 +11,11 @@ import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.cluster.telemetry import TelemetryParser, telemetry
+from engine.cluster.telemetry import TelemetryParser, gpu_numbers, telemetry
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import NodeTelemetry, RankUse
 from engine.node.processes import start_time
@@ -126,6 +127,49 @@ async def test_whatever_answers_in_its_place_is_a_problem_in_one_line(
 
 def line(**output: object) -> bytes:
     return json.dumps(output).encode()
+
+
+NVIDIA = ["0, 10, 900, 60, 40, 1000, 81559", "1, 90, 1900, 300, 70, 40960, 81559", "2, 0, 210, 30, 30, 300, 81559"]
+
+
+@pytest.mark.parametrize(
+    ("job", "processes", "expected"),
+    [
+        ({}, 1, [(0.1, [0]), (0.9, [1])]),
+        ({"env": {"CUDA_VISIBLE_DEVICES": "2,1"}}, 1, [(0.0, [2]), (0.9, [1])]),
+        ({"env": {"CUDA_VISIBLE_DEVICES": "GPU-1, GPU-2"}}, 1, [(0.1, [0]), (0.9, [1])]),
+        ({"elastic": True, "framework": "torch"}, 2, [(0.5, [0, 1]), (None, None)]),
+    ],
+    ids=["in-order", "chosen", "by-uuid", "several-each"],
+)
+def test_nodes_on_one_host_have_the_values_of_their_own_gpus(
+    job: dict[str, Any], processes: int, expected: list[tuple[float | None, list[int] | None]]
+) -> None:
+    """Written from nvidia-smi's documentation: no such machine has been recorded."""
+    config = cluster(("a", sys.executable), ("b", sys.executable))
+    nodes = [node.model_copy(update={"processes": processes}) for node in config.nodes]
+    config = config.model_copy(update={"job": config.job.model_copy(update=job)})
+    parser = TelemetryParser()
+    assert parser.read(line(system="Linux", nvidia=NVIDIA)) is not None
+    values = [parser.of_gpus(numbers) for numbers in gpu_numbers(config, nodes)]
+    shown = [(each.get("gpu_use"), [gpu.index for gpu in each["gpu_memory"]] if each else None) for each in values]
+    assert shown == expected, "the second of the last has one GPU that is not there: it gets the host's values"
+
+
+@pytest.mark.needs("linux")
+async def test_each_node_of_a_host_is_sent_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    rows = "; ".join(f"echo '{row}'" for row in NVIDIA)
+    smi.write_text(f"#!/bin/sh\nwhile {rows}; do sleep 1; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    async with watching(cluster(("left", sys.executable), ("right", sys.executable)), 0.1174) as values:
+        seen: dict[str, float | None] = {}
+        async for value in values:
+            seen[value.node] = value.gpu_use
+            if seen.keys() == {"left", "right"} and None not in seen.values():
+                break
+    assert seen == {"left": 0.1, "right": 0.9}
 
 
 def test_slow_readings_stay() -> None:

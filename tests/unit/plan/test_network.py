@@ -292,7 +292,7 @@ def test_cables_with_addresses_in_another_order_are_not_said_to_have_none() -> N
 
 
 def test_cuda_is_nccl_and_says_whether_there_is_infiniband() -> None:
-    cuda: dict[str, Any] = {"gpu": "gpu", "backends": ("ring", "nccl")}
+    cuda: dict[str, Any] = {"gpu": "gpu", "backends": ("ring", "nccl"), "gpus": (NvidiaGpu(name="NVIDIA L4"),)}
     active = (RdmaDevice(name="mlx5_0", port_state="PORT_ACTIVE"),)
     a, b = linux("a", "ib0 10.0.0.1/24", **cuda, rdma_devices=active), linux("b", "ib0 10.0.0.2/24", **cuda)
     network = wired(config(node("a"), node("b")), a, b)
@@ -519,8 +519,8 @@ def test_more_ranks_of_nccl_than_gpus_are_refused_by_the_names_of_their_nodes(fr
     deck = deck.model_copy(update={"job": deck.job.model_copy(update={"framework": framework})})
 
     def planned(*gpus: NvidiaGpu, **fields: Any) -> str:
-        box = [linux(name, "eth0 10.0.0.1/24", **one, gpus=gpus, **fields) for name in ("box.0", "box.1")]
-        return wired(deck, *box, linux("c", "eth0 10.0.0.2/24", gpus=(h100,))).backend
+        box = [linux(name, "eth0 10.0.0.1/24", gpu="gpu", **one, gpus=gpus, **fields) for name in ("box.0", "box.1")]
+        return wired(deck, *box, linux("c", "eth0 10.0.0.2/24", gpu="gpu", gpus=(h100,))).backend
 
     with pytest.raises(LaunchError) as refusal:
         planned(h100)

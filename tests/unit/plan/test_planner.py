@@ -26,7 +26,7 @@ from engine.config.models import CalibrationConfig, CheckpointConfig, Consistenc
 from engine.errors import ENABLE_RDMA
 from engine.launch.hostfile import write_hostfile
 from engine.measurements import Calibration, LinkMeasure, MemoryProbe, NodeMeasure
-from engine.models import CheckResult, CheckStatus, NodeFacts, PreflightReport, PreRdmaSync
+from engine.models import CheckResult, CheckStatus, NodeFacts, NvidiaGpu, PreflightReport, PreRdmaSync
 from engine.plan.checkpoints import state_every
 from engine.plan.context import PlanInputs
 from engine.plan.data_report import DataReport
@@ -944,8 +944,9 @@ def test_an_unknown_model_type_is_planned_without_memory() -> None:
 
 
 def test_cuda_nodes_get_nccls_variables() -> None:
+    h100 = NvidiaGpu(name="NVIDIA H100")
     nodes = [
-        mac(f"n{rank}", rank, "NVIDIA H100", 80, system="Linux", backends=("nccl",), gpu_limit_bytes=None)
+        mac(f"n{rank}", rank, "EPYC", 80, system="Linux", backends=("nccl",), gpu_limit_bytes=None, gpus=(h100,))
         for rank in range(2)
     ]
     plan = make_plan(inputs(nodes))
@@ -953,7 +954,8 @@ def test_cuda_nodes_get_nccls_variables() -> None:
     assert plan.rdma_config.env_vars == {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
     own = make_plan(inputs(nodes, rank_environment={"NCCL_DEBUG": "WARN"}))
     assert own.rdma_config.env_vars["NCCL_DEBUG"] == "WARN", "the job's own, as it is set"
-    assert any("ibstat" in step for step in plan.verification_steps)
+    assert all(any(tool in step for step in plan.verification_steps) for tool in ("ibstat", "nvidia-smi"))
+    assert plan.distributed_config.unified_memory is False
 
 
 def test_macs_that_are_cabled_talk_over_rdma_and_the_speed_up_is_the_measured_one() -> None:
