@@ -383,7 +383,8 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
     behind = next((rank for rank in evidence.ranks if rank.rank == hang.rank), None)
     if behind is not None:
         return behind, f"rank {behind.rank} on {behind.node} was the first to stall"
-    unresponsive = [rank for rank in evidence.ranks if rank.record is None or not _lost_its_peers(rank)]
+    stayed = [rank for rank in evidence.ranks if not _succeeded(rank, evidence.trainer)]
+    unresponsive = [rank for rank in stayed if rank.record is None or not _lost_its_peers(rank)]
     if len(unresponsive) == 1 and len(evidence.ranks) > 1:
         (rank,) = unresponsive
         return rank, f"rank {rank.rank} on {rank.node} did not answer when the others left"

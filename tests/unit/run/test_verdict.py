@@ -507,6 +507,12 @@ def test_a_hang_names_the_one_that_did_not_leave_when_the_others_did() -> None:
     assert (verdict.reason, verdict.rank, verdict.host) == (Reason.HUNG, 1, "right")
 
 
+def test_a_hang_names_the_one_that_stayed_when_the_others_had_done_their_work() -> None:
+    stuck = rank(1, sig=9, stopped_by="end")
+    verdict = verdict_on(evidence(rank(0), stuck, rank(2), trigger=Trigger.HUNG, trainer=False, hang=HANG))
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.HUNG, 1, "right")
+
+
 def test_a_hang_of_nobody_in_particular_names_nobody() -> None:
     ended = [rank(number, sig=15, stopped_by="end") for number in (0, 1)]
     verdict = verdict_on(evidence(*ended, trigger=Trigger.HUNG, hang=HANG))
