@@ -1,7 +1,9 @@
 """On the path of every python that the tests start: makes imports cheaper, and changes nothing else.
 
 Each `import transformers` reads its 3,000 files, twice, for the names that they export: a second of CPU time for each
-rank and each probe of mlx-lm. The names follow from its version: the first import keeps them for all others."""
+rank and each probe of mlx-lm. The names follow from its version: the first import keeps them for all others.
+
+mlx-lm's trainer imports wandb if it is there, for reports that are not asked of it here: another half a second."""
 
 from __future__ import annotations
 
@@ -16,24 +18,24 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-MODULE = "transformers.utils.import_utils"
+STRUCTURE, REPORTS = "transformers.utils.import_utils", "mlx_lm.tuner.callbacks"
 
 
 class Finder:
-    """Finds MODULE, with a loader that goes round one of its functions."""
+    """Finds two modules, with loaders that go round what is slow in them."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != MODULE:
+        loader = {STRUCTURE: StructureLoader, REPORTS: ReportsLoader}.get(name)
+        if loader is None:
             return None
-        sys.meta_path.remove(cls)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = Loader(name, spec.loader.path)
+            spec.loader = loader(name, spec.loader.path)
         return spec
 
 
-class Loader(SourceFileLoader):
+class StructureLoader(SourceFileLoader):
     def exec_module(self, module: Any) -> None:
         from pathlib import Path
 
@@ -47,6 +49,28 @@ class Loader(SourceFileLoader):
             return kept(models, lambda: original(path))
 
         module.create_import_structure_from_path = create_import_structure_from_path
+
+
+class LazyFinder:
+    """Finds wandb, which is then executed when something of it is used."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        from importlib.util import LazyLoader
+
+        spec = PathFinder.find_spec(name, path, target) if name == "wandb" else None
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = LazyLoader(spec.loader)
+        return spec
+
+
+class ReportsLoader(SourceFileLoader):
+    def exec_module(self, module: Any) -> None:
+        sys.meta_path.insert(0, LazyFinder)
+        try:
+            super().exec_module(module)
+        finally:
+            sys.meta_path.remove(LazyFinder)
 
 
 def kept(models: Path, find: Callable[[], Any]) -> Any:

@@ -1,17 +1,22 @@
 """Runs the PyTorch trainer on this machine: one process of the nodes' python per rank, with the environment that the
-keeper gives it, and nothing around them.
+keeper gives it, and nothing around them. Each is forked from one that has imported PyTorch, see fork_server.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import signal
 import socket
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine.protocol.attempt import (
@@ -25,10 +30,82 @@ from engine.protocol.attempt import (
     write_atomic,
 )
 from tests.needs import TORCH
+from tests.torch.fork_server import MESSAGE_BYTES
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0
+
+
+class ForkServer:
+    """One process of tests.torch.fork_server; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [str(TORCH), "-W", "ignore", "-m", "tests.torch.fork_server"]
+        with theirs:
+            self._process = subprocess.Popen(command, env=environment, stdin=theirs.fileno())
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(LIMIT_S)
+
+    def ask(self, request: Mapping[str, Any], descriptors: tuple[int, ...] = ()) -> int | None:
+        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        answer: int | None = json.loads(self._socket.recv(MESSAGE_BYTES))
+        return answer
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    return ForkServer()
+
+
+class Forked:
+    """A process that runs a module with these arguments: what the tests need of a subprocess.Popen."""
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str],
+        output: int,
+        handed: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """`output`: the descriptor of its standard output and error; `handed`: descriptors by the variables that are to
+        name them."""
+        request = {"module": module, "arguments": arguments, "environment": {**environment}, "handed": [*handed]}
+        pid = fork_server().ask(request, (output, *handed.values()))
+        assert pid is not None
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = fork_server().ask({"pid": self.pid})
+        return self.returncode
+
+    def wait(self, limit_s: float) -> int:
+        wait_until(lambda: self.poll() is not None, limit_s)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def output_of(module: str, *arguments: str, **environment: str) -> Any:
+    """The JSON in the last line that a module prints."""
+    with tempfile.TemporaryFile() as output:
+        process = Forked(module, *arguments, environment={**os.environ, **environment}, output=output.fileno())
+        code = process.wait(LIMIT_S)
+        output.seek(0)
+        text = output.read().decode()
+    assert code == 0, text[-3000:]
+    return json.loads(text.splitlines()[-1])
 
 
 @dataclass
@@ -37,7 +114,7 @@ class TorchRun:
 
     files: list[NodeFiles]
     """By rank."""
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[Forked]
     controls: list[int]
     """The keepers' ends of the ranks' control pipes."""
 
@@ -105,13 +182,15 @@ def start_torch(
             "MLX_RANK": str(rank),
             "OMP_NUM_THREADS": "1",
             SPEC_ENV: str(files.spec),
-            CONTROL_FD_ENV: str(read),
             EVENTS_ENV: str(files.events(rank)),
-            "PYTHONPATH": str(ROOT),
         }
         with files.log(rank).open("wb") as log:
-            command, environment = [str(TORCH), "-m", "engine.torch_trainer.main"], {**os.environ, **own}
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=[read])
+            process = Forked(
+                "engine.torch_trainer.main",
+                environment={**os.environ, **own},
+                output=log.fileno(),
+                handed={CONTROL_FD_ENV: read},
+            )
         os.close(read)
         run.processes.append(process)
     return run

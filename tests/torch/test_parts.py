@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from mlx_lm.tuner.utils import build_schedule
 
 from engine.trainer.model import load_model, row_format
 from tests.needs import TORCH
-from tests.torch.running import ROOT, run_torch, start_torch
+from tests.torch.running import ROOT, output_of, run_torch, start_torch
 from tests.training.tiny import SCHEDULE, Tiny, make_job
 
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.busy]
@@ -59,11 +58,7 @@ def probe(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Probe:
     def ask(**request: Any) -> dict[str, Any]:
         path = tmp_path_factory.mktemp("probe") / "request.json"
         path.write_text(json.dumps({"model": str(tiny.model), **request}))
-        command = [str(TORCH), "-W", "ignore", "-m", "tests.torch.probe", str(path)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        found: dict[str, Any] = output_of("tests.torch.probe", str(path), CUDA_VISIBLE_DEVICES="")
         return found
 
     return ask
@@ -199,13 +194,7 @@ def faults(case: str, tiny: Tiny, home: Path, **keys: Any) -> dict[str, Any]:
     """See tests.torch.faults."""
     lora = {**ADAPTER, "lora_parameters": {**LORA, "rank": 16}}
     own = {"framework": "torch", "grad_accumulation_steps": 4, "adapter_path": str(home / "adapters"), **lora}
-    command = [str(TORCH), "-W", "ignore", "-m", "tests.torch.faults", case, str(home)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, json.dumps(tiny.job(**own, **keys))], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = output_of("tests.torch.faults", case, str(home), json.dumps(tiny.job(**own, **keys)))
     return found
 
 
