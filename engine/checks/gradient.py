@@ -42,7 +42,6 @@ from engine.launch.rank_environment import (
     network_environment,
     rank_environment,
     rank_variables,
-    ranks_per_host,
 )
 from engine.launch.ssh_shim import launcher_environment
 from engine.launch.start_script import RankProgram, ranks_script, run_start_script
@@ -225,7 +224,6 @@ class _Group:
             program=ssh_shim.program(check_id, _ATTEMPT),
             environment=nonce,
             backend=self.network.backend,
-            ranks_per_host=ranks_per_host(self.network),
         )
         home, nodes = self.context.fleet.home, self.context.config.nodes
         launcher_variables = launcher_environment(

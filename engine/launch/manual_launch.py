@@ -18,7 +18,8 @@ from engine.config.mlx_lm_keys import DEFAULTS, services
 from engine.config.models import Config, NodeConfig, on_node
 from engine.launch.hostfile import hostfile_document
 from engine.launch.mlx_launch import arguments
-from engine.launch.rank_environment import common_environment, ranks_per_host
+from engine.launch.rank_environment import common_environment, gpu_environment
+from engine.launch.start_script import exports
 from engine.plan.document import Launching, PlannedHostfile
 from engine.plan.network import NetworkPlan
 from engine.protocol.job import AUTO
@@ -57,6 +58,7 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
         notes.append("mlx-lm averages the ranks' losses with equal weight, and gives all ranks equal shares")
     else:
         lines = [_command(config, rank, node) for rank, node in enumerate(config.nodes)]
+    lines = [exports(gpu_environment(network, rank)) + line for rank, line in enumerate(lines)]
     if withheld := sorted(name for name in config.job.env if not is_public(name)):
         file = f"~/.flightdeck/by-hand/{config.job.name}.env"
         lines = [f"set -a && . {quoted(file)} && set +a && {line}" for line in lines]
@@ -73,7 +75,6 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
         program=["/bin/sh", "-c", script],
         environment=common_environment(network, environment, gradient_bytes=sizes.gradient_bytes),
         backend=network.backend,
-        ranks_per_host=ranks_per_host(network),
     )
     if any(not node.local for node in config.nodes):
         notes.append("your own ssh must reach every node without a prompt")

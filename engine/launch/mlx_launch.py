@@ -41,7 +41,6 @@ def arguments(
     program: Sequence[str],
     environment: Mapping[str, str],
     backend: str = "ring",
-    ranks_per_host: int = 1,
 ) -> list[str]:
     """mlx.launch's argument list.
 
@@ -50,8 +49,8 @@ def arguments(
     line = [str(executable()), "--backend", backend, "--hostfile", str(hostfile)]
     line += ["--starting-port", str(starting_port)]
     if backend == "nccl":
-        # --repeat-hosts gives each rank of a host its own GPU; with a hostfile it has no other effect.
-        line += ["--nccl-port", str(starting_port), "--repeat-hosts", str(ranks_per_host)]
+        # It gives every rank its host's first GPU: ours give each its own.
+        line += ["--nccl-port", str(starting_port)]
     for name, value in environment.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of an environment variable")

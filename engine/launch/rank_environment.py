@@ -47,10 +47,12 @@ def common_environment(
 
 def gpu_environment(network: NetworkPlan, rank: int) -> dict[str, str]:
     """The variables of one rank of MLX on CUDA that mlx.launch does not set, or not by the plan: its GPU, and between
-    machines the interface that NCCL is to use."""
-    host, machines = network.hosts[rank], {host.ssh for host in network.hosts}
-    by_interface = network.framework == "mlx" and network.backend == "nccl" and len(machines) > 1
-    found = {_VISIBLE: host.gpu, "NCCL_SOCKET_IFNAME": host.interface if by_interface else None}
+    machines the interface that NCCL is to use. With NCCL a rank sees one GPU alone: of several it takes another one
+    than MLX (mlx/distributed/nccl/nccl.cpp)."""
+    host, machines = network.hosts[rank], [host.ssh for host in network.hosts]
+    of_nccl = network.framework == "mlx" and network.backend == "nccl"
+    gpu = host.gpu or (str(machines[:rank].count(host.ssh)) if of_nccl else None)
+    found = {_VISIBLE: gpu, "NCCL_SOCKET_IFNAME": host.interface if of_nccl and len(set(machines)) > 1 else None}
     return {name: text for name, text in found.items() if text is not None}
 
 
@@ -78,7 +80,6 @@ def rank_environment(network: NetworkPlan, starting_port: int, environment: Mapp
         return RankEnvironment(terminal, {"MLX_HOSTFILE": json.dumps(addresses) if size > 1 else ""})
     first = network.hosts[0].ips[0]
     if network.backend == "nccl":
-        # rank_variables adds CUDA_VISIBLE_DEVICES, which differs by rank.
         variables = {"NCCL_HOST_IP": first, "NCCL_PORT": str(starting_port), "MLX_WORLD_SIZE": str(size)}
         return RankEnvironment(terminal | variables)
     variables = {"MLX_JACCL_COORDINATOR": f"{first}:{starting_port}"}
@@ -92,8 +93,6 @@ def rank_variables(environment: RankEnvironment, network: NetworkPlan, rank: int
     own = {"MLX_RANK": str(rank)}
     if network.framework == "torch":
         return environment.variables | own | torch_rank_variables(network, rank)
-    if network.backend == "nccl":
-        own[_VISIBLE] = str(rank % ranks_per_host(network))
     return environment.variables | own
 
 
@@ -127,16 +126,6 @@ def torch_rank_variables(network: NetworkPlan, rank: int) -> dict[str, str]:
         if network.backend == "nccl":
             own["NCCL_SOCKET_IFNAME"] = interface
     return own
-
-
-def ranks_per_host(network: NetworkPlan) -> int:
-    """The number of ranks on each host, where all have the same number and consecutive ranks; else 1: each rank of nccl
-    then takes its host's first GPU, as with mlx.launch."""
-    hosts = [host.ssh for host in network.hosts]
-    count = hosts.count(hosts[0])
-    blocks = [set(hosts[start : start + count]) for start in range(0, len(hosts), count)]
-    even = all(len(block) == 1 for block in blocks) and len(hosts) == count * len(set(hosts))
-    return count if even else 1
 
 
 def file_name(variable: str) -> str:

@@ -91,12 +91,17 @@ def ranks_script(
     for rank, program in programs.items():
         # Redirected before exec, so that the shell's own error about a missing interpreter is kept too.
         values = {name: value for name, value in program.environment.items() if name not in (environment or {})}
-        own = "".join(f"export {name}={shlex.quote(value)}; " for name, value in values.items())
-        lines.append(f"{rank}) exec </dev/null {program.output}; {own}{check}exec {shlex.join(program.argv)} ;;")
+        own, argv = exports(values), shlex.join(program.argv)
+        lines.append(f"{rank}) exec </dev/null {program.output}; {own}{check}exec {argv} ;;")
     lines.append("esac")
     lines.append('echo "start.sh: no rank ${MLX_RANK:-(MLX_RANK is not set)} in this attempt" >&2')
     lines.append(f"exit {ShellExit.CANNOT_RUN}")
     return "\n".join(lines) + "\n"
+
+
+def exports(variables: Mapping[str, str]) -> str:
+    """The beginning of a shell's line."""
+    return "".join(f"export {name}={shlex.quote(value)} && " for name, value in variables.items())
 
 
 def _check(backend: str) -> str:

@@ -28,7 +28,6 @@ from engine.launch.rank_environment import (
     rank_environment,
     rank_spec,
     rank_variables,
-    ranks_per_host,
     trainer_job,
 )
 from engine.launch.ssh_shim import launcher_environment
@@ -191,7 +190,6 @@ def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> Launche
         program=ssh_shim.program(plan.run_id, attempt.number),
         environment={NONCE_ENV: attempt.nonce},
         backend=attempt.network.backend,
-        ranks_per_host=ranks_per_host(attempt.network),
     )
     own = launcher_environment(
         here, plan.config.nodes, attempt.layouts, home=run_dir.home, run_id=plan.run_id, attempt=attempt.number

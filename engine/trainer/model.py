@@ -25,13 +25,16 @@ def set_up_device(job: Job, rank: int = 0) -> None:
     """Let MLX compile functions or not, and wire as much of the memory as Metal recommends."""
     if not compiles(job):
         mx.disable_compile()
-    elif _on_cpu():
+    elif _on_cpu() or mx.cuda.is_available():
         # MLX builds kernels below the system's directory for temporary files, and loads those that it finds there:
         # another user's, or half-written ones of another rank of the host. Kept for the next runs: each takes g++ a
-        # third of a second.
+        # third of a second, and CUDA's compiler longer.
         root = next((folder.parent for folder in job.home.parents if folder.name == "runs"), job.home)
         make_private(kernels := root / "kernels" / str(rank))
-        os.environ["TMPDIR"] = str(kernels)
+        if _on_cpu():
+            os.environ["TMPDIR"] = str(kernels)
+        else:
+            os.environ.setdefault("MLX_PTX_CACHE_DIR", str(kernels))
     maybe_set_recommended_wired_limit()
 
 

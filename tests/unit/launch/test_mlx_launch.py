@@ -18,8 +18,11 @@ from engine.errors import LaunchError
 from engine.launch import mlx_launch
 from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import Launcher
+from engine.launch.rank_environment import gpu_environment, rank_environment, rank_variables
 from engine.launch.ssh_shim import temporary_files
+from engine.launch.start_script import RankProgram, ranks_script
 from engine.node import processes
+from engine.plan.network import LaunchHost, NetworkPlan
 from engine.protocol.events import tail
 from tests.unit.launch.host_layouts import configured_network, ring_ports
 from tests.waiting import wait_until
@@ -35,17 +38,40 @@ def test_the_program_comes_after_two_dashes_and_last() -> None:
     assert argv[1:9] == ["--backend", "ring", "--hostfile", "/h", "--starting-port", "21000", "--env", "A=b c"]
 
 
-def test_ranks_that_share_a_host_share_its_gpus_and_the_port_is_ours_under_nccl_alone() -> None:
-    given: dict[str, Any] = {
-        "hostfile": Path("/h"),
-        "starting_port": 21_000,
-        "program": ["x"],
-        "environment": {},
-        "ranks_per_host": 2,
-    }
+def test_the_port_is_given_under_nccl_alone() -> None:
+    given: dict[str, Any] = {"hostfile": Path("/h"), "starting_port": 21_000, "program": ["x"], "environment": {}}
     assert "--nccl-port" not in mlx_launch.arguments(**given)
-    argv = mlx_launch.arguments(**given, backend="nccl")
-    assert argv[7:11] == ["--nccl-port", "21000", "--repeat-hosts", "2"]
+    assert mlx_launch.arguments(**given, backend="nccl")[7:9] == ["--nccl-port", "21000"]
+
+
+OF_A_GROUP = ("MLX_RANK=", "MLX_WORLD_SIZE=", "MLX_HOSTFILE=", "NCCL_", "CUDA_")
+
+
+def test_ranks_of_one_machine_have_a_gpu_each_and_else_the_same_variables_without_mlx_launch(tmp_path: Path) -> None:
+    """A real mlx.launch of nccl, which needs no GPU itself."""
+    gpus = ("GPU-4d0f7e26", "GPU-9b1c55aa")
+    hosts = tuple(LaunchHost(ssh="127.0.0.1", ips=("127.0.0.1",), gpu=gpu) for gpu in gpus)
+    network = NetworkPlan(backend="nccl", hosts=hosts)
+    programs = {
+        rank: RankProgram(["/usr/bin/env"], f">{tmp_path}/env{rank}", gpu_environment(network, rank)) for rank in (0, 1)
+    }
+    (tmp_path / "start.sh").write_text(ranks_script(programs, tmp_path, backend="nccl", world_size=2))
+    write_hostfile(tmp_path / "hostfile.json", network)
+    argv = mlx_launch.arguments(
+        hostfile=tmp_path / "hostfile.json",
+        starting_port=21_000,
+        program=["/bin/sh", str(tmp_path / "start.sh")],
+        environment={},
+        backend="nccl",
+    )
+    files = {"stdin": tmp_path / "in", "output": tmp_path / "out", "directory": tmp_path}
+    launcher = mlx_launch.start(argv, environment=temporary_files(tmp_path), **files)
+    assert launcher.process is not None and launcher.process.wait(30) == 0
+    for rank, gpu in enumerate(gpus):
+        lines = (tmp_path / f"env{rank}").read_text().splitlines()
+        found = dict(line.split("=", 1) for line in lines if line.startswith(OF_A_GROUP))
+        direct = rank_variables(rank_environment(network, 21_000, {}), network, rank)
+        assert found == direct | {"CUDA_VISIBLE_DEVICES": gpu}, "NCCL_DEBUG and a ring's hostfile among them, say"
 
 
 @pytest.mark.parametrize("name", ["", "A B", "A=B", "1A", "A-B"])

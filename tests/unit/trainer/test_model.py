@@ -1,16 +1,22 @@
-"""What MLX builds on the CPU, and loads again, lies where nobody else can put anything."""
+"""What MLX builds on the CPU or by CUDA's compiler, and loads again, lies where nobody else can put anything; and what
+it is told about its device."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from engine.protocol.job import Job
+from engine.trainer import model
 from engine.trainer.model import set_up_device
+from engine.trainer.train import _memory_mib
 
 
 @pytest.mark.needs("linux")
@@ -31,3 +37,43 @@ def test_kernels_lie_in_the_node_root_and_not_in_a_shared_folder(
     (root / "kernels").chmod(0o777)
     with pytest.raises(PermissionError, match="other users can write there: chmod go-w"):
         set_up_device(Job(home, home, home, home, compile_on_cpu=True), rank=3)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX says that it has CUDA, and reports its device as mlx/backend/cuda/device_info.cpp does."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "NVIDIA H100", "total_memory": 80 * 2**30})
+    monkeypatch.setattr(model, "_on_cpu", lambda: False)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_what_cudas_compiler_builds_lies_in_the_node_root_unless_the_job_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "runs" / "one"
+    for own in (str(tmp_path / "kernels" / "3"), "/elsewhere"):
+        monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
+        if own != "/elsewhere":
+            monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+        before = os.environ.get("TMPDIR")
+        set_up_device(Job(home, home, home, home), rank=3)
+        assert (os.environ["MLX_PTX_CACHE_DIR"], os.environ.get("TMPDIR")) == (own, before)
+    assert stat.S_IMODE((tmp_path / "kernels" / "3").stat().st_mode) == 0o700
+
+
+@pytest.mark.usefixtures("cuda")
+def test_layers_are_divided_by_the_gpus_memory() -> None:
+    assert _memory_mib() == 80 * 2**10
+
+
+@pytest.mark.parametrize("own", [None, "1"])
+def test_a_long_training_of_many_lengths_is_no_error_unless_the_job_says_so(own: str | None) -> None:
+    """MLX reads the variable when it is imported."""
+    program = (
+        "import engine.trainer, os, sys; print(os.environ['MLX_ENABLE_CACHE_THRASHING_CHECK'], 'mlx' in sys.modules)"
+    )
+    environment = {name: text for name, text in os.environ.items() if name != "MLX_ENABLE_CACHE_THRASHING_CHECK"}
+    environment |= {"MLX_ENABLE_CACHE_THRASHING_CHECK": own} if own else {}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{own or 0} False\n"
