@@ -150,14 +150,11 @@ async def measured(chosen: argparse.Namespace, folder: Path) -> list[Figure]:
         install_demo(cluster, folder / "home")
         nodes = tuple(pinned(node, core, chosen.nice) for core, node in enumerate(cluster.nodes))
         config = configuration(nodes, chosen.seconds, chosen.iters)
-        engine = Engine(folder / "home")
-        try:
+        async with Engine(folder / "home") as engine:
             with spinning(SLOW_CORE, SPINNERS, chosen.nice):
                 # Files come into the cache, and clocks to where they stay.
                 await trained(engine, configuration(nodes, chosen.seconds, _WARM_UP + 1))
                 return figures([await one_round(engine, config, number, chosen) for number in range(chosen.rounds)])
-        finally:
-            await engine.close()
 
 
 async def one_round(engine: Engine, config: Config, number: int, chosen: argparse.Namespace) -> Round:

@@ -92,11 +92,8 @@ def is_measuring(node: Node) -> bool:
 
 @pytest.mark.busy
 async def test_every_node_and_the_link_are_measured_and_kept(cluster: Cluster, config: Config, tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "home")
-    try:
+    async with Engine(tmp_path / "home") as engine:
         taken, steps = await calibrated(engine, config)
-    finally:
-        await engine.close()
     assert is_complete(taken) and [measure.problem for measure in taken.nodes] == [None, None]
     for measure in taken.nodes:
         assert measure.examples_per_s and measure.tokens_per_s and measure.state_bytes and measure.steps
@@ -125,11 +122,8 @@ async def test_a_node_with_three_times_the_work_gets_a_smaller_share(
     held = config.nodes[1].model_copy(update={"python": "~/slow/python"})
     timed = {"nodes": (config.nodes[0], held), "calibration": CalibrationConfig(seconds=5.0)}
     config = config.model_copy(update=timed)
-    engine = Engine(tmp_path / "home")
-    try:
+    async with Engine(tmp_path / "home") as engine:
         taken, _ = await calibrated(engine, config)
-    finally:
-        await engine.close()
     found = engine.calibrations.predict(config, engine.calibrations.latest(config))
     fast_s, slow_s = (measure.examples_per_s for measure in taken.nodes)
     # A third, as well as two nodes can be told apart that share a machine with others.
@@ -145,11 +139,8 @@ async def test_one_that_cannot_be_measured_is_told_of_and_nothing_is_kept(
 ) -> None:
     lost = config.nodes[1].model_copy(update={"model": "~/models/none"})
     config = config.model_copy(update={"nodes": (config.nodes[0], lost)})
-    engine = Engine(tmp_path / "home")
-    try:
+    async with Engine(tmp_path / "home") as engine:
         taken, _ = await calibrated(engine, config)
-    finally:
-        await engine.close()
     first, second = taken.nodes
     assert first.examples_per_s and second.examples_per_s is None
     assert second.problem is not None and "is not a directory on this node" in second.problem
@@ -161,11 +152,8 @@ async def test_a_node_that_is_not_there_is_not_measured_and_the_other_is(
     isolated_cluster: Cluster, config: Config, tmp_path: Path
 ) -> None:
     isolated_cluster.nodes[1].stop_sshd()
-    engine = Engine(tmp_path / "home")
-    try:
+    async with Engine(tmp_path / "home") as engine:
         taken, _ = await calibrated(engine, config)
-    finally:
-        await engine.close()
     first, second = taken.nodes
     assert first.examples_per_s and second.examples_per_s is None and second.problem
     assert taken.links == () and taken.all_ranks is not None

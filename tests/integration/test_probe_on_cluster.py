@@ -17,8 +17,7 @@ from tests.cluster.demo_job import write_toml
 async def test_four_nodes_are_known_and_wired(cluster: Cluster, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
     config = load_config(write_toml(cluster))
-    engine = Engine(home)
-    try:
+    async with Engine(home) as engine:
         for _ in range(5):
             found = await engine.nodes.probe(config)
             # A busy machine's nodes may be late with one of their facts.
@@ -39,8 +38,6 @@ async def test_four_nodes_are_known_and_wired(cluster: Cluster, home: Path, monk
             assert network.backend == "ring"
             assert [host.ips for host in network.hosts] == [(node.ip,) for node in cluster.nodes]
         assert engine.nodes.last_facts(config) == found
-    finally:
-        await engine.close()
 
 
 async def test_a_node_that_is_cut_off_or_has_no_such_python_says_why_and_the_others_answer(
@@ -48,8 +45,7 @@ async def test_a_node_that_is_cut_off_or_has_no_such_python_says_why_and_the_oth
 ) -> None:
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
     config = load_config(write_toml(cluster))
-    engine = Engine(home)
-    try:
+    async with Engine(home) as engine:
         wrong = config.nodes[1].model_copy(update={"python": "~/nowhere/python"})
         cluster.nodes[2].stop_sshd()
         nodes = (config.nodes[0], wrong, config.nodes[2], config.nodes[3])
@@ -61,5 +57,3 @@ async def test_a_node_that_is_cut_off_or_has_no_such_python_says_why_and_the_oth
             patch.setattr("engine.cluster.facts.TIME_LIMIT_S", 0.001)
             late = await probe(config.nodes[3], engine.session.fleet(config).agent(config.nodes[3]))
         assert "within 0.001 s" in (late.problem or "")
-    finally:
-        await engine.close()

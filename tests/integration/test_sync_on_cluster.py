@@ -62,11 +62,8 @@ def shell(node: Node, line: str) -> str:
 
 
 async def synced(config: Config, *, dry_run: bool = False) -> SyncReport:
-    engine = Engine()
-    try:
+    async with Engine() as engine:
         return await engine.checks.sync(config, dry_run=dry_run)
-    finally:
-        await engine.close()
 
 
 async def test_rsync_brings_the_project_to_every_node_and_the_trees_prove_it(cluster: Cluster, project: Config) -> None:

@@ -34,15 +34,12 @@ def ssh(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 async def test_a_fix_runs_as_its_user_would_type_it_and_is_audited(bench: SshBench, sshd: Sshd, config: Config) -> None:
-    engine = Engine(bench.home)
-    try:
+    async with Engine(bench.home) as engine:
         done = await engine.nodes.run_on(config, "a", 'echo ~ && false || echo "it\'s $((6 * 7))" >&2; exit 3')
         assert (done.code, done.stdout.decode(), done.stderr) == (3, f"{sshd.home}\n", b"it's 42\n")
         with pytest.raises(InputError, match="no node 'b'"):
             await engine.nodes.run_on(config, "b", "true")
         assert engine.session.fleet(config) is engine.session.fleet(config)
-    finally:
-        await engine.close()
     await until(lambda: not sshd.connections())
     audited = json.loads((bench.home / "audit.jsonl").read_text().splitlines()[0])
     assert (audited["event_type"], audited["context"]["node"]) == ("command", "a")
@@ -51,20 +48,14 @@ async def test_a_fix_runs_as_its_user_would_type_it_and_is_audited(bench: SshBen
 async def test_a_fix_runs_where_the_python_of_the_agent_is_missing(bench: SshBench, sshd: Sshd, config: Config) -> None:
     (node,) = config.nodes
     without = config.model_copy(update={"nodes": (node.model_copy(update={"python": "/nowhere/python"}),)})
-    engine = Engine(bench.home)
-    try:
+    async with Engine(bench.home) as engine:
         assert (await engine.nodes.run_on(without, "a", "echo installed")).stdout == b"installed\n"
-    finally:
-        await engine.close()
 
 
 async def test_a_fix_that_is_given_up_ends_on_the_node(bench: SshBench, sshd: Sshd, config: Config) -> None:
-    engine = Engine(bench.home)
-    try:
+    async with Engine(bench.home) as engine:
         assert (await engine.nodes.run_on(config, "a", "sleep 600 & sleep 600", timeout_s=0.5)).code is None
         assert [process for process in sshd.processes() if "sleep" in process.command] == []
-    finally:
-        await engine.close()
 
 
 async def test_a_shell_goes_where_the_connections_go(bench: SshBench, sshd: Sshd, config: Config) -> None:
