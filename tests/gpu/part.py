@@ -30,6 +30,11 @@ class Part:
     what: str
     limit_s: float
     run: Callable[[Visit], None]
+    dry_limit_s: float | None = None
+    """On CPU builds, whose cores others may use as well; None: `limit_s`."""
+
+    def limit_of(self, *, dry: bool) -> float:
+        return self.dry_limit_s or self.limit_s if dry else self.limit_s
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,8 @@ def run(task: Task) -> int:
     parts: tuple[Part, ...] = import_module(task.module).PARTS
     part = next(part for part in parts if part.name == task.part)
     device = "cpu" if task.dry else "cuda"
-    visit = Visit(
-        part.name, Path(task.out), Path(task.scratch), task.dry, device, task.python, part.limit_s, id=task.visit
-    )
+    limit_s = part.limit_of(dry=task.dry)
+    visit = Visit(part.name, Path(task.out), Path(task.scratch), task.dry, device, task.python, limit_s, id=task.visit)
     status, note = Status.ENDED, ""
     try:
         part.run(visit)

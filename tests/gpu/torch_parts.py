@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from typing import Final
 
-from tests.gpu.part import Part, Visit
+from tests.gpu.part import Part
+from tests.gpu.torch_facts import facts
+from tests.gpu.torch_memory import memory
+from tests.gpu.torch_runs import out_of_memory, recovery, run_launch
+from tests.gpu.torch_throughput import throughput
+from tests.gpu.torch_trainings import division, precision
 
-_FACTS: Final = """
-import json, sys, torch
-device = sys.argv[1]
-values = torch.ones(1 << 20, device=device)
-assert float(values.sum()) == 1 << 20
-found = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": "cpu"}
-if device == "cuda":
-    free, total = torch.cuda.mem_get_info()
-    found |= {"device": torch.cuda.get_device_name(), "total": total, "free": free,
-              "capability": ".".join(map(str, torch.cuda.get_device_capability()))}
-print(json.dumps(found))
-"""
-
-
-def facts(visit: Visit) -> None:
-    """torch computes on the device; its name and memory."""
-    if not visit.dry:
-        if shutil.which("nvidia-smi") is None:
-            visit.cannot("there is no nvidia-smi here")
-        visit.record("nvidia-smi", visit.call(["nvidia-smi"], limit_s=20).output)
-        visit.record("nvidia-smi -q", visit.call(["nvidia-smi", "-q"], limit_s=20).output)
-    done = visit.call([visit.python, "-c", _FACTS, visit.device])
-    if done.code != 0:
-        visit.record("torch", done.errors)
-        visit.result("torch computes", "no", target="yes", ok=False, note=done.errors[-200:])
-        return
-    for name, value in json.loads(done.output.splitlines()[-1]).items():
-        visit.result(name, str(value))
-    visit.result("torch computes", "yes", target="yes", ok=True)
-
-
-PARTS: Final = (Part("torch-facts", "PyTorch computes on the GPU; nvidia-smi is recorded", 60.0, facts),)
+_DRY_S: Final = 300.0
+PARTS: Final = (
+    Part("torch.facts", "facts and telemetry are true, by nvidia-smi and a known process", 30.0, facts, _DRY_S),
+    Part("torch.launch", "a run of each backend; two NCCL ranks on one GPU are refused", 60.0, run_launch, _DRY_S),
+    Part("torch.precision", "losses in bf16, fp16 and fp32, LoRA and full, are the CPU's", 45.0, precision, _DRY_S),
+    Part("torch.memory", "the plan's estimate against the allocator's peak, four sizes", 60.0, memory, _DRY_S),
+    Part("torch.throughput", "tokens/s and MFU beside transformers' Trainer", 75.0, throughput, _DRY_S),
+    Part(
+        "torch.oom", "what does not fit is refused; launched anyway, its failure is named", 50.0, out_of_memory, _DRY_S
+    ),
+    Part("torch.recovery", "a killed rank's run goes on; an abort leaves nothing", 60.0, recovery, _DRY_S),
+    Part("torch.division", "DDP and FSDP2 have the losses of one rank", 45.0, division, _DRY_S),
+)

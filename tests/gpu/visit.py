@@ -101,28 +101,29 @@ class VisitRunner:
 
     def _run_or_say_why(self, chosen: Chosen) -> None:
         part, left = chosen.part, self.remaining_s - _END_S
+        limit_s = part.limit_of(dry=self.dry)
         if chosen.python is None:
             self._end(part, Status.CANNOT, f"no python here has {chosen.framework}: {sys.executable} lacks it")
-        elif part.limit_s > left:
-            why = f"it may take {part.limit_s:.0f} s, and {max(0.0, left):.0f} s are left; --only {part.name} runs it"
+        elif limit_s > left:
+            why = f"it may take {limit_s:.0f} s, and {max(0.0, left):.0f} s are left; --only {part.name} runs it"
             self._end(part, Status.NOT_RUN, why)
         else:
-            self._run(chosen, chosen.python)
+            self._run(chosen, chosen.python, limit_s)
 
-    def _run(self, chosen: Chosen, python: str) -> None:
+    def _run(self, chosen: Chosen, python: str, limit_s: float) -> None:
         part, before = chosen.part, len(read_rows(self.out))
-        print(f"\n{part.name}: {part.what} (up to {part.limit_s:.0f} s)", flush=True)
+        print(f"\n{part.name}: {part.what} (up to {limit_s:.0f} s)", flush=True)
         scratch = Path(tempfile.mkdtemp(prefix="fd-gpu-"))
         started = time.monotonic()
         try:
             task = Task(chosen.module, part.name, str(self.out), str(scratch), self.dry, python, self.id)
-            code = self._process(task, part.limit_s)
+            code = self._process(task, limit_s)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         rows = [row for row in read_rows(self.out)[before:] if row.part == part.name]
         took = f"after {time.monotonic() - started:.1f} s"
         if code is None:
-            self._end(part, Status.FAILED, f"killed at its limit of {part.limit_s:g} s")
+            self._end(part, Status.FAILED, f"killed at its limit of {limit_s:g} s")
         elif not rows or rows[-1].name != "":
             self._end(part, Status.FAILED, f"its process ended with {_ending(code)} {took}; see {LOG}")
         elif rows[-1].status == Status.ENDED and len(rows) == 1:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -114,7 +114,7 @@ class TorchRun:
 
     files: list[NodeFiles]
     """By rank."""
-    processes: list[Forked]
+    processes: list[Forked | subprocess.Popen[bytes]]
     controls: list[int]
     """The keepers' ends of the ranks' control pipes."""
 
@@ -155,13 +155,17 @@ def start_torch(
     attempt: int = 1,
     homes: list[str] | None = None,
     fields: Mapping[str, Any] | None = None,
+    backend: str = "gloo",
+    command: Sequence[str] = (),
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> TorchRun:
-    """`homes`: the ranks' nodes, as names of folders, one for all without; `fields`: of AttemptSpec."""
+    """`homes`: the ranks' nodes, as names of folders, one for all without; `fields`: of AttemptSpec; `command`: started
+    for each rank in place of a forked trainer; `env`: of the ranks, over what the keeper gives them."""
     names = homes or ["node"] * ranks
     directory.mkdir(parents=True, exist_ok=True)
     specs = [RankSpec(rank, f"n{rank}", "127.0.0.1", str(TORCH), str(directory)) for rank in range(ranks)]
     spec = AttemptSpec(
-        "run", attempt, uuid.uuid4().hex, "gloo", ranks, specs, dict(job), framework="torch", **(fields or {})
+        "run", attempt, uuid.uuid4().hex, backend, ranks, specs, dict(job), framework="torch", **(fields or {})
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -184,13 +188,15 @@ def start_torch(
             SPEC_ENV: str(files.spec),
             EVENTS_ENV: str(files.events(rank)),
         }
+        environment = {**os.environ, **own, **env}
         with files.log(rank).open("wb") as log:
-            process = Forked(
-                "engine.torch_trainer.main",
-                environment={**os.environ, **own},
-                output=log.fileno(),
-                handed={CONTROL_FD_ENV: read},
-            )
+            process: Forked | subprocess.Popen[bytes]
+            if command:
+                environment |= {CONTROL_FD_ENV: str(read), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+                process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=[read])
+            else:
+                module, handed = "engine.torch_trainer.main", {CONTROL_FD_ENV: read}
+                process = Forked(module, environment=environment, output=log.fileno(), handed=handed)
         os.close(read)
         run.processes.append(process)
     return run
