@@ -19,6 +19,7 @@ from engine.run.signature import Signature, SignatureKind
 from engine.run.signatures import SIGNATURES
 from tests.docs import exchange
 from tests.docs.configuration import configuration
+from tests.gpu import mlx_parts, torch_parts
 from tui import actions, cli
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -168,6 +169,13 @@ def _signature(signature: Signature) -> str:
     )
 
 
+def gpu_parts() -> str:
+    """Every part of a visit to a GPU machine, in its order."""
+    parts = (*torch_parts.PARTS, *mlx_parts.PARTS)
+    rows = [f"| `{part.name}` | {part.what} | {part.limit_s:.0f} s |" for part in parts]
+    return "\n".join(["| part | what it shows | at most |", "|---|---|---|", *rows])
+
+
 PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "averaging": exchange.averaging_table,
     "checks": checks,
@@ -175,6 +183,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "configuration": configuration,
     "exchange": exchange.table,
     "files": files,
+    "gpu_parts": gpu_parts,
     "keys": actions.markdown,
     "signatures": signatures,
 }

@@ -72,7 +72,9 @@ def test_a_command_line_is_accepted_by_the_real_parser(command: str, monkeypatch
 
 
 def _check_module(module: str, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert importlib.util.find_spec(module) is not None
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    is_package = spec.submodule_search_locations is not None
     if module == "tests.cluster":
         cluster_parser().parse_args(options)
     elif options:
@@ -85,7 +87,7 @@ def _check_module(module: str, options: list[str], monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
         monkeypatch.setattr(sys, "argv", [module, *options])
         with pytest.raises(Parsed):
-            importlib.import_module(module).main()
+            importlib.import_module(f"{module}.__main__" if is_package else module).main()
 
 
 def _check_pytest(arguments: list[str]) -> None:
