@@ -151,13 +151,10 @@ def _check_gpu_memory(facts: NodeFacts, load: SystemLoad, findings: NodeFindings
     for pid, size, name in held:
         if size > GPU_MEMORY_BYTES:
             findings.warn(f"pid {pid} ({name[:80]}) holds {memory_text(size)} of the GPU's memory")
-    for gpu in facts.gpus if not held else ():
-        # nvidia-smi lists no process of another container.
-        used = gpu.memory_bytes - gpu.free_bytes if gpu.memory_bytes and gpu.free_bytes is not None else 0
-        if used > 2 * GPU_MEMORY_BYTES:
-            findings.warn(
-                f"{memory_text(used)} of the memory of its {gpu.name} are in use, and nvidia-smi lists no process"
-            )
+    # nvidia-smi lists no process of another container.
+    taken = [(gpu.memory_bytes or 0) - (gpu.free_bytes or 0) for gpu in facts.gpus if gpu.free_bytes is not None]
+    if not held and (most := max(taken, default=0)) > 2 * GPU_MEMORY_BYTES:
+        findings.warn(f"{memory_text(most)} of a GPU's memory are in use, and nvidia-smi lists no process")
 
 
 def _check_limits(load: LoadResult, findings: NodeFindings) -> None:

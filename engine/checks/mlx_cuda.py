@@ -16,26 +16,15 @@ from engine.plan.context import version_numbers
 
 DRIVERS = {"mlx-cuda-13": (580,), "mlx-cuda-12": (550, 54, 14)}
 """Package of the build -> the oldest NVIDIA driver for its CUDA."""
-LEAST_CAPABILITY = (7, 5)
 _LIBRARIES = {
-    "libcudnn": "nvidia-cudnn",
-    "libnccl": "nvidia-nccl",
-    "libnvrtc": "nvidia-cuda-nvrtc",
-    "libcudart": "nvidia-cuda-runtime",
-    "libcublas": "nvidia-cublas",
-    "libcufft": "nvidia-cufft",
-    "libcusolver": "nvidia-cusolver",
-    "libcusparse": "nvidia-cusparse",
-    "libnvJitLink": "nvidia-nvjitlink",
-}
-"""Beginning of a library's name -> its package, but for the CUDA that most have in their names."""
-_ALWAYS_NAMED = ("nvidia-cudnn", "nvidia-nccl")
+    "libcudnn": "nvidia-cudnn-cu{0}", "libnccl": "nvidia-nccl-cu{0}", "libnvrtc": "nvidia-cuda-nvrtc",
+    "libcudart": "nvidia-cuda-runtime", "libcublas": "nvidia-cublas", "libcufft": "nvidia-cufft",
+    "libcusolver": "nvidia-cusolver", "libcusparse": "nvidia-cusparse", "libnvJitLink": "nvidia-nvjitlink",
+}  # fmt: skip
+"""Beginning of a library's name -> its package; for CUDA 12 all are named after it."""
 _CONTAINER = "in a container hand the GPUs on to it (--gpus all)"
 
-
-class Advice(NamedTuple):
-    text: str
-    fix: Fix | None = None
+Advice = tuple[str, Fix | None]
 
 
 class MlxNode(NamedTuple):
@@ -65,18 +54,16 @@ class MlxNode(NamedTuple):
         build = self.build or (self.fitting_build if has_gpus else None)
         return _extra(build) if build is not None else "[cpu]" if self.seen.linux else ""
 
-    def install(self, build: str | None = None, package: str = "") -> Fix:
+    def install(self, build: str | None = None, package: str | None = None) -> Fix:
         """Install a build, and anew its `package`, whose files are gone. The packages of builds bring the same file,
         and each removes the other's: another one goes first."""
         build = build or self.build or self.fitting_build
         others = [name for name in (*DRIVERS, "mlx-cpu") if name in self.seen.builds and name != build]
-        at = f"--python {quoted(self.python)}"
+        at, mlx = f"--python {quoted(self.python)}", shlex.quote(f"mlx{_extra(build)}{self.need}")
         before = f"uv pip uninstall {at} {' '.join(others)} && " if others else ""
-        mlx = shlex.quote(f"mlx{_extra(build)}{self.need}")
-        command = f"{before}uv pip install --reinstall-package {package or build} {at} {mlx}"
         back = f"uv pip install {at} {shlex.quote(f'mlx{self.extra}')}" if others else f"uv pip uninstall {at} {build}"
         effect = f"puts {package or build} into the environment of {self.python}; `{back}` takes that back"
-        return Fix(command, effect)
+        return Fix(f"{before}uv pip install --reinstall-package {package or build} {at} {mlx}", effect)
 
 
 def _extra(build: str) -> str:
@@ -91,21 +78,20 @@ def advice(node: MlxNode, first: Interpreter, backend: str) -> Advice | None:
         return _of_import(node, node.seen.problem)
     if backend == "nccl" and backend not in node.seen.backends:
         build = node.fitting_build
-        return Advice(f"this build of mlx has no nccl backend: install mlx{_extra(build)}", node.install(build))
+        return f"this build of mlx has no nccl backend: install mlx{_extra(build)}", node.install(build)
     return _mismatch(node, node.build, first, backend) if node.build is not None else None
 
 
 def _of_import(node: MlxNode, problem: str) -> Advice | None:
     """None for a text that tells nothing of CUDA."""
     build, fitting = node.build or node.fitting_build, node.fitting_build
-    driver = node.facts.nvidia_driver if node.facts is not None else None
     least = f"{'.'.join(map(str, DRIVERS[build]))} or newer, which {build} needs"
     missing = re.search(r"(lib\w+)\.so[.\d]*: cannot open shared object file", problem)
     library = missing[1] if missing is not None else ""
     package = next((package for name, package in _LIBRARIES.items() if library.startswith(name)), None)
     why, fix = "", None
     if "CUDA driver version is insufficient" in problem:
-        why = f"its NVIDIA driver {driver or '(unknown)'} is too old: install {least}"
+        why = f"its NVIDIA driver {(node.facts and node.facts.nvidia_driver) or ''} is too old: install {least}"
         if fitting != build:
             why, fix = f"{why}, or mlx{_extra(fitting)}", node.install(fitting)
     elif "no CUDA-capable device is detected" in problem:
@@ -115,26 +101,24 @@ def _of_import(node: MlxNode, problem: str) -> Advice | None:
     elif library == "libmlx" and (node.build or (node.facts is not None and node.facts.gpus)):
         why, fix = f"libmlx.so is missing, which {build} brings: install mlx{_extra(build)}", node.install(build)
     elif package is not None:
-        package += f"-cu{build[-2:]}" if build[-2:] == "12" or package in _ALWAYS_NAMED else ""
+        package = package.format(build[-2:]) if "{" in package else package + "-cu12" * build.endswith("12")
         why, fix = f"{library}.so is missing, which {package} brings: install it again", node.install(build, package)
-    return Advice(f"mlx cannot be imported: {why}", fix) if why else None
+    return (f"mlx cannot be imported: {why}", fix) if why else None
 
 
 def _mismatch(node: MlxNode, build: str, first: Interpreter, backend: str) -> Advice | None:
     """Why a CUDA build that can be imported is not to be trained with, or not beside rank 0's."""
     builds, version, mlx = node.seen.builds, node.seen.builds[build], node.seen.packages.get("mlx")
-    theirs = next((name for name in DRIVERS if name in first.builds), None)
-    nccl = f"nvidia-nccl-cu{build[-2:]}"
+    theirs, nccl = next((name for name in DRIVERS if name in first.builds), None), f"nvidia-nccl-cu{build[-2:]}"
     gpus = node.facts.gpus if node.facts is not None else ()
-    small = [gpu for gpu in gpus if () < version_numbers(gpu.compute_capability) < LEAST_CAPABILITY]
+    old = [gpu.name for gpu in gpus if () < version_numbers(gpu.compute_capability) < (7, 5)]
     found = {
         f"{build} {version} beside mlx {mlx}: they must be of one version": version != mlx,
         f"{build} and mlx-cpu are both installed, and bring the same file": "mlx-cpu" in builds,
         f"{build} {version}, rank 0 has {theirs}": theirs not in (None, build),
     }
     if (why := next((text for text, true in found.items() if true), None)) is not None:
-        return Advice(why, node.install(theirs))
+        return why, node.install(theirs)
     if backend == "nccl" and builds.get(nccl) != first.builds.get(nccl):
-        return Advice(f"{nccl} {builds.get(nccl)}, rank 0 has {first.builds.get(nccl)}: NCCL connects only the same")
-    names = ", ".join(f"{gpu.name} has {gpu.compute_capability}" for gpu in small)
-    return Advice(f"MLX's CUDA build needs compute capability 7.5 or more: {names}") if small else None
+        return f"{nccl} {builds.get(nccl)}, rank 0 has {first.builds.get(nccl)}: NCCL connects only the same", None
+    return (f"MLX needs a GPU of compute capability 7.5 or more, and there is {', '.join(old)}", None) if old else None

@@ -115,7 +115,7 @@ def evaluate(
         of_mlx = MlxNode(node.python, interpreter, about, _wanted(first.packages.get("mlx"), MLX_MINIMUM))
         cuda = mlx_cuda.advice(of_mlx, first, backend) if config.job.framework == "mlx" else None
         if cuda is not None:
-            found.fault(node, cuda.text, cuda.fix)
+            found.fault(node, *cuda)
         elif (problem := _problem(interpreter, first, backend, needed)) is not None:
             fault, wanted = problem
             advice, fix = _fix(node, interpreter, first, wanted, about)

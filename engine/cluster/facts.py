@@ -160,7 +160,6 @@ def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
         "gpu": text_or_none(imported.get("gpu"), 20),
         "backends": _texts(imported.get("backends"), 20),
         "gpu_limit_bytes": count_or_none(imported.get("working_set")),
-        "gpus": hardware.mlx_gpus(imported.get("gpus")),
         "mlx_cuda": build,
     }
 
@@ -202,12 +201,10 @@ def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields)
     listed = _text(answers, "nvidia_smi")
     gpus = hardware.nvidia_gpus(listed, _text(answers, "nvidia_smi_more"))
     driver, cuda = hardware.nvidia_versions(listed, _text(answers, "nvidia_smi_table"))
-    # The smallest one's, as a rank uses one.
-    limit = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes), default=None)
-    if usable := known.get("gpus"):
-        gpus, limit = hardware.usable_gpus(gpus, usable), hardware.mlx_limit(known["gpu_limit_bytes"], usable)
-    elif known.get("gpu") == "cpu":
-        limit = None
+    on_cpu, imported = known.get("gpu") == "cpu", json_object(json_or_none(_text(answers, "mlx_import").strip()))
+    gpus = hardware.mlx_gpus(imported.get("gpus"), gpus) or gpus
+    # The smallest one's, as a rank uses one; MLX's own is of the first.
+    limits = [known.get("gpu_limit_bytes"), *(gpu.memory_bytes for gpu in gpus if not on_cpu)]
     return {
         "os": text_or_none(name) or known["os"],
         "os_version": text_or_none(version, 40),
@@ -216,7 +213,7 @@ def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields)
         or text_or_none(report.get("machine"), 60),
         "memory_total_bytes": total,
         "memory_used_bytes": used,
-        "gpu_limit_bytes": limit,
+        "gpu_limit_bytes": min(filter(None, limits), default=None),
         "gpus": gpus,
         "nvidia_driver": driver,
         "cuda": cuda,

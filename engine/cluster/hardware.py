@@ -138,35 +138,24 @@ def nvidia_gpus(nvidia_smi: str, more: str = "") -> tuple[NvidiaGpu, ...]:
     return tuple(found)
 
 
-def mlx_gpus(devices: object) -> tuple[NvidiaGpu, ...]:
-    """From MLX's device_info of each GPU that its CUDA build can use (mlx/backend/cuda/device_info.cpp)."""
+def mlx_gpus(devices: object, listed: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, ...]:
+    """From MLX's device_info of each GPU that it can use (mlx/backend/cuda/device_info.cpp), in the order in which
+    nvidia-smi has listed them. Parts of a divided one (MIG) have a uuid that CUDA_VISIBLE_DEVICES does not take."""
+    by_uuid = {gpu.uuid: (place, gpu.mig) for place, gpu in enumerate(listed)}
     found = []
     for device in map(json_object, devices[:_MOST_GPUS] if isinstance(devices, list) else ()):
-        name, uuid = text_or_none(device.get("device_name"), 60), text_or_none(device.get("uuid"), 80)
-        major, minor = (count_or_none(device.get(f"compute_capability_{part}")) for part in ("major", "minor"))
-        found.append(
-            NvidiaGpu(
-                name=name or "NVIDIA GPU",
-                uuid=uuid if uuid and _UUID.fullmatch(uuid) else None,
-                memory_bytes=count_or_none(device.get("total_memory")),
-                free_bytes=count_or_none(device.get("free_memory")),
-                compute_capability=f"{major}.{minor}" if major is not None and minor is not None else None,
-            )
+        uuid = text_or_none(device.get("uuid"), 80) or ""
+        capability = [count_or_none(device.get(f"compute_capability_{part}")) for part in ("major", "minor")]
+        gpu = NvidiaGpu(
+            name=text_or_none(device.get("device_name"), 60) or "NVIDIA GPU",
+            uuid=uuid if _UUID.fullmatch(uuid) and (uuid in by_uuid or not listed) else None,
+            memory_bytes=count_or_none(device.get("total_memory")),
+            free_bytes=count_or_none(device.get("free_memory")),
+            compute_capability=".".join(map(str, capability)) if None not in capability else None,
+            mig=by_uuid.get(uuid, (0, None))[1],
         )
-    return tuple(found)
-
-
-def usable_gpus(listed: Sequence[NvidiaGpu], usable: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, ...]:
-    """Those that MLX can use, in the order in which nvidia-smi lists them, as MLX's own may be another."""
-    by_uuid = {gpu.uuid: gpu for gpu in usable}
-    both = [by_uuid[gpu.uuid].model_copy(update={"mig": gpu.mig}) for gpu in listed if gpu.uuid in by_uuid]
-    return tuple(both) if len(both) == len(usable) else tuple(usable)
-
-
-def mlx_limit(limit: int | None, usable: Sequence[NvidiaGpu]) -> int | None:
-    """The limit of the smallest GPU, from MLX's of the first: a share of that one's memory."""
-    sizes = [gpu.memory_bytes or 0 for gpu in usable]
-    return limit * min(sizes) // sizes[0] if limit is not None and min(sizes) else limit
+        found.append((by_uuid.get(uuid, (0, None))[0], gpu))
+    return tuple(gpu for _, gpu in sorted(found, key=lambda placed: placed[0]))
 
 
 def nvidia_versions(nvidia_smi: str, table: str) -> tuple[str | None, str | None]:

@@ -147,11 +147,6 @@ def parse_nvidia_memory(lines: Iterable[str]) -> tuple[GpuMemory, ...]:
     )
 
 
-def lines_of_gpu(lines: Iterable[str], number: int) -> list[str]:
-    """Those of the same lines that are about one GPU."""
-    return [line for line in lines if line.split(",")[0].strip() == str(number)]
-
-
 _MIB = 2**20
 
 

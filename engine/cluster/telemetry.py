@@ -8,7 +8,6 @@ import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -41,7 +40,7 @@ async def telemetry(
     interval_s: float = INTERVAL_S,
 ) -> AsyncIterator[NodeTelemetry]:
     """Every node's values as they come, without end: a sample of each host every `interval_s` seconds. Nodes on one
-    host get the same values, the ranks of the whole host among them, but each those of its own GPUs. A node that does
+    host get the same values, the ranks of the whole host among them, but each those of its own GPU. A node that does
     not answer yields its `problem`, and is tried again. A slow reader gets the newest of each node. Closing the
     iterator ends the nodes' probes."""
     newest: dict[str, NodeTelemetry] = {}
@@ -52,9 +51,8 @@ async def telemetry(
         arrived.set()
 
     hosts = [[config.nodes[rank] for rank in ranks] for ranks in hosts_of(config.nodes).values()]
-    streams = [
-        _HostStream(fleet.agent(nodes[0]), nodes, put, clock, interval_s, gpu_numbers(config, nodes)) for nodes in hosts
-    ]
+    one_gpu_each = not config.job.elastic and "CUDA_VISIBLE_DEVICES" not in config.job.env
+    streams = [_HostStream(fleet.agent(nodes[0]), nodes, put, clock, interval_s, one_gpu_each) for nodes in hosts]
     watches = [asyncio.create_task(stream.watch()) for stream in streams]
     for watch in watches:
         watch.add_done_callback(lambda _: arrived.set())
@@ -83,8 +81,8 @@ class _HostStream:
     put: Callable[[NodeTelemetry], None]
     clock: Callable[[], datetime]
     interval_s: float
-    gpus: list[list[int]]
-    """By node the numbers of its GPUs."""
+    one_gpu_each: bool = False
+    """The nodes of a host have its GPUs in order."""
     failures: int = 0
 
     async def watch(self) -> None:
@@ -121,19 +119,11 @@ class _HostStream:
                     self._put(parser, **values)
 
     def _put(self, parser: TelemetryParser | None = None, **values: Any) -> None:
-        for node, numbers in zip(self.nodes, self.gpus, strict=True):
-            own = parser.of_gpus(numbers) if parser is not None and len(self.nodes) > 1 else {}
+        by_gpu = parser is not None and self.one_gpu_each and len(self.nodes) > 1
+        for number, node in enumerate(self.nodes):
+            own = parser.of_gpu(number) if parser is not None and by_gpu else {}
             with contextlib.suppress(ValidationError):
                 self.put(NodeTelemetry(node=node.name, at=self.clock(), **(values | own)))
-
-
-def gpu_numbers(config: Config, nodes: list[NodeConfig]) -> list[list[int]]:
-    """The numbers of the GPUs of each of a machine's nodes, whose processes take them in order, one each."""
-    named = config.job.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    visible = [int(name) for name in named] if all(name.strip().isdecimal() for name in named) else None
-    counts = [node.processes if config.job.elastic else 1 for node in nodes]
-    places = [range(sum(counts[:place]), sum(counts[: place + 1])) for place in range(len(nodes))]
-    return [list(each) if visible is None else visible[each.start : each.stop] for each in places]
 
 
 class TelemetryParser:
@@ -173,10 +163,10 @@ class TelemetryParser:
             values["source"] = "/proc, nvidia-smi"
         return values
 
-    def of_gpus(self, numbers: list[int]) -> dict[str, Any]:
-        """The newest values of these GPUs alone; {} where one of them is not listed."""
-        lines = {number: sensors.lines_of_gpu(self._nvidia, number) for number in numbers}
-        return _nvidia_values(list(chain(*lines.values()))) if numbers and all(lines.values()) else {}
+    def of_gpu(self, number: int) -> dict[str, Any]:
+        """The newest values of one GPU; {} where it is not listed."""
+        lines = [line for line in self._nvidia if line.split(",")[0].strip() == str(number)]
+        return _nvidia_values(lines) if lines else {}
 
     def _mac(self, sample: dict[str, Any]) -> dict[str, Any]:
         if "macmon" in sample:

@@ -237,7 +237,7 @@ def plan_network(
     "auto" uses RDMA if possible, else TCP with a warning for each obstacle to RDMA; strategy "local" TCP alone. Raises
     LaunchError that names every node that cannot use the backend which the configuration sets, or that has no known
     address. `strategy` replaces the job's."""
-    known = {fact.node: fact for fact in facts}
+    known = {fact.node: fact for fact in facts if any(node.name == fact.node for node in config.nodes)}
     nodes, chosen = config.nodes, strategy or config.job.strategy
     local = chosen == "local"
     if local:
@@ -279,22 +279,17 @@ def _interface(fact: NodeFacts | None, ips: Sequence[str]) -> str | None:
 
 
 def _gpus(config: Config, fact: NodeFacts | None) -> list[str | None]:
-    """The GPUs of a machine that the ranks may use, as CUDA_VISIBLE_DEVICES names them; None where it is not known how:
-    of one that is divided (MIG)."""
-    if fact is None:
-        return []
-    named = config.job.env.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
+    """A machine's GPUs that the ranks may use, as CUDA_VISIBLE_DEVICES names them; None where no name is known."""
+    if (named := config.job.env.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
-    return [None if gpu.mig else gpu.uuid for gpu in fact.gpus]
+    return [None if gpu.mig else gpu.uuid for gpu in fact.gpus] if fact is not None else []
 
 
 def _gpu(config: Config, rank: int, fact: NodeFacts | None) -> str | None:
-    """The ranks of a machine take its GPUs in order, and share them where there are fewer."""
-    if config.job.framework != "mlx" or fact is None or fact.mlx_device != "CUDA" or not (gpus := _gpus(config, fact)):
-        return None
+    """For a rank of MLX on CUDA: those of a machine take its GPUs in order, and share them where there are fewer."""
+    gpus = _gpus(config, fact) if fact is not None and fact.mlx_device == "CUDA" else []
     before = sum(node.ssh == config.nodes[rank].ssh for node in config.nodes[:rank])
-    return gpus[before % len(gpus)]
+    return gpus[before % len(gpus)] if gpus else None
 
 
 def ranks_of_host(config: Config, ssh: str) -> int:
@@ -349,6 +344,7 @@ def _for_local(backend: str) -> _BackendChoice:
 
 
 _NO_SEND = "a pipeline sends activations from rank to rank, and MLX's NCCL backend has neither send nor recv"
+_NOT_NCCL = 'set backend = "auto" or "ring" in [cluster]'
 
 
 def _configured_backend(
@@ -357,8 +353,11 @@ def _configured_backend(
     backend, nodes = config.cluster.backend, config.nodes
     reasons = (f"the configuration sets {backend}",)
     if backend == "nccl":
-        if config.job.framework == "mlx":
-            _refuse_without_cuda(nodes, facts, strategy)
+        devices = {name: fact.mlx_device for name, fact in facts.items() if fact.mlx_device not in (None, "CUDA")}
+        if why := [f"MLX computes on {device} on {name}" for name, device in devices.items()]:
+            raise LaunchError("nccl is not possible", why="; ".join(why), todo=_NOT_NCCL)
+        if strategy == "pipeline":
+            raise LaunchError("nccl is not possible", why=_NO_SEND, todo=_NOT_NCCL)
         _refuse_shared_gpus(config, facts)
     if backend not in ("jaccl", "jaccl-ring"):
         return _BackendChoice(backend, reasons)
@@ -369,24 +368,11 @@ def _configured_backend(
     return _BackendChoice(backend, reasons, rdma.rows)
 
 
-def _refuse_without_cuda(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], strategy: Strategy) -> None:
-    """Raises LaunchError."""
-    devices = {node.name: facts[node.name].mlx_device for node in nodes if node.name in facts}
-    found = [f"MLX computes on {device} on {name}" for name, device in devices.items() if device not in (None, "CUDA")]
-    if strategy == "pipeline":
-        found.append(_NO_SEND)
-    if found:
-        todo = 'set backend = "auto" or "ring" in [cluster]'
-        raise LaunchError("nccl is not possible", why="; ".join(found), todo=todo)
-
-
 def _for_cuda(config: Config, facts: Mapping[str, NodeFacts], strategy: Strategy) -> _BackendChoice | None:
     """None where not every one of several nodes is known to have MLX on CUDA."""
     nodes = config.nodes
-    found = [facts[node.name] for node in nodes if node.name in facts]
-    if not len(found) == len(nodes) > 1:
-        return None
-    if not all(fact.mlx_device == "CUDA" and "nccl" in fact.backends for fact in found):
+    on_cuda = {name for name, fact in facts.items() if fact.mlx_device == "CUDA" and "nccl" in fact.backends}
+    if len(nodes) == 1 or not on_cuda.issuperset(node.name for node in nodes):
         return None
     shared = _without_gpus(config, facts, [node.name for node in nodes])
     if strategy == "pipeline" or shared:

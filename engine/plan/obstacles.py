@@ -73,8 +73,8 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
 
 
 def _refuse_mixed_devices(context: PlanContext, rationale: Rationale) -> None:
-    """Every strategy has state that each rank computes for itself and that must stay the same on all: the parameters of
-    data, what sharded does not divide, the embeddings of pipeline, the averaged weights of local."""
+    """Every strategy has copies that each rank updates by itself: all parameters (data), those that are not divided
+    (sharded), the embeddings (pipeline), the averaged weights (local)."""
     found: dict[str, list[str]] = {}
     for name in context.names:
         if (fact := context.inputs.facts.get(name)) is not None and fact.mlx_device is not None:

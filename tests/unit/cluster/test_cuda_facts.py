@@ -28,11 +28,15 @@ def test_the_gpus_are_those_that_mlx_can_use_in_the_order_of_nvidia_smi() -> Non
     assert node_state.chip(facts) == "2 x NVIDIA H100 80GB HBM3"
 
 
-def test_the_limit_is_mlxs_own_for_one_gpu_and_less_where_another_is_smaller() -> None:
+def test_the_limit_is_mlxs_own_for_one_gpu_or_the_memory_of_a_smaller_one() -> None:
     assert cuda_node().gpu_limit_bytes == 80683571609
-    small = {**MLX["gpus"][1], "total_memory": MLX["gpus"][0]["total_memory"] // 2}
-    imported = json.dumps({**MLX, "gpus": [MLX["gpus"][0], small]})
-    assert cuda_node(mlx_import=imported).gpu_limit_bytes == 80683571609 // 2
+    imported = json.dumps({**MLX, "gpus": [MLX["gpus"][0], {**MLX["gpus"][1], "total_memory": 24 * 2**30}]})
+    assert cuda_node(mlx_import=imported).gpu_limit_bytes == 24 * 2**30
+
+
+def test_a_part_of_a_divided_gpu_has_no_name_for_cuda_visible_devices() -> None:
+    part = {**MLX["gpus"][0], "uuid": "GPU-00000000-aaaa-bbbb-cccc-000000000001"}
+    assert [gpu.uuid for gpu in cuda_node(mlx_import=json.dumps({**MLX, "gpus": [part]})).gpus] == [None]
 
 
 @pytest.mark.parametrize("lists", ["", "NVIDIA-SMI has failed because it couldn't communicate with the driver\n"])

@@ -11,11 +11,10 @@ import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from engine.cluster.telemetry import TelemetryParser, gpu_numbers, telemetry
+from engine.cluster.telemetry import TelemetryParser, telemetry
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import NodeTelemetry, RankUse
 from engine.node.processes import start_time
@@ -132,28 +131,17 @@ def line(**output: object) -> bytes:
 NVIDIA = ["0, 10, 900, 60, 40, 1000, 81559", "1, 90, 1900, 300, 70, 40960, 81559", "2, 0, 210, 30, 30, 300, 81559"]
 
 
-@pytest.mark.parametrize(
-    ("job", "processes", "expected"),
-    [
-        ({}, 1, [(0.1, [0]), (0.9, [1])]),
-        ({"env": {"CUDA_VISIBLE_DEVICES": "2,1"}}, 1, [(0.0, [2]), (0.9, [1])]),
-        ({"env": {"CUDA_VISIBLE_DEVICES": "GPU-1, GPU-2"}}, 1, [(0.1, [0]), (0.9, [1])]),
-        ({"elastic": True, "framework": "torch"}, 2, [(0.5, [0, 1]), (None, None)]),
-    ],
-    ids=["in-order", "chosen", "by-uuid", "several-each"],
-)
-def test_nodes_on_one_host_have_the_values_of_their_own_gpus(
-    job: dict[str, Any], processes: int, expected: list[tuple[float | None, list[int] | None]]
-) -> None:
+def test_the_values_of_one_gpu_of_several() -> None:
     """Written from nvidia-smi's documentation: no such machine has been recorded."""
-    config = cluster(("a", sys.executable), ("b", sys.executable))
-    nodes = [node.model_copy(update={"processes": processes}) for node in config.nodes]
-    config = config.model_copy(update={"job": config.job.model_copy(update=job)})
     parser = TelemetryParser()
-    assert parser.read(line(system="Linux", nvidia=NVIDIA)) is not None
-    values = [parser.of_gpus(numbers) for numbers in gpu_numbers(config, nodes)]
-    shown = [(each.get("gpu_use"), [gpu.index for gpu in each["gpu_memory"]] if each else None) for each in values]
-    assert shown == expected, "the second of the last has one GPU that is not there: it gets the host's values"
+    whole = parser.read(line(system="Linux", nvidia=NVIDIA))
+    assert whole is not None and (whole["gpu_use"], len(whole["gpu_memory"])) == (pytest.approx(1 / 3), 3)
+    first, second = parser.of_gpu(0), parser.of_gpu(1)
+    assert (first["gpu_use"], second["gpu_use"]) == (0.1, 0.9)
+    assert [gpu.index for gpu in second["gpu_memory"]] == [1]
+    assert parser.of_gpu(3) == {}
+    parser.read(line(system="Linux"))
+    assert parser.of_gpu(0) == {}, "a sample without a line of nvidia-smi's has none of its values"
 
 
 @pytest.mark.needs("linux")
