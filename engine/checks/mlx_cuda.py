@@ -61,7 +61,8 @@ class MlxNode(NamedTuple):
         others = [name for name in (*DRIVERS, "mlx-cpu") if name in self.seen.builds and name != build]
         at, mlx = f"--python {quoted(self.python)}", shlex.quote(f"mlx{_extra(build)}{self.need}")
         before = f"uv pip uninstall {at} {' '.join(others)} && " if others else ""
-        back = f"uv pip install {at} {shlex.quote(f'mlx{self.extra}')}" if others else f"uv pip uninstall {at} {build}"
+        back = f"uv pip uninstall {at} {build}"
+        back += f" && uv pip install {at} {shlex.quote(f'mlx{self.extra}')}" if others else ""
         effect = f"puts {package or build} into the environment of {self.python}; `{back}` takes that back"
         return Fix(f"{before}uv pip install --reinstall-package {package or build} {at} {mlx}", effect)
 

@@ -322,8 +322,9 @@ def parse_find_python(done: Completed) -> FoundPython:
         return FoundPython(hostname=hostname, problem=what + (f": {output}" if output else ""))
     problem = "no python with mlx and mlx-lm was found there"
     if "without" in report:
-        problem += f" ({plain(report['without'], _LINE)} has none)"
-    return FoundPython(hostname=hostname, problem=problem, todo="docs/quickstart.md, step 2, or set `python` yourself")
+        problem += f" ({plain(report['without'], _LINE)} has none, or cannot import it)"
+    page = "docs/cuda.md" if report.get("system") == "Linux" else "docs/quickstart.md, step 2"
+    return FoundPython(hostname=hostname, problem=problem, todo=f"{page}, or set `python` yourself")
 
 
 def _usable(python: str | None, home: str | None) -> str | None:

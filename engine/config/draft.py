@@ -80,7 +80,7 @@ def draft(
         "",
         "[cluster]",
         _set("name", make_identifier(cluster, "cluster")),
-        _set("backend", backend, "auto uses RDMA if possible, else TCP" if backend == "auto" else ""),
+        _set("backend", backend, "auto uses RDMA or NCCL if possible, else TCP" if backend == "auto" else ""),
         "",
         "# One [[node]] per rank, rank 0 first. Paths are on the node; ~ is the home directory of its user.",
     ]

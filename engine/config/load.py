@@ -89,9 +89,10 @@ def _check_framework(
         accepted = 'auto, ring, jaccl, jaccl-ring or nccl, or framework = "torch"'
         faults.add(location, "backend", cluster.backend, accepted)
     for node in nodes:
-        for key in ("validate", "rdma") if framework == "torch" else ("processes",):
+        for key in ("validate", "rdma") if framework == "torch" else ("processes",) * ("rdma" in node.known):
             if key in node.known:
-                faults.add(node.location, key, node.known[key], f"no value here, with framework {framework}")
+                why = "framework torch" if framework == "torch" else "rdma: one [[node]] for each rank"
+                faults.add(node.location, key, node.known[key], f"no value here, with {why}")
 
 
 def _by_process(

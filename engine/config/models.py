@@ -53,7 +53,8 @@ class ClusterConfig(_Section):
     """Name of the cluster: letters, digits, `.`, `_`, `-`."""
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl", "gloo"] = "auto"
     """The communication backend. `auto` uses RDMA (`jaccl`, `jaccl-ring`) if the Macs are cabled for it, `nccl` if
-    every node has CUDA, else `ring` (TCP). With framework `torch`, `nccl` if every node has an NVIDIA GPU for each of
+    MLX computes on CUDA on every node, with a GPU for each rank, and the strategy is not `pipeline`, else `ring` (TCP).
+    With framework `torch`, `nccl` if every node has an NVIDIA GPU for each of
     its processes, else `gloo` (TCP)."""
     launcher: Literal["mlx.launch", "direct"] = "mlx.launch"
     """Starts the ranks with `mlx.launch`, or directly over Flight Deck's own connections with the same environment.
@@ -91,8 +92,8 @@ class NodeConfig(_Section):
     """RDMA device towards each rank, in their order, a list of them with several cables, and `""` for the node itself:
     `["", "rdma_en5"]`. Default: chosen from the Thunderbolt cables."""
     processes: int = Field(default=1, ge=1, le=64)
-    """Ranks on this node, with framework `torch`: usually its number of GPUs. They are nodes of their own in all
-    that is shown: `<name>.0`, `<name>.1`, …; but for an `elastic` job."""
+    """Ranks on this node: usually its number of NVIDIA GPUs. They are nodes of their own in all that is shown:
+    `<name>.0`, `<name>.1`, …; but for an `elastic` job."""
     share: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Relative share of the global batch. Default: by the calibration, or equal shares."""
     validates: bool | None = Field(default=None, alias="validate")

@@ -196,7 +196,7 @@ def _say_next(
     unknown = [(node, found.host_key) for node, found in zip(nodes, pythons, strict=True) if found.host_key is not None]
     lines.say("next:")
     if unknown:
-        lines.say(f"  flightdeck nodes{named}       accept these host keys, compared on each Mac itself:")
+        lines.say(f"  flightdeck nodes{named}       accept these host keys, compared on each machine itself:")
         for node, key in unknown:
             lines.say(f"      {node.ssh}  {key.fingerprint}")
     there = {"model": job.has_model, "data": job.data or job.has_data}

@@ -58,8 +58,9 @@ def test_the_framework_is_one_key_and_the_rest_stays_as_it_is(tmp_path: Path) ->
     assert torch.starts_directly and not mlx.starts_directly
 
 
-def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
-    nodes = loaded(tmp_path, NODES + TRAINING).nodes
+@pytest.mark.parametrize("job", [TRAINING, '[job]\nmodel = "/m"\ndata = "/d"'], ids=["torch", "mlx"])
+def test_each_process_of_a_node_is_a_node(job: str, tmp_path: Path) -> None:
+    nodes = loaded(tmp_path, NODES + job).nodes
     assert [(node.name, node.ssh) for node in nodes] == [
         ("box.0", "ana@box"),
         ("box.1", "ana@box"),
@@ -79,7 +80,10 @@ def test_each_process_of_a_node_is_a_node(tmp_path: Path) -> None:
         (NODES + TRAINING + 'offload = "nvme"\nnvme_path = "/n"', "checkpoint.enabled: false: of what is offloaded"),
         (NODES + TRAINING + "zero_stage = 4", 'job.zero_stage: 1, 2, 3 or "auto"'),
         (NODES + TRAINING + '[cluster]\nbackend = "ring"', "cluster.backend: auto, nccl or gloo"),
-        (NODES + '[job]\nmodel = "/m"\ndata = "/d"', "node[0].processes: no value here, with framework mlx"),
+        (
+            NODES.replace("processes", 'rdma = ["", "rdma_en5"]\nprocesses') + '[job]\nmodel = "/m"\ndata = "/d"',
+            "node[0].processes: no value here, with rdma: one [[node]] for each rank",
+        ),
         (NODES + '[job]\nframework = "jax"\nmodel = "/m"\ndata = "/d"', "job.framework: "),
         (NODES + '[job]\nframework = "torch"\nscript = "t.py"\ncommand = ["t"]', "job.script: no value here"),
         (NODES + '[job]\nframework = "torch"\nscript = ""', "job.script: a script and its arguments"),
