@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import lzma
+import re
 import shutil
 import site
 import subprocess
@@ -26,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.gpu.part import ROOT
 
@@ -50,6 +51,10 @@ IMPORTS: Final = (
     "accelerate",
 )
 """What has to be importable in ENV; together they import every package that is brought."""
+
+
+_NEED: Final = re.compile(r"(\S+) \S+ (?:requires|has requirement) ([\w.-]+)")
+"""A line of `pip check`."""
 
 
 class WheelError(Exception):
@@ -206,10 +211,12 @@ def make_environment(folder: Path) -> Path:
     there = [path for path in dict.fromkeys([*paths, sysconfig.get_path("purelib")]) if Path(path).is_dir()]
     (packages / "machine.pth").write_text("\n".join([*there, str(ROOT), ""]), encoding="utf-8")
     link_nvidia(packages, [Path(path) for path in there])
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    metadata = packages / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info" / "METADATA"
+    ours = project()
+    metadata = packages / f"{ours['name'].replace('-', '_')}-{ours['version']}.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    head = ["Metadata-Version: 2.1", f"Name: {ours['name']}", f"Version: {ours['version']}"]
+    needs = [f"Requires-Dist: {need}" for need in ours["dependencies"]]
+    metadata.write_text("\n".join([*head, *needs, ""]), encoding="utf-8")
     command = folder / "bin" / "flightdeck"
     command.write_text(f"#!{folder / 'bin' / 'python'}\nimport sys\nfrom tui.cli import main\nsys.exit(main())\n")
     command.chmod(0o755)
@@ -243,6 +250,27 @@ def pip_install(python: Path, wheels: Sequence[Path]) -> None:
     done = subprocess.run([*argv, *map(str, new)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise WheelError(f"pip: {(done.stderr or done.stdout).strip()[-2000:]}")
+
+
+def unmet_needs(python: Path, brought: Sequence[Wheel], missing: Sequence[Piece]) -> list[str]:
+    """What Flight Deck and the wheels need and the machine's own packages do not meet, as pip says it. Needs among the
+    machine's own are its affair, and a wheel that is still to come is named elsewhere."""
+    argv = [sys.executable, "-m", "pip", "--python", str(python), "check"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    needing = {package_of(wheel.name) for wheel in brought} | {project()["name"]}
+    coming = {package_of(piece.name) for piece in missing}
+    rows = [(line, _NEED.match(line)) for line in done.stdout.splitlines()]
+    return [line for line, need in rows if need and need[1].lower() in needing and need[2].lower() not in coming]
+
+
+def package_of(wheel: str) -> str:
+    return wheel.partition("-")[0].lower().replace("_", "-")
+
+
+def project() -> dict[str, Any]:
+    """Flight Deck's own metadata."""
+    metadata: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return metadata
 
 
 def failing_imports(python: Path, modules: Sequence[str]) -> dict[str, str]:
@@ -280,12 +308,15 @@ def install(folder: Path, environment: Path, imports: Sequence[str] = IMPORTS) -
         print(f"not yet brought: {piece.name} ({piece.size:,} bytes), of folder {piece.folder}", flush=True)
     for library in missing_libraries(site_packages(environment)):
         print(f"MLX needs {library}, which is not on this machine", flush=True)
+    unmet = unmet_needs(python, wheels, missing)
+    for line in unmet:
+        print(f"not met: {line}", flush=True)
     absent = {"mlx.core", "mlx_lm.tuner.trainer"} if any("mlx" in piece.name for piece in missing) else set()
     failures = failing_imports(python, [module for module in imports if module not in absent])
     for module, why in failures.items():
         print(f"cannot be imported: {module}: {why}", flush=True)
     print(f"python: {python}", flush=True)
-    return 1 if failures else 0
+    return 1 if failures or unmet else 0
 
 
 def gather_into(folder: Path, have: Path, mlx: str, carrier_mib: int) -> int:
