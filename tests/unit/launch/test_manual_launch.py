@@ -150,5 +150,5 @@ def test_the_variables_of_nccl_are_in_the_command_and_the_jobs_own_win(tmp_path:
     job_config = config(node("a", tmp_path), node("b", tmp_path), env={"NCCL_DEBUG": "WARN"})
     command = typed(job_config, backend="nccl").mlx_launch_command or ""
     assert "--env NCCL_IB_DISABLE=1" in command and "--env NCCL_DEBUG=WARN" in command
-    assert all(f"{rank}) export CUDA_VISIBLE_DEVICES={rank} && cd " in command for rank in (0, 1))
+    assert " 0|1) export CUDA_VISIBLE_DEVICES=0 && cd " in command, "the first one of each machine"
     assert "NCCL_IB" not in (typed(job_config).mlx_launch_command or "")
