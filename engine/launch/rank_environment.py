@@ -46,9 +46,8 @@ def common_environment(
 
 
 def gpu_environment(network: NetworkPlan, rank: int) -> dict[str, str]:
-    """The variables of one rank of MLX on CUDA that mlx.launch does not set, or not by the plan: its GPU, and between
-    machines the interface that NCCL is to use. With NCCL a rank sees one GPU alone: of several it takes another one
-    than MLX (mlx/distributed/nccl/nccl.cpp)."""
+    """The variables of one rank of MLX on CUDA that mlx.launch does not set, or not by the plan: its GPU, of which NCCL
+    would take another one than MLX if it saw several, and between machines the interface that NCCL is to use."""
     host, machines = network.hosts[rank], [host.ssh for host in network.hosts]
     of_nccl = network.framework == "mlx" and network.backend == "nccl"
     gpu = host.gpu or (str(machines[:rank].count(host.ssh)) if of_nccl else None)
@@ -90,10 +89,8 @@ def rank_environment(network: NetworkPlan, starting_port: int, environment: Mapp
 
 def rank_variables(environment: RankEnvironment, network: NetworkPlan, rank: int) -> dict[str, str]:
     """The variables of one rank, without those that name files."""
-    own = {"MLX_RANK": str(rank)}
-    if network.framework == "torch":
-        return environment.variables | own | torch_rank_variables(network, rank)
-    return environment.variables | own
+    of_torch = torch_rank_variables(network, rank) if network.framework == "torch" else {}
+    return environment.variables | {"MLX_RANK": str(rank)} | of_torch
 
 
 def torch_variables(network: NetworkPlan, starting_port: int) -> dict[str, str]:

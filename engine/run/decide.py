@@ -177,7 +177,7 @@ TRANSIENT: Final = frozenset({
     "ring.bind", "ring.connect", "ring.connect_retry", "ring.neighbor", "jaccl.connect", "jaccl.wc",
     "metal.timeout", "metal.interactivity", "metal.internal", "memory.killed", "ssh.refused",
     "c10d.port_in_use", "c10d.store_unreachable", "c10d.clients_missing", "gloo.connect",
-    "elastic.rendezvous", "elastic.worker_killed",
+    "elastic.rendezvous", "elastic.worker_killed", "nccl.bind", "nccl.connect", "nccl.group_late",
 })  # fmt: skip
 """Failure signatures that may be over at the next start: a port that was taken, a peer that came late, a GPU that was
 busy. All other known causes lie in the job, the software or the network."""

@@ -1,6 +1,6 @@
-"""The known texts of failures (of MLX, mlx-lm, ssh and the operating system; those of PyTorch jobs stand in
-`engine.run.torch_signatures`), each with its cause and its fix in words: data, which `engine.run.failure_cause` looks
-for in logs."""
+"""The known texts of failures (of MLX, mlx-lm, ssh and the operating system; those of CUDA and of PyTorch jobs stand in
+`cuda_signatures` and `torch_signatures`), each with its cause and its fix in words: data, which
+`engine.run.failure_cause` looks for in logs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 
 from engine.errors import ENABLE_RDMA
 from engine.models import Reason
+from engine.run.cuda_signatures import CUDA_SIGNATURES
 from engine.run.signature import Citation, Provenance, Signature, SignatureKind
 from engine.run.torch_signatures import TORCH_MODULE, TORCH_SIGNATURES
 
@@ -267,7 +268,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         f"{_METAL_FAILED}Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
         Citation("ml-explore/mlx-lm#236", Provenance.REPORTED), reason=Reason.OUT_OF_MEMORY),
     Signature("metal.malloc", r"\[(?:metal::)?malloc\] (?:Unable to allocate|Attempting to allocate|Resource limit)",
-        "one array was larger than Metal gives out at once, or there were too many of them",
+        "one array was larger than the GPU's memory has room for, or Metal gives out; or there were too many of them",
         "use shorter sequences or a smaller batch",
         "RuntimeError: [metal::malloc] Resource limit (499000) exceeded.",
         Citation("mlx/backend/metal/allocator.cpp", Provenance.SOURCE), reason=Reason.OUT_OF_MEMORY),
@@ -357,7 +358,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         Citation("Python", Provenance.REPRODUCED)),
     # ssh and the operating system.
     Signature("memory.python", r"\bMemoryError\b|std::bad_alloc|(?<!Error code 12 \()[Cc]annot allocate memory"
-        r"|(?<!CUDA )(?<!CUDA error: )[Oo]ut of memory(?!: Killed)",
+        r"|(?<!CUDA )(?<!CUDA error: )(?<!\) failed: )(?<!\d ')[Oo]ut of memory(?!: Killed)",
         "there was not enough memory",
         "use a smaller batch or shorter sequences, or grad_checkpoint",
         "numpy.core._exceptions._ArrayMemoryError: MemoryError: Unable to allocate 7.45 GiB",
@@ -407,6 +408,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "find out why before you trust it",
         "Host key verification failed.",
         Citation("ssh", Provenance.REPRODUCED)),
+    *CUDA_SIGNATURES,
     *TORCH_SIGNATURES,
 )  # fmt: skip
 """No text is known by two of them."""

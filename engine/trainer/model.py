@@ -28,13 +28,10 @@ def set_up_device(job: Job, rank: int = 0) -> None:
     elif _on_cpu() or mx.cuda.is_available():
         # MLX builds kernels below the system's directory for temporary files, and loads those that it finds there:
         # another user's, or half-written ones of another rank of the host. Kept for the next runs: each takes g++ a
-        # third of a second, and CUDA's compiler longer.
+        # third of a second, CUDA's compiler longer. MLX_PTX_CACHE_DIR of the job wins.
         root = next((folder.parent for folder in job.home.parents if folder.name == "runs"), job.home)
         make_private(kernels := root / "kernels" / str(rank))
-        if _on_cpu():
-            os.environ["TMPDIR"] = str(kernels)
-        else:
-            os.environ.setdefault("MLX_PTX_CACHE_DIR", str(kernels))
+        os.environ["TMPDIR"] = str(kernels)
     maybe_set_recommended_wired_limit()
 
 

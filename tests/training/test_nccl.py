@@ -15,6 +15,8 @@ import pytest
 
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import JobError
+from engine.run.failure_cause import explain
+from engine.run.signatures import BY_ID
 from engine.trainer.collective import Collective, broadcast_arrays
 from engine.trainer.train import _Setup
 from tests.training.nccl_stand_in import nccl
@@ -96,3 +98,5 @@ def test_a_rank_that_waits_for_the_others_in_mlx_is_ended() -> None:
     """MLX's rank 0 waits for ever, with Python's lock: no other thread runs."""
     ended = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 1 and ended.stderr.startswith("Timeout (0:00:00.200000)!")
+    found = explain(ended.stderr.splitlines())
+    assert found is not None and found.signature is BY_ID["nccl.group_late"]

@@ -112,3 +112,41 @@ def test_what_nccl_and_the_loader_of_libraries_print_is_explained(known: str, te
 def test_a_warning_about_a_library_that_was_left_out_does_not_explain_an_end() -> None:
     warning = "UserWarning: Disabling 'pyg-lib'. Stacktrace: /lib64/libm.so.6: version `GLIBC_2.29' not found"
     assert explain([warning]) is None
+
+
+_OF_MLX = [
+    ("cuda.oom", "RuntimeError: cudaMallocAsync(&data, size, stream) failed: out of memory"),
+    ("cuda.oom", "RuntimeError: cudaGraphInstantiate(&handle_, graph, nullptr, nullptr, 0) failed: out of memory"),
+    ("cuda.oom", "CUDA error /project/mlx/distributed/nccl/nccl.cpp:287 'out of memory'"),
+    ("metal.malloc", "RuntimeError: [malloc] Unable to allocate 68719476736 bytes."),
+    ("cuda.no_driver", "RuntimeError: cudaGetDeviceCount(&count) failed: no CUDA-capable device is detected"),
+    ("cuda.no_driver", "CUDA error /project/mlx/distributed/nccl/nccl.cpp:287 'no CUDA-capable device is detected'"),
+    (
+        "cuda.old_driver",
+        "ImportError: cudaMallocManaged(&data, size) failed: CUDA driver version is insufficient for CUDA runtime "
+        "version",
+    ),
+    ("cuda.device_ordinal", "RuntimeError: cudaSetDevice(device_) failed: invalid device ordinal"),
+    ("cuda.assert", "RuntimeError: cudaStreamSynchronize(stream_) failed: device-side assert triggered"),
+    ("cuda.ecc", "RuntimeError: cudaStreamSynchronize(stream_) failed: uncorrectable ECC error encountered"),
+    ("cuda.illegal_access", "RuntimeError: cudaGraphLaunch(graph_exec, stream_) failed: misaligned address"),
+    ("cuda.mlx_compile", "RuntimeError: nvrtcGetCUBINSize(prog, &ptx_size) failed: NVRTC_ERROR_INVALID_PROGRAM"),
+    ("cuda.mlx_library", "RuntimeError: graph.build() failed: No valid execution plans built."),
+    ("cuda.mlx_library", "RuntimeError: cudnnCreate(&storage.handle) failed: CUDNN_STATUS_NOT_INITIALIZED."),
+    ("nccl.peer_lost", "NCCL error nccl.cpp:370 'remote process exited or there was a network error'"),
+    ("nccl.mlx", "NCCL error nccl.cpp:264 'invalid usage (run with NCCL_DEBUG=WARN for details)'"),
+]
+"""Texts of CUDA and NCCL in the forms that mlx/backend/cuda and mlx/distributed/nccl give them."""
+
+
+@pytest.mark.parametrize(("signature", "text"), _OF_MLX)
+def test_what_mlx_on_cuda_prints_has_one_meaning(signature: str, text: str) -> None:
+    assert known(text) == [signature]
+
+
+def test_nccls_own_line_explains_more_than_the_one_with_which_mlx_ends() -> None:
+    own = (
+        "gpu-1:1958:1958 [0] init.cc:790 NCCL WARN Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+    )
+    found = explain([own, _OF_MLX[-1][1]])
+    assert found is not None and found.signature is BY_ID["nccl.same_gpu"]
