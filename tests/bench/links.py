@@ -38,8 +38,8 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Final
 
 from engine.protocol.attempt import EVENTS_ENV, SPEC_ENV, AttemptSpec, NodeFiles, RankSpec
+from tests.bench.equal_data import write_equal_data, write_llama
 from tests.bench.figures import Figure, machine, report
-from tests.bench.trainers import write_equal_data, write_llama
 
 SIZES: Final = {
     "num_hidden_layers": 8,

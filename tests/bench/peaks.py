@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tests.bench.equal_data import write_equal_data, write_llama
 from tests.bench.figures import Figure
-from tests.bench.trainers import run_ours, run_stock, write_equal_data, write_llama
+from tests.bench.trainers import run_ours, run_stock
 
 SIZES: Final = {
     "num_hidden_layers": 32,

@@ -29,9 +29,14 @@ class Clock(TrainingCallback):  # type: ignore[misc]  # mlx-lm has no types
 
 
 def main(config: str, log: Path) -> None:
-    # The only entry point: what is given to its `run` is replaced there.
     first = os.environ.get("MLX_RANK", "0") == "0"
-    lora.get_reporting_callbacks = lambda *_, **__: Clock(log) if first else None
+    train(config, Clock(log) if first else None)
+
+
+def train(config: str, callback: TrainingCallback | None) -> None:
+    """mlx_lm.lora's own main program, which makes its reports to `callback`."""
+    # The only entry point: what is given to its `run` is replaced there.
+    lora.get_reporting_callbacks = lambda *_, **__: callback
     sys.argv = ["mlx_lm.lora", "--config", config]
     lora.main()
 

@@ -32,8 +32,9 @@ import mlx.core as mx
 from engine.demo_model import calls
 from tests.bench import blas
 from tests.bench.calibration import SPINNERS, spinning
+from tests.bench.equal_data import write_equal_data
 from tests.bench.figures import Figure, machine, report
-from tests.bench.trainers import run_ours, run_stock, write_equal_data
+from tests.bench.trainers import run_ours, run_stock
 
 BATCH: Final = 8
 EXAMPLES: Final = 64
