@@ -195,7 +195,7 @@ KEYS: dict[str, Key] = {
         "Layers of each rank whose activations are recomputed in the backward pass, to save memory."),
     "clear_cache_threshold": Key(
         Form(_NotNegative, 'bytes as a whole number, 0 or more, or as in "2GB" or "500MB" (10⁹ and 10⁶ bytes)'), 0,
-        "Size of MLX's cache in bytes above which it is cleared; 0 means 1 GiB."),
+        "Size of MLX's cache in bytes above which it is cleared; 0 means 1 GiB, and on a CUDA GPU all that is free."),
     "compile_on_cpu": Key(FLAG, False,
         "Have MLX build fused kernels where it computes on the CPU, too, if g++ is installed there. That takes about "
         "half a minute, once for each rank of a machine; then steps in float32 are about 5 % faster. Not in mlx-lm, "

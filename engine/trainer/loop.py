@@ -15,6 +15,7 @@ from engine.trainer.checkpoint.resume import ResumePoint
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.elastic_group import LeftOut
+from engine.trainer.model import limit_cache
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.saver import Saver
 from engine.trainer.strategies.base import LocalStep, Strategy
@@ -23,8 +24,6 @@ from engine.training.data import Split
 from engine.training.loop import TrainingLoop
 from engine.training.reporting import Diverged, Outcome
 from engine.training.sampler import Indices, dropout_seed
-
-_CACHE_BYTES = 2**30
 
 
 class _ReplicasDiffer(Exception):
@@ -102,8 +101,7 @@ class Loop(TrainingLoop):
                     self._check_replicas(iteration)
                     self._saver.save(iteration, last=False)
                 self._admit(iteration)
-                if mx.get_cache_memory() > (self.job.clear_cache_threshold or _CACHE_BYTES):
-                    mx.clear_cache()
+                limit_cache(self.job)
             return self._finish(Outcome(True, self._stop, self.job.iters))
         except _ReplicasDiffer:
             pass

@@ -21,7 +21,7 @@ from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer.collective import Collective
 from engine.trainer.gradient_wire import GradientWire
-from engine.trainer.model import load_model, row_format, set_up_device
+from engine.trainer.model import limit_cache, load_model, row_format, set_up_device
 from engine.trainer.optimizer import Updater
 from engine.trainer.optimizer_state import StateForm
 from engine.trainer.strategies.data_parallel import Gradients, WholeStep
@@ -97,7 +97,6 @@ _SECOND_BATCH_FRACTION = 0.2
 """Share of a window for steps of the second batch."""
 _LEAST_PROBE_STEPS, _PROBE_STEPS = 2, 5
 """Steps of a memory probe, the fewest where they are slow: one may show less than the peak, as MLX frees late."""
-_CACHE_BYTES = 2**30
 
 
 class BatchSource(Protocol):
@@ -140,8 +139,7 @@ class SingleNodeTrainer:
                 self._update()
         elif batch.targets:
             self._whole_step.run(batch)
-        if mx.get_cache_memory() > (self._job.clear_cache_threshold or _CACHE_BYTES):
-            mx.clear_cache()
+        limit_cache(self._job)
         return time.perf_counter() - started, batch.targets
 
     def probe(

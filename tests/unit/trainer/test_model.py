@@ -1,5 +1,5 @@
-"""What MLX builds on the CPU or by CUDA's compiler, and loads again, lies where nobody else can put anything; and what
-it is told about its device."""
+"""What MLX builds on the CPU or by CUDA's compiler, and loads again, lies where nobody else can put anything; what it
+is told about its device; and what it keeps of freed memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ import pytest
 
 from engine.protocol.job import Job
 from engine.trainer import model
-from engine.trainer.model import set_up_device
+from engine.trainer.model import limit_cache, set_up_device
 from engine.trainer.train import _memory_mib
 
 
@@ -72,3 +73,41 @@ def test_a_long_training_of_many_lengths_is_no_error_unless_the_job_says_so(own:
     environment |= {"MLX_ENABLE_CACHE_THRASHING_CHECK": own} if own else {}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"{own or 0} False\n"
+
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Freed:
+    """`free`: of the 80 bytes of a CUDA GPU, with the keys of MLX 0.32.4's source; None without one."""
+
+    cache: int
+    threshold: int = 0
+    free: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("freed", "released"),
+    [
+        (Freed(_GIB), False),
+        (Freed(_GIB + 1), True),
+        (Freed(101, threshold=100), True),
+        (Freed(40 * _GIB, free=20), False),
+        (Freed(40 * _GIB, free=9), True),
+        (Freed(101, threshold=100, free=20), True),
+    ],
+    ids=str,
+)
+def test_freed_memory_is_released_above_a_gibibyte_and_on_a_cuda_gpu_where_little_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: Freed, released: bool
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: freed.cache)
+    monkeypatch.setattr(mx, "clear_cache", lambda: calls.append("cleared"))
+    if freed.free is not None:
+        monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+        monkeypatch.setattr(mx, "device_info", lambda: {"free_memory": freed.free, "total_memory": 80})
+    limit_cache(Job(tmp_path, tmp_path, tmp_path, tmp_path, clear_cache_threshold=freed.threshold))
+    assert bool(calls) is released
