@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from typing import Final
 
-from tests.gpu.part import Part, Visit
+from tests.gpu.mlx_facts import facts
+from tests.gpu.mlx_numbers import attention, losses
+from tests.gpu.mlx_runs import calibration, checkpoint, launches
+from tests.gpu.mlx_training import compiling, memory, throughput
+from tests.gpu.part import Part
 
-_FACTS: Final = """
-import json, sys, mlx.core as mx
-device = sys.argv[1]
-assert device == "cpu" or mx.cuda.is_available(), "mx.cuda.is_available() is False"
-mx.set_default_device(mx.cpu if device == "cpu" else mx.gpu)
-assert mx.ones((1 << 20,)).sum().item() == 1 << 20
-print(json.dumps({"mlx": mx.__version__} | {f"device_info.{k}": v for k, v in mx.device_info().items()}))
-"""
-
-
-def facts(visit: Visit) -> None:
-    """MLX computes on the device; what it says of it."""
-    done = visit.call([visit.python, "-c", _FACTS, visit.device])
-    if done.code != 0:
-        visit.record("mlx", done.errors)
-        visit.result("mlx computes", "no", target="yes", ok=False, note=done.errors[-200:])
-        return
-    for name, value in json.loads(done.output.splitlines()[-1]).items():
-        visit.result(name, str(value))
-    visit.result("mlx computes", "yes", target="yes", ok=True)
-
-
-PARTS: Final = (Part("mlx-facts", "MLX computes on the GPU", 60.0, facts),)
+PARTS: Final = (
+    Part("mlx.facts", "MLX computes on the GPU, which is known as nvidia-smi has it", 18.0, facts, 120.0),
+    Part("mlx.launch", "`flightdeck launch`: one rank, and two that share the GPU by ring", 32.0, launches, 300.0),
+    Part("mlx.throughput", "tokens/s and peak memory beside stock mlx_lm.lora", 75.0, throughput, 200.0),
+    Part("mlx.memory", "the plan's estimate beside MLX's own peak", 15.0, memory, 120.0),
+    Part("mlx.losses", "losses beside those on the CPU", 18.0, losses, 300.0),
+    Part("mlx.checkpoint", "what a checkpoint costs; a killed run goes on bit for bit", 36.0, checkpoint, 400.0),
+    Part("mlx.calibration", "`flightdeck calibrate` beside the training", 24.0, calibration, 200.0),
+    Part("mlx.attention", "attention's gradient is computed in tiles", 8.0, attention, 60.0),
+    Part("mlx.compile", "compiled functions, CUDA graphs, freed memory, and many lengths", 28.0, compiling, 200.0),
+)
