@@ -18,6 +18,7 @@ from mlx_lm.utils import load, maybe_set_recommended_wired_limit
 from engine.node.bootstrap import make_private
 from engine.protocol.job import Job, JobError
 from engine.protocol.safetensors import misfit
+from engine.trainer.weights import on_cuda
 from engine.training.data import RowFormat, partly_resumed
 
 
@@ -54,7 +55,7 @@ def limit_cache(job: Job) -> None:
     eighth of its memory is free: other ranks may compute on it."""
     if mx.get_cache_memory() <= (job.clear_cache_threshold or _CACHE_BYTES):
         return
-    if not job.clear_cache_threshold and mx.cuda.is_available() and not _on_cpu():
+    if not job.clear_cache_threshold and on_cuda():
         memory = cast("dict[str, int]", mx.device_info())
         if memory["free_memory"] > memory["total_memory"] // _SCARCE:
             return

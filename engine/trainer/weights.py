@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,35 @@ State = dict[str, dict[str, mx.array]]
 
 UINT_OF_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 """By bytes: as integers, values are hashed and summed bit for bit, where a sum of floats would lose -0.0."""
+
+
+def on_cuda() -> bool:
+    """MLX computes on a CUDA GPU."""
+    return mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu)
+
+
+def for_other_threads(state: State) -> State:
+    """`state` to be read on the host by another thread. What is read moves there, of CUDA's arrays (MLX 0.32.4,
+    CudaAllocator::move_to_unified_memory), and its memory on the GPU is free at once, even while kernels of this thread
+    read it: there these are copies, or where a step leaves no room for them, moved here."""
+    if not on_cuda():
+        return state
+    arrays = [value for group in state.values() for value in group.values()]
+    step = mx.get_peak_memory() - mx.get_active_memory()
+    room = cast("dict[str, int]", mx.device_info())["free_memory"] + mx.get_cache_memory() - step
+    if sum(value.nbytes for value in arrays) < room:
+        state = {kind: {name: _copied(value) for name, value in group.items()} for kind, group in state.items()}
+        mx.eval(state)
+    else:
+        mx.synchronize()
+        for value in arrays:
+            memoryview(cast(Any, value))
+    return state
+
+
+def _copied(value: mx.array) -> mx.array:
+    kind = UINT_OF_SIZE[value.dtype.size]
+    return mx.bitwise_or(value.view(kind), mx.array(0, kind)).view(value.dtype)
 
 
 def floats(array: mx.array) -> list[float]:

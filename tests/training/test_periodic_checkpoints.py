@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.protocol import attempt
+from engine.trainer.checkpoint import periodic as periodic_checkpoints
+from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.store import Checkpoint, Snapshot
 from engine.training import checkpoint_files
 from tests.training.states import events, names, periodic, snapshot
 from tests.waiting import wait_until
@@ -109,3 +113,24 @@ def test_the_state_of_a_stop_is_written_once(tmp_path: Path) -> None:
     checkpoints.finish(snapshot(5))
     assert names(tmp_path / "p0") == [4, 5]
     assert len(events(tmp_path / "e0")) == 4
+
+
+def test_what_the_background_thread_reads_is_made_for_it_before_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the host's reading of an array frees memory that kernels may be reading."""
+    before = snapshot(2)
+    made = {kind: dict(group) for kind, group in before.state.items()}
+    monkeypatch.setattr(periodic_checkpoints, "for_other_threads", lambda state: made if state is before.state else {})
+    written: list[Snapshot] = []
+    whole = store.write
+
+    def write(folder: Path, given: Snapshot, *rest: Any) -> Checkpoint:
+        written.append(given)
+        return whole(folder, given, *rest)
+
+    monkeypatch.setattr(store, "write", write)
+    checkpoints = periodic(tmp_path)
+    checkpoints.begin(before)
+    checkpoints.finish(None)
+    assert [given.state is made for given in written] == [True]

@@ -1,5 +1,5 @@
-"""Periodic checkpoints during training: taken by reference between two updates, written by a background thread, one
-at a time.
+"""Periodic checkpoints during training: taken by reference between two updates, or on CUDA by a copy on the GPU, and
+written by a background thread, one at a time.
 
 All ranks decide together, by counters in the update's own all_sum: a checkpoint begins when it is due and no rank is
 still writing one. Where the state is replicated, rank 0 writes it; else each rank writes its part."""
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.locations import Destination
 from engine.trainer.checkpoint.store import Snapshot
+from engine.trainer.weights import for_other_threads
 from engine.training.checkpoint_files import Origin
 from engine.training.reporting import Reporter
 
@@ -94,6 +95,7 @@ class PeriodicCheckpoints:
             return
         self._settled = False
         self._report("begin")
+        snapshot = replace(snapshot, state=for_other_threads(snapshot.state))
         self._writing = self._executor.submit(self._write, self._destination, snapshot, retain=complete)
         self._blocking_s = time.perf_counter() - started
 
