@@ -44,7 +44,9 @@ def torch_training(
     strategy = DIVISIONS[division]
     own = {"batch_size": 12, "max_seq_length": 64, "save_every": 1000, "val_batches": 0, "precision": "fp32", **keys}
     config = with_keys(config, **own, **{key: value for key, value in strategy.items() if key != "strategy"})
-    job = config.job.model_copy(update={"framework": "torch", "strategy": strategy["strategy"]})
+    # The nodes share the cores of this machine: threads that wait for each other would keep them busy.
+    env = {**config.job.env, "OMP_NUM_THREADS": "1"}
+    job = config.job.model_copy(update={"framework": "torch", "strategy": strategy["strategy"], "env": env})
     nodes = tuple(node.model_copy(update={"python": str(TORCH)}) for node in config.nodes)
     updates = {"cluster": ClusterConfig(), "job": job, "nodes": nodes, "checkpoint": CheckpointConfig(every=EVERY)}
     return config.model_copy(update=updates)
@@ -66,12 +68,12 @@ def went_on(run: ClusterRun) -> dict[int, float]:
     return found
 
 
-SAMPLE = pytest.param("fsdp", ("ana", "bea"), id="fsdp-2")
+SAMPLE = pytest.param("fsdp", ("ana",), id="fsdp-1")
+"""Each rank costs five seconds of a core at each start."""
 OTHERS = [
     pytest.param(division, names, id=f"{division}-{len(names)}", marks=pytest.mark.slow)
     for division in DIVISIONS
     for names in (FOUR[:2], FOUR)
-    if (division, len(names)) != ("fsdp", 2)
 ]
 
 
@@ -79,7 +81,8 @@ OTHERS = [
 def test_a_killed_rank_is_recovered(nodes: Cluster, home: Path, division: str, names: tuple[str, ...]) -> None:
     run = start_on(nodes, home, torch_training(nodes, home, division, names))
     await_checkpoint(run)
-    run.kill(1, run.identity(1).trainer_pid)
+    victim = min(1, len(names) - 1)
+    run.kill(victim, run.identity(victim).trainer_pid)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 2), run.troubles()
     assert (record.backend, record.world_size, record.iteration) == ("gloo", len(names), ITERATIONS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.models import Config, RecoveryConfig
+from engine.config.models import CheckpointConfig, Config, RecoveryConfig
 from engine.demo import demo_config
 from engine.models import RunState
 from engine.node import processes
@@ -27,8 +27,8 @@ from tests.unit.run.tracker_files import scalars, steps, wandb_records
 pytestmark = [pytest.mark.busy, pytest.mark.needs("trackers")]
 
 
-def tracked_demo(folder: Path, **keys: Any) -> Config:
-    config = demo_config(demo_below(folder), ranks=2, iters=8)
+def tracked_demo(folder: Path, *, ranks: int = 2, **keys: Any) -> Config:
+    config = demo_config(demo_below(folder), ranks=ranks, iters=8)
     config = config.model_copy(update={"recovery": RecoveryConfig(max_restarts=1, term_grace_s=0.5, stop_grace_s=1.0)})
     config = with_keys(config, batch_size=2, max_seq_length=64, report_to="tensorboard, wandb", **keys)
     job = config.job.model_copy(update={"env": {**config.job.env, "WANDB_MODE": "offline"}})
@@ -66,9 +66,10 @@ def compare(run: Run) -> None:
 
 
 def test_the_curves_of_a_training_are_in_both_trackers_after_a_restart(home: Path, tmp_path: Path) -> None:
-    run = start_config(home, tracked_demo(tmp_path, iters=16))
+    config = tracked_demo(tmp_path, ranks=1, iters=16)
+    run = start_config(home, config.model_copy(update={"checkpoint": CheckpointConfig(every=2)}))
     await_iteration(run, 3)
-    os.kill(run.identity(1).trainer_pid, signal.SIGKILL)
+    os.kill(run.identity(0).trainer_pid, signal.SIGKILL)
     assert run.ended().state is RunState.SUCCEEDED, run.troubles()
     assert (run.record.attempts, run.events_of(TrackerFailed)) == (2, [])
     shown = subprocess.run([FLIGHTDECK, "show", run.dir.id], capture_output=True, text=True, check=True).stdout

@@ -1,6 +1,6 @@
 """Gives files and commands of a plan to the tools' own parsers; run by a node's python:
 
-    python plan_files.py FOLDER...
+    python -m tests.torch.plan_files FOLDER...
 
 Each FOLDER has what `flightdeck plan --write` writes, and commands.json. Prints one JSON list: for each folder what the
 tools made of it. A file that its tool refuses ends the program with that tool's error.

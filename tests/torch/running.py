@@ -97,10 +97,10 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def output_of(module: str, *arguments: str, **environment: str) -> Any:
+def output_of(module: str, *arguments: str, environment: Mapping[str, str] = os.environ) -> Any:
     """The JSON in the last line that a module prints."""
     with tempfile.TemporaryFile() as output:
-        process = Forked(module, *arguments, environment={**os.environ, **environment}, output=output.fileno())
+        process = Forked(module, *arguments, environment=environment, output=output.fileno())
         code = process.wait(LIMIT_S)
         output.seek(0)
         text = output.read().decode()

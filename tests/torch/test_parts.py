@@ -58,7 +58,7 @@ def probe(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Probe:
     def ask(**request: Any) -> dict[str, Any]:
         path = tmp_path_factory.mktemp("probe") / "request.json"
         path.write_text(json.dumps({"model": str(tiny.model), **request}))
-        found: dict[str, Any] = output_of("tests.torch.probe", str(path), CUDA_VISIBLE_DEVICES="")
+        found: dict[str, Any] = output_of("tests.torch.probe", str(path))
         return found
 
     return ask

@@ -13,6 +13,7 @@ import yaml
 
 from engine.plan.torch.strategy import BLOCKS
 from tests.needs import TORCH
+from tests.torch.running import output_of
 from tests.training.tiny import make_tiny
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section
@@ -57,7 +58,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (folder / "own.yaml").write_text("distributed_type: FSDP\nmixed_precision: fp16\nnum_processes: 4\n")
         (folder / "commands.json").write_text(json.dumps({**made.commands, "world_size": len(nodes)}))
         folders.append(str(folder))
-    program = Path(__file__).with_name("plan_files.py")
     own = {
         "HF_HUB_OFFLINE": "1",
         "DS_ACCELERATOR": "cpu",
@@ -66,15 +66,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         # torchrun leaves its folder of logs there.
         "TMPDIR": folders[0],
     }
-    done = subprocess.run(
-        [str(TORCH), str(program), *folders],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=own,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = output_of("tests.torch.plan_files", *folders, environment=own)
     return {"blocks": found["blocks"], **dict(zip(PLANS, found["plans"], strict=True))}
 
 
