@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -21,6 +22,7 @@ from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import CheckName, ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
 from engine.measurements import Calibration, Division
 from engine.models import CheckResult
+from engine.node.probes.job import probe_adapters
 from engine.security.paths import state_home
 from tests.bundles import link_bundle
 from tests.model_files import llama_files
@@ -131,6 +133,20 @@ def make_config(
         ),
         preflight=PreflightConfig(all_sum_s=0.5, skip=skip),
     )
+
+
+@pytest.fixture
+def adapters_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `adapters` probe runs in this process, which has imported mlx-lm: a process of its own needs a second for it.
+    Other tests of both modules start one."""
+    probe = CheckContext.probe
+
+    async def tried(context: CheckContext, node: NodeConfig, name: str, *arguments: str, **how: Any) -> Any:
+        if name != "adapters":
+            return await probe(context, node, name, *arguments, **how)
+        return how["result_type"].model_validate_json(json.dumps(probe_adapters(*arguments)))
+
+    monkeypatch.setattr(CheckContext, "probe", tried)
 
 
 @pytest.fixture

@@ -254,6 +254,7 @@ def adapted(modules: Sequence[str], prefix: str = "") -> dict[str, mx.array]:
     return {name: mx.zeros(shape) for name, shape in shapes.items()}
 
 
+@pytest.mark.usefixtures("adapters_tried_here")
 @pytest.mark.parametrize(
     ("name", "arrays", "keys", "message"),
     [

@@ -161,6 +161,7 @@ async def test_adapters_of_an_architecture_that_the_plan_does_not_know_are_tried
         assert "self_attn.o_proj" in result.summary
 
 
+@pytest.mark.usefixtures("adapters_tried_here")
 async def test_one_wrong_key_among_right_ones_is_named(config: Config, model: Path) -> None:
     write_model(model, tiny_config("deepseek_v3"))
     result = await run_check(check.run, adapting(config, "lora", "self_attn.o_proj", "self_attn.o_prog"))

@@ -262,6 +262,7 @@ async def test_a_node_without_torch_gets_the_command_that_installs_it(tmp_path: 
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.slow
 async def test_a_real_all_reduce_over_gloo_on_nodes_without_mlx(tmp_path: Path) -> None:
     result = await run_check(gradient.run, here(tmp_path, str(TORCH), "torchrun", "train.py"))
     assert (result.status, result.summary.startswith("2 ranks, exact")) == (CheckStatus.PASS, True), result
@@ -282,8 +283,8 @@ async def test_what_accelerate_replaces_silently_is_a_fault_in_words(tmp_path: P
 @pytest.mark.parametrize(
     ("strategy", "chosen"),
     [
-        ("deepspeed", "Accelerate chose DEEPSPEED with 2 processes"),
-        pytest.param("fsdp", "2 processes; the recipe calls fully_shard itself", marks=pytest.mark.slow),
+        pytest.param("deepspeed", "Accelerate chose DEEPSPEED with 2 processes", marks=pytest.mark.slow),
+        ("fsdp", "2 processes; the recipe calls fully_shard itself"),
     ],
 )
 async def test_accelerate_makes_what_the_recipe_asks_it_for(tmp_path: Path, strategy: Strategy, chosen: str) -> None:

@@ -19,7 +19,8 @@ from engine.run.supervisor_process import request_abort
 from tests.faults.local_runs import DEAF, DOUBLE_FORK, SHORT_GRACES, aborted, ring, start_run
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(2, 50)))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
 def test_at_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
     moment = random.Random(seed)
     run = start_run(home, tmp_path, script=ring(), recovery=RecoveryConfig(), skip=() if seed % 2 else None)

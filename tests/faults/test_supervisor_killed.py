@@ -170,7 +170,8 @@ def test_a_plan_that_cannot_be_read_is_a_launch_error(home: Path, tmp_path: Path
         supervisor_process.start_supervisor(run.dir)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
 def test_at_random_moments(home: Path, tmp_path: Path, seed: int) -> None:
     """Whenever the supervisor dies: what was launched is adopted and finished by the next, what was not is reported."""
     moment = random.Random(seed)
