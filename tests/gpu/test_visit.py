@@ -68,6 +68,12 @@ def test_what_a_machine_lacks_is_no_success_where_a_gpu_was_expected(
     assert visit(tmp_path, name, dry=dry)[0] == code
 
 
+def test_the_groups_take_turns() -> None:
+    """In a visit with too little time for all, each has its first parts."""
+    names = [each.framework for each in choose(["measures", "misses"], {**PLANTED, "csv": PLANTED["json"]})]
+    assert names == ["json", "csv", "json", "csv"]
+
+
 def test_a_part_without_its_framework_cannot_run(tmp_path: Path) -> None:
     chosen = choose(["measures"], {"no_such_framework": "tests.gpu.planted_parts"})
     assert VisitRunner(tmp_path, False, 60.0).run(chosen) == 1
