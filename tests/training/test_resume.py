@@ -179,7 +179,8 @@ def test_a_survivor_that_hangs_in_a_sum_saves_its_state_on_the_heads_command(tin
     survivor, _ = run.ended()
     assert (survivor.code, survivor.stopped_by) == (5, None)
     kept = run.events(0, "emergency_checkpoint")[-1]["iteration"]
-    assert kept == run.events(0, "step")[-1]["iteration"]
+    # The command may come between an update and its report.
+    assert kept - run.events(0, "step")[-1]["iteration"] in (0, 1)
     # Two more steps on one rank: the state is good to go on from.
     again = run_training(tmp_path, what, (1.0,), every=0, attempt=2)
     wait_until(lambda: len(again.events(0, "step")) >= 2, 60)

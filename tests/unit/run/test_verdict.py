@@ -116,6 +116,29 @@ def test_a_trainer_that_has_completed_has_done_so_whatever_its_keeper_was_told_m
     assert commands.state is not RunState.SUCCEEDED
 
 
+_LOST_BY_NCCL = "NCCL error nccl.cpp:370 'remote process exited or there was a network error'"
+
+
+@pytest.mark.parametrize(
+    ("why", "signature"),
+    [
+        ("CUDA error nccl.cpp:287 'uncorrectable ECC error encountered'", "cuda.ecc"),
+        ("NCCL error nccl.cpp:264 'unhandled system error (run with NCCL_DEBUG=INFO for details)'", "nccl.mlx"),
+    ],
+)
+@pytest.mark.parametrize("survivor", [{"code": 5, "left_for_peers": True}, {"code": 1, "tail": _LOST_BY_NCCL}])
+def test_a_rank_that_nccl_has_ended_without_an_exception_failed_before_those_that_lost_it(
+    why: str, signature: str, survivor: dict[str, Any], tmp_path: Path
+) -> None:
+    """MLX calls exit(1) (mlx/distributed/nccl/nccl.cpp). The others wait for it until the head has them save and leave,
+    or NCCL notices."""
+    found = evidence(rank(0, at=1.0, **survivor), rank(1, 1, at=2.0, tail=why))
+    logs = RunLogs(tmp_path)
+    logs.write(1, why + "\n")
+    verdict = with_cause(verdict_on(found), found, logs.run_dir, {}, Redactor(environment={}))
+    assert (verdict.rank, verdict.signature) == (1, signature)
+
+
 @pytest.mark.parametrize("end", [COMPLETED, None])
 def test_a_keeper_that_is_gone_does_not_take_the_trainers_own_word_with_it(end: dict[str, Any] | None) -> None:
     gone = RankEvidence(1, "right", "/py", started=True, vanished=True, end=end)
