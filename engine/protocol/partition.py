@@ -105,6 +105,10 @@ def padded_width(length: int) -> int:
     return -(-length // step) * step
 
 
+CUDA_QUERIES, CUDA_PADDED = 128, 1000
+"""On CUDA MLX 0.32.4 differentiates attention by cuDNN for multiples of 128 tokens alone: inputs of 1000 tokens or more
+are padded to one, which adds an eighth at most."""
+
 _LOGIT_BYTES = 128 * 2**20
 """Limit of one array of a chunk's logits, in float32. With 64 tokens and more a GPU computes longer than it reads the
 head's weights, and there are several such arrays."""

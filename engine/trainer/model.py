@@ -45,21 +45,14 @@ def _on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
-_CACHE_BYTES = 2**30
-_SCARCE = 8
-
-
 def limit_cache(job: Job) -> None:
-    """Release what MLX keeps of freed memory where that is more than the job's clear_cache_threshold, or by default 1
-    GiB. By default a CUDA GPU, on which each allocation waits for the driver, keeps all, as with stock mlx-lm, while an
-    eighth of its memory is free: other ranks may compute on it."""
-    if mx.get_cache_memory() <= (job.clear_cache_threshold or _CACHE_BYTES):
+    """Release freed memory that MLX keeps beyond the job's clear_cache_threshold, by default 1 GiB; but on a CUDA GPU,
+    where allocations wait for the driver, by default none, as stock mlx-lm, while an eighth of it is free."""
+    if mx.get_cache_memory() <= (job.clear_cache_threshold or 2**30):
         return
-    if not job.clear_cache_threshold and on_cuda():
-        memory = cast("dict[str, int]", mx.device_info())
-        if memory["free_memory"] > memory["total_memory"] // _SCARCE:
-            return
-    mx.clear_cache()
+    memory = cast("dict[str, int]", mx.device_info()) if on_cuda() and not job.clear_cache_threshold else None
+    if memory is None or memory["free_memory"] <= memory["total_memory"] // 8:
+        mx.clear_cache()
 
 
 def load_model(job: Job, warn: Callable[[str], None] = lambda _: None) -> tuple[nn.Module, Any]:

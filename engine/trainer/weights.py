@@ -34,9 +34,8 @@ def for_other_threads(state: State) -> State:
     if not on_cuda():
         return state
     arrays = [value for group in state.values() for value in group.values()]
-    step = mx.get_peak_memory() - mx.get_active_memory()
-    room = cast("dict[str, int]", mx.device_info())["free_memory"] + mx.get_cache_memory() - step
-    if sum(value.nbytes for value in arrays) < room:
+    free = cast("dict[str, int]", mx.device_info())["free_memory"] + mx.get_cache_memory()
+    if sum(value.nbytes for value in arrays) < free - (mx.get_peak_memory() - mx.get_active_memory()):
         state = {kind: {name: _copied(value) for name, value in group.items()} for kind, group in state.items()}
         mx.eval(state)
     else:

@@ -338,7 +338,7 @@ Targets: state within {STATE_LIMIT:.0%}, peak within {PEAK_LIMIT:.0%} at each ba
   elements and a causal mask; a sliding window shorter than the sequence is an array, and soft-capped scores are kept
   whole. With an older mlx, or `MLX_SDPA_VJP_FALLBACK=1` in `[job] env`, the scores are counted. No Mac was at hand: the
   conditions are those of the library, and the bytes follow the figures published for an M1 Max, 0.68 GiB against 12.53
-  for one causal step at 8,192 tokens.
+  for one causal step at 8,192 tokens. On CUDA see [there](cuda.md).
 - Weights are counted as mlx-lm holds them once they are loaded: packed by its own `quantization`, with the bits of each
   layer, or by a `quantization_config` of AWQ, GPTQ, mxfp4, mxfp8, NVFP4, compressed-tensors or BitNet.
 - The peak is the largest of the moments of a step: the gradient of the loss, the backward pass of the layers that keep

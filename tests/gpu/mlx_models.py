@@ -65,10 +65,12 @@ class Cell:
     kind: str
     """lora or full."""
     batch: int
+    odd: bool = False
+    """Of one input less: 2,047 with mlx-lm's default max_seq_length, no multiple of 128 as cuDNN wants it."""
 
     @property
     def name(self) -> str:
-        return f"{self.size}, {self.kind}, batch {self.batch}"
+        return f"{self.size}, {self.kind}, batch {self.batch}{', one token less' if self.odd else ''}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ GRID: Final = Grid(
         Cell("0.5 B", "lora", 1),
         Cell("0.5 B", "lora", 8),
         Cell("0.5 B", "full", 1),
+        Cell("0.5 B", "lora", 8, odd=True),
         Cell("0.5 B", "full", 8),
         Cell("1.5 B", "lora", 4),
         Cell("1.5 B", "full", 4),
@@ -183,6 +186,10 @@ class Models:
 
     def data(self, tokens: int) -> Path:
         return self.folder / f"tokens-{tokens + 1}"
+
+    def job_of(self, cell: Cell, tokens: int, **keys: Any) -> dict[str, Any]:
+        length = {"max_seq_length": tokens} if cell.odd else {}
+        return self.job(cell.size, cell.kind, cell.batch, tokens, **length, **keys)
 
     def job(self, name: str, kind: str, batch: int, tokens: int, **keys: Any) -> dict[str, Any]:
         """[job] in mlx-lm's keys, which stock takes, too; `keys` win."""

@@ -98,7 +98,7 @@ def calibration(visit: Visit) -> None:
     size, shape = next(iter(chosen.configs.items()))
     models.write({size: shape}, [chosen.tokens])
     cell = Cell(size, "lora", 4)
-    job = models.job(cell.size, cell.kind, cell.batch, chosen.tokens)
+    job = models.job_of(cell, chosen.tokens)
     seconds = 2.0 if visit.dry else 5.0
     config = configured(visit, models, cell, calibration={"seconds": seconds})
     done = flightdeck(visit, "calibrate", "--json", "--accept", "-c", str(config))

@@ -50,7 +50,7 @@ def measure(visit: Visit, models: Models, cells: Sequence[Cell], trainer: str, v
     """The trainings of these cells, one after the other in one process."""
     tokens, counted = grid(visit).tokens, (2, 0.0 if visit.dry else _COUNTED_S)
     keys = variant.keys if variant is not None else {}
-    jobs = [models.job(cell.size, cell.kind, cell.batch, tokens, **keys) for cell in cells]
+    jobs = [models.job_of(cell, tokens, **keys) for cell in cells]
     runs = [training(cell.name, trainer, visit.device, job, counted) for cell, job in zip(cells, jobs, strict=True)]
     env = variant.env if variant is not None else None
     asked = ask(visit, "trainings", {"folder": str(models.folder), "runs": runs}, env=env)
@@ -161,7 +161,7 @@ async def plans(
 
 def configured(visit: Visit, models: Models, cell: Cell, **tables: Mapping[str, Any]) -> Path:
     """flightdeck.toml of the cell on one rank, in stock mlx-lm's precision."""
-    job = models.job(cell.size, cell.kind, cell.batch, grid(visit).tokens) | STOCK_FORM
+    job = models.job_of(cell, grid(visit).tokens) | STOCK_FORM
     return write_config(visit, "planned", 1, job={"name": "visit", **job}, **tables, **job_env(visit))
 
 
@@ -209,11 +209,11 @@ def compiling(visit: Visit) -> None:
 
 
 def many_shapes(visit: Visit) -> None:
-    """Attention of more lengths than twice MLX's default of 64 kept graphs of its gradient: what MLX raises, and that
-    its switch prevents it."""
-    lengths = list(range(16, 16 + 8 * (4 if visit.dry else 140), 8))
+    """Attention of more lengths than twice MLX's default of 64 kept plans of its gradient, which cuDNN computes for
+    multiples of 128: what MLX raises, and that its switch prevents it."""
+    lengths = [128 * count for count in range(1, 4 if visit.dry else 132)]
     for name, env in {"by default": {}, "check off": {"MLX_ENABLE_CACHE_THRASHING_CHECK": "0"}}.items():
-        asked = ask(visit, "attention", {"head_dims": [64], "heads": 2, "lengths": lengths}, limit_s=15.0, env=env)
+        asked = ask(visit, "attention", {"head_dims": [64], "heads": 2, "lengths": lengths}, limit_s=25.0, env=env)
         done = f"{len(asked.answers)} of {len(lengths)} lengths"
         ok = asked.failure is None if name == "check off" else None
         visit.result(f"many lengths, {name}", done, ok=ok, note=asked.failure or "no error")

@@ -17,6 +17,7 @@ from engine.trainer.strategies import loss
 from engine.trainer.strategies.loss import Rows, loss_sum
 from engine.trainer.strategies.sections import Section
 from engine.trainer.weights import scalar
+from engine.training.data import Batch
 from tests.training import kinds
 
 VOCABULARY, LENGTH, CHUNK = 70, 23, 16
@@ -225,3 +226,19 @@ def test_the_logits_of_all_tokens_are_never_in_memory(monkeypatch: pytest.Monkey
     assert peak(64, names) < 1.2 * logits
     assert peak(1024, None) > 1.5 * logits
     assert peak(64, None) < 1.2 * logits
+
+
+@pytest.mark.parametrize(("inputs", "padded"), [(999, 999), (1000, 1024), (1024, 1024), (1100, 1152), (2047, 2048)])
+def test_on_cuda_long_inputs_are_padded_to_what_cudnn_differentiates(
+    inputs: int, padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.arange(inputs + 1, dtype=np.int32)[None] % VOCABULARY
+    batch = Batch(tokens, np.asarray([[3, inputs + 1]], np.int32), inputs - 2)
+    plain = Rows.of(batch)
+    monkeypatch.setattr(loss, "on_cuda", lambda: True)
+    rows = Rows.of(batch)
+    assert (plain.tokens.shape, rows.tokens.shape) == ((1, inputs + 1), (1, padded + 1))
+    assert np.array_equal(np.asarray(rows.tokens)[:, : inputs + 1], tokens)
+    if inputs == 1000:
+        model = made("untied")
+        assert scalar(loss_sum(model, *rows.inputs)) == pytest.approx(scalar(loss_sum(model, *plain.inputs)), rel=1e-5)

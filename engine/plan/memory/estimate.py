@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 from engine.config.models import PARTITIONED, FineTuneType
 from engine.errors import InputError
@@ -25,7 +26,7 @@ from engine.plan.memory.architecture import Layer, Matrix, Sublayer
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.exchange import AVERAGING_PIECE, averaging, bucket_elements, exchange
 from engine.protocol.job import ELEMENTWISE, Strategy, is_plain, state_bytes, update_elements
-from engine.protocol.partition import loss_tokens
+from engine.protocol.partition import CUDA_PADDED, loss_tokens
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class RankWorkload:
     """Layers of a pipeline stage, half-open; None means all of them."""
     accumulation: int = 1
     """Micro-batches per update; with 2 or more, the accumulated gradients stay in memory beside the next ones."""
-    fused_attention: bool = False
-    """Its MLX computes attention's gradient from tiles of the scores, where it can."""
+    fused_attention: Literal["", "metal", "cuda"] = ""
+    """The device whose MLX computes attention's gradient from tiles of the scores, where it can."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ much again for the backward pass. More where the gradients of several layers are
 starts the next ones early: in a pipeline. Measured: 2.2 to 2.7, and 3.6."""
 FUSED_HEAD_DIMS = frozenset({64, 72, 80, 96, 128, 192, 256})
 """Sizes of heads whose attention MLX differentiates on Metal in tiles: more than 8 tokens, a mask that is none or
-"causal", no sinks, and any type (ScaledDotProductAttention::use_fallback with a logsumexp, libmlx 0.32.4)."""
+"causal", no sinks, and any type (ScaledDotProductAttention::use_fallback with a logsumexp, libmlx 0.32.4). On CUDA 16
+bits, and up to 128 in multiples of 8."""
 _TILE_TOKENS, _TILE_ARRAYS = 1024, 5
 """Queries and keys of one tile, and its arrays: scores, their gradient, both transposed (sdpa_vjp_blocked)."""
 _TILE_SUMS = 3
@@ -373,11 +375,14 @@ def working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -
 def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
     """Bytes per token of the largest attention's backward pass in tiles; 0 where none is."""
     one, side = shape.dtype_bytes, min(_TILE_TOKENS, workload.sequence)
-    sums = _TILE_SUMS * FLOAT32_BYTES + one
+    arrays, sums = _TILE_ARRAYS * side * one, _TILE_SUMS * FLOAT32_BYTES + one
+    if workload.fused_attention == "cuda":
+        # cuDNN's gradient of the queries alone, of all tokens.
+        side, arrays, sums = workload.sequence, 0, FLOAT32_BYTES
     heads = [
-        each.scores * (_TILE_ARRAYS * side * one + (each.head_dim or 0) * sums)
+        each.scores * (arrays + (each.head_dim or 0) * sums)
         for each in layer.sublayers
-        if _is_fused(each, workload)
+        if _is_fused(each, workload, one)
     ]
     return max(heads, default=0) * side / workload.sequence
 
@@ -388,14 +393,16 @@ def _norms(layer: Layer, workload: RankWorkload, one: int) -> int:
     return normed * (FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
 
 
-def _is_fused(sublayer: Sublayer, workload: RankWorkload) -> bool:
+def _is_fused(sublayer: Sublayer, workload: RankWorkload, one: int) -> bool:
     causal = sublayer.causal_tokens is None or workload.sequence <= sublayer.causal_tokens
-    return workload.fused_attention and causal and sublayer.head_dim in FUSED_HEAD_DIMS
+    if workload.fused_attention == "cuda":
+        return causal and one == 2 and sublayer.head_dim in range(8, 129, 8) and workload.sequence >= CUDA_PADDED
+    return bool(workload.fused_attention) and causal and sublayer.head_dim in FUSED_HEAD_DIMS
 
 
 def _scores(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
     """Bytes per token kept of the scores; where they are not, of their sums' logarithms, and of the output."""
-    if _is_fused(sublayer, workload):
+    if _is_fused(sublayer, workload, one):
         # Else the input of o_proj, which is kept in this type.
         copied = workload.fine_tune_type != "full" and one < FLOAT32_BYTES
         return sublayer.scores * (FLOAT32_BYTES + (sublayer.head_dim or 0) * one * copied)

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from engine.config.models import NodeConfig
 from engine.errors import InputError, memory_text
@@ -117,9 +118,9 @@ def _warn_of_older_mlx(
     rationale: Rationale,
 ) -> None:
     for node, workload, found in zip(context.names, workloads, estimates, strict=True):
-        if _fuses_attention(context, node) is not False:
+        if _fusing_device(context, node) != "":
             continue
-        newer = estimate(shape, replace(workload, fused_attention=True)).needed_bytes
+        newer = estimate(shape, replace(workload, fused_attention="metal")).needed_bytes
         if newer < (1 - _WORTH_NAMING) * found.needed_bytes:
             keeps = f"mlx {context.inputs.facts[node].mlx} on {node} keeps attention's scores"
             needs = f"it would need {memory_text(newer)} instead of {memory_text(found.needed_bytes)}"
@@ -150,7 +151,7 @@ def _place(context: PlanContext, node: NodeConfig, measured: float) -> RankPlace
     facts = context.inputs.facts.get(node.name)
     ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
     total = facts.memory_total_bytes if facts is not None and facts.system == "Darwin" else None
-    older = _fuses_attention(context, node.name) is False
+    older = _fusing_device(context, node.name) == ""
     return RankPlace(node.name, _limit(context, node)[0], ranks, total, measured, older)
 
 
@@ -199,17 +200,21 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         batches = context.micro_batches or dict.fromkeys(context.names, even)
         found = [replace(common, batch=batches[name]) for name in context.names]
     return [
-        replace(workload, fused_attention=_fuses_attention(context, name) is True)
+        replace(workload, fused_attention=_fusing_device(context, name) or "")
         for workload, name in zip(found, context.names, strict=True)
     ]
 
 
-def _fuses_attention(context: PlanContext, node: str) -> bool | None:
-    """The node's MLX computes attention's gradient on Metal in tiles; None where there is no Metal, or no version."""
-    facts = context.inputs.facts.get(node)
-    if facts is None or facts.mlx is None or (facts.system, facts.gpu) != ("Darwin", "gpu"):
+def _fusing_device(context: PlanContext, node: str) -> Literal["", "metal", "cuda"] | None:
+    """The device whose MLX computes attention's gradient in tiles; "" where a newer MLX would; None where none does."""
+    facts, env = context.inputs.facts.get(node), context.job.env
+    if facts is None or facts.mlx is None or facts.gpu != "gpu":
         return None
-    return version_numbers(facts.mlx) >= FUSED_SINCE and context.job.env.get("MLX_SDPA_VJP_FALLBACK", "0") == "0"
+    if facts.mlx_device == "CUDA":
+        able = min((float(gpu.compute_capability or 0) for gpu in facts.gpus), default=0) >= 8
+        return "cuda" if able and env.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0" else None
+    fuses = version_numbers(facts.mlx) >= FUSED_SINCE and env.get("MLX_SDPA_VJP_FALLBACK", "0") == "0"
+    return "metal" if fuses else ""
 
 
 def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[RankWorkload]:

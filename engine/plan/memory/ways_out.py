@@ -132,7 +132,7 @@ class _Job:
 
     def newer_mlx(self) -> Iterator[WayOut]:
         newer = [
-            replace(workload, fused_attention=workload.fused_attention or place.older_mlx)
+            replace(workload, fused_attention=workload.fused_attention or ("metal" if place.older_mlx else ""))
             for workload, place in zip(self.workloads, self.places, strict=True)
         ]
         if any(place.older_mlx for place in self.places):

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from engine.protocol.partition import loss_tokens
+from engine.protocol.partition import CUDA_PADDED, CUDA_QUERIES, loss_tokens
+from engine.trainer.weights import on_cuda
 from engine.training.data import Batch
 
 
@@ -38,7 +40,10 @@ class Rows:
         if half:
             # A sum over thousands of tokens leaves float16's range; a power of two near the mean loses no bit.
             scale = 2.0 ** -(targets - 1).bit_length()
-        return cls(mx.array(batch.tokens[chosen]), mx.array(batch.bounds[chosen]), scale)
+        tokens = batch.tokens[chosen]
+        if on_cuda() and tokens.shape[1] > CUDA_PADDED:
+            tokens = np.pad(tokens, ((0, 0), (0, (1 - tokens.shape[1]) % CUDA_QUERIES)))
+        return cls(mx.array(tokens), mx.array(batch.bounds[chosen]), scale)
 
     @property
     def inputs(self) -> tuple[mx.array, mx.array, mx.array]:

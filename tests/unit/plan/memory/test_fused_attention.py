@@ -7,7 +7,7 @@ its heads were not published with them; both follow from 32 heads of 128 with 8 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -16,10 +16,14 @@ from engine.plan.memory.architecture import Layer, Sublayer
 from engine.plan.memory.estimate import FUSED_HEAD_DIMS, RankWorkload, estimate, kept_per_token, working_per_token
 from engine.plan.memory.shape import ModelShape
 from engine.plan.planner import make_plan
+from engine.protocol.partition import CUDA_PADDED, CUDA_QUERIES
+from tests.unit.cluster.cuda_nodes import cuda_node
 from tests.unit.plan.clusters import QWEN3_4B, inputs, mac
 from tests.unit.plan.memory.tiny import TINY
 
 GIB = 2**30
+Fusing = Literal["", "metal", "cuda"]
+FUSING: tuple[Fusing, ...] = ("metal", "")
 QWEN3_8B_4BIT = QWEN3_4B | {
     "hidden_size": 4096,
     "intermediate_size": 12_288,
@@ -78,36 +82,36 @@ def test_the_published_figures_of_one_step_are_met() -> None:
     attention = Sublayer((), kept=(32 + 2 * 8) * 128, scores=32, head_dim=128)
     shape = ModelShape.from_config(QWEN3_8B_4BIT)
 
-    def step(*, fused: bool) -> float:
+    def step(fused: Fusing) -> float:
         """GiB, without the three arrays of the layer's width, which a step of attention alone has not."""
         ask = RankWorkload(sequence=tokens, fused_attention=fused)
         layer = Layer((attention,), 0, 0)
         needed = kept_per_token(shape, layer, ask) + working_per_token(shape, layer, ask) - 3 * shape.hidden * one
         return needed * tokens / GIB
 
-    assert step(fused=False) == pytest.approx(12.53, rel=0.05)
-    assert step(fused=True) == pytest.approx(0.68, rel=0.1)
+    assert step("") == pytest.approx(12.53, rel=0.05)
+    assert step("metal") == pytest.approx(0.68, rel=0.1)
 
 
 def heads_of(size: int, **more: Any) -> dict[str, Any]:
     return TINY["qwen3"] | {"head_dim": size, "torch_dtype": "bfloat16", **more}
 
 
-def peak(config: dict[str, Any], *, fused: bool, sequence: int = 8192) -> int:
+def peak(config: dict[str, Any], fused: Fusing, sequence: int = 8192) -> int:
     ask = RankWorkload(sequence=sequence, fused_attention=fused)
     return estimate(ModelShape.from_config(config), ask).peak_bytes
 
 
 @pytest.mark.parametrize("size", [48, 64, 72, 80, 96, 112, 128, 192, 256, 512])
 def test_it_depends_on_the_size_of_the_heads(size: int) -> None:
-    fused, whole = (peak(heads_of(size), fused=each) for each in (True, False))
+    fused, whole = (peak(heads_of(size), device) for device in FUSING)
     assert (fused < 0.8 * whole) is (size in FUSED_HEAD_DIMS)
     assert fused == whole or size in FUSED_HEAD_DIMS
 
 
 def test_capped_scores_are_always_kept() -> None:
     config = TINY["gemma2"] | {"head_dim": 64}
-    assert peak(config, fused=True) == peak(config, fused=False)
+    assert peak(config, "metal") == peak(config, "")
 
 
 @pytest.mark.parametrize(
@@ -120,11 +124,40 @@ def test_capped_scores_are_always_kept() -> None:
     ],
 )
 def test_a_window_shorter_than_the_sequence_is_an_array_and_keeps_the_scores(config: dict[str, Any]) -> None:
-    assert peak(config, fused=True) == peak(config, fused=False)
-    assert peak(config, fused=True, sequence=4096) < peak(config, fused=False, sequence=4096)
+    assert peak(config, "metal") == peak(config, "")
+    assert peak(config, "metal", sequence=4096) < peak(config, "", sequence=4096)
 
 
 def test_of_windowed_layers_and_others_each_has_its_own_mask() -> None:
     """gemma3's pattern: of six layers the last one sees all tokens."""
     layers = ModelShape.from_config(TINY["gemma3_text"] | {"num_hidden_layers": 12}).architecture.layers
     assert [layer.sublayers[0].causal_tokens for layer in layers] == [512] * 5 + [None] + [512] * 5 + [None]
+
+
+@pytest.mark.parametrize("size", [20, 32, 64, 80, 104, 128, 136, 192, 256])
+def test_on_cuda_heads_of_up_to_128_in_multiples_of_8_keep_no_scores(size: int) -> None:
+    fused, whole = peak(heads_of(size), "cuda"), peak(heads_of(size), "")
+    assert (fused < 0.8 * whole) is (size % 8 == 0 and size <= 128)
+    assert fused == whole or size in (32, 64, 80, 104, 128)
+
+
+def test_on_cuda_float32_and_short_sequences_keep_the_scores() -> None:
+    single = heads_of(64, torch_dtype="float32")
+    assert peak(single, "cuda") == peak(single, "") and peak(single, "metal") < peak(single, "")
+    assert peak(heads_of(64), "cuda", CUDA_PADDED - 1) == peak(heads_of(64), "", CUDA_PADDED - 1)
+    assert peak(heads_of(64), "cuda", CUDA_PADDED) < peak(heads_of(64), "", CUDA_PADDED)
+    # What the padding adds is an eighth at most.
+    assert all(8 * (-length % CUDA_QUERIES) <= length for length in range(CUDA_PADDED, 5_000))
+
+
+@pytest.mark.parametrize(
+    ("capability", "env", "fuses"),
+    [("9.0", {}, True), ("12.0", {}, True), ("7.5", {}, False), ("9.0", {"MLX_CUDA_USE_CUDNN_SDPA": "0"}, False)],
+)
+def test_a_plan_counts_on_cudnn_from_compute_capability_8(capability: str, env: dict[str, str], fuses: bool) -> None:
+    node = cuda_node(gpus=1)
+    gpus = tuple(gpu.model_copy(update={"compute_capability": capability}) for gpu in node.gpus)
+    given = inputs([node.model_copy(update={"gpus": gpus})], settings=LONG, model=QWEN3_8B_4BIT, job={"env": env})
+    section = make_plan(given).memory
+    assert isinstance(section, MemorySection)
+    assert ("attention fused" in section.assumptions[0]) is fuses
