@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
+from engine.run import supervisor_process
 from tests.bundles import link_bundle
 from tests.cluster.cluster import Cluster
 from tests.faults.local_runs import PLANNED
+from tests.forked import Forked, ForkServer
+
+
+@functools.cache
+def supervisors() -> ForkServer:
+    return ForkServer(sys.executable, "engine.run.supervisor")
+
+
+@pytest.fixture(autouse=True)
+def forked_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervisors are forked from a process that has imported the engine. Those that commands start are not."""
+
+    def forked(argv: Sequence[str], folder: Path, output: IO[bytes], **more: Any) -> Forked:
+        (lock,) = more["pass_fds"]
+        place = argv.index("--lock") + 1
+        assert argv[1:4] == ["-P", "-m", "engine.run.supervisor"] and argv[place] == str(lock)
+        return Forked(
+            supervisors(),
+            argv[3],
+            *(*argv[4:place], "LOCK", *argv[place + 1 :]),
+            environment=os.environ,
+            output=output.fileno(),
+            handed={"LOCK": lock},
+            folder=folder,
+            session=True,
+        )
+
+    monkeypatch.setattr(supervisor_process, "start_session", forked)
 
 
 @pytest.fixture(autouse=True)

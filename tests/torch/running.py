@@ -1,14 +1,12 @@
 """Runs the PyTorch trainer on this machine: one process of the nodes' python per rank, with the environment that the
-keeper gives it, and nothing around them. Each is forked from one that has imported PyTorch, see fork_server.
+keeper gives it, and nothing around them. Each is forked from one that has imported PyTorch, see tests.fork_server.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -29,78 +27,20 @@ from engine.protocol.attempt import (
     RankSpec,
     write_atomic,
 )
+from tests.forked import LIMIT_S, ROOT, Forked, ForkServer
 from tests.needs import TORCH
-from tests.torch.fork_server import MESSAGE_BYTES
 from tests.waiting import wait_until
-
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 400.0
-
-
-class ForkServer:
-    """One process of tests.torch.fork_server; it ends with this one."""
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [str(TORCH), "-W", "ignore", "-m", "tests.torch.fork_server"]
-        with theirs:
-            self._process = subprocess.Popen(command, env=environment, stdin=theirs.fileno())
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait(LIMIT_S)
-
-    def ask(self, request: Mapping[str, Any], descriptors: tuple[int, ...] = ()) -> int | None:
-        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-        answer: int | None = json.loads(self._socket.recv(MESSAGE_BYTES))
-        return answer
 
 
 @functools.cache
 def fork_server() -> ForkServer:
-    return ForkServer()
-
-
-class Forked:
-    """A process that runs a module with these arguments: what the tests need of a subprocess.Popen."""
-
-    def __init__(
-        self,
-        module: str,
-        *arguments: str,
-        environment: Mapping[str, str],
-        output: int,
-        handed: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        """`output`: the descriptor of its standard output and error; `handed`: descriptors by the variables that are to
-        name them."""
-        request = {"module": module, "arguments": arguments, "environment": {**environment}, "handed": [*handed]}
-        pid = fork_server().ask(request, (output, *handed.values()))
-        assert pid is not None
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = fork_server().ask({"pid": self.pid})
-        return self.returncode
-
-    def wait(self, limit_s: float) -> int:
-        wait_until(lambda: self.poll() is not None, limit_s)
-        assert self.returncode is not None
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+    return ForkServer(str(TORCH), "engine.torch_trainer.main", "import_trainer", "gloo")
 
 
 def output_of(module: str, *arguments: str, environment: Mapping[str, str] = os.environ) -> Any:
     """The JSON in the last line that a module prints."""
     with tempfile.TemporaryFile() as output:
-        process = Forked(module, *arguments, environment=environment, output=output.fileno())
+        process = Forked(fork_server(), module, *arguments, environment=environment, output=output.fileno())
         code = process.wait(LIMIT_S)
         output.seek(0)
         text = output.read().decode()
@@ -196,7 +136,7 @@ def start_torch(
                 process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=[read])
             else:
                 module, handed = "engine.torch_trainer.main", {CONTROL_FD_ENV: read}
-                process = Forked(module, environment=environment, output=log.fileno(), handed=handed)
+                process = Forked(fork_server(), module, environment=environment, output=log.fileno(), handed=handed)
         os.close(read)
         run.processes.append(process)
     return run

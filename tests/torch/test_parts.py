@@ -15,8 +15,9 @@ import pytest
 from mlx_lm.tuner.utils import build_schedule
 
 from engine.trainer.model import load_model, row_format
+from tests.forked import ROOT
 from tests.needs import TORCH
-from tests.torch.running import ROOT, output_of, run_torch, start_torch
+from tests.torch.running import output_of, run_torch, start_torch
 from tests.training.tiny import SCHEDULE, Tiny, make_job
 
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.busy]

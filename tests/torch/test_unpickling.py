@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.forked import ROOT
 from tests.needs import TORCH
-from tests.torch.running import ROOT, run_torch, start_torch
+from tests.torch.running import run_torch, start_torch
 from tests.torch.test_trainings import DDP, FSDP, torch_job
 from tests.training.states import tamper
 from tests.training.tiny import Tiny

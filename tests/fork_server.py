@@ -1,11 +1,16 @@
-"""Forks ranks of the PyTorch trainer from one process that has imported PyTorch and what builds on it, which costs each
-rank five seconds of a core. Run by the nodes' python, with a socket as its standard input; it ends with its peer.
+"""Forks processes from one that has imported what they need: PyTorch costs each rank five seconds of a core, and the
+engine each supervisor more than half a second. Run with a socket as standard input; it ends with its peer.
 
-A message has a module and its arguments and environment, and the descriptors of its output and of what else it is
-handed, whose number goes into the environment; or the pid of such a process. The answer: its pid, or its exit code."""
+    python -m tests.fork_server MODULE [FUNCTION ARGUMENT...]
+
+imports a module, and calls one of its functions. A message has a module to run, its arguments and environment, its
+folder, and the descriptors of its output and of what else it is handed, whose numbers are in the environment and take
+the place of their names in the arguments; or the pid of such a process. The answer: its pid, or its exit code."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -16,24 +21,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.torch_trainer.main import import_trainer
-
 MESSAGE_BYTES = 1 << 20
 
 
 def run(request: Mapping[str, Any], descriptors: list[int]) -> None:
     """As a process of its own would."""
-    output, *handed = descriptors
+    output, *numbers = descriptors
+    handed = dict(zip(request["handed"], map(str, numbers), strict=True))
     os.environ.clear()
-    os.environ.update(request["environment"])
-    os.environ.update(zip(request["handed"], map(str, handed), strict=True))
+    os.environ.update({**request["environment"], **handed})
+    if request["session"]:
+        os.setsid()
+    os.chdir(request["folder"])
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    for descriptor, number in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, number)
     os.close(nothing)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
     os.close(output)
-    sys.argv = ["", *request["arguments"]]
+    sys.argv = ["", *(handed.get(argument, argument) for argument in request["arguments"])]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
@@ -58,11 +63,14 @@ def fork(request: Mapping[str, Any], descriptors: list[int], peer: socket.socket
         os._exit(code)
 
 
-def main() -> None:
+def main(module: str, function: str | None = None, *arguments: str) -> None:
     peer = socket.socket(fileno=os.dup(0))
-    import_trainer("gloo")
+    imported = importlib.import_module(module)
+    if function is not None:
+        getattr(imported, function)(*arguments)
     # runpy warns of a module that is there before it is run.
-    del sys.modules["engine.torch_trainer.main"]
+    del sys.modules[module]
+    gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has none of the other threads"
     running = set[int]()
     while True:
@@ -84,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
