@@ -70,12 +70,10 @@ def requirements(job: JobConfig) -> dict[str, Minimum]:
 
 
 async def run(context: CheckContext) -> CheckResult:
-    interpreters, backend, facts = await asyncio.gather(
-        node_versions(context), planned_backend(context), context.facts()
-    )
+    interpreters, backend = await asyncio.gather(node_versions(context), planned_backend(context))
     # With the strategy that the plan chooses.
     config = context.config.model_copy(update={"job": await chosen_job(context)})
-    return evaluate(config, interpreters, backend, facts)
+    return evaluate(config, interpreters, backend, await context.facts())
 
 
 @once
@@ -111,14 +109,14 @@ def evaluate(
     for node in config.nodes:
         interpreter = interpreters[node.name]
         found.evidence[node.name] = interpreter.describe()
-        about = (facts or {}).get(node.name)
-        of_mlx = MlxNode(node.python, interpreter, about, _wanted(first.packages.get("mlx"), MLX_MINIMUM))
+        need = _wanted(first.packages.get("mlx"), MLX_MINIMUM)
+        of_mlx = MlxNode(node.python, interpreter, (facts or {}).get(node.name), need)
         cuda = mlx_cuda.advice(of_mlx, first, backend) if config.job.framework == "mlx" else None
         if cuda is not None:
             found.fault(node, *cuda)
         elif (problem := _problem(interpreter, first, backend, needed)) is not None:
             fault, wanted = problem
-            advice, fix = _fix(node, interpreter, first, wanted, about)
+            advice, fix = _fix(node, of_mlx, first, wanted)
             found.fault(node, f"{fault}{advice}", fix)
         elif backend == "nccl" and (mismatch := _cuda_problem(interpreter, first)) is not None:
             found.fault(node, mismatch)
@@ -189,13 +187,12 @@ def _cuda_problem(seen: Interpreter, first: Interpreter) -> str | None:
     return None if build.nccl == reference.nccl else f"torch has NCCL {build.nccl}, rank 0's {reference.nccl}"
 
 
-def _fix(
-    node: NodeConfig, seen: Interpreter, first: Interpreter, wanted: dict[str, str], facts: NodeFacts | None = None
-) -> tuple[str, Fix | None]:
+def _fix(node: NodeConfig, of_mlx: MlxNode, first: Interpreter, wanted: dict[str, str]) -> tuple[str, Fix | None]:
     """Advice for the message, and a command to be pasted on the node.
 
     Packages are installed into the environment that is there, but not into the one that Flight Deck runs from. Another
     interpreter, and what that one lacks, is put into a new environment, never into one that exists: `mkdir` refuses."""
+    seen, facts = of_mlx.seen, of_mlx.facts
     if not wanted or (seen.python is None and not seen.absent):
         return "", None
     minor = _minor(first.python or "")
@@ -213,7 +210,7 @@ def _fix(
         advice = f': the fix makes {environment} and changes nothing else; then set python = "{python}" in its [[node]]'
     make = f"mkdir -p {quoted(environment.parent)} && mkdir {quoted(environment)}"
     version = f"--python {minor} " if minor else ""
-    install = install_command(python, wanted, MlxNode(python, seen, facts).extra)
+    install = install_command(python, wanted, of_mlx.extra)
     fill = f"uv venv {version}{quoted(environment)} && {install} || {{ rm -r {quoted(environment)}; false; }}"
     return advice, Fix(f"{make} && {posix(fill)}", f"makes {environment}, and changes nothing else; rm -r removes it")
 

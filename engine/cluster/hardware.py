@@ -141,21 +141,20 @@ def nvidia_gpus(nvidia_smi: str, more: str = "") -> tuple[NvidiaGpu, ...]:
 def mlx_gpus(devices: object, listed: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, ...]:
     """From MLX's device_info of each GPU that it can use (mlx/backend/cuda/device_info.cpp), in the order in which
     nvidia-smi has listed them. Parts of a divided one (MIG) have a uuid that CUDA_VISIBLE_DEVICES does not take."""
-    by_uuid = {gpu.uuid: (place, gpu.mig) for place, gpu in enumerate(listed)}
-    found = []
+    known, found = [gpu.uuid for gpu in listed], []
     for device in map(json_object, devices[:_MOST_GPUS] if isinstance(devices, list) else ()):
         uuid = text_or_none(device.get("uuid"), 80) or ""
         capability = [count_or_none(device.get(f"compute_capability_{part}")) for part in ("major", "minor")]
         gpu = NvidiaGpu(
             name=text_or_none(device.get("device_name"), 60) or "NVIDIA GPU",
-            uuid=uuid if _UUID.fullmatch(uuid) and (uuid in by_uuid or not listed) else None,
+            uuid=uuid if uuid in known or (not listed and _UUID.fullmatch(uuid)) else None,
             memory_bytes=count_or_none(device.get("total_memory")),
             free_bytes=count_or_none(device.get("free_memory")),
             compute_capability=".".join(map(str, capability)) if None not in capability else None,
-            mig=by_uuid.get(uuid, (0, None))[1],
+            mig=uuid not in known if listed else None,
         )
-        found.append((by_uuid.get(uuid, (0, None))[0], gpu))
-    return tuple(gpu for _, gpu in sorted(found, key=lambda placed: placed[0]))
+        found.append(gpu)
+    return tuple(sorted(found, key=lambda gpu: known.index(gpu.uuid) if gpu.uuid in known else 0))
 
 
 def nvidia_versions(nvidia_smi: str, table: str) -> tuple[str | None, str | None]:

@@ -51,8 +51,8 @@ async def telemetry(
         arrived.set()
 
     hosts = [[config.nodes[rank] for rank in ranks] for ranks in hosts_of(config.nodes).values()]
-    one_gpu_each = not config.job.elastic and "CUDA_VISIBLE_DEVICES" not in config.job.env
-    streams = [_HostStream(fleet.agent(nodes[0]), nodes, put, clock, interval_s, one_gpu_each) for nodes in hosts]
+    by_gpu = not config.job.elastic and "CUDA_VISIBLE_DEVICES" not in config.job.env
+    streams = [_HostStream(fleet.agent(nodes[0]), nodes, put, clock, interval_s, by_gpu) for nodes in hosts]
     watches = [asyncio.create_task(stream.watch()) for stream in streams]
     for watch in watches:
         watch.add_done_callback(lambda _: arrived.set())
@@ -81,8 +81,8 @@ class _HostStream:
     put: Callable[[NodeTelemetry], None]
     clock: Callable[[], datetime]
     interval_s: float
-    one_gpu_each: bool = False
-    """The nodes of a host have its GPUs in order."""
+    by_gpu: bool
+    """Several nodes of a host have its GPUs in order."""
     failures: int = 0
 
     async def watch(self) -> None:
@@ -97,14 +97,15 @@ class _HostStream:
                 problem = f"no such interpreter: {self.nodes[0].python}"
             except (FlightDeckError, OSError) as error:
                 problem = str(error)
-            self._put(problem=plain(problem, 200) or "no answer")
+            self._put(*self.nodes, problem=plain(problem, 200) or "no answer")
             await asyncio.sleep(min(longest, first * 2**self.failures) * random.uniform(0.75, 1.25))
             self.failures = min(self.failures + 1, 10)
 
     async def _stream(self) -> str:
         """Pass on the host's samples until they end; why they ended."""
         request = await self.agent.start_probe("telemetry", f"{self.interval_s:g}")
-        parser = TelemetryParser()
+        several = self.by_gpu and len(self.nodes) > 1
+        parsers = [TelemetryParser(number if several else None) for number in range(len(self.nodes))]
         patience = max(SILENCE_S, 10 * self.interval_s)
         with contextlib.closing(request):
             while True:
@@ -113,26 +114,26 @@ class _HostStream:
                     return f"no values for {patience:g} s"
                 if isinstance(line, RequestEnded):
                     return f"telemetry ended with {line.exit_code}: {line.stderr}"
-                values = parser.read(line)
-                if values is not None:
-                    self.failures = 0
-                    self._put(parser, **values)
+                for node, parser in zip(self.nodes, parsers, strict=True):
+                    values = parser.read(line)
+                    if values is not None:
+                        self.failures = 0
+                        self._put(node, **values)
 
-    def _put(self, parser: TelemetryParser | None = None, **values: Any) -> None:
-        by_gpu = parser is not None and self.one_gpu_each and len(self.nodes) > 1
-        for number, node in enumerate(self.nodes):
-            own = parser.of_gpu(number) if parser is not None and by_gpu else {}
+    def _put(self, *nodes: NodeConfig, **values: Any) -> None:
+        for node in nodes:
             with contextlib.suppress(ValidationError):
-                self.put(NodeTelemetry(node=node.name, at=self.clock(), **(values | own)))
+                self.put(NodeTelemetry(node=node.name, at=self.clock(), **values))
 
 
 class TelemetryParser:
     """The samples of one probe: counters need the one before, and slow readings stay until the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int | None = None) -> None:
+        """`gpu`: the number of the one whose values are taken, where it is listed; None for all."""
+        self._gpu = gpu
         self._ticks: tuple[int, int] | None = None
         self._slow: dict[str, Any] = {}
-        self._nvidia: list[str] = []
         self._tools: dict[str, Any] = {}
 
     def read(self, line: bytes) -> dict[str, Any] | None:
@@ -157,16 +158,12 @@ class TelemetryParser:
             "source": "/proc",
         }
         lines = sample.get("nvidia")
-        self._nvidia = [_text(line) for line in lines] if isinstance(lines, list) else []
         if isinstance(lines, list):
-            values |= _nvidia_values(self._nvidia)
+            texts = [_text(line) for line in lines]
+            texts = [text for text in texts if text.partition(",")[0].strip() == str(self._gpu)] or texts
+            values |= sensors.parse_nvidia_smi(texts) | {"gpu_memory": sensors.parse_nvidia_memory(texts)}
             values["source"] = "/proc, nvidia-smi"
         return values
-
-    def of_gpu(self, number: int) -> dict[str, Any]:
-        """The newest values of one GPU; {} where it is not listed."""
-        lines = [line for line in self._nvidia if line.split(",")[0].strip() == str(number)]
-        return _nvidia_values(lines) if lines else {}
 
     def _mac(self, sample: dict[str, Any]) -> dict[str, Any]:
         if "macmon" in sample:
@@ -189,10 +186,6 @@ class TelemetryParser:
         use = sensors.cpu_use(self._ticks, ticks)
         self._ticks = ticks
         return use
-
-
-def _nvidia_values(lines: list[str]) -> dict[str, Any]:
-    return sensors.parse_nvidia_smi(lines) | {"gpu_memory": sensors.parse_nvidia_memory(lines)}
 
 
 def _text(value: object) -> str:

@@ -102,4 +102,7 @@ def _digest(what: Mapping[str, Any]) -> str:
 
 def _node(node: NodeConfig, facts: NodeFacts | None) -> dict[str, Any]:
     own = {key: getattr(node, key) for key in ("name", "ssh", "ips", "model", "data")}
-    return own | {name: getattr(facts, name, None) for name in ("chip", "python", "mlx", "mlx_lm")}
+    own |= {name: getattr(facts, name, None) for name in ("chip", "python", "mlx", "mlx_lm")}
+    if facts is None or facts.mlx_cuda is None:
+        return own
+    return own | {"mlx_cuda": facts.mlx_cuda, "gpus": [gpu.name for gpu in facts.gpus]}

@@ -344,7 +344,6 @@ def _for_local(backend: str) -> _BackendChoice:
 
 
 _NO_SEND = "a pipeline sends activations from rank to rank, and MLX's NCCL backend has neither send nor recv"
-_NOT_NCCL = 'set backend = "auto" or "ring" in [cluster]'
 
 
 def _configured_backend(
@@ -353,11 +352,11 @@ def _configured_backend(
     backend, nodes = config.cluster.backend, config.nodes
     reasons = (f"the configuration sets {backend}",)
     if backend == "nccl":
-        devices = {name: fact.mlx_device for name, fact in facts.items() if fact.mlx_device not in (None, "CUDA")}
-        if why := [f"MLX computes on {device} on {name}" for name, device in devices.items()]:
-            raise LaunchError("nccl is not possible", why="; ".join(why), todo=_NOT_NCCL)
-        if strategy == "pipeline":
-            raise LaunchError("nccl is not possible", why=_NO_SEND, todo=_NOT_NCCL)
+        others = [(name, fact.mlx_device) for name, fact in facts.items() if fact.mlx_device not in (None, "CUDA")]
+        why = [f"MLX computes on {device} on {name}" for name, device in others]
+        if why := why + [_NO_SEND] * (strategy == "pipeline"):
+            todo = 'set backend = "auto" or "ring" in [cluster]'
+            raise LaunchError("nccl is not possible", why="; ".join(why), todo=todo)
         _refuse_shared_gpus(config, facts)
     if backend not in ("jaccl", "jaccl-ring"):
         return _BackendChoice(backend, reasons)

@@ -219,7 +219,7 @@ def _nodes(context: PlanContext, not_validating: Collection[str]) -> tuple[docum
                 rank=rank,
                 node=node.name,
                 host=node.ssh,
-                chip=seen.chip if seen else None,
+                chip=(seen.gpus[0].name if seen.mlx_device == "CUDA" and seen.gpus else seen.chip) if seen else None,
                 memory_bytes=seen.memory_total_bytes if seen else None,
                 share=context.shares.parts.get(node.name),
                 validates=node.name not in not_validating,

@@ -80,8 +80,14 @@ def test_a_missing_library_is_named_with_the_package_that_brings_it(
             "mlx-cuda-13 finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES",
             None,
         ),
+        (
+            "cudaMallocManaged(&data, size) failed: out of memory",
+            cuda_node("max", mlx_import=""),
+            "the memory of its first GPU is taken: nvidia-smi lists by what",
+            None,
+        ),
     ],
-    ids=["no-driver", "old-driver", "no-gpu"],
+    ids=["no-driver", "old-driver", "no-gpu", "full"],
 )
 def test_a_driver_that_is_missing_or_too_old_is_told_apart_from_a_hidden_gpu(
     error: str, facts: NodeFacts | None, says: str, fix: str | None

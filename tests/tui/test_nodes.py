@@ -21,6 +21,7 @@ from tests.terminal import Terminal
 from tests.tui import fake_engine, macs
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
+from tests.unit.cluster.cuda_nodes import cuda_node
 from tui import node_state
 from tui.actions import FixCommand
 from tui.app import _WAITS, FlightDeckApp
@@ -456,6 +457,10 @@ async def test_nvidia_gpus_are_shown_where_there_are_some(studio: FakeEngine) ->
         text = detail(boxed, "mini", 100).plain
         assert "2 x NVIDIA H100" in text and "550.54, CUDA 12.4" in text and "0: 40/80 GB\n" in text
         assert "NVIDIA" not in detail(state, "mini", 100).plain
+        on_cuda = cuda_node("mini").model_copy(update={"probed_at": state.now})
+        text = detail(replace(state, facts={**state.facts, "mini": on_cuda}), "mini", 100).plain
+        for shown in ("2 x NVIDIA H100 80GB HBM3 (compute capability 9.0)", "0.32.4, mlx-cuda-13 0.32.4", "gpu (CUDA)"):
+            assert shown in text
 
 
 async def test_a_new_age_does_not_repaint_a_pane(studio: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

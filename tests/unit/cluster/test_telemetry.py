@@ -131,17 +131,16 @@ def line(**output: object) -> bytes:
 NVIDIA = ["0, 10, 900, 60, 40, 1000, 81559", "1, 90, 1900, 300, 70, 40960, 81559", "2, 0, 210, 30, 30, 300, 81559"]
 
 
-def test_the_values_of_one_gpu_of_several() -> None:
+@pytest.mark.parametrize(
+    ("gpu", "use", "listed"),
+    [(None, 1 / 3, [0, 1, 2]), (0, 0.1, [0]), (1, 0.9, [1]), (3, 1 / 3, [0, 1, 2])],
+    ids=["all", "first", "second", "not-listed"],
+)
+def test_the_values_of_one_gpu_of_several(gpu: int | None, use: float, listed: list[int]) -> None:
     """Written from nvidia-smi's documentation: no such machine has been recorded."""
-    parser = TelemetryParser()
-    whole = parser.read(line(system="Linux", nvidia=NVIDIA))
-    assert whole is not None and (whole["gpu_use"], len(whole["gpu_memory"])) == (pytest.approx(1 / 3), 3)
-    first, second = parser.of_gpu(0), parser.of_gpu(1)
-    assert (first["gpu_use"], second["gpu_use"]) == (0.1, 0.9)
-    assert [gpu.index for gpu in second["gpu_memory"]] == [1]
-    assert parser.of_gpu(3) == {}
-    parser.read(line(system="Linux"))
-    assert parser.of_gpu(0) == {}, "a sample without a line of nvidia-smi's has none of its values"
+    values = TelemetryParser(gpu).read(line(system="Linux", nvidia=NVIDIA))
+    assert values is not None and values["gpu_use"] == pytest.approx(use)
+    assert [memory.index for memory in values["gpu_memory"]] == listed
 
 
 @pytest.mark.needs("linux")

@@ -83,6 +83,17 @@ def test_a_scaling_is_of_pytorch_and_the_gpus_too(changes: dict[str, Any]) -> No
     assert scaling_fingerprint(deck, [facts("a", **nvidia), facts("b", **{**nvidia, **changes})]) != known
 
 
+def test_mlxs_build_and_its_gpus_are_a_nodes_own() -> None:
+    deck = config(["a", "b"])
+    h100, l4 = (NvidiaGpu(name=name) for name in ("NVIDIA H100", "NVIDIA L4"))
+    on_cuda = facts("b", mlx_cuda="mlx-cuda-13 0.32.4", gpus=(h100,))
+    digests = {
+        fingerprint(deck, [SEEN[0], other])
+        for other in (SEEN[1], on_cuda, on_cuda.model_copy(update={"gpus": (l4,)}), facts("b", gpus=(h100,)))
+    }
+    assert len(digests) == 3, "GPUs that MLX's CPU build does not use change nothing"
+
+
 def test_changed_nodes_are_named_and_an_unreachable_node_is_unchanged() -> None:
     deck = config(["a", "b", "c"])
     taken = calibration({}, machines=node_fingerprints(deck, [*SEEN, facts("c")]))
