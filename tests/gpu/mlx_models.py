@@ -14,7 +14,12 @@ from engine.node.bootstrap import make_private
 from tests.bench.known_sizes import QWEN3_4B
 from tests.gpu.part import Completed, Visit
 
-_WORKERS: Final = {"trainings": "tests.gpu.mlx_worker", "models": "tests.gpu.mlx_worker"}
+_WORKERS: Final = {
+    "trainings": "tests.gpu.mlx_worker",
+    "models": "tests.gpu.mlx_worker",
+    "hang": "tests.gpu.mlx_worker",
+    "saved": "tests.gpu.mlx_worker",
+}
 """By task; the others are of tests.gpu.mlx_device."""
 _QWEN2: Final[dict[str, Any]] = {
     "model_type": "qwen2",

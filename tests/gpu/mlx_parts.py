@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tests.gpu.mlx_facts import facts
+from tests.gpu.mlx_hang import hang
 from tests.gpu.mlx_numbers import attention, losses
 from tests.gpu.mlx_runs import calibration, checkpoint, launches
 from tests.gpu.mlx_training import compiling, memory, throughput
@@ -18,6 +19,7 @@ PARTS: Final = (
     Part("mlx.memory", "the plan's estimate beside MLX's own peak", 15.0, memory, 120.0),
     Part("mlx.losses", "losses beside those on the CPU", 45.0, losses, 300.0),
     Part("mlx.checkpoint", "what a checkpoint costs; a killed run goes on bit for bit", 40.0, checkpoint, 400.0),
+    Part("mlx.hang", "a rank that waits for ever saves its state", 20.0, hang, 120.0),
     Part("mlx.calibration", "`flightdeck calibrate` beside the training", 30.0, calibration, 200.0),
     Part("mlx.attention", "attention's gradient is computed in tiles", 8.0, attention, 60.0),
     Part("mlx.compile", "compiled functions, CUDA graphs, freed memory, and many lengths", 50.0, compiling, 200.0),

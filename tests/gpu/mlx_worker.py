@@ -4,9 +4,11 @@ tests.gpu.mlx_device.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,8 +22,12 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from engine.demo_model import make
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.events import EventWriter
+from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.train import train
+from engine.training.checkpoint_files import Origin
 from engine.training.process import Control
 from engine.training.reporting import Reporter
 from tests.bench import stock
@@ -160,5 +166,45 @@ def models(request: Answer) -> Iterator[Answer]:
         yield {"name": name, "bytes": size, "seconds": time.perf_counter() - started}
 
 
+_NEVER_ENDS = "volatile const float* awaited = own; while (awaited[0] != -1.0f) { __nanosleep(1000); } out[0] = 1.0f;"
+_ASKED_AFTER_S = 1.0
+
+
+def hang(request: Answer) -> Iterator[Answer]:
+    """Hold a state, wait in MLX for what never comes, and save the state from another thread, which ends the process
+    with code 0; `saved` reads it."""
+    folder, state = Path(request["folder"]), _state(request)
+    reporter = Reporter(EventWriter(folder / "events.jsonl", 0, 1))
+    checkpoint = EmergencyCheckpoint(folder, 1, 0, Origin("visit", 1, 0, 1, {}), reporter)
+    checkpoint.hold(Snapshot(2, 1, {}, {"weights": state}))
+    yield {"bytes": sum(value.nbytes for value in state.values())}
+    threading.Timer(_ASKED_AFTER_S, checkpoint.save_and_exit, [0]).start()
+    if request["device"] == "cpu":
+        # In C, without Python's lock, as in mx.eval.
+        ctypes.CDLL(None).sleep(600)
+        return
+    kernel: Any = mx.fast.cuda_kernel("never_ends", ["own"], ["out"], _NEVER_ENDS)
+    single: Any = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)], "output_dtypes": [mx.float32]}
+    mx.eval(kernel(inputs=[mx.zeros(1)], stream=mx.new_stream(mx.gpu), **single))
+
+
+def saved(request: Answer) -> Iterator[Answer]:
+    """The state that `hang` has saved is there, bit for bit."""
+    (path,) = Path(request["folder"]).glob("emergency/1/rank0/step-*")
+    found, state = store.load(store.verify(path))["weights"], _state(request)
+    same = found.keys() == state.keys()
+    yield {"same": same and all(bool(mx.array_equal(found[name], value)) for name, value in state.items())}
+
+
+def _state(request: Answer) -> dict[str, mx.array]:
+    """64 MiB, computed on the device."""
+    mx.set_default_device(mx.cpu if request["device"] == "cpu" else mx.gpu)
+    kinds = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+    state = {name: (mx.arange(2**24 // kind.size) % 1000).astype(kind) for name, kind in kinds.items()}
+    state |= {f"another {name}": value * 2 for name, value in state.items()}
+    mx.eval(state)
+    return state
+
+
 if __name__ == "__main__":
-    sys.exit(answer_request({"trainings": trainings, "models": models}))
+    sys.exit(answer_request({"trainings": trainings, "models": models, "hang": hang, "saved": saved}))
