@@ -141,7 +141,7 @@ def test_scores_that_are_kept_show_in_how_the_peak_grows(
     growth: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answered(*_: object) -> Asked:
-        sizes = {2_048: 100 * 10**6, 4_096: round(growth * 100 * 10**6)}
+        sizes = {2_048: 100 * 10**6, 4_096: round(growth * 100 * 10**6), 4_095: 400 * 10**6}
         rows = [
             {"head": 64, "length": length, "peak_bytes": peak, "input_bytes": 10**6, "seconds": 0.1}
             for length, peak in sizes.items()
@@ -150,7 +150,10 @@ def test_scores_that_are_kept_show_in_how_the_peak_grows(
 
     monkeypatch.setattr(mlx_numbers, "ask", answered)
     mlx_numbers.attention(visit_in(tmp_path))
-    assert verdicts(tmp_path) == {"heads of 64: the gradient's peak that grows with tokens²": verdict}
+    assert verdicts(tmp_path) == {
+        "heads of 64: the gradient's peak that grows with tokens²": verdict,
+        "heads of 64: peak of one token less, over it": "measured",
+    }
 
 
 def test_losses_differ_from_their_first_iteration_that_does() -> None:
