@@ -106,7 +106,9 @@ GRID: Final = Grid(
     ),
     2_048,
 )
-DRY_GRID: Final = Grid({"tiny": SMALL}, (Cell("tiny", "lora", 1), Cell("tiny", "full", 4)), 64)
+DRY_GRID: Final = Grid(
+    {"tiny": SMALL}, (Cell("tiny", "lora", 1), Cell("tiny", "lora", 1, odd=True), Cell("tiny", "full", 4)), 64
+)
 EXAMPLES: Final = 8
 
 

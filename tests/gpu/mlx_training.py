@@ -23,6 +23,7 @@ PEAK: Final = "our peak"
 _COUNTED_S: Final = 1.5
 """Least duration of what is counted of one training."""
 _MEMORY_LIMIT: Final = 0.10
+_LEFT_LIMIT: Final = 0.01
 
 
 def throughput(visit: Visit) -> None:
@@ -78,6 +79,10 @@ def compare(visit: Visit, cell: Cell, ours: list[dict[str, Any]], stock: list[di
     if len(counted) > 1:
         visit.result(f"{cell.name}: compared", f"not the same tokens between reports: {sorted(counted)}", ok=False)
         return
+    left = max(answer["before_bytes"] / answer["peak_bytes"] for answers in measured for answer in answers)
+    if left > _LEFT_LIMIT:
+        note = "in the same process: the peaks are that much too high"
+        visit.result(f"{cell.name}: left by the training before, of the peak", f"{left:.1%}", ok=False, note=note)
     rates = [[answer["tokens_per_s"] for answer in answers] for answers in measured]
     ours_rate, stock_rate = map(statistics.median, rates)
     ratio = round(ours_rate / stock_rate, 2)

@@ -19,20 +19,16 @@ from tests.gpu.mlx_parts import PARTS
 from tests.gpu.mlx_runs import difference
 from tests.gpu.mlx_training import compare, report_memory
 from tests.gpu.mlx_worker import Enough, Reports
-from tests.gpu.part import ROOT, Completed, Part, Visit
+from tests.gpu.part import ROOT, Completed, Visit
 from tests.gpu.results import Row, read_rows
 
 GB = 10**9
-CHEAPEST = "mlx.attention"
 
 
-def part_of(part: Part) -> object:
-    marks = [pytest.mark.busy] if part.name == CHEAPEST else [pytest.mark.busy, pytest.mark.slow]
-    return pytest.param(part.name, id=part.name, marks=marks)
-
-
+@pytest.mark.slow
+@pytest.mark.busy
 @pytest.mark.needs("linux")
-@pytest.mark.parametrize("name", [part_of(part) for part in PARTS])
+@pytest.mark.parametrize("name", [part.name for part in PARTS])
 def test_a_part_runs_on_the_cpu_build_and_judges_nothing_of_a_gpu(name: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.gpu", "--dry", "--out", str(tmp_path), "--limit-s", "900", "--only", name]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
@@ -57,7 +53,7 @@ def figure(folder: Path, name: str) -> Row:
 
 def answers(*rates: float, peak: float, tokens: int = 20) -> list[dict[str, Any]]:
     """The worker's, of 2 reports after the warm-up."""
-    counted = {"tokens": tokens, "reports": 3, "seconds": 2.0, "processor_s": 1.0}
+    counted = {"tokens": tokens, "reports": 3, "seconds": 2.0, "processor_s": 1.0, "before_bytes": 0}
     return [{**counted, "tokens_per_s": rate, "peak_bytes": peak * GB} for rate in rates]
 
 
