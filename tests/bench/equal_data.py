@@ -42,10 +42,14 @@ def write_equal_data(directory: Path, model: Path, tokens: int, examples: int) -
 
 def _text(tokenizer: Tokenizer, radio: Iterator[str], tokens: int) -> str:
     """A text of exactly so many tokens."""
-    text = ""
+    text, shortest = "", 0
     while True:
         text += next(radio)
+        if len(text) < shortest:
+            continue
         encoded = tokenizer.encode(text)
+        # Characters without which it is not worth encoding again.
+        shortest = int(0.9 * len(text) * tokens / len(encoded.ids))
         # Cut after a token, a text is mostly encoded as the same tokens again, but not always.
         for _, end in encoded.offsets[tokens - 1 :]:
             if len(tokenizer.encode(text[:end]).ids) == tokens:

@@ -199,6 +199,8 @@ def stall(visit: Visit, run: Run) -> None:
     share = sum(waits) / (steps[-1]["t"] - steps[0]["t"])
     target = Target("< 5%", share < _STALL_LIMIT)
     judged(visit, "wait for checkpoints, of the time", f"{share:.2%}", target, f"every {_length(visit).every} updates")
+    mean = statistics.fmean(between) / step
+    visit.result("all steps with their checkpoints, mean over median", round(mean, 3), unit="×")
     begins = {event["iteration"] for event in saved if event["phase"] == "begin" and event.get("kind") == "state"}
     after = [later["t"] - earlier["t"] for earlier, later in pairwise(steps) if earlier["iteration"] in begins]
     if after:
