@@ -50,20 +50,25 @@ def has(name: str, have: Iterable[str]) -> bool:
 
 
 def locked_requirements(lock: Path, root: str, have: Sequence[str]) -> dict[str, str]:
-    """Name -> version of what `root` needs on the GPU machine, extras aside, without what is there already, whose own
-    needs are there as well. Raises KeyError for a name that the lock lacks."""
+    """Name -> version of what `root` needs on the GPU machine, without what is there already, whose own needs are there
+    as well, and without MLX's build, an extra of mlx. Raises KeyError for a name that the lock lacks."""
     packages: dict[str, list[dict[str, Any]]] = {}
     for package in tomllib.loads(lock.read_text(encoding="utf-8"))["package"]:
         packages.setdefault(package["name"], []).append(package)
     needed: dict[str, str] = {}
-    waiting = [root]
+    seen: set[tuple[str, str]] = set()
+    waiting = [(root, "")]
     while waiting:
-        package = _fork(packages[waiting.pop()])
-        for dependency in package.get("dependencies", ()):
-            name = dependency["name"]
-            if name not in needed and not has(name, have) and _applies(dependency.get("marker", "")):
+        name, extra = waiting.pop()
+        package = _fork(packages[name])
+        needs = package.get("optional-dependencies", {}).get(extra, ()) if extra else package.get("dependencies", ())
+        for dependency in needs:
+            name, extras = dependency["name"], dependency.get("extra", ()) if dependency["name"] != "mlx" else ()
+            if not has(name, have) and _applies(dependency.get("marker", "")):
                 needed[name] = _fork(packages[name])["version"]
-                waiting.append(name)
+                new = {(name, ""), *((name, extra) for extra in extras)} - seen
+                seen |= new
+                waiting += new
     return needed
 
 

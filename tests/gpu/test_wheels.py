@@ -106,8 +106,10 @@ package = [
     { name = "a" }, { name = "mac", marker = "sys_platform == 'darwin'" }, { name = "torch" },
     { name = "forked", version = "1", marker = "python_full_version < '3.12'" },
     { name = "forked", version = "2", marker = "python_full_version >= '3.12'" } ] },
-  { name = "a", version = "5", dependencies = [{ name = "b" }, { name = "nvidia-cublas" }] },
-  { name = "b", version = "6", dependencies = [{ name = "a" }] },
+  { name = "a", version = "5", dependencies = [
+    { name = "b" }, { name = "nvidia-cublas" } ], optional-dependencies = { more = [{ name = "c" }] } },
+  { name = "b", version = "6", dependencies = [{ name = "a", extra = ["more"] }] },
+  { name = "c", version = "11" },
   { name = "mac", version = "7" },
   { name = "torch", version = "8", dependencies = [{ name = "sympy" }] },
   { name = "sympy", version = "9" },
@@ -118,7 +120,7 @@ package = [
 """
     )
     needed = gather.locked_requirements(lock, "root", ["torch", "nvidia-*"])
-    assert needed == {"a": "5", "b": "6", "forked": "2"}
+    assert needed == {"a": "5", "b": "6", "c": "11", "forked": "2"}
 
 
 def test_what_a_machine_has_may_be_a_pip_list_or_a_freeze(tmp_path: Path) -> None:
