@@ -97,7 +97,7 @@ GRID: Final = Grid(
         Cell("0.5 B", "lora", 1),
         Cell("0.5 B", "lora", 8),
         Cell("0.5 B", "full", 1),
-        Cell("0.5 B", "lora", 8, odd=True),
+        Cell("0.5 B", "lora", 4, odd=True),
         Cell("0.5 B", "full", 8),
         Cell("1.5 B", "lora", 4),
         Cell("1.5 B", "full", 4),

@@ -84,6 +84,9 @@ def test_a_training_that_failed_is_no_comparison(tmp_path: Path) -> None:
     compare(visit_in(tmp_path), Cell("4 B", "full", 1), failure, stock)
     assert verdicts(tmp_path) == {"4 B, full, batch 1: ours": "failed", "4 B, full, batch 1: compared": "failed"}
     assert "Unable to allocate" in str(figure(tmp_path, "4 B, full, batch 1: ours").value)
+    compare(visit_in(tmp_path), Cell("1.5 B", "full", 4), stock, failure)
+    names = ("our peak", "stock", "compared")
+    assert [verdicts(tmp_path)[f"1.5 B, full, batch 4: {name}"] for name in names] == ["measured"] * 3
 
 
 def section_of(peak_bytes: int) -> MemorySection:
