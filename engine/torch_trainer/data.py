@@ -76,9 +76,11 @@ EMPTY = Batch(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), 0)
 def loss_sum(model: Any, batch: Batch, device: torch.device) -> Tensor:
     """The sum of the targets' cross-entropies, a float32 scalar."""
     tokens = torch.from_numpy(batch.tokens).to(device, torch.int64)
-    bounds = torch.from_numpy(batch.bounds).to(device, torch.int64)
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    position = torch.arange(1, tokens.shape[1], device=device)
-    mask = (position >= bounds[:, :1]) & (position < bounds[:, 1:])
+    position = np.arange(1, batch.tokens.shape[1])
+    mask = (position >= batch.bounds[:, :1]) & (position < batch.bounds[:, 1:])
+    # Their numbers are known here: a mask on a GPU would have the program wait for it, to count them.
+    targets = torch.from_numpy(np.flatnonzero(mask)).to(device)
     # Only the targets' logits are made float32.
-    return torch.nn.functional.cross_entropy(logits[mask].float(), tokens[:, 1:][mask], reduction="sum")
+    chosen = logits.flatten(0, 1).index_select(0, targets).float()
+    return torch.nn.functional.cross_entropy(chosen, tokens[:, 1:].flatten()[targets], reduction="sum")

@@ -280,18 +280,21 @@ class TorchStrategy(ABC):
 
 
 class DdpStrategy(TorchStrategy):
-    """Every rank has the whole model: DistributedDataParallel."""
+    """Every rank has the whole model: DistributedDataParallel. One rank alone trains without it, which would keep a
+    copy of all gradients in its buckets, and fill it in each backward pass."""
 
     def _prepare(self, module: Any) -> tuple[Any, Any]:
         module.to(self.accelerator.device)
         self._own = make_optimizer(self._job, self.trained)
-        model, optimizer = self.accelerator.prepare(module, self._own)
-        return model, optimizer
+        # evaluation_mode: Accelerate applies the precision, and nothing else.
+        model = self.accelerator.prepare_model(module, evaluation_mode=self.accelerator.num_processes == 1)
+        return model, self.accelerator.prepare(self._own)
 
     def accumulate(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
         super().accumulate(last=last)
         # Whether a backward pass exchanges gradients, DDP decides in the forward pass.
-        return contextlib.nullcontext() if last else self.model.no_sync()
+        exchanges = isinstance(self.model, DistributedDataParallel)
+        return self.model.no_sync() if exchanges and not last else contextlib.nullcontext()
 
 
 class FsdpStrategy(TorchStrategy):

@@ -235,6 +235,8 @@ class TorchLoop(TrainingLoop):
         return _Iteration(number, batch, time.perf_counter() - started)
 
     def _sum(self, values: list[float]) -> list[float]:
+        if self._ranks == 1:
+            return values
         own = torch.tensor(values, dtype=torch.float64, device=self._accelerator.device)
         found: list[float] = self._accelerator.gather(own).reshape(self._ranks, -1).sum(0).tolist()
         return found

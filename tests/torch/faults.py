@@ -16,18 +16,23 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.torch_trainer.checkpoint import StateManifest, _newest
+from engine.torch_trainer.data import loss_sum
 from engine.torch_trainer.train import TorchLoop, load_training
 from engine.torch_trainer.waits import WaitTimer
 from engine.training.checkpoint_files import FileEntry
+from engine.training.data import Batch
 from engine.training.process import Control, TrainingProcess
 from engine.training.reporting import Diverged, Reporter
 
@@ -75,10 +80,32 @@ def names(folder: Path) -> list[str]:
 
 
 def exchanges(loop: TorchLoop) -> int:
-    """How often DDP's one bucket is exchanged in one update."""
+    """How often DDP's one bucket is exchanged in one update. One rank alone trains without DDP."""
+    assert not isinstance(loop.strategy.model, DistributedDataParallel)
+    loop.strategy.model = DistributedDataParallel(loop.strategy.module)
+    loop._waits = WaitTimer(loop.strategy.model, torch.device("cpu"))
     with mock.patch("engine.torch_trainer.waits.allreduce_hook", wraps=allreduce_hook) as exchanged:
         loop.update(1, loop.job.grad_accumulation_steps)
+    loop.strategy.model = loop.strategy.module
     return int(exchanged.call_count)
+
+
+def exchanges_alone(loop: TorchLoop) -> int:
+    """How often the only rank gathers in one update."""
+    accelerator = loop.strategy.accelerator
+    with mock.patch.object(accelerator, "gather", wraps=accelerator.gather) as gather:
+        loop.update(1, loop.job.grad_accumulation_steps)
+    return int(gather.call_count)
+
+
+def loss_without_values() -> str:
+    """The device of a loss of tensors that have none, so that nothing can wait for them as for a GPU's."""
+    batch = Batch(np.ones((2, 4), np.int32), np.array([[1, 4], [2, 3]], np.int32), 4)
+
+    def model(input_ids: torch.Tensor, use_cache: bool) -> Any:
+        return SimpleNamespace(logits=torch.zeros((*input_ids.shape, 5), device="meta"))
+
+    return str(loss_sum(model, batch, torch.device("meta")).device)
 
 
 def saves_on_a_full_disk(loop: TorchLoop, events: Events, home: Path) -> dict[str, Any]:
@@ -210,6 +237,7 @@ def ddp(home: Path, job: dict[str, Any]) -> dict[str, Any]:
     loop, events = load(home, job)
     return {
         "exchanges": exchanges(loop),
+        "loss": loss_without_values(),
         "full disk": saves_on_a_full_disk(loop, events, home),
         "no folder": saves_without_a_folder(loop, events, home),
         "saves": saves(loop, events, home),
@@ -218,6 +246,7 @@ def ddp(home: Path, job: dict[str, Any]) -> dict[str, Any]:
         "unreadable": unreadable(loop, home),
         "newest": newest(),
         "GPU": waits_for_the_gpu(),
+        "exchanges alone": exchanges_alone(loop),
     }
 
 

@@ -211,8 +211,12 @@ def partitioned(request: Any, tiny: Tiny, tmp_path_factory: pytest.TempPathFacto
     return faults("partitioned", tiny, tmp_path_factory.mktemp(strategy), strategy=strategy, **keys)
 
 
-def test_ddp_exchanges_gradients_once_in_an_update(ddp: dict[str, Any]) -> None:
-    assert ddp["exchanges"] == 1
+def test_ddp_exchanges_gradients_once_in_an_update_and_one_rank_nothing(ddp: dict[str, Any]) -> None:
+    assert (ddp["exchanges"], ddp["exchanges alone"]) == (1, 0)
+
+
+def test_a_loss_waits_for_no_values_of_the_device(ddp: dict[str, Any]) -> None:
+    assert ddp["loss"] == "meta"
 
 
 def assert_full_disks_are_warnings(found: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@
 Per trained parameter, of N ranks, with Adam and a computation in c bytes (4 in fp32, else 2):
 
                  weights    gradients      moments  master  buffers
-    ddp          4          4              8        -       4, the reducer's buckets, flat copies of the gradients
+    ddp          4          4              8        -       4 with N > 1: the reducer's buckets, copies of the gradients
     fsdp         4/N        4/N            8/N      -       what is gathered: two blocks (full) or all (grad_op)
     ZeRO-1       c          in the bucket  8/N      4/N     c/N of reduced gradients, and the bucket
     ZeRO-2       the same
@@ -209,9 +209,9 @@ class _TorchRank:
 
     @cached_property
     def update(self) -> int:
-        """Working memory of the update: an array like the rank's moments, and with ZeRO a gradient in float32."""
-        own = -(-self.trained.parameters // (1 if self.workload.strategy == "ddp" else self.shards))
-        return own * FLOAT32_BYTES * ((1 if self.workload.moments == 2 else 0) + (1 if self.zero else 0))
+        """Working memory of the update, of ZeRO alone: a gradient in float32, and with Adam another array: measured."""
+        arrays = (2 if self.workload.moments == 2 else 1) if self.zero else 0
+        return -(-self.trained.parameters // self.shards) * FLOAT32_BYTES * arrays
 
     @cached_property
     def blocks(self) -> list[int]:
