@@ -114,6 +114,8 @@ def train(  # noqa: PLR0913
     command = [visit.python, "-m", program]
     # float32 is float32: no TF32 in the comparison with the CPU.
     env = {"NVIDIA_TF32_OVERRIDE": "0"}
+    if on_cpu:
+        env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // 4))
     run = start_torch(visit.scratch / name, job, ranks=ranks, backend=backend, command=command, env=env)
     return _observed(visit, run)
 

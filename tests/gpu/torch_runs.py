@@ -5,11 +5,13 @@ killed, recovered and aborted.
 from __future__ import annotations
 
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from engine.errors import plural
 from engine.plan.torch.memory import TorchWorkload, torch_estimate
 from engine.run.events import AttemptResumed
 from tests.faults.local_runs import Run, kill_and_await
@@ -46,7 +48,7 @@ def run_launch(visit: Visit) -> None:
         partial(launch, visit, shared, "--follow"),
     ]
     first, second, third = side_by_side(launches, most=1 if visit.dry else 3)
-    expected = ("gloo", "cpu", "fp32") if visit.dry else ("nccl", "cuda:0", "bf16")
+    expected = ("gloo", "cpu", "fp32") if visit.dry else ("nccl", "cuda", "bf16")
     _launched(visit, "1 rank", first, expected)
     _launched(visit, "2 ranks, one GPU", second, ("gloo", "cpu", "fp32"))
     refused = third.done.code == 1 and not third.record.get("started_at")
@@ -69,14 +71,18 @@ def _launched(visit: Visit, name: str, launched: Launched, wanted: tuple[str, st
     run = launched.run(visit)
     (start, *_) = [*_events(run, 0, "start"), {}]
     plan = json.loads(run.dir.training_plan.read_text()) if run.dir.training_plan.exists() else {}
-    found = (record["backend"], start.get("device"), plan.get("settings", {}).get("precision"))
-    reasons = "; ".join((plan.get("network") or {}).get("reasons", ()))[:300]
+    found = (record["backend"], str(start.get("device")).split(":")[0], plan.get("settings", {}).get("precision"))
+    reasons = "; ".join(row["reason"] for row in plan.get("reasons", ()) if row["key"] == "torch.backend")
     visit.result(f"{name}: backend, device, precision", shown(found), target=shown(wanted), ok=found == wanted)
     if reasons:
         visit.result(f"{name}: why", reasons)
     checks = json.loads(run.dir.preflight.read_text())["checks"]
     failed = [check["name"] for check in checks if check["status"] == "fail"]
     visit.result(f"{name}: checks that fail", ", ".join(failed) or "none", target="none", ok=not failed)
+    if wanted[1] == "cuda":
+        (seen,) = re.findall(r"torch sees \d+ GPUs?", json.dumps(checks))[:1] or ["nothing of GPUs"]
+        listed = f"torch sees {plural(len(smi(visit, 'uuid')), 'GPU')}"
+        visit.result(f"{name}: the preflight", seen, target=listed, ok=seen == listed)
     warned = "; ".join(f"{check['name']}: {check['summary']}" for check in checks if check["status"] == "warn")
     visit.record(f"{name}: warnings of the preflight", warned)
     visit.record(f"{name}: log of rank 0", run.dir.log(0).read_text(errors="replace"))
@@ -88,7 +94,8 @@ def shown(values: tuple[Any, ...]) -> str:
 
 def _events(run: Run, rank: int, kind: str) -> list[dict[str, Any]]:
     path = run.dir.events(rank)
-    lines = path.read_text().splitlines() if path.exists() else []
+    # The last line may still be under way.
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
@@ -96,6 +103,11 @@ def _losses(run: Run, attempt: int) -> dict[int, float]:
     """By iteration, of rank 0."""
     steps = [event for event in _events(run, 0, "step") if event["attempt"] == attempt]
     return {event["iteration"]: event["loss"] for event in steps}
+
+
+def _last(run: Run, attempt: int) -> int:
+    """The iteration of its newest step; 0 before the first one."""
+    return max(_losses(run, attempt), default=0)
 
 
 _TOO_MUCH: Final = 1.5
@@ -176,21 +188,23 @@ def recovery(visit: Visit) -> None:
     model, data, tokens = small_files(visit)
     before = gpu_used_mib(visit)
     job = job_table(model, data, max_seq_length=tokens + 1, iters=100_000, fine_tune_type="full")
-    config = write_config(visit, "long", 1, job=job, checkpoint={"every": 5 if visit.dry else 20})
+    every = 10 if visit.dry else 50
+    config = write_config(visit, "long", 1, job=job, checkpoint={"every": every})
     launched = launch(visit, config)
     if not launched.record:
         visit.record("the launch", launched.text)
         visit.result("the run", f"exit code {launched.done.code}", target="launched", ok=False)
         return
     run = launched.run(visit)
-    run.wait(lambda: any(event["phase"] == "committed" for event in _events(run, 0, "checkpoint")), visit.remaining_s)
+    # In the middle between two checkpoints, so that some steps are repeated.
+    run.wait(lambda: (last := _last(run, 1)) > every and 2 <= last % every <= every // 2, visit.remaining_s)
     used = gpu_used_mib(visit)
     killed = time.monotonic()
     kill_and_await(run.identity(0).trainer_pid)
     run.wait(lambda: bool(run.events_of(AttemptResumed)), visit.remaining_s)
     recovered_s = time.monotonic() - killed
     (resumed,) = run.events_of(AttemptResumed)
-    run.wait(lambda: max(_losses(run, 2), default=0) > max(_losses(run, 1)) + 5, visit.remaining_s)
+    run.wait(lambda: _last(run, 2) > _last(run, 1) + 5, visit.remaining_s)
     begun = time.monotonic()
     aborted = flightdeck(visit, "abort", run.dir.id, "--json")
     record = json.loads(aborted.output)

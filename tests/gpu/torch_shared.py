@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 
 from engine.protocol.job import TorchSettings
 from engine.torch_trainer import main, strategies
@@ -25,6 +25,8 @@ def make_accelerator(
         return _make(backend, strategy, settings, config, timeout)
     restrict_unpickling()
     dist.init_process_group("cpu:gloo,cuda:gloo", timeout=timeout)
+    # So told, Accelerate gathers by what gloo has for a GPU.
+    PartialState(backend="gloo")
     precision = {"fp32": "no"}.get(settings.precision, settings.precision)
     return Accelerator(mixed_precision=precision, gradient_accumulation_steps=config["gradient_accumulation_steps"])
 

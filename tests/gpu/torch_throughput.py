@@ -110,7 +110,7 @@ def throughput(visit: Visit) -> None:
             turns.answer()
         for kind in kinds:
             ours, plain = running["ours", kind], running["plain", kind]
-            compared = _alternate(ours, plain, rounds, 0.2 if visit.dry else _TURN_S)
+            compared = _alternate(ours, plain, rounds, 0.5 if visit.dry else _TURN_S)
             operations = _operations(size, kind, tokens)
             _report(visit, f"{size}, {kind}, {precision}", compared, batch * tokens, operations)
     finally:
