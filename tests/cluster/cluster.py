@@ -35,7 +35,7 @@ class Cluster:
     The process that calls `up` owns the cluster: when it ends in whatever way, the nodes are switched off at once, and
     the next cluster's start clears the rest away."""
 
-    registry: ClassVar[Registry] = Registry(Path("/run/flightdeck-cluster"), clear_namespaces)
+    registry: ClassVar[Registry] = Registry(Path("/run/flightdeck-cluster"), clear_namespaces, network.bridge_exists)
     isolated: ClassVar[bool] = True
     """Each node has namespaces of its own, and so a network that can fail."""
     names_addresses: ClassVar[bool] = True

@@ -4,6 +4,8 @@ A node's end lies in its own network namespace and goes with it; the head has th
 
 from __future__ import annotations
 
+import socket
+
 from tests.cluster.command import attempt, command, in_batch
 from tests.cluster.specs import FIRST_HOST, address, head_address, mac, subnet
 
@@ -21,6 +23,10 @@ def bridge_of(cluster: int) -> str:
 def port_of(cluster: int, index: int) -> str:
     """The name of the bridge's end of a node's cable."""
     return f"{PREFIX}{cluster}n{index}"
+
+
+def bridge_exists(cluster: int) -> bool:
+    return bridge_of(cluster) in {name for _, name in socket.if_nameindex()}
 
 
 def lay_bridge(cluster: int) -> None:

@@ -8,10 +8,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.node.processes import alive, start_time
+from tests.cluster.command import CommandFailed
 
 NUMBERS = range(256)
 RECORD = "cluster.json"
@@ -40,21 +41,19 @@ class Registry:
 
     runtime: Path
     clear: Callable[[Record], None]
+    occupied: Callable[[int], bool] = field(default=lambda _: False)
+    """True of a number without a record that is in use all the same: whose record was removed, or is in another /run
+    beside the same network."""
 
     def claim(self, size: int) -> Record:
-        """Take the lowest free number for a cluster of this process, clearing away first what dead owners left."""
+        """Take the lowest free number for a cluster of this process, clearing away first what dead owners left. What
+        cannot be cleared away keeps its number."""
         with self._locked():
-            taken = set()
-            for record in self._records():
-                if record.owned:
-                    taken.add(record.number)
-                else:
-                    self._clear_away(record)
-            number = next(number for number in NUMBERS if number not in taken)
+            taken = {record.number for record in self._records() if record.owned or not self._cleared_away(record)}
+            number = next(number for number in NUMBERS if number not in taken and not self.occupied(number))
             start = start_time(os.getpid())
             assert start is not None
             record = Record(number, os.getpid(), start, size, self.runtime / str(number))
-            self.clear(record)  # its folder may have been removed by hand, and its links not
             record.folder.mkdir(mode=0o700)
             fields = {"number": number, "owner": record.owner, "owner_start": start, "size": size}
             (record.folder / RECORD).write_text(json.dumps(fields))
@@ -82,6 +81,13 @@ class Registry:
     def _clear_away(self, record: Record) -> None:
         self.clear(record)
         shutil.rmtree(record.folder)
+
+    def _cleared_away(self, record: Record) -> bool:
+        try:
+            self._clear_away(record)
+        except (CommandFailed, OSError):
+            return False
+        return True
 
     def _records(self) -> Iterator[Record]:
         for folder in sorted(self.runtime.glob("[0-9]*"), key=lambda folder: int(folder.name)):

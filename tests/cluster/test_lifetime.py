@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster import network
 from tests.cluster.cluster import Cluster
+from tests.cluster.command import CommandFailed
 from tests.cluster.disk import mounts_below
 from tests.cluster.machine import until
 from tests.cluster.registry import Record, Registry
@@ -70,10 +71,18 @@ def test_a_killed_owner_takes_its_nodes_with_it_and_the_rest_is_cleared_away_nex
     assert left_of(int(number), Path(folder), spaces) == []
 
 
-def test_links_of_a_cluster_whose_folder_was_removed_are_cleared_away(tmp_path: Path) -> None:
-    cleared: list[Record] = []
-    record = Registry(tmp_path, cleared.append).claim(1)
-    assert cleared == [record]
+def test_a_number_that_is_in_use_without_a_record_is_left_alone(session_cluster: Cluster, tmp_path: Path) -> None:
+    cleared = list[Record]()
+    assert Registry(tmp_path, cleared.append, lambda number: number < 2).claim(1).number == 2
+    assert cleared == [] and network.bridge_exists(session_cluster.record.number)
+
+
+def test_a_dead_cluster_that_cannot_be_cleared_away_costs_its_number_alone(tmp_path: Path) -> None:
+    def refused(record: Record) -> None:
+        raise CommandFailed("still mounted")
+
+    (tmp_path / "0").mkdir()
+    assert Registry(tmp_path, refused).claim(1).number == 1
 
 
 def test_a_cluster_by_hand_is_held_told_of_and_taken_away() -> None:
