@@ -88,7 +88,7 @@ def refusal(plan: TrainingPlan, name: str) -> str:
     return next(each.text for each in plan.refusals if each.name == name)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(plan_inputs())
 def test_the_arithmetic_is_closed(drawn: PlanInputs) -> None:
     plan = make_plan(drawn)
@@ -115,7 +115,7 @@ def test_the_arithmetic_is_closed(drawn: PlanInputs) -> None:
         assert len(covered) == chunks.num_chunks and covered[0][0] == 0 and covered[-1][1] == drawn.examples
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(plan_inputs())
 def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(drawn: PlanInputs) -> None:
     plan = make_plan(replace(drawn, strategy="pipeline"))
@@ -129,7 +129,7 @@ def test_a_pipelines_split_covers_all_layers_and_the_weaker_never_has_more(drawn
     assert all(less <= more for weak, less in sizes for strong, more in sizes if weak < strong)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(plan_inputs())
 def test_whatever_is_null_has_its_reason_and_the_document_can_be_read_again(drawn: PlanInputs) -> None:
     plan = make_plan(drawn)

@@ -477,7 +477,7 @@ EVENTS = st.builds(event, st.sampled_from(NAMES)).flatmap(
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), EVENTS), max_size=8))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_whatever_a_node_writes_as_an_event_is_a_finite_figure_or_none(events: list[tuple[int, str]]) -> None:
     with TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder))
