@@ -49,8 +49,7 @@ class Interpreter:
     """Name → version, of the packages that make up MLX's build on Linux."""
 
     def describe(self) -> str:
-        builds = {name: version for name, version in self.builds.items() if name.startswith("mlx-cuda")}
-        versions = {"python": self.python, **self.packages, **builds}
+        versions = {"python": self.python, **self.packages, **self.builds}
         seen = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         return "; ".join(filter(None, (seen, self.problem)))
 

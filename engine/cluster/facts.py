@@ -151,8 +151,8 @@ def _mac_thermal(answers: Mapping[str, Any]) -> str | None:
 def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
     """The device and the backends; the limit is that of the GPU's recommended working set."""
     imported = json_object(json_or_none(_text(answers, "mlx_import").strip()))
-    versions = {name: text_or_none(json_object(answers.get("versions")).get(name), 40) for name in MLX_CUDA}
-    build = next((f"{name} {version}" for name, version in versions.items() if version), None)
+    versions = json_object(answers.get("versions"))
+    build = next((f"{name} {version}" for name in MLX_CUDA if (version := text_or_none(versions.get(name), 40))), None)
     if not imported and isinstance(why, Failed):
         problem = why.stderr or f"importing it ended with {why.exit_code}"
         return {"mlx_problem": problem, "mlx_cuda": build}

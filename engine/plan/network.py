@@ -244,10 +244,8 @@ def plan_network(
         choice = _for_local(config.cluster.backend)
     elif config.cluster.backend != "auto":
         choice = _configured_backend(config, known, topology, chosen)
-    elif config.job.framework == "torch":
-        choice = _for_torch(config, known)
     else:
-        choice = _for_cuda(config, known, chosen) or _choose_backend(nodes, known, topology)
+        choice = _for_nvidia(config, known, chosen) or _choose_backend(nodes, known, topology)
     # A cable between two of more ranks is no way to rank 0 for the others.
     cabling = topology.model_copy(update={"cables": ()}) if local and len(nodes) > 2 else topology
     addresses = choose_addresses(nodes, known, cabling, backend=choice.backend)
@@ -297,10 +295,16 @@ def ranks_of_host(config: Config, ssh: str) -> int:
     return sum(node.processes if config.job.elastic else 1 for node in config.nodes if node.ssh == ssh)
 
 
-def _for_torch(config: Config, facts: Mapping[str, NodeFacts]) -> _BackendChoice:
-    """NCCL wants an NVIDIA GPU for each rank."""
-    if without := _without_gpus(config, facts, [node.name for node in config.nodes]):
-        return _BackendChoice("gloo", (f"not known to have an NVIDIA GPU for each rank: {without}",))
+def _for_nvidia(config: Config, facts: Mapping[str, NodeFacts], strategy: Strategy) -> _BackendChoice | None:
+    """NCCL wants an NVIDIA GPU for each rank. None where not all of several nodes are known to have MLX on CUDA."""
+    torch, names = config.job.framework == "torch", [node.name for node in config.nodes]
+    on_cuda = {name for name, fact in facts.items() if fact.mlx_device == "CUDA" and "nccl" in fact.backends}
+    if not torch and (len(names) == 1 or not on_cuda.issuperset(names)):
+        return None
+    without = _without_gpus(config, facts, names)
+    if without or strategy == "pipeline":
+        why = f"not known to have an NVIDIA GPU for each rank: {without}" if without else _NO_SEND
+        return _BackendChoice("gloo" if torch else "ring", (why,))
     return _BackendChoice("nccl", ("every rank has an NVIDIA GPU", _infiniband(config.nodes, facts)))
 
 
@@ -367,21 +371,6 @@ def _configured_backend(
     return _BackendChoice(backend, reasons, rdma.rows)
 
 
-def _for_cuda(config: Config, facts: Mapping[str, NodeFacts], strategy: Strategy) -> _BackendChoice | None:
-    """None where not every one of several nodes is known to have MLX on CUDA."""
-    nodes = config.nodes
-    on_cuda = {name for name, fact in facts.items() if fact.mlx_device == "CUDA" and "nccl" in fact.backends}
-    if len(nodes) == 1 or not on_cuda.issuperset(node.name for node in nodes):
-        return None
-    shared = _without_gpus(config, facts, [node.name for node in nodes])
-    if strategy == "pipeline" or shared:
-        why = f"NCCL needs a GPU for each rank: {shared}" if shared else _NO_SEND
-        return _BackendChoice("ring", (f"TCP: {why}",))
-    several = len({node.ssh for node in nodes}) > 1
-    network = _infiniband(nodes, facts) if several else "all ranks run on one machine"
-    return _BackendChoice("nccl", ("every node has CUDA", network))
-
-
 def _choose_backend(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], topology: Topology) -> _BackendChoice:
     if len({node.ssh for node in nodes}) == 1:
         return _BackendChoice("ring", ("all ranks run on one machine",))
@@ -414,6 +403,8 @@ def _other_ring_order(nodes: Sequence[NodeConfig], topology: Topology) -> Sequen
 
 def _infiniband(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts]) -> str:
     active = _infiniband_devices(nodes, facts)
+    if len({node.ssh for node in nodes}) == 1:
+        return "between GPUs of one machine NCCL needs no network"
     if all(active.values()):
         return "InfiniBand: " + ", ".join(f"{name} {device}" for name, device in active.items())
     without = ", ".join(name for name, device in active.items() if not device)

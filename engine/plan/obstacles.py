@@ -75,13 +75,11 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
 def _refuse_mixed_devices(context: PlanContext, rationale: Rationale) -> None:
     """Every strategy has copies that each rank updates by itself: all parameters (data), those that are not divided
     (sharded), the embeddings (pipeline), the averaged weights (local)."""
-    found: dict[str, list[str]] = {}
-    for name in context.names:
-        if (fact := context.inputs.facts.get(name)) is not None and fact.mlx_device is not None:
-            found.setdefault(fact.mlx_device, []).append(name)
-    if "CUDA" not in found or len(found) == 1 or context.torch:
+    devices = {name: fact.mlx_device for name in context.names if (fact := context.inputs.facts.get(name)) is not None}
+    kinds = [kind for kind in dict.fromkeys(devices.values()) if kind is not None]
+    if "CUDA" not in kinds or len(kinds) == 1:
         return
-    where = ", ".join(f"{device} on {spans(names)}" for device, names in found.items())
+    where = ", ".join(f"{kind} on {spans(name for name in devices if devices[name] == kind)}" for kind in kinds)
     text = f"MLX computes with {where}: each rounds the same update in its own way, and the ranks' copies drift apart"
     (rationale.refuse if context.settings else rationale.warn)("nodes", f"{text}; choose nodes of one kind")
 

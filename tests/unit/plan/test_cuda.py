@@ -43,9 +43,15 @@ def network_of(facts: list[NodeFacts], backend: str = "auto", **more: Any) -> Ne
     [
         (("a", "a"), 2, "data", "nccl", "all ranks run on one machine"),
         (("a", "b"), 1, "data", "nccl", "TCP, not InfiniBand: no active device on gpu-0, gpu-1"),
-        (("a", "b"), 1, "sharded", "nccl", "every node has CUDA"),
+        (("a", "b"), 1, "sharded", "nccl", "every rank has an NVIDIA GPU"),
         (("a", "a"), 2, "pipeline", "ring", "MLX's NCCL backend has neither send nor recv"),
-        (("a", "a"), 1, "data", "ring", "NCCL needs a GPU for each rank: gpu-0, gpu-1 (nvidia-smi lists 1 GPU"),
+        (
+            ("a", "a"),
+            1,
+            "data",
+            "ring",
+            "not known to have an NVIDIA GPU for each rank: gpu-0, gpu-1 (nvidia-smi lists 1 GPU",
+        ),
         (("a", "a"), 2, "local", "ring", "strategy local averages over TCP connections of its own"),
         (("a",), 2, "data", "ring", "all ranks run on one machine"),
     ],
