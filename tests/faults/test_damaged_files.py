@@ -79,7 +79,7 @@ def without_journal(run: RunDir) -> None:
     [
         pytest.param(in_plan, "plan.json: the plan is not valid", marks=pytest.mark.slow),
         (without_plan, "plan.json: the plan cannot be read"),
-        (in_first_line, "journal.jsonl: line 1 is damaged"),
+        pytest.param(in_first_line, "journal.jsonl: line 1 is damaged", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_of_which_everything_is_known_from_another_file_goes_on(
