@@ -19,7 +19,8 @@ from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
 from engine.launch.rank_environment import rank_spec, trainer_job
 from engine.measurements import CalibrationProgress, Count, Figure, NodeMeasure
-from engine.models import FrozenModel
+from engine.models import FrozenModel, NodeFacts
+from engine.plan.network import gpu_of
 from engine.protocol.attempt import NONCE_ENV
 from engine.protocol.measurements import MeasureSpec
 from engine.protocol.messages import RequestEnded
@@ -94,7 +95,8 @@ class _Measurement:
     too_large: Mapping[str, str] = field(default_factory=dict)
 
     async def put(self, layout: HostLayout) -> None:
-        files = {f"rank{rank}.json": self._spec(rank, layout).to_json() for rank in layout.ranks}
+        facts = await self.context.facts()
+        files = {f"rank{rank}.json": self._spec(rank, layout, facts).to_json() for rank in layout.ranks}
         await self.leases.write(layout, self._folder(layout), files)
 
     async def host(self, ranks: tuple[int, ...]) -> dict[int, tuple[NodeMeasure, int | None]]:
@@ -145,8 +147,9 @@ class _Measurement:
     ) -> None:
         self.on_progress(CalibrationProgress(node.name, phase, elapsed_s, self.seconds, examples_per_s, note))
 
-    def _spec(self, rank: int, layout: HostLayout) -> MeasureSpec:
+    def _spec(self, rank: int, layout: HostLayout, facts: Mapping[str, NodeFacts]) -> MeasureSpec:
         config = self.config
+        gpu = gpu_of(config, rank, facts.get(config.nodes[rank].name))
         there, job = rank_spec(config, rank, layout, 1.0), trainer_job(config)
         if job is not None and there.resume_adapter_file is not None:
             job["resume_adapter_file"] = there.resume_adapter_file
@@ -157,7 +160,7 @@ class _Measurement:
             data=there.data,
             batch=step_batch(config),
             seconds=self.seconds,
-            env=dict(config.job.env),
+            env=dict(config.job.env) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {}),
             ranks=len(config.nodes),
         )
 

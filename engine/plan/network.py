@@ -261,7 +261,7 @@ def plan_network(
                 ips=ips,
                 rdma=row,
                 interface=_interface(known.get(node.name), ips) if named else None,
-                gpu=_gpu(config, rank, known.get(node.name)),
+                gpu=gpu_of(config, rank, known.get(node.name)),
             )
             for rank, (node, ips, row) in enumerate(zip(nodes, addresses.ips, rows, strict=True))
         ),
@@ -283,7 +283,7 @@ def _gpus(config: Config, fact: NodeFacts | None) -> list[str | None]:
     return [None if gpu.mig else gpu.uuid for gpu in fact.gpus] if fact is not None else []
 
 
-def _gpu(config: Config, rank: int, fact: NodeFacts | None) -> str | None:
+def gpu_of(config: Config, rank: int, fact: NodeFacts | None) -> str | None:
     """For a rank of MLX on CUDA: those of a machine take its GPUs in order, and share them where there are fewer."""
     gpus = _gpus(config, fact) if fact is not None and fact.mlx_device == "CUDA" else []
     before = sum(node.ssh == config.nodes[rank].ssh for node in config.nodes[:rank])

@@ -20,8 +20,7 @@ def check(result: AllSumResult, options: argparse.Namespace) -> None:
 
     from engine.trainer.collective import Collective
 
-    if options.backend != "nccl":
-        mx.set_default_device(mx.cpu)
+    mx.set_default_device(mx.gpu if options.backend == "nccl" else mx.cpu)
     size = options.world_size
     if options.backend == "ring" and result.rank == size - 1 > 0:
         time.sleep(_HEAD_START_S)

@@ -21,7 +21,9 @@ from engine.cluster.staging import HostLayout
 from engine.config.models import JobConfig
 from engine.errors import LaunchError
 from engine.measurements import GroupMeasure
+from engine.models import NodeFacts, NvidiaGpu
 from engine.protocol.measurements import GroupStepReport, MeasureProgress, MeasureReport, RoundTimes
+from tests.unit.cluster.macs import NOW
 from tests.unit.plan.calibrations import config
 from tests.unit.plan.clusters import QWEN3_32B, inputs, ultra_and_max
 
@@ -120,6 +122,21 @@ async def test_a_measurement_that_is_cancelled_twice_is_given_up() -> None:
     with pytest.raises(asyncio.CancelledError):
         await measuring
     assert request.closed
+
+
+async def test_each_rank_of_a_machine_is_measured_on_its_own_gpu() -> None:
+    job = config(["a", "b"])
+    nodes = tuple(node.model_copy(update={"ssh": "box"}) for node in job.nodes)
+    job = job.model_copy(update={"nodes": nodes})
+    gpus = tuple(NvidiaGpu(name=name, uuid=f"GPU-{name}") for name in ("H100", "L4"))
+    cuda = {node.name: NodeFacts(node=node.name, host="box", probed_at=NOW, gpu="gpu", gpus=gpus) for node in nodes}
+    layout, written = HostLayout("box", (0, 1), "/home/ana", "/node", "/bundle", "/py"), AsyncMock()
+    leases = Mock(folder=Mock(return_value=PurePosixPath("/lease")), write=written)
+    context = Mock(config=job, facts=AsyncMock(return_value=cuda))
+    await _Measurement(context, job, 1.0, lambda progress: None, leases).put(layout)
+    assert written.await_args is not None
+    specs = [json.loads(text) for text in written.await_args.args[2].values()]
+    assert [spec["env"]["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["GPU-H100", "GPU-L4"]
 
 
 def test_a_node_that_the_whole_job_does_not_fit_is_not_measured_whole() -> None:
