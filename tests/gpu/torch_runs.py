@@ -85,7 +85,7 @@ def _launched(visit: Visit, name: str, launched: Launched, wanted: tuple[str, st
         visit.result(f"{name}: the preflight", seen, target=listed, ok=seen == listed)
     warned = "; ".join(f"{check['name']}: {check['summary']}" for check in checks if check["status"] == "warn")
     visit.record(f"{name}: warnings of the preflight", warned)
-    visit.record(f"{name}: log of rank 0", run.dir.log(0).read_text(errors="replace"))
+    visit.record(f"{name}: log of rank 0", _log(run))
 
 
 def shown(values: tuple[Any, ...]) -> str:
@@ -97,6 +97,11 @@ def _events(run: Run, rank: int, kind: str) -> list[dict[str, Any]]:
     # The last line may still be under way.
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def _log(run: Run) -> str:
+    path = run.dir.log(0)
+    return path.read_text(errors="replace") if path.exists() else "rank 0 has not been started"
 
 
 def _losses(run: Run, attempt: int) -> dict[int, float]:
@@ -144,7 +149,7 @@ def out_of_memory(visit: Visit) -> None:
     visit.result("its cause", str(record.get("cause"))[:300])
     visit.result("its fix", str(record.get("fix"))[:300], ok=bool(record.get("fix")), target="named")
     if record:
-        visit.record("out of memory", launched.run(visit).dir.log(0).read_text(errors="replace"))
+        visit.record("out of memory", _log(launched.run(visit)))
     else:
         visit.record("out of memory: the launch", launched.text)
     _freed(visit, before)
