@@ -17,7 +17,7 @@ from engine.protocol.launchers import split_launcher
 from engine.security.identifiers import SshTarget
 
 _SYNC = {
-    "data": "one all_sum of gradients, loss and token count per update over all ranks, in float32, on the CPU stream",
+    "data": "one all_sum of gradients, loss and token count per update over all ranks, in float32, on the {0} stream",
     "sharded": "an all_gather of each layer's parameters in both passes, and an all_sum of its gradients",
     "pipeline": "activations and their gradients between neighbouring ranks; one small all_sum per update",
     "local": "no gradients: the change of the weights to rank 0 and its average back every local_steps updates, and a "
@@ -50,9 +50,10 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
     rationale.explain("distributed_config.mlx_launch_command", source, reason)
     reason = "set for every rank by flightdeck launch; secrets are not shown"
     rationale.explain("distributed_config.mlx_env_vars", Source.RULE, reason)
+    device = "GPU's" if context.backend == "nccl" else "CPU"
     return DistributedSection(
         mlx_launch_command=command,
-        gradient_sync=_SYNC[context.strategy] if context.ranks > 1 else "none: one rank",
+        gradient_sync=_SYNC[context.strategy].format(device) if context.ranks > 1 else "none: one rank",
         unified_memory={"apple": True, "cuda": False, "cpu": False}.get(context.platform),
         mlx_env_vars=dict(inputs.rank_environment),
         hostfile=inputs.launching.hostfile,
@@ -119,12 +120,10 @@ def _setup(context: PlanContext, *, enabled: bool) -> tuple[str, ...]:
     if context.ranks == 1 or context.strategy == "local":
         return ()
     if context.backend == "nccl":
-        steps = [
-            "flightdeck launch sets env_vars for every rank; [job] env overrides them",
-            f"InfiniBand for training is supported from {network.INFINIBAND_PLATFORM}",
-        ]
-        if not enabled:
-            steps.append("not every node has active InfiniBand: NCCL uses TCP")
+        steps = ["flightdeck launch sets env_vars for every rank; [job] env overrides them"]
+        if len({node.ssh for node in inputs.config.nodes}) > 1:
+            steps.append(f"InfiniBand for training is supported from {network.INFINIBAND_PLATFORM}")
+            steps += [] if enabled else ["not every node has active InfiniBand: NCCL uses TCP"]
         return tuple(steps)
     if context.platform != "apple":
         return ()

@@ -73,6 +73,14 @@ def test_infiniband_is_used_where_every_node_has_it() -> None:
     assert plan.distributed_config.unified_memory is False
 
 
+@pytest.mark.parametrize(("hosts", "tells"), [("aa", False), ("ab", True)])
+def test_the_plan_tells_of_a_network_only_between_machines_and_of_sums_on_the_gpu(hosts: str, *, tells: bool) -> None:
+    plan = make_plan(inputs(nodes(*hosts)))
+    assert "on the GPU's stream" in plan.distributed_config.gradient_sync
+    assert any("NCCL uses TCP" in step for step in plan.rdma_config.setup) is tells
+    assert ("between GPUs of one machine NCCL needs no network" in plan.rdma_config.reason) is not tells
+
+
 @pytest.mark.parametrize(
     ("facts", "strategy", "why"),
     [
