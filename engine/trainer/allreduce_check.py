@@ -20,11 +20,11 @@ def check(result: AllSumResult, options: argparse.Namespace) -> None:
 
     from engine.trainer.collective import Collective
 
-    mx.set_default_device(mx.gpu if options.backend == "nccl" else mx.cpu)
     size = options.world_size
     if options.backend == "ring" and result.rank == size - 1 > 0:
         time.sleep(_HEAD_START_S)
     collective = Collective(options.backend, size, result.rank, _START_LIMIT_S)
+    mx.set_default_device(mx.gpu if options.backend == "nccl" else mx.cpu)
     result.size = collective.size
 
     def is_exact(length: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,8 +16,10 @@ import pytest
 
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import JobError
+from engine.protocol.measurements import AllSumResult
 from engine.run.failure_cause import explain
 from engine.run.signatures import BY_ID
+from engine.trainer.allreduce_check import check
 from engine.trainer.collective import Collective, broadcast_arrays
 from engine.trainer.train import _Setup
 from tests.training.nccl_stand_in import nccl
@@ -76,6 +79,20 @@ def test_a_type_that_nccl_does_not_have_is_broadcast() -> None:
     with nccl() as on_ranks:
         found = on_ranks(2, lambda each: broadcast_arrays(each, {"a": values} if each.rank == 0 else None, 0))
     assert all(bool(mx.array_equal(found[1]["a"][name], value)) for name, value in values.items())
+
+
+def test_the_preflight_sums_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[object] = []
+    monkeypatch.setattr(mx, "set_default_device", devices.append)
+
+    def one(collective: Collective) -> AllSumResult:
+        result = AllSumResult(collective.rank)
+        check(result, Namespace(backend="nccl", world_size=2, seconds=0.1))
+        return result
+
+    with nccl() as on_ranks:
+        found = on_ranks(2, one)
+    assert all(result.exact and result.error is None for result in found) and devices == [mx.gpu, mx.gpu]
 
 
 def test_a_pipeline_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
