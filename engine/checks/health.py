@@ -153,7 +153,7 @@ def _check_gpu_memory(facts: NodeFacts, load: SystemLoad, findings: NodeFindings
             findings.warn(f"pid {pid} ({name[:80]}) holds {memory_text(size)} of the GPU's memory")
     # nvidia-smi lists no process of another container.
     taken = [(gpu.memory_bytes or 0) - (gpu.free_bytes or 0) for gpu in facts.gpus if gpu.free_bytes is not None]
-    if not held and (most := max(taken, default=0)) > 2 * GPU_MEMORY_BYTES:
+    if load.nvidia is not None and not held and (most := max(taken, default=0)) > 2 * GPU_MEMORY_BYTES:
         findings.warn(f"{memory_text(most)} of a GPU's memory are in use, and nvidia-smi lists no process")
 
 

@@ -97,7 +97,7 @@ def _of_import(node: MlxNode, problem: str) -> Advice | None:
             why, fix = f"{why}, or mlx{_extra(fitting)}", node.install(fitting)
     elif "no CUDA-capable device is detected" in problem:
         why = f"{build} finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES there; {_CONTAINER}"
-    elif "out of memory" in problem:
+    elif node.build and "out of memory" in problem:
         why = "the memory of its first GPU is taken: nvidia-smi lists by what"
     elif library == "libcuda":
         why = f"there is no NVIDIA driver (libcuda.so.1): install {least}; {_CONTAINER}; without a GPU use mlx[cpu]"

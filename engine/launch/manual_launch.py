@@ -58,7 +58,11 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
         notes.append("mlx-lm averages the ranks' losses with equal weight, and gives all ranks equal shares")
     else:
         lines = [_command(config, rank, node) for rank, node in enumerate(config.nodes)]
-    lines = [exports(gpu_environment(network, rank)) + line for rank, line in enumerate(lines)]
+    environment = {name: text for name, text in config.job.env.items() if is_public(name)}
+    environment = common_environment(network, environment, gradient_bytes=sizes.gradient_bytes)
+    for rank, line in enumerate(lines):
+        own = {name: environment.get(name, text) for name, text in gpu_environment(network, rank).items()}
+        lines[rank] = exports(own) + line
     if withheld := sorted(name for name in config.job.env if not is_public(name)):
         file = f"~/.flightdeck/by-hand/{config.job.name}.env"
         lines = [f"set -a && . {quoted(file)} && set +a && {line}" for line in lines]
@@ -68,12 +72,11 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
     cases = " ".join(f"{'|'.join(map(str, which))}) {line} ;;" for line, which in distinct.items())
     # For a single rank mlx.launch names an empty hostfile, which MLX cannot parse.
     script = f'{"unset MLX_HOSTFILE; " if ranks == 1 else ""}case "$MLX_RANK" in {cases} esac'
-    environment = {name: text for name, text in config.job.env.items() if is_public(name)}
     argv = arguments(
         hostfile=hostfile,
         starting_port=config.cluster.starting_port or STARTING_PORT,
         program=["/bin/sh", "-c", script],
-        environment=common_environment(network, environment, gradient_bytes=sizes.gradient_bytes),
+        environment=environment,
         backend=network.backend,
     )
     if any(not node.local for node in config.nodes):

@@ -243,7 +243,8 @@ def _platform(inputs: PlanInputs) -> str:
     facts = list(inputs.facts.values())
     if any(fact.system == "Darwin" for fact in facts):
         return "apple"
-    # An NVIDIA GPU is of use to MLX's CUDA build alone.
-    if any(fact.mlx_device == "CUDA" or (fact.gpus and fact.mlx_device != "CPU") for fact in facts):
+    # To MLX an NVIDIA GPU is of use with its CUDA build alone.
+    of_mlx = inputs.config.job.framework == "mlx"
+    if any(fact.mlx_device == "CUDA" or (fact.gpus and not (of_mlx and fact.mlx_device == "CPU")) for fact in facts):
         return "cuda"
     return "cpu" if facts else "unknown"

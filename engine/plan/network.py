@@ -276,16 +276,18 @@ def _interface(fact: NodeFacts | None, ips: Sequence[str]) -> str | None:
     return next((each.name for each in interfaces if any(ip.split("/")[0] == ips[0] for ip in each.ipv4)), None)
 
 
-def _gpus(config: Config, fact: NodeFacts | None) -> list[str | None]:
+def gpus_of_ranks(config: Config, fact: NodeFacts | None) -> list[str | None]:
     """A machine's GPUs that the ranks may use, as CUDA_VISIBLE_DEVICES names them; None where no name is known."""
-    if (named := config.job.env.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name.strip() for name in named.split(",") if name.strip()]
-    return [None if gpu.mig else gpu.uuid for gpu in fact.gpus] if fact is not None else []
+    gpus, named = fact.gpus if fact is not None else (), config.job.env.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not gpus:
+        return [None if gpu.mig else gpu.uuid for gpu in gpus]
+    return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
 
 
 def gpu_of(config: Config, rank: int, fact: NodeFacts | None) -> str | None:
     """For a rank of MLX on CUDA: those of a machine take its GPUs in order, and share them where there are fewer."""
-    gpus = _gpus(config, fact) if fact is not None and fact.mlx_device == "CUDA" else []
+    of_mlx = config.job.framework == "mlx" and fact is not None and fact.mlx_device == "CUDA"
+    gpus = gpus_of_ranks(config, fact) if of_mlx else []
     before = sum(node.ssh == config.nodes[rank].ssh for node in config.nodes[:rank])
     return gpus[before % len(gpus)] if gpus else None
 
@@ -323,7 +325,7 @@ def _without_gpus(config: Config, facts: Mapping[str, NodeFacts], names: Sequenc
     without: dict[str, list[str]] = {}
     for node in config.nodes:
         fact, ranks = facts.get(node.name), ranks_of_host(config, node.ssh)
-        if node.name in names and len(_gpus(config, fact)) < ranks:
+        if node.name in names and len(gpus_of_ranks(config, fact)) < ranks:
             without.setdefault(_too_few_gpus(fact, ranks), []).append(node.name)
     return "; ".join(f"{spans(lacking)} ({why})" for why, lacking in without.items())
 
@@ -357,8 +359,9 @@ def _configured_backend(
     reasons = (f"the configuration sets {backend}",)
     if backend == "nccl":
         others = [(name, fact.mlx_device) for name, fact in facts.items() if fact.mlx_device not in (None, "CUDA")]
-        why = [f"MLX computes on {device} on {name}" for name, device in others]
-        if why := why + [_NO_SEND] * (strategy == "pipeline"):
+        why = [f"MLX computes on {device} on {name}" for name, device in others] + [_NO_SEND] * (strategy == "pipeline")
+        # The facts for a torch job may be those of an MLX job before it.
+        if why and config.job.framework == "mlx":
             todo = 'set backend = "auto" or "ring" in [cluster]'
             raise LaunchError("nccl is not possible", why="; ".join(why), todo=todo)
         _refuse_shared_gpus(config, facts)

@@ -39,6 +39,9 @@ class MlxOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             raise JobError(f"[job] optimizer_config.{kind}: unknown key {min(unknown)!r}")
         super().__init__(parameters, {"lr": 0.0, "update": 0, "weight_decay": 0.0, **_DEFAULTS[kind], **settings})
         self._kind = kind
+        # To Adam's kernel a parameter, its gradient and its state are flat arrays of one order: on the CPU unchecked.
+        for parameter in (each for group in self.param_groups for each in group["params"] if not each.is_contiguous()):
+            parameter.data = parameter.data.contiguous()
 
     def begin(self, learning_rate: float, update: int) -> None:
         """`update`: of the step that follows, from 1."""

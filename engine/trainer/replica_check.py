@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from engine.protocol.exit_codes import TrainerError, TrainerExit
 from engine.trainer.collective import Collective, all_gather_object, broadcast_arrays
-from engine.trainer.weights import UINT_OF_SIZE
+from engine.trainer.weights import UINT_OF_SIZE, copied
 from engine.training.reporting import Reporter
 
 _ROW = 4096
@@ -203,8 +203,8 @@ def _pieces(parameter: mx.array) -> list[mx.array]:
     rows = bits.size // _ROW
     table = bits[: rows * _ROW].reshape(rows, _ROW)
     sums = [table.sum(axis=1), table.sum(axis=0)] if rows else []
-    # Read on the host: of CUDA's arrays everything that shares their memory would move there for good.
-    return [*sums, mx.contiguous(bits[rows * _ROW :])]
+    # Read on the host, where CUDA's arrays move for good with all that shares their memory, as a sum of one row does.
+    return [copied(piece) for piece in (*sums, bits[rows * _ROW :])]
 
 
 def _combined(digests: Mapping[str, str]) -> str:

@@ -36,7 +36,7 @@ def for_other_threads(state: State) -> State:
     arrays = [value for group in state.values() for value in group.values()]
     free = cast("dict[str, int]", mx.device_info())["free_memory"] + mx.get_cache_memory()
     if sum(value.nbytes for value in arrays) < free - (mx.get_peak_memory() - mx.get_active_memory()):
-        state = {kind: {name: _copied(value) for name, value in group.items()} for kind, group in state.items()}
+        state = {kind: {name: copied(value) for name, value in group.items()} for kind, group in state.items()}
         mx.eval(state)
     else:
         mx.synchronize()
@@ -45,7 +45,8 @@ def for_other_threads(state: State) -> State:
     return state
 
 
-def _copied(value: mx.array) -> mx.array:
+def copied(value: mx.array) -> mx.array:
+    """In memory of its own: `mx.contiguous` may share that of `value`."""
     kind = UINT_OF_SIZE[value.dtype.size]
     return mx.bitwise_or(value.view(kind), mx.array(0, kind)).view(value.dtype)
 

@@ -102,6 +102,9 @@ def test_gpu_memory_that_is_taken_warns_and_the_contexts_of_probes_do_not() -> N
     full = gpu.gpus[0].model_copy(update={"free_bytes": 10 << 30})
     result = evaluated(mac("ultra"), gpu.model_copy(update={"gpus": (full,)}))
     assert "69.6 GB of a GPU's memory are in use, and nvidia-smi lists no process" in result.summary
+    late: dict[str, LoadResult] = {"max": QUIET.model_copy(update={"nvidia": None})}
+    result = evaluated(mac("ultra"), gpu.model_copy(update={"gpus": (full,)}), loads=late)
+    assert "nvidia-smi gave no list" in result.summary and "lists no process" not in result.summary
 
 
 def test_unknown_load_is_reported() -> None:

@@ -57,7 +57,9 @@ def optimizers(request: Request) -> Any:
     """The parameter after each step."""
     found = []
     for kind, settings in request["optimizers"]:
-        parameter = nn.Parameter(torch.tensor(request["parameter"]))
+        # Every other number of a larger array.
+        spread = torch.tensor(request["parameter"]).repeat_interleave(2)
+        parameter = nn.Parameter(spread[::2])
         optimizer = MlxOptimizer([parameter], kind, settings)
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

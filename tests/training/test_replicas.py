@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx import nn
 
+from engine.trainer import replica_check
 from engine.trainer.replica_check import ReplicaMismatch, find_mismatch, parameter_digests
 from tests.training.launching import Launched, launch
 from tests.training.tiny import Tiny
@@ -136,6 +137,16 @@ def test_any_flipped_bit_changes_the_digest(dtype: mx.Dtype, shape: tuple[int, .
         damaged = data.copy()
         damaged[place] ^= 1 << int(dice.integers(0, 8))
         assert digest(damaged) != clean, place
+
+
+@pytest.mark.parametrize("size", [3, 4096, 4096 + 5])
+def test_the_host_reads_a_digests_own_memory_and_not_a_parameters(size: int) -> None:
+    # MLX moves what the host reads of a CUDA array, with all that shares its memory, out of the GPU's.
+    for dtype in (mx.float32, mx.uint32):
+        parameter = mx.arange(size).astype(dtype)
+        pieces = replica_check._pieces(parameter)
+        mx.eval(parameter, pieces)
+        assert not any(np.shares_memory(np.asarray(piece), np.asarray(parameter)) for piece in pieces)
 
 
 def test_exchanged_elements_or_parameters_change_the_digest() -> None:

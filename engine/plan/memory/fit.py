@@ -23,6 +23,7 @@ from engine.plan.memory.estimate import (
 )
 from engine.plan.memory.shape import ModelShape
 from engine.plan.memory.ways_out import NEWER_MLX, RankPlace, describe_ways, ways_out
+from engine.plan.network import gpus_of_ranks
 from engine.plan.strategy import split_layers
 from engine.protocol.job import AUTO
 from engine.protocol.partition import SPLITTABLE_MODULES, LayerSplit, micro_batches, mlx_module
@@ -163,7 +164,7 @@ def _limit(context: PlanContext, node: NodeConfig) -> tuple[int | None, str]:
         return None, "the node was never probed"
     if facts.mlx_device == "CUDA":
         # Each rank has a GPU of its own while there are enough.
-        ranks = -(-ranks // max(1, len(facts.gpus)))
+        ranks = -(-ranks // max(1, len(gpus_of_ranks(context.inputs.config, facts))))
     shared = f", shared by its {ranks} ranks" if ranks > 1 else ""
     if facts.gpu_limit_bytes is not None:
         return facts.gpu_limit_bytes // ranks, f"the GPU's limit{shared}"
@@ -211,7 +212,7 @@ def _fusing_device(context: PlanContext, node: str) -> Literal["", "metal", "cud
     if facts is None or facts.mlx is None or facts.gpu != "gpu":
         return None
     if facts.mlx_device == "CUDA":
-        able = min((float(gpu.compute_capability or 0) for gpu in facts.gpus), default=0) >= 8
+        able = min((version_numbers(gpu.compute_capability) for gpu in facts.gpus), default=()) >= (8,)
         return "cuda" if able and env.get("MLX_CUDA_USE_CUDNN_SDPA", "1") != "0" else None
     fuses = version_numbers(facts.mlx) >= FUSED_SINCE and env.get("MLX_SDPA_VJP_FALLBACK", "0") == "0"
     return "metal" if fuses else ""

@@ -152,3 +152,10 @@ def test_the_variables_of_nccl_are_in_the_command_and_the_jobs_own_win(tmp_path:
     assert "--env NCCL_IB_DISABLE=1" in command and "--env NCCL_DEBUG=WARN" in command
     assert " 0|1) export CUDA_VISIBLE_DEVICES=0 && cd " in command, "the first one of each machine"
     assert "NCCL_IB" not in (typed(job_config).mlx_launch_command or "")
+    network = configured_network(job_config.nodes, "nccl")
+    hosts = tuple(host.model_copy(update={"interface": "eth0"}) for host in network.hosts)
+    network = network.model_copy(update={"hosts": hosts})
+    for env, exported in (({}, True), ({"NCCL_SOCKET_IFNAME": "ib0"}, False)):
+        other = config(*job_config.nodes, env=env)
+        command = manual_launch(other, network, HOSTFILE, JobSizes()).mlx_launch_command or ""
+        assert ("export NCCL_SOCKET_IFNAME=eth0" in command) is exported

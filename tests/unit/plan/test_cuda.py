@@ -128,14 +128,42 @@ def test_nccl_between_machines_uses_the_interface_of_the_address() -> None:
     assert "NCCL_SOCKET_IFNAME" not in gpu_environment(network_of(nodes("a", "a")), 1)
 
 
-@pytest.mark.parametrize(("ranks", "gpus", "sharing"), [(1, 2, 1), (2, 2, 1), (3, 2, 2), (2, 1, 2)])
-def test_a_ranks_memory_is_that_of_its_gpu(ranks: int, gpus: int, sharing: int) -> None:
-    plan = make_plan(inputs(nodes(*"a" * ranks, gpus=gpus)))
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "env", "sharing"),
+    [(1, 2, {}, 1), (2, 2, {}, 1), (3, 2, {}, 2), (2, 1, {}, 2), (2, 2, {"CUDA_VISIBLE_DEVICES": "1"}, 2)],
+    ids=["one", "own", "uneven", "shared", "chosen-by-the-job"],
+)
+def test_a_ranks_memory_is_that_of_its_gpu(ranks: int, gpus: int, env: dict[str, str], sharing: int) -> None:
+    plan = make_plan(inputs(nodes(*"a" * ranks, gpus=gpus), job={"env": env}))
     assert isinstance(plan.memory, MemorySection)
     assert {row.limit_bytes for row in plan.memory.ranks} == {80683571609 // sharing}
     assert {row.limit_from for row in plan.memory.ranks} == {
         "the GPU's limit" + (f", shared by its {sharing} ranks" if sharing > 1 else "")
     }
+
+
+def test_a_pytorch_job_is_planned_alike_with_facts_of_an_mlx_job_before_it() -> None:
+    both = nodes("a", "a")
+    for fact in (both[0], cpu_node()):
+        facts = [fact.model_copy(update={"node": other.node, "host": "ana@a"}) for other in both]
+        job = {"framework": "torch", "command": ("python", "train.py"), "mlx_lm": {}}
+        for backend in ("auto", "nccl"):
+            network = network_of(facts, backend, job=job, model=None)
+            assert (network.backend, [host.gpu for host in network.hosts]) == ("nccl", [None, None])
+        assert make_plan(inputs(facts, job=job, model=None)).rdma_config.platform == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("env", "gpus", "backend"),
+    [({}, 2, "nccl"), ({}, 0, "gloo"), ("0,1", 0, "gloo"), ("-1", 2, "gloo"), ("", 2, "gloo")],
+)
+def test_pytorch_takes_nccl_for_gpus_that_are_there_and_visible(
+    env: str | dict[str, str], gpus: int, backend: str
+) -> None:
+    facts = [fact.model_copy(update={"gpu": None, "gpus": fact.gpus[:gpus]}) for fact in nodes("a", "b")]
+    env = {"CUDA_VISIBLE_DEVICES": env} if isinstance(env, str) else env
+    job = {"framework": "torch", "command": ("python", "train.py"), "mlx_lm": {}, "env": env}
+    assert network_of(facts, job=job, model=None).backend == backend
 
 
 def test_a_cpu_build_is_planned_with_the_machines_memory() -> None:
