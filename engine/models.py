@@ -5,6 +5,7 @@ Times on disk are UTC, ISO 8601 with a zone; `*_s` are seconds, `*_bytes` bytes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Literal
@@ -89,26 +90,69 @@ class RunState(StrEnum):
 ENDED = frozenset({RunState.COMPLETED, RunState.SUCCEEDED, RunState.FAILED, RunState.ABORTED, RunState.LOST})
 
 
+@dataclass(frozen=True)
+class ReasonTraits:
+    value: str
+    noun: str = "failure"
+    """In "rank 1's death"."""
+    never_restarted: str | None = None
+    """Why no other attempt may follow."""
+    from_outside: bool = False
+    """Does not count against what was launched, however early it comes."""
+    nodes_unchanged: bool = False
+    """A failure of a program, which leaves the nodes as they were."""
+    state_of_use: bool = True
+    """What an emergency checkpoint saves can be gone on from, by a restart or the user; else it is wrong, or saved
+    already."""
+    end_unseen: bool = False
+    """A rank may have ended otherwise: its node or the supervisor was away."""
+    detailed: bool = False
+    """The journal's cause has more detail (which file, which array) than a signature."""
+    signature: str | None = None
+    """Id of the failure signature whose fix is given where none better is known."""
+
+
 class Reason(StrEnum):
     """Why a run ended."""
 
-    COMPLETED = "completed"
-    RANK_FAILED = "rank_failed"
-    RANK_KILLED = "rank_killed"
-    NODE_LOST = "node_lost"
-    HUNG = "hung"
-    LAUNCH_FAILED = "launch_failed"
-    SEPARATE_GROUPS = "separate_groups"
+    traits: ReasonTraits
+
+    def __new__(cls, traits: ReasonTraits) -> Reason:
+        reason = str.__new__(cls, traits.value)
+        reason._value_, reason.traits = traits.value, traits
+        return reason
+
+    COMPLETED = ReasonTraits("completed", state_of_use=False)
+    RANK_FAILED = ReasonTraits("rank_failed", nodes_unchanged=True)
+    RANK_KILLED = ReasonTraits("rank_killed", "death", from_outside=True, nodes_unchanged=True)
+    NODE_LOST = ReasonTraits("node_lost", "loss", from_outside=True, end_unseen=True)
+    HUNG = ReasonTraits("hung", "hang", from_outside=True, nodes_unchanged=True, signature="ring.all_sum_stuck")
+    LAUNCH_FAILED = ReasonTraits("launch_failed", "failure to start")
+    SEPARATE_GROUPS = ReasonTraits(
+        "separate_groups", never_restarted="the ranks would train apart from one another again"
+    )
     """The ranks trained apart from one another, in groups that a launcher inside the command had started."""
-    PREFLIGHT_FAILED = "preflight_failed"
-    USER_ABORT = "user_abort"
-    OUT_OF_MEMORY = "out_of_memory"
-    DISK_FULL = "disk_full"
-    DIVERGED = "diverged"
-    CORRUPTED = "corrupted"
+    PREFLIGHT_FAILED = ReasonTraits("preflight_failed", never_restarted="preflight failed")
+    USER_ABORT = ReasonTraits("user_abort", never_restarted="it was stopped as requested")
+    OUT_OF_MEMORY = ReasonTraits(
+        "out_of_memory", "death for lack of memory", nodes_unchanged=True, detailed=True, signature="memory.killed"
+    )
+    DISK_FULL = ReasonTraits(
+        "disk_full", never_restarted="a restart makes no room on a full disk", detailed=True, signature="disk.full"
+    )
+    DIVERGED = ReasonTraits(
+        "diverged", never_restarted="the training has diverged, and would again", state_of_use=False
+    )
+    CORRUPTED = ReasonTraits(
+        "corrupted",
+        never_restarted="parameters differ between the ranks, and the reason must be found first",
+        state_of_use=False,
+    )
     """Replicas of the parameters differ, because of bad memory or a bug."""
-    SUPERVISOR_LOST = "supervisor_lost"
-    HEAD_SLEPT = "head_slept"
+    SUPERVISOR_LOST = ReasonTraits(
+        "supervisor_lost", never_restarted="its supervisor was lost: nothing is started by surprise", end_unseen=True
+    )
+    HEAD_SLEPT = ReasonTraits("head_slept", "sleep of this machine", from_outside=True)
     """This machine slept for longer than the ranks' lease, which has ended them."""
 
 

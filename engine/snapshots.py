@@ -110,7 +110,7 @@ class Diagnosis:
     offset: int | None = None
     """Byte offset of the evidence in that log."""
     signature: str | None = None
-    """Id of the failure signature that matched (engine.run.signatures), if one did."""
+    """Id of the failure signature that matched (engine.failures.signatures), if one did."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeVar, TypeVarTuple
 
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import HostConnection
-from engine.models import Reason, RunState
+from engine.models import RunState
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, size_of
 from engine.run.attempt import AttemptOrigin
 from engine.run.command_watch import RANKS_APART, CommandWatch
@@ -49,9 +49,6 @@ _CHECK_PIDS_S = 1.0
 """Between two checks that the processes are alive, which cost more than the others."""
 _ENDS_KNOWN_S = 3.0
 """An agent looks once a second whether the keepers are there."""
-_UNSOUND: Final = frozenset({Reason.COMPLETED, Reason.CORRUPTED, Reason.DIVERGED})
-"""Reasons after which the state itself is wrong, or saved already. After all others an emergency checkpoint is what the
-user may go on from, whether the run restarts by itself or not."""
 _PURPOSES: Final[Mapping[Trigger, Literal["abort", "fence", "end"]]] = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
 
 AbortSource = Callable[[], RequestReceived | None]
@@ -427,8 +424,7 @@ class AttemptMonitor:
         # The surviving ranks may save their state, if one of them has enough of it. Who goes on after a success saves
         # nothing that counts.
         whole = self._trainer and not self._context.plan.config.job.partitioned
-        of_use = so_far.reason not in _UNSOUND
-        saves = whole and progress.steps > 0 and of_use
+        saves = whole and progress.steps > 0 and so_far.reason.traits.state_of_use
         state = RunState.RECOVERING if recovering else RunState.FINISHING
         self._begin_shutdown(state, save_state=saves, first_failure=so_far.rank)
 

@@ -47,8 +47,6 @@ from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 _PROOF_LIMIT_S = 30.0
 """For every node to show that nothing is left of a run that is taken up again."""
-_PROGRAM_FAILED = frozenset({Reason.RANK_KILLED, Reason.RANK_FAILED, Reason.HUNG, Reason.OUT_OF_MEMORY})
-"""Failures of a program, which leave the nodes as they were."""
 _LOST_IN_LAUNCH = "its supervisor was lost in the middle of the launch"
 T = TypeVar("T")
 
@@ -317,7 +315,7 @@ class AttemptRunner:
         """The last attempt, when it was on the same nodes and its failure does not change what is known of them. If
         something was removed there meanwhile, the launch fails, and the nodes are probed again."""
         failures = self._run.history.failures
-        if self._last is None or not failures or failures[-1].verdict.reason not in _PROGRAM_FAILED:
+        if self._last is None or not failures or not failures[-1].verdict.reason.traits.nodes_unchanged:
             return None
         return self._last if self._last.nodes == plan.nodes else None
 

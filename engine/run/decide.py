@@ -15,13 +15,13 @@ from functools import cached_property
 from typing import Final
 
 from engine.config.models import RecoveryConfig, needs_all_nodes
+from engine.failures.signature import Signature, SignatureKind
+from engine.failures.signatures import BY_ID
 from engine.models import Reason
 from engine.run.events import AttemptFailed, Hang
 from engine.run.history import RunHistory
 from engine.run.node_health import lost_after_s
 from engine.run.run_plan import RunPlan
-from engine.run.signature import SignatureKind
-from engine.run.signatures import BY_ID
 
 
 class Trigger(Enum):
@@ -164,36 +164,7 @@ STALLED_LIMIT = 3
 _LONGEST_BACKOFF_S = 60.0
 _FIRST_BACKOFF_S = 0.2
 
-NEVER_RESTARTED: Final = {
-    Reason.USER_ABORT: "it was stopped as requested",
-    Reason.DIVERGED: "the training has diverged, and would again",
-    Reason.CORRUPTED: "parameters differ between the ranks, and the reason must be found first",
-    Reason.PREFLIGHT_FAILED: "preflight failed",
-    Reason.SEPARATE_GROUPS: "the ranks would train apart from one another again",
-    Reason.DISK_FULL: "a restart makes no room on a full disk",
-    Reason.SUPERVISOR_LOST: "its supervisor was lost: nothing is started by surprise",
-}
-TRANSIENT: Final = frozenset({
-    "ring.bind", "ring.connect", "ring.connect_retry", "ring.neighbor", "jaccl.connect", "jaccl.wc",
-    "metal.timeout", "metal.interactivity", "metal.internal", "memory.killed", "ssh.refused",
-    "c10d.port_in_use", "c10d.store_unreachable", "c10d.clients_missing", "gloo.connect",
-    "elastic.rendezvous", "elastic.worker_killed", "nccl.bind", "nccl.connect", "nccl.group_late",
-})  # fmt: skip
-"""Failure signatures that may be over at the next start: a port that was taken, a peer that came late, a GPU that was
-busy. All other known causes lie in the job, the software or the network."""
-_FROM_OUTSIDE = frozenset({Reason.RANK_KILLED, Reason.NODE_LOST, Reason.HUNG, Reason.HEAD_SLEPT})
-"""Reasons that do not count against what was launched, however early they come."""
 _REFUSED_BY_TRAINER = re.compile(r"\bJobError: ")
-
-
-_FAILURES = {
-    Reason.RANK_KILLED: "death",
-    Reason.NODE_LOST: "loss",
-    Reason.HUNG: "hang",
-    Reason.OUT_OF_MEMORY: "death for lack of memory",
-    Reason.LAUNCH_FAILED: "failure to start",
-    Reason.HEAD_SLEPT: "sleep of this machine",
-}
 
 
 def describe_failure(failed: AttemptFailed) -> str:
@@ -202,7 +173,7 @@ def describe_failure(failed: AttemptFailed) -> str:
     who = f"rank {verdict.rank}'s" if verdict.rank is not None else "the"
     if verdict.reason is Reason.NODE_LOST:
         who = f"{verdict.host}'s" if verdict.host else "a node's"
-    what = f"{who} {_FAILURES.get(verdict.reason, 'failure')}"
+    what = f"{who} {verdict.reason.traits.noun}"
     return what if failed.ran_long else f"{what} {_place(failed)}"
 
 
@@ -254,15 +225,28 @@ class FailedRun:
 
 
 def _known_cause(run: FailedRun) -> bool:
-    signature = BY_ID.get(run.last.verdict.signature or "")
-    return signature is not None and signature.kind is SignatureKind.CAUSE and signature.id not in TRANSIENT
+    signature = _signature(run.last)
+    return signature is not None and signature.kind is SignatureKind.CAUSE and not signature.transient
+
+
+def _signature(failed: AttemptFailed) -> Signature | None:
+    return BY_ID.get(failed.verdict.signature or "")
+
+
+def _transient(failed: AttemptFailed) -> bool:
+    signature = _signature(failed)
+    return signature is not None and signature.transient
+
+
+def _never_restarted(run: FailedRun) -> str | None:
+    return run.last.verdict.reason.traits.never_restarted
 
 
 def _never_stepped(run: FailedRun) -> bool:
     last = run.last
     if run.earlier or last.under_way:
         return False
-    return last.verdict.reason not in _FROM_OUTSIDE and last.verdict.signature not in TRANSIENT
+    return not last.verdict.reason.traits.from_outside and not _transient(last)
 
 
 def _repeated(run: FailedRun) -> bool:
@@ -291,7 +275,7 @@ def _restarted(run: FailedRun) -> str:
 
 REFUSALS: Final[Sequence[tuple[Callable[[FailedRun], object], Callable[[FailedRun], str | None]]]] = (
     (lambda run: run.why_never, lambda run: run.why_never),
-    (lambda run: run.last.verdict.reason in NEVER_RESTARTED, lambda run: NEVER_RESTARTED[run.last.verdict.reason]),
+    (_never_restarted, _never_restarted),
     (_refused, lambda run: f"a restart does not fix {_what_is_refused(run.last)}"),
     (_known_cause, lambda _: "a restart does not fix that"),
     (_never_stepped, lambda _: "it never made a step, or none that is read: what was launched has to be fixed first"),
@@ -382,5 +366,4 @@ def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> Fail
 
 def _nothing_ran(failed: AttemptFailed) -> bool:
     """A port was taken, for example: the program has no state that could be lost."""
-    verdict = failed.verdict
-    return verdict.reason is Reason.LAUNCH_FAILED and verdict.signature in TRANSIENT and not failed.under_way
+    return failed.verdict.reason is Reason.LAUNCH_FAILED and _transient(failed) and not failed.under_way

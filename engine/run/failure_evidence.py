@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.cluster.host_connection import HostConnection
+from engine.failures.explanation import FRAME, WORKER_FAILED, last_round
+from engine.failures.signatures import BY_ID
 from engine.launch.hostfile import ports_of
 from engine.launch.ssh_shim import ssh_log_path
 from engine.node.processes import oom_kill_count
@@ -19,10 +21,8 @@ from engine.protocol.exit_codes import ShellExit, TrainerExit
 from engine.run.attempt import AttemptOrigin
 from engine.run.decide import Trigger
 from engine.run.events import Hang
-from engine.run.failure_cause import FRAME, WORKER_FAILED, last_round
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, Rank
-from engine.run.signatures import BY_ID
 from engine.security.sanitise import text_or_none
 
 _FINAL_LINES = 15

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from engine.errors import StateError
-from engine.models import Reason, RunRecord, RunState
+from engine.models import RunRecord, RunState
 from engine.plan.document import Settings
 from engine.run.events import (
     AlarmRaised,
@@ -135,7 +135,7 @@ class RunHistory:
         """The run may have ended otherwise than recorded, or may have failed otherwise: how a rank of its last attempt
         ended was not known, because a node or the supervisor was away."""
         last = self.failures[-1].verdict if self.failures else self.record
-        unseen = self.record.state is RunState.COMPLETED or last.reason in (Reason.NODE_LOST, Reason.SUPERVISOR_LOST)
+        unseen = self.record.state is RunState.COMPLETED or (last.reason is not None and last.reason.traits.end_unseen)
         return unseen and self.record.state not in (RunState.SUCCEEDED, RunState.ABORTED)
 
     @property

@@ -2,7 +2,7 @@
 
 The launcher's exit code is never used: it is 0 whatever the ranks did. A rank that lost its peers, or was ended by us
 or by the launcher, is a consequence; the cause is the first rank that ended by itself. The part of its output that
-explains the end is found by engine.run.failure_cause."""
+explains the end is found by engine.failures.explanation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from engine.failures.explanation import CAUSE_CHARACTERS, explain, findings
+from engine.failures.signature import SignatureKind
 from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.exit_codes import ShellExit
 from engine.run.command_watch import APART_FIX, IDLE, STOPPED, apart_cause
 from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
-from engine.run.failure_cause import CAUSE_CHARACTERS, explain, findings, first_cause
+from engine.run.failure_cause import first_cause
 from engine.run.failure_evidence import FailureEvidence, RankEvidence, succeeded
-from engine.run.signature import SignatureKind
 from engine.security.redact import Redactor
 from engine.security.sanitise import count_or_none, last_line, plain, sanitise, text_or_none
 from engine.store.layout import RunDir
@@ -172,17 +173,13 @@ def _left_together(rank: RankEvidence) -> bool:
     return rank.end is not None and rank.end.get("stopped") is True
 
 
-_OWN = ("ring.", "jaccl.", "metal.", "c10d.", "gloo.", "nccl.", "cuda.", "torch.", "ddp.", "fsdp.", "deepspeed.")
-
-
 def _lost_its_peers(rank: RankEvidence) -> bool:
     """The rank ended because a connection to another rank was gone."""
     if rank.left_for_peers or rank.error_type == "PeerLost":
         return True
     known = findings(_lines(rank.final_lines if rank.failure is None else str(rank.failure.get("message", ""))))
-    # After these too MLX and torch report that a connection is gone; whether other failures mattered is not known.
     causes = [found for found in known if found.kind is SignatureKind.CAUSE]
-    own = any(found.signature is not None and found.signature.id.startswith(_OWN) for found in causes)
+    own = any(found.signature is not None and found.signature.own_fault for found in causes)
     # One worker's exception is why the others of its torchrun lost it.
     own = own or (bool(causes) and rank.failure is None and rank.is_torchrun)
     return not own and any(found.kind is SignatureKind.CONSEQUENCE for found in known)

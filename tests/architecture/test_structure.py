@@ -13,7 +13,7 @@ from tests.architecture.report import Code, Module, flows
 CODE = Code(Path(__file__).parents[2])
 TESTS = Code(CODE.repository, ("tests",))
 FLOWS = flows(CODE.repository)
-MOST_FILES, MOST_LINES = 278, 53_000
+MOST_FILES, MOST_LINES = 280, 53_000
 """Limits of the engine, lowered when it shrinks, and raised only with what an issue adds."""
 DIALECT = {
     *("Flight", "FlightConfig", "fly", "bring_home", "stumble", "look", "looks", "Desk", "Scene", "survey", "Room"),

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.run.failure_cause import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds, explain, findings
-from engine.run.signatures import SIGNATURES
+from engine.failures.explanation import explain, findings
+from engine.failures.signatures import SIGNATURES
+from engine.run.failure_cause import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds
 
 GROWTH = 8.0
 """Between 4, for a cost in proportion, and 16."""

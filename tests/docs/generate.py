@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.checks.runner import CHECKS
-from engine.run.failure_cause import findings
-from engine.run.signature import Signature, SignatureKind
-from engine.run.signatures import SIGNATURES
+from engine.failures.explanation import findings
+from engine.failures.signature import Signature, SignatureKind
+from engine.failures.signatures import SIGNATURES
 from tests.docs import exchange
 from tests.docs.configuration import configuration
 from tests.gpu import mlx_parts, torch_parts
@@ -33,6 +33,7 @@ PACKAGES: Final = (
     "engine/checks",
     "engine/launch",
     "engine/plan",
+    "engine/failures",
     "engine/cluster",
     "engine/store",
     "engine/config",

@@ -17,9 +17,9 @@ from engine.checks.context import CheckContext
 from engine.checks.runner import run_checks
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.failures.signature import Citation, Provenance, Signature
+from engine.failures.signatures import SIGNATURES
 from engine.models import CheckResult, CheckStatus
-from engine.run.signature import Citation, Provenance, Signature
-from engine.run.signatures import SIGNATURES
 from tests.docs.generate import ROOT
 from tui.state import DeckState
 from tui.widgets.pane import Pane

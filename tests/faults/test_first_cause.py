@@ -11,8 +11,8 @@ import pytest
 
 from engine.api import Engine
 from engine.checks.runner import CHECKS
+from engine.failures.signatures import BY_ID
 from engine.models import Reason, RunState
-from engine.run.signatures import BY_ID
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.faults.local_runs import DEAF, ring
 from tests.tui.commands import flightdeck, shell

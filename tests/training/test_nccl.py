@@ -14,11 +14,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from engine.failures.explanation import explain
+from engine.failures.signatures import BY_ID
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import JobError
 from engine.protocol.measurements import AllSumResult
-from engine.run.failure_cause import explain
-from engine.run.signatures import BY_ID
 from engine.trainer.allreduce_check import check
 from engine.trainer.collective import Collective, broadcast_arrays
 from engine.trainer.train import _Setup

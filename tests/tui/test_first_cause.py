@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.run.failure_cause import explain
-from engine.run.signatures import BY_ID
+from engine.failures.explanation import explain
+from engine.failures.signatures import BY_ID
 from tests.tui import fake_engine
 from tests.tui.conftest import opened
 from tests.tui.fake_engine import FakeEngine

@@ -18,6 +18,7 @@ import pytest
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import ConnectionState
 from engine.config.models import JobConfig, RecoveryConfig
+from engine.failures.signatures import BY_ID
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, ExitRecord, Identity, write_atomic
@@ -31,7 +32,6 @@ from engine.run.events import AttemptFailed, HangDetected, Note, RequestReceived
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.logs import mirror
 from engine.run.ranks import AttemptContext, HostConnections
-from engine.run.signatures import BY_ID
 from engine.security.identifiers import LOCAL
 from tests.unit.run.file_host import FileHost
 from tests.unit.run.run_maker import MadeRun

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.failures.explanation import EXIT_OUTPUT_LINES, TRAILING_LINES
+from engine.failures.signature import Signature, SignatureKind
+from engine.failures.signatures import SIGNATURES
 from engine.models import Reason, RunRecord, RunState
 from engine.plan.network import NetworkPlan
 from engine.run.events import Attempt, AttemptPlanned, RankExited, RunPlanned
-from engine.run.failure_cause import (
-    EXIT_OUTPUT_LINES,
-    HEAD_BYTES,
-    LINE_BYTES,
-    TAIL_BYTES,
-    TRAILING_LINES,
-    LogEnds,
-    diagnose,
-    explain,
-    first_cause,
-)
+from engine.run.failure_cause import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds, diagnose, first_cause
 from engine.run.journal import Journal
-from engine.run.signature import Signature, SignatureKind
-from engine.run.signatures import SIGNATURES
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.unit.run.logs.run_logs import RunLogs
 from tests.unit.run.run_maker import end
@@ -84,36 +74,6 @@ def ended(
     ending = {"reason": "rank_failed", "exit_code": 1, "fix": "look", **how}
     journal.append(end(ending.pop("state", "failed"), rank=rank, host=host_of, cause=cause, **ending))
     journal.close()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("RuntimeError: [ring] Couldn't bind socket (error: 98)", "the port is in use (error 98)"),
-        ("RuntimeError: [ring] Couldn't connect (error: 61)", "it was refused (error 61)"),
-        ("sh: 4: exec: /no/such/python: not found", "/no/such/python does not exist"),
-        ("/bin/bash: line 1: /no/such/python: No such file or directory", "/no/such/python does not exist"),
-        ("OSError: [Errno 28] No space left on device", "the disk was full"),
-        (
-            "Dataset must have at least batch_size=128 examples but only has 64.",
-            "64 examples, fewer than the batch of 128",
-        ),
-        ("ModuleNotFoundError: No module named 'mlx_lm'", "mlx_lm is not installed"),
-        (RAISED, "ValueError: boom"),
-        (PEER_LOST, "a neighbouring rank went away"),
-    ],
-)
-def test_a_known_text_is_explained(text: str, words: str) -> None:
-    message = explain(text.split("\n"))
-    assert message is not None
-    assert words in message.cause
-
-
-@pytest.mark.parametrize(
-    "text", ["", "Iter 5: Train loss 5.8", "[ring] Attempt 0 waiting 1000 ms (error: 111 )", LAUNCHER]
-)
-def test_what_healthy_runs_say_too_explains_nothing(text: str) -> None:
-    assert explain(text.split("\n")) is None
 
 
 def test_the_rank_that_raised_is_named_and_not_the_one_that_lost_it(logs: RunLogs) -> None:
@@ -411,11 +371,3 @@ def test_what_follows_another_workers_prefix_is_known(logs: RunLogs) -> None:
     logs.write(0, "[rank 1]  10%|#  | 3/30 [00:01][rank 0] KeyError: 'labels'\n")
     found = diagnose(logs.run_dir)
     assert found is not None and found.cause == "KeyError: 'labels'"
-
-
-def test_a_log_of_very_many_workers_costs_no_more_than_another() -> None:
-    """Else each worker's lines would be searched for each signature."""
-    lines = [f"[rank {number}] step 1" for number in range(20_000)]
-    begun = time.process_time()
-    assert explain([*lines, "[rank 7] ValueError: boom"]) is not None
-    assert time.process_time() - begun < 5

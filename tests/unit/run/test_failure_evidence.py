@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.failures.signatures import BY_ID
 from engine.protocol.attempt import NodeFiles
 from engine.protocol.events import EventWriter
 from engine.run import failure_evidence
@@ -21,7 +22,6 @@ from engine.run.journal import RunRecorder
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, HostConnections, Rank
 from engine.run.run_plan import RunPlan
-from engine.run.signatures import BY_ID
 from engine.store.layout import RunDir
 from tests.unit.launch.host_layouts import configured_network
 from tests.unit.run.file_host import FileHost

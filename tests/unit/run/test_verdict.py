@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.failures.explanation import CAUSE_CHARACTERS
+from engine.failures.signatures import BY_ID
 from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import ExitOutput
 from engine.protocol.messages import Decoder, RankEnded, encode
 from engine.run.decide import Trigger
 from engine.run.events import Hang, StateChanged, Verdict
-from engine.run.failure_cause import CAUSE_CHARACTERS
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.journal import Journal, read_journal
-from engine.run.signatures import BY_ID
 from engine.run.verdict import is_consequence, verdict_on, with_cause
 from engine.security.redact import Redactor
 from engine.store.layout import LAUNCHER_SOURCE

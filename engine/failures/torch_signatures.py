@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from engine.failures.signature import Citation, Provenance, Signature, SignatureKind
 from engine.models import Reason
-from engine.run.signature import Citation, Provenance, Signature, SignatureKind
 
 TORCH_MODULE: Final = r"(?:torch|accelerate|deepspeed|peft|transformers|safetensors)(?:\.[\w.]{0,80})?"
 _MODULE_MISSING: Final = r"ModuleNotFoundError: No module named '(?P<module>"
@@ -24,7 +24,7 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         "end what holds the port, or let Flight Deck choose it: set no MASTER_PORT in [job.env] nor in the command",
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
         "port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
-        Citation(_TORCH, Provenance.REPRODUCED), reason=Reason.LAUNCH_FAILED),
+        Citation(_TORCH, Provenance.REPRODUCED), reason=Reason.LAUNCH_FAILED, transient=True),
     Signature("c10d.foreign_store", r"Ping failed, invalid value returned from server",
         "what listens at MASTER_ADDR and MASTER_PORT is no rank 0: another program, or a proxy, answered",
         "end the program that has this port on rank 0's node, and take proxies out of the way between the nodes",
@@ -37,13 +37,13 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         "see whether rank 0 has started; if it has, make {host} reachable from this node: its name, firewall, port",
         "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to "
         "(gpu-1, 29500).",
-        Citation(_TORCH, Provenance.REPRODUCED), SignatureKind.CONSEQUENCE),
+        Citation(_TORCH, Provenance.REPRODUCED), SignatureKind.CONSEQUENCE, transient=True),
     Signature("c10d.clients_missing",
         r"Timed out after \d+ seconds waiting for clients\. (?P<came>\d+)/(?P<all>\d+) clients joined",
         "only {came} of {all} ranks came to rank 0's store in time",
         "find the rank that did not start, or cannot reach rank 0's node",
         "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
-        Citation(_TORCH, Provenance.REPRODUCED), SignatureKind.CONSEQUENCE),
+        Citation(_TORCH, Provenance.REPRODUCED), SignatureKind.CONSEQUENCE, transient=True),
     Signature("c10d.store_wait", r"DistStoreError: wait timeout after \d+ms, keys: (?P<keys>.{1,120})",
         "another rank did not come to where this one waited for it",
         "find the rank that went first, or does something else at this point of the program",
@@ -102,7 +102,7 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         "open the firewall between the nodes for every port",
         "RuntimeError: Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error",
         Citation(f"{_TORCH} with gloo, gpustack/gpustack#2125, pytorch/pytorch#108732", Provenance.REPRODUCED),
-        SignatureKind.CONSEQUENCE),
+        SignatureKind.CONSEQUENCE, transient=True),
     Signature("gloo.no_interface", r"Unable to find address for: (?P<interface>\S{1,64})",
         "this host has no interface {interface} with an address",
         "correct GLOO_SOCKET_IFNAME or the node's `interface`: `flightdeck nodes` lists the interfaces",
@@ -278,7 +278,7 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         "see that node's kernel log; use a smaller batch, a strategy that shards more, or end other programs there",
         "E1125 11:02:50.177000 19755 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) "
         "local_rank: 1 (pid: 19894) of binary: /opt/train/bin/python",
-        Citation(_TORCH, Provenance.REPRODUCED)),
+        Citation(_TORCH, Provenance.REPRODUCED), transient=True),
     Signature("elastic.child_failed", r"ChildFailedError:",
         "a worker of torchrun failed; its own output stands before this",
         "read the worker's own output; with @record on its main function, torchrun quotes it",
@@ -295,7 +295,7 @@ TORCH_SIGNATURES: Final[tuple[Signature, ...]] = (
         "of torch",
         "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has "
         "failed.",
-        Citation(_TORCH, Provenance.REPRODUCED), SignatureKind.CONSEQUENCE),
+        Citation(_TORCH, Provenance.REPRODUCED), SignatureKind.CONSEQUENCE, transient=True),
     # DeepSpeed.
     Signature("deepspeed.batch",
         r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size (?P<sizes>.{1,80})",

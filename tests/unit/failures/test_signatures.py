@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from engine.run.failure_cause import explain, findings
-from engine.run.signature import Signature, SignatureKind
-from engine.run.signatures import BY_ID, SIGNATURES
+from engine.failures.explanation import explain, findings
+from engine.failures.signature import Signature, SignatureKind
+from engine.failures.signatures import BY_ID, SIGNATURES
 from tests.data import DATA
 
 FAILURES: list[dict[str, str]] = json.loads((DATA / "failures.json").read_text())

@@ -1,16 +1,16 @@
 """The known texts of failures (of MLX, mlx-lm, ssh and the operating system; those of CUDA and of PyTorch jobs stand in
 `cuda_signatures` and `torch_signatures`), each with its cause and its fix in words: data, which
-`engine.run.failure_cause` looks for in logs."""
+`engine.failures.explanation` looks for."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from engine.errors import ENABLE_RDMA
+from engine.failures.cuda_signatures import CUDA_SIGNATURES
+from engine.failures.signature import Citation, Provenance, Signature, SignatureKind
+from engine.failures.torch_signatures import TORCH_MODULE, TORCH_SIGNATURES
 from engine.models import Reason
-from engine.run.cuda_signatures import CUDA_SIGNATURES
-from engine.run.signature import Citation, Provenance, Signature, SignatureKind
-from engine.run.torch_signatures import TORCH_MODULE, TORCH_SIGNATURES
 
 _ERRORS: Final = (
     ("the other side has gone", 2),
@@ -108,19 +108,20 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the ring could not listen on its port: {errno}",
         "end what holds the port (an earlier run's rank?), or correct the node's address",
         "RuntimeError: [ring] Couldn't bind socket (error: 48)",
-        Citation(f"{_RING_SOURCE}, ml-explore/mlx#1903", Provenance.REPRODUCED), reason=Reason.LAUNCH_FAILED),
+        Citation(f"{_RING_SOURCE}, ml-explore/mlx#1903", Provenance.REPRODUCED), reason=Reason.LAUNCH_FAILED,
+        transient=True),
     Signature("ring.connect_retry", r"\[ring\] Attempt (?P<number>\d+) waiting (?P<ms>\d+) ms \(error: (?P<errno>\d+)",
         "the peer does not listen yet",
         "nothing, while it happens once or twice; from the fourth time on see whether that rank has started",
         "[ring] Attempt 1 waiting 2000 ms (error: 61 )",
-        Citation(_RING_SOURCE, Provenance.REPRODUCED), SignatureKind.NOISE),
+        Citation(_RING_SOURCE, Provenance.REPRODUCED), SignatureKind.NOISE, transient=True),
     Signature("ring.connect", r"\[ring\] Couldn't connect \(error: (?P<errno>\d+)",
         "the ring could not connect to a peer: {errno}",
         "see whether that peer's rank has started; if it has, check the node's address, the firewall and, on macOS, "
         "Local Network privacy (ping may work all the same)",
         "RuntimeError: [ring] Couldn't connect (error: 111)",
         Citation("ml-explore/mlx#3755, ml-explore/mlx#1903, exo-explore/exo#2309", Provenance.REPORTED),
-        SignatureKind.CONSEQUENCE),
+        SignatureKind.CONSEQUENCE, transient=True),
     Signature("ring.peer_lost_new", r"\[ring\] connection to a peer was lost",
         "the connection to a peer was lost",
         "find the rank or the link that went first",
@@ -156,7 +157,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the program exchanges data with a rank that is not its neighbour in the ring",
         "order the ranks so that it is one, or use jaccl's mesh",
         "[ring] Recv only supported from direct neighbors but tried to recv from 0 to 2",
-        Citation(_RING_SOURCE, Provenance.REPRODUCED)),
+        Citation(_RING_SOURCE, Provenance.REPRODUCED), transient=True),
     Signature("any.no_split", r"\[(?P<backend>ring|jaccl)\] Group split not supported",
         "the program divides the ranks into smaller groups, and {backend} has only the one of all",
         "use one kind of parallelism at a time",
@@ -225,12 +226,12 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "rank 0, through which the ranks find each other over TCP, could not be reached: {errno}",
         "see whether rank 0 has started; if it has, make its first address and port reachable from every node",
         "RuntimeError: [jaccl] Couldn't connect (error: 60)",
-        Citation("ml-explore/mlx#3755", Provenance.REPORTED), SignatureKind.CONSEQUENCE),
+        Citation("ml-explore/mlx#3755", Provenance.REPORTED), SignatureKind.CONSEQUENCE, transient=True),
     Signature("jaccl.wc", r"\[jaccl\] (?:Send|Recv) failed with error code (?P<code>\d+)",
         "an RDMA transfer was not completed (code {code}; 12 is no answer after all repetitions)",
         "find the rank or the cable that went first",
         "RuntimeError: [jaccl] Recv failed with error code 12",
-        Citation(_JACCL_SOURCE, Provenance.SOURCE), SignatureKind.CONSEQUENCE),
+        Citation(_JACCL_SOURCE, Provenance.SOURCE), SignatureKind.CONSEQUENCE, transient=True),
     Signature("jaccl.mr", r"\[jaccl\] Register memory region failed",
         "RDMA could not take another piece of memory: a device takes about a hundred in all",
         "end the other programs that use RDMA on that Mac; if there are none, restart it",
@@ -250,17 +251,17 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         Citation(
             "ml-explore/mlx-examples#1185, ml-explore/mlx-examples#1200, exo-explore/exo#1620", Provenance.REPORTED
         ),
-        SignatureKind.CONSEQUENCE),
+        SignatureKind.CONSEQUENCE, transient=True),
     Signature("metal.interactivity", r"kIOGPUCommandBufferCallbackErrorImpactingInteractivity",
         "macOS stopped the GPU's work because it held up the display",
         "use a smaller batch or shorter sequences, and let that Mac's display sleep",
         f"{_METAL_FAILED}Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)",
-        Citation("ml-explore/mlx#3267", Provenance.REPORTED)),
+        Citation("ml-explore/mlx#3267", Provenance.REPORTED), transient=True),
     Signature("metal.internal", r"Internal Error \(0000000e",
         "the GPU's driver failed inside itself",
         "use a smaller batch or shorter sequences; if it comes back, restart that Mac",
         f"{_METAL_FAILED}Internal Error (0000000e:Internal Error)",
-        Citation("ml-explore/mlx#1226, ml-explore/mlx#1231", Provenance.REPORTED)),
+        Citation("ml-explore/mlx#1226, ml-explore/mlx#1231", Provenance.REPORTED), transient=True),
     Signature("metal.oom", r"kIOGPUCommandBufferCallbackErrorOutOfMemory|Insufficient Memory \(00000008",
         "the GPU's memory did not suffice",
         "use a smaller batch or shorter sequences, grad_checkpoint, or fewer layers; "
@@ -367,7 +368,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "the operating system killed the rank for want of memory",
         "use a smaller batch or shorter sequences, grad_checkpoint, or end other programs on that node",
         "Out of memory: Killed process 4711 (python3) total-vm:68719476kB",
-        Citation("Linux", Provenance.SOURCE), reason=Reason.OUT_OF_MEMORY),
+        Citation("Linux", Provenance.SOURCE), reason=Reason.OUT_OF_MEMORY, transient=True),
     Signature("disk.full",
         r"(?<!>: )No space left on device|Errno 28\b|Disk quota exceeded|names an empty file: the disk of",
         "the disk was full",
@@ -397,7 +398,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "{host} does not take ssh on port {port}: {why}",
         "switch Remote Login on there, or correct the node's `ssh` address",
         "ssh: connect to host mini-3.local port 22: Operation timed out",
-        Citation("ssh; mlx.launch hides it by LogLevel=QUIET", Provenance.SOURCE)),
+        Citation("ssh; mlx.launch hides it by LogLevel=QUIET", Provenance.SOURCE), transient=True),
     Signature("ssh.denied", r"Permission denied \((?:publickey|password|keyboard-interactive)",
         "the node refused our ssh key",
         "add this machine's key to the node's authorized_keys",

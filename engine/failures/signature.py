@@ -40,6 +40,10 @@ class Citation(NamedTuple):
     proof: Provenance
 
 
+_COMMUNICATING = ("ring", "jaccl", "metal", "c10d", "gloo", "nccl", "cuda", "torch", "ddp", "fsdp", "deepspeed")
+"""The first parts of the ids of what a rank's own group, GPU and framework print."""
+
+
 @dataclass(frozen=True)
 class Signature:
     """`cause` and `fix` may name the pattern's groups; `{errno}` is replaced by its name and number."""
@@ -56,3 +60,12 @@ class Signature:
     kind: SignatureKind = SignatureKind.CAUSE
     reason: Reason | None = None
     """The reason for which a run ends by it, where that is one of its own."""
+    transient: bool = False
+    """It may be over at the next start: a port that was taken, a peer that came late, a GPU that was busy. All other
+    known causes lie in the job, the software or the network."""
+
+    @property
+    def own_fault(self) -> bool:
+        """Its rank failed by itself, whatever it printed of others: after such a cause MLX and torch report too that a
+        connection is gone. Of the other causes it is not known whether they mattered."""
+        return self.kind is SignatureKind.CAUSE and self.id.partition(".")[0] in _COMMUNICATING

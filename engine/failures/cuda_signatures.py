@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from engine.failures.signature import Citation, Provenance, Signature, SignatureKind
 from engine.models import Reason
-from engine.run.signature import Citation, Provenance, Signature, SignatureKind
 
 _CUDA: Final = r"(?:CUDA error: |\) failed: |CUDA error \S{1,300}:\d+ ')"
 """Before CUDA's own text: by torch, by MLX, and by MLX's NCCL."""
@@ -100,17 +100,18 @@ CUDA_SIGNATURES: Final[tuple[Signature, ...]] = (
         "rank 0 could not listen on NCCL's port: {why}",
         "end what holds the port (an earlier run's rank?)",
         "RuntimeError: [nccl] bind() failed: Address already in use",
-        Citation(_NCCL, Provenance.SOURCE), reason=Reason.LAUNCH_FAILED),
+        Citation(_NCCL, Provenance.SOURCE), reason=Reason.LAUNCH_FAILED, transient=True),
     Signature("nccl.connect", r"\[Rank (?P<rank>\d+)\] connect\(\) failed after \d+ .{1,60}: (?P<why>.{1,80})",
         "rank {rank} could not reach rank 0, through which NCCL's ranks find each other: {why}",
         "see whether rank 0 has started; if it has, make its first address and port reachable from every node",
         "RuntimeError: [Rank 1] connect() failed after 120000 milliseconds and 240 retries: Connection refused",
-        Citation(_NCCL, Provenance.SOURCE), SignatureKind.CONSEQUENCE),
+        Citation(_NCCL, Provenance.SOURCE), SignatureKind.CONSEQUENCE, transient=True),
     Signature("nccl.group_late", r"engine/trainer/collective\.py\", line \d+ in __init__",
         "a rank has waited too long in MLX for the group of NCCL to form",
         "find the rank that did not start or hangs; if all have started, open every port between the nodes",
         '  File "/home/ana/.flightdeck/bundles/4f2a/engine/trainer/collective.py", line 42 in __init__',
-        Citation("our trainer, by Python's faulthandler", Provenance.REPRODUCED), SignatureKind.CONSEQUENCE),
+        Citation("our trainer, by Python's faulthandler", Provenance.REPRODUCED), SignatureKind.CONSEQUENCE,
+        transient=True),
     Signature("nccl.unsupported", r"\[nccl\] (?:Send|Recv) not supported in NCCL|\[nccl\] Unknown or unsupported dtype",
         "the program sends from rank to rank, or exchanges booleans or 16-bit integers: MLX's NCCL has neither",
         'set backend = "ring" in [cluster]; or another strategy than pipeline, and arrays as `view(mx.uint8)`',
