@@ -101,9 +101,8 @@ class ReasonTraits:
     """Does not count against what was launched, however early it comes."""
     nodes_unchanged: bool = False
     """A failure of a program, which leaves the nodes as they were."""
-    state_of_use: bool = True
-    """What an emergency checkpoint saves can be gone on from, by a restart or the user; else it is wrong, or saved
-    already."""
+    state_sound: bool = True
+    """An emergency checkpoint is worth going on from; else the state is wrong, or saved already."""
     end_unseen: bool = False
     """A rank may have ended otherwise: its node or the supervisor was away."""
     detailed: bool = False
@@ -122,7 +121,7 @@ class Reason(StrEnum):
         reason._value_, reason.traits = traits.value, traits
         return reason
 
-    COMPLETED = ReasonTraits("completed", state_of_use=False)
+    COMPLETED = ReasonTraits("completed", state_sound=False)
     RANK_FAILED = ReasonTraits("rank_failed", nodes_unchanged=True)
     RANK_KILLED = ReasonTraits("rank_killed", "death", from_outside=True, nodes_unchanged=True)
     NODE_LOST = ReasonTraits("node_lost", "loss", from_outside=True, end_unseen=True)
@@ -140,13 +139,11 @@ class Reason(StrEnum):
     DISK_FULL = ReasonTraits(
         "disk_full", never_restarted="a restart makes no room on a full disk", detailed=True, signature="disk.full"
     )
-    DIVERGED = ReasonTraits(
-        "diverged", never_restarted="the training has diverged, and would again", state_of_use=False
-    )
+    DIVERGED = ReasonTraits("diverged", never_restarted="the training has diverged, and would again", state_sound=False)
     CORRUPTED = ReasonTraits(
         "corrupted",
         never_restarted="parameters differ between the ranks, and the reason must be found first",
-        state_of_use=False,
+        state_sound=False,
     )
     """Replicas of the parameters differ, because of bad memory or a bug."""
     SUPERVISOR_LOST = ReasonTraits(

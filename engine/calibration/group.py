@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pydantic import TypeAdapter
 
 from engine.checks.context import CheckContext
-from engine.checks.gradient import CONSEQUENCES, GroupOutcome, GroupProgram, run_group
+from engine.checks.gradient import GroupOutcome, GroupProgram, is_consequence, run_group
 from engine.checks.plan_inputs import shared_plan
 from engine.cluster.staging import HostLayout
 from engine.config.models import Config
 from engine.errors import FlightDeckError, LaunchError
+from engine.failures.explanation import explained
 from engine.launch.rank_environment import common_environment, rank_spec, trainer_job
 from engine.measurements import CalibrationProgress, GroupMeasure
 from engine.plan.network import NetworkPlan
@@ -98,12 +99,14 @@ def reports_of(config: Config, outcome: GroupOutcome[GroupStepReport]) -> dict[s
     for rank, node in enumerate(config.nodes):
         report = outcome.results[rank]
         if report is None or report.error is not None or not report.step_s:
-            why = report.error if report is not None and report.error else outcome.messages[rank]
-            faults.append(f"rank {rank} on {node.name}: {plain(why or 'wrote no result', 200)}")
+            output = outcome.outputs[rank]
+            error = report.error if report is not None else None
+            why = plain(error or (output[-1].strip() if output else "wrote no result"), 200)
+            faults.append((is_consequence(why, output), f"rank {rank} on {node.name}: {explained(why, output)}"))
         else:
             reports[node.name] = report
     if faults:
-        raise LaunchError(min(faults, key=lambda fault: CONSEQUENCES.search(fault) is not None))
+        raise LaunchError(min(faults, key=lambda fault: fault[0])[1])
     return reports
 
 

@@ -17,6 +17,7 @@ from engine.cluster.probe_results import ShortText, parse_line
 from engine.cluster.staging import HostLayout, gather_all, hosts_of
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, LaunchError, NodeUnreachable
+from engine.failures.explanation import explained
 from engine.launch.rank_environment import rank_spec, trainer_job
 from engine.measurements import CalibrationProgress, Count, Figure, NodeMeasure
 from engine.models import FrozenModel, NodeFacts
@@ -134,7 +135,7 @@ class _Measurement:
                     if output is not None and (now := output.progress) is not None:
                         self._report(node, now.phase, now.elapsed_s, now.examples_per_s)
                 output_at_end = line.stderr.strip() if isinstance(line, RequestEnded) else str(line)
-                why = plain(output_at_end.rpartition("\n")[2])
+                why = explained(plain(output_at_end.rpartition("\n")[2]), output_at_end.splitlines())
                 raise LaunchError("the measurement ended without a result", where=node.name, why=why)
             finally:
                 # A node that does not answer is left to its lease.

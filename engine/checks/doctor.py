@@ -17,6 +17,7 @@ from engine.cluster.network_interfaces import rdma_device_names, whole_rdma_tabl
 from engine.cluster.probe_results import MlxLmReport, MlxReport, probe_here
 from engine.cluster.transport.local import LocalTransport
 from engine.errors import ENABLE_RDMA, LaunchError
+from engine.failures.explanation import explained
 from engine.launch.mlx_launch import executable
 from engine.models import CheckResult, CheckStatus
 from engine.security.sanitise import plain
@@ -53,7 +54,7 @@ async def _mlx() -> CheckResult:
 async def _backends() -> CheckResult:
     finished = await LocalTransport().run([sys.executable, "-c", _LIST_BACKENDS], timeout_s=_LIMIT_S)
     if finished.code != 0 or not re.fullmatch(rb"[a-z]+( [a-z]+)*\n", finished.stdout):
-        return verdict("backends", CheckStatus.FAIL, finished.exit_output or "MLX did not answer")
+        return verdict("backends", CheckStatus.FAIL, explained(finished.exit_output) or "MLX did not answer")
     device, *backends = finished.stdout.decode().split()
     summary = f"default device {device}, distributed: {', '.join(backends) or 'none'}"
     return verdict("backends", CheckStatus.PASS if "ring" in backends else CheckStatus.FAIL, summary)

@@ -31,6 +31,8 @@ from engine.cluster.staging import HostLayout, gather_all
 from engine.cluster.transport.base import Completed
 from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import FlightDeckError
+from engine.failures.explanation import explain, explained
+from engine.failures.signature import SignatureKind
 from engine.launch import ssh_shim
 from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import arguments, rank_ends
@@ -52,13 +54,13 @@ from engine.protocol.events import tail
 from engine.protocol.job import TorchSettings
 from engine.protocol.launchers import joined_options, split_launcher
 from engine.protocol.measurements import AllSumResult
-from engine.security.sanitise import last_line, plain
+from engine.security.sanitise import plain
 
 START_ALLOWANCE_S = 55.0
 """For the ranks to connect; engine.trainer.allreduce_check gives up by itself a little earlier."""
 _ATTEMPT = 1
 _RESULT_BYTES = 1 << 20
-_OUTPUT_BYTES = 4096
+_OUTPUT_BYTES = 16_384
 _RESULT = TypeAdapter(AllSumResult)
 _ALL_SUM = "engine.trainer.allreduce_check"
 _ALL_REDUCE = "engine.torch_trainer.allreduce_check"
@@ -93,8 +95,8 @@ class GroupOutcome(Generic[Result]):
 
     results: Mapping[int, Result | None]
     """None for one that wrote no result."""
-    messages: Mapping[int, str]
-    """The last line of its output, else what was reported about it."""
+    outputs: Mapping[int, Sequence[str]]
+    """The last lines of its output, else what was reported about it."""
     codes: Mapping[int, int]
     """Exit codes other than 0, as far as they are known."""
     leftovers: str
@@ -156,15 +158,15 @@ async def run_group(
         codes, ssh_output = await group.run(starting_port)
         found = await context.on_all_nodes(group.read)
     results: dict[int, Result | None] = {}
-    messages: dict[int, str] = {}
+    outputs: dict[int, Sequence[str]] = {}
     for rank, node in enumerate(context.config.nodes):
         answer = found[node.name]
-        result, output = (b"", str(answer)) if isinstance(answer, FlightDeckError) else answer
-        messages[rank] = output or ssh_output.get(rank, "")
+        result, output = (b"", [str(answer)]) if isinstance(answer, FlightDeckError) else answer
+        outputs[rank] = output or ssh_output.get(rank, ())
         results[rank] = None
         with contextlib.suppress(ValidationError):
             results[rank] = result_type.validate_json(result)
-    return GroupOutcome(results, messages, codes, leases.leftovers)
+    return GroupOutcome(results, outputs, codes, leases.leftovers)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class _Group:
     layouts: tuple[HostLayout, ...]
     program: GroupProgram
 
-    async def run(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
+    async def run(self, starting_port: int) -> tuple[dict[int, int], dict[int, Sequence[str]]]:
         """Write the files and run all ranks to their end: their exit codes, and what ssh or the launcher reported."""
         direct = self.context.config.starts_directly
         environment = rank_environment(self.network, starting_port, os.environ)
@@ -184,12 +186,12 @@ class _Group:
             return await self._run_direct(environment)
         return await self._with_launcher(starting_port)
 
-    async def read(self, node: NodeConfig) -> tuple[bytes, str]:
-        """The result that the node's rank wrote, and the last line of its output."""
+    async def read(self, node: NodeConfig) -> tuple[bytes, Sequence[str]]:
+        """The result that the node's rank wrote, and the last lines of its output."""
         layout, rank = await self.context.layout_of(node), self.context.config.nodes.index(node)
         agent, folder = self._agent(layout), self._folder(layout)
         result = await agent.read_end(folder / f"rank{rank}.json", _RESULT_BYTES)
-        return result, _last_line(await agent.read_end(folder / f"rank{rank}.log", _OUTPUT_BYTES))
+        return result, _lines(await agent.read_end(folder / f"rank{rank}.log", _OUTPUT_BYTES))
 
     async def _put(self, layout: HostLayout, environment: RankEnvironment | None) -> None:
         """Write start.sh, and without mlx.launch the files that it would have written."""
@@ -215,7 +217,7 @@ class _Group:
         output = f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1"
         return RankProgram(argv, output, gpu_environment(self.network, rank))
 
-    async def _with_launcher(self, starting_port: int) -> tuple[dict[int, int], dict[int, str]]:
+    async def _with_launcher(self, starting_port: int) -> tuple[dict[int, int], dict[int, Sequence[str]]]:
         check_id, here, nonce = self.leases.check_id, self.leases.here, {NONCE_ENV: self.leases.nonce}
         write_hostfile(here / "hostfile.json", self.network)
         argv = arguments(
@@ -231,16 +233,15 @@ class _Group:
         )
         program = LocalProgram(argv, directory=here, environment={**nonce, **launcher_variables}, newlines=True)
         finished = await program.run(self.program.limit_s)
-        last = _last_line(finished.stderr)
-        by_ssh = {rank: plain(last_line(tail(ssh_shim.ssh_log_path(here, rank)))) for rank in range(len(nodes))}
-        messages = {rank: printed or last for rank, printed in by_ssh.items()}
-        return dict(rank_ends((finished.stderr + finished.stdout).decode(errors="replace"))), messages
+        by_ssh = {rank: _lines(tail(ssh_shim.ssh_log_path(here, rank)).encode()) for rank in range(len(nodes))}
+        outputs = {rank: printed or _lines(finished.stderr) for rank, printed in by_ssh.items()}
+        return dict(rank_ends((finished.stderr + finished.stdout).decode(errors="replace"))), outputs
 
-    async def _run_direct(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, str]]:
+    async def _run_direct(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, Sequence[str]]]:
         nodes = self.context.config.nodes
         ended = await asyncio.gather(*(self._rank(rank, node, environment) for rank, node in enumerate(nodes)))
         codes = {rank: end.code for rank, end in enumerate(ended) if end.code}
-        return codes, {rank: plain(end.exit_output) for rank, end in enumerate(ended)}
+        return codes, {rank: _lines(end.exit_output.encode()) for rank, end in enumerate(ended)}
 
     async def _rank(self, rank: int, node: NodeConfig, environment: RankEnvironment) -> Completed:
         layout = await self.context.layout_of(node)
@@ -261,33 +262,24 @@ class _Group:
         return self.leases.folder(layout) / "attempts" / str(_ATTEMPT)
 
 
-def _last_line(output: bytes) -> str:
-    return plain(last_line(output[-_OUTPUT_BYTES:].decode(errors="replace")))
+def _lines(output: bytes) -> Sequence[str]:
+    return [plain(line) for line in output[-_OUTPUT_BYTES:].decode(errors="replace").splitlines() if line.strip()]
 
 
 NAME = "gradient_layer"
 _LIMIT_S = _TORCH_ALLOWANCE_S + 5 * 60 + 30
 """For the longest all_sum that a configuration allows."""
 
-CONSEQUENCES = re.compile(
-    r"PeerLost|connection to a peer|Couldn't connect|peer does not answer|ended with -15\b|Connection closed by peer|"
-    r"Connection reset by peer|DistStoreError|DistNetworkError|a peer does not respond"
-)
-"""Messages of ranks that only lost a peer. -15 is the launcher's TERM, once another rank has ended."""
-ADVICE = (
-    (r"Couldn't bind|error: (98|48)\b", "the port was taken a moment ago: run the check again"),
-    (r"error: 65\b", "allow your terminal the Local Network in System Settings, Privacy & Security"),
-    (r"EADDRINUSE|address already in use", "the port was taken a moment ago: run the check again"),
-    (r"(?i)unable to (find|resolve) .*interface|no socket interface found",
-        "set the interface by its name in [job] env"),
-    (r"No CUDA GPUs|no GPUs found|CUDA driver version is insufficient", 'set backend = "gloo" in [cluster]'),
-    (r"in place of FSDP", 'use strategy "fsdp" of the built-in recipe, or fully_shard in your script, or GPUs'),
-    (r"ncclSystemError|ncclRemoteError|ncclInternalError|NCCL error",
-        "check NCCL_SOCKET_IFNAME and the firewall; NCCL_IB_DISABLE=1 in [job] env leaves InfiniBand out"),
-    (r"connectFullMesh failed|Connection refused|timed? ?out", "check that every node reaches every other one"),
-    (r"Couldn't connect|does not answer", "check that the nodes reach each other on `ips`, and their firewall"),
-)  # fmt: skip
-"""(pattern of a rank's message, what to do about it), the first that matches."""
+_LOST = re.compile(r"PeerLost|ended with -15\b|DistStoreError|DistNetworkError|a peer does not respond")
+"""Faults of ranks that only lost a peer; -15 is the launcher's TERM, once another rank has ended."""
+
+
+def is_consequence(fault: str, output: Sequence[str]) -> bool:
+    """The rank that printed `output` only lost a peer."""
+    finding = explain([*output, fault])
+    if finding is None or finding.signature is None:
+        return _LOST.search(fault) is not None
+    return finding.kind is SignatureKind.CONSEQUENCE
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -311,16 +303,15 @@ def _fit(config: Config, seen: Interpreter, backend: str) -> bool:
 def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     """A rank that only lost its peers is not blamed while another has a cause of its own."""
     world_size, results = len(config.nodes), found.results
-    faults = {rank: _fault(results[rank], config, found.messages[rank], found.codes.get(rank)) for rank in results}
+    faults = {rank: _fault(results[rank], config, found.outputs[rank], found.codes.get(rank)) for rank in results}
     described = {rank: faults[rank] or _describe(results[rank]) for rank in results}
     evidence = {node.name: f"rank {rank}: {described[rank]}" for rank, node in enumerate(config.nodes)}
     failed = {rank: fault for rank, fault in faults.items() if fault is not None}
     status, blames = CheckStatus.PASS, None
     if failed:
-        first = min(failed, key=lambda rank: (CONSEQUENCES.search(failed[rank]) is not None, rank))
+        first = min(failed, key=lambda rank: (is_consequence(failed[rank], found.outputs[rank]), rank))
         status, blames = CheckStatus.FAIL, (first, config.nodes[first].name)
-        advice = next((text for pattern, text in ADVICE if re.search(pattern, failed[first])), None)
-        summary = f"rank {first} on {config.nodes[first].name}: {failed[first]}" + (f"; {advice}" if advice else "")
+        summary = f"rank {first} on {config.nodes[first].name}: {explained(failed[first], found.outputs[first])}"
     elif world_size == 1:
         summary = "one rank, a group of 1 as planned: nothing is exchanged"
     else:
@@ -333,10 +324,10 @@ def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
     return CheckResult(name=NAME, status=status, summary=summary, evidence=evidence, blames=blames)
 
 
-def _fault(result: AllSumResult | None, config: Config, message: str, code: int | None) -> str | None:
+def _fault(result: AllSumResult | None, config: Config, output: Sequence[str], code: int | None) -> str | None:
     if result is None:
         ended = f"ended with {code}" if code is not None else "wrote no result"
-        return f"{ended}: {message}" if message else ended
+        return f"{ended}: {output[-1].strip()}" if output else ended
     if result.error is not None:
         return plain(result.error, 300)
     world_size, framework = len(config.nodes), "PyTorch" if config.job.framework == "torch" else "MLX"

@@ -12,6 +12,7 @@ from engine.cluster.agent_client import AgentClient, InterpreterBroken, Interpre
 from engine.cluster.probe_results import MlxLmReport, MlxReport, TorchBuild, TorchReport
 from engine.config.models import JobConfig
 from engine.errors import LaunchError
+from engine.failures.explanation import explained
 from engine.models import FrozenModel, NoValue
 from engine.plan.distributed import torch_packages
 
@@ -116,7 +117,7 @@ def as_interpreter(report: MlxReport | NoValue, python: str) -> Interpreter:
         report.python,
         {"mlx": report.mlx} if report.mlx is not None else {},
         backends=tuple(report.backends),
-        problem=f"mlx cannot be imported: {report.mlx_error}" if report.mlx_error is not None else None,
+        problem=f"mlx cannot be imported: {explained(report.mlx_error)}" if report.mlx_error is not None else None,
         venv=report.venv,
         linux=report.linux,
         builds=report.builds,
@@ -129,7 +130,7 @@ def with_mlx_lm(seen: Interpreter, report: MlxLmReport | NoValue) -> Interpreter
     elif report.mlx_lm is not None and report.mlx_lm_error is None:
         return replace(seen, packages={**seen.packages, "mlx-lm": report.mlx_lm})
     else:
-        problem = f"mlx-lm cannot be imported: {report.mlx_lm_error}"
+        problem = f"mlx-lm cannot be imported: {explained(str(report.mlx_lm_error))}"
     return replace(seen, problem="; ".join(filter(None, (seen.problem, problem))))
 
 
@@ -138,7 +139,7 @@ def with_torch(report: TorchReport | NoValue, packages: Iterable[str], python: s
     if isinstance(report, NoValue):
         return Interpreter(problem=f"{python}: {report}")
     missing = [name for name in packages if name not in report.versions]
-    problems = [f"{name} cannot be imported: {report.errors.get(name, 'not known')}" for name in missing]
+    problems = [f"{name} cannot be imported: {explained(report.errors.get(name, 'not known'))}" for name in missing]
     return Interpreter(
         report.python,
         {name: report.versions[name] for name in packages if name in report.versions},

@@ -15,6 +15,7 @@ from engine.cluster.probe_results import LoadingReport, ModelFiles
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
+from engine.failures.explanation import explained
 from engine.models import CheckResult
 from engine.plan.memory.model_types import MODEL_TYPES
 
@@ -93,7 +94,7 @@ async def _unloadable(context: CheckContext, node: NodeConfig, folder: str, file
     report = await asked
     if report.own_code and not job.mlx_lm.get("trust_remote_code"):
         return [f"{folder}: {_OWN_CODE}"]
-    return [f"{folder}: it cannot be loaded: {report.problem}"] if report.problem is not None else []
+    return [f"{folder}: it cannot be loaded: {explained(report.problem)}"] if report.problem is not None else []
 
 
 CHECK = Check(

@@ -17,6 +17,7 @@ from engine.cluster.probe_results import AdapterReport, RefusedRows, Reporters, 
 from engine.cluster.transport.base import quoted
 from engine.config.models import JobConfig, NodeConfig
 from engine.errors import FlightDeckError, InputError, plural
+from engine.failures.explanation import explained
 from engine.launch.rank_environment import SECRETS
 from engine.node.probes.job import needs_key, probe_reporters
 from engine.plan.context import PlanInputs
@@ -70,7 +71,7 @@ async def adapter_obstacles(context: CheckContext, node: NodeConfig, config: Map
     report = await try_adapters(context, node)
     if report.untried is not None:
         model = context.path(node, node.model or job.model or "")
-        raise InputError("adapters were not tried", where=f"{model} on {node.name}", why=report.untried)
+        raise InputError("adapters were not tried", where=f"{model} on {node.name}", why=explained(report.untried))
     if report.problem is not None:
         todo = f"choose others in lora_parameters.keys: its last layer has {', '.join(report.names)}"
         rationale.refuse("lora_parameters", f"mlx-lm cannot adapt the model: {report.problem}", todo=todo)
@@ -114,7 +115,9 @@ async def try_rows(context: CheckContext, node: NodeConfig, files: Sequence[str]
         node, "template", model, settings, *files, result_type=TemplateReport, timeout_s=TRIAL_LIMIT_S
     )
     if report.problem is not None:
-        raise InputError("the chat template was not tried", where=f"{model} on {node.name}", why=report.problem)
+        raise InputError(
+            "the chat template was not tried", where=f"{model} on {node.name}", why=explained(report.problem)
+        )
     return report
 
 

@@ -15,19 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from engine.checks import sync
 from engine.checks.check import THIS_MACHINE, this_machine
 from engine.checks.context import CheckContext
 from engine.checks.local_process import LocalProgram, last_lines
-from engine.checks.sync import (
-    EXCLUDED,
-    SyncScriptOutcome,
-    TreeDifference,
-    WorkdirComparison,
-    compare_workdirs,
-    distinct_workdirs,
-    find_sync_script,
-    run_script,
-)
 from engine.cluster.transport.base import quoted
 from engine.cluster.transport.ssh_config import write_openssh_config
 from engine.config.models import Config, NodeConfig
@@ -51,19 +42,19 @@ async def sync_workdirs(context: CheckContext, home: Path, *, dry_run: bool, on_
     """Make the workdirs the same and compare them; `on_line` gets each line of output on the way. Raises InputError for
     a script or a source that is refused, LaunchError when this machine has no rsync."""
     config = context.config
-    script = find_sync_script(config)
-    absent = isinstance(script, SyncScriptOutcome) and script.status == "not_found"
+    script = sync.find_sync_script(config)
+    absent = isinstance(script, sync.SyncScriptOutcome) and script.status == "not_found"
     method: Literal["script", "rsync"] = "rsync" if absent else "script"
     source = sync_source(config) if method == "rsync" else None
     # One node for each workdir other than the source.
     own = (source.ssh, source.workdir) if source is not None else None
-    targets = [node for node in distinct_workdirs(config) if (node.ssh, node.workdir) != own]
+    targets = [node for node in sync.distinct_workdirs(config) if (node.ssh, node.workdir) != own]
     message, output, problems = "compared only", tuple[str, ...](), dict[str, str]()
     if not dry_run and source is not None:
         problems = await _copy(context, home, source, targets, on_line)
         message = f"copied from {source.workdir}" if not problems else f"not copied to {', '.join(problems)}"
     elif not dry_run:
-        scripted = await run_script(config, on_line)
+        scripted = await sync.run_script(config, on_line)
         message, output = scripted.message, scripted.lines
         if scripted.status == "failed":
             return SyncReport(dry_run=False, method=method, synced=False, message=message, output=output)
@@ -99,7 +90,7 @@ def sync_source(config: Config) -> NodeConfig:
 def rsync_argv(source: Path, target: NodeConfig, exclude: Iterable[str], *, every_file: bool = False) -> list[str]:
     """The command that copies `source` to a node's workdir. `every_file` also copies files of the same size and time,
     which rsync otherwise takes to be the same."""
-    excluded = [word for name in (*EXCLUDED, *(f"/{path}" for path in exclude)) for word in ("--exclude", name)]
+    excluded = [word for name in (*sync.EXCLUDED, *(f"/{path}" for path in exclude)) for word in ("--exclude", name)]
     argv = ["rsync", "-rlpt", *(["-I"] if every_file else []), *excluded]
     if target.local:
         return [*argv, f"{source}/", f"{target.workdir}/"]
@@ -176,23 +167,23 @@ def _ssh_shim(home: Path, target: NodeConfig) -> Path:
 
 async def _compare(
     context: CheckContext, source: NodeConfig | None, targets: Sequence[NodeConfig]
-) -> WorkdirComparison:
+) -> sync.WorkdirComparison:
     """Against what is copied, where something is; else as the check does it. Raises LaunchError for a bad source."""
     if source is None:
-        return await compare_workdirs(context, targets)
-    compared = await compare_workdirs(context, [source, *targets])
+        return await sync.compare_workdirs(context, targets)
+    compared = await sync.compare_workdirs(context, [source, *targets])
     if source.name in compared.problems:
         raise LaunchError(compared.problems[source.name], where=THIS_MACHINE)
     return compared
 
 
-def _node_sync(name: str, compared: WorkdirComparison, problems: Mapping[str, str]) -> NodeSync:
+def _node_sync(name: str, compared: sync.WorkdirComparison, problems: Mapping[str, str]) -> NodeSync:
     problem = problems.get(name) or compared.problems.get(name)
     if name in compared.homes and problem is None:
         problem = "its workdir is a bare home: it is not compared"
     if problem is not None:
         return NodeSync(same=False, problem=problem)
-    difference = compared.differences.get(name, TreeDifference())
+    difference = compared.differences.get(name, sync.TreeDifference())
     return NodeSync(
         same=not difference,
         differing=difference.different[:_NAMED],

@@ -83,15 +83,15 @@ def findings(lines: Iterable[str]) -> list[Finding]:
     starts = [0, *accumulate(len(piece.text) + 1 for piece in pieces)]
     ends = _Ends.of(pieces, counted.stop)
     found = []
-    explained: set[int] = set()
+    taken: set[int] = set()
     for signature in SIGNATURES:
         matches = ((bisect_right(starts, match.start()) - 1, match) for match in re.finditer(signature.pattern, text))
         place, match = min(matches, key=lambda each: ends.order(each[0]), default=(-1, None))
-        if match is not None and place not in explained:
-            explained.add(place)
+        if match is not None and place not in taken:
+            taken.add(place)
             cause, fix = _cause_and_fix(signature, match)
             found.append(ends.finding(place, signature.kind, cause, fix, signature))
-    for place in ends.raised - explained:
+    for place in ends.raised - taken:
         # Another exception of a kind that was found: of several workers in one log, for example.
         if not any(re.search(signature.pattern, pieces[place].text) for signature in SIGNATURES):
             found.append(ends.finding(place, SignatureKind.CAUSE, _cut(_message(pieces, place))))
@@ -182,6 +182,14 @@ def explain(lines: Iterable[str]) -> Finding | None:
     """The first failure in these lines of one log; None when nothing in them is known to explain an end."""
     best = min(findings(lines), key=lambda finding: finding.order, default=None)
     return None if best is None or best.kind is SignatureKind.NOISE else best
+
+
+def explained(text: str, output: Iterable[str] = ()) -> str:
+    """An error with its cause and its fix, where they are known by it or by the program's `output`."""
+    finding = explain([*output, text])
+    if finding is None or finding.signature is None:
+        return text
+    return f"{text} ({finding.cause}); {finding.fix}{', or try again' if finding.signature.transient else ''}"
 
 
 def _exceptions(lines: list[str]) -> tuple[set[int], int | None]:

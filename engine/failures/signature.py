@@ -61,11 +61,10 @@ class Signature:
     reason: Reason | None = None
     """The reason for which a run ends by it, where that is one of its own."""
     transient: bool = False
-    """It may be over at the next start: a port that was taken, a peer that came late, a GPU that was busy. All other
-    known causes lie in the job, the software or the network."""
+    """It may be over at the next start; all other known causes lie in the job, the software or the network."""
 
     @property
     def own_fault(self) -> bool:
-        """Its rank failed by itself, whatever it printed of others: after such a cause MLX and torch report too that a
-        connection is gone. Of the other causes it is not known whether they mattered."""
+        """Its rank failed by itself: only after it did MLX or torch report that a connection is gone. Whether other
+        causes mattered is not known."""
         return self.kind is SignatureKind.CAUSE and self.id.partition(".")[0] in _COMMUNICATING

@@ -340,7 +340,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         "RuntimeError: [ScaledDotProductAttentionVJP] NYI: attention sinks",
         Citation("libmlx 0.32.4", Provenance.SOURCE)),
     Signature("import.mlx", rf"ModuleNotFoundError: No module named '(?!mlx_lm\.models\.)(?P<module>{_MLX_MODULE})'",
-        "{module} is not installed in this host's environment: it is another one than on the other hosts",
+        "{module} is not installed in this host's environment: perhaps it is another one than on the other hosts",
         "install the same mlx and mlx-lm on every node, from the same lock file",
         "ModuleNotFoundError: No module named 'mlx.core'",
         Citation("Python", Provenance.ASSUMED)),

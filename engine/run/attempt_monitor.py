@@ -16,25 +16,11 @@ from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import HostConnection
 from engine.models import RunState
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, size_of
+from engine.run import events
 from engine.run.attempt import AttemptOrigin
 from engine.run.command_watch import RANKS_APART, CommandWatch
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.decide import SETTLE_S, RankState, RunningAttempt, Trigger, stop_trigger
-from engine.run.events import (
-    AlarmRaised,
-    AttemptResumed,
-    CleanupConfirmed,
-    Hang,
-    HangDetected,
-    LogsMissing,
-    Note,
-    RequestReceived,
-    Resumed,
-    StateSaved,
-    StopStage,
-    StopStageReached,
-    Verdict,
-)
 from engine.run.failure_evidence import EvidenceCollector, FailureEvidence
 from engine.run.logs.mirror import Gap, Mirror
 from engine.run.node_health import NodeHealth, lost_after_s
@@ -51,7 +37,7 @@ _ENDS_KNOWN_S = 3.0
 """An agent looks once a second whether the keepers are there."""
 _PURPOSES: Final[Mapping[Trigger, Literal["abort", "fence", "end"]]] = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
 
-AbortSource = Callable[[], RequestReceived | None]
+AbortSource = Callable[[], events.RequestReceived | None]
 """The requested abort, if any."""
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -64,7 +50,7 @@ class AttemptMonitor:
         self,
         context: AttemptContext,
         origin: AttemptOrigin,
-        may_restart: Callable[[Verdict, int], bool],
+        may_restart: Callable[[events.Verdict, int], bool],
         clock: AwakeClock | None = None,
     ) -> None:
         """`may_restart`: another attempt may follow such an end, at that iteration."""
@@ -168,7 +154,7 @@ class AttemptMonitor:
         self.unsent = []
         await self._in_thread(self._close_files)
 
-    def verdict(self, evidence: FailureEvidence) -> Verdict:
+    def verdict(self, evidence: FailureEvidence) -> events.Verdict:
         """With the failure signature that explains the end: whether a restart can fix it depends on that. Reads the
         mirrors."""
         verdict, redactor = verdict_on(evidence), self._context.plan.config.job.redactor()
@@ -227,7 +213,9 @@ class AttemptMonitor:
         self._starts_noted = starts
         for rank, count in starts.items():
             if self._ranks.all[rank].dispensable and count > max(1, before[rank]):
-                self._recorder.append(Note(message=f"rank {rank} on {self._ranks.all[rank].node} was started again"))
+                self._recorder.append(
+                    events.Note(message=f"rank {rank} on {self._ranks.all[rank].node} was started again")
+                )
         self._record_changes(changed)
         self._record_resumption()
         return launcher_alive
@@ -266,7 +254,7 @@ class AttemptMonitor:
         command.observe(self._clock(), printed, stepped=self.intake.progress.steps > 0)
         message, known = command.alarm(), {each.alarm for each in self._context.history.alarms}
         if message is not None and RANKS_APART not in known:
-            self._recorder.append(AlarmRaised(alarm=RANKS_APART, ranks=command.apart, message=message))
+            self._recorder.append(events.AlarmRaised(alarm=RANKS_APART, ranks=command.apart, message=message))
 
     def _running(self) -> list[int]:
         return [rank.number for rank in self._ranks.all if rank.started and not rank.ended]
@@ -316,7 +304,7 @@ class AttemptMonitor:
             if not rank.ended:
                 rank.dispensable = len(gone) < spare and rank.started and rank.number != 0
 
-    def _act(self, abort: RequestReceived | None, now: float, launcher_alive: bool) -> None:
+    def _act(self, abort: events.RequestReceived | None, now: float, launcher_alive: bool) -> None:
         state = self._observe(now, launcher_alive, abort=abort is not None)
         trigger = stop_trigger(state)
         if trigger is None:
@@ -327,7 +315,7 @@ class AttemptMonitor:
             return
         self._trigger = trigger
         if abort is not None and trigger is Trigger.ABORT:
-            self._record_stage(StopStage.ASKED)
+            self._record_stage(events.StopStage.ASKED)
             self._begin_shutdown(RunState.FINISHING, cooperative=not abort.now)
         else:
             self._end()
@@ -370,7 +358,7 @@ class AttemptMonitor:
         """A rank that has ended was not meant to end so."""
         return not self._evidence.succeeded(rank)
 
-    def _check_hang(self, now: float) -> Hang | None:
+    def _check_hang(self, now: float) -> events.Hang | None:
         """Recorded when it is found; one that an earlier supervisor found counts too."""
         if not all(rank.started for rank in self._ranks.all) or self._completed_at is not None:
             return None
@@ -386,7 +374,7 @@ class AttemptMonitor:
             hang = self.intake.command.hang(self._running(), progress.furthest) or hang
         if hang is not None and self._context.history.hang is None:
             node = self._ranks.all[hang.rank].node if hang.rank is not None else None
-            self._recorder.append(HangDetected(hang=hang, node=node))
+            self._recorder.append(events.HangDetected(hang=hang, node=node))
         return self._context.history.hang
 
     def _note_missing_launcher(self, state: RunningAttempt) -> None:
@@ -394,22 +382,22 @@ class AttemptMonitor:
         gone = state.launched and state.launcher_gone_s is not None and all(rank.started for rank in state.ranks)
         if gone and not self._launcher_noted and not any(rank.failed for rank in state.ranks):
             self._launcher_noted = True
-            self._recorder.append(Note(message="mlx.launch has ended; the ranks go on without it"))
+            self._recorder.append(events.Note(message="mlx.launch has ended; the ranks go on without it"))
 
     def _note_losses(self, now: float) -> None:
         """Not at once: a rank that was lost because rank 0 has failed may be noticed before it."""
         settled = [loss for loss in self._losses if now - loss[0] > SETTLE_S]
         for loss in settled if self._completed_at is None else ():
             self._losses.remove(loss)
-            self._recorder.append(Note(message=loss[1]))
+            self._recorder.append(events.Note(message=loss[1]))
 
-    def _abort_shutdown(self, abort: RequestReceived) -> None:
+    def _abort_shutdown(self, abort: events.RequestReceived) -> None:
         """Whatever ends the attempt, it has to be ended: an abort can only speed that up."""
         assert self._shutdown is not None
         if self._recorder.state is RunState.RECOVERING and not self.aborted_in_recovery:
             # From here on it is the user's stop, and recorded as such.
             self.aborted_in_recovery = True
-            self._record_stage(StopStage.ASKED)
+            self._record_stage(events.StopStage.ASKED)
         if abort.now:
             # Otherwise what the ranks are writing, perhaps the only newest state, is still of use.
             self._shutdown.skip_grace()
@@ -424,7 +412,7 @@ class AttemptMonitor:
         # The surviving ranks may save their state, if one of them has enough of it. Who goes on after a success saves
         # nothing that counts.
         whole = self._trainer and not self._context.plan.config.job.partitioned
-        saves = whole and progress.steps > 0 and so_far.reason.traits.state_of_use
+        saves = whole and progress.steps > 0 and so_far.reason.traits.state_sound
         state = RunState.RECOVERING if recovering else RunState.FINISHING
         self._begin_shutdown(state, save_state=saves, first_failure=so_far.rank)
 
@@ -437,7 +425,7 @@ class AttemptMonitor:
             lease_s = self._recovery.lease_s
             longer = f", longer than the ranks' lease of {lease_s:g} s" if slept_s > lease_s else ""
             note = f"this machine slept, or its supervisor was stopped, for {slept_s:.0f} s{longer}"
-            self._recorder.append(Note(message=note))
+            self._recorder.append(events.Note(message=note))
 
     def _begin_shutdown(
         self, state: RunState, *, cooperative: bool = False, save_state: bool = False, first_failure: int | None = None
@@ -447,8 +435,8 @@ class AttemptMonitor:
         plan = StopPlan(self._recovery, self.intake.progress, cooperative, save_state, first_failure)
         self._shutdown = Shutdown(self._ranks, self._launcher, plan, self._record_stage)
 
-    def _record_stage(self, stage: StopStage) -> None:
-        if stage in (StopStage.KILL, StopStage.VERIFYING):
+    def _record_stage(self, stage: events.StopStage) -> None:
+        if stage in (events.StopStage.KILL, events.StopStage.VERIFYING):
             for connection in self._context.connections:
                 # The exit output of a rank without an exit record has not been sent yet.
                 connection.request_exit_output()
@@ -461,7 +449,9 @@ class AttemptMonitor:
             if not proof.found
             for process in proof.left
         )
-        self._recorder.append(StopStageReached(stage=stage, purpose=purpose, acknowledged=acknowledged, left=left))
+        self._recorder.append(
+            events.StopStageReached(stage=stage, purpose=purpose, acknowledged=acknowledged, left=left)
+        )
 
     def _collect(self, *, over: bool = True) -> FailureEvidence:
         self._ends_judged = self._ranks.ends_known
@@ -499,7 +489,7 @@ class AttemptMonitor:
         if proof.found:
             self._record_changes(ranks)
             for name in connection.names:
-                self._recorder.append(CleanupConfirmed(node=name))
+                self._recorder.append(events.CleanupConfirmed(node=name))
             if self._mirror.incomplete(connection):
                 # The head's disk is full.
                 self.unsent.append(connection)
@@ -507,7 +497,7 @@ class AttemptMonitor:
                 self._record_missing()
 
     def _record_missing(self) -> None:
-        self._recorder.append(LogsMissing(attempt=self.number, files=self._mirror.missing()))
+        self._recorder.append(events.LogsMissing(attempt=self.number, files=self._mirror.missing()))
 
     def _record_changes(self, changed: Sequence[Rank]) -> None:
         known = set(self._context.history.ended)
@@ -529,7 +519,7 @@ class AttemptMonitor:
         progress = self.intake.progress
         if not (self._context.attempt.number > 1 and progress.steps) or self._context.history.status.source is not None:
             return
-        resumed, repeated, seconds = progress.resumed or Resumed("none"), None, None
+        resumed, repeated, seconds = progress.resumed or events.Resumed("none"), None, None
         if not self._trainer and progress.resumed is None:
             resumed = self.intake.own_resumption()
         failures = self._recorder.history.failures
@@ -539,9 +529,11 @@ class AttemptMonitor:
                 repeated = None
             seconds = round((datetime.now(UTC) - failures[-1].failed_at).total_seconds(), 2)
         number = self._context.attempt.number
-        self._recorder.append(AttemptResumed(attempt=number, resumed=resumed, repeated=repeated, seconds=seconds))
+        self._recorder.append(
+            events.AttemptResumed(attempt=number, resumed=resumed, repeated=repeated, seconds=seconds)
+        )
 
-    def _record_saved(self, saved: StateSaved) -> None:
+    def _record_saved(self, saved: events.StateSaved) -> None:
         # A supervisor that adopts the attempt reads what an earlier one recorded.
         if (saved.state, saved.manifest) not in self._recorder.history.manifests.get(saved.rank, ()):
             self._recorder.append(saved)
@@ -554,11 +546,11 @@ class AttemptMonitor:
 
     def _note_gap(self, gap: Gap) -> None:
         if gap.lasting:
-            self._raise_alarm(AlarmRaised(alarm="LOG_CUT", message=f"{gap.file}: {gap.problem}"))
+            self._raise_alarm(events.AlarmRaised(alarm="LOG_CUT", message=f"{gap.file}: {gap.problem}"))
             return
-        self._recorder.append(Note(message=f"{gap.file}: {gap.problem}{': over' if gap.over else ''}"))
+        self._recorder.append(events.Note(message=f"{gap.file}: {gap.problem}{': over' if gap.over else ''}"))
 
-    def _raise_alarm(self, alarm: AlarmRaised) -> None:
+    def _raise_alarm(self, alarm: events.AlarmRaised) -> None:
         self._recorder.append(alarm)
         run_dir = self._context.run_dir
         fields = alarm.model_dump(mode="json", exclude={"event", "at"})

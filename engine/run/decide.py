@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Final
 
 from engine.config.models import RecoveryConfig, needs_all_nodes
-from engine.failures.signature import Signature, SignatureKind
+from engine.failures.signature import SignatureKind
 from engine.failures.signatures import BY_ID
 from engine.models import Reason
 from engine.run.events import AttemptFailed, Hang
@@ -225,21 +225,17 @@ class FailedRun:
 
 
 def _known_cause(run: FailedRun) -> bool:
-    signature = _signature(run.last)
+    signature = BY_ID.get(run.last.verdict.signature or "")
     return signature is not None and signature.kind is SignatureKind.CAUSE and not signature.transient
 
 
-def _signature(failed: AttemptFailed) -> Signature | None:
-    return BY_ID.get(failed.verdict.signature or "")
-
-
 def _transient(failed: AttemptFailed) -> bool:
-    signature = _signature(failed)
+    signature = BY_ID.get(failed.verdict.signature or "")
     return signature is not None and signature.transient
 
 
-def _never_restarted(run: FailedRun) -> str | None:
-    return run.last.verdict.reason.traits.never_restarted
+def _never(run: FailedRun) -> str | None:
+    return run.why_never or run.last.verdict.reason.traits.never_restarted
 
 
 def _never_stepped(run: FailedRun) -> bool:
@@ -274,8 +270,7 @@ def _restarted(run: FailedRun) -> str:
 
 
 REFUSALS: Final[Sequence[tuple[Callable[[FailedRun], object], Callable[[FailedRun], str | None]]]] = (
-    (lambda run: run.why_never, lambda run: run.why_never),
-    (_never_restarted, _never_restarted),
+    (_never, _never),
     (_refused, lambda run: f"a restart does not fix {_what_is_refused(run.last)}"),
     (_known_cause, lambda _: "a restart does not fix that"),
     (_never_stepped, lambda _: "it never made a step, or none that is read: what was launched has to be fixed first"),

@@ -11,36 +11,7 @@ from typing import Any
 from engine.errors import StateError
 from engine.models import RunRecord, RunState
 from engine.plan.document import Settings
-from engine.run.events import (
-    AlarmRaised,
-    Attempt,
-    AttemptFailed,
-    AttemptPlanned,
-    AttemptResumed,
-    CleanupConfirmed,
-    Event,
-    Figures,
-    Hang,
-    HangDetected,
-    LauncherStarted,
-    LogsMissing,
-    NodeConditionChanged,
-    NodesExcluded,
-    RankExited,
-    RankLaunched,
-    RequestReceived,
-    RestartDelayed,
-    RestartPlanned,
-    RestartRefused,
-    RunPlanned,
-    RunReopened,
-    SettingsChosen,
-    StateChanged,
-    StateSaved,
-    StopStageReached,
-    SupervisorStarted,
-    TrackerFailed,
-)
+from engine.run import events
 from engine.run.run_plan import RunPlan
 from engine.security.sanitise import moment_or_none
 from engine.snapshots import Alarm, AttemptStatus, NodeCondition, StopProgress
@@ -52,16 +23,16 @@ MANIFESTS_KEPT = 32
 
 @dataclass(frozen=True)
 class AttemptHistory:
-    plan: Attempt
+    plan: events.Attempt
     status: AttemptStatus
     boot_id: str | None = None
     """The head's, when it was planned."""
-    launcher: LauncherStarted | None = None
-    started: Mapping[int, RankLaunched] = field(default_factory=dict)
-    ended: Mapping[int, RankExited] = field(default_factory=dict)
-    nodes: tuple[NodeConditionChanged, ...] = ()
-    alarms: tuple[AlarmRaised, ...] = ()
-    hang: Hang | None = None
+    launcher: events.LauncherStarted | None = None
+    started: Mapping[int, events.RankLaunched] = field(default_factory=dict)
+    ended: Mapping[int, events.RankExited] = field(default_factory=dict)
+    nodes: tuple[events.NodeConditionChanged, ...] = ()
+    alarms: tuple[events.AlarmRaised, ...] = ()
+    hang: events.Hang | None = None
     missing: Mapping[str, int | None] = field(default_factory=dict)
     """The head's files that lack bytes of the attempt, and how many where that is known."""
 
@@ -103,7 +74,7 @@ class RunHistory:
     """An attempt was planned in this life."""
     accept_changed_data: bool = False
     """Told so for this life."""
-    failures: tuple[AttemptFailed, ...] = ()
+    failures: tuple[events.AttemptFailed, ...] = ()
     """In this life."""
     reached: int = 0
     """The furthest iteration that the run is known to have reached; 0 for none."""
@@ -111,7 +82,7 @@ class RunHistory:
     """The head's, when the newest supervisor started."""
     settings: Settings | None = None
     """Chosen for what the job leaves to the plan."""
-    abort: RequestReceived | None = None
+    abort: events.RequestReceived | None = None
     """In this life; a request that skips the cooperative stop wins."""
     stop: StopProgress | None = None
     """The user's abort of the current attempt."""
@@ -148,19 +119,19 @@ class RunHistory:
         return next(attempt for attempt in reversed(self.attempts) if attempt.number == number)
 
 
-def run_history(events: Sequence[Event], plan: RunPlan) -> RunHistory:
+def run_history(recorded: Sequence[events.Event], plan: RunPlan) -> RunHistory:
     """The state of a run by its whole journal; `plan` stands in for the journal's first line where that is missing."""
-    began = events and isinstance(events[0], RunPlanned)
-    return fold(events, None if began else RunHistory(plan.record(), plan.nonce, plan.created_at))
+    began = recorded and isinstance(recorded[0], events.RunPlanned)
+    return fold(recorded, None if began else RunHistory(plan.record(), plan.nonce, plan.created_at))
 
 
-def fold(events: Iterable[Event], history: RunHistory | None = None) -> RunHistory:
-    """The state of a run after `events`, which follow those that led to `history`. Raises StateError when the first
-    event of a journal is not its plan."""
-    for event in events:
+def fold(recorded: Iterable[events.Event], history: RunHistory | None = None) -> RunHistory:
+    """The state of a run after the `recorded` events, which follow those that led to `history`. Raises StateError when
+    the first event of a journal is not its plan."""
+    for event in recorded:
         if history is not None:
             history = _advance(history, event)
-        elif isinstance(event, RunPlanned):
+        elif isinstance(event, events.RunPlanned):
             history = RunHistory(event.run, event.nonce, state_since=event.at)
         else:
             break
@@ -169,10 +140,10 @@ def fold(events: Iterable[Event], history: RunHistory | None = None) -> RunHisto
     return history
 
 
-def _advance(history: RunHistory, event: Event) -> RunHistory:
-    if isinstance(event, AttemptPlanned):
+def _advance(history: RunHistory, event: events.Event) -> RunHistory:
+    if isinstance(event, events.AttemptPlanned):
         return _plan_attempt(history, event)
-    if isinstance(event, RunReopened):
+    if isinstance(event, events.RunReopened):
         return _reopen(history, event)
     record = _record(history.record, event)
     attempts = history.attempts
@@ -181,7 +152,7 @@ def _advance(history: RunHistory, event: Event) -> RunHistory:
     return replace(history, record=record, attempts=attempts, **_changes(history, event))
 
 
-def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
+def _plan_attempt(history: RunHistory, event: events.AttemptPlanned) -> RunHistory:
     attempt = event.attempt
     changes = {
         "attempts": attempt.number,
@@ -205,9 +176,9 @@ def _plan_attempt(history: RunHistory, event: AttemptPlanned) -> RunHistory:
 _CLEARED = ("reason", "rank", "host", "cause", "fix", "exit_code", "signal", "ended_at")
 
 
-def _reopen(history: RunHistory, event: RunReopened) -> RunHistory:
+def _reopen(history: RunHistory, event: events.RunReopened) -> RunHistory:
     # It is the same run: it has the same iterations.
-    figures = replace(Figures(), iterations=history.record.iterations)
+    figures = replace(events.Figures(), iterations=history.record.iterations)
     cleared: dict[str, Any] = {**dict.fromkeys(_CLEARED), **asdict(figures)}
     return replace(
         history,
@@ -222,28 +193,28 @@ def _reopen(history: RunHistory, event: RunReopened) -> RunHistory:
     )
 
 
-def _record(record: RunRecord, event: Event) -> RunRecord:
+def _record(record: RunRecord, event: events.Event) -> RunRecord:
     """The same object when `event` does not change it."""
     changes: dict[str, Any] = {}
     match event:
-        case StateChanged():
+        case events.StateChanged():
             changes = _end(event, record)
-        case NodesExcluded():
+        case events.NodesExcluded():
             changes = {"excluded": [*record.excluded, *event.nodes], "world_size": event.world_size}
-        case CleanupConfirmed():
+        case events.CleanupConfirmed():
             changes = {"unconfirmed": [node for node in record.unconfirmed if node != event.node]}
-        case RankLaunched():
+        case events.RankLaunched():
             started = moment_or_none(event.identity.started_at)
             known = [at for at in (started, record.started_at) if at is not None]
             changes = {"started_at": min(known, default=None)}
-        case AttemptResumed(seconds=float()):
+        case events.AttemptResumed(seconds=float()):
             changes = {"recovery_s": event.seconds}
-        case LogsMissing(attempt=record.attempts):
+        case events.LogsMissing(attempt=record.attempts):
             changes = {"logs_missing": sorted(event.files)}
     return record.model_copy(update=changes) if changes else record
 
 
-def _end(event: StateChanged, record: RunRecord) -> dict[str, Any]:
+def _end(event: events.StateChanged, record: RunRecord) -> dict[str, Any]:
     # An end that is known only later was then all the same.
     ended_at = record.ended_at or event.at if event.state.ended else None
     changes: dict[str, Any] = {"state": event.state, "ended_at": ended_at}
@@ -253,65 +224,65 @@ def _end(event: StateChanged, record: RunRecord) -> dict[str, Any]:
     return changes | {name: value for name, value in asdict(event.figures).items() if value is not None}
 
 
-def _attempt(attempt: AttemptHistory, event: Event) -> AttemptHistory:
+def _attempt(attempt: AttemptHistory, event: events.Event) -> AttemptHistory:
     changes: dict[str, Any] = {}
     match event:
-        case LauncherStarted():
+        case events.LauncherStarted():
             changes = {"launcher": event}
-        case RankLaunched():
+        case events.RankLaunched():
             changes = {"started": {**attempt.started, event.rank: event}}
-        case RankExited():
+        case events.RankExited():
             changes = {"ended": {**attempt.ended, event.rank: event}}
-        case NodeConditionChanged():
+        case events.NodeConditionChanged():
             changes = {"nodes": (*attempt.nodes, event)}
-        case AlarmRaised():
+        case events.AlarmRaised():
             changes = {"alarms": (*attempt.alarms, event)}
-        case HangDetected():
+        case events.HangDetected():
             changes = {"hang": attempt.hang or event.hang}
-        case LogsMissing(attempt=attempt.number):
+        case events.LogsMissing(attempt=attempt.number):
             changes = {"missing": event.files}
-        case AttemptFailed(attempt=attempt.number) if attempt.status.reason is None:
+        case events.AttemptFailed(attempt=attempt.number) if attempt.status.reason is None:
             how: dict[str, Any] = {name: getattr(event.verdict, name) for name in ("reason", "rank", "host", "cause")}
             changes = {"status": replace(attempt.status, ended_at=event.at, reached=event.reached, **how)}
-        case AttemptResumed(attempt=attempt.number):
+        case events.AttemptResumed(attempt=attempt.number):
             status = replace(attempt.status, resumed_at=event.resumed.iteration, source=event.resumed.source)
             changes = {"status": replace(status, repeated=event.repeated, recovery_s=event.seconds)}
     return replace(attempt, **changes)
 
 
-def _changes(history: RunHistory, event: Event) -> dict[str, Any]:
+def _changes(history: RunHistory, event: events.Event) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     match event:
-        case StateChanged():
+        case events.StateChanged():
             changes = {"state_since": event.at, "reached": max(history.reached, event.figures.iteration or 0)}
             if event.state is RunState.SUCCEEDED:
                 changes["restart_refused"] = None
-        case AttemptFailed():
+        case events.AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
-        case StateSaved():
+        case events.StateSaved():
             saved = (*history.manifests.get(event.rank, ()), (event.state, event.manifest))
             changes = {"manifests": {**history.manifests, event.rank: saved[-MANIFESTS_KEPT:]}}
-        case SettingsChosen():
+        case events.SettingsChosen():
             changes = {"settings": event.settings}
-        case SupervisorStarted():
+        case events.SupervisorStarted():
             changes = {"boot_id": event.boot_id, "trackers_failed": {}}
-        case TrackerFailed():
+        case events.TrackerFailed():
             changes = {"trackers_failed": {**history.trackers_failed, event.tracker: event.why}}
-        case RequestReceived() if history.abort is None or event.now:
+        case events.RequestReceived() if history.abort is None or event.now:
             changes = {"abort": event}
-        case StopStageReached(purpose="abort"):
+        case events.StopStageReached(purpose="abort"):
             changes = {"stop": _stop_progress(event, history.stop)}
-        case RestartPlanned():
+        case events.RestartPlanned():
             wait = f", after a wait of {event.delay_s:.0f} s" if event.delay_s >= 1.0 else ""
             changes = {"next_why": event.why, "restart_pending": event.why + wait}
-        case RestartDelayed():
+        case events.RestartDelayed():
             changes = {"restart_pending": event.why}
-        case RestartRefused():
+        case events.RestartRefused():
             changes = {"restart_refused": event.why, "restart_pending": None}
     return changes
 
 
-def _stop_progress(event: StopStageReached, before: StopProgress | None) -> StopProgress:
+def _stop_progress(event: events.StopStageReached, before: StopProgress | None) -> StopProgress:
     """A stage holds since the event that first named it."""
     progress = StopProgress(event.stage.value, event.at, event.acknowledged, event.left)
     if before is None:

@@ -78,6 +78,8 @@ def check_accelerate(result: AllSumResult, backend: str, world_size: int, asked:
     if wanted in _PARTITIONING and kind != wanted:
         why = f"which it does not support over {backend}" if named or backend == "gloo" else "which its options lack"
         result.error = f"Accelerate chose {result.chosen} in place of {wanted}, {why}"
+        if wanted == "FSDP":
+            result.error += '; use strategy "fsdp" of the built-in recipe, or fully_shard in your script, or GPUs'
     elif state.num_processes != world_size:
         result.error = f"Accelerate chose {result.chosen}, where {world_size} were asked for"
 

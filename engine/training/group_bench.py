@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -83,5 +84,6 @@ def reported(result: AllSumResult | GroupStepReport, out: str, limit_s: float, l
         # PyTorch adds C++ frames below it.
         kind, why = type(error).__name__, first_line(error)
         result.error = why if kind == "JobError" else f"{kind}: {why}"
+        traceback.print_exc()
     timer.cancel()
     end()

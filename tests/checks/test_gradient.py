@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,9 @@ import pytest
 from engine.checks import gradient as check
 from engine.checks.gradient import AllSumOutcome
 from engine.config.models import Config
+from engine.failures.explanation import explain, findings
+from engine.failures.signature import SignatureKind
+from engine.failures.signatures import BY_ID, SIGNATURES
 from engine.models import CheckStatus
 from engine.node.processes import with_nonce
 from engine.protocol.measurements import AllSumResult
@@ -79,10 +84,13 @@ def measured(rank: int, size: int, *, exact: bool = True) -> AllSumResult:
     return AllSumResult(rank, size, exact, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
 
 
-def found(*results: AllSumResult | None, left: str = "", **codes: int) -> AllSumOutcome:
+def found(
+    *results: AllSumResult | None, left: str = "", outputs: tuple[str, str] = ("", ""), **codes: int
+) -> AllSumOutcome:
     """What has become of two ranks; `rank1=-9` is how rank 1 has ended."""
     ends = {int(name.removeprefix("rank")): code for name, code in codes.items()}
-    return AllSumOutcome(dict(enumerate(results)), {0: "", 1: ""}, ends, left)
+    lines = {rank: output.splitlines() for rank, output in enumerate(outputs)}
+    return AllSumOutcome(dict(enumerate(results)), lines, ends, left)
 
 
 def test_a_world_that_is_smaller_than_planned_fails(config: Config) -> None:
@@ -105,3 +113,63 @@ def test_a_lost_peer_is_a_consequence(config: Config) -> None:
 def test_what_could_not_be_ended_fails_a_sum_that_was_exact(config: Config) -> None:
     result = check.evaluate(config, found(measured(0, 2), measured(1, 2), left="on node1 is left: python"))
     assert (result.status, "on node1 is left" in result.summary) == (CheckStatus.FAIL, True)
+
+
+def test_every_text_that_explains_a_runs_end_explains_a_failed_sum(config: Config) -> None:
+    for signature in SIGNATURES:
+        result = check.evaluate(config, found(measured(0, 2), None, outputs=("", signature.example), rank1=1))
+        (known,) = findings([signature.example])
+        explanation = f"({known.cause}); {known.fix}"
+        assert (explanation in result.summary) is (signature.kind is not SignatureKind.NOISE), result.summary
+
+
+NCCL_SYSTEM_ERROR = """Traceback (most recent call last):
+  File "/bundle/engine/torch_trainer/allreduce_check.py", line 42, in check
+    dist.all_reduce(mine)
+torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled system error, NCCL version 2.27.3
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Call to bind failed: Cannot assign requested address
+"""
+
+
+def test_the_lines_below_the_first_of_an_error_explain_it(config: Config) -> None:
+    error = AllSumResult(1, error="DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled system error")
+    result = check.evaluate(config, found(measured(0, 2), error, outputs=("", NCCL_SYSTEM_ERROR)))
+    assert "NCCL_SOCKET_IFNAME" in result.summary
+
+
+BUSY = (
+    "DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: "
+    "false, code: -98, name: EADDRINUSE, message: address already in use"
+)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
+        "DistNetworkError: failed to recv, got 0 bytes",
+        "RuntimeError: [ring] Couldn't connect (error: 111)",
+        "no result within 55 s: a peer does not respond",
+        "PeerLost: [ring] connection to a peer was lost",
+    ],
+)
+def test_a_rank_with_a_cause_is_blamed_before_one_that_waited_for_it(config: Config, lost: str) -> None:
+    result = check.evaluate(config, found(AllSumResult(0, error=lost), AllSumResult(1, error=BUSY)))
+    assert result.blames == (1, "node1")
+    assert "end what holds the port" in result.summary and "or try again" in result.summary
+
+
+def test_a_failed_program_leaves_its_traceback_to_be_explained(tmp_path: Path) -> None:
+    program = (
+        "from engine.protocol.measurements import AllSumResult\n"
+        "from engine.training.group_bench import reported\n"
+        f"with reported(AllSumResult(0), {str(tmp_path / 'result')!r}, 60.0, 'late'):\n"
+        "    raise RuntimeError('NCCL error\\nncclSystemError: System call (')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert json.loads((tmp_path / "result").read_text())["error"] == "RuntimeError: NCCL error"
+    known = explain(ended.stderr.splitlines())
+    assert known is not None and known.signature is BY_ID["nccl.system_error"]

@@ -278,7 +278,7 @@ REFUSED: list[tuple[Callable[[Path], None], str]] = [
     (other_name, "no weights (model*.safetensors), only consolidated.safetensors"),
     (adapter, "an adapter, no model: name its base as model"),
     (cache, "model/snapshots/0123abcd: name that folder"),
-    (no_such_type, "has no model type bert: choose another model, or a newer mlx-lm on every node"),
+    (no_such_type, "(the mlx-lm on this host has no model type bert); name a model of another type, or install"),
     (own_code, "set trust_remote_code = true in [job] if you trust it"),
     (a_layer_more, "it cannot be loaded: ValueError: Missing 9 parameters: model.layers.2."),
     (a_tensor_less, "it cannot be loaded: ValueError: Missing 1 parameters: model.layers.1.mlp.up_proj.weight"),
@@ -295,7 +295,7 @@ REFUSED_BY_MLX_LM: list[tuple[Callable[[Path], None], str]] = [
     (no_head, "it cannot be loaded: ValueError: Missing 1 parameters: lm_head.weight"),
     (unknown_format, "it cannot be loaded: ValueError: unsupported compressed-tensors format"),
     (eight_bits, "it cannot be loaded: ValueError: Only bits=8 is supported"),
-    (type_in_capitals, "has no model type Llama, did you mean llama?"),
+    (type_in_capitals, "Model type Llama not supported. Did you mean llama? (the mlx-lm on this host has no"),
     (own_tokenizer, "set trust_remote_code = true in [job] if you trust it"),
 ]
 

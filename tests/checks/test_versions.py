@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from engine.checks import versions as check
-from engine.checks.interpreter import Interpreter, environment_of, with_mlx_lm
+from engine.checks.interpreter import Interpreter, as_interpreter, environment_of, with_mlx_lm, with_torch
 from engine.checks.versions import evaluate
-from engine.cluster.probe_results import MlxReport
+from engine.cluster.probe_results import MlxLmReport, MlxReport, TorchReport
+from engine.failures.explanation import findings
+from engine.failures.signatures import BY_ID
 from engine.models import CheckResult, CheckStatus, Failed, Late, Unparsable
 from tests.checks.conftest import make_config, run_check
 
@@ -60,6 +62,26 @@ async def test_a_package_that_cannot_be_imported_says_why(model: Path, data: Pat
     broken = interpreter_with(tmp_path / "broken", "mlx_lm", "raise ImportError('no libmlx.so')\n")
     result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(broken,)))
     assert "mlx-lm cannot be imported: ImportError: no libmlx.so" in result.summary
+
+
+@pytest.mark.parametrize(
+    ("error", "signature"),
+    [
+        ("ImportError: libcuda.so.1: cannot open shared object file: No such file or directory", "cuda.no_driver"),
+        ("ModuleNotFoundError: No module named 'sentencepiece'", "import.other"),
+        ("OSError: [Errno 28] No space left on device", "disk.full"),
+    ],
+)
+def test_an_import_error_is_explained_as_in_a_run(error: str, signature: str) -> None:
+    (known,) = findings([error])
+    assert known.signature is BY_ID[signature]
+    explained = f"{error} ({known.cause}); {known.fix}"
+    seen = as_interpreter(MlxReport(python="3.12.1", linux=True, venv=True, mlx_error=error), "python")
+    assert seen.problem == f"mlx cannot be imported: {explained}"
+    assert explained in (with_mlx_lm(seen, MlxLmReport(mlx_lm_error=error)).problem or "")
+    report = TorchReport(python="3.12.1", linux=True, venv=True, versions={}, errors={"torch": error})
+    torch = with_torch(report, ["torch"], "python")
+    assert torch.problem == f"torch cannot be imported: {explained}"
 
 
 async def test_a_job_that_may_not_need_mlx_lm_has_it_found_and_not_imported(

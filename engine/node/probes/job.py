@@ -84,13 +84,12 @@ def probe_loading(model: str, framework: str) -> dict[str, Any]:
         if "trust_remote_code" in str(error):
             return {"own_code": True}
         absent = getattr(error.__cause__, "name", None) or ""
-        if not absent.startswith("mlx_lm.models."):
-            return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-        kind, version = absent.rpartition(".")[2], importlib.import_module("importlib.metadata").version("mlx-lm")
-        known = [module.name for module in pkgutil.iter_modules(importlib.import_module("mlx_lm.models").__path__)]
-        close = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=0.8)
-        meant = f", did you mean {close[0]}?" if close else ": choose another model, or a newer mlx-lm on every node"
-        return {"problem": f"mlx-lm {version} has no model type {kind}{meant}"}
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if absent.startswith("mlx_lm.models."):
+            known = [module.name for module in pkgutil.iter_modules(importlib.import_module("mlx_lm.models").__path__)]
+            close = difflib.get_close_matches(absent.rpartition(".")[2].lower(), known, n=1, cutoff=0.8)
+            problem += f" Did you mean {close[0]}?" if close else ""
+        return {"problem": problem}
     return {"loads": True}
 
 

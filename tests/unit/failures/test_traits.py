@@ -31,7 +31,7 @@ REASONS = [
     (Reason.SUPERVISOR_LOST, "failure", "--su-", "its supervisor was lost: nothing is started by surprise", None),
     (Reason.HEAD_SLEPT, "sleep of this machine", "o-s--", None, None),
 ]
-"""Reason, its noun, its flags (from outside, nodes unchanged, state of use, end unseen, detailed), why it is never
+"""Reason, its noun, its flags (from outside, nodes unchanged, state sound, end unseen, detailed), why it is never
 restarted after, and the signature whose fix it has."""
 TRANSIENT = {
     "c10d.clients_missing", "c10d.port_in_use", "c10d.store_unreachable", "elastic.rendezvous",
@@ -64,7 +64,7 @@ def test_every_reason_and_every_signature_named_here_has_its_row() -> None:
 @pytest.mark.parametrize(("reason", "noun", "flags", "never", "fix"), REASONS)
 def test_the_traits_of_a_reason(reason: Reason, noun: str, flags: str, never: str | None, fix: str | None) -> None:
     traits = reason.traits
-    held = (traits.from_outside, traits.nodes_unchanged, traits.state_of_use, traits.end_unseen, traits.detailed)
+    held = (traits.from_outside, traits.nodes_unchanged, traits.state_sound, traits.end_unseen, traits.detailed)
     assert (traits.value, traits.noun, traits.never_restarted, traits.signature) == (reason, noun, never, fix)
     assert "".join(letter if has else "-" for letter, has in zip("onsud", held, strict=True)) == flags
     assert fix is None or fix in BY_ID

@@ -211,7 +211,7 @@ def test_when_nothing_is_restarted(state: FailedRun, why: str | None) -> None:
 
 
 def test_every_refusal_has_a_row() -> None:
-    assert len(REFUSALS) == 8
+    assert len(REFUSALS) == 7
 
 
 def test_a_rank_that_was_killed_is_recovered_from_almost_at_once() -> None:
