@@ -142,7 +142,7 @@ class Compared:
 def _alternate(ours: Turns, plain: Turns, rounds: int, turn_s: float) -> Compared:
     for turns in (ours, plain):
         turns.take(3)
-    steps = max(2, min(200, round(turn_s / (plain.take(2) / 2))))
+    steps = max(8, min(200, round(turn_s / (plain.take(2) / 2))))
     took: dict[str, list[float]] = {"ours": [], "plain": []}
     for number in range(rounds):
         # Who comes first changes, since the card warms up.
