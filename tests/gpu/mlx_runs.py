@@ -147,7 +147,7 @@ class Length:
 
 
 def _length(visit: Visit) -> Length:
-    return Length(60, 10) if visit.dry else Length(200, 20)
+    return Length(60, 10) if visit.dry else Length(600, 60)
 
 
 def checkpoint(visit: Visit) -> None:

@@ -114,7 +114,7 @@ def judged(visit: Visit, name: str, value: float | str, target: Target, note: st
 
 
 def memory(visit: Visit) -> None:
-    """Peaks come from this visit's `throughput`, else they are measured."""
+    """Peaks come from this visit's `throughput`; what it has not measured is measured when those are told."""
     models, chosen = Models(visit), grid(visit)
     peaks = {
         row.name.removesuffix(f": {PEAK}"): float(row.value) * 1e9
@@ -122,8 +122,11 @@ def memory(visit: Visit) -> None:
         if row.visit == visit.id and row.name.endswith(PEAK)
     }
     for size, config in chosen.configs.items():
+        models.describe(size, config)
+    sections = asyncio.run(plans(visit, models, chosen.cells))
+    report_memory(visit, {name: section for name, section in sections.items() if name in peaks}, peaks)
+    for size, config in chosen.configs.items():
         if not (lacking := [cell for cell in chosen.of_size(size) if cell.name not in peaks]):
-            models.describe(size, config)
             continue
         models.write({size: config}, [chosen.tokens])
         for answer in measure(visit, models, lacking, "ours").answers:
@@ -131,7 +134,7 @@ def memory(visit: Visit) -> None:
                 visit.result(answer["name"], answer["failure"], ok=False)
             else:
                 peaks[answer["name"]] = answer["peak_bytes"]
-    report_memory(visit, asyncio.run(plans(visit, models, chosen.cells)), peaks)
+        report_memory(visit, {cell.name: sections[cell.name] for cell in lacking}, peaks)
 
 
 def report_memory(visit: Visit, sections: Mapping[str, MemorySection | str], peaks: Mapping[str, float]) -> None:

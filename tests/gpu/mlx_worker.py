@@ -155,7 +155,7 @@ def models(request: Answer) -> Iterator[Answer]:
             write_equal_data(data, demo / "model", tokens, request["examples"])
     for name, config in request["configs"].items():
         started = time.perf_counter()
-        (directory := folder / name).mkdir()
+        (directory := folder / name).mkdir(exist_ok=True)
         for file in _FILES:
             (directory / file).write_bytes((demo / "model" / file).read_bytes())
         (directory / "config.json").write_text(json.dumps(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,16 @@ def test_an_estimate_is_within_a_tenth_of_the_allocators_peak_or_misses(tmp_path
     for share, verdict in ((1.0, "ok"), (1.09, "ok"), (1.2, "failed"), (0.85, "failed")):
         torch_memory._report(visit, case, trained([3.0], peak=round(planned.peak_bytes / share)), planned)
         assert figures(tmp_path)[torch_memory._name(case)].status == verdict
+
+
+def test_trainings_at_the_same_time_leave_a_part_of_the_gpu_free() -> None:
+    planned = {(size, kind): 10 * count for count, (size, kind) in enumerate(product("abc", ("lora", "full")), 1)}
+    assert torch_memory.waves(planned, 120) == [
+        [("c", "full"), ("b", "lora")],
+        [("c", "lora"), ("b", "full")],
+        [("a", "full"), ("a", "lora")],
+    ]
+    assert torch_memory.waves({("a", "full"): 100, ("b", "lora"): 90}, 100) == [[("a", "full")], [("b", "lora")]]
 
 
 def test_a_rate_and_its_mfu_are_beside_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ SIZES: Mapping[str, tuple[int, int, int, int]] = {
     "1 B": (2_048, 16, 5_632, 32_000),
 }
 """Hidden size, layers, inner size and vocabulary of a Llama."""
+CLOSE: Mapping[str, float] = {"fp32": 1e-4, "bf16": 1e-2}
+"""The largest difference of a loss."""
 _WORDS = ("tower", "raven", "climb", "descend", "turn", "left", "hold", "land", "level", "runway", "report", "over")
 
 

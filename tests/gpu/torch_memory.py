@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -13,6 +14,10 @@ from tests.gpu.torch_jobs import Trained, job_of, make_models, shape_of, side_by
 WITHIN: Final = 0.10
 DRY_WITHIN: Final = 0.15
 """Of resident memory on the CPU, as tests.bench.torch_memory."""
+_FILLED: Final = 0.8
+"""Of the free memory, by trainings at the same time: the allocator keeps more than its peak."""
+Case = tuple[str, str]
+"""Size, and lora or full."""
 _SIZES: Final = ("0.1 B", "0.35 B", "0.5 B", "1 B")
 
 
@@ -26,7 +31,6 @@ def memory(visit: Visit) -> None:
             gigabytes = planned[case].needed_bytes / 1e9
             visit.result(_name(case), "not measured", note=f"{gigabytes:.1f} GB are more than is free here")
     fitting = [case for case in cases if free is None or planned[case].needed_bytes <= 0.95 * free]
-    together = free is not None and sum(planned[case].needed_bytes for case in fitting) * 1.1 <= free
     models = make_models(visit, *dict.fromkeys(size for size, _ in fitting), dtype="bfloat16" if free else "float32")
     data = write_data(visit.scratch / "data", tokens + 8)
     keys: dict[str, Any] = {"precision": precision, "batch_size": batch, "max_seq_length": tokens + 1}
@@ -37,15 +41,30 @@ def memory(visit: Visit) -> None:
         )
         for size, kind in fitting
     ]
-    for case, trained in zip(fitting, side_by_side(calls, most=16 if together else 1), strict=True):
-        _report(visit, case, trained, planned[case])
+    call_of = dict(zip(fitting, calls, strict=True))
+    for wave in waves({case: planned[case].needed_bytes for case in fitting}, free or 0):
+        for case, trained in zip(wave, side_by_side([call_of[case] for case in wave]), strict=True):
+            _report(visit, case, trained, planned[case])
 
 
-def _name(case: tuple[str, str]) -> str:
+def waves(needed: Mapping[Case, int], free: int) -> list[list[Case]]:
+    """What is trained at the same time, the largest first: of needs that together leave a fifth free. One that needs
+    more than that is alone."""
+    made: list[list[Case]] = []
+    for case in sorted(needed, key=lambda case: -needed[case]):
+        fits = (wave for wave in made if sum(needed[other] for other in [*wave, case]) <= _FILLED * free)
+        if (wave := next(fits, None)) is not None:
+            wave.append(case)
+        else:
+            made.append([case])
+    return made
+
+
+def _name(case: Case) -> str:
     return f"{case[0]}, {case[1]}: the estimate of the peak against it"
 
 
-def _planned(case: tuple[str, str], precision: str, batch: int, tokens: int, *, on_gpu: bool) -> TorchMemory:
+def _planned(case: Case, precision: str, batch: int, tokens: int, *, on_gpu: bool) -> TorchMemory:
     size, kind = case
     workload = TorchWorkload(
         fine_tune_type="lora" if kind == "lora" else "full",
@@ -57,7 +76,7 @@ def _planned(case: tuple[str, str], precision: str, batch: int, tokens: int, *, 
     return torch_estimate(shape_of(size, "bfloat16" if on_gpu else "float32"), workload)
 
 
-def _report(visit: Visit, case: tuple[str, str], trained: Trained, planned: TorchMemory) -> None:
+def _report(visit: Visit, case: Case, trained: Trained, planned: TorchMemory) -> None:
     if trained.error:
         visit.record(_name(case), trained.log)
         visit.result(_name(case), "no peak", ok=False, target=f"within {WITHIN:.0%}", note=trained.error[:300])

@@ -17,7 +17,7 @@ from engine.run.events import AttemptResumed
 from tests.faults.local_runs import Run, kill_and_await
 from tests.gpu.head import Launched, flightdeck, gpu_used_mib, launch, smi, write_config
 from tests.gpu.part import Visit
-from tests.gpu.torch_jobs import farthest, make_models, shape_of, side_by_side, write_data
+from tests.gpu.torch_jobs import CLOSE, farthest, make_models, shape_of, side_by_side, write_data
 
 FREED_MIB: Final = 64
 """What may be in use of the GPU more than before a run, once it is over."""
@@ -140,9 +140,8 @@ def out_of_memory(visit: Visit) -> None:
     visit.record("a job that does not fit: refused", refused.text)
     lines = [line.strip() for line in refused.text.splitlines() if "hardware_layer" in line]
     ok = refused.done.code == 1 and not refused.record.get("started_at") and any(" of " in line for line in lines)
-    visit.result(
-        "a job that does not fit", "refused" if ok else "launched", target="refused", ok=ok, note=lines[-1][:300]
-    )
+    note = (lines or refused.text.splitlines() or [""])[-1][:300]
+    visit.result("a job that does not fit", "refused" if ok else "launched", target="refused", ok=ok, note=note)
     record = launched.record
     found = f"{record.get('state')}, {record.get('reason')}"
     visit.result("the same with --skip hardware_layer", found, target="failed, out_of_memory", ok=_is_named(record))
@@ -188,6 +187,18 @@ def _freed(visit: Visit, before_mib: int) -> None:
     visit.record("compute apps afterwards", json.dumps(smi(visit, "pid", "used_memory", of="compute-apps")))
 
 
+_END_S: Final = 3.0
+"""Left of a part's time when what is awaited has failed: all that tells of the run is then kept."""
+
+
+def _is_between(run: Run, every: int) -> bool:
+    """The first attempt has written a checkpoint, has made steps since, which are then repeated, and the next is not
+    yet due. A GPU makes many steps while a checkpoint is written."""
+    last = _last(run, 1)
+    written = [event["iteration"] for event in _events(run, 0, "checkpoint") if event["phase"] == "committed"]
+    return bool(written) and last > max(written) + 1 and 2 <= last % every <= every // 2
+
+
 def recovery(visit: Visit) -> None:
     """A killed rank's run goes on from its checkpoint; an abort proves that nothing is left, on the GPU neither."""
     model, data, tokens = small_files(visit)
@@ -201,28 +212,28 @@ def recovery(visit: Visit) -> None:
         visit.result("the run", f"exit code {launched.done.code}", target="launched", ok=False)
         return
     run = launched.run(visit)
-    # In the middle between two checkpoints, so that some steps are repeated.
-    run.wait(lambda: (last := _last(run, 1)) > every and 2 <= last % every <= every // 2, visit.remaining_s)
+    run.wait(lambda: _is_between(run, every), visit.remaining_s - _END_S)
     used = gpu_used_mib(visit)
     killed = time.monotonic()
     kill_and_await(run.identity(0).trainer_pid)
-    run.wait(lambda: bool(run.events_of(AttemptResumed)), visit.remaining_s)
+    run.wait(lambda: bool(run.events_of(AttemptResumed)), visit.remaining_s - _END_S)
     recovered_s = time.monotonic() - killed
     (resumed,) = run.events_of(AttemptResumed)
-    run.wait(lambda: _last(run, 2) > _last(run, 1) + 5, visit.remaining_s)
+    visit.result(
+        "recovered from", resumed.resumed.source, target="checkpoint", ok=resumed.resumed.source == "checkpoint"
+    )
+    visit.result("from the kill to the first new step", recovered_s, unit="s")
+    run.wait(lambda: _last(run, 2) > _last(run, 1) + 5, visit.remaining_s - _END_S)
     begun = time.monotonic()
     aborted = flightdeck(visit, "abort", run.dir.id, "--json")
     record = json.loads(aborted.output)
     first, second = _losses(run, 1), _losses(run, 2)
     again = first.keys() & second.keys()
     difference = farthest({step: first[step] for step in again}, {step: second[step] for step in again})
-    visit.result(
-        "recovered from", resumed.resumed.source, target="checkpoint", ok=resumed.resumed.source == "checkpoint"
-    )
-    visit.result("from the kill to the first new step", recovered_s, unit="s")
-    visit.result(
-        "losses of the repeated steps", difference, target="<= 1e-4", ok=difference <= 1e-4, note=f"{len(again)}"
-    )
+    # In bf16 on a GPU, whose gradient of attention adds in any order.
+    within = CLOSE["fp32" if visit.dry else "bf16"]
+    name, note = "losses of the repeated steps", f"{len(again)} steps"
+    visit.result(name, difference, target=f"<= {within:g}", ok=difference <= within, note=note)
     proved = (record["state"], record["unconfirmed"], aborted.code) == ("aborted", [], 0)
     visit.result("abort", shown((record["state"], record["unconfirmed"])), target="aborted, []", ok=proved)
     visit.result("from the abort to its proof", time.monotonic() - begun, unit="s")

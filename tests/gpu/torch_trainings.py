@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.gpu.part import Visit
-from tests.gpu.torch_jobs import Trained, farthest, job_of, make_models, side_by_side, train, write_data
+from tests.gpu.torch_jobs import CLOSE, Trained, farthest, job_of, make_models, side_by_side, train, write_data
 
-CLOSE: Final[Mapping[str, float]] = {"fp32": 1e-4, "bf16": 1e-2}
-"""The largest difference of a loss."""
 _OVERFLOWED: Final = "float16 overflowed"
 _HAS_DEEPSPEED: Final = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
 
