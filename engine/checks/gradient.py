@@ -215,7 +215,7 @@ class _Group:
         argv = [python, *(word.replace("{folder}", str(folder)).replace("{workdir}", workdir) for word in words)]
         argv += ["--out", str(folder / "rank{rank}.json")]
         output = f">{shlex.quote(str(folder / f'rank{rank}.log'))} 2>&1"
-        return RankProgram(argv, output, gpu_environment(self.network, rank))
+        return RankProgram(argv, output, gpu_environment(self.network, rank, self.program.environment))
 
     async def _with_launcher(self, starting_port: int) -> tuple[dict[int, int], dict[int, Sequence[str]]]:
         check_id, here, nonce = self.leases.check_id, self.leases.here, {NONCE_ENV: self.leases.nonce}

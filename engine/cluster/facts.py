@@ -154,8 +154,7 @@ def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
     versions = json_object(answers.get("versions"))
     build = next((f"{name} {version}" for name in MLX_CUDA if (version := text_or_none(versions.get(name), 40))), None)
     if not imported and isinstance(why, Failed):
-        problem = why.stderr or f"importing it ended with {why.exit_code}"
-        return {"mlx_problem": problem, "mlx_cuda": build}
+        return {"mlx_problem": why.stderr or f"importing it ended with {why.exit_code}", "mlx_cuda": build}
     return {
         "gpu": text_or_none(imported.get("gpu"), 20),
         "backends": _texts(imported.get("backends"), 20),

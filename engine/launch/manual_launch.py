@@ -60,9 +60,7 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
         lines = [_command(config, rank, node) for rank, node in enumerate(config.nodes)]
     environment = {name: text for name, text in config.job.env.items() if is_public(name)}
     environment = common_environment(network, environment, gradient_bytes=sizes.gradient_bytes)
-    for rank, line in enumerate(lines):
-        own = {name: environment.get(name, text) for name, text in gpu_environment(network, rank).items()}
-        lines[rank] = exports(own) + line
+    lines = [exports(gpu_environment(network, rank, environment)) + line for rank, line in enumerate(lines)]
     if withheld := sorted(name for name in config.job.env if not is_public(name)):
         file = f"~/.flightdeck/by-hand/{config.job.name}.env"
         lines = [f"set -a && . {quoted(file)} && set +a && {line}" for line in lines]

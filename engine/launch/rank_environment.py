@@ -4,7 +4,7 @@ trainer's job."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,14 +45,14 @@ def common_environment(
     return {**RANK_ENVIRONMENT, **_nccl(network, gradient_bytes), **own}
 
 
-def gpu_environment(network: NetworkPlan, rank: int) -> dict[str, str]:
-    """The variables of one rank of MLX on CUDA that mlx.launch does not set, or not by the plan: its GPU, of which NCCL
-    would take another one than MLX if it saw several, and between machines the interface that NCCL is to use."""
+def gpu_environment(network: NetworkPlan, rank: int, common: Container[str] = ()) -> dict[str, str]:
+    """The variables of one rank of MLX on CUDA beside those of all ranks in `common`, which win: its GPU, of which
+    NCCL would take another one than MLX if it saw several, and between machines the interface that NCCL is to use."""
     host, machines = network.hosts[rank], [host.ssh for host in network.hosts]
     of_nccl = network.framework == "mlx" and network.backend == "nccl"
     gpu = host.gpu or (str(machines[:rank].count(host.ssh)) if of_nccl else None)
     found = {_VISIBLE: gpu, "NCCL_SOCKET_IFNAME": host.interface if of_nccl and len(set(machines)) > 1 else None}
-    return {name: text for name, text in found.items() if text is not None}
+    return {name: text for name, text in found.items() if text is not None and name not in common}
 
 
 def network_environment(network: NetworkPlan, own: Mapping[str, str]) -> dict[str, str]:

@@ -42,8 +42,7 @@ def start_script(
             options = ["--detach"] if rank.rank in detached else []
             keeper = [rank.python, "-m", "engine.node.keeper", "--spec", str(files.spec), *options]
             keeper_log = shlex.quote(str(files.keeper_log(rank.rank)))
-            variables = (own or {}).get(rank.rank, {})
-            programs[rank.rank] = RankProgram(keeper, f">/dev/null 2>>{keeper_log}", variables)
+            programs[rank.rank] = RankProgram(keeper, f">/dev/null 2>>{keeper_log}", (own or {}).get(rank.rank, {}))
     return ranks_script(programs, bundle, backend=spec.backend, world_size=spec.world_size, environment=environment)
 
 
@@ -55,7 +54,7 @@ class RankProgram:
     output: str
     """Shell redirections of its output."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Its own, in place of the launcher's; those for all ranks win."""
+    """Its own, in place of the launcher's."""
 
 
 def ranks_script(
@@ -90,9 +89,8 @@ def ranks_script(
     check = _check(backend) if world_size > 1 else ""
     for rank, program in programs.items():
         # Redirected before exec, so that the shell's own error about a missing interpreter is kept too.
-        values = {name: value for name, value in program.environment.items() if name not in (environment or {})}
-        own, argv = exports(values), shlex.join(program.argv)
-        lines.append(f"{rank}) exec </dev/null {program.output}; {own}{check}exec {argv} ;;")
+        begin = f"exec </dev/null {program.output}; {exports(program.environment)}{check}"
+        lines.append(f"{rank}) {begin}exec {shlex.join(program.argv)} ;;")
     lines.append("esac")
     lines.append('echo "start.sh: no rank ${MLX_RANK:-(MLX_RANK is not set)} in this attempt" >&2')
     lines.append(f"exit {ShellExit.CANNOT_RUN}")

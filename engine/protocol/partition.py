@@ -105,10 +105,13 @@ def padded_width(length: int) -> int:
     return -(-length // step) * step
 
 
-CUDA_QUERIES, CUDA_PADDED = 128, 1000
-"""On CUDA MLX 0.32.4 differentiates attention by cuDNN for multiples of 128 tokens alone: inputs of 1000 tokens or more
-are padded to one, which adds an eighth at most."""
+def cuda_width(inputs: int) -> int:
+    """On CUDA MLX 0.32.4 differentiates attention by cuDNN for multiples of 128 tokens alone: inputs of 1000 tokens or
+    more are padded to one, which adds an eighth at most."""
+    return -(-inputs // CUDA_QUERIES) * CUDA_QUERIES if inputs >= CUDA_PADDED else inputs
 
+
+CUDA_QUERIES, CUDA_PADDED = 128, 1000
 _LOGIT_BYTES = 128 * 2**20
 """Limit of one array of a chunk's logits, in float32. With 64 tokens and more a GPU computes longer than it reads the
 head's weights, and there are several such arrays."""

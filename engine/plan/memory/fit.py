@@ -26,7 +26,7 @@ from engine.plan.memory.ways_out import NEWER_MLX, RankPlace, describe_ways, way
 from engine.plan.network import gpus_of_ranks
 from engine.plan.strategy import split_layers
 from engine.protocol.job import AUTO
-from engine.protocol.partition import SPLITTABLE_MODULES, LayerSplit, micro_batches, mlx_module
+from engine.protocol.partition import SPLITTABLE_MODULES, LayerSplit, cuda_width, micro_batches, mlx_module
 
 FUSED_SINCE = (0, 32, 4)
 """The first MLX with attention's gradient in tiles on Metal: libmlx 0.32.3 lacks it."""
@@ -200,10 +200,12 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
     else:
         batches = context.micro_batches or dict.fromkeys(context.names, even)
         found = [replace(common, batch=batches[name]) for name in context.names]
-    return [
-        replace(workload, fused_attention=_fusing_device(context, name) or "")
-        for workload, name in zip(found, context.names, strict=True)
-    ]
+    for number, name in enumerate(context.names):
+        facts, tokens = context.inputs.facts.get(name), common.sequence
+        if facts is not None and facts.mlx_device == "CUDA":
+            tokens = max(tokens, cuda_width(tokens - 1))
+        found[number] = replace(found[number], sequence=tokens, fused_attention=_fusing_device(context, name) or "")
+    return found
 
 
 def _fusing_device(context: PlanContext, node: str) -> Literal["", "metal", "cuda"] | None:

@@ -16,7 +16,7 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from engine.protocol.partition import CUDA_PADDED, CUDA_QUERIES, loss_tokens
+from engine.protocol.partition import cuda_width, loss_tokens
 from engine.trainer.weights import on_cuda
 from engine.training.data import Batch
 
@@ -41,8 +41,8 @@ class Rows:
             # A sum over thousands of tokens leaves float16's range; a power of two near the mean loses no bit.
             scale = 2.0 ** -(targets - 1).bit_length()
         tokens = batch.tokens[chosen]
-        if on_cuda() and tokens.shape[1] > CUDA_PADDED:
-            tokens = np.pad(tokens, ((0, 0), (0, (1 - tokens.shape[1]) % CUDA_QUERIES)))
+        if on_cuda():
+            tokens = np.pad(tokens, ((0, 0), (0, 1 + cuda_width(tokens.shape[1] - 1) - tokens.shape[1])))
         return cls(mx.array(tokens), mx.array(batch.bounds[chosen]), scale)
 
     @property

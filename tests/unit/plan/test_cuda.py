@@ -125,6 +125,7 @@ def test_a_divided_gpu_is_left_to_the_nodes_own_environment() -> None:
 
 def test_nccl_between_machines_uses_the_interface_of_the_address() -> None:
     assert gpu_environment(network_of(nodes("a", "b")), 1)["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert "NCCL_SOCKET_IFNAME" not in gpu_environment(network_of(nodes("a", "b")), 1, {"NCCL_SOCKET_IFNAME": "ib0"})
     assert "NCCL_SOCKET_IFNAME" not in gpu_environment(network_of(nodes("a", "a")), 1)
 
 

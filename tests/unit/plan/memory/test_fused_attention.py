@@ -17,7 +17,7 @@ from engine.plan.memory.estimate import FUSED_HEAD_DIMS, RankWorkload, estimate,
 from engine.plan.memory.shape import ModelShape
 from engine.plan.planner import make_plan
 from engine.protocol.partition import CUDA_PADDED, CUDA_QUERIES
-from tests.unit.cluster.cuda_nodes import cuda_node
+from tests.unit.cluster.cuda_nodes import cpu_node, cuda_node
 from tests.unit.plan.clusters import QWEN3_4B, inputs, mac
 from tests.unit.plan.memory.tiny import TINY
 
@@ -161,3 +161,13 @@ def test_a_plan_counts_on_cudnn_from_compute_capability_8(capability: str, env: 
     section = make_plan(given).memory
     assert isinstance(section, MemorySection)
     assert ("attention fused" in section.assumptions[0]) is fuses
+
+
+@pytest.mark.parametrize(("length", "padded"), [(999, 999), (1001, 1024), (1100, 1152), (2048, 2048), (2049, 2049)])
+def test_on_cuda_a_plan_counts_what_long_inputs_are_padded_to(length: int, padded: int) -> None:
+    for node, tokens in ((cuda_node(gpus=1), padded), (cpu_node(), length)):
+        of_length = make_plan(inputs([node], settings={"max_seq_length": length})).memory
+        assert isinstance(of_length, MemorySection)
+        of_tokens = make_plan(inputs([node], settings={"max_seq_length": tokens})).memory
+        assert isinstance(of_tokens, MemorySection)
+        assert of_length.ranks[0].peak_bytes == of_tokens.ranks[0].peak_bytes
