@@ -326,15 +326,16 @@ def _without_gpus(config: Config, facts: Mapping[str, NodeFacts], names: Sequenc
     for node in config.nodes:
         fact, ranks = facts.get(node.name), ranks_of_host(config, node.ssh)
         if node.name in names and len(gpus_of_ranks(config, fact)) < ranks:
-            without.setdefault(_too_few_gpus(fact, ranks), []).append(node.name)
+            without.setdefault(_too_few_gpus(config, fact, ranks), []).append(node.name)
     return "; ".join(f"{spans(lacking)} ({why})" for why, lacking in without.items())
 
 
-def _too_few_gpus(fact: NodeFacts | None, ranks: int) -> str:
+def _too_few_gpus(config: Config, fact: NodeFacts | None, ranks: int) -> str:
     if fact is None or fact.problem is not None:
         return "not probed"
     if fact.gpus:
-        return f"nvidia-smi lists {plural(len(fact.gpus), 'GPU')} for {plural(ranks, 'rank')}"
+        by = "the job's CUDA_VISIBLE_DEVICES names" if "CUDA_VISIBLE_DEVICES" in config.job.env else "nvidia-smi lists"
+        return f"{by} {plural(len(gpus_of_ranks(config, fact)), 'GPU')} for {plural(ranks, 'rank')}"
     return str(fact.unknown.get("nvidia_smi", "no nvidia-smi found, or it lists no GPU"))
 
 

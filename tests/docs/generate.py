@@ -64,7 +64,7 @@ _PRINTED_BY: Final = {
     "ssh": "ssh",
     "c10d": "torch.distributed",
     "gloo": "torch's gloo backend",
-    "nccl": "torch's nccl backend",
+    "nccl": "The nccl backends of torch and MLX",
     "cuda": "CUDA and its driver",
     "torch": "torch",
     "ddp": "DistributedDataParallel and fully_shard",

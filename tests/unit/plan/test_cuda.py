@@ -97,6 +97,11 @@ def test_nccl_is_refused_by_name_where_it_cannot_run(facts: list[NodeFacts], str
     assert str(refusal.value).startswith("nccl is not possible: ") and why in str(refusal.value)
 
 
+def test_a_refusal_counts_the_gpus_that_the_job_makes_visible() -> None:
+    with pytest.raises(LaunchError, match="the job's CUDA_VISIBLE_DEVICES names 1 GPU for 2 ranks"):
+        network_of(nodes("a", "a"), "nccl", job={"env": {"CUDA_VISIBLE_DEVICES": "1"}})
+
+
 @pytest.mark.parametrize(
     ("hosts", "env", "gpus"),
     [
