@@ -59,15 +59,19 @@ def now() -> str:
 
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """One JSON line, on the disk when this returns. A file that is full takes no more; see MOST_BYTES."""
+    """One JSON line, on the disk when this returns. A file that is full takes no more (see MOST_BYTES); what a full
+    disk does not take is printed, and the visit goes on."""
     line = (json.dumps(value, ensure_ascii=False, default=str) + "\n").encode(errors="replace")
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        if os.fstat(file).st_size + len(line) <= MOST_BYTES:
-            os.write(file, line)
-            os.fsync(file)
-    finally:
-        os.close(file)
+        with path.open("ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            # A line that a full disk has cut does not spoil the next one.
+            cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            if size + len(line) <= MOST_BYTES:
+                file.write(b"\n" * cut + line)
+                os.fsync(file.fileno())
+    except OSError as error:
+        print(f"{path} does not take this ({error.strerror}): {line.decode()}", flush=True)
 
 
 def append_row(out: Path, row: Row) -> None:
@@ -77,7 +81,9 @@ def append_row(out: Path, row: Row) -> None:
 def read_rows(out: Path) -> list[Row]:
     """All rows, the oldest first; a torn line of a visit that was cut off is skipped."""
     rows = []
-    for line in (out / RESULTS).read_text(encoding="utf-8").splitlines() if (out / RESULTS).exists() else ():
+    for line in (
+        (out / RESULTS).read_text(encoding="utf-8", errors="replace").split("\n") if (out / RESULTS).exists() else ()
+    ):
         try:
             rows.append(Row(**json.loads(line)))
         except (ValueError, TypeError):
@@ -126,8 +132,11 @@ def write_table(out: Path) -> str:
     ]
     text = table(rows)
     partial = out / f".{TABLE}"
-    partial.write_text("\n\n".join([*visits, text, ""]), encoding="utf-8")
-    partial.replace(out / TABLE)
+    try:
+        partial.write_text("\n\n".join([*visits, text, ""]), encoding="utf-8")
+        partial.replace(out / TABLE)
+    except OSError as error:
+        print(f"{out / TABLE} is not written: {error.strerror}", flush=True)
     return text
 
 

@@ -13,7 +13,19 @@ import pytest
 
 from engine.node import processes
 from tests.gpu.part import ROOT
-from tests.gpu.results import RECORDINGS, TABLE, Row, append_row, is_failure, newest, read_rows, table
+from tests.gpu.results import (
+    RECORDINGS,
+    RESULTS,
+    TABLE,
+    Row,
+    append_line,
+    append_row,
+    is_failure,
+    newest,
+    read_rows,
+    table,
+    write_table,
+)
 from tests.gpu.visit import VisitRunner, choose
 from tests.waiting import wait_until
 
@@ -107,6 +119,16 @@ def test_a_later_visit_adds_and_its_values_count(tmp_path: Path) -> None:
         "| part | speed | 12 |  | ok | 2026-01-02 10:00 |",
         "| part | memory | 2 |  | ok | 2026-01-01 10:00 |",
     ]
+
+
+def test_a_full_disk_ends_no_visit_and_spoils_no_later_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append_line(Path("/dev/full"), {"name": "speed", "value": 12})
+    assert '"value": 12' in capsys.readouterr().out
+    (tmp_path / RESULTS).write_text('{"time": "2026-01-01 10:0')
+    append_row(tmp_path, Row("2026-01-02 10:00:00", "2", "part", "speed", "ok", 12, note="of\u2028two lines"))
+    assert [row.value for row in read_rows(tmp_path)] == [12]
+    (tmp_path / TABLE).mkdir()
+    assert "| part | speed | 12 |" in write_table(tmp_path)
 
 
 def test_the_command_runs_a_part_on_the_cpu_build_and_keeps_dry_results_apart(tmp_path: Path) -> None:
