@@ -125,7 +125,8 @@ def train(  # noqa: PLR0913
 def _observed(visit: Visit, run: TorchRun) -> Trained:
     error = ""
     try:
-        run.processes[0].wait(max(1.0, visit.remaining_s - 3.0))
+        for process in run.processes:
+            process.wait(max(1.0, visit.remaining_s - 3.0))
         codes = run.wait()
     except subprocess.TimeoutExpired:
         for process in run.processes:

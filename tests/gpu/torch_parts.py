@@ -19,7 +19,7 @@ PARTS: Final = (
     Part("torch.memory", "the plan's estimate against the allocator's peak, four sizes", 75.0, memory, _DRY_S),
     Part("torch.throughput", "tokens/s and MFU beside transformers' Trainer", 80.0, throughput, _DRY_S),
     Part(
-        "torch.oom", "what does not fit is refused; launched anyway, its failure is named", 50.0, out_of_memory, _DRY_S
+        "torch.oom", "what does not fit is refused; launched anyway, its failure is named", 60.0, out_of_memory, _DRY_S
     ),
     Part("torch.recovery", "a killed rank's run goes on; an abort leaves nothing", 75.0, recovery, _DRY_S),
     Part("torch.division", "DDP and FSDP2 have the losses of one rank", 40.0, division, _DRY_S),
