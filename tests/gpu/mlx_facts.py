@@ -17,7 +17,7 @@ from tests.gpu.part import Visit
 from tests.machine import LOOPBACK, free_port
 
 _QUERY: Final = ("name", "uuid", "memory.total", "driver_version")
-_SUM_LIMIT_S: Final = 10.0
+_SUM_LIMIT_S: Final = 12.0
 _MIB: Final = 2**20
 
 

@@ -10,7 +10,7 @@ from tests.gpu.part import Visit
 def hang(visit: Visit) -> None:
     """Another thread saves the state, as the head asks for it when a peer is lost, and ends the process."""
     request = {"folder": str(visit.scratch), "device": visit.device}
-    asked = ask(visit, "hang", request, limit_s=60.0 if visit.dry else 12.0)
+    asked = ask(visit, "hang", request, limit_s=60.0 if visit.dry else 25.0)
     saved = ask(visit, "saved", request) if asked.failure is None else asked
     ok = asked.failure is None and saved.failure is None and saved.answers == [{"same": True}]
     note = asked.failure or saved.failure or f"the process ended after {asked.completed.seconds:.1f} s"

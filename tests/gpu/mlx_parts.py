@@ -13,7 +13,7 @@ from tests.gpu.part import Part
 
 # On a GPU the first to use a fused kernel waits for CUDA's compiler, a second or so for each; later parts find it.
 PARTS: Final = (
-    Part("mlx.facts", "MLX computes on the GPU, which is known as nvidia-smi has it", 40.0, facts, 120.0),
+    Part("mlx.facts", "MLX computes on the GPU, which is known as nvidia-smi has it", 50.0, facts, 120.0),
     Part("mlx.throughput", "tokens/s and peak memory beside stock mlx_lm.lora", 160.0, throughput, 200.0),
     Part("mlx.memory", "the plan's estimate beside MLX's own peak", 60.0, memory, 120.0),
     Part("mlx.losses", "losses beside those on the CPU", 45.0, losses, 300.0),
@@ -22,5 +22,5 @@ PARTS: Final = (
     Part("mlx.launch", "`flightdeck launch`: one rank, and two that share the GPU by ring", 75.0, launches, 300.0),
     Part("mlx.attention", "attention's gradient is computed in tiles", 15.0, attention, 60.0),
     Part("mlx.compile", "compiled functions, CUDA graphs, freed memory, and many lengths", 50.0, compiling, 200.0),
-    Part("mlx.hang", "a rank that waits for ever saves its state", 20.0, hang, 120.0),
+    Part("mlx.hang", "a rank that waits for ever saves its state", 40.0, hang, 120.0),
 )
