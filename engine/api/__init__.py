@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_hostfile, hosts_from_names, is_address
     from engine.cluster.transport.base import Completed
     from engine.config.draft import DraftJob, DraftNode, already_there, draft, find_job, unique_names, write_draft
-    from engine.config.models import Config, with_strategy
+    from engine.config.models import Config
     from engine.measurements import (
         Calibration,
         CalibrationProgress,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.plan.explain import explained, summary
     from engine.plan.network import NetworkPlan
     from engine.plan.prediction import Prediction
+    from engine.plan.strategy import with_strategy
     from engine.protocol.exit_codes import ExitCode
     from engine.protocol.job import Strategy
     from engine.run.logs.pattern import ERRORS, LogPattern
@@ -48,12 +49,13 @@ _NAMES: Final = {
     "engine.cluster.discovery": "FoundHost FoundPython hosts_from_hostfile hosts_from_names is_address",
     "engine.cluster.transport.base": "Completed",
     "engine.config.draft": "DraftJob DraftNode already_there draft find_job unique_names write_draft",
-    "engine.config.models": "Config with_strategy",
+    "engine.config.models": "Config",
     "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure Scaling ScalingPoint",
     "engine.plan.document": "TorchSection TrainingPlan",
     "engine.plan.explain": "explained summary",
     "engine.plan.network": "NetworkPlan",
     "engine.plan.prediction": "Prediction",
+    "engine.plan.strategy": "with_strategy",
     "engine.protocol.exit_codes": "ExitCode",
     "engine.protocol.job": "Strategy",
     "engine.run.logs.pattern": "ERRORS LogPattern",

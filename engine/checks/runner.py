@@ -14,12 +14,12 @@ from engine.checks import (
     checkpoint,
     connectivity,
     consistency,
-    data,
+    dataset,
     gradient,
     hardware,
     health,
     hostfile,
-    model,
+    model_files,
     performance,
     ports,
     program,
@@ -51,7 +51,7 @@ from engine.security.identifiers import safe_repr
 CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
-        connectivity.CHECK, sync.CHECK, versions.CHECK, hostfile.CHECK, ports.CHECK, model.CHECK, data.CHECK,
+        connectivity.CHECK, sync.CHECK, versions.CHECK, hostfile.CHECK, ports.CHECK, model_files.CHECK, dataset.CHECK,
         program.CHECK, checkpoint.CHECK, gradient.CHECK, consistency.CHECK, workers.CHECK, hardware.CHECK,
         performance.CHECK, health.CHECK,
     )

@@ -20,7 +20,7 @@ from engine.cluster.transport.ssh_config import SshHost, ssh_hosts
 from engine.config.draft import checked_host
 from engine.config.faults import Faults
 from engine.config.formats import host_form
-from engine.config.hostfile import read_hostfile
+from engine.config.imported_hosts import read_hostfile
 from engine.errors import ConfigError, HostKeyUnknown, InputError, NodeUnreachable
 from engine.models import HostKeyOffer
 from engine.security.identifiers import LOCAL, SshTarget

@@ -19,7 +19,7 @@ from engine.config.cluster_tables import NodeTable, node_tables, read_cluster, r
 from engine.config.documents import DocumentError, file_text, read_toml
 from engine.config.faults import Faults, Location
 from engine.config.formats import address_form, path_form, remote_path_form, resolved, split_form
-from engine.config.hostfile import ImportedHosts, read_hostfile
+from engine.config.imported_hosts import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.mlx_lm_keys import LOCAL_KEYS
 from engine.config.models import (

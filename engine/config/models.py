@@ -23,10 +23,10 @@ from engine.config.formats import (
     resolved,
     split_form,
 )
-from engine.config.mlx_lm_keys import HEAD_TRACKERS, LOCAL_KEYS, services
+from engine.config.mlx_lm_keys import HEAD_TRACKERS, services
 from engine.errors import InputError
 from engine.models import FrozenModel
-from engine.protocol.job import STRATEGIES, Framework, Strategy
+from engine.protocol.job import Framework, Strategy
 from engine.security.identifiers import SshTarget
 from engine.security.redact import Redactor
 
@@ -391,33 +391,3 @@ def needs_all_nodes(config: Config) -> bool:
     it."""
     local_state = config.checkpoint.enabled and config.checkpoint.destination is None
     return config.job.command is None and config.job.partitioned and local_state and len(config.nodes) > 1
-
-
-def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | None) -> Config:
-    """`config` with another strategy or other pipeline layers; None keeps its own. Raises InputError."""
-    if strategy is None and layer_split is None:
-        return config
-    chosen = strategy or ("pipeline" if layer_split is not None else config.job.strategy)
-    if config.job.command is not None:
-        raise InputError("--strategy is not possible", why="the job runs a custom command")
-    has, one = STRATEGIES[config.job.framework], len(config.nodes) < 2
-    of_local = [key for key in LOCAL_KEYS if key in config.job.given and chosen != "local"]
-    int8 = chosen in PARTITIONED and config.job.mlx_lm.get("wire") == "int8"
-    for applies, why, todo in (
-        (chosen not in has, f"framework {config.job.framework} has {', '.join(has)}", ""),
-        (one and chosen == "pipeline", "a pipeline needs at least two nodes", ""),
-        (one and chosen == "local", "it averages the weights of at least two nodes", ""),
-        (int8, "it sends no int8, which wire asks for", 'set wire = "auto" or "float32" in [job]'),
-        (of_local, f"{', '.join(of_local)} are of strategy local alone", "remove them from [job]"),
-    ):
-        if applies:
-            raise InputError(f"--strategy {chosen} is not possible", why=why, todo=todo)
-    if layer_split is not None:
-        what = f"--layer-split {layer_split} is not possible"
-        if chosen != "pipeline":
-            raise InputError(what, why=f"strategy {chosen} does not split layers", todo="use --strategy pipeline")
-        if (accepted := split_form(layer_split, len(config.nodes))) is not None:
-            raise InputError(what, why=f"expected {accepted}")
-    kept = layer_split or (config.job.layer_split if chosen == "pipeline" else None)
-    job = config.job.model_copy(update={"strategy": chosen, "layer_split": kept})
-    return config.model_copy(update={"job": job})

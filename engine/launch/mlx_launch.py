@@ -35,12 +35,7 @@ def executable() -> Path:
 
 
 def arguments(
-    *,
-    hostfile: Path,
-    starting_port: int,
-    program: Sequence[str],
-    environment: Mapping[str, str],
-    backend: str = "ring",
+    *, hostfile: Path, starting_port: int, program: Sequence[str], environment: Mapping[str, str], backend: str = "ring"
 ) -> list[str]:
     """mlx.launch's argument list.
 

@@ -1,1 +1,1 @@
-"""The training plan: what a launch would do, with a reason for each choice. Nothing here contacts a node."""
+"""The training plan: what a launch would do, section by section, and why. Nothing here contacts a node."""

@@ -31,9 +31,7 @@ _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 def performance_section(context: PlanContext, rationale: document.Rationale) -> document.PerformanceSection:
     found = context.throughput
     source = document.Source.CALIBRATION
-    reason = (
-        "the slowest node's measured step at its micro-batch, and what its backward pass does not cover of the exchange"
-    )
+    reason = "the slowest node's measured step at its micro-batch, and the part of the exchange that nothing hides"
     if context.strategy in PARTITIONED or context.torch:
         reason = "real iterations of all ranks together, measured by calibrate"
     if context.strategy == "local":

@@ -1,4 +1,4 @@
-"""The strategy section: which ranks run where, and how a pipeline splits its layers."""
+"""The strategy section: which ranks run where, how a pipeline splits its layers; and the choice of another strategy."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import memory_text, plural
+from engine.config.formats import split_form
+from engine.config.mlx_lm_keys import LOCAL_KEYS
+from engine.config.models import PARTITIONED, Config
+from engine.errors import InputError, memory_text, plural
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.prediction import mean_updates
 from engine.protocol.exchange import averaging, exchange
-from engine.protocol.job import AUTO
+from engine.protocol.job import AUTO, STRATEGIES, Strategy
 from engine.protocol.partition import (
     SPLITTABLE_MODULES,
     LayerSplit,
@@ -172,3 +175,33 @@ def _split_of_the_job(given: str, layers: int, ranks: int, rationale: Rationale)
         return None
     rationale.explain("strategy.layer_split", Source.USER, f"the job sets layer_split = {given}")
     return split
+
+
+def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | None) -> Config:
+    """`config` with another strategy or other pipeline layers; None keeps its own. Raises InputError."""
+    if strategy is None and layer_split is None:
+        return config
+    chosen = strategy or ("pipeline" if layer_split is not None else config.job.strategy)
+    if config.job.command is not None:
+        raise InputError("--strategy is not possible", why="the job runs a custom command")
+    has, one = STRATEGIES[config.job.framework], len(config.nodes) < 2
+    of_local = [key for key in LOCAL_KEYS if key in config.job.given and chosen != "local"]
+    int8 = chosen in PARTITIONED and config.job.mlx_lm.get("wire") == "int8"
+    for applies, why, todo in (
+        (chosen not in has, f"framework {config.job.framework} has {', '.join(has)}", ""),
+        (one and chosen == "pipeline", "a pipeline needs at least two nodes", ""),
+        (one and chosen == "local", "it averages the weights of at least two nodes", ""),
+        (int8, "it sends no int8, which wire asks for", 'set wire = "auto" or "float32" in [job]'),
+        (of_local, f"{', '.join(of_local)} are of strategy local alone", "remove them from [job]"),
+    ):
+        if applies:
+            raise InputError(f"--strategy {chosen} is not possible", why=why, todo=todo)
+    if layer_split is not None:
+        what = f"--layer-split {layer_split} is not possible"
+        if chosen != "pipeline":
+            raise InputError(what, why=f"strategy {chosen} does not split layers", todo="use --strategy pipeline")
+        if (accepted := split_form(layer_split, len(config.nodes))) is not None:
+            raise InputError(what, why=f"expected {accepted}")
+    kept = layer_split or (config.job.layer_split if chosen == "pipeline" else None)
+    changed = {"strategy": chosen, "layer_split": kept}
+    return config.model_copy(update={"job": config.job.model_copy(update=changed)})

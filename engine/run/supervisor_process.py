@@ -25,14 +25,7 @@ from engine.errors import InputError, LaunchError, StateError
 from engine.models import ENDED, RunState
 from engine.node.processes import start_session
 from engine.protocol.attempt import read_regular, write_atomic
-from engine.run.events import (
-    AttemptPlanned,
-    CleanupConfirmed,
-    LogsMissing,
-    RequestReceived,
-    RunReopened,
-    StateChanged,
-)
+from engine.run.events import AttemptPlanned, CleanupConfirmed, LogsMissing, RequestReceived, RunReopened, StateChanged
 from engine.run.journal import read_history, read_journal_end
 from engine.run.run_plan import copy_of
 from engine.run.watch import newest_supervisor, supervisor_alive

@@ -1,0 +1,1 @@
+"""Identifiers, paths, sanitised and redacted text, and the audit log."""

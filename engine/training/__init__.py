@@ -1,0 +1,1 @@
+"""Shared by both trainers: examples and their order, loop, resumption, checkpoint files, reports. No framework."""

@@ -49,6 +49,14 @@ def test_no_public_class_name_occurs_twice() -> None:
     assert CODE.twins() == {}
 
 
+def test_no_basename_of_a_module_occurs_in_more_than_two_packages() -> None:
+    packages: dict[str, set[Path]] = {}
+    for module in CODE.below("engine"):
+        if not module.path.stem.startswith("__"):
+            packages.setdefault(module.path.name, set()).add(module.path.parent.relative_to(CODE.repository))
+    assert {name: folders for name, folders in packages.items() if len(folders) > 2} == {}
+
+
 def test_the_engine_does_not_grow() -> None:
     engine = CODE.below("engine")
     assert len(engine) <= MOST_FILES

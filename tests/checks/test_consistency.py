@@ -15,7 +15,7 @@ from engine.checks import consistency as check
 from engine.checks.consistency import Agreement, Decision, agreement, decide
 from engine.config.models import Config
 from engine.models import CheckStatus
-from engine.node.probes.model import file_hash
+from engine.node.probes.model_files import file_hash
 from engine.plan.preflight import command_files
 from tests.checks.conftest import run_check, run_fix
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from engine.checks import model as check
+from engine.checks import model_files as check
 from engine.config.models import Config
 from engine.models import CheckResult, CheckStatus
-from engine.node.probes import model as probe
+from engine.node.probes import model_files as probe
 from engine.node.probes.job import probe_loading
 from tests.bench.models_step import with_optional_packages
 from tests.bench.tiny_models import model_types, tiny_config
 from tests.checks.conftest import run_check
-from tests.checks.test_model import write_model
+from tests.checks.test_model_files import write_model
 from tests.demo_copies import made_demo
 from tests.model_files import safetensors
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks import data as check_data
-from engine.checks import gradient, hardware, health, hostfile, versions, workers
-from engine.checks import model as check_model
+from engine.checks import dataset, gradient, hardware, health, hostfile, model_files, versions, workers
 from engine.checks.interpreter import Interpreter
 from engine.cluster.probe_results import StaleProcesses, SystemLoad, TorchBuild
 from engine.cluster.topology import topology
@@ -209,7 +207,7 @@ async def test_a_model_that_mlx_has_quantized_is_refused_for_pytorch(
     known = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**known, "quantization": {"bits": 4, "group_size": 64}}))
     job = config.job.model_copy(update={"framework": framework})
-    result = await run_check(check_model.run, config.model_copy(update={"job": job}))
+    result = await run_check(model_files.run, config.model_copy(update={"job": job}))
     assert (result.status, "quantized by MLX" in result.summary) == (status, framework == "torch"), result
 
 
@@ -225,7 +223,7 @@ async def test_rows_that_the_chat_template_refuses_are_found_with_transformers(d
     (data / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows * 4))
     config = make_config(model, data, tmp_path, pythons=(str(TORCH),) * 2)
     job = config.job.model_copy(update={"framework": "torch"})
-    result = await run_check(check_data.run, config.model_copy(update={"job": job}))
+    result = await run_check(dataset.run, config.model_copy(update={"job": job}))
     assert "line 2 is refused by the model's chat template (never), and 3 more lines" in result.summary, result
 
 

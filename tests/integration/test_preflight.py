@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks import connectivity, data, gradient, hostfile, model, ports, program, versions
+from engine.checks import connectivity, dataset, gradient, hostfile, model_files, ports, program, versions
 from engine.checks.check import Check
 from engine.checks.context import CheckContext
 from engine.checks.runner import run_checks
@@ -83,13 +83,13 @@ async def test_a_missing_shard_and_a_differing_line_are_fixed_by_what_is_pasted(
         furnish(node)
     third = cluster.nodes[2]
     third.run(["/bin/sh", "-c", 'rm ~/models/tiny/model.safetensors; echo \'{"text": "more"}\' >> ~/data/train.jsonl'])
-    lost, other = await run_check_on(model.run, config, fleet), await run_check_on(data.run, config, fleet)
+    lost, other = await run_check_on(model_files.run, config, fleet), await run_check_on(dataset.run, config, fleet)
     assert (lost.status, lost.blames) == (CheckStatus.FAIL, (2, third.name))
     assert "no weights" in lost.summary
     assert (other.status, other.blames) == (CheckStatus.FAIL, (2, third.name))
     assert f"the data on {third.name} differs from" in other.summary
     assert "train.jsonl 13 lines against 12" in other.summary
-    for result, check in ((lost, model), (other, data)):
+    for result, check in ((lost, model_files), (other, dataset)):
         assert result.fix_command is not None
         done = await asyncio.to_thread(as_user, cluster, result.fix_command)
         assert done.returncode == 0, (result.fix_command, done.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.api import Engine
-from engine.checks import checkpoint, consistency, model, sync
+from engine.checks import checkpoint, consistency, model_files, sync
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config
 from engine.models import CheckStatus, SyncReport
@@ -222,10 +222,10 @@ async def test_a_file_too_many_and_a_program_that_is_missing_are_fixed_by_the_fi
         assert (await run_check_on(check, config, fleet)).status is CheckStatus.PASS
     assert shell(third, 'cd "$HOME/my project" && test -x "run it.sh" && cat own.yaml.aside-*') == "1\n"
     shell(third, "mv ~/models/tiny/vocab.json.aside-* ~/models/tiny/vocab.json")
-    another = await run_check_on(model.run, three_nodes, fleet)
+    another = await run_check_on(model_files.run, three_nodes, fleet)
     assert (another.status, another.blames) == (CheckStatus.FAIL, (2, third.name)), another
     await paste(cluster, another.fix_command)
-    assert (await run_check_on(model.run, three_nodes, fleet)).status is CheckStatus.PASS
+    assert (await run_check_on(model_files.run, three_nodes, fleet)).status is CheckStatus.PASS
     assert shell(third, "cat ~/models/tiny/vocab.json.aside-*") == "{}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.node.bootstrap import bundle_hash
 from engine.node.probes import did_you_mean, is_withheld, reason_of
-from engine.node.probes.model import HASHED, file_hash, sha256
+from engine.node.probes.model_files import HASHED, file_hash, sha256
 from engine.node.processes import abandoned_locks, find_program
 from engine.protocol.attempt import write_atomic
 from engine.protocol.launchers import nested_launcher

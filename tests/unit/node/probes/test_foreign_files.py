@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checks.data import DataFile, _corrected_copy
+from engine.checks.dataset import DataFile, _corrected_copy
 from engine.cluster.probe_results import JsonlSummary
 from engine.node.probes.dataset import check_file
 from engine.node.probes.foreign_files import foreign_kind

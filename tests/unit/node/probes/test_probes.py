@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from engine.node.probes import dataset, did_you_mean, model, nearest, network, storage
+from engine.node.probes import dataset, did_you_mean, model_files, nearest, network, storage
 from engine.node.processes import start_time
 from engine.protocol.attempt import NONCE_ENV
 from tests.machine import NONCE, WATCHED
@@ -181,7 +181,7 @@ def test_an_address_is_listened_on_until_stdin_ends() -> None:
 def test_a_model_with_any_configuration_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    json.dumps(model.probe_model(str(tmp_path)))
+    json.dumps(model_files.probe_model(str(tmp_path)))
 
 
 def test_only_listeners_count_in_the_kernels_table() -> None:
@@ -256,16 +256,16 @@ def test_a_private_folder_of_macos_is_not_permitted_by_a_mode(monkeypatch: pytes
 
 def test_the_weights_own_type_is_in_their_files_whatever_the_configuration_says(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
-    assert model.probe_configuration(str(tmp_path))["dtype"] is None, "there are no weights yet"
+    assert model_files.probe_configuration(str(tmp_path))["dtype"] is None, "there are no weights yet"
     tensors = {"norm": ("F32", 4, 4), "packed": ("U32", 400, 4), "a": ("BF16", 10, 2)}
     header, at = {}, 0
     for name, (dtype, elements, size) in tensors.items():
         header[name] = {"dtype": dtype, "shape": [elements], "data_offsets": [at, at := at + elements * size]}
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
-    assert model.probe_configuration(str(tmp_path))["dtype"] == "bfloat16"
+    assert model_files.probe_configuration(str(tmp_path))["dtype"] == "bfloat16"
     (tmp_path / "model-2.safetensors").write_bytes(b"cut")
-    assert model.probe_configuration(str(tmp_path))["dtype"] is None
+    assert model_files.probe_configuration(str(tmp_path))["dtype"] is None
 
 
 def test_an_id_of_the_hugging_face_hub_is_found_in_its_cache_or_its_download_is_named(

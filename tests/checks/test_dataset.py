@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checks import data as check
+from engine.checks import dataset as check
 from engine.config.models import Config
 from engine.models import CheckResult, CheckStatus
 from engine.node.probes import dataset

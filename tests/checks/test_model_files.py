@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engine.checks import model as check
+from engine.checks import model_files as check
 from engine.checks.fixes import as_shell_line
 from engine.config.models import Config
 from engine.models import CheckResult, CheckStatus
