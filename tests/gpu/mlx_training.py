@@ -22,6 +22,8 @@ PEAK: Final = "our peak"
 """Ends the name of the figure that `memory` reads."""
 _COUNTED_S: Final = 1.5
 """Least duration of what is counted of one training."""
+_LEAST_S: Final = 25.0
+"""Without so much time a size is not begun."""
 _MEMORY_LIMIT: Final = 0.10
 _LEFT_LIMIT: Final = 0.01
 
@@ -35,6 +37,10 @@ def throughput(visit: Visit) -> None:
         for size, config in chosen.configs.items():
             if taken[size] and (visit.dry or visit.remaining_s < 1.3 * taken[size]):
                 return
+            if not taken[size] and visit.remaining_s < _LEAST_S:
+                left = f"{visit.remaining_s:.0f} s were left"
+                visit.result(f"{size}: compared", "not measured", target="measured", ok=False, note=left)
+                continue
             models.write({size: config}, [chosen.tokens])
             started = time.monotonic()
             for trainer in order:
