@@ -7,7 +7,7 @@ from typing import Final
 from engine.failures.signature import Citation, Provenance, Signature, SignatureKind
 from engine.models import Reason
 
-_CUDA: Final = r"(?:CUDA error: |\) failed: |CUDA error \S{1,300}:\d+ ')"
+_CUDA: Final = r"(?:CUDA error: |\bcu\w{1,60}\(.{0,300}\) failed: |CUDA error \S{1,300}:\d+ ')"
 """Before CUDA's own text: by torch, by MLX, and by MLX's NCCL."""
 _ILLEGAL: Final = r"(?:an illegal memory access was encountered|misaligned address|unspecified launch failure)"
 _MLX: Final = "mlx/backend/cuda"
@@ -101,15 +101,16 @@ CUDA_SIGNATURES: Final[tuple[Signature, ...]] = (
         "end what holds the port (an earlier run's rank?)",
         "RuntimeError: [nccl] bind() failed: Address already in use",
         Citation(_NCCL, Provenance.SOURCE), reason=Reason.LAUNCH_FAILED, transient=True),
-    Signature("nccl.connect", r"\[Rank (?P<rank>\d+)\] connect\(\) failed after \d+ .{1,60}: (?P<why>.{1,80})",
-        "rank {rank} could not reach rank 0, through which NCCL's ranks find each other: {why}",
+    Signature("nccl.connect", r"(?:\[Rank \d+\] connect\(\) failed after \d+ .{1,60}"
+        r"|(?m:^)(?:recv|send)(?=: (?:Success|Connection re|Broken pipe))): (?P<why>.{1,80})",
+        "a rank had no connection to rank 0, or lost it, through which NCCL's ranks find each other: {why}",
         "see whether rank 0 has started; if it has, make its first address and port reachable from every node",
         "RuntimeError: [Rank 1] connect() failed after 120000 milliseconds and 240 retries: Connection refused",
         Citation(_NCCL, Provenance.SOURCE), SignatureKind.CONSEQUENCE, transient=True),
-    Signature("nccl.group_late", r"engine/trainer/collective\.py\", line \d+ in __init__",
+    Signature("nccl.group_late", r"engine/trainer/collective\.py\", line \d+ in _init_nccl",
         "a rank has waited too long in MLX for the group of NCCL to form",
         "find the rank that did not start or hangs; if all have started, open every port between the nodes",
-        '  File "/home/ana/.flightdeck/bundles/4f2a/engine/trainer/collective.py", line 42 in __init__',
+        '  File "/home/ana/.flightdeck/bundles/4f2a/engine/trainer/collective.py", line 125 in _init_nccl',
         Citation("our trainer, by Python's faulthandler", Provenance.REPRODUCED), SignatureKind.CONSEQUENCE,
         transient=True),
     Signature("nccl.unsupported", r"\[nccl\] (?:Send|Recv) not supported in NCCL|\[nccl\] Unknown or unsupported dtype",

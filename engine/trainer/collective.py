@@ -31,8 +31,7 @@ class Collective:
         # "jaccl-ring" is mlx.launch's name for one way of wiring jaccl.
         chosen = backend.removesuffix("-ring") if strict else "any"
         try:
-            with _nccl_limit(form_limit_s) if chosen == "nccl" else contextlib.nullcontext():
-                self._group = mx.distributed.init(strict=strict, backend=chosen)
+            self._group = _init_nccl(form_limit_s) if chosen == "nccl" else mx.distributed.init(strict, chosen)
         except (RuntimeError, ValueError) as error:
             raise GroupError(f"the {backend} group could not be formed: {error}") from error
         if (self._group.size(), self._group.rank()) != (world_size, rank):
@@ -122,14 +121,13 @@ class Collective:
         return result
 
 
-@contextlib.contextmanager
-def _nccl_limit(limit_s: float) -> Iterator[None]:
+def _init_nccl(limit_s: float) -> mx.distributed.Group:
     """MLX's rank 0 waits for missing ranks for ever, the others 5 minutes for rank 0, and the group for NCCL; all hold
     Python's lock, so that no other thread could end the process."""
     os.environ.setdefault("MLX_NCCL_TIMEOUT", str(int(1000 * limit_s)))
     faulthandler.dump_traceback_later(limit_s, exit=True)
     try:
-        yield
+        return mx.distributed.init(strict=True, backend="nccl")
     finally:
         faulthandler.cancel_dump_traceback_later()
 

@@ -135,6 +135,9 @@ _OF_MLX = [
     ("cuda.mlx_library", "RuntimeError: cudnnCreate(&storage.handle) failed: CUDNN_STATUS_NOT_INITIALIZED."),
     ("nccl.peer_lost", "NCCL error nccl.cpp:370 'remote process exited or there was a network error'"),
     ("nccl.mlx", "NCCL error nccl.cpp:264 'invalid usage (run with NCCL_DEBUG=WARN for details)'"),
+    ("nccl.connect", "recv: Connection reset by peer"),
+    ("nccl.connect", "recv: Success"),
+    ("nccl.connect", "send: Broken pipe"),
 ]
 """Texts of CUDA and NCCL in the forms that mlx/backend/cuda and mlx/distributed/nccl give them."""
 
@@ -142,6 +145,21 @@ _OF_MLX = [
 @pytest.mark.parametrize(("signature", "text"), _OF_MLX)
 def test_what_mlx_on_cuda_prints_has_one_meaning(signature: str, text: str) -> None:
     assert known(text) == [signature]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: vkAllocateMemory(device, &info) failed: out of memory",
+        "OSError: mmap(0, length) failed: misaligned address",
+        "recv: 12 batches",
+        "worker.send: Broken pipe in the plot",
+        '  File "/home/ana/bundle/engine/trainer/collective.py", line 35 in __init__',
+    ],
+    ids=["another-allocator", "another-call", "a-count", "a-method", "ring"],
+)
+def test_texts_that_resemble_those_of_mlx_on_cuda_are_not_taken_for_them(text: str) -> None:
+    assert known(text) == []
 
 
 def test_nccls_own_line_explains_more_than_the_one_with_which_mlx_ends() -> None:
