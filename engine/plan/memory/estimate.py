@@ -30,8 +30,8 @@ from engine.protocol.partition import CUDA_PADDED, loss_tokens
 
 
 @dataclass(frozen=True)
-class RankWorkload:
-    """One rank's share of a job."""
+class Workload:
+    """One rank's share of a job, whichever framework trains it."""
 
     fine_tune_type: FineTuneType = "lora"
     num_layers: int = -1
@@ -43,6 +43,15 @@ class RankWorkload:
     """Sequences in flight on this rank at once: one micro-batch, or several in a pipeline."""
     sequence: int = 2048
     """Tokens per sequence, padding included."""
+    accumulation: int = 1
+    """Micro-batches per update; with 2 or more, the accumulated gradients stay in memory beside the next ones."""
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
+class RankWorkload(Workload):
+    """That of an MLX job."""
+
     grad_checkpoint: bool | int = False
     """Trained layers of this rank that are recomputed in the backward pass, counted from the first; true means all."""
     optimizer: str = "adam"
@@ -57,11 +66,8 @@ class RankWorkload:
     outer_momentum: bool = True
     """Strategy local keeps the momentum of the averaged changes."""
     strategy: Strategy = "data"
-    world_size: int = 1
     layers: tuple[int, int] | None = None
     """Layers of a pipeline stage, half-open; None means all of them."""
-    accumulation: int = 1
-    """Micro-batches per update; with 2 or more, the accumulated gradients stay in memory beside the next ones."""
     fused_attention: Literal["", "metal", "cuda"] = ""
     """The device whose MLX computes attention's gradient from tiles of the scores, where it can."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from engine.config.models import NodeConfig
@@ -17,6 +17,7 @@ from engine.plan.memory.estimate import (
     MOST_SEQUENCES,
     MemoryEstimate,
     RankWorkload,
+    Workload,
     estimate,
     largest_batch,
     peak_from_probes,
@@ -176,24 +177,32 @@ def _limit(context: PlanContext, node: NodeConfig) -> tuple[int | None, str]:
     return facts.memory_total_bytes // ranks, f"all memory, since there is no GPU limit{shared}"
 
 
-def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkload]:
+def workload_of(context: PlanContext) -> Workload:
+    """The settings that all ranks have in common."""
     settings = context.settings
     lora = settings.get("lora_parameters") or {}
     keys = lora.get("keys")
-    even = max(1, int(settings["batch_size"]) // context.ranks)
-    common = RankWorkload(
+    return Workload(
         fine_tune_type=context.job.fine_tune_type,
         num_layers=int(settings["num_layers"]),
         lora_rank=int(lora.get("rank", 8)),
         lora_keys=tuple(keys) if keys is not None else None,
         sequence=int(settings["max_seq_length"]),
+        accumulation=context.accumulation,
+        world_size=context.ranks,
+    )
+
+
+def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkload]:
+    settings = context.settings
+    even = max(1, int(settings["batch_size"]) // context.ranks)
+    common = RankWorkload(
+        **asdict(workload_of(context)),
         optimizer=str(settings["optimizer"]),
         clipping=settings.get("max_grad_norm") is not None,
         wire=str(settings.get("wire", AUTO)),
         outer_momentum=bool(settings["outer_momentum"]),
         strategy=context.strategy,
-        world_size=context.ranks,
-        accumulation=context.accumulation,
     )
     if context.strategy == "pipeline":
         found = _stages(common, int(settings["batch_size"]), split)

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.config.models import PARTITIONED
 from engine.errors import memory_text
 from engine.plan.document import ChosenSettings, Settings, WayOut
 from engine.plan.memory.choice import Choice, choose, settings_of
-from engine.plan.memory.estimate import RankWorkload
+from engine.plan.memory.estimate import RankWorkload, Workload
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, Strategy
 from engine.protocol.partition import share_counts
+
+Rank = TypeVar("Rank", bound=Workload)
 
 _SYSTEM_BYTES = 2**33
 """Memory left to the system and other programs when a Mac's GPU limit is raised: 8 GiB."""
 NEWER_MLX = "0.32.4 or newer"
 """With attention's gradient in tiles on Metal."""
-SHORTEST = 256
+_SHORTEST = 256
 """Tokens; shorter sequences are not proposed."""
 _MOST_RANKS = 16
 """Nodes that sharding is proposed for."""
@@ -63,16 +65,44 @@ def ways_out(
         job.newer_mlx(),
         job.higher_limit(),
         *(() if found else (job.with_auto(fixed),)),
-        job.fewer_sequences(),
-        job.shorter_sequences(),
+        job.changed(() if workloads[0].strategy == "pipeline" else fewer_sequences(workloads, requested.get("iters"))),
+        job.changed(shorter_sequences(workloads)),
         job.without_nodes(),
-        job.adapters(),
+        job.changed(adapters(workloads)),
     ]
-    found += [way for ways in kinds for way in islice(ways, 1)]
+    found += first_of_each(kinds)
     divided = [*islice(job.sharded(), 1)] if splittable else []
     found += divided
     more = job.more_nodes() if splittable and not divided else ()
     return (*(found or islice(job.together(fixed), 1)), *islice(more, 1))
+
+
+def first_of_each(kinds: Iterable[Iterator[WayOut]]) -> list[WayOut]:
+    return [way for ways in kinds for way in islice(ways, 1)]
+
+
+def fewer_sequences(workloads: Sequence[Rank], iterations: int | None) -> Iterator[tuple[str, list[Rank]]]:
+    """A smaller batch, accumulated to as many sequences per update, and as many updates as before. `iterations`: None
+    where they are those of epochs."""
+    batches, accumulated = [workload.batch for workload in workloads], workloads[0].accumulation
+    for divisor in powers_of_two(sum(batches) // len(batches)):
+        smaller = share_counts(sum(batches) // divisor, batches)
+        more = math.ceil(sum(batches) / sum(smaller))
+        settings = [f"batch_size = {sum(smaller)}", f"grad_accumulation_steps = {accumulated * more}"]
+        settings += [f"iters = {iterations * more}"] if iterations is not None else []
+        pairs = zip(workloads, smaller, strict=True)
+        yield " and ".join(settings), [replace(each, batch=own, accumulation=accumulated * more) for each, own in pairs]
+
+
+def shorter_sequences(workloads: Sequence[Rank]) -> Iterator[tuple[str, list[Rank]]]:
+    for divisor in powers_of_two(workloads[0].sequence // _SHORTEST):
+        length = workloads[0].sequence // divisor
+        yield f"max_seq_length = {length}", [replace(workload, sequence=length) for workload in workloads]
+
+
+def adapters(workloads: Sequence[Rank]) -> Iterator[tuple[str, list[Rank]]]:
+    if workloads[0].fine_tune_type == "full":
+        yield 'fine_tune_type = "lora"', [replace(workload, fine_tune_type="lora") for workload in workloads]
 
 
 def describe_ways(ways: Sequence[WayOut]) -> str:
@@ -138,29 +168,9 @@ class _Job:
         if any(place.older_mlx for place in self.places):
             yield from self._try(f"mlx {NEWER_MLX}", newer)
 
-    def fewer_sequences(self) -> Iterator[WayOut]:
-        """A smaller batch, accumulated to as many sequences per update, and as many updates as before."""
-        if self.workloads[0].strategy == "pipeline":
-            return
-        batches = [workload.batch for workload in self.workloads]
-        accumulated, iterations = self.workloads[0].accumulation, self.requested.get("iters")
-        for divisor in powers_of_two(sum(batches) // len(batches)):
-            smaller = share_counts(sum(batches) // divisor, batches)
-            more = math.ceil(sum(batches) / sum(smaller))
-            changed = [
-                replace(workload, batch=batch, accumulation=accumulated * more)
-                for workload, batch in zip(self.workloads, smaller, strict=True)
-            ]
-            settings = [f"batch_size = {sum(smaller)}", f"grad_accumulation_steps = {accumulated * more}"]
-            # Without it they are those of epochs.
-            settings += [f"iters = {iterations * more}"] if iterations is not None else []
-            yield from self._try(" and ".join(settings), changed)
-
-    def shorter_sequences(self) -> Iterator[WayOut]:
-        sequence = self.workloads[0].sequence
-        for divisor in powers_of_two(sequence // SHORTEST):
-            shorter = [replace(workload, sequence=sequence // divisor) for workload in self.workloads]
-            yield from self._try(f"max_seq_length = {sequence // divisor}", shorter)
+    def changed(self, changes: Iterable[tuple[str, Sequence[RankWorkload]]]) -> Iterator[WayOut]:
+        for change, workloads in changes:
+            yield from self._try(change, workloads)
 
     def without_nodes(self) -> Iterator[WayOut]:
         """The largest nodes alone, each with a full copy and more of the batch."""
@@ -203,11 +213,6 @@ class _Job:
         batch = sum(workload.batch for workload in self.workloads)
         return replace(self.workloads[0], strategy=strategy, world_size=ranks, batch=-(-batch // ranks), layers=None)
 
-    def adapters(self) -> Iterator[WayOut]:
-        if self.workloads[0].fine_tune_type == "full":
-            changed = [replace(workload, fine_tune_type="lora") for workload in self.workloads]
-            yield from self._try('fine_tune_type = "lora"', changed)
-
     def together(self, fixed: Sequence[str]) -> Iterator[WayOut]:
         """All settings chosen, one sequence per rank, and shorter and shorter ones."""
         free = {**self.requested, **dict.fromkeys(fixed, AUTO)}
@@ -216,7 +221,7 @@ class _Job:
         least = [max(1, stages - rank) for rank in range(len(self.workloads))]
         few = tuple(replace(each, batch=batch) for each, batch in zip(self.workloads, least, strict=True))
         one = replace(self, requested=free, workloads=few)
-        for way in (*one._try("", one.workloads), *one.shorter_sequences()):
+        for way in one.changed([("", few), *shorter_sequences(few)]):
             settings = [f'{key} = "{AUTO}"' for key in fixed]
             batch = [f"batch_size = {len(self.places)}"] if few != self.workloads else []
             change = ", ".join([*settings, *batch, *([way.change] if way.change else [])])

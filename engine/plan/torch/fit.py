@@ -4,9 +4,8 @@ with which a job that is too large would fit."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.errors import InputError, memory_text
@@ -22,9 +21,17 @@ from engine.plan.document import (
     Source,
     WayOut,
 )
-from engine.plan.memory.fit import MemoryFit, memory_section, refuse_memory, unknown_memory
+from engine.plan.memory.fit import MemoryFit, memory_section, refuse_memory, unknown_memory, workload_of
 from engine.plan.memory.shape import ModelShape
-from engine.plan.memory.ways_out import SHORTEST, describe_ways, powers_of_two, settings_text
+from engine.plan.memory.ways_out import (
+    adapters,
+    describe_ways,
+    fewer_sequences,
+    first_of_each,
+    powers_of_two,
+    settings_text,
+    shorter_sequences,
+)
 from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
 from engine.plan.torch.strategy import (
     StrategyChoice,
@@ -183,20 +190,13 @@ def _limits(context: PlanContext, gpus: Sequence[NvidiaGpu | None], on_gpu: bool
 
 
 def _workloads(context: PlanContext, on_gpu: bool) -> tuple[TorchWorkload, ...]:
-    settings = context.settings
-    lora = settings.get("lora_parameters") or {}
-    keys, optimizer = lora.get("keys"), str(settings["optimizer"])
+    settings, shared = context.settings, workload_of(context)
+    optimizer = str(settings["optimizer"])
     momentum = ((settings.get("optimizer_config") or {}).get("sgd") or {}).get("momentum", 0)
     even = max(1, -(-int(settings["batch_size"]) // context.ranks))
     common = TorchWorkload(
-        fine_tune_type=context.job.fine_tune_type,
-        num_layers=int(settings["num_layers"]),
-        lora_rank=int(lora.get("rank", 8)),
-        lora_keys=tuple(keys) if keys else None,
-        sequence=int(settings["max_seq_length"]),
+        **{**asdict(shared), "lora_keys": shared.lora_keys or None},
         moments=2 if optimizer.startswith("adam") else 1 if momentum else 0,
-        accumulation=context.accumulation,
-        world_size=context.ranks,
         on_gpu=on_gpu,
     )
     micro = context.micro_batches or {}
@@ -228,9 +228,6 @@ class _Job:
             if limit is not None
         ]
         return min(found) if found and None not in self.limits else None
-
-    def changed(self, **fields: Any) -> _Job:
-        return replace(self, workloads=tuple(replace(each, **fields) for each in self.workloads))
 
 
 def _unestimated(asked: Mapping[str, Any], why: str, rationale: Rationale) -> TorchFit:
@@ -306,55 +303,40 @@ def _assumption(context: PlanContext, chosen: ChosenTorchSettings) -> str:
 def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: PlanContext) -> tuple[WayOut, ...]:
     """The smallest change of each kind with which every rank fits, those that leave the training as it is first."""
 
-    def attempt(change: str, changed: _Job, requested: Mapping[str, Any] = asked) -> Iterator[WayOut]:
+    def attempt(changed: _Job, requested: Mapping[str, Any]) -> StrategyChoice | None:
+        """None where nothing that the job allows fits."""
         options = changed.options(requested, precision)
         choice = changed.choose(options) if options else None
-        if choice is not None and choice.chosen.fits:
+        return choice if choice is not None and choice.chosen.fits else None
+
+    def way(change: str, choice: StrategyChoice | None) -> Iterator[WayOut]:
+        if choice is not None:
             yield WayOut(change=change, needed_bytes=choice.chosen.memory.needed_bytes)
 
     def settings() -> Iterator[WayOut]:
-        fixed = {key: asked[key] for key in _KEYS if asked[key] != AUTO}
-        free = {**asked, **dict.fromkeys(_KEYS, AUTO)}
-        for keys in ([key] for key in fixed):
-            choice = job.choose(
-                job.options({**asked, **dict.fromkeys(keys, AUTO)}, precision) or [ChosenTorchSettings()]
-            )
-            if choice.chosen.fits:
-                yield from attempt(
-                    settings_text(choice.chosen.settings, keys), job, {**asked, **dict.fromkeys(keys, AUTO)}
-                )
-        choice = job.choose(job.options(free, precision))
-        if fixed and choice.chosen.fits:
-            yield from attempt(settings_text(choice.chosen.settings, list(_differing(choice, asked))), job, free)
+        fixed = [key for key in _KEYS if asked[key] != AUTO]
+        for keys in (*([key] for key in fixed), fixed):
+            choice = attempt(job, {**asked, **dict.fromkeys(keys, AUTO)}) if keys else None
+            if choice is not None:
+                named = keys if len(keys) == 1 else list(_differing(choice, asked))
+                yield from way(settings_text(choice.chosen.settings, named), choice)
 
-    def batches() -> Iterator[WayOut]:
-        batch, ranks = max(each.batch for each in job.workloads), len(job.workloads)
-        for divisor in powers_of_two(batch):
-            if batch % divisor == 0:
-                steps = context.accumulation * divisor
-                text = f"batch_size = {ranks * batch // divisor} and grad_accumulation_steps = {steps}"
-                yield from attempt(text, job.changed(batch=batch // divisor, accumulation=steps))
-
-    def sequences() -> Iterator[WayOut]:
-        length = job.workloads[0].sequence
-        for divisor in powers_of_two(length // SHORTEST):
-            yield from attempt(f"max_seq_length = {length // divisor}", job.changed(sequence=length // divisor))
-
-    def adapters() -> Iterator[WayOut]:
-        if job.workloads[0].fine_tune_type == "full":
-            yield from attempt('fine_tune_type = "lora"', job.changed(fine_tune_type="lora"))
+    def changed(changes: Iterable[tuple[str, Sequence[TorchWorkload]]]) -> Iterator[WayOut]:
+        for change, workloads in changes:
+            yield from way(change, attempt(replace(job, workloads=tuple(workloads)), asked))
 
     def more_ranks() -> Iterator[WayOut]:
         free = {**asked, **dict.fromkeys(_KEYS, AUTO)}
-        one = replace(job, workloads=job.workloads[:1], limits=job.limits[:1], host_limits=job.host_limits[:1])
+        batch = sum(workload.batch for workload in job.workloads)
         for ranks in powers_of_two(_MOST_RANKS):
             if ranks > len(job.workloads):
-                larger = one.changed(world_size=ranks, batch=-(-sum(each.batch for each in job.workloads) // ranks))
-                larger = _Job(job.shape, larger.workloads * 2, one.limits * 2, one.host_limits * 2)
-                yield from attempt(f"{ranks} ranks like {context.names[0]}", larger, free)
+                one = replace(job.workloads[0], world_size=ranks, batch=-(-batch // ranks))
+                larger = _Job(job.shape, (one, one), job.limits[:1] * 2, job.host_limits[:1] * 2)
+                yield from way(f"{ranks} ranks like {context.names[0]}", attempt(larger, free))
 
-    kinds = (settings(), batches(), sequences(), adapters(), more_ranks())
-    return tuple(way for ways in kinds for way in islice(ways, 1))
+    fewer = changed(fewer_sequences(job.workloads, context.settings.get("iters")))
+    shorter, lora = changed(shorter_sequences(job.workloads)), changed(adapters(job.workloads))
+    return tuple(first_of_each((settings(), fewer, shorter, lora, more_ranks())))
 
 
 def _differing(choice: StrategyChoice, asked: Mapping[str, Any]) -> Iterator[str]:

@@ -27,7 +27,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.config.models import FineTuneType
 from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Sublayer
 from engine.plan.memory.estimate import (
@@ -35,6 +34,7 @@ from engine.plan.memory.estimate import (
     MOST_SEQUENCES,
     RankWorkload,
     TrainedParameters,
+    Workload,
     sources,
     trained_parameters,
 )
@@ -63,8 +63,8 @@ _WORKING_ARRAYS = 3
 
 
 @dataclass(frozen=True)
-class TorchWorkload:
-    """One rank's share of a PyTorch job. `strategy` to `precision` are those of engine.protocol.job.TorchSettings."""
+class TorchWorkload(Workload):
+    """That of a PyTorch job. `strategy` to `precision` are those of engine.protocol.job.TorchSettings."""
 
     strategy: str = "ddp"
     sharding: str = "full"
@@ -72,16 +72,8 @@ class TorchWorkload:
     offload: str = "none"
     precision: str = "fp32"
     grad_checkpoint: bool = False
-    fine_tune_type: FineTuneType = "lora"
-    num_layers: int = -1
-    lora_rank: int = 8
-    lora_keys: tuple[str, ...] | None = None
-    batch: int = 1
-    sequence: int = 2048
     moments: int = 2
     """Float32 arrays of the optimizer for each trained weight: 2 for Adam, 1 for SGD with momentum."""
-    accumulation: int = 1
-    world_size: int = 1
     on_gpu: bool = True
 
     @property

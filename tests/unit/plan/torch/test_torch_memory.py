@@ -94,14 +94,14 @@ def test_the_state_of_full_fine_tuning_is_16_bytes_for_each_trained_parameter_an
     # Nothing is exchanged, and the optimizer works in place.
     assert (found.communication_bytes, found.update_bytes) == (0, 0)
     zero = torch_estimate(
-        LARGE, TorchWorkload("deepspeed", zero_stage=3, precision="bf16", fine_tune_type="full", world_size=8)
+        LARGE, TorchWorkload(strategy="deepspeed", zero_stage=3, precision="bf16", fine_tune_type="full", world_size=8)
     )
     assert zero.optimizer_bytes == pytest.approx(12 * found.trainable_parameters / 8, rel=1e-6)
     assert zero.weights_bytes == pytest.approx(2 * LARGE.total_parameters / 8, rel=1e-6)
 
 
 def test_what_is_offloaded_moves_to_the_machine_but_not_on_a_cpu() -> None:
-    asked = TorchWorkload("fsdp", precision="bf16", fine_tune_type="full", world_size=8)
+    asked = TorchWorkload(strategy="fsdp", precision="bf16", fine_tune_type="full", world_size=8)
     whole, offloaded = (torch_estimate(LARGE, replace(asked, offload=offload)) for offload in ("none", "cpu"))
     state = whole.weights_bytes + whole.gradients_bytes + whole.optimizer_bytes
     assert offloaded.offloaded_bytes == state + whole.update_bytes
@@ -110,7 +110,7 @@ def test_what_is_offloaded_moves_to_the_machine_but_not_on_a_cpu() -> None:
     on_cpu = replace(asked, on_gpu=False)
     assert torch_estimate(LARGE, on_cpu) == torch_estimate(LARGE, replace(on_cpu, offload="cpu"))
     nvme = TorchWorkload(
-        "deepspeed", zero_stage=3, offload="nvme", precision="bf16", fine_tune_type="full", world_size=8
+        strategy="deepspeed", zero_stage=3, offload="nvme", precision="bf16", fine_tune_type="full", world_size=8
     )
     assert torch_estimate(LARGE, nvme).host_bytes == whole.gradients_bytes // 2
 
@@ -123,7 +123,7 @@ def test_what_is_offloaded_moves_to_the_machine_but_not_on_a_cpu() -> None:
 )
 def test_what_deepspeed_offloads_for_each_trained_parameter(stage: int, accumulation: int, elements: int) -> None:
     asked = TorchWorkload(
-        "deepspeed",
+        strategy="deepspeed",
         zero_stage=stage,
         offload="cpu",
         precision="bf16",
@@ -137,7 +137,7 @@ def test_what_deepspeed_offloads_for_each_trained_parameter(stage: int, accumula
 
 
 def test_with_accumulation_zero_1_has_whole_gradients_on_the_gpu() -> None:
-    asked = TorchWorkload("deepspeed", zero_stage=1, precision="bf16", fine_tune_type="full", world_size=8)
+    asked = TorchWorkload(strategy="deepspeed", zero_stage=1, precision="bf16", fine_tune_type="full", world_size=8)
     one, four = (torch_estimate(LARGE, replace(asked, accumulation=steps)) for steps in (1, 4))
     stage_2 = torch_estimate(LARGE, replace(asked, zero_stage=2, accumulation=4))
     # Instead of the rank's part of them.

@@ -164,6 +164,13 @@ def test_a_job_that_does_not_fit_is_refused_with_ways_out() -> None:
     assert "ranks like l.0" in huge.refusals[-1].text
 
 
+def test_fewer_sequences_of_any_batch_need_more_iterations_for_as_many_updates() -> None:
+    made = plan(box("l", 2, "NVIDIA L4", 24), {**FULL, "batch_size": 7, "max_seq_length": 4096}, model=QWEN3_4B)
+    assert isinstance(made.memory, MemorySection)
+    changes = [way.change for way in made.memory.ways_out]
+    assert "batch_size = 3 and grad_accumulation_steps = 3 and iters = 3000" in changes
+
+
 def test_a_machine_that_cannot_load_the_model_on_every_rank_is_refused() -> None:
     nodes = box("h", 8, "NVIDIA H200", 141, memory_total_bytes=512 * 2**30)
     made = plan(nodes, FULL, model=QWEN3_32B, job={"strategy": "fsdp"})
