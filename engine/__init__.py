@@ -1,7 +1,6 @@
 """The headless engine: plans, checks, launches, watches, aborts.
 
-The frontends call `engine.api` alone. The functions for other tools are re-exported here, each imported on first use.
-"""
+The frontends call `engine.api` alone. Functions for other tools (docs/library.md) are here, imported on first use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The table of actions: the source of the key bindings, the key bar, the help screen, the command palette, the hints
-on the panes' borders and the README's key table (`python -m tui.actions`). It also finds the fix for the selected
-node or check.
+on the panes' borders, and docs/keys.md (`python -m tui.actions`).
 
 A key may belong to several actions (`n` is the next match during a search, otherwise launch): the first one in the
 table that applies to the state takes it. An action that applies but is disabled gives its reason.
@@ -10,111 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from engine.errors import plural
+from tui.fixes import CableSetup, HostKeyFix, fix_for
 from tui.state import VIEWS, DeckState
-
-if TYPE_CHECKING:
-    from engine.models import CheckResult, NodeFacts
-
-
-_OURS: Final = "flightdeck "
-"""A fix that begins so runs on this machine: the console does it itself, or a person does."""
-
-
-@dataclass(frozen=True)
-class CheckFix:
-    """Fix commands of a check, and what they change, by node."""
-
-    check: str
-    commands: dict[str, str]
-    effects: dict[str, str]
-
-
-@dataclass(frozen=True)
-class HostKeyFix:
-    """A host key to compare: `facts.host_key` or `facts.changed_key`."""
-
-    facts: NodeFacts
-
-
-@dataclass(frozen=True)
-class CableSetup:
-    """`Topology.setup`: commands by node, which need a terminal for their password."""
-
-    commands: dict[str, tuple[str, ...]]
-
-
-@dataclass
-class FixCommand:
-    """One fix command on one node, running or ended; `output` has a plain string for each line."""
-
-    node: str
-    line: str
-    started: datetime
-    output: tuple[str, ...] = ()
-    code: int | None = None
-    problem: str | None = None
-    """Why it has no exit code."""
-    ended: bool = False
-
-    @property
-    def succeeded(self) -> bool:
-        return self.ended and self.code == 0
-
-    @property
-    def outcome(self) -> str:
-        return self.problem or ("succeeded" if self.code == 0 else f"exit {self.code}")
-
-
-def fix_for(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
-    """The fix for the selected node or check; else why there is none, in a few words."""
-    if state.config is None:
-        return "there is no configuration"
-    return _check_fix(state) if state.pane == "preflight" else _node_fix(state)
-
-
-def _node_fix(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
-    facts = state.selected_facts
-    if state.node is None or facts is None:
-        return "the node has not been probed"
-    if facts.host_key is not None or facts.changed_key is not None:
-        return HostKeyFix(facts)
-    if facts.problem:
-        return f"no command fixes this{f': {facts.fix}' if facts.fix else ''}"
-    for check in state.shown_checks:
-        command = _commands(check).get(state.node)
-        if command is not None:
-            return CheckFix(check.name, {state.node: command}, check.effects)
-    if state.topology is not None and state.node in state.topology.setup:
-        return CableSetup(state.topology.setup)
-    return f"no known problem on {state.node} has a fix command"
-
-
-def _check_fix(state: DeckState) -> CheckFix | HostKeyFix | str:
-    check = state.selected_check
-    if check is None:
-        return "no check is selected"
-    if check.status not in ("fail", "warn"):
-        return f"{check.name} has nothing to fix"
-    commands = _commands(check)
-    if commands:
-        return CheckFix(check.name, commands, check.effects)
-    keys = [node for node, command in check.fixes.items() if command.startswith(_OURS)]
-    shown = (state.facts.get(node) for node in keys)
-    offer = next((facts for facts in shown if facts is not None and facts.host_key is not None), None)
-    if offer is not None:
-        return HostKeyFix(offer)
-    return "a person must do this; y copies the command" if check.fix_command else "no command fixes this"
-
-
-def _commands(check: CheckResult) -> dict[str, str]:
-    if check.status not in ("fail", "warn"):
-        return {}
-    return {node: command for node, command in check.fixes.items() if not command.startswith(_OURS)}
-
 
 Why = Callable[[DeckState], str | None]
 """Returns in a few words why an action cannot be done now; None when it can."""
@@ -217,7 +116,7 @@ class Action:
     label: str
     """One or two words, for the key bar."""
     help: str
-    """One line, for the help screen, the palette and the README."""
+    """One line, for the help screen, the palette and docs/keys.md."""
     group: str
     views: tuple[str, ...] = VIEWS
     panes: tuple[str, ...] | None = None
@@ -397,7 +296,7 @@ def hint(state: DeckState, separator: str, *names: str) -> str:
 
 
 def markdown() -> str:
-    """The README's key table."""
+    """The key table of docs/keys.md."""
     rows = ["| key | what it does |", "|---|---|"]
     for group in GROUPS:
         for action in ACTIONS:

@@ -29,7 +29,7 @@ from textual.worker import Worker
 
 from engine import api
 from engine.errors import plural
-from tui.actions import ACTIONS, Action, CableSetup, CheckFix, FixCommand, HostKeyFix, fix_for
+from tui.actions import ACTIONS, Action
 from tui.engine_client import (
     BATCH_S,
     AbortProgressed,
@@ -40,6 +40,7 @@ from tui.engine_client import (
     RunLaunched,
     TelemetryReceived,
 )
+from tui.fixes import CableSetup, CheckFix, FixCommand, HostKeyFix, fix_for
 from tui.formatting import shortened
 from tui.gc_pauses import GcScheduler
 from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal

@@ -23,7 +23,7 @@ from textual.message import Message
 from engine import api
 from engine.errors import FlightDeckError
 from tui import scaling_text
-from tui.actions import FixCommand
+from tui.fixes import FixCommand
 from tui.state import StateStore
 
 if TYPE_CHECKING:

@@ -239,10 +239,10 @@ class ConsistencyConfig(_Section):
     """Optimizer updates between two comparisons of the parameters."""
     staleness: int = Field(default=5, ge=0)
     """Updates that a rank may be behind before an alarm."""
-    kl: float = Field(default=0.1, ge=0)
+    loss_spread: float = Field(default=0.1, ge=0)
     """Spread of the ranks' losses that raises an alarm: log(1 + variance) / 10."""
     wasserstein: float = Field(default=1.0, ge=0)
-    """Spread of the ranks' gradient norms that raises an alarm: mean distance from the median."""
+    """Spread of the ranks' gradient norms that raises an alarm: mean distance from their mean."""
     on_corruption: Literal["stop", "warn"] = "stop"
     """When the parameters of replicas differ: stop at the last step at which all agreed, or continue with an alarm."""
 

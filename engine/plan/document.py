@@ -262,6 +262,7 @@ class PerformanceSection(FrozenModel):
     """Samples per second over all ranks."""
     gpu_utilization: str = ">80%"
     checkpoint_overhead: str = "<5%"
+    """These two are targets: neither measured nor predicted."""
     tokens_per_second: float | None
     step_s: float | None
     speed_up: float | None
@@ -309,7 +310,7 @@ class ReplicaWatch(FrozenModel):
     staleness_threshold: int
     staleness_rule: str
     """The measure compared with the threshold, since ranks in lockstep are never updates apart."""
-    kl_threshold: float
+    loss_spread_threshold: float
     wasserstein_threshold: float
     byzantine_rule: str
     on_corruption: str

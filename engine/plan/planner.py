@@ -39,6 +39,8 @@ def performance_section(context: PlanContext, rationale: document.Rationale) -> 
     if found.examples_per_s is None:
         source, reason = document.Source.UNKNOWN, found.why_not or "not predicted"
     rationale.explain("performance_targets.throughput", source, reason)
+    for target in ("gpu_utilization", "checkpoint_overhead"):
+        rationale.explain(f"performance_targets.{target}", document.Source.RULE, "a target, not a measurement")
     iterations = context.iterations
     return document.PerformanceSection(
         throughput=found.examples_per_s,

@@ -146,7 +146,7 @@ def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch 
         every_updates=settings.every,
         staleness_threshold=settings.staleness,
         staleness_rule=_STALENESS_RULE,
-        kl_threshold=settings.kl,
+        loss_spread_threshold=settings.loss_spread,
         wasserstein_threshold=settings.wasserstein,
         byzantine_rule=byzantine_rule(context.ranks)[0],
         on_corruption=settings.on_corruption,

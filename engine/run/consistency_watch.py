@@ -19,7 +19,7 @@ from engine.protocol.events import UPDATE_FIELD
 from engine.run.events import AlarmRaised
 from engine.run.json_lines import parse_json_line
 from engine.security.sanitise import count_or_none, plain
-from engine.validators.workers import BYZANTINE, KL, STALENESS, WASSERSTEIN, ConsistencyMetrics, WorkerState
+from engine.validators.workers import BYZANTINE, LOSS_SPREAD, STALENESS, WASSERSTEIN, ConsistencyMetrics, WorkerState
 from engine.validators.workers import validate_worker_consistency as validate
 
 REPLICAS_DIFFER: Final = "REPLICAS_DIFFER"
@@ -95,8 +95,8 @@ class ConsistencyWatch:
             return None
         self._checked = iteration
         limits = self._config
-        metrics = validate(list(states.values()), limits.staleness, limits.kl, limits.wasserstein)
-        for issue in (KL, WASSERSTEIN, BYZANTINE):
+        metrics = validate(list(states.values()), limits.staleness, limits.loss_spread, limits.wasserstein)
+        for issue in (LOSS_SPREAD, WASSERSTEIN, BYZANTINE):
             self._check_issue(issue, metrics, iteration, states)
         return metrics
 
@@ -139,7 +139,7 @@ class ConsistencyWatch:
         who = ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)
         limits = self._config
         message = {
-            KL: f"the ranks' losses are apart: KL proxy {metrics.kl_divergence:.3f}, over {limits.kl:g}",
+            LOSS_SPREAD: f"the ranks' losses are apart: {metrics.kl_divergence:.3f}, over {limits.loss_spread:g}",
             WASSERSTEIN: f"the ranks' gradient norms are apart: {metrics.wasserstein_distance:.3g} in the mean, "
             f"over {limits.wasserstein:g}",
             BYZANTINE: f"stands apart in loss or gradient norm ({metrics.byzantine_rule})",

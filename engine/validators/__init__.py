@@ -1,2 +1,1 @@
-"""Validators of workers, checkpoints, gradients, performance and health: pure functions over plain values, which
-`engine` exports for other tools. They know nothing of runs, and read only the files of a checkpoint."""
+"""Workers, checkpoints, gradients, performance and health: verdicts from plain values, which `engine` exports too."""

@@ -95,7 +95,7 @@ def _scaled(points: Sequence[Point]) -> list[Point]:
 
 
 STALENESS: Final = "STALENESS_THRESHOLD_EXCEEDED"
-KL: Final = "KL_DIVERGENCE_THRESHOLD_EXCEEDED"
+LOSS_SPREAD: Final = "KL_DIVERGENCE_THRESHOLD_EXCEEDED"
 WASSERSTEIN: Final = "WASSERSTEIN_DISTANCE_THRESHOLD_EXCEEDED"
 BYZANTINE: Final = "BYZANTINE_WORKERS_DETECTED"
 
@@ -136,9 +136,9 @@ class ConsistencyMetrics:
     max_staleness: int
     """Updates between the newest and the oldest parameters."""
     kl_divergence: float
-    """A proxy: min(ln(1 + population variance of the losses) / 10, 1)."""
+    """The spread of the losses, min(ln(1 + population variance) / 10, 1): no divergence of two distributions."""
     wasserstein_distance: float
-    """A proxy: mean absolute deviation of the gradient norms from their mean."""
+    """The spread of the gradient norms: their mean absolute deviation from their mean."""
     byzantine_workers: tuple[str, ...]
     """Outliers: an alarm, not a proof."""
     total_workers: int
@@ -177,25 +177,25 @@ def validate_worker_consistency(
     losses = [_cut(state.loss_value) for state in states]
     norms = [_cut(state.gradient_norm) for state in states]
     staleness = max(versions) - min(versions)
-    kl = min(math.log1p(pvariance(losses)) / 10, 1.0)
+    loss_spread = min(math.log1p(pvariance(losses)) / 10, 1.0)
     middle = fmean(norms)
     wasserstein = fmean(abs(norm - middle) for norm in norms)
     indices, rule = _outliers(list(zip(losses, norms, strict=True)))
     byzantine = tuple(names[index] for index in indices)
     exceeded = {
         STALENESS: staleness > staleness_threshold,
-        KL: kl > kl_threshold,
+        LOSS_SPREAD: loss_spread > kl_threshold,
         WASSERSTEIN: wasserstein > wasserstein_threshold,
         BYZANTINE: bool(byzantine),
     }
     issues = tuple(name for name, found in exceeded.items() if found)
     stale = {state.worker_id for state in states if max(versions) - state.parameter_version > staleness_threshold}
     divergent = stale | set(byzantine)
-    if len(states) == 2 and (exceeded[KL] or exceeded[WASSERSTEIN]):
+    if len(states) == 2 and (exceeded[LOSS_SPREAD] or exceeded[WASSERSTEIN]):
         divergent = set(names)
     return ConsistencyMetrics(
         max_staleness=staleness,
-        kl_divergence=kl,
+        kl_divergence=loss_spread,
         wasserstein_distance=wasserstein,
         byzantine_workers=byzantine,
         total_workers=len(states),

@@ -23,9 +23,9 @@ from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tests.unit.cluster.cuda_nodes import cuda_node
 from tui import node_state
-from tui.actions import FixCommand
 from tui.app import _WAITS, FlightDeckApp
 from tui.engine_client import TelemetryReceived
+from tui.fixes import FixCommand
 from tui.formatting import memory
 from tui.screens.dialog import Confirm
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from textual.content import Content
 from textual.widgets import Button
 
-from tui.actions import CheckFix, FixCommand
+from tui.fixes import CheckFix, FixCommand
 from tui.formatting import duration
 from tui.glyphs import FAIL, MUTED, OK, RUNNING
 from tui.screens.dialog import Confirm, Dialog, button

@@ -84,7 +84,7 @@ def test_one_odd_batch_is_no_alarm() -> None:
 def test_the_limits_are_the_configurations() -> None:
     losses = [(0.0, 0.0), (4.0, 4.0)]
     nodes = {0: "ana", 1: "bea"}
-    strict, lax = Watched(nodes), Watched(nodes, kl=1.0, wasserstein=9.0)
+    strict, lax = Watched(nodes), Watched(nodes, loss_spread=1.0, wasserstein=9.0)
     for watched in (strict, lax):
         for iteration in range(1, 5):
             watched.at(iteration, *losses)

@@ -112,7 +112,7 @@ def test_the_proxies_are_the_formulas() -> None:
     assert verdict.wasserstein_distance == pytest.approx(sum(abs(norm - 1.5) for norm in norms) / 3)
 
 
-def test_the_kl_proxy_ends_at_1_however_far_the_losses_are_apart() -> None:
+def test_the_spread_of_losses_ends_at_1_however_far_the_losses_are_apart() -> None:
     verdict = validate_worker_consistency(states(loss_value=[0.0, 1e300]))
     assert verdict.kl_divergence == 1.0
     assert verdict.consistency_issues == (ISSUES[1],)

@@ -1,0 +1,107 @@
+"""The fix for the selected node or check: commands, a host key to accept, or cables to set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from tui.state import DeckState
+
+if TYPE_CHECKING:
+    from engine.models import CheckResult, NodeFacts
+
+_OURS: Final = "flightdeck "
+"""A fix that begins so runs on this machine: the console does it itself, or a person does."""
+
+
+@dataclass(frozen=True)
+class CheckFix:
+    """Fix commands of a check, and what they change, by node."""
+
+    check: str
+    commands: dict[str, str]
+    effects: dict[str, str]
+
+
+@dataclass(frozen=True)
+class HostKeyFix:
+    """A host key to compare: `facts.host_key` or `facts.changed_key`."""
+
+    facts: NodeFacts
+
+
+@dataclass(frozen=True)
+class CableSetup:
+    """`Topology.setup`: commands by node, which need a terminal for their password."""
+
+    commands: dict[str, tuple[str, ...]]
+
+
+@dataclass
+class FixCommand:
+    """One fix command on one node, running or ended; `output` has a plain string for each line."""
+
+    node: str
+    line: str
+    started: datetime
+    output: tuple[str, ...] = ()
+    code: int | None = None
+    problem: str | None = None
+    """Why it has no exit code."""
+    ended: bool = False
+
+    @property
+    def succeeded(self) -> bool:
+        return self.ended and self.code == 0
+
+    @property
+    def outcome(self) -> str:
+        return self.problem or ("succeeded" if self.code == 0 else f"exit {self.code}")
+
+
+def fix_for(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
+    """The fix for the selected node or check; else why there is none, in a few words."""
+    if state.config is None:
+        return "there is no configuration"
+    return _check_fix(state) if state.pane == "preflight" else _node_fix(state)
+
+
+def _node_fix(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
+    facts = state.selected_facts
+    if state.node is None or facts is None:
+        return "the node has not been probed"
+    if facts.host_key is not None or facts.changed_key is not None:
+        return HostKeyFix(facts)
+    if facts.problem:
+        return f"no command fixes this{f': {facts.fix}' if facts.fix else ''}"
+    for check in state.shown_checks:
+        command = _commands(check).get(state.node)
+        if command is not None:
+            return CheckFix(check.name, {state.node: command}, check.effects)
+    if state.topology is not None and state.node in state.topology.setup:
+        return CableSetup(state.topology.setup)
+    return f"no known problem on {state.node} has a fix command"
+
+
+def _check_fix(state: DeckState) -> CheckFix | HostKeyFix | str:
+    check = state.selected_check
+    if check is None:
+        return "no check is selected"
+    if check.status not in ("fail", "warn"):
+        return f"{check.name} has nothing to fix"
+    commands = _commands(check)
+    if commands:
+        return CheckFix(check.name, commands, check.effects)
+    keys = [node for node, command in check.fixes.items() if command.startswith(_OURS)]
+    shown = (state.facts.get(node) for node in keys)
+    offer = next((facts for facts in shown if facts is not None and facts.host_key is not None), None)
+    if offer is not None:
+        return HostKeyFix(offer)
+    return "a person must do this; y copies the command" if check.fix_command else "no command fixes this"
+
+
+def _commands(check: CheckResult) -> dict[str, str]:
+    if check.status not in ("fail", "warn"):
+        return {}
+    return {node: command for node, command in check.fixes.items() if not command.startswith(_OURS)}
