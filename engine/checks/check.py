@@ -133,17 +133,17 @@ class Findings:
 
         `fix` is a line for this machine's shell, by default the nodes' fixes joined. `advice` ends the summary of the
         nodes' failure or warning."""
-        on_nodes = worst(found.status for found in self._nodes.values())
+        on_nodes = worst(findings.status for findings in self._nodes.values())
         status = worst((on_nodes, self.overall.status))
         messages, fixes, effects = {}, {}, {}
-        for node, found in self._nodes.items():
-            reported, commands = found.reported(on_nodes)
+        for node, findings in self._nodes.items():
+            reported, commands = findings.reported(on_nodes)
             if reported:
                 messages[node] = "; ".join(dict.fromkeys(reported))
             if commands:
-                fixes[node] = " && ".join(dict.fromkeys(each.command for each in commands))
-                effects[node] = _joined(each.effect for each in commands)
-        seen = {node: self.evidence.get(node, found.describe()) for node, found in self._nodes.items()}
+                fixes[node] = " && ".join(dict.fromkeys(command.command for command in commands))
+                effects[node] = _joined(command.effect for command in commands)
+        seen = {node: self.evidence.get(node, findings.describe()) for node, findings in self._nodes.items()}
         parts = [*self.overall.faults, *self.overall.warnings]
         lines = [*self.overall.reported(status)[1]]
         if messages:
@@ -156,8 +156,8 @@ class Findings:
             status=status,
             summary="; ".join(parts) or passed,
             evidence={node: text for node, text in seen.items() if text},
-            fix_command=chained(each.command for each in lines),
-            fix_effect=_joined(each.effect for each in lines) or None,
+            fix_command=chained(line.command for line in lines),
+            fix_effect=_joined(line.effect for line in lines) or None,
             fixes=fixes,
             effects=effects,
             blames=next(((self._config.nodes.index(node), node.name) for node in self.faulty), None),

@@ -58,15 +58,15 @@ async def run(context: CheckContext) -> CheckResult:
         return await context.probe(node, "storage", request, result_type=CheckpointStorage, timeout_s=_LIMIT_S)
 
     answers = await context.on_all_nodes(ask)
-    found = Findings(NAME, config)
-    for node, storage in found.answered(answers):
-        found.evidence[node.name] = _describe(storage, state)
-        evaluate(found.on(node), storage, state, config)
-    for node, storage in itertools.islice(found.answered(answers), 1):
-        if storage.resume is not None and config.job.framework == "mlx" and not found.on(node).faults:
-            found.on(node).faults += await _misfit(context, node, storage.resume)
+    findings = Findings(NAME, config)
+    for node, storage in findings.answered(answers):
+        findings.evidence[node.name] = _describe(storage, state)
+        evaluate(findings.on(node), storage, state, config)
+    for node, storage in itertools.islice(findings.answered(answers), 1):
+        if storage.resume is not None and config.job.framework == "mlx" and not findings.on(node).faults:
+            findings.on(node).faults += await _misfit(context, node, storage.resume)
     size = f"{state.saved_bytes / 1e6:,.1f} MB a save" if state.saved_bytes is not None else "size of a save not known"
-    return found.verdict(f"every node can save, {size}")
+    return findings.verdict(f"every node can save, {size}")
 
 
 def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize, config: Config) -> None:
@@ -109,23 +109,23 @@ def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None
             f"holds an adapter of {theirs}, which framework = {config.job.framework!r} cannot continue: name one that "
             f"it has saved, or set framework = {other!r}"
         ]
-    found = []
+    faults = []
     lora = config.job.mlx_lm["lora_parameters"]
     rank = int(lora.get("rank", 8))
     if resume.ranks and resume.ranks != [rank]:
         theirs = ", ".join(map(str, resume.ranks))
-        found.append(f"has rank {theirs}, and lora_parameters say {rank}: set rank = {theirs}, or leave it out")
+        faults.append(f"has rank {theirs}, and lora_parameters say {rank}: set rank = {theirs}, or leave it out")
     keys = lora.get("keys")
     if keys is not None and resume.modules and sorted(set(keys)) != resume.modules:
-        found.append(f"adapts {first_of(resume.modules)}, and lora_parameters.keys say {first_of(sorted(set(keys)))}")
+        faults.append(f"adapts {first_of(resume.modules)}, and lora_parameters.keys say {first_of(sorted(set(keys)))}")
     if layers is not None and resume.layers:
         count = int(config.job.mlx_lm["num_layers"])
         trained = list(range(max(0, layers - count) if count >= 0 else 0, layers))
         if resume.layers != trained:
             ours = f"{trained[0]} to {trained[-1]}" if trained else "none"
             theirs = f"{resume.layers[0]} to {resume.layers[-1]}"
-            found.append(f"has layers {theirs}, and num_layers trains {ours} of {layers}")
-    return found
+            faults.append(f"has layers {theirs}, and num_layers trains {ours} of {layers}")
+    return faults
 
 
 async def _misfit(context: CheckContext, node: NodeConfig, resume: AdapterWeights) -> list[str]:

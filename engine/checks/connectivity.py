@@ -21,13 +21,13 @@ _LIMIT_S = 75.0
 
 async def run(context: CheckContext) -> CheckResult:
     reached = await context.on_all_nodes(lambda node: _reach(context, node))
-    found = Findings(NAME, context.config)
-    for node, answer in found.answered(reached):
-        found.evidence[node.name] = answer
+    findings = Findings(NAME, context.config)
+    for node, answer in findings.answered(reached):
+        findings.evidence[node.name] = answer
     for node in context.config.nodes:
         if isinstance(reached[node.name], HostKeyUnknown):
-            found.on(node).fixes.append(Fix(TRUST_COMMAND, "accepts a key once you have compared it"))
-    return found.verdict(f"{plural(len(context.config.nodes), 'node')} answer")
+            findings.on(node).fixes.append(Fix(TRUST_COMMAND, "accepts a key once you have compared it"))
+    return findings.verdict(f"{plural(len(context.config.nodes), 'node')} answer")
 
 
 async def _reach(context: CheckContext, node: NodeConfig) -> str:

@@ -87,15 +87,15 @@ def agreement(workers: Mapping[str, ItemHashes], head: ItemHashes) -> Agreement:
     return Agreement(reference, "plurality" if unknown else "head", agreeing, divergent)
 
 
-def decide(found: Agreement, threshold: float, *, exclude_divergent: bool) -> Decision:
+def decide(compared: Agreement, threshold: float, *, exclude_divergent: bool) -> Decision:
     """`threshold` is inclusive. More than half divergent always blocks, as does a missing reference."""
-    if not found.divergent:
+    if not compared.divergent:
         return Decision.AGREE
-    if found.reference is None or 2 * len(found.divergent) > found.workers:
+    if compared.reference is None or 2 * len(compared.divergent) > compared.workers:
         return Decision.BLOCK
     if exclude_divergent:
         return Decision.EXCLUDE
-    return Decision.TOLERATE if found.ratio >= threshold else Decision.BLOCK
+    return Decision.TOLERATE if compared.ratio >= threshold else Decision.BLOCK
 
 
 def _plurality(values: list[tuple[str | None, ...]]) -> tuple[str | None, ...] | None:
@@ -109,10 +109,10 @@ async def run(context: CheckContext) -> CheckResult:
     here = this_machine(str(config.folder))
     models = {node.name: _model(context, node) for node in (*config.nodes, here)}
     answers = await context.on_all_nodes(lambda node: _hashes(context, node, models[node.name]))
-    found = Findings(NAME, config)
-    workers = {node.name: hashes for node, hashes in found.answered(answers)}
-    if found.faulty:
-        return found.verdict()
+    findings = Findings(NAME, config)
+    workers = {node.name: hashes for node, hashes in findings.answered(answers)}
+    if findings.faulty:
+        return findings.verdict()
     local = next((node.name for node in config.nodes if node.local), None)
     head = workers[local] if local is not None else await _hashes(context, here, models[here.name])
     return evaluate(config, workers, head_reference(head, workers), models)
@@ -137,14 +137,14 @@ def evaluate(
     compared = agreement(workers, head)
     decision = decide(compared, settings.consistency_threshold, exclude_divergent=settings.exclude_divergent)
     excluded = compared.divergent if decision is Decision.EXCLUDE else ()
-    found = Findings(NAME, config)
+    findings = Findings(NAME, config)
     against = THIS_MACHINE if compared.source == "head" else "most workers"
     for node in config.nodes:
-        found.evidence[node.name] = _list_hashes(workers[node.name])
+        findings.evidence[node.name] = _list_hashes(workers[node.name])
         if node.name in compared.divergent:
             message = f"{node.name}: {_describe_difference(workers[node.name], compared.reference, against)}"
-            (found.fault if decision is Decision.BLOCK else found.warn)(node, message)
-            found.evidence[node.name] = message
+            (findings.fault if decision is Decision.BLOCK else findings.warn)(node, message)
+            findings.evidence[node.name] = message
     detail = WorkerConsistency(
         enabled=True,
         consistency_threshold=settings.consistency_threshold,
@@ -155,7 +155,7 @@ def evaluate(
         divergent=compared.divergent,
         excluded=excluded,
     )
-    result = found.verdict(
+    result = findings.verdict(
         f"{compared.workers} workers agree with {against} on {len(compared.reference or {})} items",
         advice=_advice(compared, decision, settings.consistency_threshold),
         fix=_fix(config, compared, workers, models),
@@ -199,7 +199,7 @@ def _fix(
     reference, source = compared.reference, _source(config, compared)
     if reference is None or source is None:
         return None
-    known = {name: folder for name, folder in models.items() if folder is not None}
+    located = {name: folder for name, folder in models.items() if folder is not None}
     lines: list[str | None] = []
     for node in config.nodes:
         if node.name not in compared.divergent:
@@ -210,11 +210,11 @@ def _fix(
         wanted = [name for name in differing if reference.get(name) is not None]
         for word in command_files(config):
             if word in wanted:
-                here, there = (PurePosixPath(_path(each, word)) for each in (source, node))
+                here, there = (PurePosixPath(_path(end, word)) for end in (source, node))
                 lines.append(copy_file(source, here, node, there.parent))
-        if {source.name, node.name} <= known.keys() and any(name.startswith(_MODEL) for name in wanted):
-            lines.append(copy_folder(source, [node], known))
-    return copies(lines, source, known.get(source.name, source.workdir))
+        if {source.name, node.name} <= located.keys() and any(name.startswith(_MODEL) for name in wanted):
+            lines.append(copy_folder(source, [node], located))
+    return copies(lines, source, located.get(source.name, source.workdir))
 
 
 def _file(config: Config, node: NodeConfig, model: str | None, name: str) -> str | None:
@@ -235,8 +235,8 @@ async def _hashes(context: CheckContext, node: NodeConfig, model: str | None) ->
     """Nodes of one host with the same request are probed once."""
     config = context.config
     files = {word: _path(node, word) for word in command_files(config)}
-    own = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
-    job = None if config.job.command else {**config.job.mlx_lm, **own}
+    keys = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
+    job = None if config.job.command else {**config.job.mlx_lm, **keys}
     request = json.dumps({"files": files, "model": model, "job": job})
     answer = await context.shared(
         f"hashes of {node.ssh}: {request}",

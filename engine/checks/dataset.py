@@ -75,17 +75,17 @@ async def run(context: CheckContext) -> CheckResult:
     config = context.config
     report, problem = await asyncio.to_thread(load_data_report, config)
     blocks, warns = (report.blocks, report.warns) if report is not None else (None, problem)
-    found = Findings(NAME, config)
+    findings = Findings(NAME, config)
     if blocks is not None:
-        found.overall.fault(f"{blocks}: clean the data, then make a new report")
+        findings.overall.fault(f"{blocks}: clean the data, then make a new report")
     elif warns is not None:
-        found.overall.warn(warns)
+        findings.overall.warn(warns)
     if config.job.command is None:
-        return await _check_files(context, found)
-    return found.verdict("the data quality report has no objection")
+        return await _check_files(context, findings)
+    return findings.verdict("the data quality report has no objection")
 
 
-async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
+async def _check_files(context: CheckContext, findings: Findings) -> CheckResult:
     config = context.config
     settings = config.job.mlx_lm
     folders = {node.name: context.path(node, node.data or config.job.data or "") for node in config.nodes}
@@ -97,31 +97,31 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
         return [interpret_file(PurePosixPath(path), file, settings) for path, file in each_of(read.files, files, node)]
 
     answers = await context.on_all_nodes(read)
-    found.evidence = {name: f"{folder}: {answers[name]}" for name, folder in folders.items()}
+    findings.evidence = {name: f"{folder}: {answers[name]}" for name, folder in folders.items()}
     read_files = {name: files for name, files in answers.items() if isinstance(files, list)}
     # Where some node has sound data, the others get a copy of that.
     sound = any(all(file.fault is None for file in files) for files in read_files.values())
-    for node, files in found.answered(answers):
+    for node, files in findings.answered(answers):
         fix = None if sound else _corrected_copy(files, data_features(settings)["chat"], node.python)
-        _check_node(files, settings, found.on(node), fix)
-        found.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
+        _check_node(files, settings, findings.on(node), fix)
+        findings.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
     complete = {
         node.name: read_files[node.name]
         for node in config.nodes
-        if node.name in read_files and not found.on(node).faults
+        if node.name in read_files and not findings.on(node).faults
     }
     if not complete:
-        return found.verdict()
+        return findings.verdict()
     first = next(node for node in config.nodes if node.name in complete)
     ours = complete[first.name]
-    await _try_rows(context, found, first, ours)
+    await _try_rows(context, findings, first, ours)
     for node in config.nodes:
         pairs = zip(ours, complete.get(node.name, ours), strict=True)
         differing = [(one, other) for one, other in pairs if one.seen.sha256 != other.seen.sha256]
         lines = [f"{other.path.name} {other.seen.lines:,} lines against {one.seen.lines:,}" for one, other in differing]
         if lines:
-            found.fault(node, f"the data on {node.name} differs from {first.name}: {', '.join(lines)}")
-    lacking = [node for node in found.faulty if node.name in read_files]
+            findings.fault(node, f"the data on {node.name} differs from {first.name}: {', '.join(lines)}")
+    lacking = [node for node in findings.faulty if node.name in read_files]
     hashes = {file.path.name: file.seen.sha256 for file in ours}
     aside = [
         move_aside(node, str(file.path), file.seen.sha256)
@@ -138,20 +138,20 @@ async def _check_files(context: CheckContext, found: Findings) -> CheckResult:
     ]
     fix = copies([*aside, *copied], first, folders[first.name])
     summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours if not file.absent)
-    return found.verdict(f"{summary} examples, {ours[0].seen.form}", fix=fix)
+    return findings.verdict(f"{summary} examples, {ours[0].seen.form}", fix=fix)
 
 
-async def _try_rows(context: CheckContext, found: Findings, node: NodeConfig, files: list[DataFile]) -> None:
+async def _try_rows(context: CheckContext, findings: Findings, node: NodeConfig, files: list[DataFile]) -> None:
     """Tokenise rows of `files` on a node that has them whole, and report what was counted."""
     settings, tallies = context.config.job.mlx_lm, {str(file.path): file.seen.tally for file in files}
     warnings = [line for file, tally in tallies.items() for line in row_warnings(file, tally, settings)]
     try:
         report = await try_rows(context, node, [str(file.path) for file in files])
-        found.overall.faults += rows_refused(report, settings)
+        findings.overall.faults += rows_refused(report, settings)
         warnings += [line for file, tally in report.tallies.items() for line in row_warnings(file, tally, settings)]
     except FlightDeckError as error:
-        found.overall.warn(str(error))
-    found.overall.warnings += [] if found.overall.faults else warnings
+        findings.overall.warn(str(error))
+    findings.overall.warnings += [] if findings.overall.faults else warnings
 
 
 def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: NodeFindings, fix: Fix | None) -> None:

@@ -156,11 +156,11 @@ async def run_group(
         starting_port, *_ = await gather_all([fresh_block(context, network), leases.acquire()])
         assert starting_port is not None
         codes, ssh_output = await group.run(starting_port)
-        found = await context.on_all_nodes(group.read)
+        answers = await context.on_all_nodes(group.read)
     results: dict[int, Result | None] = {}
     outputs: dict[int, Sequence[str]] = {}
     for rank, node in enumerate(context.config.nodes):
-        answer = found[node.name]
+        answer = answers[node.name]
         result, output = (b"", [str(answer)]) if isinstance(answer, FlightDeckError) else answer
         outputs[rank] = output or ssh_output.get(rank, ())
         results[rank] = None
@@ -285,7 +285,7 @@ def is_consequence(fault: str, output: Sequence[str]) -> bool:
 async def run(context: CheckContext) -> CheckResult:
     # Not versions_match as a whole: importing mlx-lm takes seconds and may run meanwhile.
     seen, backend = await asyncio.gather(context.interpreters(), versions.planned_backend(context))
-    if unfit := [name for name, each in seen.items() if not _fit(context.config, each, backend)]:
+    if unfit := [name for name, interpreter in seen.items() if not _fit(context.config, interpreter, backend)]:
         why = seen[unfit[0]].problem or f"no {backend} there"
         summary = f"not run: no rank can start on {', '.join(unfit)}: {why}"
         first = next(rank for rank, node in enumerate(context.config.nodes) if node.name == unfit[0])
@@ -300,18 +300,18 @@ def _fit(config: Config, seen: Interpreter, backend: str) -> bool:
     return "mlx" in seen.packages and versions.backend_name(backend) in seen.backends
 
 
-def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
+def evaluate(config: Config, outcome: AllSumOutcome) -> CheckResult:
     """A rank that only lost its peers is not blamed while another has a cause of its own."""
-    world_size, results = len(config.nodes), found.results
-    faults = {rank: _fault(results[rank], config, found.outputs[rank], found.codes.get(rank)) for rank in results}
+    world_size, results = len(config.nodes), outcome.results
+    faults = {rank: _fault(results[rank], config, outcome.outputs[rank], outcome.codes.get(rank)) for rank in results}
     described = {rank: faults[rank] or _describe(results[rank]) for rank in results}
     evidence = {node.name: f"rank {rank}: {described[rank]}" for rank, node in enumerate(config.nodes)}
     failed = {rank: fault for rank, fault in faults.items() if fault is not None}
     status, blames = CheckStatus.PASS, None
     if failed:
-        first = min(failed, key=lambda rank: (is_consequence(failed[rank], found.outputs[rank]), rank))
+        first = min(failed, key=lambda rank: (is_consequence(failed[rank], outcome.outputs[rank]), rank))
         status, blames = CheckStatus.FAIL, (first, config.nodes[first].name)
-        summary = f"rank {first} on {config.nodes[first].name}: {explained(failed[first], found.outputs[first])}"
+        summary = f"rank {first} on {config.nodes[first].name}: {explained(failed[first], outcome.outputs[first])}"
     elif world_size == 1:
         summary = "one rank, a group of 1 as planned: nothing is exchanged"
     else:
@@ -319,8 +319,8 @@ def evaluate(config: Config, found: AllSumOutcome) -> CheckResult:
         slowest = max(result.latency_s or 0.0 for result in measured)
         narrowest = min(result.bandwidth_bytes_per_s or 0.0 for result in measured)
         summary = f"{world_size} ranks, exact, {slowest * 1e3:.2f} ms, {narrowest / 1e9:.2f} GB/s"
-    if found.leftovers:
-        status, summary = CheckStatus.FAIL, f"{summary}; {found.leftovers}"
+    if outcome.leftovers:
+        status, summary = CheckStatus.FAIL, f"{summary}; {outcome.leftovers}"
     return CheckResult(name=NAME, status=status, summary=summary, evidence=evidence, blames=blames)
 
 

@@ -56,27 +56,27 @@ def evaluate(  # noqa: PLR0913
     network: NetworkPlan | None = None,
 ) -> CheckResult:
     """`refusals` are the plan's; `torch` has each node's interpreter, for a PyTorch job, and `network` its backend."""
-    found = Findings(NAME, config)
+    findings = Findings(NAME, config)
     for node in config.nodes:
-        findings = found.on(node)
+        on_node = findings.on(node)
         seen = facts[node.name]
         if seen.problem is not None:
-            findings.warn(f"its hardware is not known: {seen.problem}")
+            on_node.warn(f"its hardware is not known: {seen.problem}")
         else:
             if config.job.framework == "torch":
-                _check_torch(config, node, (torch or {}).get(node.name), network, findings)
+                _check_torch(config, node, (torch or {}).get(node.name), network, on_node)
             else:
-                _check_gpu(node, seen, findings)
-            _check_memory(config, needed[node.name], findings)
-            _check_rdma(config, seen, findings)
-            _check_power(seen, findings)
-        _check_ports(node, held.get(node.name, {}), findings)
+                _check_gpu(node, seen, on_node)
+            _check_memory(config, needed[node.name], on_node)
+            _check_rdma(config, seen, on_node)
+            _check_power(seen, on_node)
+        _check_ports(node, held.get(node.name, {}), on_node)
     reported = any((memory_share(need) or 0) > 1 for need in needed.values())
     # The plan's refusals block a launch until the job is changed or this check is skipped by its name.
     for refusal in refusals:
         text = refusal.todo if reported and refusal.name == _MEMORY else refusal.text
-        found.overall.faults += [text] if text else []
-    return found.verdict(f"{plural(len(config.nodes), 'node')} fit for the job")
+        findings.overall.faults += [text] if text else []
+    return findings.verdict(f"{plural(len(config.nodes), 'node')} fit for the job")
 
 
 def _check_gpu(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> None:

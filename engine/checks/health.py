@@ -62,17 +62,17 @@ def evaluate(
     heartbeats: Mapping[str, HeartbeatResult],
     loads: Mapping[str, LoadResult],
 ) -> CheckResult:
-    found = Findings(NAME, config)
+    findings = Findings(NAME, config)
     for node in config.nodes:
-        findings = found.on(node)
-        _check_heartbeat(node, heartbeats[node.name], findings)
-        _check_disk(node, facts[node.name], findings)
-        _check_swap(facts[node.name], findings)
-        _check_power(facts[node.name], findings)
-        _check_load(facts[node.name], loads[node.name], findings)
+        on_node = findings.on(node)
+        _check_heartbeat(node, heartbeats[node.name], on_node)
+        _check_disk(node, facts[node.name], on_node)
+        _check_swap(facts[node.name], on_node)
+        _check_power(facts[node.name], on_node)
+        _check_load(facts[node.name], loads[node.name], on_node)
         if config.job.framework == "torch" or facts[node.name].mlx_device == "CUDA":
-            _check_limits(loads[node.name], findings)
-    return found.verdict(f"{plural(len(config.nodes), 'node')} alive and idle")
+            _check_limits(loads[node.name], on_node)
+    return findings.verdict(f"{plural(len(config.nodes), 'node')} alive and idle")
 
 
 def _check_heartbeat(node: NodeConfig, heartbeat: HeartbeatResult, findings: NodeFindings) -> None:

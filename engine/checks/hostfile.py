@@ -67,23 +67,23 @@ async def _parse_problem(network: NetworkPlan) -> str | None:
 async def _check_addresses(context: CheckContext, network: NetworkPlan) -> CheckResult:
     nodes = context.config.nodes
     ips = {node.name: list(host.ips) for node, host in zip(nodes, network.hosts, strict=True)}
-    found = Findings(NAME, context.config)
+    findings = Findings(NAME, context.config)
     for rank, node in enumerate(nodes):
         if (fault := _form_problem(ips[node.name])) is not None:
-            found.fault(node, fault)
+            findings.fault(node, fault)
         else:
-            found.evidence[node.name] = f"rank {rank}: {', '.join(ips[node.name]) or 'listens nowhere'}"
-    if not found.faulty:
-        await _check_ownership(context, ips, found)
-    if found.faulty:
-        return found.verdict()
+            findings.evidence[node.name] = f"rank {rank}: {', '.join(ips[node.name]) or 'listens nowhere'}"
+    if not findings.faulty:
+        await _check_ownership(context, ips, findings)
+    if findings.faulty:
+        return findings.verdict()
     if not all(node.local for node in nodes):
         for targets in connections(network):
-            if not found.faulty:
-                await _check_connections(context, targets, ips, found)
+            if not findings.faulty:
+                await _check_connections(context, targets, ips, findings)
     reads = "MLX reads " if network.framework == "mlx" else ""
     passed = f"{reads}{plural(len(nodes), 'rank')}, {network.backend}"
-    return found.verdict(passed, advice="check the cable and the firewall between them")
+    return findings.verdict(passed, advice="check the cable and the firewall between them")
 
 
 def _form_problem(ips: list[str]) -> str | None:
@@ -115,13 +115,13 @@ def connections(network: NetworkPlan) -> list[dict[int, int]]:
     return [{rank: firsts[(place + step) % count] for place, rank in enumerate(firsts)} for step in range(1, count)]
 
 
-async def _check_ownership(context: CheckContext, ips: Mapping[str, list[str]], found: Findings) -> None:
+async def _check_ownership(context: CheckContext, ips: Mapping[str, list[str]], findings: Findings) -> None:
     async def probe(node: NodeConfig) -> list[str | None]:
-        own = ips[node.name]
-        if not own:
+        addresses = ips[node.name]
+        if not addresses:
             return []
-        answer = await context.probe(node, "addresses", *own, result_type=AddressProblems, timeout_s=_LIMIT_S)
-        return [problem for _, problem in each_of(answer.problems, own, node)]
+        answer = await context.probe(node, "addresses", *addresses, result_type=AddressProblems, timeout_s=_LIMIT_S)
+        return [problem for _, problem in each_of(answer.problems, addresses, node)]
 
     answers = await context.on_all_nodes(probe)
     for node in context.config.nodes:
@@ -133,12 +133,12 @@ async def _check_ownership(context: CheckContext, ips: Mapping[str, list[str]], 
         else:
             problem = next((f"{why}; {_OWN_ADDRESS}" for why in problems if why), None)
         if problem is not None:
-            found.evidence[node.name] += f", but {problem}"
-            found.fault(node, problem)
+            findings.evidence[node.name] += f", but {problem}"
+            findings.fault(node, problem)
 
 
 async def _check_connections(
-    context: CheckContext, targets: Mapping[int, int], ips: Mapping[str, list[str]], found: Findings
+    context: CheckContext, targets: Mapping[int, int], ips: Mapping[str, list[str]], findings: Findings
 ) -> None:
     """Connect each rank to its target in `targets`, on ephemeral ports."""
     nodes = context.config.nodes
@@ -171,10 +171,10 @@ async def _check_connections(
     for node in nodes:
         problem = answers[node.name]
         if problem is not None:
-            found.evidence[node.name] += f", {problem}"
-            found.fault(node, f"{node.name} {problem}" if isinstance(problem, str) else str(problem))
+            findings.evidence[node.name] += f", {problem}"
+            findings.fault(node, f"{node.name} {problem}" if isinstance(problem, str) else str(problem))
         elif nodes.index(node) in targets:
-            found.evidence[node.name] += f", reaches {nodes[targets[nodes.index(node)]].name}"
+            findings.evidence[node.name] += f", reaches {nodes[targets[nodes.index(node)]].name}"
 
 
 CHECK = Check(

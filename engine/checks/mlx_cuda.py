@@ -115,12 +115,12 @@ def _mismatch(node: MlxNode, build: str, first: Interpreter, backend: str) -> Ad
     theirs, nccl = next((name for name in DRIVERS if name in first.builds), None), f"nvidia-nccl-cu{build[-2:]}"
     gpus = node.facts.gpus if node.facts is not None else ()
     old = [gpu.name for gpu in gpus if () < version_numbers(gpu.compute_capability) < (7, 5)]
-    found = {
+    mismatches = {
         f"{build} {version} beside mlx {mlx}: they must be of one version": version != mlx,
         f"{build} and mlx-cpu are both installed, and bring the same file": "mlx-cpu" in builds,
         f"{build} {version}, rank 0 has {theirs}": theirs not in (None, build),
     }
-    if (why := next((text for text, true in found.items() if true), None)) is not None:
+    if (why := next((text for text, true in mismatches.items() if true), None)) is not None:
         return why, node.install(theirs)
     if backend == "nccl" and builds.get(nccl) != first.builds.get(nccl):
         return f"{nccl} {builds.get(nccl)}, rank 0 has {first.builds.get(nccl)}: NCCL connects only the same", None

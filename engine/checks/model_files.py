@@ -39,13 +39,13 @@ async def run(context: CheckContext) -> CheckResult:
     answers = await context.on_all_nodes(
         lambda node: context.probe(node, "model", folders[node.name], result_type=ModelFiles, timeout_s=_LIMIT_S)
     )
-    found = Findings(NAME, context.config)
-    found.evidence = {node.name: f"{folders[node.name]}: {answers[node.name]}" for node in nodes}
+    findings = Findings(NAME, context.config)
+    findings.evidence = {node.name: f"{folders[node.name]}: {answers[node.name]}" for node in nodes}
     complete = {name: files for name, files in answers.items() if isinstance(files, ModelFiles) and not files.faults}
-    for node, files in found.answered(answers):
-        found.evidence[node.name] = message = f"{folders[node.name]}: {files.describe()}"
+    for node, files in findings.answered(answers):
+        findings.evidence[node.name] = message = f"{folders[node.name]}: {files.describe()}"
         if files.quantized and context.config.job.framework == "torch":
-            found.fault(
+            findings.fault(
                 node, f"{folders[node.name]} is quantized by MLX, which PyTorch cannot read: {_SET_UNQUANTIZED}"
             )
         fix = None
@@ -57,32 +57,32 @@ async def run(context: CheckContext) -> CheckResult:
             fix = Fix(posix(download), f"makes {beside}, or resumes its download; rm -r removes it")
             message += f'; the fix downloads {files.repository} beside it, then set model = "{beside}"'
         if files.faults:
-            found.fault(node, message, fix)
+            findings.fault(node, message, fix)
     if not complete:
-        return found.verdict(advice="" if any(found.on(node).fixes for node in nodes) else _SET_ANOTHER)
+        return findings.verdict(advice="" if any(findings.on(node).fixes for node in nodes) else _SET_ANOTHER)
     first = next(node for node in nodes if node.name in complete)
-    found.overall.warnings += complete[first.name].warnings
+    findings.overall.warnings += complete[first.name].warnings
     try:
-        found.overall.faults += await _unloadable(context, first, folders[first.name], complete[first.name])
-        known = depends_on_matrices(context.config.job)
-        configuration = (await shared_plan_inputs(context)).model if known else None
+        findings.overall.faults += await _unloadable(context, first, folders[first.name], complete[first.name])
+        needed = depends_on_matrices(context.config.job)
+        configuration = (await shared_plan_inputs(context)).model if needed else None
         obstacles = await adapter_obstacles(context, first, configuration)
-        found.overall.faults += [each.text for each in obstacles.refusals]
-        found.overall.warnings += [each.text for each in obstacles.warnings]
+        findings.overall.faults += [refusal.text for refusal in obstacles.refusals]
+        findings.overall.warnings += [warning.text for warning in obstacles.warnings]
     except FlightDeckError as error:
-        found.overall.warn(str(error))
+        findings.overall.warn(str(error))
     reference, aside = complete[first.name].hashes, list[str | None]()
     for node in nodes:
-        if not isinstance(own := answers[node.name], ModelFiles):
+        if not isinstance(model_files := answers[node.name], ModelFiles):
             continue
-        differing = differing_items(own.hashes, reference)
+        differing = differing_items(model_files.hashes, reference)
         if differing and node.name in complete:
-            found.fault(node, f"the model on {node.name} differs from {first.name}: {first_of(differing)}")
+            findings.fault(node, f"the model on {node.name} differs from {first.name}: {first_of(differing)}")
         folder = folders[node.name]
-        aside += [move_aside(node, posixpath.join(folder, name), own.hashes.get(name)) for name in differing]
-    lacking = [node for node in found.faulty if isinstance(answers[node.name], ModelFiles)]
+        aside += [move_aside(node, posixpath.join(folder, name), model_files.hashes.get(name)) for name in differing]
+    lacking = [node for node in findings.faulty if isinstance(answers[node.name], ModelFiles)]
     fix = copies([*aside, copy_folder(first, lacking, folders)], first, folders[first.name])
-    return found.verdict(complete[first.name].describe(), fix=fix)
+    return findings.verdict(complete[first.name].describe(), fix=fix)
 
 
 async def _unloadable(context: CheckContext, node: NodeConfig, folder: str, files: ModelFiles) -> list[str]:

@@ -46,13 +46,13 @@ async def with_obstacles(context: CheckContext, inputs: PlanInputs) -> PlanInput
     async def adapters() -> tuple[PlanIssue, ...]:
         return tuple((await adapter_obstacles(context, node, inputs.model)).refusals)
 
-    async def tried(found: Awaitable[tuple[PlanIssue, ...]]) -> tuple[PlanIssue, ...]:
+    async def tried(search: Awaitable[tuple[PlanIssue, ...]]) -> tuple[PlanIssue, ...]:
         with contextlib.suppress(FlightDeckError):
-            return await found
+            return await search
         return ()
 
-    found = await asyncio.gather(tried(rows()), tried(adapters()))
-    return replace(inputs, obstacles=sum(found, inputs.obstacles))
+    groups = await asyncio.gather(tried(rows()), tried(adapters()))
+    return replace(inputs, obstacles=sum(groups, inputs.obstacles))
 
 
 def depends_on_matrices(job: JobConfig) -> bool:
@@ -123,13 +123,13 @@ async def try_rows(context: CheckContext, node: NodeConfig, files: Sequence[str]
 
 def rows_refused(report: TemplateReport, settings: Mapping[str, Any]) -> list[str]:
     """Why a training on these rows would end, or would learn nothing."""
-    found = [_describe_refused(rows) for rows in report.refused]
+    refusals = [_describe_refused(rows) for rows in report.refused]
     for file, tally in report.tallies.items():
         if file.endswith("/train.jsonl") and tally.get("no_target", (0, 0))[0] == tally.get("rows", (-1, 0))[0]:
-            found += row_warnings(
+            refusals += row_warnings(
                 file, {what: tally[what] for what in ("no_target", "rows", "more") if what in tally}, settings
             )
-    return found
+    return refusals
 
 
 def _describe_refused(rows: RefusedRows) -> str:
@@ -167,19 +167,19 @@ async def reporting_obstacles(
     context: CheckContext, first: NodeConfig, problems: Mapping[str, str]
 ) -> tuple[PlanIssue, ...]:
     """Services of report_to that could not be reported to, by the head's trackers or by rank 0 (no other rank does)."""
-    job, found = context.config.job, list[PlanIssue]()
+    job, unreported = context.config.job, list[PlanIssue]()
     # TensorBoard's files need no package here.
     if "wandb" in job.trackers:
         here = Reporters.model_validate(await asyncio.to_thread(probe_reporters, "wandb"))
-        found += _unreported(here, "this machine", sys.executable, dict(os.environ) | job.env, "here")
+        unreported += _unreported(here, "this machine", sys.executable, dict(os.environ) | job.env, "here")
     if job.node_reporters and job.command is None and first.name not in problems:
         with contextlib.suppress(FlightDeckError):
             there = await context.probe(
                 first, "reporters", *job.node_reporters, result_type=Reporters, timeout_s=_REPORTERS_LIMIT_S
             )
             passed_on = {name: os.environ[name] for name in SECRETS if name in os.environ} | job.env
-            found += _unreported(there, first.name, first.python, passed_on, "there")
-    return tuple(found)
+            unreported += _unreported(there, first.name, first.python, passed_on, "there")
+    return tuple(unreported)
 
 
 def _unreported(

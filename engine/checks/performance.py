@@ -63,37 +63,37 @@ async def run(context: CheckContext) -> CheckResult:
 def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, MemoryNeed], now: datetime) -> CheckResult:
     """`needed` is each node's memory, which is checked without a calibration too."""
     fix = Fix(flightdeck_command(config, "calibrate"), "measures; a newer calibration replaces the last one")
-    found = Findings(NAME, config)
+    findings = Findings(NAME, config)
     passed = ""
     calibration = status.calibration
     if config.job.framework == "torch":
         passed = OF_TORCH
     elif calibration is None:
-        found.overall.warn(status.missing, fix)
+        findings.overall.warn(status.missing, fix)
     else:
         try:
             predicted = predict(config, calibration, now, status.division)
         except ValueError as error:
-            found.overall.fault(str(error), fix)
+            findings.overall.fault(str(error), fix)
         else:
-            _check_overall(calibration, status.division, predicted, found.overall, fix)
+            _check_overall(calibration, status.division, predicted, findings.overall, fix)
             # What a rank of a partitioned strategy computes is no share of a node's own step.
             slowness = {} if config.job.partitioned else _slowness(calibration, predicted)
             stale = is_stale(config, calibration, now)
             for node in config.nodes:
-                name, findings = node.name, found.on(node)
+                name, on_node = node.name, findings.on(node)
                 if stale:
                     age, limit = age_days(calibration, now), config.calibration.max_age_days
-                    findings.warn(f"the calibration is {age:.0f} days old, the limit is {limit:g}", fix)
+                    on_node.warn(f"the calibration is {age:.0f} days old, the limit is {limit:g}", fix)
                 if name in status.changed:
-                    findings.warn("it has changed since it was measured: chip, python, mlx, mlx-lm or address", fix)
-                _check_throughput(calibration, name, findings, fix)
-                _check_links(calibration, name, findings)
-                _check_pace(slowness.get(name, 0.0), predicted, findings, fix)
+                    on_node.warn("it has changed since it was measured: chip, python, mlx, mlx-lm or address", fix)
+                _check_throughput(calibration, name, on_node, fix)
+                _check_links(calibration, name, on_node)
+                _check_pace(slowness.get(name, 0.0), predicted, on_node, fix)
             passed = _passed(predicted, age_days(calibration, now))
     for node in config.nodes:
-        _check_memory(needed[node.name], found.on(node))
-    return found.verdict(passed)
+        _check_memory(needed[node.name], findings.on(node))
+    return findings.verdict(passed)
 
 
 def _check_overall(
@@ -173,10 +173,10 @@ def _check_memory(need: MemoryNeed, findings: NodeFindings) -> None:
 
 def _passed(predicted: Prediction, age_days: float) -> str:
     throughput, speed_up = predicted.throughput.examples_per_s, predicted.throughput.speed_up
-    known = f"{throughput:.3g} examples/s" if throughput is not None else "not predicted"
+    rate = f"{throughput:.3g} examples/s" if throughput is not None else "not predicted"
     gain = f", speed-up {speed_up:.2f}" if speed_up is not None else ""
     age = f"{age_days:.0f} days" if age_days >= 1 else f"{age_days * 24:.0f} h"
-    return f"{known} predicted{gain}, calibrated {age} ago"
+    return f"{rate} predicted{gain}, calibrated {age} ago"
 
 
 CHECK = Check(

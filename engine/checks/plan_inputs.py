@@ -81,17 +81,17 @@ async def collect_plan_inputs(
     hostfile of the manual launch is written below the fleet's home."""
     config, now = context.config, datetime.now(UTC)
     problems = {name: facts.problem for name, facts in fresh.items() if facts.problem is not None}
-    known = last_known_facts(config, fresh, history.facts)
+    latest = last_known_facts(config, fresh, history.facts)
     if context.division is not None:
         # The run's own: its calibration may be of more nodes than it has left.
         calibration, planned, left_out = context.calibration, config, context.division.left_out
     else:
-        calibration = latest_matching(config, known.values(), history.calibrations)
+        calibration = latest_matching(config, latest.values(), history.calibrations)
         planned, left_out = _participants(config, calibration, now)
-    cabling = topology([known[node.name] for node in planned.nodes if node.name in known])
+    cabling = topology([latest[node.name] for node in planned.nodes if node.name in latest])
     network, unwired = None, None
     try:
-        network = plan_network(planned, list(known.values()), cabling, strategy)
+        network = plan_network(planned, list(latest.values()), cabling, strategy)
     except LaunchError as error:
         unwired = str(error)
     report, report_problem = await asyncio.to_thread(load_data_report, config)
@@ -106,7 +106,7 @@ async def collect_plan_inputs(
         now=now,
         topology=cabling,
         tools=_tools(),
-        facts={name: facts for name, facts in known.items() if name not in left_out},
+        facts={name: facts for name, facts in latest.items() if name not in left_out},
         problems=problems,
         network=network,
         network_problem=unwired,
@@ -167,14 +167,14 @@ def last_known_facts(
 ) -> dict[str, NodeFacts]:
     """Those of `history` for a node that does not answer now; in order, without nodes that never answered."""
     last = {(facts.node, facts.host): facts for facts in history}
-    found = {}
+    latest = {}
     for node in config.nodes:
         seen = fresh.get(node.name)
         if seen is None or seen.problem is not None:
             seen = last.get((node.name, node.ssh))
         if seen is not None and seen.problem is None:
-            found[node.name] = seen
-    return found
+            latest[node.name] = seen
+    return latest
 
 
 def _participants(config: Config, calibration: Calibration | None, now: datetime) -> tuple[Config, tuple[str, ...]]:

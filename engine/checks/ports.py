@@ -36,16 +36,16 @@ async def run(context: CheckContext) -> CheckResult:
         summary = f"each attempt takes fresh ones; {port_count(network)} from {fresh} are free now"
         return verdict(NAME, CheckStatus.PASS, summary)
     ports = await held_ports(context)
-    found = Findings(NAME, context.config)
-    for node, held in found.answered(ports):
+    findings = Findings(NAME, context.config)
+    for node, held in findings.answered(ports):
         if held:
-            found.fault(node, describe_held(node, held), held_fix(held))
+            findings.fault(node, describe_held(node, held), held_fix(held))
         else:
             endpoints = _endpoints(context.config.nodes.index(node), network, first)
-            found.evidence[node.name] = ", ".join(f"{endpoint} is free" for endpoint in endpoints)
+            findings.evidence[node.name] = ", ".join(f"{endpoint} is free" for endpoint in endpoints)
     last = first + port_count(network) - 1
     advice = "or leave starting_port out of [cluster]: fresh ports are then taken"
-    return found.verdict(f"{first} to {last} are free", advice=advice)
+    return findings.verdict(f"{first} to {last} are free", advice=advice)
 
 
 async def fresh_block(context: CheckContext, network: NetworkPlan) -> int:

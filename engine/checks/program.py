@@ -42,26 +42,26 @@ async def run(context: CheckContext) -> CheckResult:
             node, "program", node.workdir, node.python, *command, result_type=ProgramLocation, timeout_s=_LIMIT_S
         )
     )
-    found = Findings(NAME, context.config)
-    for node, location in found.answered(answers):
+    findings = Findings(NAME, context.config)
+    for node, location in findings.answered(answers):
         if location.fault is not None:
             fix = path_fix("mkdir -p", location.make) or path_fix("chmod +x", location.permit)
             if fix is None and (package := _PACKAGES.get(location.absent or "")) is not None:
                 fix = install_fix(node.python, Interpreter(), {package: ""})
-            found.fault(node, location.fault, fix)
+            findings.fault(node, location.fault, fix)
         elif (why := _outside(context, location)) is not None:
-            found.fault(node, why)
+            findings.fault(node, why)
         else:
-            found.evidence[node.name] = location.program or ""
+            findings.evidence[node.name] = location.program or ""
         for lock in location.locks if job.framework == "torch" else ():
             why = "a build of a C++ extension that was killed has left this lock, and torch waits for it for ever"
-            found.warn(node, f"{lock}: {why}", path_fix("rm", lock))
+            findings.warn(node, f"{lock}: {why}", path_fix("rm", lock))
         if (within := location.launcher) is not None and len(context.config.nodes) > 1:
-            (found.fault if within[1] else found.warn)(node, within[0])
+            (findings.fault if within[1] else findings.warn)(node, within[0])
     nested = nested_in_command(job.command or (), job.framework)
     if nested is not None and len(context.config.nodes) > 1:
-        (found.overall.fault if nested.certain else found.overall.warn)(str(nested))
-    return found.verdict(" ".join(job.redactor().words(command)))
+        (findings.overall.fault if nested.certain else findings.overall.warn)(str(nested))
+    return findings.verdict(" ".join(job.redactor().words(command)))
 
 
 def _outside(context: CheckContext, location: ProgramLocation) -> str | None:

@@ -47,8 +47,8 @@ async def sync_workdirs(context: CheckContext, home: Path, *, dry_run: bool, on_
     method: Literal["script", "rsync"] = "rsync" if absent else "script"
     source = sync_source(config) if method == "rsync" else None
     # One node for each workdir other than the source.
-    own = (source.ssh, source.workdir) if source is not None else None
-    targets = [node for node in sync.distinct_workdirs(config) if (node.ssh, node.workdir) != own]
+    source_workdir = (source.ssh, source.workdir) if source is not None else None
+    targets = [node for node in sync.distinct_workdirs(config) if (node.ssh, node.workdir) != source_workdir]
     message, output, problems = "compared only", tuple[str, ...](), dict[str, str]()
     if not dry_run and source is not None:
         problems = await _copy(context, home, source, targets, on_line)

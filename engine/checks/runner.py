@@ -131,8 +131,8 @@ async def _run_check(
         result = verdict(check.name, CheckStatus.FAIL, str(error))
     except Exception as error:  # a bug in one check must not end the others, or the supervisor
         result = verdict(check.name, CheckStatus.FAIL, f"the check itself failed: {type(error).__name__}: {error}")
-    redactor = context.config.job.redactor()
-    shown = {"summary": redactor(result.summary), "evidence": {on: redactor(it) for on, it in result.evidence.items()}}
+    redact = context.config.job.redactor()
+    shown = {"summary": redact(result.summary), "evidence": {on: redact(text) for on, text in result.evidence.items()}}
     return result.model_copy(update={**shown, "name": check.name, "duration_s": round(time.monotonic() - started, 3)})
 
 
@@ -153,8 +153,8 @@ async def make_training_plan(
     """The plan of what would be launched now; `facts` are those of a probe just made."""
     fresh, history = {fact.node: fact for fact in facts}, await cluster_history(context)
     inputs = await collect_plan_inputs(context, fresh, history, strategy=strategy)
-    found, counted = await asyncio.gather(with_obstacles(context, inputs), with_example_count(context, inputs))
-    return await asyncio.to_thread(plan_with_checks, replace(counted, obstacles=found.obstacles))
+    tried, counted = await asyncio.gather(with_obstacles(context, inputs), with_example_count(context, inputs))
+    return await asyncio.to_thread(plan_with_checks, replace(counted, obstacles=tried.obstacles))
 
 
 def plan_with_checks(inputs: PlanInputs, skip: Collection[str] = ()) -> TrainingPlan:
@@ -183,7 +183,7 @@ def plan_with_results(plan: TrainingPlan, report: PreflightReport) -> TrainingPl
         synced = detail if isinstance(detail, PreRdmaSync) else synced.model_copy(update={"reason": result.summary})
     if compared.enabled and (result := results.get(consistency.NAME)) is not None:
         detail = result.detail
-        known = dict(detail) if isinstance(detail, WorkerConsistency) else {"reason": result.summary}
-        compared = compared.model_copy(update=known)
+        updates = dict(detail) if isinstance(detail, WorkerConsistency) else {"reason": result.summary}
+        compared = compared.model_copy(update=updates)
     sections = {"pre_rdma_sync": synced, "worker_consistency": compared, "pre_flight_checklist": checked}
     return plan.model_copy(update=sections)

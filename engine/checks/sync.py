@@ -119,24 +119,24 @@ class TreeDifference:
 def compare_trees(reference: WorkdirTree, tree: WorkdirTree) -> TreeDifference:
     """Entries after the cut of a tree that was cut are not compared; a file that either side did not hash is compared
     by its size."""
-    ends = (max(each.entries, key=_order) for each in (reference, tree) if each.cut and each.entries)
+    ends = (max(cut.entries, key=_order) for cut in (reference, tree) if cut.cut and cut.entries)
     last = min(ends, key=_order, default=None)
     paths = sorted({*reference.entries, *tree.entries}, key=_order)
-    known = [path for path in paths if last is None or _order(path) <= _order(last)]
-    both = [path for path in known if path in tree.entries and path in reference.entries]
+    compared = [path for path in paths if last is None or _order(path) <= _order(last)]
+    both = [path for path in compared if path in tree.entries and path in reference.entries]
     return TreeDifference(
-        missing=tuple(path for path in known if path not in tree.entries),
+        missing=tuple(path for path in compared if path not in tree.entries),
         different=tuple(path for path in both if not _same(reference.entries[path], tree.entries[path])),
-        extra=tuple(path for path in known if path not in reference.entries),
+        extra=tuple(path for path in compared if path not in reference.entries),
     )
 
 
 def distinct_workdirs(config: Config) -> list[NodeConfig]:
     """The first node with each workdir; the reference comes first: this machine if it is a node, else the first one."""
-    found: dict[tuple[str, str], NodeConfig] = {}
+    nodes: dict[tuple[str, str], NodeConfig] = {}
     for node in sorted(config.nodes, key=lambda node: not node.local):
-        found.setdefault((node.ssh, node.workdir), node)
-    return list(found.values())
+        nodes.setdefault((node.ssh, node.workdir), node)
+    return list(nodes.values())
 
 
 async def read_tree(context: CheckContext, node: NodeConfig) -> WorkdirTree:
@@ -233,11 +233,11 @@ async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) ->
 
 async def compare_workdirs(context: CheckContext, nodes: Sequence[NodeConfig]) -> WorkdirComparison:
     """Compare the workdirs of `nodes` with the first that can be read."""
-    found = await context.on_all_nodes(lambda node: read_tree(context, node), nodes)
-    trees = {name: tree for name, tree in found.items() if isinstance(tree, WorkdirTree)}
+    answers = await context.on_all_nodes(lambda node: read_tree(context, node), nodes)
+    trees = {name: tree for name, tree in answers.items() if isinstance(tree, WorkdirTree)}
     problems = {
         name: problem
-        for name, tree in found.items()
+        for name, tree in answers.items()
         if (problem := tree.problem if isinstance(tree, WorkdirTree) else str(tree)) is not None
     }
     readable = {name: tree for name, tree in trees.items() if not tree.home and name not in problems}
@@ -277,9 +277,9 @@ def evaluate(config: Config, scripted: SyncScriptOutcome, compared: WorkdirCompa
 def _evaluate_trees(
     config: Config, scripted: SyncScriptOutcome, compared: WorkdirComparison, *, blocks: bool
 ) -> CheckResult:
-    found = Findings(NAME, config)
-    found.evidence.update(compared.messages)
-    report = found.fault if blocks else found.warn
+    findings = Findings(NAME, config)
+    findings.evidence.update(compared.messages)
+    report = findings.fault if blocks else findings.warn
     incomplete = []
     for node in config.nodes:
         difference, tree = compared.differences.get(node.name, TreeDifference()), compared.trees.get(node.name)
@@ -290,17 +290,17 @@ def _evaluate_trees(
             report(node, difference.describe(node.name, compared.reference.name))
         if (difference or (tree is not None and tree.absent)) and not difference.blocking:
             incomplete.append(node)
-    if found.verdict().status is CheckStatus.PASS:
+    if findings.verdict().status is CheckStatus.PASS:
         proved = compared.differences or not compared.homes
         status = CheckStatus.PASS if scripted.status == "success" and proved else CheckStatus.WARN
-        return verdict(NAME, status, "; ".join([scripted.message, *_checks(compared)]), evidence=found.evidence)
+        return verdict(NAME, status, "; ".join([scripted.message, *_checks(compared)]), evidence=findings.evidence)
     workdirs = {node.name: node.workdir for node in config.nodes}
     copied = compared.trees.get(compared.reference.name)
     excluded = copied.left if copied is not None else ()
     copy = copy_tree(compared.reference, incomplete, workdirs, exclude_names=EXCLUDED, exclude_paths=excluded)
-    fixed = found.verdict()
+    fixed = findings.verdict()
     line, effects = chained([fixed.fix_command, copy]), filter(None, [fixed.fix_effect, copy and _COPIES])
-    return found.verdict(fix=Fix(line, "; ".join(effects)) if line else None, advice=scripted.message)
+    return findings.verdict(fix=Fix(line, "; ".join(effects)) if line else None, advice=scripted.message)
 
 
 def _checks(compared: WorkdirComparison) -> tuple[str, ...]:

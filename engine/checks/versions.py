@@ -79,8 +79,8 @@ async def run(context: CheckContext) -> CheckResult:
 @once
 async def node_versions(context: CheckContext) -> dict[str, Interpreter]:
     """Node name → its interpreter, with mlx-lm, or with PyTorch imported."""
-    found, job = await asyncio.gather(context.interpreters(), chosen_job(context))
-    return await context.of_interpreters(lambda node: probe_imports(context.agent(node), found[node.name], job))
+    interpreters, job = await asyncio.gather(context.interpreters(), chosen_job(context))
+    return await context.of_interpreters(lambda node: probe_imports(context.agent(node), interpreters[node.name], job))
 
 
 async def planned_backend(context: CheckContext) -> str:
@@ -105,24 +105,24 @@ def evaluate(
     """Rank 0's versions are what the others are compared with; another patch version of Python only warns."""
     first = interpreters[config.nodes[0].name]
     needed = requirements(config.job)
-    found = Findings(NAME, config)
+    findings = Findings(NAME, config)
     for node in config.nodes:
         interpreter = interpreters[node.name]
-        found.evidence[node.name] = interpreter.describe()
+        findings.evidence[node.name] = interpreter.describe()
         need = _wanted(first.packages.get("mlx"), MLX_MINIMUM)
         of_mlx = MlxNode(node.python, interpreter, (facts or {}).get(node.name), need)
         cuda = mlx_cuda.advice(of_mlx, first, backend) if config.job.framework == "mlx" else None
         if cuda is not None:
-            found.fault(node, *cuda)
+            findings.fault(node, *cuda)
         elif (problem := _problem(interpreter, first, backend, needed)) is not None:
             fault, wanted = problem
             advice, fix = _fix(node, of_mlx, first, wanted)
-            found.fault(node, f"{fault}{advice}", fix)
+            findings.fault(node, f"{fault}{advice}", fix)
         elif backend == "nccl" and (mismatch := _cuda_problem(interpreter, first)) is not None:
-            found.fault(node, mismatch)
+            findings.fault(node, mismatch)
         elif first.python not in (None, interpreter.python):
-            found.warn(node, f"python {interpreter.python}, rank 0 has {first.python}")
-    return found.verdict(f"the same on all nodes: {first.describe()}")
+            findings.warn(node, f"python {interpreter.python}, rank 0 has {first.python}")
+    return findings.verdict(f"the same on all nodes: {first.describe()}")
 
 
 def _problem(
@@ -228,8 +228,8 @@ def install_fix(python: str, seen: Interpreter, wanted: dict[str, str], facts: N
 
 def _minor(version: str) -> str:
     """For example "3.11"; "" where that is not how it begins. Nothing else of a node's text enters a command."""
-    found = re.match(r"[0-9]{1,3}\.[0-9]{1,3}(?![0-9])", version)
-    return found[0] if found else ""
+    match = re.match(r"[0-9]{1,3}\.[0-9]{1,3}(?![0-9])", version)
+    return match[0] if match else ""
 
 
 def install_command(python: str, wanted: dict[str, str], extra: str) -> str:

@@ -46,22 +46,22 @@ def evaluate(
     facts: Mapping[str, NodeFacts],
     backend: str,
 ) -> CheckResult:
-    found = Findings(NAME, config)
+    findings = Findings(NAME, config)
     for node in config.nodes:
-        findings = found.on(node)
-        findings.passed.append("this machine, without ssh" if node.local else "host key known")
+        on_node = findings.on(node)
+        on_node.passed.append("this machine, without ssh" if node.local else "host key known")
         interpreter = interpreters[node.name]
         if description := interpreter.describe():
-            findings.passed.append(description)
+            on_node.passed.append(description)
         if versions.backend_name(backend) in interpreter.backends:
-            findings.passed.append(f"{backend} available")
+            on_node.passed.append(f"{backend} available")
         if interpreter.build is not None:
             gpus = interpreter.build.gpus
-            findings.passed.append(f"torch sees {plural(gpus, 'GPU') if gpus else 'the CPU alone'}")
-        _check_clock(node, facts[node.name], findings)
-        _check_leftovers(stale[node.name], findings)
+            on_node.passed.append(f"torch sees {plural(gpus, 'GPU') if gpus else 'the CPU alone'}")
+        _check_clock(node, facts[node.name], on_node)
+        _check_leftovers(stale[node.name], on_node)
     workers = plural(len(config.nodes), "worker")
-    return found.verdict(f"{workers} ready for {backend}, no processes of earlier runs are left")
+    return findings.verdict(f"{workers} ready for {backend}, no processes of earlier runs are left")
 
 
 def _check_clock(node: NodeConfig, facts: NodeFacts, findings: NodeFindings) -> None:
