@@ -88,9 +88,9 @@ def _equally_many(
     nodes: Sequence[NodeConfig], ips: Sequence[tuple[str, ...]], *, ring: bool
 ) -> tuple[tuple[str, ...], ...]:
     """MLX's ring does not start when a rank has more connections on one side than on the other."""
-    counts = {len(own) for own in ips}
+    counts = {len(addresses) for addresses in ips}
     if ring and len(counts) > 1:
-        why = ", ".join(f"{node.name} has {len(own)}" for node, own in zip(nodes, ips, strict=True))
+        why = ", ".join(f"{node.name} has {len(addresses)}" for node, addresses in zip(nodes, ips, strict=True))
         todo = "give every node the same number of ips"
         raise LaunchError("the ring needs the same number of addresses on every node", why=why, todo=todo)
     return tuple(ips)
@@ -105,13 +105,13 @@ def _over_cables(
     rows = []
     for rank, node in enumerate(nodes):
         before = nodes[rank - 1].name
-        own = []
+        on_cables = []
         for cable in topology.cables:
             if {cable.a, cable.b} != {node.name, before}:
                 continue
             if (ends := shared_addresses(cable, facts.values())) is not None:
-                own.append(ends[0] if cable.a == node.name else ends[1])
-        rows.append(tuple(own))
+                on_cables.append(ends[0] if cable.a == node.name else ends[1])
+        rows.append(tuple(on_cables))
     count = min(map(len, rows))
     return tuple(row[:count] for row in rows) if count else None
 
@@ -124,37 +124,37 @@ def _shared_network(
     backend: str,
 ) -> Addresses:
     ring = backend == "ring"
-    own: dict[str, list[_Address]] = {}
+    by_host: dict[str, list[_Address]] = {}
     for node in nodes:
-        own.setdefault(node.ssh, list(_addresses(facts.get(node.name))))
+        by_host.setdefault(node.ssh, list(_addresses(facts.get(node.name))))
     named = {node.ssh: [*map(ipaddress.IPv4Address, ips)] for node, ips in zip(nodes, given, strict=True) if ips}
-    shared = _common(own, named)
+    shared = _common(by_host, named)
     if not shared:
         _check_known(nodes, facts, given)
-        raise _nothing_shared(nodes, own, named, cabled=bool(topology.cables))
+        raise _nothing_shared(nodes, by_host, named, cabled=bool(topology.cables))
     targets = [_address_of(SshTarget.parse(node.ssh).host) for node in nodes]
     reached = [ip for ip in targets if ip is not None and not ip.is_loopback]
 
     def worse(network: Network) -> tuple[bool, int, bool]:
-        found = shared[network].values()
-        thunderbolt = all(address.thunderbolt for address in found)
+        addresses = shared[network].values()
+        thunderbolt = all(address.thunderbolt for address in addresses)
         far = sum(ip not in network for ip in reached)
         # With RDMA the bridge is down and a cable reaches only one peer, so any other network is better.
-        return thunderbolt != ring, far, any(address.wifi for address in found)
+        return thunderbolt != ring, far, any(address.wifi for address in addresses)
 
     best, *others = sorted(shared, key=lambda network: (worse(network), network))
-    found = shared[best]
+    chosen = shared[best]
     warnings = []
     # Through RDMA go the gradients themselves: the ranks only find each other on this network.
-    if any(address.wifi for address in found.values()) and not backend.startswith("jaccl"):
+    if any(address.wifi for address in chosen.values()) and not backend.startswith("jaccl"):
         warnings.append(f"{best} is Wi-Fi, which is slow for training")
-    if ring and topology.cables and not all(address.thunderbolt for address in found.values()):
+    if ring and topology.cables and not all(address.thunderbolt for address in chosen.values()):
         addressed = all(shared_addresses(cable, facts.values()) for cable in topology.cables)
         why = "they do not join each rank with the next" if addressed else _NO_CABLE_ADDRESSES
         warnings.append(f"the Thunderbolt cables are not used: {why}")
-    ips = tuple(ips or (str(found[node.ssh].ip),) for node, ips in zip(nodes, given, strict=True))
+    ips = tuple(ips or (str(chosen[node.ssh].ip),) for node, ips in zip(nodes, given, strict=True))
     equally_good = [str(network) for network in others if worse(network) == worse(best)]
-    return Addresses(ips, _reasons(best, found, equally_good, nodes), tuple(warnings))
+    return Addresses(ips, _reasons(best, chosen, equally_good, nodes), tuple(warnings))
 
 
 def _check_known(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], given: Sequence[tuple[str, ...]]) -> None:
@@ -173,33 +173,33 @@ def _check_known(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFacts], gi
 
 
 def _common(
-    own: Mapping[str, Sequence[_Address]], named: Mapping[str, Sequence[ipaddress.IPv4Address]]
+    by_host: Mapping[str, Sequence[_Address]], named: Mapping[str, Sequence[ipaddress.IPv4Address]]
 ) -> dict[Network, dict[str, _Address]]:
     """The networks in which every host has an address, with that address; `named` hosts, whose addresses are
     configured, must have one of those there and are not in the result."""
-    networks = {address.network for addresses in own.values() for address in addresses}
+    networks = {address.network for addresses in by_host.values() for address in addresses}
     shared = {}
     for network in networks:
         if not all(any(ip in network for ip in ips) for ips in named.values()):
             continue
         inside = {
             host: [address for address in addresses if address.network == network]
-            for host, addresses in own.items()
+            for host, addresses in by_host.items()
             if host not in named
         }
-        found = {host: addresses[0] for host, addresses in inside.items() if addresses}
+        chosen = {host: addresses[0] for host, addresses in inside.items() if addresses}
         # A network local to each machine, such as Docker's, has the same address everywhere.
-        if len(found) == len(inside) and len({address.ip for address in found.values()}) == len(found):
-            shared[network] = found
+        if len(chosen) == len(inside) and len({address.ip for address in chosen.values()}) == len(chosen):
+            shared[network] = chosen
     return shared
 
 
 def _reasons(
-    network: Network, found: Mapping[str, _Address], equally_good: Sequence[str], nodes: Sequence[NodeConfig]
+    network: Network, chosen: Mapping[str, _Address], equally_good: Sequence[str], nodes: Sequence[NodeConfig]
 ) -> tuple[str, ...]:
-    kind = "the Thunderbolt network" if all(address.thunderbolt for address in found.values()) else "the network"
+    kind = "the Thunderbolt network" if all(address.thunderbolt for address in chosen.values()) else "the network"
     on = {node.ssh: node.name for node in reversed(nodes)}
-    where = ", ".join(f"{on[host]} {address.interface}" for host, address in found.items())
+    where = ", ".join(f"{on[host]} {address.interface}" for host, address in chosen.items())
     shared = f"all nodes share {kind} {network} ({where})"
     if not equally_good:
         return (shared,)
@@ -209,12 +209,12 @@ def _reasons(
 
 def _nothing_shared(
     nodes: Sequence[NodeConfig],
-    own: Mapping[str, Sequence[_Address]],
+    by_host: Mapping[str, Sequence[_Address]],
     named: Mapping[str, Sequence[ipaddress.IPv4Address]],
     *,
     cabled: bool,
 ) -> LaunchError:
-    ips = {host: {address.ip for address in addresses} for host, addresses in own.items()}
+    ips = {host: {address.ip for address in addresses} for host, addresses in by_host.items()}
     same = [node for node in nodes if ips[node.ssh] and list(ips.values()).count(ips[node.ssh]) > 1]
     if same:
         return LaunchError(
@@ -222,14 +222,14 @@ def _nothing_shared(
             why=f"they are one machine, reached as {' and as '.join(dict.fromkeys(node.ssh for node in same))}",
             todo="write the same ssh, letter for letter, for all ranks on one machine",
         )
-    found = []
+    lines = []
     for node in nodes:
-        networks = [f"{address.network} ({address.interface})" for address in own[node.ssh]]
+        networks = [f"{address.network} ({address.interface})" for address in by_host[node.ssh]]
         networks = [str(ip) for ip in named.get(node.ssh, ())] or networks
-        found.append(f"{node.name}: {', '.join(dict.fromkeys(networks)) or 'only loopback and link-local addresses'}")
+        lines.append(f"{node.name}: {', '.join(dict.fromkeys(networks)) or 'only loopback and link-local addresses'}")
     where = ", ".join(node.name for node in nodes if node.ssh not in named)
     todo = f"`flightdeck nodes --setup` gives each Thunderbolt cable one; else {_SET_IPS}" if cabled else _SET_IPS
-    return LaunchError("the nodes have no network in common", where=where, why="; ".join(found), todo=todo)
+    return LaunchError("the nodes have no network in common", where=where, why="; ".join(lines), todo=todo)
 
 
 def _addresses(fact: NodeFacts | None) -> Iterator[_Address]:
@@ -267,20 +267,20 @@ class CableAddresses:
 
 def assign_subnets(topology: Topology, facts: Iterable[NodeFacts] = ()) -> tuple[CableAddresses, ...]:
     """A /30 for each cable whose two interfaces are known, not overlapping any network of the nodes."""
-    known = {fact.node: fact for fact in facts}
+    by_node = {fact.node: fact for fact in facts}
     taken = {
         ipaddress.IPv4Interface(text).network
-        for fact in known.values()
+        for fact in by_node.values()
         for interface in fact.interfaces
         for text in interface.ipv4
     }
     free = (subnet for subnet in POOL.subnets(new_prefix=30) if not any(subnet.overlaps(other) for other in taken))
     cables = [cable for cable in topology.cables if cable.a_device and cable.b_device]
-    found = []
+    addressed = []
     for cable, subnet in zip(cables, free, strict=False):
         a, b = subnet.hosts()
-        found.append(CableAddresses(cable, str(a), str(b)))
-    return tuple(found)
+        addressed.append(CableAddresses(cable, str(a), str(b)))
+    return tuple(addressed)
 
 
 def setup_commands(topology: Topology, facts: Sequence[NodeFacts] = ()) -> dict[str, list[str]]:
@@ -291,10 +291,10 @@ def setup_commands(topology: Topology, facts: Sequence[NodeFacts] = ()) -> dict[
         return {}
     if any(fact.problem or "ifconfig" in fact.unknown for fact in facts):
         return {}
-    found = assign_subnets(topology, facts)
+    addresses = assign_subnets(topology, facts)
     commands: dict[str, list[str]] = {}
     for node in topology.nodes:
-        lines = [line for peer in topology.nodes for line in _towards(node, peer, found)]
+        lines = [line for peer in topology.nodes for line in _towards(node, peer, addresses)]
         if lines:
             commands[node] = [f"sudo ifconfig {_BRIDGE} down", *lines]
     return commands
@@ -309,9 +309,9 @@ def setup_script(commands: Sequence[str]) -> str:
 
 def shared_addresses(cable: Cable, facts: Iterable[NodeFacts]) -> tuple[str, str] | None:
     """Addresses of the two ends of a cable in a common network, if any."""
-    known = {fact.node: fact for fact in facts}
+    by_node = {fact.node: fact for fact in facts}
     a_ends, b_ends = (
-        [ipaddress.IPv4Interface(text) for text in _of_device(known.get(node), device)]
+        [ipaddress.IPv4Interface(text) for text in _of_device(by_node.get(node), device)]
         for node, device in ((cable.a, cable.a_device), (cable.b, cable.b_device))
     )
     for a in a_ends:
@@ -326,14 +326,14 @@ def _of_device(fact: NodeFacts | None, device: str | None) -> tuple[str, ...]:
     return next((interface.ipv4 for interface in interfaces if interface.name == device), ())
 
 
-def _towards(node: str, peer: str, found: Iterable[CableAddresses]) -> Iterator[str]:
-    for link in found:
+def _towards(node: str, peer: str, addresses: Iterable[CableAddresses]) -> Iterator[str]:
+    for link in addresses:
         ends = (link.cable.a, link.cable.b)
         if ends == (node, peer):
-            device, own, other = link.cable.a_device, link.a_ip, link.b_ip
+            device, ip, other = link.cable.a_device, link.a_ip, link.b_ip
         elif ends == (peer, node):
-            device, own, other = link.cable.b_device, link.b_ip, link.a_ip
+            device, ip, other = link.cable.b_device, link.b_ip, link.a_ip
         else:
             continue
-        yield f"sudo ifconfig {device} inet {own} netmask {_NETMASK}"
+        yield f"sudo ifconfig {device} inet {ip} netmask {_NETMASK}"
         yield f"sudo route change {other} -interface {device}"

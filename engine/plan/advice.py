@@ -42,8 +42,8 @@ _WATCHDOG_BILLIONS = 3.5
 
 def _whole_on_m4_max(plan: PlanContext, memory: MemoryFit) -> bool:
     """Full fine-tuning of 4B or more, with the whole model on an M4 Max."""
-    known = plan.full and not plan.torch and plan.strategy not in PARTITIONED and memory.billions(_WATCHDOG_BILLIONS)
-    return known and bool(plan.m4_max)
+    whole = plan.full and not plan.torch and plan.strategy not in PARTITIONED and memory.billions(_WATCHDOG_BILLIONS)
+    return whole and bool(plan.m4_max)
 
 
 def without_validation(context: PlanContext, memory: MemoryFit, rationale: Rationale) -> tuple[str, ...]:
@@ -159,11 +159,11 @@ _MACS_GB = (64, 128, 512)
 
 def exchange_dominates(context: PlanContext) -> bool:
     """The exchange of an update takes longer than the computation of its last iteration; int8 would shorten it."""
-    found = context.throughput
-    if found.exchange_s is None or found.exchange_s <= max(found.compute_s.values()):
+    predicted = context.throughput
+    if predicted.exchange_s is None or predicted.exchange_s <= max(predicted.compute_s.values()):
         return False
     smaller = _predicted(context, "data", "int8")
-    return smaller.exchange_s is not None and smaller.exchange_s < found.exchange_s
+    return smaller.exchange_s is not None and smaller.exchange_s < predicted.exchange_s
 
 
 _GAIN = 0.05
@@ -172,12 +172,12 @@ _GAIN = 0.05
 
 def local_pays(context: PlanContext) -> bool:
     """With data, the exchange of an update takes longer than its computation; local would shorten the step."""
-    found = context.throughput
-    if context.strategy != "data" or found.exchange_s is None or found.step_s is None:
+    predicted = context.throughput
+    if context.strategy != "data" or predicted.exchange_s is None or predicted.step_s is None:
         return False
     local = _predicted(context, "local", AUTO).step_s
-    longer = found.exchange_s > context.accumulation * max(found.compute_s.values())
-    return longer and local is not None and local < (1 - _GAIN) * found.step_s
+    longer = predicted.exchange_s > context.accumulation * max(predicted.compute_s.values())
+    return longer and local is not None and local < (1 - _GAIN) * predicted.step_s
 
 
 def local_gains_nothing(context: PlanContext) -> bool:
@@ -232,22 +232,22 @@ def _sizes(context: PlanContext, memory: MemoryFit) -> str:
     even = max(1, int(context.settings["batch_size"]) // context.ranks)
     batch = even if first.strategy == "pipeline" else first.batch
     alone = replace(first, strategy="data", world_size=1, layers=None, batch=batch, accumulation=context.accumulation)
-    found = []
+    sizes = []
     for size in _MACS_GB:
         limit = int(size * 2**30 * WORKING_SET)
         choice = choose(memory.shape, [alone], [limit], dict.fromkeys(ChosenSettings.model_fields, AUTO))
         needed = f"{memory_text(choice.needed_bytes[0])} of {memory_text(limit)}"
-        found.append(f"{size} GB: {choice.settings.text if choice.fits else 'too small'} ({needed})")
-    return f"{alone.batch} × {alone.sequence:,} tokens: " + "; ".join(found)
+        sizes.append(f"{size} GB: {choice.settings.text if choice.fits else 'too small'} ({needed})")
+    return f"{alone.batch} × {alone.sequence:,} tokens: " + "; ".join(sizes)
 
 
 def _exchange(context: PlanContext) -> str:
     """The step with each form of the exchange."""
     steps = []
     for wire in ("float32", AUTO, "int8"):
-        found = _predicted(context, "data", wire)
-        if found.exchange_s is not None and found.step_s is not None:
-            steps.append(f'"{wire}" {found.step_s:.2f} s ({found.exchange_s:.2f} s of exchange)')
+        predicted = _predicted(context, "data", wire)
+        if predicted.exchange_s is not None and predicted.step_s is not None:
+            steps.append(f'"{wire}" {predicted.step_s:.2f} s ({predicted.exchange_s:.2f} s of exchange)')
     compute = max(context.throughput.compute_s.values())
     return f"an iteration computes for {compute:.2f} s, and takes with wire = " + ", ".join(steps)
 
@@ -255,11 +255,11 @@ def _exchange(context: PlanContext) -> str:
 def _data_and_local(context: PlanContext) -> str:
     """The step of both, and of one node: of the job's own strategy in the form that it sets, of the other one in the
     same or, with local, in 4 bits."""
-    own = context.throughput
+    current = context.throughput
     other = _predicted(context, "local", AUTO) if context.strategy == "data" else _predicted(context, "data")
-    data, local = (own, other) if context.strategy == "data" else (other, own)
+    data, local = (current, other) if context.strategy == "data" else (other, current)
     form = ' and wire = "auto"' if local is other and context.settings.get("wire", AUTO) != AUTO else ""
-    alone = (own.step_s or 0.0) * (own.speed_up or 0.0)
+    alone = (current.step_s or 0.0) * (current.speed_up or 0.0)
     return (
         f'an iteration takes {data.step_s:.2f} s with strategy "data", {local.step_s:.2f} s with "local"{form}, '
         f"{alone:.2f} s on the fastest node alone"

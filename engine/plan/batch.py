@@ -52,8 +52,8 @@ def batch_section(context: PlanContext, fits: int | None, rationale: Rationale) 
     per_epoch = context.updates_per_epoch
     _explain_rate(context, rationale)
     _check_schedule(context, rationale)
-    known = f"{rule} for {settings['optimizer']}: {base.learning_rate:g} at batch {base.batch}"
-    reason = f"{known} gives {by_rule:.2g} at batch {total} ({base.source})"
+    basis = f"{rule} for {settings['optimizer']}: {base.learning_rate:g} at batch {base.batch}"
+    reason = f"{basis} gives {by_rule:.2g} at batch {total} ({base.source})"
     rationale.explain(_KEY + "rule_learning_rate", Source.RULE, reason)
     source, reason = Source.DEFAULT, "mlx-lm warms up only if lr_schedule sets it"
     if warm:

@@ -182,7 +182,7 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
         steps += [_on(node, "ibstat") for node in hosts]
     # PyTorch commands are not measured.
     calibrate = [f"calibrate{' --scaling' * context.torch} --quick"] if context.settings or not context.torch else []
-    steps += [f"{deck} {each}{config}" for each in ("preflight", *calibrate, "launch --follow")]
+    steps += [f"{deck} {command}{config}" for command in ("preflight", *calibrate, "launch --follow")]
     if context.backend == "nccl":
         steps.append(f'{deck} logs last | grep "Using network"')
     return (*dict.fromkeys(steps), f"{deck} show last")

@@ -59,7 +59,7 @@ def explained(plan: TrainingPlan) -> Iterator[tuple[str, list[Row]]]:
     if plan.advice:
         yield (
             "advice",
-            [(each.name, f"{each.text} ({each.source}{'; disputed' * each.disputed})") for each in plan.advice],
+            [(item.name, f"{item.text} ({item.source}{'; disputed' * item.disputed})") for item in plan.advice],
         )
 
 
@@ -108,12 +108,12 @@ def _rate(section: BatchSection) -> str:
 def _memory(section: MemorySection | Disabled, settings: Settings | Disabled) -> str:
     if isinstance(section, Disabled):
         return f"not known: {section.reason}"
-    found = {}
+    by_node = {}
     for rank in section.ranks:
         limit = memory_text(rank.limit_bytes) if rank.limit_bytes is not None else "an unknown limit"
         too_much = ", too much" if rank.fits is False else ""
-        found[rank.node] = f"{memory_text(rank.needed_bytes)} of {limit}{too_much}"
-    text = _by_node(found)
+        by_node[rank.node] = f"{memory_text(rank.needed_bytes)} of {limit}{too_much}"
+    text = _by_node(by_node)
     if not isinstance(settings, Disabled) and settings != ChosenSettings():
         text.append(f"with {settings.text}")
     return "; ".join(dict.fromkeys(text))
@@ -145,13 +145,13 @@ def _data(plan: TrainingPlan) -> str:
 
 def _value(values: Mapping[str, Any], key: str) -> str | None:
     """The value at `key` of the document, if it is short enough to print."""
-    found: Any = values
+    value: Any = values
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    if isinstance(found, bool):
-        return str(found).lower()
-    if isinstance(found, float):
-        return f"{found:g}"
-    if isinstance(found, Mapping) and 0 < len(found) <= 16 and all(isinstance(n, int | float) for n in found.values()):
-        return ", ".join(f"{name} {n:.3g}" if isinstance(n, float) else f"{name} {n}" for name, n in found.items())
-    return str(found) if isinstance(found, int | str) and len(str(found)) <= 60 else None
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Mapping) and 0 < len(value) <= 16 and all(isinstance(n, int | float) for n in value.values()):
+        return ", ".join(f"{name} {n:.3g}" if isinstance(n, float) else f"{name} {n}" for name, n in value.items())
+    return str(value) if isinstance(value, int | str) and len(str(value)) <= 60 else None

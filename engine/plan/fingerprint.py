@@ -42,15 +42,15 @@ def fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
 def scaling_fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
     """As `fingerprint`, and of how the ranks work together, PyTorch's versions and NVIDIA's drivers and GPUs."""
     seen = {(fact.node, fact.host): fact for fact in facts}
-    known = {key: config.job.mlx_lm.get(key) for key in ("local_steps", *TORCH_KEYS)}
+    settings = {key: config.job.mlx_lm.get(key) for key in ("local_steps", *TORCH_KEYS)}
     if config.job.framework == "torch":
-        known["machines"] = [
+        settings["machines"] = [
             (fact.torch, fact.nvidia_driver, [gpu.name for gpu in fact.gpus])
             for node in config.nodes
             if (fact := seen.get((node.name, node.ssh))) is not None
         ]
     on_nodes = fingerprint(config, seen.values())
-    return _digest({"job on nodes": on_nodes, "strategy": config.job.strategy, **known})
+    return _digest({"job on nodes": on_nodes, "strategy": config.job.strategy, **settings})
 
 
 def node_fingerprints(config: Config, facts: Iterable[NodeFacts]) -> dict[str, str]:
@@ -83,8 +83,8 @@ def latest_scaling(config: Config, facts: Iterable[NodeFacts], scalings: Iterabl
 
 
 def _newest(taken: Iterable[Measured], wanted: str) -> Measured | None:
-    matching = (each for each in taken if each.fingerprint == wanted)
-    return max(matching, key=lambda each: each.taken_at, default=None)
+    matching = (measured for measured in taken if measured.fingerprint == wanted)
+    return max(matching, key=lambda measured: measured.taken_at, default=None)
 
 
 def age_days(calibration: Calibration | Scaling, now: datetime) -> float:
@@ -101,8 +101,8 @@ def _digest(what: Mapping[str, Any]) -> str:
 
 
 def _node(node: NodeConfig, facts: NodeFacts | None) -> dict[str, Any]:
-    own = {key: getattr(node, key) for key in ("name", "ssh", "ips", "model", "data")}
-    own |= {name: getattr(facts, name, None) for name in ("chip", "python", "mlx", "mlx_lm")}
+    identity = {key: getattr(node, key) for key in ("name", "ssh", "ips", "model", "data")}
+    identity |= {name: getattr(facts, name, None) for name in ("chip", "python", "mlx", "mlx_lm")}
     if facts is None or facts.mlx_cuda is None:
-        return own
-    return own | {"mlx_cuda": facts.mlx_cuda, "gpus": [gpu.name for gpu in facts.gpus]}
+        return identity
+    return identity | {"mlx_cuda": facts.mlx_cuda, "gpus": [gpu.name for gpu in facts.gpus]}

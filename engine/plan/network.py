@@ -59,8 +59,8 @@ def _infiniband_devices(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFac
     """By node the first active device."""
     devices = {node.name: facts[node.name].rdma_devices if node.name in facts else () for node in nodes}
     return {
-        name: next((device.name for device in found if device.port_state == "PORT_ACTIVE"), None)
-        for name, found in devices.items()
+        name: next((device.name for device in on_node if device.port_state == "PORT_ACTIVE"), None)
+        for name, on_node in devices.items()
     }
 
 
@@ -150,8 +150,8 @@ def _cluster_obstacles(nodes: Sequence[NodeConfig], facts: Mapping[str, NodeFact
         if (fact := facts.get(node.name)) is not None and fact.os_build:
             builds.setdefault(f"{fact.os_version} ({fact.os_build})", []).append(node.name)
     if len(builds) > 1:
-        found = "; ".join(f"{build} on {', '.join(names)}" for build, names in builds.items())
-        obstacles.append(f"macOS builds differ ({found}): update all nodes to the same build")
+        versions = "; ".join(f"{build} on {', '.join(names)}" for build, names in builds.items())
+        obstacles.append(f"macOS builds differ ({versions}): update all nodes to the same build")
     return obstacles
 
 
@@ -192,9 +192,9 @@ def _cables(
             continue
         cabled = True
         ends = {cable.a: cable.a_device, cable.b: cable.b_device}
-        found = [f"{node}: {fault}" for node in (a, b) for fault in _port_faults(facts.get(node), ends[node])]
-        faults += found
-        if not found:
+        port_faults = [f"{node}: {fault}" for node in (a, b) for fault in _port_faults(facts.get(node), ends[node])]
+        faults += port_faults
+        if not port_faults:
             usable.append((f"{_PREFIX}{ends[a]}", f"{_PREFIX}{ends[b]}"))
     return usable, faults, cabled
 
@@ -206,13 +206,13 @@ def _port_faults(fact: NodeFacts | None, device: str | None) -> list[str]:
     if hardware.PORT_WITHOUT_RDMA.get(fact.model or "") == device:
         return [f"{device} is the port next to Ethernet, which does not support RDMA: use another port"]
     name = f"{_PREFIX}{device}"
-    rdma = next((found for found in fact.rdma_devices if found.name == name), None)
+    rdma = next((entry for entry in fact.rdma_devices if entry.name == name), None)
     if rdma is None and fact.rdma_devices and "ibv_devices" not in fact.unknown:
         return [f"device {name} does not exist"]
     faults = []
     if rdma is not None and rdma.port_state not in (None, "PORT_ACTIVE"):
         faults.append(f"{name} is {rdma.port_state}: both ends need RDMA enabled and a Thunderbolt 5 cable")
-    interface = next((found for found in fact.interfaces if found.name == device), None)
+    interface = next((entry for entry in fact.interfaces if entry.name == device), None)
     if interface is not None and not interface.ipv4 and "ifconfig" not in fact.unknown:
         member = f" (a member of {interface.bridge})" if interface.bridge else ""
         faults.append(f"{device} has no IPv4 address{member}: {_OWN_NETWORK}")
@@ -237,31 +237,31 @@ def plan_network(
     "auto" uses RDMA if possible, else TCP with a warning for each obstacle to RDMA; strategy "local" TCP alone. Raises
     LaunchError that names every node that cannot use the backend which the configuration sets, or that has no known
     address. `strategy` replaces the job's."""
-    known = {fact.node: fact for fact in facts if any(node.name == fact.node for node in config.nodes)}
+    by_node = {fact.node: fact for fact in facts if any(node.name == fact.node for node in config.nodes)}
     nodes, chosen = config.nodes, strategy or config.job.strategy
     local = chosen == "local"
     if local:
         choice = _for_local(config.cluster.backend)
     elif config.cluster.backend != "auto":
-        choice = _configured_backend(config, known, topology, chosen)
+        choice = _configured_backend(config, by_node, topology, chosen)
     else:
-        choice = _for_nvidia(config, known, chosen) or _choose_backend(nodes, known, topology)
+        choice = _for_nvidia(config, by_node, chosen) or _choose_backend(nodes, by_node, topology)
     # A cable between two of more ranks is no way to rank 0 for the others.
     cabling = topology.model_copy(update={"cables": ()}) if local and len(nodes) > 2 else topology
-    addresses = choose_addresses(nodes, known, cabling, backend=choice.backend)
+    addresses = choose_addresses(nodes, by_node, cabling, backend=choice.backend)
     rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
     named = config.job.framework == "torch" or choice.backend == "nccl"
     return NetworkPlan(
         backend=choice.backend,
         framework=config.job.framework,
-        infiniband=choice.backend == "nccl" and all(_infiniband_devices(nodes, known).values()),
+        infiniband=choice.backend == "nccl" and all(_infiniband_devices(nodes, by_node).values()),
         hosts=tuple(
             LaunchHost(
                 ssh=SshTarget.parse(node.ssh).openssh,
                 ips=ips,
                 rdma=row,
-                interface=_interface(known.get(node.name), ips) if named else None,
-                gpu=gpu_of(config, rank, known.get(node.name)),
+                interface=_interface(by_node.get(node.name), ips) if named else None,
+                gpu=gpu_of(config, rank, by_node.get(node.name)),
             )
             for rank, (node, ips, row) in enumerate(zip(nodes, addresses.ips, rows, strict=True))
         ),
@@ -273,7 +273,7 @@ def plan_network(
 def _interface(fact: NodeFacts | None, ips: Sequence[str]) -> str | None:
     """The interface of a node that has the first of these addresses."""
     interfaces = fact.interfaces if fact is not None else ()
-    return next((each.name for each in interfaces if any(ip.split("/")[0] == ips[0] for ip in each.ipv4)), None)
+    return next((entry.name for entry in interfaces if any(ip.split("/")[0] == ips[0] for ip in entry.ipv4)), None)
 
 
 def gpus_of_ranks(config: Config, fact: NodeFacts | None) -> list[str | None]:

@@ -133,11 +133,11 @@ def _check_adapters(
         return
     trained = architecture.layers[-max(int(context.settings["num_layers"]), 0) :]
     names = {matrix.name: matrix for layer in trained for matrix in layer.matrices}
-    found = {key: _matrices(architecture, trained, key) for key in (names if keys is None else keys)}
-    if dora and any(matrix.copies > 1 for matrices in found.values() for matrix in matrices):
+    by_key = {key: _matrices(architecture, trained, key) for key in (names if keys is None else keys)}
+    if dora and any(matrix.copies > 1 for matrices in by_key.values() for matrix in matrices):
         _refuse_dora(rationale, *(name for name, matrix in names.items() if matrix.copies == 1))
-    missing = [key for key, matrices in found.items() if not matrices]
-    if len(missing) == len(found):
+    missing = [key for key, matrices in by_key.items() if not matrices]
+    if len(missing) == len(by_key):
         rationale.refuse("lora_parameters", *nothing_trained(missing, names))
     elif missing:
         rationale.warn("lora_parameters", unmatched(missing, names))
@@ -169,9 +169,10 @@ def _refuse_dora(rationale: Rationale, *names: str) -> None:
 
 def _matrices(architecture: Architecture, trained: Sequence[Layer], key: str) -> list[Matrix]:
     """Those that mlx-lm adapts for a key: by a name within a trained layer, or by a path in the whole model."""
-    found = [matrix for layer in trained for matrix in layer.matrices if matrix.name == key]
+    matrices = [matrix for layer in trained for matrix in layer.matrices if matrix.name == key]
     path = OF_LAYER.search(key)
     if path is not None and int(path["number"]) < len(architecture.layers):
-        found += [each for each in architecture.layers[int(path["number"])].matrices if each.name == path["name"]]
+        numbered = architecture.layers[int(path["number"])]
+        matrices += [matrix for matrix in numbered.matrices if matrix.name == path["name"]]
     outside = filter(None, (architecture.embedding, architecture.head))
-    return found + [matrix for matrix in outside if f".{key}".endswith(f".{matrix.name}")]
+    return matrices + [matrix for matrix in outside if f".{key}".endswith(f".{matrix.name}")]

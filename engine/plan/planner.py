@@ -29,26 +29,26 @@ _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 
 
 def performance_section(context: PlanContext, rationale: document.Rationale) -> document.PerformanceSection:
-    found = context.throughput
+    predicted = context.throughput
     source = document.Source.CALIBRATION
     reason = "the slowest node's measured step at its micro-batch, and the part of the exchange that nothing hides"
     if context.strategy in PARTITIONED or context.torch:
         reason = "real iterations of all ranks together, measured by calibrate"
     if context.strategy == "local":
         reason = "the slowest node's measured step at its micro-batch, and its part of the messages and of an averaging"
-    if found.examples_per_s is None:
-        source, reason = document.Source.UNKNOWN, found.why_not or "not predicted"
+    if predicted.examples_per_s is None:
+        source, reason = document.Source.UNKNOWN, predicted.why_not or "not predicted"
     rationale.explain("performance_targets.throughput", source, reason)
     for target in ("gpu_utilization", "checkpoint_overhead"):
         rationale.explain(f"performance_targets.{target}", document.Source.RULE, "a target, not a measurement")
     iterations = context.iterations
     return document.PerformanceSection(
-        throughput=found.examples_per_s,
-        tokens_per_second=found.tokens_per_s,
-        step_s=found.step_s,
-        speed_up=found.speed_up,
-        efficiency=found.efficiency,
-        duration_s=found.step_s * iterations if found.step_s is not None and iterations is not None else None,
+        throughput=predicted.examples_per_s,
+        tokens_per_second=predicted.tokens_per_s,
+        step_s=predicted.step_s,
+        speed_up=predicted.speed_up,
+        efficiency=predicted.efficiency,
+        duration_s=predicted.step_s * iterations if predicted.step_s is not None and iterations is not None else None,
     )
 
 
@@ -103,20 +103,20 @@ def chunking_section(
         rationale.warn(_KEY, why)
         return _off(why, rationale)
     try:
-        found = chunk_plan(size, context.job.chunk_size)
+        chunking = chunk_plan(size, context.job.chunk_size)
     except ValueError as error:
         rationale.refuse(_KEY, str(error))
         return _off(str(error), rationale)
-    if not found.enabled:
-        return _off(f"{size:,} examples are fewer than one chunk of {found.chunk_size:,}", rationale)
-    chunks = f"{found.num_chunks} chunks of {found.chunk_size:,}, streamed by offset"
+    if not chunking.enabled:
+        return _off(f"{size:,} examples are fewer than one chunk of {chunking.chunk_size:,}", rationale)
+    chunks = f"{chunking.num_chunks} chunks of {chunking.chunk_size:,}, streamed by offset"
     rationale.explain(_KEY, document.Source.FACT, f"{size:,} examples ({context.inputs.examples_source}): {chunks}")
     return document.ChunkingSection(
         dataset_size=size,
-        chunk_size=found.chunk_size,
-        num_chunks=found.num_chunks,
+        chunk_size=chunking.chunk_size,
+        num_chunks=chunking.num_chunks,
         memory_management="gc.collect()" + ("" if context.torch else " and mx.clear_cache()") + " after each chunk",
-        progress_reporting=progress_text(1, found.num_chunks),
+        progress_reporting=progress_text(1, chunking.num_chunks),
     )
 
 
@@ -153,8 +153,8 @@ def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
     needed = torch_fit(context, rationale) if context.torch else memory_fit(context, rationale)
     if isinstance(needed, TorchFit):
         # The other sections are about the strategy that was chosen; "auto" is the script's own.
-        own = isinstance(needed.settings, document.Disabled)
-        context = replace(context, inputs=replace(inputs, strategy=AUTO if own else needed.chosen.strategy))
+        scripts_own = isinstance(needed.settings, document.Disabled)
+        context = replace(context, inputs=replace(inputs, strategy=AUTO if scripts_own else needed.chosen.strategy))
     not_validating = without_validation(context, needed, rationale)
     advised = advice_section(context, needed, not_validating)
     return document.TrainingPlan(
@@ -191,13 +191,13 @@ def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
 
 
 def _warn_unreachable(context: PlanContext, rationale: document.Rationale) -> None:
-    found: dict[tuple[str, str], list[str]] = {}
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for name, why in context.inputs.problems.items():
         seen, facts = context.inputs.facts.get(name), "facts are unknown"
         if seen is not None:
             facts = f"facts from {_ago((context.inputs.now - seen.probed_at).total_seconds())} are used"
-        found.setdefault((why, facts), []).append(name)
-    for (why, facts), names in found.items():
+        by_reason.setdefault((why, facts), []).append(name)
+    for (why, facts), names in by_reason.items():
         does, its = ("does", "its") if len(names) == 1 else ("do", "their")
         rationale.warn("nodes", f"{spans(names)} {does} not respond ({why}): {its} {facts}")
 

@@ -71,15 +71,15 @@ def _of_group(
         return ThroughputPrediction(why_not=why_not)
     throughput = group.batch / group.step_s
     alone = [group.batch / step_s(measure, group.batch) for measure in measures]
-    known = len(alone) == len(shares.parts)
+    all_measured = len(alone) == len(shares.parts)
     return ThroughputPrediction(
         examples_per_s=throughput,
         tokens_per_s=group.tokens_per_s,
         step_s=group.step_s,
         compute_s=dict(group.compute_s),
         communicate_s=max(0.0, group.step_s - max(group.compute_s.values())),
-        speed_up=throughput / max(alone) if known else None,
-        efficiency=throughput / sum(alone) if known else None,
+        speed_up=throughput / max(alone) if all_measured else None,
+        efficiency=throughput / sum(alone) if all_measured else None,
     )
 
 
@@ -110,10 +110,10 @@ def _exchange_of(
 def mean_updates(settings: Mapping[str, Any]) -> float:
     """Updates from one averaging of strategy "local" to the next, with these mlx-lm keys. With epochs, which need the
     number of examples, over as many iterations as are the default."""
-    known = {**DEFAULTS, **settings}
-    numbers = {key: int(known[key]) for key in ("iters", "grad_accumulation_steps", "local_steps", "save_every")}
+    effective = {**DEFAULTS, **settings}
+    numbers = {key: int(effective[key]) for key in ("iters", "grad_accumulation_steps", "local_steps", "save_every")}
     return AveragingSchedule(
-        **numbers, steps_per_eval=int(known["steps_per_eval"]) if known["val_batches"] else None
+        **numbers, steps_per_eval=int(effective["steps_per_eval"]) if effective["val_batches"] else None
     ).updates
 
 
@@ -220,10 +220,10 @@ def _sending_s(link: LinkMeasure | None, ranks: int, size: float, messages: int 
 
 def _tokens_per_s(measures: list[NodeMeasure], examples_per_s: float) -> float | None:
     """Uses the mean length of the sequences in the calibration."""
-    known = [(m.tokens_per_s, m.examples_per_s) for m in measures if m.tokens_per_s is not None and m.examples_per_s]
-    if not known:
+    rates = [(m.tokens_per_s, m.examples_per_s) for m in measures if m.tokens_per_s is not None and m.examples_per_s]
+    if not rates:
         return None
-    return examples_per_s * sum(tokens / examples for tokens, examples in known) / len(known)
+    return examples_per_s * sum(tokens / examples for tokens, examples in rates) / len(rates)
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,9 @@ def predict(
     return Prediction(calibration, stale, shares, predicted, _micro_batches(config, shares))
 
 
-def division_of(found: Prediction) -> Division:
+def division_of(prediction: Prediction) -> Division:
     """The division that a new run stores."""
-    return Division.model_validate({**vars(found.shares), **vars(found.throughput)})
+    return Division.model_validate({**vars(prediction.shares), **vars(prediction.throughput)})
 
 
 def _micro_batches(config: Config, shares: Shares) -> dict[str, int] | None:

@@ -115,7 +115,7 @@ def _why_skipped(
 ) -> str | None:
     """Why preflight will skip a check; a check that the user switched off is also a warning."""
     config = context.inputs.config
-    by_name = {*config.preflight.skip, *(each.name for each in context.inputs.checks if each.overridden)}
+    by_name = {*config.preflight.skip, *(planned.name for planned in context.inputs.checks if planned.overridden)}
     if check not in by_name and (reason := not_applicable(config)) is not None:
         rationale.explain(check, Source.RULE, reason)
         return reason

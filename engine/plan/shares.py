@@ -76,8 +76,8 @@ def noise(measures: Iterable[NodeMeasure | None]) -> float | None:
     """Two standard errors of a node's mean throughput (its spread over the measurement windows, divided by the square
     root of their number), as a root mean square over the nodes; equal nodes rarely appear to vary more. None when no
     spread is known."""
-    known = [measure for measure in measures if measure is not None and measure.spread is not None]
-    errors = [(measure.spread or 0.0) ** 2 / max(measure.windows, 1) for measure in known]
+    with_spread = [measure for measure in measures if measure is not None and measure.spread is not None]
+    errors = [(measure.spread or 0.0) ** 2 / max(measure.windows, 1) for measure in with_spread]
     return 2 * math.sqrt(statistics.fmean(errors)) if errors else None
 
 
@@ -96,29 +96,29 @@ def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
     if unknown:
         warnings.append(f"hardware calibration missing for {', '.join(unknown)}, assuming equal performance")
         return Shares(parts=equal, source="equal", reason=warnings[-1], left_out=offline, warnings=tuple(warnings))
-    found, own = variation(list(online.values())), noise(measures[name] for name in online)
-    if found > WARN_ABOVE:
-        warnings.append(f"the nodes' throughputs vary by {found:.0%}: the slower ones hold up the others")
+    spread, noise_level = variation(list(online.values())), noise(measures[name] for name in online)
+    if spread > WARN_ABOVE:
+        warnings.append(f"the nodes' throughputs vary by {spread:.0%}: the slower ones hold up the others")
     parts = equal
     source: Literal["calibrated", "equal"] = "equal"
-    if found <= UNEQUAL_ABOVE:
-        reason = f"equal: the measured throughputs vary by {found:.0%} (limit {UNEQUAL_ABOVE:.0%})"
-    elif own is not None and found <= own:
+    if spread <= UNEQUAL_ABOVE:
+        reason = f"equal: the measured throughputs vary by {spread:.0%} (limit {UNEQUAL_ABOVE:.0%})"
+    elif noise_level is not None and spread <= noise_level:
         warnings.append(
-            f"the measured throughputs vary by {found:.0%}, within their noise of {own:.0%}: calibrate again while "
-            "nothing else runs on the nodes"
+            f"the measured throughputs vary by {spread:.0%}, within their noise of {noise_level:.0%}: calibrate again "
+            "while nothing else runs on the nodes"
         )
         reason = f"equal: {warnings[-1]}"
     else:
         parts, source = _normalised(online), "calibrated"
-        known = f"noise {own:.0%}" if own is not None else "noise unknown"
-        reason = f"by the measured throughputs, which vary by {found:.0%} (limit {UNEQUAL_ABOVE:.0%}, {known})"
+        against = f"noise {noise_level:.0%}" if noise_level is not None else "noise unknown"
+        reason = f"by the measured throughputs, which vary by {spread:.0%} (limit {UNEQUAL_ABOVE:.0%}, {against})"
     return Shares(
         parts=parts,
         source=source,
         reason=reason,
-        variation=found,
-        noise=own,
+        variation=spread,
+        noise=noise_level,
         left_out=offline,
         warnings=tuple(warnings),
     )

@@ -64,14 +64,14 @@ def strategy_section(
     if name == AUTO:
         shown, source, origin = "the script's own", Source.USER, "see settings"
     rationale.explain("strategy.parallelism", source, f"{shown}: {origin}")
-    each = "process" if context.torch else "[[node]]"
-    ranks = f"one rank per {each}: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
+    place = "process" if context.torch else "[[node]]"
+    ranks = f"one rank per {place}: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
     of_mac = "; one process drives the GPU of a Mac" if context.platform == "apple" else ""
     rationale.explain("strategy.world_size", Source.USER, f"{ranks}{of_mac}")
     not_launchable = None
     if name != context.job.strategy and not automatic:
-        own = f"the job uses strategy {context.job.strategy}"
-        not_launchable = f'{own}: set [job] strategy = "{name}" to launch this one'
+        configured = f"the job uses strategy {context.job.strategy}"
+        not_launchable = f'{configured}: set [job] strategy = "{name}" to launch this one'
         rationale.explain("strategy.launchable", Source.USER, not_launchable)
     kind = mlx_module(str((context.inputs.model or {}).get("model_type", "")))
     if name in ("sharded", "pipeline") and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
@@ -122,8 +122,8 @@ def _averaging(context: PlanContext, trained: int | None, rationale: Rationale) 
     )
     size, source, reason = None, Source.UNKNOWN, "the number of trained parameters is not known"
     if trained is not None:
-        own = trained_element_bytes(context.inputs.model, context.job.fine_tune_type)
-        by_data = trained * exchange(wire, context.ranks, own, context.accumulation).sent
+        element_bytes = trained_element_bytes(context.inputs.model, context.job.fine_tune_type)
+        by_data = trained * exchange(wire, context.ranks, element_bytes, context.accumulation).sent
         size, source = math.ceil(trained * form.element_bytes), Source.RULE
         reason = (
             f"{8 * form.element_bytes:.3g} bits for each of {trained:,} trained parameters, to rank 0 and back; rank 0 "

@@ -44,12 +44,12 @@ def _choose(
 ) -> Choice:
 
     def attempt(chosen: ChosenSettings) -> Choice:
-        needs = {each: estimate(shape, with_settings(each, chosen)).needed_bytes for each in set(workloads)}
-        needed = tuple(needs[each] for each in workloads)
+        needs = {workload: estimate(shape, with_settings(workload, chosen)).needed_bytes for workload in set(workloads)}
+        needed = tuple(needs[workload] for workload in workloads)
         fits = all(limit is None or need <= limit for need, limit in zip(needed, limits, strict=True))
         return Choice(chosen, fits, needed, rejected)
 
-    layers, asked = max(recomputable(shape, each) for each in set(workloads)), requested.get("grad_checkpoint", False)
+    layers, asked = max(recomputable(shape, load) for load in set(workloads)), requested.get("grad_checkpoint", False)
     counts = [False, *range(1, layers), *[True] * (layers > 0)] if asked == AUTO else [asked]
     rejected = None
     for precision, moments in _pairs(shape, workloads[0], requested):
@@ -76,11 +76,11 @@ def resolved(config: Config, chosen: Settings | Disabled) -> Config:
     """`config` with the chosen values where its job has "auto"; the same where the plan has chosen none."""
     if isinstance(chosen, Disabled):
         return config
-    own, updated = config.job.mlx_lm, {}
-    values = {key: value for key, value in chosen if own.get(key) == AUTO}
+    given, updated = config.job.mlx_lm, {}
+    values = {key: value for key, value in chosen if given.get(key) == AUTO}
     if isinstance(chosen, ChosenTorchSettings) and config.job.strategy == AUTO:
         updated["strategy"] = chosen.strategy
-    return config.model_copy(update={"job": config.job.model_copy(update={"mlx_lm": {**own, **values}, **updated})})
+    return config.model_copy(update={"job": config.job.model_copy(update={"mlx_lm": {**given, **values}, **updated})})
 
 
 def unresolved(requested: Mapping[str, Any]) -> ChosenSettings:

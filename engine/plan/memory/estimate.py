@@ -287,7 +287,7 @@ class _Rank:
         and its sum. sharded: the section that is computed and the next one, gathered whole, and one section's gradients
         with their sums. local, on rank 0, which needs the most: the encoded means of all parameters, all ranks' changes
         of a piece, and of the largest parameter decoded."""
-        workload, own = self.workload, self.element_bytes
+        workload, element_bytes = self.workload, self.element_bytes
         if workload.strategy == "local":
             trained, ranks = self.trained, workload.world_size
             piece = trained.piece(AVERAGING_PIECE)
@@ -296,8 +296,8 @@ class _Rank:
             return math.ceil(encoded * averaging(workload.wire, ranks).element_bytes) + arrays * FLOAT32_BYTES
         if self.exchanges:
             bucket = self.trained.piece(bucket_elements(self.trained.parameters))
-            form = exchange(workload.wire, workload.world_size, own, workload.accumulation)
-            computed = own if workload.accumulation == 1 else FLOAT32_BYTES
+            form = exchange(workload.wire, workload.world_size, element_bytes, workload.accumulation)
+            computed = element_bytes if workload.accumulation == 1 else FLOAT32_BYTES
             return round(bucket * (2 * computed + form.received + 2 * FLOAT32_BYTES))
         if self.share == 1:
             return 0
@@ -306,14 +306,14 @@ class _Rank:
         gathered = max(here + following for here, following in pairwise(sections))
         frozen = len(self.layers) - len(self.trained_layers)
         reduced = max(layer.parameters for layer in self.layers[frozen:]) if self.full else 0
-        return gathered + reduced * (own + FLOAT32_BYTES)
+        return gathered + reduced * (element_bytes + FLOAT32_BYTES)
 
     @cached_property
     def _kept(self) -> list[tuple[int, int, float, float]]:
         """Bytes per token of each trained layer: all that it keeps, its recurrent states, its adapters' outputs with
         attention's tiles, and the working memory of its backward pass."""
         # Most layers of a model are one object.
-        known = {
+        by_layer = {
             key: (
                 kept_per_token(self.shape, layer, self.workload),
                 sum(sublayer.kept_float32 for sublayer in layer.sublayers) * FLOAT32_BYTES,
@@ -322,7 +322,7 @@ class _Rank:
             )
             for key, layer in {id(layer): layer for layer in self.trained_layers}.items()
         }
-        return [known[id(layer)] for layer in self.trained_layers]
+        return [by_layer[id(layer)] for layer in self.trained_layers]
 
     def activations(self, batch: int) -> Activations:
         """Layers before the first trained one keep nothing."""
@@ -369,13 +369,13 @@ def working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -
     for each array that full fine-tuning would keep, but for recurrent states, which it visits one token at a time; and
     the largest scores once more."""
     one, full = shape.dtype_bytes, replace(workload, fine_tune_type="full")
-    each = [
+    gradients = [
         sublayer.backward * (sublayer.kept * one + _inputs(sublayer, full, one) + _scores(sublayer, workload, one))
         for sublayer in layer.sublayers
     ]
     scores = max((sublayer.backward * _scores(sublayer, workload, one) for sublayer in layer.sublayers), default=0)
     again = max(scores, _tiles_per_token(shape, layer, workload))
-    return _norms(layer, full, one) + sum(each) + again + _WORKING_WIDTHS * shape.hidden * one
+    return _norms(layer, full, one) + sum(gradients) + again + _WORKING_WIDTHS * shape.hidden * one
 
 
 def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
@@ -386,9 +386,9 @@ def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) ->
         # cuDNN's gradient of the queries alone, of all tokens.
         side, arrays, sums = workload.sequence, 0, FLOAT32_BYTES
     heads = [
-        each.scores * (arrays + (each.head_dim or 0) * sums)
-        for each in layer.sublayers
-        if _is_fused(each, workload, one)
+        sublayer.scores * (arrays + (sublayer.head_dim or 0) * sums)
+        for sublayer in layer.sublayers
+        if _is_fused(sublayer, workload, one)
     ]
     return max(heads, default=0) * side / workload.sequence
 
@@ -465,28 +465,28 @@ def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
 
 
 def _estimate(rank: _Rank, batch: int) -> MemoryEstimate:
-    weights, optimizer = (-(-each // rank.share) for each in (rank.weights, rank.optimizer_state))
+    weights, optimizer = (-(-size // rank.share) for size in (rank.weights, rank.optimizer_state))
     gradients, update, communication = rank.gradients, rank.update, rank.communication
-    found = rank.activations(batch)
+    sizes = rank.activations(batch)
     layers = len(rank.trained_layers)
     # The sums of earlier micro-batches are there from the start; the first one's gradients come with the layers.
     at_start = gradients if rank.workload.accumulation > 1 else 0
     at_recomputing = max(at_start, gradients * (layers - rank.recomputed) // layers) if layers else 0
-    # Without sums, gradients are applied while the other layers' activations are still held.
+    # Without sums, gradients are applied while the other layers' sizes are still held.
     applied = 0 if gradients else update
     sharded = communication if rank.share > 1 else 0
     moments = {
-        "loss": (at_start, found.held + found.loss),
-        "kept": (at_start, found.held + found.waiting + max(found.working, applied)),
-        "recomputed": (at_recomputing, found.inputs + found.waiting + max(found.recomputing, applied)),
-        "last": (gradients, found.waiting + (found.recomputing if rank.recomputed else found.working)),
+        "loss": (at_start, sizes.held + sizes.loss),
+        "kept": (at_start, sizes.held + sizes.waiting + max(sizes.working, applied)),
+        "recomputed": (at_recomputing, sizes.inputs + sizes.waiting + max(sizes.recomputing, applied)),
+        "last": (gradients, sizes.waiting + (sizes.recomputing if rank.recomputed else sizes.working)),
     }
     waiting, largest = max(moments.values(), key=sum)
     backward = weights + optimizer + waiting + largest + sharded
     # An averaging is between two updates.
     waiting_beside = 0 if rank.workload.strategy == "local" else gradients
     exchanged = weights + optimizer + max(gradients + update, waiting_beside + communication)
-    layers_alone = max(found.held + found.working, found.inputs + found.recomputing)
+    layers_alone = max(sizes.held + sizes.working, sizes.inputs + sizes.recomputing)
     return MemoryEstimate(
         weights_bytes=weights,
         gradients_bytes=gradients,
@@ -540,7 +540,7 @@ def _assumption(rank: _Rank) -> str:
     if workload.optimizer_precision != "parameter" or workload.moments != "float32":
         kept.append(moments)
     count, all_of_them = rank.recomputed, len(rank.trained_layers)
-    worked = f"{count} of {all_of_them} layers recomputed" if count else "all activations kept"
+    worked = f"{count} of {all_of_them} layers recomputed" if count else "all sizes kept"
     return (
         f"{workload.fine_tune_type}, {stored} weights, {workload.optimizer} with {' and '.join(kept) or moments}, "
         f"{worked}, {'attention' if workload.fused_attention else 'operations not'} fused"
@@ -550,7 +550,7 @@ def _assumption(rank: _Rank) -> str:
 def peak_from_probes(probes: Sequence[MemoryProbe], batch: int, before_bytes: int) -> int | None:
     """The peak at `batch` sequences, bytes, on the line from `before_bytes` (MemoryEstimate.before_bytes) at batch 0
     through the largest probed batch, and never below the smallest peak: at batch 1 or 2 of full fine-tuning the peak
-    may be the optimizer's step, which is not on the activations' line. None with fewer than two different batches."""
+    may be the optimizer's step, which is not on the sizes' line. None with fewer than two different batches."""
     if len({probe.batch for probe in probes}) < 2:
         return None
     low, *_, high = sorted(probes, key=lambda probe: probe.batch)

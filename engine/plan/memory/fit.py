@@ -71,11 +71,11 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     if not context.settings:
         why = "the job runs a custom command"
         return MemoryFit(unknown_memory(why, rationale), Disabled(reason=why))
-    known = unresolved(context.settings)
+    settings = unresolved(context.settings)
     if context.inputs.model is None:
         rationale.warn("memory", f"the memory need is unknown: {context.inputs.model_source}")
         why = f"the model's config.json was not read: {context.inputs.model_source}"
-        return MemoryFit(unknown_memory(why, rationale), known)
+        return MemoryFit(unknown_memory(why, rationale), settings)
     try:
         shape = ModelShape.from_config(context.inputs.model)
         split = split_layers(context, shape.layers, sizes, rationale)
@@ -90,24 +90,24 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         ]
     except InputError as error:
         rationale.warn("memory", str(error))
-        return MemoryFit(unknown_memory(str(error), rationale), known)
+        return MemoryFit(unknown_memory(str(error), rationale), settings)
     _explain_choice(context, choice, rationale)
     _warn_of_older_mlx(context, shape, workloads, estimates, rationale)
     rows = [
-        _rank_memory(context, node, workload, found, rationale)
-        for node, workload, found in zip(nodes, workloads, estimates, strict=True)
+        _rank_memory(context, node, workload, estimated, rationale)
+        for node, workload, estimated in zip(nodes, workloads, estimates, strict=True)
     ]
     small = [row for row in rows if row.fits is False]
     ways: tuple[WayOut, ...] = ()
     if small:
         kind = mlx_module(str(context.inputs.model.get("model_type", "")))
-        needs = [row.needed_bytes / found.needed_bytes for row, found in zip(rows, estimates, strict=True)]
+        needs = [row.needed_bytes / estimated.needed_bytes for row, estimated in zip(rows, estimates, strict=True)]
         places = [_place(context, node, max(1.0, need)) for node, need in zip(nodes, needs, strict=True)]
         ways = ways_out(shape, workloads, places, context.settings, splittable=kind in SPLITTABLE_MODULES)
     refuse_memory(rows, ways, rationale)
     # The ranks of a pipeline train different layers, other ranks all the same ones.
-    trained = sum(found.trainable_parameters for found in (estimates if split else estimates[:1]))
-    section = memory_section(shape, trained, (found.assumption for found in estimates), rows, ways)
+    trained = sum(estimated.trainable_parameters for estimated in (estimates if split else estimates[:1]))
+    section = memory_section(shape, trained, (estimated.assumption for estimated in estimates), rows, ways)
     largest = min(most) if len(most) == context.ranks else None
     return MemoryFit(section, choice.settings, split, largest, shape, workloads)
 
@@ -119,13 +119,13 @@ def _warn_of_older_mlx(
     estimates: Sequence[MemoryEstimate],
     rationale: Rationale,
 ) -> None:
-    for node, workload, found in zip(context.names, workloads, estimates, strict=True):
+    for node, workload, estimated in zip(context.names, workloads, estimates, strict=True):
         if _fusing_device(context, node) != "":
             continue
         newer = estimate(shape, replace(workload, fused_attention="metal")).needed_bytes
-        if newer < (1 - _WORTH_NAMING) * found.needed_bytes:
+        if newer < (1 - _WORTH_NAMING) * estimated.needed_bytes:
             keeps = f"mlx {context.inputs.facts[node].mlx} on {node} keeps attention's scores"
-            needs = f"it would need {memory_text(newer)} instead of {memory_text(found.needed_bytes)}"
+            needs = f"it would need {memory_text(newer)} instead of {memory_text(estimated.needed_bytes)}"
             grow = f"which grow with the square of {workload.sequence:,} tokens"
             rationale.warn("memory", f"{keeps}, {grow}: with mlx {NEWER_MLX} {needs}")
 
@@ -205,16 +205,16 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
         strategy=context.strategy,
     )
     if context.strategy == "pipeline":
-        found = _stages(common, int(settings["batch_size"]), split)
+        ranks = _stages(common, int(settings["batch_size"]), split)
     else:
         batches = context.micro_batches or dict.fromkeys(context.names, even)
-        found = [replace(common, batch=batches[name]) for name in context.names]
+        ranks = [replace(common, batch=batches[name]) for name in context.names]
     for number, name in enumerate(context.names):
         facts, tokens = context.inputs.facts.get(name), common.sequence
         if facts is not None and facts.mlx_device == "CUDA":
             tokens = max(tokens, cuda_width(tokens - 1))
-        found[number] = replace(found[number], sequence=tokens, fused_attention=_fusing_device(context, name) or "")
-    return found
+        ranks[number] = replace(ranks[number], sequence=tokens, fused_attention=_fusing_device(context, name) or "")
+    return ranks
 
 
 def _fusing_device(context: PlanContext, node: str) -> Literal["", "metal", "cuda"] | None:
@@ -245,22 +245,22 @@ def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[
 
 
 def _rank_memory(
-    context: PlanContext, node: NodeConfig, workload: RankWorkload, found: MemoryEstimate, rationale: Rationale
+    context: PlanContext, node: NodeConfig, workload: RankWorkload, estimated: MemoryEstimate, rationale: Rationale
 ) -> RankMemory:
     """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
     limit_bytes, limit_from = _limit(context, node)
-    measured = _measured_peak(context, node.name, workload, found)
+    measured = _measured_peak(context, node.name, workload, estimated)
     reason = f"from two probe steps, for a batch of {workload.batch}"
     if measured is None:
-        why_not = why_unused(context.inputs)
-        reason = f"from config.json: {found.assumption}" + (f" (calibration not used: {why_not})" if why_not else "")
-    peak = found.peak_bytes if measured is None else measured
-    needed = peak + found.reserve_bytes
+        unused = f" (calibration not used: {why_not})" if (why_not := why_unused(context.inputs)) else ""
+        reason = f"from config.json: {estimated.assumption}{unused}"
+    peak = estimated.peak_bytes if measured is None else measured
+    needed = peak + estimated.reserve_bytes
     tokens = f"{workload.batch} × {workload.sequence:,} tokens"
     why = f"{memory_text(needed)} with the reserve, {tokens}, {reason}; limit: {limit_from}"
     rationale.explain(f"memory.{node.name}", Source.RULE if measured is None else Source.CALIBRATION, why)
     return RankMemory(
-        **{**dict(found), "peak_bytes": peak},
+        **{**dict(estimated), "peak_bytes": peak},
         node=node.name,
         source="estimate" if measured is None else "calibration",
         limit_bytes=limit_bytes,
@@ -276,14 +276,14 @@ def _largest_batch(context: PlanContext, node: NodeConfig, shape: ModelShape, wo
 
     def needed(batch: int) -> int:
         asked = replace(workload, batch=batch)
-        found = estimate(shape, asked)
-        peak = _measured_peak(context, node.name, asked, found)
-        return (found.peak_bytes if peak is None else peak) + found.reserve_bytes
+        estimated = estimate(shape, asked)
+        peak = _measured_peak(context, node.name, asked, estimated)
+        return (estimated.peak_bytes if peak is None else peak) + estimated.reserve_bytes
 
     return bisect_right(range(1, MOST_SEQUENCES + 1), size, key=needed)
 
 
-def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, found: MemoryEstimate) -> int | None:
+def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, estimated: MemoryEstimate) -> int | None:
     """None where the probe steps were taken with other settings."""
     calibration = usable_calibration(context.inputs)
     # A probe's step is of one rank alone: with local it would lack the averaging, which may be the peak, and the
@@ -293,7 +293,7 @@ def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, foun
     measured = calibration.measure_of(node)
     if measured is None or calibration.settings not in ({}, dict(settings_of(workload))):
         return None
-    return peak_from_probes(measured.probes, workload.batch, found.before_bytes)
+    return peak_from_probes(measured.probes, workload.batch, estimated.before_bytes)
 
 
 def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) -> None:
@@ -326,10 +326,10 @@ def refuse_memory(rows: Sequence[RankMemory], ways: Sequence[WayOut], rationale:
     small = [row for row in rows if row.fits is False]
     if not small:
         return
-    found = "; ".join(
+    needs = "; ".join(
         f"{row.node} needs {memory_text(row.needed_bytes)} of {memory_text(row.limit_bytes)}"
         for row in small
         if row.limit_bytes is not None
     )
     nowhere = "it fits on no node: " if len(small) == len(rows) else ""
-    rationale.refuse("memory", f"{nowhere}{found}", OVERRIDE, describe_ways(ways))
+    rationale.refuse("memory", f"{nowhere}{needs}", OVERRIDE, describe_ways(ways))

@@ -70,7 +70,7 @@ def _sliding_layers(config: ConfigReader) -> set[int]:
 
 def _windowed(layer: Layer, config: ConfigReader) -> Layer:
     window = config.get_int("sliding_window", default=0)
-    return replace(layer, sublayers=tuple(replace(each, causal_tokens=window) for each in layer.sublayers))
+    return replace(layer, sublayers=tuple(replace(sublayer, causal_tokens=window) for sublayer in layer.sublayers))
 
 
 def _tied(config: ConfigReader, default: bool = True) -> bool:

@@ -74,22 +74,23 @@ class Quantization:
         """None where it is not packed; mlx-lm skips matrices that the group size does not divide. `layer` is its
         number; None for the embedding and the head."""
         path = matrix.name if layer is None else f"layers.{layer}.{matrix.name}"
-        found = self.others.get(path, self.packing if self.ends or layer is not None else None)
-        if found is None or matrix.inputs % found.group_size or any(fnmatchcase(path, each) for each in self.left_out):
+        packing = self.others.get(path, self.packing if self.ends or layer is not None else None)
+        left_out = any(fnmatchcase(path, pattern) for pattern in self.left_out)
+        if packing is None or left_out or matrix.inputs % packing.group_size:
             return None
-        return found
+        return packing
 
 
 def quantization(config: Mapping[str, Any]) -> Quantization | None:
     """None where no weight is packed. Raises InputError for what MLX does not know."""
     keys = ConfigReader(config)
-    if own := keys.get_table("quantization"):
+    if mlx_table := keys.get_table("quantization"):
         others = {
-            _path(name): _own({**own, **entry}) if isinstance(entry, Mapping) else None
-            for name, entry in own.items()
+            _path(name): _own({**mlx_table, **entry}) if isinstance(entry, Mapping) else None
+            for name, entry in mlx_table.items()
             if isinstance(entry, Mapping) or entry is False
         }
-        packing = _own(own)
+        packing = _own(mlx_table)
         return Quantization(f"{packing.bits} bits", packing, True, others)
     text = ConfigReader(keys.get_table("text_config"))
     table = ConfigReader(keys.get_table("quantization_config") or text.get_table("quantization_config"))
@@ -101,27 +102,27 @@ def quantization(config: Mapping[str, Any]) -> Quantization | None:
     algorithm = table.get_str("quant_algo") or nested.get_str("quant_algo") or table.get_str("format")
     blocks = f"{table.get_str('scale_fmt')} {table.get_list('weight_block_size', int)}"
     eight = f"{method} {table.get_flag('load_in_8bit', False)}"
-    known = (_FOREIGN.get(key) for key in (f"{method} {algorithm}", f"{method} {blocks}", eight, method))
-    found = next(filter(None, known), None)
-    if found is None:
+    candidates = (_FOREIGN.get(key) for key in (f"{method} {algorithm}", f"{method} {blocks}", eight, method))
+    foreign = next(filter(None, candidates), None)
+    if foreign is None:
         return None
-    sizes = (each.get_int("group_size", default=0) for each in (table, nested, weights))
-    size = next(filter(None, sizes), found.group_size)
+    sizes = (reader.get_int("group_size", default=0) for reader in (table, nested, weights))
+    size = next(filter(None, sizes), foreign.group_size)
     given = table.get_int("bits", default=0) or weights.get_int("num_bits", default=0)
-    bits = given if given in _BITS and found.mode == "affine" else found.bits
+    bits = given if given in _BITS and foreign.mode == "affine" else foreign.bits
     left_out = [
         pattern for key in _LEFT_OUT for entry in table.get_list(key, str) or () for pattern in _patterns(entry)
     ]
-    return Quantization(method, Packing(bits, size, found.mode), False, {}, tuple(left_out))
+    return Quantization(method, Packing(bits, size, foreign.mode), False, {}, tuple(left_out))
 
 
 def quantized_as(config: Mapping[str, Any]) -> str | None:
     """How the weights are quantized once mlx-lm has loaded them; None if they are not."""
     try:
-        found = quantization(config)
+        quantized = quantization(config)
     except InputError:
         return "in an unknown form"
-    return None if found is None else found.name
+    return None if quantized is None else quantized.name
 
 
 def _own(table: Mapping[str, Any]) -> Packing:
@@ -141,6 +142,6 @@ def _path(name: str) -> str:
 def _patterns(text: str) -> tuple[str, str]:
     """A name, or the regular expression behind "re:", of foreign tables as patterns of fnmatch: of the module, and of
     those in it. Only the dots and stars of expressions are read: they come from a file that is not trusted."""
-    known = text.removeprefix("re:").strip("^$").replace(".*", "*").replace("\\.", ".")[:200]
-    known = known.removeprefix("language_model.").removeprefix("model.")
-    return f"*{known}", f"*{known}.*"
+    pattern = text.removeprefix("re:").strip("^$").replace(".*", "*").replace("\\.", ".")[:200]
+    pattern = pattern.removeprefix("language_model.").removeprefix("model.")
+    return f"*{pattern}", f"*{pattern}.*"

@@ -40,7 +40,7 @@ def attention(config: ConfigReader, kind: Attention) -> Sublayer:
     if kind.head_dim != "even":
         head_dim = config.get_size("head_dim", default=None if kind.head_dim == "required" else head_dim)
     bias = config.get_flag("attention_bias", False)
-    qkv_bias, out_bias = (bias if each is None else each for each in (kind.qkv_bias, kind.out_bias))
+    qkv_bias, out_bias = (bias if explicit is None else explicit for explicit in (kind.qkv_bias, kind.out_bias))
     queries, keys = heads * head_dim, kv_heads * head_dim
     widths = {"qkv_proj": queries + 2 * keys}
     if not kind.fused:

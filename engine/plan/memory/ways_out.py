@@ -60,21 +60,21 @@ def ways_out(
     job = _Job(shape, tuple(workloads), tuple(places), requested, max(place.measured for place in places))
     fixed = [key for key in ChosenSettings.model_fields if requested.get(key, AUTO) != AUTO]
     optimizer = [key for key in fixed if key != "grad_checkpoint"]
-    found = [*job.with_auto(["grad_checkpoint"] if fixed != optimizer else []), *job.with_auto(optimizer)]
+    offered = [*job.with_auto(["grad_checkpoint"] if fixed != optimizer else []), *job.with_auto(optimizer)]
     kinds = [
         job.newer_mlx(),
         job.higher_limit(),
-        *(() if found else (job.with_auto(fixed),)),
+        *(() if offered else (job.with_auto(fixed),)),
         job.changed(() if workloads[0].strategy == "pipeline" else fewer_sequences(workloads, requested.get("iters"))),
         job.changed(shorter_sequences(workloads)),
         job.without_nodes(),
         job.changed(adapters(workloads)),
     ]
-    found += first_of_each(kinds)
+    offered += first_of_each(kinds)
     divided = [*islice(job.sharded(), 1)] if splittable else []
-    found += divided
+    offered += divided
     more = job.more_nodes() if splittable and not divided else ()
-    return (*(found or islice(job.together(fixed), 1)), *islice(more, 1))
+    return (*(offered or islice(job.together(fixed), 1)), *islice(more, 1))
 
 
 def first_of_each(kinds: Iterable[Iterator[WayOut]]) -> list[WayOut]:
@@ -90,8 +90,9 @@ def fewer_sequences(workloads: Sequence[Rank], iterations: int | None) -> Iterat
         more = math.ceil(sum(batches) / sum(smaller))
         settings = [f"batch_size = {sum(smaller)}", f"grad_accumulation_steps = {accumulated * more}"]
         settings += [f"iters = {iterations * more}"] if iterations is not None else []
-        pairs = zip(workloads, smaller, strict=True)
-        yield " and ".join(settings), [replace(each, batch=own, accumulation=accumulated * more) for each, own in pairs]
+        ranks = zip(workloads, smaller, strict=True)
+        changed = [replace(rank, batch=batch, accumulation=accumulated * more) for rank, batch in ranks]
+        yield " and ".join(settings), changed
 
 
 def shorter_sequences(workloads: Sequence[Rank]) -> Iterator[tuple[str, list[Rank]]]:
@@ -174,19 +175,19 @@ class _Job:
 
     def without_nodes(self) -> Iterator[WayOut]:
         """The largest nodes alone, each with a full copy and more of the batch."""
-        largest, own = self._largest_first(), self.workloads[0].strategy
-        for ranks in range(0 if own in PARTITIONED else len(largest) - 1, 0, -1):
+        largest, current = self._largest_first(), self.workloads[0].strategy
+        for ranks in range(0 if current in PARTITIONED else len(largest) - 1, 0, -1):
             kept = largest[:ranks]
-            strategy: Strategy = own if ranks > 1 else "data"
+            strategy: Strategy = current if ranks > 1 else "data"
             change = f"{' and '.join(place.node for place in kept)} alone"
-            change += f' and strategy = "{strategy}"' if strategy != own else ""
-            yield from self._try(change, [self._over(strategy, ranks)] * ranks, [each.limit_bytes for each in kept])
+            change += f' and strategy = "{strategy}"' if strategy != current else ""
+            yield from self._try(change, [self._over(strategy, ranks)] * ranks, [place.limit_bytes for place in kept])
 
     def sharded(self) -> Iterator[WayOut]:
         """The state divided over the fewest of the job's nodes."""
         largest = self._largest_first()
-        own = 0 if self.workloads[0].strategy in PARTITIONED else len(largest)
-        for ranks in range(2, own + 1):
+        most = 0 if self.workloads[0].strategy in PARTITIONED else len(largest)
+        for ranks in range(2, most + 1):
             names = ", ".join(place.node for place in largest[:ranks])
             limits = [place.limit_bytes for place in largest[:ranks]]
             change = f"{self._sharding(ranks)} over {names}"
@@ -203,7 +204,7 @@ class _Job:
         """The settings for it: no int8, and a sequence for each rank."""
         settings = ['strategy = "sharded"']
         settings += ['wire = "auto"'] if self.workloads[0].wire == "int8" else []
-        settings += [f"batch_size = {ranks}"] if sum(each.batch for each in self.workloads) < ranks else []
+        settings += [f"batch_size = {ranks}"] if sum(workload.batch for workload in self.workloads) < ranks else []
         return " and ".join(settings)
 
     def _largest_first(self) -> list[RankPlace]:
@@ -219,7 +220,7 @@ class _Job:
         stages = len(self.workloads) if self.workloads[0].strategy == "pipeline" else 0
         # A stage of a pipeline has as many micro-batches in flight as stages follow, and its own.
         least = [max(1, stages - rank) for rank in range(len(self.workloads))]
-        few = tuple(replace(each, batch=batch) for each, batch in zip(self.workloads, least, strict=True))
+        few = tuple(replace(workload, batch=batch) for workload, batch in zip(self.workloads, least, strict=True))
         one = replace(self, requested=free, workloads=few)
         for way in one.changed([("", few), *shorter_sequences(few)]):
             settings = [f'{key} = "{AUTO}"' for key in fixed]

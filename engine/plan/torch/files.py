@@ -149,7 +149,7 @@ def deepspeed_file(launch: TorchLaunch) -> dict[str, Any] | None:
     settings = launch.settings
     if settings.strategy != "deepspeed":
         return None
-    found = deepspeed_config(
+    configuration = deepspeed_config(
         TorchSettings(
             zero_stage=settings.zero_stage,
             offload=settings.offload,
@@ -161,23 +161,23 @@ def deepspeed_file(launch: TorchLaunch) -> dict[str, Any] | None:
         world_size=launch.ranks,
         max_grad_norm=launch.max_grad_norm,
     )
-    return found if launch.job is not None else found | dict.fromkeys(_OF_THE_SCRIPT, AUTO)
+    return configuration if launch.job is not None else configuration | dict.fromkeys(_OF_THE_SCRIPT, AUTO)
 
 
 def files(launch: TorchLaunch) -> dict[str, str]:
     """File name -> its text."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     if (accelerated := accelerate_config(launch)) is not None:
-        found[ACCELERATE] = _yaml(accelerated)
+        texts[ACCELERATE] = _yaml(accelerated)
     if (zero := deepspeed_file(launch)) is not None:
-        found[DEEPSPEED] = json.dumps(zero, indent=2) + "\n"
+        texts[DEEPSPEED] = json.dumps(zero, indent=2) + "\n"
     if launch.with_deepspeed:
-        found[HOSTFILE] = "".join(f"{machine.host} slots={machine.processes}\n" for machine in launch.machines)
+        texts[HOSTFILE] = "".join(f"{machine.host} slots={machine.processes}\n" for machine in launch.machines)
     if launch.job is not None:
         backend = "nccl" if launch.on_gpu else "gloo"
         zero_file = {"deepspeed_config": DEEPSPEED} if zero is not None else {}
-        found[JOB] = json.dumps({"backend": backend, **zero_file, "job": dict(launch.job)}, indent=2) + "\n"
-    return found
+        texts[JOB] = json.dumps({"backend": backend, **zero_file, "job": dict(launch.job)}, indent=2) + "\n"
+    return texts
 
 
 def _yaml(document: Mapping[str, Any]) -> str:
@@ -194,18 +194,18 @@ def _yaml(document: Mapping[str, Any]) -> str:
 def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
     """(launcher -> its command, notes). Where there are several machines, each is started on all of them, but for
     `deepspeed` and `srun`, which reach the others themselves."""
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     machines, processes, program = len(launch.machines), launch.processes, list(launch.program)
     notes: list[str] = []
     # The trainer divides its model itself, and the launchers of Accelerate and DeepSpeed are for scripts that do not.
     script = program if launch.job is None else [SCRIPT]
     before = [f"{name}={shlex.quote(value)}" for name, value in launch.environment.items()]
     before += [f'{name}="${{{name}:?}}"' for name in launch.secrets]
-    own = {launch.launcher: launch.options}
+    options = {launch.launcher: launch.options}
     if processes is None:
-        each = ", ".join(f"{machine.host} {machine.processes}" for machine in launch.machines)
+        numbers = ", ".join(f"{machine.host} {machine.processes}" for machine in launch.machines)
         notes.append(
-            f"the machines have different numbers of ranks: set --nproc-per-node on each ({each}); srun and a "
+            f"the machines have different numbers of ranks: set --nproc-per-node on each ({numbers}); srun and a "
             "PyTorchJob have one number for all, and are left out"
         )
     per_machine = str(processes or launch.machines[0].processes)
@@ -215,9 +215,9 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
         rendezvous += ["--rdzv-id", _label(launch.name)]
     rendezvous += ["--max-restarts", str(launch.restarts)] if launch.elastic else []
     size = ["--nnodes", launch.elastic or str(machines), "--nproc-per-node", per_machine]
-    found["torchrun"] = _line(before, ["torchrun", *size, *rendezvous, *own.get("torchrun", ()), *program])
+    lines["torchrun"] = _line(before, ["torchrun", *size, *rendezvous, *options.get("torchrun", ()), *program])
     if launch.with_accelerate:
-        found["accelerate"] = _line(
+        lines["accelerate"] = _line(
             before, ["accelerate", "launch", *_accelerate_options(launch, pasted=True), *script]
         )
     notes += _accelerate_notes(launch)
@@ -229,9 +229,9 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
             where += ["--ssh_port", str(port)] if (port := next(iter(ports))) is not None and len(ports) == 1 else []
             notes.append("deepspeed starts the others by pdsh or ssh, with NCCL_* and the variables in .deepspeed_env")
         module = ["--module", *script[1:]] if script[0] == "-m" else script
-        found["deepspeed"] = _line(before, ["deepspeed", *where, *own.get("deepspeed", ()), *module])
+        lines["deepspeed"] = _line(before, ["deepspeed", *where, *options.get("deepspeed", ()), *module])
     if processes is not None:
-        found["srun"] = _srun(launch, before, per_machine)
+        lines["srun"] = _srun(launch, before, per_machine)
     if launch.secrets:
         notes.append(f"{', '.join(launch.secrets)} of [job] env: the commands take the shell's own variables")
     if machines > 1:
@@ -242,9 +242,9 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
             "rank nor syncs files as flightdeck launch does; engine must be importable there (PYTHONPATH), and model "
             "and data at the paths of the job"
         )
-        if "accelerate" in found:
+        if "accelerate" in lines:
             notes.append(f"{SCRIPT} stands for a script of your own with this job's sizes and strategy")
-    return found, tuple(notes)
+    return lines, tuple(notes)
 
 
 def _accelerate_options(launch: TorchLaunch, *, pasted: bool) -> list[str]:
@@ -279,8 +279,8 @@ def _srun(launch: TorchLaunch, before: Sequence[str], per_machine: str) -> str:
     gpus = ["--gpus-per-node", per_machine] if launch.on_gpu else ["--cpus-per-task", per_machine]
     options = ["--nodes", str(len(launch.machines)), "--ntasks-per-node", "1", *gpus, "--kill-on-bad-exit=1"]
     # The interfaces of that cluster are its own.
-    own = " ".join(each for each in before if "IFNAME" not in each)
-    return f"{own + ' ' if own else ''}srun {shlex.join(options)} bash -c {shlex.quote(inner)}"
+    exported = " ".join(assignment for assignment in before if "IFNAME" not in assignment)
+    return f"{exported + ' ' if exported else ''}srun {shlex.join(options)} bash -c {shlex.quote(inner)}"
 
 
 def _line(before: Sequence[str], words: Sequence[str]) -> str:
@@ -296,15 +296,15 @@ def manifests(launch: TorchLaunch, files: Mapping[str, str]) -> tuple[dict[str, 
     name = _label(launch.name)
     read = {file: text for file, text in files.items() if file in (ACCELERATE, DEEPSPEED, JOB)}
     configuration = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-config"}, "data": read}
-    found = {CONFIG_MAP: _yaml(configuration)} if read else {}
-    found[PYTORCH_JOB] = _yaml(_pytorch_job(launch, name, read, processes))
-    return found, tuple(_notes(launch, name, found))
+    texts = {CONFIG_MAP: _yaml(configuration)} if read else {}
+    texts[PYTORCH_JOB] = _yaml(_pytorch_job(launch, name, read, processes))
+    return texts, tuple(_notes(launch, name, texts))
 
 
 def _label(name: str) -> str:
     """A DNS-1035 label, of at most 50 characters, since the operator appends to it."""
-    found = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
-    return (found if found[:1].isalpha() else f"job-{found}")[:50].strip("-")
+    label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    return (label if label[:1].isalpha() else f"job-{label}")[:50].strip("-")
 
 
 def _pytorch_job(launch: TorchLaunch, name: str, read: Mapping[str, str], processes: int) -> dict[str, Any]:
@@ -345,8 +345,8 @@ def _container(launch: TorchLaunch, name: str, read: Mapping[str, str], processe
     env: list[dict[str, Any]] = [{"name": "HOME", "value": WORKDIR}]
     env += [{"name": key, "value": value} for key, value in launch.environment.items() if "IFNAME" not in key]
     env += [{"name": key, "valueFrom": {"secretKeyRef": {"name": f"{name}-env", "key": key}}} for key in launch.secrets]
-    each = _UNKNOWN_GIB if launch.memory_bytes is None else _SHARED_GIB + _LIBRARIES_GIB * launch.on_gpu
-    memory = f"{each * processes + -(-(launch.memory_bytes or 0) // 2**30)}Gi"
+    gib_per_rank = _UNKNOWN_GIB if launch.memory_bytes is None else _SHARED_GIB + _LIBRARIES_GIB * launch.on_gpu
+    memory = f"{gib_per_rank * processes + -(-(launch.memory_bytes or 0) // 2**30)}Gi"
     container = {
         "name": "pytorch",
         "image": IMAGE,
@@ -379,11 +379,11 @@ def _mounts(launch: TorchLaunch, read: Mapping[str, str]) -> Iterator[dict[str, 
         yield {"name": "config", "mountPath": f"{WORKDIR}/{file}", "subPath": file}
 
 
-def _notes(launch: TorchLaunch, name: str, found: Mapping[str, str]) -> Iterator[str]:
+def _notes(launch: TorchLaunch, name: str, texts: Mapping[str, str]) -> Iterator[str]:
     has, output = f"PyTorch, and your program in {WORKDIR}", _OUTPUT
     if launch.job is not None:
         has, output = "PyTorch and the package engine", WORKDIR
-    yield f"kubectl apply {' '.join(f'-f {file}' for file in found)}: {IMAGE} stands for an image with {has}"
+    yield f"kubectl apply {' '.join(f'-f {file}' for file in texts)}: {IMAGE} stands for an image with {has}"
     holds = " and ".join(f"{path} in its folder {folder}" for folder, path in launch.inputs.items())
     stands = f"the claim {name}-data stands for a volume with {holds or f'the data, mounted at {_DATA}'}"
     yield f"{stands}; {name}-output for one that all pods write, mounted at {output}"

@@ -71,10 +71,10 @@ class TorchFit(MemoryFit):
 def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
     """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
     on_gpu, gpus = _gpus(context)
-    if (own := _scripts_own(context)) is not None:
-        rationale.explain("settings", Source.USER, own)
+    if (reason := _scripts_own(context)) is not None:
+        rationale.explain("settings", Source.USER, reason)
         memory = unknown_memory("the job runs a custom command", rationale)
-        return TorchFit(memory, Disabled(reason=own), on_gpu=on_gpu, gpus=gpus)
+        return TorchFit(memory, Disabled(reason=reason), on_gpu=on_gpu, gpus=gpus)
     asked = _requested(context)
     precision = _precision(context, asked["precision"], gpus, rationale)
     why_not = None
@@ -148,13 +148,13 @@ def _precision(context: PlanContext, asked: str, gpus: Sequence[NvidiaGpu | None
 
 
 def _requested(context: PlanContext) -> dict[str, Any]:
-    own, strategy = context.job.mlx_lm, context.inputs.strategy
-    asked = {key: own.get(key, AUTO) for key in (*_KEYS, "precision", "nvme_path")}
+    settings, strategy = context.job.mlx_lm, context.inputs.strategy
+    asked = {key: settings.get(key, AUTO) for key in (*_KEYS, "precision", "nvme_path")}
     if asked["offload"] == AUTO and context.inputs.config.checkpoint.enabled and context.job.command is None:
         # Of what is offloaded there, there is no checkpoint.
         asked["nvme_path"] = None
     # A layer count is MLX's alone.
-    given = own.get("grad_checkpoint", False)
+    given = settings.get("grad_checkpoint", False)
     asked |= {"strategy": strategy, "grad_checkpoint": given if given == AUTO else bool(given)}
     named = option_value(context.job.command, "--mixed_precision")
     return asked | ({"precision": MIXED_PRECISIONS[named]} if named in MIXED_PRECISIONS else {})
@@ -167,19 +167,19 @@ def _gpus(context: PlanContext) -> tuple[bool, tuple[NvidiaGpu | None, ...]]:
         return False, ()
     nodes, facts = context.inputs.config.nodes, context.inputs.facts
     hosts = [node.ssh for node in nodes]
-    found = []
+    gpus = []
     for rank, node in enumerate(nodes):
-        own = facts[node.name].gpus if node.name in facts else ()
+        on_host = facts[node.name].gpus if node.name in facts else ()
         place = hosts[:rank].count(node.ssh)
-        found.append(own[place] if place < len(own) else None)
-    return True, tuple(found)
+        gpus.append(on_host[place] if place < len(on_host) else None)
+    return True, tuple(gpus)
 
 
 def _host_limits(context: PlanContext) -> tuple[int | None, ...]:
     """Each rank's part of its machine's memory, bytes."""
     hosts = {node.name: node.ssh for node in context.inputs.config.nodes}
-    known = (context.inputs.facts.get(name) for name in hosts)
-    sizes = (facts.memory_total_bytes if facts is not None else None for facts in known)
+    by_rank = (context.inputs.facts.get(name) for name in hosts)
+    sizes = (facts.memory_total_bytes if facts is not None else None for facts in by_rank)
     ranks = Counter(hosts.values())
     return tuple(size and size // ranks[host] for size, host in zip(sizes, hosts.values(), strict=True))
 
@@ -222,12 +222,12 @@ class _Job:
         return choose_strategy(self.shape, self.workloads, self.limits, options, self.host_limits)
 
     def largest_batch(self, chosen: ChosenTorchSettings) -> int | None:
-        found = [
+        sizes = [
             torch_largest_batch(self.shape, with_torch_settings(workload, chosen), limit)
             for workload, limit in set(zip(self.workloads, self.limits, strict=True))
             if limit is not None
         ]
-        return min(found) if found and None not in self.limits else None
+        return min(sizes) if sizes and None not in self.limits else None
 
 
 def _unestimated(asked: Mapping[str, Any], why: str, rationale: Rationale) -> TorchFit:
@@ -266,27 +266,27 @@ def _rows(
     ranks = zip(context.inputs.config.nodes, job.workloads, job.limits, job.host_limits, strict=True)
     divided = {name for name, gpu in zip(context.names, _gpus(context)[1], strict=False) if gpu and gpu.mig}
     for node, workload, limit, host in ranks:
-        found = torch_estimate(job.shape, with_torch_settings(workload, chosen))
+        memory = torch_estimate(job.shape, with_torch_settings(workload, chosen))
         source = "the GPU's memory" if workload.on_gpu else "the rank's part of the machine's memory"
         if limit is None:
             source = "the GPU was not reported" if workload.on_gpu else "the node did not report its memory"
         if node.name in divided:
             source = "the GPU is divided (MIG), and the memory of the rank's part is not known"
-        host_need = f", and {memory_text(found.host_bytes)} of the machine's memory {found.host_use}"
-        need = f"{memory_text(found.needed_bytes)} with the reserve{host_need if found.host_bytes else ''}"
+        host_need = f", and {memory_text(memory.host_bytes)} of the machine's memory {memory.host_use}"
+        need = f"{memory_text(memory.needed_bytes)} with the reserve{host_need if memory.host_bytes else ''}"
         how = f"{workload.batch} × {workload.sequence:,} tokens, from config.json: {label(chosen)}, {chosen.precision}"
         rationale.explain(f"memory.{node.name}", Source.RULE, f"{need}, {how}; limit: {source}")
-        if host is not None and found.host_bytes > host:
-            text = f"{node.name} needs {memory_text(found.host_bytes)} of {memory_text(host)} of its machine's memory"
-            short.append(f"{text} {found.host_use}")
+        if host is not None and memory.host_bytes > host:
+            text = f"{node.name} needs {memory_text(memory.host_bytes)} of {memory_text(host)} of its machine's memory"
+            short.append(f"{text} {memory.host_use}")
         rows.append(
             RankMemory(
-                **{name: getattr(found, name) for name in MemoryBreakdown.model_fields},
+                **{name: getattr(memory, name) for name in MemoryBreakdown.model_fields},
                 node=node.name,
                 source="estimate",
                 limit_bytes=limit,
                 limit_from=source,
-                fits=None if limit is None else found.needed_bytes <= limit,
+                fits=None if limit is None else memory.needed_bytes <= limit,
             )
         )
     return rows, short

@@ -126,8 +126,8 @@ class _TorchRank:
 
     @cached_property
     def trained(self) -> TrainedParameters:
-        own = self.workload
-        same = RankWorkload(own.fine_tune_type, own.num_layers, own.lora_rank, own.lora_keys)
+        workload = self.workload
+        same = RankWorkload(workload.fine_tune_type, workload.num_layers, workload.lora_rank, workload.lora_keys)
         return trained_parameters(self.shape, same)
 
     @property
@@ -179,8 +179,8 @@ class _TorchRank:
     @cached_property
     def optimizer(self) -> int:
         """Moments in float32, and DeepSpeed's masters, which it also has in fp32."""
-        each = self.workload.moments * FLOAT32_BYTES + (FLOAT32_BYTES if self.zero else 0)
-        return -(-self.trained.parameters * each // (1 if self.workload.strategy == "ddp" else self.shards))
+        per_parameter = self.workload.moments * FLOAT32_BYTES + (FLOAT32_BYTES if self.zero else 0)
+        return -(-self.trained.parameters * per_parameter // (1 if self.workload.strategy == "ddp" else self.shards))
 
     @cached_property
     def gradients(self) -> int:
@@ -270,8 +270,8 @@ class _TorchRank:
     def _per_token(self) -> list[tuple[int, int]]:
         """Bytes per token of each trained layer: what it keeps, and the working memory of its backward pass."""
         different = {id(layer): layer for layer in self.trained_layers}
-        known = {key: (self._kept(layer), self._working(layer)) for key, layer in different.items()}
-        return [known[id(layer)] for layer in self.trained_layers]
+        by_layer = {key: (self._kept(layer), self._working(layer)) for key, layer in different.items()}
+        return [by_layer[id(layer)] for layer in self.trained_layers]
 
     @property
     def _autocast(self) -> bool:
@@ -311,8 +311,8 @@ class _TorchRank:
     def activations(self, batch: int) -> tuple[int, int, int]:
         """Bytes that all layers keep, those of the backward pass of one, and of the loss."""
         tokens, per_token = batch * self.workload.sequence, self._per_token
-        kept = [each for each, _ in per_token]
-        working = max((each for _, each in per_token), default=0)
+        kept = [size for size, _ in per_token]
+        working = max((size for _, size in per_token), default=0)
         if self.workload.grad_checkpoint:
             working += max(kept, default=0)
             kept = [self.shape.hidden * self._residual] * len(kept)

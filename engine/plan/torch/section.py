@@ -40,19 +40,19 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
     hosts = inputs.network.hosts if inputs.network is not None else ()
     if not fit.on_gpu and (unprobed := _unprobed(context)):
         notes = (*notes, f"{spans(unprobed)}: not probed, a GPU for each rank is assumed; flightdeck nodes probes")
-    own = fit.settings.reason if isinstance(fit.settings, Disabled) else None
-    notes = (*notes, own) if own is not None else notes
+    scripts_own = fit.settings.reason if isinstance(fit.settings, Disabled) else None
+    notes = (*notes, scripts_own) if scripts_own is not None else notes
     if context.settings and chosen.strategy == "fsdp" and not fit.on_gpu:
         notes = (*notes, _CPU_FSDP)
     section = TorchSection(
-        strategy=chosen.strategy if own is None else None,
-        precision=chosen.precision if own is None else None,
+        strategy=chosen.strategy if scripts_own is None else None,
+        precision=chosen.precision if scripts_own is None else None,
         on_gpu=fit.on_gpu,
         gpus={name: gpu.name if gpu else None for name, gpu in zip(context.names, fit.gpus, strict=False)},
         candidates=_candidates(fit),
         gradient_accumulation_steps=context.accumulation if context.settings else None,
         wrap_classes=launch.blocks if chosen.strategy == "fsdp" else (),
-        prefetch=_prefetch(fit) if own is None else "the script's own",
+        prefetch=_prefetch(fit) if scripts_own is None else "the script's own",
         activation_checkpointing=chosen.grad_checkpoint if context.settings else None,
         checkpoint_format=_SAVED[chosen.strategy] if context.settings else "the script's own",
         backend=context.backend,
@@ -74,7 +74,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         counts[SshTarget.parse(node.ssh)] += node.processes if job.elastic else 1
     first, paths = next(iter(counts)), {"model": nodes[0].model or job.model, "data": nodes[0].data or job.data}
     memory = [fit.choice.chosen.memory] if fit.choice is not None else []
-    needed = [each.host_bytes if fit.on_gpu else each.needed_bytes for each in memory]
+    needed = [estimated.host_bytes if fit.on_gpu else estimated.needed_bytes for estimated in memory]
     name = socket.gethostname() if first.local else first.host
     plan, command = inputs.network, [*job.shown_command]
     launcher, options, _ = split_launcher(command)
@@ -107,10 +107,10 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
 def _unprobed(context: PlanContext) -> list[str]:
     """The nodes of which nothing is known, if the others have a GPU for each rank."""
     config = context.inputs.config
-    known = {name: fact for name, fact in context.inputs.facts.items() if fact.problem is None}
+    probed = {name: fact for name, fact in context.inputs.facts.items() if fact.problem is None}
     wanted = {node.name: network.ranks_of_host(config, node.ssh) for node in config.nodes}
-    lacking = any(len(known[name].gpus) < ranks for name, ranks in wanted.items() if name in known)
-    return [] if lacking or config.cluster.backend != "auto" else [name for name in wanted if name not in known]
+    lacking = any(len(probed[name].gpus) < ranks for name, ranks in wanted.items() if name in probed)
+    return [] if lacking or config.cluster.backend != "auto" else [name for name in wanted if name not in probed]
 
 
 def _program(started: Sequence[str]) -> list[str]:
@@ -129,24 +129,24 @@ def _command_notes(context: PlanContext) -> Iterator[str]:
         return
     if context.job.shown_command != tuple(command):
         yield "the command's credentials are left out: it does not run as it is shown"
-    if found := sorted(set(_PLACEHOLDER.findall(" ".join(command)))):
-        yield f"{', '.join(found)} in the command: flightdeck launch alone fills this in for each rank"
+    if placeholders := sorted(set(_PLACEHOLDER.findall(" ".join(command)))):
+        yield f"{', '.join(placeholders)} in the command: flightdeck launch alone fills this in for each rank"
     yield from idle_options(command)
     yield "the script's own batch, accumulation and checkpoints count: the files have only what is known"
 
 
 def _environment(context: PlanContext) -> Mapping[str, str]:
     """The variables of all ranks alike: NCCL's, the job's own, and the interface if all machines call it the same."""
-    plan, found = context.inputs.network, dict[str, str]()
+    plan, variables = context.inputs.network, dict[str, str]()
     if plan is not None and len({host.ssh for host in plan.hosts}) > 1:
         names = {host.interface for host in plan.hosts}
         name = names.pop() if len(names) == 1 else None
         if name is not None:
             # gloo also beside nccl, for what is on the CPU.
-            found |= {f"{kind.upper()}_SOCKET_IFNAME": name for kind in ("gloo", plan.backend)}
+            variables |= {f"{kind.upper()}_SOCKET_IFNAME": name for kind in ("gloo", plan.backend)}
         if plan.backend == "nccl":
-            found |= network.nccl_environment(infiniband=plan.infiniband, gradient_bytes=None)
-    return found | {name: text for name, text in context.job.env.items() if is_public(name)}
+            variables |= network.nccl_environment(infiniband=plan.infiniband, gradient_bytes=None)
+    return variables | {name: text for name, text in context.job.env.items() if is_public(name)}
 
 
 def _resolved(context: PlanContext, fit: TorchFit) -> dict[str, Any]:
@@ -162,20 +162,20 @@ def _candidates(fit: TorchFit) -> tuple[TorchCandidate, ...]:
         return ()
     chosen = fit.chosen
     tried = [*fit.compared.tried]
-    tried += [fit.choice.chosen] if chosen not in [each.settings for each in tried] else []
+    tried += [fit.choice.chosen] if chosen not in [candidate.settings for candidate in tried] else []
     return tuple(
         TorchCandidate(
-            name=label(each.settings),
-            strategy=each.settings.strategy,
-            sharding=each.settings.sharding if each.settings.strategy == "fsdp" else None,
-            zero_stage=each.settings.zero_stage if each.settings.strategy == "deepspeed" else None,
-            offload=each.settings.offload,
-            needed_bytes=each.memory.needed_bytes,
-            host_bytes=each.memory.host_bytes,
-            fits=each.fits,
-            chosen=each.settings == chosen,
+            name=label(candidate.settings),
+            strategy=candidate.settings.strategy,
+            sharding=candidate.settings.sharding if candidate.settings.strategy == "fsdp" else None,
+            zero_stage=candidate.settings.zero_stage if candidate.settings.strategy == "deepspeed" else None,
+            offload=candidate.settings.offload,
+            needed_bytes=candidate.memory.needed_bytes,
+            host_bytes=candidate.memory.host_bytes,
+            fits=candidate.fits,
+            chosen=candidate.settings == chosen,
         )
-        for each in tried
+        for candidate in tried
     )
 
 
@@ -194,9 +194,9 @@ def _prefetch(fit: TorchFit) -> str:
 
 def _explain(context: PlanContext, section: TorchSection, rationale: Rationale) -> None:
     if section.gradient_accumulation_steps is not None:
-        total, each = context.total_batch, context.settings["batch_size"]
+        total, in_flight = context.total_batch, context.settings["batch_size"]
         given = Source.USER if context.given("grad_accumulation_steps") else Source.DEFAULT
-        sizes = f"{total} sequences per update over {each} in flight ({context.ranks} ranks)"
+        sizes = f"{total} sequences per update over {in_flight} in flight ({context.ranks} ranks)"
         rule = "batch_configuration.suggested has target batch / (batch per GPU · GPUs)"
         rationale.explain("torch.gradient_accumulation_steps", given, f"{sizes}; {rule}")
     if section.strategy == "fsdp":

@@ -61,9 +61,9 @@ GENERATIONS = (
 def generation_of(gpu: NvidiaGpu) -> Generation | None:
     """By its name, or else by its compute capability; None where neither is known."""
     # "Tesla V100-SXM2-32GB", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090 Laptop GPU"
-    named = next((each for each in GENERATIONS if re.search(each.pattern, gpu.name)), None)
-    if named is None and (found := re.fullmatch(r"(\d+)\.(\d+)", gpu.compute_capability or "")):
-        capability = int(found[1]), int(found[2])
+    named = next((generation for generation in GENERATIONS if re.search(generation.pattern, gpu.name)), None)
+    if named is None and (match := re.fullmatch(r"(\d+)\.(\d+)", gpu.compute_capability or "")):
+        capability = int(match[1]), int(match[2])
         return Generation(f"compute capability {gpu.compute_capability}", capability, "")
     return named
 
@@ -75,20 +75,20 @@ def choose_precision(gpus: Sequence[NvidiaGpu | None], *, on_gpu: bool) -> tuple
         return "fp32", "the ranks compute on the CPU"
     generations = [generation_of(gpu) if gpu else None for gpu in gpus]
     names = [gpu.name if gpu else "a GPU whose name is not known" for gpu in gpus]
-    found = {name: each for name, each in zip(names, generations, strict=True) if each is not None}
+    by_gpu = {name: generation for name, generation in zip(names, generations, strict=True) if generation is not None}
     if None in generations or not gpus:
-        unknown = (name for name, each in zip(names, generations, strict=True) if each is None)
+        unknown = (name for name, generation in zip(names, generations, strict=True) if generation is None)
         named = ", ".join(dict.fromkeys(unknown)) or "no GPU known"
         return "fp32", f'{named}: float32 runs on each; set precision = "bf16" from Ampere on'
     order = ("bf16", "fp16", "fp32")
-    oldest = max(found, key=lambda name: order.index(found[name].precision))
-    generation, precision = found[oldest], found[oldest].precision
+    oldest = max(by_gpu, key=lambda name: order.index(by_gpu[name].precision))
+    generation, precision = by_gpu[oldest], by_gpu[oldest].precision
     why = {
         "bf16": "has bfloat16 in its tensor cores, whose range needs no loss scaling",
         "fp16": "has fast float16, and no bfloat16: the loss is scaled",
         "fp32": "has no fast 16-bit arithmetic",
     }[precision]
-    mixed = " (the oldest of the ranks' GPUs)" if len({each.name for each in found.values()}) > 1 else ""
+    mixed = " (the oldest of the ranks' GPUs)" if len({generation.name for generation in by_gpu.values()}) > 1 else ""
     return precision, f"{oldest}{mixed}: {generation.name} {why}"
 
 
@@ -154,7 +154,7 @@ def candidates(
 ) -> list[ChosenTorchSettings]:
     """Those that the values of [job] (`requested`, "auto" where the plan chooses) allow, in the order of preference;
     none if they contradict each other."""
-    size, found = size_class(parameters), list[ChosenTorchSettings]()
+    size, allowed = size_class(parameters), list[ChosenTorchSettings]()
     asked = {key: value for key, value in requested.items() if value not in (AUTO, None)}
     recomputed = asked.get("grad_checkpoint", AUTO)
     places = ["none", "cpu", *(["nvme"] if asked.get("nvme_path") else [])]
@@ -162,9 +162,9 @@ def candidates(
         # All memory is the CPU's: offloading gains nothing, but may be set.
         places = [str(asked.get("offload", "none"))]
     passes = [
-        (way, place, each)
+        (way, place, recompute)
         for place in places
-        for each in (False, True)
+        for recompute in (False, True)
         for way in (_ORDER if place == "none" else _OFFLOADS)[size]
     ]
     for (strategy, how), offload, checkpoint in passes:
@@ -184,8 +184,8 @@ def candidates(
         if ranks == 1 and strategy != "ddp" and offload == "none" and "strategy" not in asked:
             continue
         settings = {"strategy": strategy, **how, "offload": offload, "precision": precision}
-        found.append(ChosenTorchSettings(**settings, grad_checkpoint=checkpoint))
-    return list(dict.fromkeys(found))
+        allowed.append(ChosenTorchSettings(**settings, grad_checkpoint=checkpoint))
+    return list(dict.fromkeys(allowed))
 
 
 def size_class(parameters: int) -> str:
@@ -207,48 +207,48 @@ def choose_strategy(
     `workloads` and `limits` (bytes, None: unknown) by rank; `host_limits`: each rank's part of its machine's memory."""
 
     def attempt(settings: ChosenTorchSettings) -> Candidate:
-        needs = {each: torch_estimate(shape, with_torch_settings(each, settings)) for each in set(workloads)}
-        found = [needs[each] for each in workloads]
+        needs = {load: torch_estimate(shape, with_torch_settings(load, settings)) for load in set(workloads)}
+        estimates = [needs[load] for load in workloads]
         rows = [
             (need, limit)
-            for memory, here, host in zip(found, limits, host_limits, strict=True)
+            for memory, here, host in zip(estimates, limits, host_limits, strict=True)
             for need, limit in ((memory.needed_bytes, here), (memory.host_bytes, host if memory.host_bytes else None))
         ]
         fits: bool | None = None if None in limits else True
         if any(limit is not None and need > limit for need, limit in rows):
             fits = False
-        return Candidate(settings, max(found, key=lambda each: each.needed_bytes), fits)
+        return Candidate(settings, max(estimates, key=lambda estimated: estimated.needed_bytes), fits)
 
-    def lacks_host(each: Candidate) -> bool:
-        return any(limit is not None and each.memory.host_bytes > limit for limit in host_limits)
+    def lacks_host(trial: Candidate) -> bool:
+        return any(limit is not None and trial.memory.host_bytes > limit for limit in host_limits)
 
-    def needs(each: Candidate) -> str:
-        host = f" and {memory_text(each.memory.host_bytes)} of the machine's memory" if lacks_host(each) else ""
-        return f"{label(each.settings)} needs {memory_text(each.memory.needed_bytes)}{host}"
+    def needs(trial: Candidate) -> str:
+        host = f" and {memory_text(trial.memory.host_bytes)} of the machine's memory" if lacks_host(trial) else ""
+        return f"{label(trial.settings)} needs {memory_text(trial.memory.needed_bytes)}{host}"
 
     tried = tuple(map(attempt, options))
     size = size_class(shape.total_parameters)
     billions = f"{shape.total_parameters / 1e9:.3g} × 10⁹ parameters"
     comfortable = [
-        each
-        for each in tried
-        if each.fits and all(limit is None or each.memory.needed_bytes <= COMFORTABLE * limit for limit in limits)
+        trial
+        for trial in tried
+        if trial.fits and all(limit is None or trial.memory.needed_bytes <= COMFORTABLE * limit for limit in limits)
     ]
-    fitting = comfortable or [each for each in tried if each.fits]
+    fitting = comfortable or [trial for trial in tried if trial.fits]
     if fitting:
         chosen = fitting[0]
-        before = [each for each in tried[: tried.index(chosen)] if each.fits is False]
+        before = [trial for trial in tried[: tried.index(chosen)] if trial.fits is False]
         reason = f"{label(chosen.settings)} fits: {memory_text(chosen.memory.needed_bytes)} for each rank"
         reason = "; ".join([reason, *map(needs, before[:3])])
         return StrategyChoice(chosen, tried, f"{reason} ({billions})")
-    if all(each.fits is False for each in tried):
-        least = min(tried, key=lambda each: (lacks_host(each), each.memory.needed_bytes))
+    if all(trial.fits is False for trial in tried):
+        least = min(tried, key=lambda trial: (lacks_host(trial), trial.memory.needed_bytes))
         return StrategyChoice(least, tried, f"nothing fits; {needs(least)}, the least ({billions})")
     # By size alone, as nothing is known about the memory.
-    known = [each for each in tried if each.fits is None]
+    undecided = [trial for trial in tried if trial.fits is None]
     by_size = {"small": ("fsdp", "none"), "medium": ("fsdp", "none"), "large": ("deepspeed", "cpu")}[size]
-    sized = [each for each in known if (each.settings.strategy, each.settings.offload) == by_size]
-    chosen = (sized if len(workloads) > 1 and sized else known)[0]
+    sized = [trial for trial in undecided if (trial.settings.strategy, trial.settings.offload) == by_size]
+    chosen = (sized if len(workloads) > 1 and sized else undecided)[0]
     reason = "by the model's size, since the memory of the ranks is not known"
     return StrategyChoice(chosen, tried, f"{reason} ({billions})")
 
