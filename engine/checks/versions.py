@@ -228,8 +228,7 @@ def install_fix(python: str, seen: Interpreter, wanted: dict[str, str], facts: N
 
 def _minor(version: str) -> str:
     """For example "3.11"; "" where that is not how it begins. Nothing else of a node's text enters a command."""
-    match = re.match(r"[0-9]{1,3}\.[0-9]{1,3}(?![0-9])", version)
-    return match[0] if match else ""
+    return match[0] if (match := re.match(r"[0-9]{1,3}\.[0-9]{1,3}(?![0-9])", version)) else ""
 
 
 def install_command(python: str, wanted: dict[str, str], extra: str) -> str:

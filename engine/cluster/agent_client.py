@@ -165,8 +165,8 @@ class AgentSession:
         return time.perf_counter() - began
 
     def forget(self, request: AgentRequest) -> None:
-        known = self._pending.pop(request.number, None)
-        if known is not None and request.ended is None and self.why_ended is None:
+        pending = self._pending.pop(request.number, None)
+        if pending is not None and request.ended is None and self.why_ended is None:
             self.send(messages.CancelRequest(request.number))
 
     async def aclose(self) -> None:

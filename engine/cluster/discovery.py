@@ -103,20 +103,20 @@ async def discover(timeout_s: float = BONJOUR_S, *, ssh_config: bool = True, bon
     """This machine, then what ssh's configuration names, then what answers by Bonjour within `timeout_s`; each host
     once. Names that no ssh may be given are left out."""
     # The head as a node, without ssh.
-    found = {LOCAL: FoundHost(socket.gethostname().partition(".")[0] or "head", LOCAL, ("this machine",))}
+    hosts = {LOCAL: FoundHost(socket.gethostname().partition(".")[0] or "head", LOCAL, ("this machine",))}
     aliases: dict[str, str] = {}
     if ssh_config:
         for entry in _distinct(await asyncio.to_thread(ssh_hosts)):
             # One for this machine, but with another port, is a machine inside of it.
             if (entry.hostname or entry.alias).lower() not in _own_names() or entry.port not in (None, "22"):
-                found[entry.alias.lower()] = _of_alias(entry)
+                hosts[entry.alias.lower()] = _of_alias(entry)
                 aliases.setdefault((entry.hostname or entry.alias).lower(), entry.alias)
     for host in await _bonjour(timeout_s) if bonjour else []:
         ssh = aliases.get(SshTarget.parse(host.ssh).host.lower(), host.ssh)
-        known = found.setdefault(ssh.lower(), replace(host, ssh=ssh))
-        sources = tuple(dict.fromkeys(known.sources + host.sources))
-        found[ssh.lower()] = replace(known, sources=sources, about=known.about or host.about)
-    return list(found.values())
+        listed = hosts.setdefault(ssh.lower(), replace(host, ssh=ssh))
+        sources = tuple(dict.fromkeys(listed.sources + host.sources))
+        hosts[ssh.lower()] = replace(listed, sources=sources, about=listed.about or host.about)
+    return list(hosts.values())
 
 
 def _distinct(entries: Iterable[SshHost]) -> list[SshHost]:
@@ -140,9 +140,9 @@ def _own_names() -> set[str]:
 
 def _own_address(address: str) -> bool:
     """True if the address is one of this machine's: the system would send from it to itself. Nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
-        own.connect((address, 9))
-        return bool(own.getsockname()[0] == address)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.connect((address, 9))
+        return bool(sender.getsockname()[0] == address)
     return False
 
 
@@ -212,9 +212,9 @@ def _of_service(service: AsyncServiceInfo) -> FoundHost | None:
         target = SshTarget.parse(server + port)
     except InputError:
         return None
-    own = server.lower() in _own_names() or any(map(_own_address, service.parsed_addresses()))
+    this_machine = server.lower() in _own_names() or any(map(_own_address, service.parsed_addresses()))
     about = plain(service.name.removesuffix(f".{BONJOUR_SERVICE}"), _SHOWN)
-    return FoundHost(_name(target), LOCAL if own and not port else str(target), ("Bonjour",), about)
+    return FoundHost(_name(target), LOCAL if this_machine and not port else str(target), ("Bonjour",), about)
 
 
 FIND_PYTHON_LIMIT_S = 30.0
@@ -314,8 +314,8 @@ def parse_find_python(done: Completed) -> FoundPython:
     if python is not None:
         versions = report.get("versions", "").split()
         names = ("python", "mlx", "mlx-lm")
-        found = [f"{name} {version}" for name, version in zip(names, versions, strict=False)]
-        return FoundPython(python, plain(", ".join(found), _LINE), hostname)
+        installed = [f"{name} {version}" for name, version in zip(names, versions, strict=False)]
+        return FoundPython(python, plain(", ".join(installed), _LINE), hostname)
     if "none" not in report:
         what = "no configuration takes its python" if "python" in report else f"its shell ended with {done.code}"
         output = plain(report.get("python", done.exit_output), _LINE)

@@ -82,35 +82,35 @@ def read_facts(report: Mapping[str, Any]) -> Fields:
 
 def _unknown(value: object) -> dict[str, Late | Failed]:
     """The probe's commands that ended without an answer, by name."""
-    found: dict[str, Late | Failed] = {}
+    unknown: dict[str, Late | Failed] = {}
     for name, given in json_object(value).items():
         entry, key = json_object(given), text_or_none(name, 40)
         if key is None:
             continue
         command, late_s, code = plain(entry.get("command", name), 120), entry.get("late_s"), entry.get("exit_code")
         if isinstance(late_s, int | float):
-            found[key] = Late(command=command, after_s=late_s)
+            unknown[key] = Late(command=command, after_s=late_s)
         elif type(code) is int:
             stderr = plain(last_line(str(entry.get("stderr") or "")), 200)
-            found[key] = Failed(command=command, exit_code=code, stderr=stderr)
-    return found
+            unknown[key] = Failed(command=command, exit_code=code, stderr=stderr)
+    return unknown
 
 
 def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], fields: Fields) -> dict[str, NoValue]:
     """The commands whose facts are not known. One that failed may have printed them all the same: some exit with an
     error where there is nothing to report. Of a Mac, an answer that cannot be read counts as none."""
-    found = {name: why for name, why in unknown.items() if isinstance(why, Late) or not _text(answers, name).strip()}
+    missing = {name: why for name, why in unknown.items() if isinstance(why, Late) or not _text(answers, name).strip()}
     if fields["system"] != "Darwin":
         if fields.get("interfaces"):
-            found.pop("ip", None)
+            missing.pop("ip", None)
         for more in ("nvidia_smi_more", "nvidia_smi_table"):
             # Older drivers know no such columns; without a driver the first query reports it.
-            found.pop(more, None)
-        return found
+            missing.pop(more, None)
+        return missing
     buses = json_object(json_or_none(answers.get("thunderbolt"))).get(_THUNDERBOLT)
     ports = {port.device for port in fields["thunderbolt"]}
     # ifconfig ends each of these with its status: one without has been cut off.
-    whole = all(found.active is not None for found in fields["interfaces"] if found.name in ports)
+    whole = all(interface.active is not None for interface in fields["interfaces"] if interface.name in ports)
 
     def to_end(name: str) -> bool:
         text = _text(answers, name)
@@ -124,10 +124,10 @@ def _really_unknown(unknown: Mapping[str, NoValue], answers: Mapping[str, Any], 
         "networksetup": any(port.port_name for port in fields["interfaces"]) and to_end("networksetup"),
         **{name: fields[field] is not None for name, field in _TELLS.items()},
     }
-    for name in (name for name, read in readable.items() if name in answers and name not in found and not read):
+    for name in (name for name, read in readable.items() if name in answers and name not in missing and not read):
         output = plain(_text(answers, name).strip(), 200)
-        found[name] = unknown.get(name) or Unparsable(command=" ".join(MAC_COMMANDS[name]), output=output)
-    return found
+        missing[name] = unknown.get(name) or Unparsable(command=" ".join(MAC_COMMANDS[name]), output=output)
+    return missing
 
 
 def _text(answers: Mapping[str, Any], name: str) -> str:
@@ -163,7 +163,7 @@ def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
     }
 
 
-def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
+def _mac(answers: Mapping[str, Any], fields: Fields) -> Fields:
     sysctl = hardware.parse_sysctl(_text(answers, "sysctl"))
     name, version, build = hardware.mac_os(_text(answers, "sw_vers"))
     ports = hardware_ports(_text(answers, "networksetup"))
@@ -177,12 +177,12 @@ def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
         "os_build": build,
         "model": text_or_none(sysctl.get("hw.model"), 40),
         "chip": text_or_none(sysctl.get("machdep.cpu.brand_string"), 60),
-        "cores": count_or_none(sysctl.get("hw.ncpu")) or known["cores"],
+        "cores": count_or_none(sysctl.get("hw.ncpu")) or fields["cores"],
         "performance_cores": hardware.mac_performance_cores(sysctl),
         "gpu_cores": hardware.mac_gpu_cores(_text(answers, "profile")),
         "memory_total_bytes": count_or_none(sysctl.get("hw.memsize")),
         "memory_used_bytes": hardware.mac_memory_used(_text(answers, "vm_stat")),
-        "gpu_limit_bytes": gpu_limit or known.get("gpu_limit_bytes"),
+        "gpu_limit_bytes": gpu_limit or fields.get("gpu_limit_bytes"),
         "swap_used_bytes": sensors.mac_swap_used(sysctl.get("vm.swapusage", "")),
         "power_source": sensors.mac_power_source(_text(answers, "pmset_batt")),
         "low_power_mode": sensors.mac_low_power_mode(_text(answers, "pmset")),
@@ -194,18 +194,18 @@ def _mac(answers: Mapping[str, Any], known: Fields) -> Fields:
     }
 
 
-def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], known: Fields) -> Fields:
+def _linux(report: Mapping[str, Any], answers: Mapping[str, Any], fields: Fields) -> Fields:
     total, used, swap_used = hardware.linux_memory(_text(answers, "meminfo"))
     name, version = hardware.linux_os(_text(answers, "os_release"))
     listed = _text(answers, "nvidia_smi")
     gpus = hardware.nvidia_gpus(listed, _text(answers, "nvidia_smi_more"))
     driver, cuda = hardware.nvidia_versions(listed, _text(answers, "nvidia_smi_table"))
-    on_cpu, imported = known.get("gpu") == "cpu", json_object(json_or_none(_text(answers, "mlx_import").strip()))
+    on_cpu, imported = fields.get("gpu") == "cpu", json_object(json_or_none(_text(answers, "mlx_import").strip()))
     gpus = hardware.mlx_gpus(imported.get("gpus"), gpus) or gpus
     # The smallest one's, as a rank uses one; MLX's own is of the first.
-    limits = [known.get("gpu_limit_bytes"), *(gpu.memory_bytes for gpu in gpus if not on_cpu)]
+    limits = [fields.get("gpu_limit_bytes"), *(gpu.memory_bytes for gpu in gpus if not on_cpu)]
     return {
-        "os": text_or_none(name) or known["os"],
+        "os": text_or_none(name) or fields["os"],
         "os_version": text_or_none(version, 40),
         "model": text_or_none(answers.get("product"), 60) or text_or_none(answers.get("board"), 60),
         "chip": text_or_none(hardware.linux_chip(_text(answers, "cpuinfo")), 60)
@@ -239,8 +239,8 @@ def now() -> datetime:
 
 async def probe_all(config: Config, fleet: TransportProvider, clock: Clock = now) -> list[NodeFacts]:
     """The facts of every node, probed at once, in the configuration's order."""
-    found = {facts.node: facts async for facts in probe_as_completed(config, fleet, clock)}
-    return [found[node.name] for node in config.nodes]
+    by_name = {facts.node: facts async for facts in probe_as_completed(config, fleet, clock)}
+    return [by_name[node.name] for node in config.nodes]
 
 
 async def probe_as_completed(

@@ -88,13 +88,13 @@ def mac_os(sw_vers: str) -> tuple[str | None, str | None, str | None]:
 
 def _fields(text: str, separator: str) -> dict[str, str]:
     """Lines of `name SEPARATOR value`; of equal names the first counts."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(separator)
         # Bytes that are no text are no value.
         if value.strip() and "\ufffd" not in line:
-            found.setdefault(name.strip(), value.strip())
-    return found
+            values.setdefault(name.strip(), value.strip())
+    return values
 
 
 def linux_chip(cpuinfo: str) -> str | None:
@@ -120,13 +120,13 @@ def _used(sizes: Mapping[str, int | None], total: str, free: str) -> int | None:
 def nvidia_gpus(nvidia_smi: str, more: str = "") -> tuple[NvidiaGpu, ...]:
     """From `--query-gpu=name,memory.total,uuid,driver_version`, in MiB, and of `more`, `uuid,compute_cap,
     mig.mode.current`. What a GPU does not report ("[N/A]", "[Not Supported]") is None."""
-    known = {words[0]: words[1:] for line in more.splitlines() if len(words := _columns(line)) == 3}
-    found = []
+    details = {words[0]: words[1:] for line in more.splitlines() if len(words := _columns(line)) == 3}
+    gpus = []
     for line in nvidia_smi.splitlines():
         name, memory, uuid, _ = words if len(words := _columns(line)) == 4 else ("", "", "", "")
         if name and _UUID.fullmatch(uuid):
-            capability, mig = known.get(uuid, ("", ""))
-            found.append(
+            capability, mig = details.get(uuid, ("", ""))
+            gpus.append(
                 NvidiaGpu(
                     name=plain(name, 60),
                     uuid=uuid,
@@ -135,26 +135,26 @@ def nvidia_gpus(nvidia_smi: str, more: str = "") -> tuple[NvidiaGpu, ...]:
                     mig={"Enabled": True, "Disabled": False}.get(mig),
                 )
             )
-    return tuple(found)
+    return tuple(gpus)
 
 
 def mlx_gpus(devices: object, listed: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, ...]:
     """From MLX's device_info of each GPU that it can use (mlx/backend/cuda/device_info.cpp), in the order in which
     nvidia-smi has listed them. Parts of a divided one (MIG) have a uuid that CUDA_VISIBLE_DEVICES does not take."""
-    known, found = [gpu.uuid for gpu in listed], []
+    uuids, gpus = [gpu.uuid for gpu in listed], []
     for device in map(json_object, devices[:_MOST_GPUS] if isinstance(devices, list) else ()):
         uuid = text_or_none(device.get("uuid"), 80) or ""
         capability = [count_or_none(device.get(f"compute_capability_{part}")) for part in ("major", "minor")]
         gpu = NvidiaGpu(
             name=text_or_none(device.get("device_name"), 60) or "NVIDIA GPU",
-            uuid=uuid if uuid in known or (not listed and _UUID.fullmatch(uuid)) else None,
+            uuid=uuid if uuid in uuids or (not listed and _UUID.fullmatch(uuid)) else None,
             memory_bytes=count_or_none(device.get("total_memory")),
             free_bytes=count_or_none(device.get("free_memory")),
             compute_capability=".".join(map(str, capability)) if None not in capability else None,
-            mig=uuid not in known if listed else None,
+            mig=uuid not in uuids if listed else None,
         )
-        found.append(gpu)
-    return tuple(sorted(found, key=lambda gpu: known.index(gpu.uuid) if gpu.uuid in known else 0))
+        gpus.append(gpu)
+    return tuple(sorted(gpus, key=lambda gpu: uuids.index(gpu.uuid) if gpu.uuid in uuids else 0))
 
 
 def nvidia_versions(nvidia_smi: str, table: str) -> tuple[str | None, str | None]:

@@ -147,12 +147,12 @@ class AgentFile:
         """Keep what the agent has sent, apart from what is here already or was under way when the order changed. Raises
         ValueError for more than was asked for."""
         with self._lock:
-            known = self._start + len(self._buffer) - begin
-            if not 0 <= known <= len(data):
+            kept = self._start + len(self._buffer) - begin
+            if not 0 <= kept <= len(data):
                 return
             if begin + len(data) > self._until:
                 raise ValueError(f"it sends more of {self._name} than was asked for")
-            self._buffer += data[known:]
+            self._buffer += data[kept:]
             self._at_end = end
             self._problem = None
 
@@ -370,9 +370,9 @@ class HostConnection:
 
     def _send_state(self, home: str) -> None:
         """Everything that a new agent must know, in the order in which it is to answer."""
-        known = [seen.identity for seen in self._observations.values() if seen.identity is not None]
+        identities = [seen.identity for seen in self._observations.values() if seen.identity is not None]
         directory = expanded(str(self._attempt.files.directory), home)
-        self._put(messages.Watch(directory, self._attempt.nonce, list(self.ranks), known))
+        self._put(messages.Watch(directory, self._attempt.nonce, list(self.ranks), identities))
         for rank, command in list(self._standing.items()):
             self._put(_rank_command(rank, command))
         with self._files_lock:
@@ -395,9 +395,9 @@ class HostConnection:
                 lambda number: messages.ProbeRequest(number, "ports", [f":{port}" for port in ports])
             )
             with contextlib.closing(request):
-                found = last_json((await request.completed(_PORTS_LIMIT_S)).stdout, PortHolders)
-            if found is not None and len(found.ports) == len(ports):
-                pairs = zip(ports, found.ports, strict=True)
+                reply = last_json((await request.completed(_PORTS_LIMIT_S)).stdout, PortHolders)
+            if reply is not None and len(reply.ports) == len(ports):
+                pairs = zip(ports, reply.ports, strict=True)
                 self.port_holders = {port: held.holder for port, held in pairs if held is not None}
 
     def _take(self, message: messages.Message) -> None:
@@ -449,12 +449,12 @@ class HostConnection:
         self._update(message.rank, record=record, vanished=record is None)
 
     def _take_processes(self, message: messages.ProcessList) -> None:
-        found = [Process(pid, plain(command, 200)) for pid, command in message.processes]
-        if not found:
+        processes = [Process(pid, plain(command, 200)) for pid, command in message.processes]
+        if not processes:
             for name, size in message.sizes.items():
                 self._agent_files[name].settle(size)
-        self._unanswered, self._processes = None, found
-        if not found:
+        self._unanswered, self._processes = None, processes
+        if not processes:
             self.on_news()
 
     def _update(self, rank: int, **seen: Any) -> None:

@@ -54,7 +54,7 @@ def mac_interfaces(ifconfig: str, ports: Mapping[str, str]) -> tuple[Interface, 
     bridges = {member: name for name, entry in seen.items() for member in entry.members}
     for device in ports:
         seen.setdefault(device, _ParsedInterface())
-    found = [
+    interfaces = [
         Interface(
             name=name, ipv4=tuple(entry.ipv4), active=entry.active, bridge=bridges.get(name), port_name=ports.get(name)
         )
@@ -62,7 +62,7 @@ def mac_interfaces(ifconfig: str, ports: Mapping[str, str]) -> tuple[Interface, 
         # A Mac has a dozen tunnels and radios besides.
         if entry.ipv4 or entry.members or name in ports or name in bridges
     ]
-    return tuple(sorted(found, key=lambda interface: interface.name)[:INTERFACE_LIMIT])
+    return tuple(sorted(interfaces, key=lambda interface: interface.name)[:INTERFACE_LIMIT])
 
 
 def _ifconfig(text: str) -> dict[str, _ParsedInterface]:
@@ -85,7 +85,7 @@ def _ifconfig(text: str) -> dict[str, _ParsedInterface]:
 
 def linux_interfaces(ip: object) -> tuple[Interface, ...]:
     """The interfaces of `ip -j addr`, parsed."""
-    found = []
+    interfaces = []
     for row in json_objects(ip):
         name, state, master = row.get("ifname"), row.get("operstate"), row.get("master")
         if not isinstance(name, str) or not _DEVICE.fullmatch(name):
@@ -95,7 +95,7 @@ def linux_interfaces(ip: object) -> tuple[Interface, ...]:
             for entry in json_objects(row.get("addr_info"), 16)
             if entry.get("family") == "inet" and (address := _with_prefix(entry.get("local"), entry.get("prefixlen")))
         ]
-        found.append(
+        interfaces.append(
             Interface(
                 name=name,
                 ipv4=tuple(addresses),
@@ -104,7 +104,7 @@ def linux_interfaces(ip: object) -> tuple[Interface, ...]:
                 bridge=master if isinstance(master, str) and _DEVICE.fullmatch(master) else None,
             )
         )
-    return tuple(sorted(found, key=lambda interface: (not interface.ipv4, interface.name))[:INTERFACE_LIMIT])
+    return tuple(sorted(interfaces, key=lambda interface: (not interface.ipv4, interface.name))[:INTERFACE_LIMIT])
 
 
 def _with_prefix(address: object, prefix: object) -> str | None:
@@ -175,24 +175,24 @@ def mac_rdma_devices(ibv_devices: str, ibv_devinfo: str) -> tuple[RdmaDevice, ..
     if not ibv_devinfo.endswith("\n\n") and not _has_ipv4_gid(gids.get(device)):
         # A blank line ends each device: the rest of this one's table has been cut off.
         gids.pop(device, None)
-    known = sorted({*rdma_device_names(ibv_devices), *states, *gids} - {""})
+    names = sorted({*rdma_device_names(ibv_devices), *states, *gids} - {""})
     return tuple(
         RdmaDevice(name=name, port_state=states.get(name), ipv4_gid=_has_ipv4_gid(gids.get(name)))
-        for name in known[:RDMA_DEVICE_LIMIT]
+        for name in names[:RDMA_DEVICE_LIMIT]
     )
 
 
 def linux_rdma_devices(infiniband: object) -> tuple[RdmaDevice, ...]:
     """From the probe's list: name, state ("4: ACTIVE") and GIDs of each device's first port."""
-    found = []
+    devices = []
     for row in json_objects(infiniband, RDMA_DEVICE_LIMIT):
         name = text_or_none(row.get("name"), 32)
         if name is None or not _DEVICE.fullmatch(name):
             continue
         state = _SYSFS_STATE.match(str(row.get("state")))
         port_state = f"PORT_{state[1]}" if state else None
-        found.append(RdmaDevice(name=name, port_state=port_state, ipv4_gid=_has_ipv4_gid(row.get("gids"))))
-    return tuple(found)
+        devices.append(RdmaDevice(name=name, port_state=port_state, ipv4_gid=_has_ipv4_gid(row.get("gids"))))
+    return tuple(devices)
 
 
 def _has_ipv4_gid(gids: object) -> bool | None:

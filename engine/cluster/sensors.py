@@ -54,12 +54,11 @@ def _measured(**values: float | None) -> Readings:
 
 def number(value: object) -> float | None:
     """A finite number that is not negative, else None."""
-    found = finite_or_none(value)
-    return found if found is not None and found >= 0 else None
+    return finite if (finite := finite_or_none(value)) is not None and finite >= 0 else None
 
 
 def _first(sample: Mapping[str, Any], *names: str) -> float | None:
-    return next((found for name in names if (found := number(sample.get(name))) is not None), None)
+    return next((value for name in names if (value := number(sample.get(name))) is not None), None)
 
 
 def _share(value: float | None) -> float | None:
@@ -102,8 +101,7 @@ def cpu_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> floa
 
 def mac_swap_used(swapusage: str) -> int | None:
     """Bytes, from `sysctl vm.swapusage`: "… used = 512.25M …"."""
-    found = _SWAP.search(swapusage)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+    return int(float(used[1]) * _UNITS[used[2]]) if (used := _SWAP.search(swapusage)) else None
 
 
 def mac_gpu_use(ioreg: str) -> float | None:
@@ -114,8 +112,8 @@ def mac_gpu_use(ioreg: str) -> float | None:
 
 def mac_thermal_pressure(notifyutil: str) -> str | None:
     """The name of the level in `notifyutil -g com.apple.system.thermalpressurelevel`."""
-    found = _LEVEL.fullmatch(notifyutil.strip())
-    level = int(found[1]) if found else len(_THERMAL)
+    match = _LEVEL.fullmatch(notifyutil.strip())
+    level = int(match[1]) if match else len(_THERMAL)
     return _THERMAL[level] if level < len(_THERMAL) else None
 
 
@@ -232,12 +230,12 @@ def linux_low_power_mode(platform_profile: str) -> bool | None:
 
 def linux_thermal(zones: object) -> str | None:
     """ "nominal", or the first zone above one of its limits; None where there are no zones."""
-    known = json_objects(zones)
-    for zone in known:
+    listed = json_objects(zones)
+    for zone in listed:
         temperature = count_or_none(zone.get("temp"))
         for point in range(6):
             kind, limit = zone.get(f"trip_point_{point}_type"), count_or_none(zone.get(f"trip_point_{point}_temp"))
             if temperature and limit and kind in ("passive", "hot", "critical") and temperature >= limit:
                 name = text_or_none(zone.get("type"), 40) or "a zone"
                 return f"{name} at {temperature / 1000:.0f} °C, {kind} limit {limit / 1000:.0f} °C"
-    return "nominal" if known else None
+    return "nominal" if listed else None

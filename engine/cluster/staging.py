@@ -60,10 +60,10 @@ class HostLayout:
 
 def hosts_of(nodes: Sequence[NodeConfig]) -> dict[str, tuple[int, ...]]:
     """The distinct `ssh` of `nodes`, and the ranks of each."""
-    found: dict[str, tuple[int, ...]] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
     for rank, node in enumerate(nodes):
-        found[node.ssh] = (*found.get(node.ssh, ()), rank)
-    return found
+        ranks[node.ssh] = (*ranks.get(node.ssh, ()), rank)
+    return ranks
 
 
 async def prepare(fleet: TransportProvider, nodes: Sequence[NodeConfig]) -> tuple[HostLayout, ...]:

@@ -194,9 +194,9 @@ def _text(value: object) -> str:
 
 def _ranks(rows: object) -> tuple[RankUse, ...]:
     """From rows of (run id, rank, bytes), without those that make no sense."""
-    found = []
+    uses = []
     for row in rows[:RANK_LIMIT] if isinstance(rows, list) else []:
         with contextlib.suppress(ValidationError):
             run_id, rank, rss_bytes = _RANK_ROW.validate_python(row)
-            found.append(RankUse(run_id=run_id, rank=rank, rss_bytes=rss_bytes))
-    return tuple(found)
+            uses.append(RankUse(run_id=run_id, rank=rank, rss_bytes=rss_bytes))
+    return tuple(uses)

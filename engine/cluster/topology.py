@@ -22,7 +22,7 @@ def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple
 
     A peer has a domain of its own, which displays, docks and disks do not. A hub nests it in `_items`."""
     report = json_object(json_or_none(system_profiler))
-    found = []
+    ports = []
     for bus in json_objects(report.get("SPThunderboltDataType"), PORT_LIMIT):
         domain = text_or_none(bus.get(_DOMAIN), 64)
         if domain is None:
@@ -30,7 +30,7 @@ def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple
         tag = _receptacle(bus)
         receptacle = text_or_none(tag.get("receptacle_id_key"), 8)
         peer: dict[str, Any] = next(_computers(bus, _DEPTH), {})
-        found.append(
+        ports.append(
             ThunderboltPort(
                 domain_uuid=domain,
                 receptacle=receptacle,
@@ -40,7 +40,7 @@ def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple
                 speed=text_or_none(tag.get("current_speed_key"), 40),
             )
         )
-    return tuple(sorted(found, key=lambda port: (port.device or "~", port.receptacle or "", port.domain_uuid)))
+    return tuple(sorted(ports, key=lambda port: (port.device or "~", port.receptacle or "", port.domain_uuid)))
 
 
 def _receptacle(bus: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,8 +94,8 @@ def topology(facts: Sequence[NodeFacts]) -> Topology:
     joined = {frozenset((cable.a, cable.b)) for cable in cables}
     pairs = [(a, b) for number, a in enumerate(names) for b in names[number + 1 :]]
     missing = tuple(pair for pair in pairs if frozenset(pair) not in joined and unknown.keys().isdisjoint(pair))
-    found = Topology(nodes=names, cables=tuple(cables), missing=missing, strangers=tuple(strangers), unknown=unknown)
-    return found.model_copy(update={"shape": _shape(found)})
+    cabling = Topology(nodes=names, cables=tuple(cables), missing=missing, strangers=tuple(strangers), unknown=unknown)
+    return cabling.model_copy(update={"shape": _shape(cabling)})
 
 
 def ring_order(topology: Topology) -> tuple[str, ...] | None:
@@ -126,13 +126,13 @@ def _cycle(neighbours: Mapping[str, Sequence[str]], start: str) -> tuple[str, ..
     return None
 
 
-def _shape(found: Topology) -> str:
-    if len(found.nodes) == 1:
+def _shape(cabling: Topology) -> str:
+    if len(cabling.nodes) == 1:
         return "single"
-    if found.unknown:
+    if cabling.unknown:
         return "unknown"
-    if not found.missing:
+    if not cabling.missing:
         return "mesh"
-    if not found.cables:
+    if not cabling.cables:
         return "none"
-    return "ring" if ring_order(found) is not None else "incomplete"
+    return "ring" if ring_order(cabling) is not None else "incomplete"

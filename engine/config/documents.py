@@ -103,11 +103,11 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 def read_text(path: Path, wanted: str) -> str:
     """The text of a file; `wanted` describes it in faults. Raises DocumentError."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise DocumentError(path, "not a regular file", wanted)
-        if found.st_size > SIZE_LIMIT:
-            raise DocumentError(path, f"{found.st_size:,} bytes", f"at most {SIZE_LIMIT:,} bytes")
+        if status.st_size > SIZE_LIMIT:
+            raise DocumentError(path, f"{status.st_size:,} bytes", f"at most {SIZE_LIMIT:,} bytes")
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise DocumentError(path, "(not found)", wanted) from error
@@ -149,9 +149,9 @@ def _check_numbers(path: Path, document: Any) -> None:
             continue
         seen.add(id(value))
         if isinstance(value, dict):
-            waiting += [(f"{key}.{key_text(name)}" if key else key_text(name), each) for name, each in value.items()]
+            waiting += [(f"{key}.{key_text(name)}" if key else key_text(name), item) for name, item in value.items()]
         else:
-            waiting += [(f"{key}[{number}]", each) for number, each in enumerate(value)]
+            waiting += [(f"{key}[{number}]", item) for number, item in enumerate(value)]
 
 
 def _unreadable(error: Exception) -> str:

@@ -151,8 +151,8 @@ def set_job_keys(path: Path, lines: Sequence[str]) -> Path:
     added = []
     for line in lines:
         key = line.partition(" = ")[0]
-        own = re.compile(rf"\s*{re.escape(key)}\s*=(?P<value>.*)")
-        place = next((number for number in range(first, end) if own.match(text[number])), None)
+        pattern = re.compile(rf"\s*{re.escape(key)}\s*=(?P<value>.*)")
+        place = next((number for number in range(first, end) if pattern.match(text[number])), None)
         if place is None:
             added.append(line)
             continue

@@ -64,10 +64,10 @@ class Faults:
         self.found.append(ConfigFault(location.file, location.key(key), _NOT_SET, accepted))
 
     def unknown(
-        self, location: Location, table: Mapping[Any, Any], known: Iterable[str], hints: Mapping[Any, str]
+        self, location: Location, table: Mapping[Any, Any], accepted: Iterable[str], hints: Mapping[Any, str]
     ) -> None:
-        """Report every key of `table` that is not in `known`; `hints` says what to use instead of some keys."""
-        names = sorted(known)
+        """Report every key of `table` that is not in `accepted`; `hints` says what to use instead of some keys."""
+        names = sorted(accepted)
         unknown = [key for key in table if key not in names]
         for key in unknown[:UNKNOWN_LIMIT]:
             self.add(location, key, table[key], hints.get(_plain(key)) or _suggestion(_plain(key), names))
@@ -80,9 +80,9 @@ class Faults:
         keys are ignored."""
         if isinstance(name := values.get("name"), str) and not is_identifier(name):
             self.add(location, "name", name, IDENTIFIER_FORM)
-        known = keys_of(kind)
+        accepted = keys_of(kind)
         chosen = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in accepted
         }
         try:
             return kind.model_validate(chosen, strict=True)

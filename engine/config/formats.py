@@ -54,8 +54,8 @@ def resolved(text: str, base: Path) -> str:
 
 def interpreter(text: str, base: Path) -> str:
     """Like `resolved`, but a name without a folder is searched on PATH first."""
-    found = shutil.which(text) if os.sep not in text else None
-    return str(Path(found).absolute()) if found else resolved(text, base)
+    program = shutil.which(text) if os.sep not in text else None
+    return str(Path(program).absolute()) if program else resolved(text, base)
 
 
 def host_form(text: object) -> str | None:
@@ -174,5 +174,5 @@ def _characters(op: str, value: Any) -> frozenset[str]:
         return _ALL - some if "_NOT_" in str(value) else some
     low, high = value if op == "RANGE" else (value, value)
     text = "".join(chr(min(code, 128)) for code in range(min(low, 128), min(high, 128) + 1))
-    found = frozenset(text + text.lower() + text.upper()) & _ALL
-    return _ALL - found if op == "NOT_LITERAL" else found
+    characters = frozenset(text + text.lower() + text.upper()) & _ALL
+    return _ALL - characters if op == "NOT_LITERAL" else characters

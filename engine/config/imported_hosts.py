@@ -38,22 +38,22 @@ def read_hostfile(faults: Faults, path: Path) -> ImportedHosts:
     try:
         text = read_text(path, _WANTED)
         if text.lstrip()[:1] in ("[", "{"):
-            found = _from_json(faults, Location(file_text(path)), read_json(path, text))
+            imported = _from_json(faults, Location(file_text(path)), read_json(path, text))
         else:
-            found = _from_lines(faults, file_text(path), text)
+            imported = _from_lines(faults, file_text(path), text)
     except DocumentError as error:
         faults.found.append(error.fault)
         return ImportedHosts()
-    return replace(found, text=text)
+    return replace(imported, text=text)
 
 
 def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:
-    found = ImportedHosts()
+    imported = ImportedHosts()
     hosts, repeats = document, 1
     if isinstance(document, dict):
         hosts = document.get("hosts")
-        found.backend = _backend(faults, here, document.get("backend"))
-        found.env = _environment(faults, here, document.get("envs"))
+        imported.backend = _backend(faults, here, document.get("backend"))
+        imported.env = _environment(faults, here, document.get("envs"))
         repeats = _repeats(faults, here, document.get("connections_per_ip", 1))
     if not isinstance(hosts, list) or not hosts:
         faults.add(here, "hosts", hosts, f"a list with one entry per rank: [{_ENTRY}, …]")
@@ -61,10 +61,10 @@ def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:
         faults.add(here, "hosts", f"{len(hosts)} hosts", f"at most {NODE_LIMIT} ranks")
     else:
         names: set[str] = set()
-        found.tables = [_entry(faults, here, rank, entry, names) for rank, entry in enumerate(hosts)]
+        imported.tables = [_entry(faults, here, rank, entry, names) for rank, entry in enumerate(hosts)]
         if repeats > 1:
-            found.tables = [_repeated(table, repeats) for table in found.tables]
-    return found
+            imported.tables = [_repeated(table, repeats) for table in imported.tables]
+    return imported
 
 
 def _repeats(faults: Faults, here: Location, count: Any) -> int:
@@ -109,19 +109,19 @@ def _environment(faults: Faults, here: Location, lines: Any) -> dict[str, str]:
     if not isinstance(lines, list) or len(lines) > 1000:
         faults.add(here, "envs", lines, 'a list of "NAME=value"')
         return {}
-    found = {}
+    variables = {}
     for number, line in enumerate(lines):
         name, equals, value = line.partition("=") if isinstance(line, str) else ("", "", "")
         accepted = environment_fault(name, value) if equals else 'a string "NAME=value"'
         if accepted:
             faults.add(here, f"envs[{number}]", line, accepted)
         else:
-            found[name] = value
-    return found
+            variables[name] = value
+    return variables
 
 
 def _from_lines(faults: Faults, file: str, text: str) -> ImportedHosts:
-    here, found, names = Location(file), ImportedHosts(), set[str]()
+    here, imported, names = Location(file), ImportedHosts(), set[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         entry = line.partition("#")[0].strip()
         if not entry:
@@ -132,15 +132,15 @@ def _from_lines(faults: Faults, file: str, text: str) -> ImportedHosts:
             # A file of another kind is one fault, not a thousand.
             return ImportedHosts()
         slots = int(match["count"] or match["slots"] or 1)
-        if not 1 <= slots <= NODE_LIMIT - len(found.tables):
+        if not 1 <= slots <= NODE_LIMIT - len(imported.tables):
             faults.add(here, f"line {number}", entry, f"1 slot or more, and at most {NODE_LIMIT} ranks in total")
             return ImportedHosts()
-        for rank in range(len(found.tables), len(found.tables) + slots):
+        for rank in range(len(imported.tables), len(imported.tables) + slots):
             values: dict[str, Any] = {"name": _name(match["host"], rank, names), "ssh": match["host"], "ips": []}
-            found.tables.append(NodeTable(Location(file, f"line {number}"), values))
-    if not found.tables:
+            imported.tables.append(NodeTable(Location(file, f"line {number}"), values))
+    if not imported.tables:
         faults.found.append(ConfigFault(file, "the file", "(no hosts)", _WANTED))
-    return found
+    return imported
 
 
 def _name(host: Any, rank: int, names: set[str]) -> str:

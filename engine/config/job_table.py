@@ -87,27 +87,27 @@ def read_job(faults: Faults, location: Location, table: Mapping[str, Any], base:
     else:
         settings, locations = _training(faults, location, table, base)
         settings = {key: value for key, value in settings.items() if key not in unused}
-    own = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
+    values = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
     if command and framework == "torch" and any(key in table for key in ("strategy", *mlx_lm_keys.TORCH_KEYS)):
         # The options of `accelerate launch` are made from them.
-        own["strategy"] = table.get("strategy", AUTO)
+        values["strategy"] = table.get("strategy", AUTO)
         settings = {key: mlx_lm_keys.DEFAULTS[key] for key in mlx_lm_keys.TORCH_KEYS} | settings
     if framework == "torch":
         _check_torch(faults, location, settings, locations)
-    _check_framework(faults, location, own, framework)
-    if isinstance(own.get("layer_split"), str) and own.get("strategy") != "pipeline":
-        faults.add(location, "layer_split", own.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
-    if not isinstance(own.get("command", []), list):
-        del own["command"]
-    own.setdefault("name", _name(own.get("command"), settings.get("model")))
+    _check_framework(faults, location, values, framework)
+    if isinstance(values.get("layer_split"), str) and values.get("strategy") != "pipeline":
+        faults.add(location, "layer_split", values.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
+    if not isinstance(values.get("command", []), list):
+        del values["command"]
+    values.setdefault("name", _name(values.get("command"), settings.get("model")))
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
     if by_rule := settings.get("learning_rate") == AUTO and {"batch_size", "optimizer"} <= settings.keys():
         total = settings["batch_size"] * settings.get("grad_accumulation_steps", 1)
         settings["learning_rate"] = mlx_lm_keys.scaled_rate(total, mlx_lm_keys.scaling_rule(settings["optimizer"]))
-    own["unused"] = sorted(key for key in unused if key in locations)
+    values["unused"] = sorted(key for key in unused if key in locations)
     given = sorted(key for key in locations if key not in unused)
-    known = {**own, **named, "mlx_lm": settings, "given": given, "rate_by_rule": by_rule}
-    config = faults.validated(location, JobConfig, known)
+    document = {**values, **named, "mlx_lm": settings, "given": given, "rate_by_rule": by_rule}
+    config = faults.validated(location, JobConfig, document)
     return ReadJob(config if len(faults.found) == before else None, settings, locations, command)
 
 
@@ -128,13 +128,13 @@ def _with_command(faults: Faults, location: Location, table: Mapping[str, Any]) 
     return {"command": words if launched else ["python", *words], **rest}
 
 
-def _check_framework(faults: Faults, location: Location, own: dict[str, Any], framework: Framework) -> None:
-    """`own` gets the framework's own default strategy; one that it does not have is a fault."""
-    own.setdefault("strategy", STRATEGIES[framework][0])
-    if own["strategy"] not in STRATEGIES[framework]:
+def _check_framework(faults: Faults, location: Location, values: dict[str, Any], framework: Framework) -> None:
+    """`values` gets the framework's own default strategy; one that it does not have is a fault."""
+    values.setdefault("strategy", STRATEGIES[framework][0])
+    if values["strategy"] not in STRATEGIES[framework]:
         other = "mlx" if framework == "torch" else "torch"
         accepted = f'one of {", ".join(map(repr, STRATEGIES[framework]))}, or framework = "{other}"'
-        faults.add(location, "strategy", own.pop("strategy"), accepted)
+        faults.add(location, "strategy", values.pop("strategy"), accepted)
 
 
 def _check_torch(
@@ -167,10 +167,10 @@ def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]
     for option in options[::2]:
         if launcher is not None and (given := option_of(launcher, option)).effect == REFUSED:
             faults.add(location, "command", option, f"no {option}: {given.reason}")
-    if (own := own_strategy(table["command"])) not in (None, "--config_file"):
+    if (chosen := own_strategy(table["command"])) not in (None, "--config_file"):
         for key in ("strategy", "sharding", "zero_stage", "offload"):
             if table.get(key, AUTO) != AUTO:
-                faults.add(location, key, table[key], f"no value here: the command has {own}")
+                faults.add(location, key, table[key], f"no value here: the command has {chosen}")
     named = MIXED_PRECISIONS.get(option_value(table["command"], "--mixed_precision"))
     if named is not None and table.get("precision", AUTO) not in (AUTO, named):
         accepted = f"{named!r}, as the command's --mixed_precision, or only one of the two"

@@ -118,8 +118,7 @@ def _check_ports(faults: Faults, location: Location, nodes: Sequence[NodeTable],
 
 
 def _listed(node: NodeTable, key: str) -> list[object]:
-    found = node.known.get(key)
-    return found if isinstance(found, list) else []
+    return values if isinstance(values := node.known.get(key), list) else []
 
 
 def _check_command(faults: Faults, tables: Sequence[NodeTable]) -> None:
@@ -311,10 +310,10 @@ def _with_job(node: NodeConfig, model: str | None, data: str | None, base: Path)
 
 
 def _table(faults: Faults, file: str, document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = document.get(name, {})
-    if isinstance(found, dict):
-        return found
-    faults.add(Location(file), name, found, f"a table: [{name}] on its own line, with its keys below")
+    table = document.get(name, {})
+    if isinstance(table, dict):
+        return table
+    faults.add(Location(file), name, table, f"a table: [{name}] on its own line, with its keys below")
     return {}
 
 
@@ -322,16 +321,16 @@ def named_programs(config: Config, *, launch: bool) -> list[tuple[str, str]]:
     """Where or as what each runs, and its name: as soon as the nodes are asked and checks are made, and with `launch`
     also the command. Empty where the interpreter that runs flightdeck does all, on this machine and unchanged."""
     nodes = [node for node in config.nodes if not (node.local and node.python == sys.executable)]
-    found = [("this machine" if node.local else node.ssh, node.python) for node in nodes]
+    programs = [("this machine" if node.local else node.ssh, node.python) for node in nodes]
     if launch and config.job.command is not None:
-        found.append(("the command", shlex.join(config.job.command)))
-    found += [("sync_script", str(path)) for path in _sync_script(config)]
+        programs.append(("the command", shlex.join(config.job.command)))
+    programs += [("sync_script", str(path)) for path in _sync_script(config)]
     if config.job.mlx_lm.get("trust_remote_code"):
-        found += [("the model's own code", f"{node.model} (trust_remote_code)") for node in config.nodes]
+        programs += [("the model's own code", f"{node.model} (trust_remote_code)") for node in config.nodes]
     # Among them may be LD_PRELOAD and PYTHONPATH.
     if variables := [name for name in config.job.env if not is_public(name) or name.endswith("PLUGIN")]:
-        found.append(("with the variables", ", ".join(variables)))
-    return list(dict.fromkeys(found))
+        programs.append(("with the variables", ", ".join(variables)))
+    return list(dict.fromkeys(programs))
 
 
 def _sync_script(config: Config) -> list[Path]:

@@ -256,8 +256,8 @@ _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(?:([KMGT]?)B?)", re.IGNO
 
 def in_bytes(size: object) -> object:
     """Bytes of a size as mlx_lm.lora's option takes it ("2GB", "1.5 g"); anything else as it is."""
-    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    return int(Decimal(found[1]) * _UNITS[found[2].upper()]) if found is not None else size
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    return int(Decimal(match[1]) * _UNITS[match[2].upper()]) if match is not None else size
 
 
 HEAD_TRACKERS = ("tensorboard", "wandb")

@@ -59,8 +59,8 @@ class FileStream:
         try:
             data = self._read(wanted)
         except OSError as error:
-            known, self._problem = self._problem, error.strerror or str(error)
-            return messages.FileError(self.path.name, self._problem) if self._problem != known else None
+            before, self._problem = self._problem, error.strerror or str(error)
+            return messages.FileError(self.path.name, self._problem) if self._problem != before else None
         self._problem = None
         if not data and self._at_end:
             return None
@@ -126,8 +126,8 @@ class AttemptWatch:
         self._nonce = watch.nonce
         self._boot_id = boot_id
         self._send = send
-        known = {identity.rank: identity for identity in watch.known}
-        self._ranks = {rank: WatchedRank(rank, self._files, known.get(rank)) for rank in watch.ranks}
+        identities = {identity.rank: identity for identity in watch.known}
+        self._ranks = {rank: WatchedRank(rank, self._files, identities.get(rank)) for rank in watch.ranks}
         self._streams: dict[str, FileStream] = {}
         self._liveness_at = self._identity_at = float("-inf")
         self.poll()
@@ -179,16 +179,16 @@ class AttemptWatch:
         marked = list[processes.Process]()
         try:
             marked = processes.with_nonce(self._nonce)
-            found = processes.with_family(marked, self._leaders())
+            family = processes.with_family(marked, self._leaders())
         except (OSError, ValueError, subprocess.SubprocessError):
             # Without a reply the head has no proof that nothing is left. What has the nonce is certainly the attempt's.
             processes.kill_all(marked if message.kill else ())
             return
         sizes = {name: attempt.size_of(stream.path) for name, stream in self._streams.items()}
-        listed = [(process.pid, process.command[:200]) for process in found]
-        known = {name: size for name, size in sizes.items() if size is not None}
-        self._send(messages.ProcessList(message.number, listed, known))
-        processes.kill_all(found if message.kill else ())
+        listed = [(process.pid, process.command[:200]) for process in family]
+        readable = {name: size for name, size in sizes.items() if size is not None}
+        self._send(messages.ProcessList(message.number, listed, readable))
+        processes.kill_all(family if message.kill else ())
 
     def _leaders(self) -> dict[int, str | float]:
         """The keepers and programs that are known by now, also where a keeper has started another program since."""
@@ -197,10 +197,10 @@ class AttemptWatch:
             identities = [rank.identity]
             with contextlib.suppress(OSError, ValueError, TypeError):
                 identities.append(attempt.read_identity(self._files.identity(rank.rank)))
-            for known in identities:
-                if known is not None and processes.same_boot(known.boot_id, self._boot_id):
-                    leaders[known.keeper_pid] = known.keeper_start or known.started_at
-                    leaders[known.trainer_pid] = known.trainer_start or known.started_at
+            for identity in identities:
+                if identity is not None and processes.same_boot(identity.boot_id, self._boot_id):
+                    leaders[identity.keeper_pid] = identity.keeper_start or identity.started_at
+                    leaders[identity.trainer_pid] = identity.trainer_start or identity.started_at
         return leaders
 
     def send_exit_output(self, message: messages.ExitOutputRequest) -> None:

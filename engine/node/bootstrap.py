@@ -56,8 +56,8 @@ def bundle_hash(package: Path) -> str:
 def make_private(directory: Path) -> None:
     """Make the directory, and what is missing above it, for its owner alone. Raises OSError, also where `access_fault`
     finds one."""
-    for each in reversed((directory, *directory.parents)):
-        each.mkdir(mode=0o700, exist_ok=True)
+    for folder in reversed((directory, *directory.parents)):
+        folder.mkdir(mode=0o700, exist_ok=True)
     if fault := access_fault(directory):
         raise PermissionError(errno.EACCES, fault, str(directory))
     if directory.stat().st_mode & 0o077:
@@ -70,25 +70,25 @@ def access_fault(path: Path) -> str:
     may write there, but for entries of their own in a sticky one such as /tmp. Raises OSError."""
     whole, real = path.absolute(), Path(os.path.realpath(path))
     # With the folders of a link on the way: who can replace the link decides where it leads.
-    for each in dict.fromkeys((whole, *whole.parents, real, *real.parents)):
+    for place in dict.fromkeys((whole, *whole.parents, real, *real.parents)):
         try:
-            status = each.lstat()
+            status = place.lstat()
         except FileNotFoundError:
             continue
         if status.st_uid not in (0, os.geteuid()):
-            return f"{each} belongs to another user"
+            return f"{place} belongs to another user"
         writable = status.st_mode & (stat.S_IWOTH if _is_own_group(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP)
-        sticky = status.st_mode & stat.S_ISVTX and each not in (whole, real)
+        sticky = status.st_mode & stat.S_ISVTX and place not in (whole, real)
         if writable and not sticky and not stat.S_ISLNK(status.st_mode):
-            return f"other users can write there: chmod go-w {shlex.quote(str(each))}"
+            return f"other users can write there: chmod go-w {shlex.quote(str(place))}"
     return ""
 
 
 def _is_own_group(group: int) -> bool:
     """The group has the user's name and no other member: many Linux systems let it write by default (umask 002)."""
     with contextlib.suppress(KeyError):
-        user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
-        return os.geteuid() != 0 and found.gr_name == user and set(found.gr_mem) <= {user}
+        user, entry = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+        return os.geteuid() != 0 and entry.gr_name == user and set(entry.gr_mem) <= {user}
     return False
 
 
@@ -164,7 +164,7 @@ def _problem(error: OSError, path: Path) -> dict[str, Any]:
     """Includes the free space: a full disk is not always named as such."""
     free_bytes = None
     with contextlib.suppress(OSError):
-        free_bytes = shutil.disk_usage(next(each for each in path.parents if each.is_dir())).free
+        free_bytes = shutil.disk_usage(next(folder for folder in path.parents if folder.is_dir())).free
     return {"problem": error.strerror or str(error), "path": str(error.filename or path), "free_bytes": free_bytes}
 
 

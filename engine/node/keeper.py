@@ -296,9 +296,9 @@ class Keeper:
     def _restart_workers(self) -> None:
         """End the workers of an elastic job's torchrun, which starts them again with the nodes that are left."""
         _log("a peer is lost: KILL to torchrun's workers")
-        own = {attempt.NONCE_ENV: self._spec.nonce, TORCHRUN_ID_ENV: torchrun_id(self._spec)}
+        variables = {attempt.NONCE_ENV: self._spec.nonce, TORCHRUN_ID_ENV: torchrun_id(self._spec)}
         try:
-            processes.kill_all(processes.with_variables(own))
+            processes.kill_all(processes.with_variables(variables))
         except (OSError, subprocess.SubprocessError) as error:
             _log(f"the workers could not be listed: {error}")
 
@@ -351,7 +351,7 @@ class Keeper:
         ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid}
         try:
             marked = processes.with_variables({attempt.NONCE_ENV: self._spec.nonce, "MLX_RANK": str(self._rank.rank)})
-            left = processes.with_family([each for each in marked if each.pid not in ours], {program.pid: ""})
+            left = processes.with_family([process for process in marked if process.pid not in ours], {program.pid: ""})
         except (OSError, subprocess.SubprocessError) as error:
             _log(f"processes left behind could not be listed: {error}")
             return

@@ -54,11 +54,11 @@ def abandoned_locks(environment: Mapping[str, str] = os.environ) -> list[str]:
     tells: whoever loads the extension waits for its lock for ever."""
     cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = Path(environment.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
-    found = {os.path.realpath(path) for depth in ("*/lock", "*/*/lock") for path in root.glob(depth)}
-    for link in Path("/proc").glob("[0-9]*/fd/*") if found else ():
+    locks = {os.path.realpath(path) for depth in ("*/lock", "*/*/lock") for path in root.glob(depth)}
+    for link in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
         with contextlib.suppress(OSError):
-            found.discard(str(link.readlink()))
-    return sorted(found) if Path("/proc").is_dir() else []
+            locks.discard(str(link.readlink()))
+    return sorted(locks) if Path("/proc").is_dir() else []
 
 
 OPEN_FILES = 10_240
@@ -142,8 +142,7 @@ class Process:
 def boot_id() -> str:
     """Different after every boot of this machine; "" when unknown."""
     if not _LINUX:
-        found = tool_output("sysctl", "-n", "kern.bootsessionuuid").strip()
-        return found if _UUID.fullmatch(found) else ""
+        return uuid if _UUID.fullmatch(uuid := tool_output("sysctl", "-n", "kern.bootsessionuuid").strip()) else ""
     with contextlib.suppress(OSError):
         return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -162,8 +161,8 @@ def start_time(pid: int) -> str | None:
     if _LINUX:
         return _linux_start(pid)
     _, output = run_tool("ps", "-o", "stat=,lstart=", "-p", str(pid))
-    if found := _STATE_AND_START.fullmatch(output):
-        return None if found[1].startswith("Z") else " ".join(found[2].split())
+    if match := _STATE_AND_START.fullmatch(output):
+        return None if match[1].startswith("Z") else " ".join(match[2].split())
     # Also a ps that fails prints nothing.
     if exists(pid):
         raise OSError(f"ps shows no start of process {pid}: {output[:80]!r}")
@@ -180,10 +179,10 @@ def alive(pid: int, start: str) -> bool:
     """`pid` is still the process that started at `start`, not a later one or a zombie. Where the system does not tell,
     or it was not known when that started (""), an existing one counts as alive: a run is ended only on certainty."""
     try:
-        found = start_time(pid)
+        started = start_time(pid)
     except (OSError, subprocess.SubprocessError):
         return exists(pid)
-    return found is not None and start in ("", found)
+    return started is not None and start in ("", started)
 
 
 def exists(pid: int) -> bool:
@@ -202,8 +201,8 @@ def with_nonce(nonce: str) -> list[Process]:
     without zombies and the caller. Sees only processes that the caller may inspect: its own user's, or all as root."""
     if not nonce:
         raise ValueError("an empty nonce would match nothing and prove nothing")
-    carried = with_any_nonce()
-    return [each for name, found in carried.items() if name == nonce or name.startswith(f"{nonce}.") for each in found]
+    groups = [group for name, group in with_any_nonce().items() if name == nonce or name.startswith(f"{nonce}.")]
+    return [process for group in groups for process in group]
 
 
 def of_attempt(nonce: str, leaders: Mapping[int, str | float]) -> list[Process]:
@@ -212,29 +211,29 @@ def of_attempt(nonce: str, leaders: Mapping[int, str | float]) -> list[Process]:
     return with_family(with_nonce(nonce), leaders)
 
 
-def with_family(known: Iterable[Process], leaders: Mapping[int, str | float]) -> list[Process]:
-    """`known`, the sessions that `leaders` lead or led, and all descendants of both; without zombies and the caller.
+def with_family(marked: Iterable[Process], leaders: Mapping[int, str | float]) -> list[Process]:
+    """`marked`, the sessions that `leaders` lead or led, and all descendants of both; without zombies and the caller.
     `leaders`: pid → its start time, or a time when it was there, s since the epoch. Raises like `of_attempt`.
 
     Not every process shows its environment: macOS hides those of Apple's own programs (XNU, sysctl KERN_PROCARGS2), and
     any program may clear its own. Such a one that has a session of its own and has outlived its parent is not found."""
-    found = {process.pid: process for process in known}
+    by_pid = {process.pid: process for process in marked}
     sessions = {pid for pid, start in leaders.items() if pid > 1 and _leads(pid, start)}
     tree = _table()
     if any(start_time(pid) is not None for pid in sessions - tree.keys()):
         raise OSError("the list of processes has not all of them")
-    members = _family(set(found) | sessions, sessions, tree)
+    members = _family(set(by_pid) | sessions, sessions, tree)
     network = _network("self") if _LINUX else None
-    for pid in members & tree.keys() - found.keys() - {os.getpid()}:
+    for pid in members & tree.keys() - by_pid.keys() - {os.getpid()}:
         process = _linux_process(pid, network) if _LINUX else Process(pid, command_of(pid) or "?")
         if process is not None:
-            found[pid] = process
-    return list(found.values())
+            by_pid[pid] = process
+    return list(by_pid.values())
 
 
-def _family(known: set[int], sessions: set[int], table: Mapping[int, _Row]) -> set[int]:
-    """`known`, the members of `sessions` and all descendants of both."""
-    members, before = set(known), -1
+def _family(pids: set[int], sessions: set[int], table: Mapping[int, _Row]) -> set[int]:
+    """`pids`, the members of `sessions` and all descendants of both."""
+    members, before = set(pids), -1
     while before != len(members):
         before = len(members)
         members |= {pid for pid, row in table.items() if row.parent in members or row.session in sessions} - {1}
@@ -263,19 +262,19 @@ def ps_time_s(text: str) -> float:
 def variables_of(pids: Iterable[int], *names: str) -> list[dict[str, str]]:
     """The values of these variables in each of the processes that have them all, seen as by `with_nonce`."""
     if _LINUX:
-        found = [linux_values(pid, names) for pid in pids]
-        return [values for values in found if values is not None]
+        environments = [linux_values(pid, names) for pid in pids]
+        return [values for values in environments if values is not None]
     wanted = set(pids)
     return [values for process, values in _ps_carrying(names) if process.pid in wanted]
 
 
 def _leads(pid: int, start: str | float) -> bool:
     """A pid that another process has by now leads nothing of ours; a session whose leader is gone keeps its number."""
-    found = start_time(pid)
-    if found is None or isinstance(start, str):
-        return found in (None, start)
+    started = start_time(pid)
+    if started is None or isinstance(start, str):
+        return started in (None, start)
     # On Linux a start time is not known only of a process that has ended.
-    return not _LINUX and calendar.timegm(time.strptime(found, "%a %b %d %H:%M:%S %Y")) <= start
+    return not _LINUX and calendar.timegm(time.strptime(started, "%a %b %d %H:%M:%S %Y")) <= start
 
 
 def with_variables(variables: dict[str, str]) -> list[Process]:
@@ -285,15 +284,15 @@ def with_variables(variables: dict[str, str]) -> list[Process]:
 
 def with_any_nonce() -> dict[str, list[Process]]:
     """The processes of every attempt on this machine, by its nonce, seen as by `with_nonce`."""
-    found: dict[str, list[Process]] = {}
+    by_nonce: dict[str, list[Process]] = {}
     for process, values in _carrying(NONCE_VARIABLE):
-        found.setdefault(values[NONCE_VARIABLE], []).append(process)
-    return found
+        by_nonce.setdefault(values[NONCE_VARIABLE], []).append(process)
+    return by_nonce
 
 
 def pids_of_runs() -> set[int]:
     """The processes of every attempt on this machine."""
-    return {process.pid for found in with_any_nonce().values() for process in found}
+    return {process.pid for group in with_any_nonce().values() for process in group}
 
 
 def command_of(pid: int) -> str | None:
@@ -318,9 +317,9 @@ def kill_group(pgid: int, sig: int) -> bool:
     return True
 
 
-def kill_all(found: Iterable[Process]) -> None:
+def kill_all(targets: Iterable[Process]) -> None:
     """KILL to each that is still there and may be killed: a descendant may be another user's (sudo)."""
-    for process in found:
+    for process in targets:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
 
@@ -328,9 +327,9 @@ def kill_all(found: Iterable[Process]) -> None:
 def kill_with_nonce(nonce: str) -> bool:
     """KILL every process with this nonce; False when some are left all the same."""
     for _ in range(_MAX_SCANS):
-        if not (found := of_attempt(nonce, {})):
+        if not (left := of_attempt(nonce, {})):
             return True
-        kill_all(found)
+        kill_all(left)
     return False
 
 
@@ -361,7 +360,7 @@ def _linux_start(pid: int) -> str | None:
 def _carrying(*names: str) -> Iterator[tuple[Process, dict[str, str]]]:
     """Each process that has all of these variables, with their values; without zombies and the caller."""
     if not _LINUX:
-        yield from (found for found in _ps_carrying(names) if found[0].pid != os.getpid())
+        yield from (carrier for carrier in _ps_carrying(names) if carrier[0].pid != os.getpid())
         return
     network = _network("self")
     for pid in linux_pids():
@@ -378,8 +377,8 @@ def linux_values(pid: int, names: tuple[str, ...]) -> dict[str, str] | None:
         return None
     values = {}
     for name in names:
-        _, found, rest = environment.partition(f"\0{name}=".encode())
-        if not found:
+        _, separator, rest = environment.partition(f"\0{name}=".encode())
+        if not separator:
             return None
         values[name] = rest.partition(b"\0")[0].decode(errors="replace")
     return values
@@ -434,7 +433,7 @@ def _session(pid: int) -> int:
 def _ps_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, str]]]:
     for pid, _, words in _ps("-axEww", "pid=,stat=,command="):
         process, words = Process(int(pid), _ENVIRONMENT_IN_PS.split(words, maxsplit=1)[0]), " " + words
-        values = {name: found[1] for name in names if (found := re.search(rf" {name}=(\S*)", words))}
+        values = {name: match[1] for name in names if (match := re.search(rf" {name}=(\S*)", words))}
         if len(values) == len(names):
             yield process, values
 

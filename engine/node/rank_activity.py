@@ -84,8 +84,8 @@ class RankActivity:
         if self._own_rank is not None or self._joined:
             return
         for names, given in self._given.items():
-            found = [values for values in processes.variables_of(pids, *names) if list(values.values()) != given]
-            if ranks := [int(values[names[0]]) for values in found if values[names[0]].isdecimal()]:
+            differing = [values for values in processes.variables_of(pids, *names) if list(values.values()) != given]
+            if ranks := [int(values[names[0]]) for values in differing if values[names[0]].isdecimal()]:
                 self._own_rank = min(ranks)
                 self._events.write("group", own_rank=self._own_rank)
                 return
@@ -96,10 +96,10 @@ def peer_addresses(environment: Mapping[str, str]) -> set[tuple[str, int]]:
     as with PyTorch's rank 0, to which the others connect."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         if "MASTER_PORT" in environment:
-            own = environment["RANK"] == "0"
-            return set() if own else {(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))}
+            is_first = environment["RANK"] == "0"
+            return set() if is_first else {(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))}
         hosts: list[list[str]] = json.loads(Path(environment["MLX_HOSTFILE"]).read_text())
-        others = [each for rank, each in enumerate(hosts) if rank != int(environment["MLX_RANK"])]
+        others = [addresses for rank, addresses in enumerate(hosts) if rank != int(environment["MLX_RANK"])]
         pairs = [address.rpartition(":") for addresses in others for address in addresses]
         return {(host, int(port)) for host, _, port in pairs}
     return set()

@@ -174,13 +174,13 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     environment |= {"MLX_RANK": str(rank.rank), "PYTHONUNBUFFERED": "1"}
     if spec.framework == "torch" and spec.command is not None and not spec.elastic:
         # As torchrun does for its workers, whose store its agent has.
-        own = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
+        place = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
         environment |= {
             "TORCHELASTIC_ERROR_FILE": str(files.error(rank.rank)),
             TORCHRUN_ID_ENV: torchrun_id(spec),
             "TORCHELASTIC_RESTART_COUNT": str(spec.attempt - 1),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), own)),  # noqa: B905  (Python 3.9)
+            **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), place)),  # noqa: B905  (Python 3.9)
             "ROLE_NAME": option_value(spec.command, "--role", "default"),
         }
     if spec.framework == "torch" and spec.command is not None and int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1:
@@ -265,9 +265,9 @@ def reported_exception(files: NodeFiles, rank: int) -> dict[str, Any] | None:
     Of an elastic job's workers, the first failure of the last round."""
     rounds = files.workers(rank).glob("*/attempt_*")
     last = max(rounds, key=lambda folder: (len(folder.name), folder.name), default=None)
-    found = [_read(path) for path in ([files.error(rank)] if last is None else last.glob("*/error.json"))]
-    known = [each for each in found if each is not None]
-    return min(known, key=lambda each: float(each["raised_at"]), default=None)
+    reports = [_read(path) for path in ([files.error(rank)] if last is None else last.glob("*/error.json"))]
+    readable = [report for report in reports if report is not None]
+    return min(readable, key=lambda report: float(report["raised_at"]), default=None)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

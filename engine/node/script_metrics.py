@@ -413,8 +413,8 @@ class TensorBoardMetrics:
         self._pending = {step: {**earlier.get(step, {}), **values} for step, values in fresh.items()}
         self._report(complete)
 
-    def _report(self, found: dict[int, dict[str, float]]) -> None:
-        for step, values in sorted(found.items()):
+    def _report(self, by_step: dict[int, dict[str, float]]) -> None:
+        for step, values in sorted(by_step.items()):
             at = values.pop("")
             if any(name.endswith(_SUMMARY) for name in values):
                 values = {name: value for name, value in values.items() if not name.endswith("train_loss")}
@@ -448,9 +448,9 @@ class TensorBoardMetrics:
 
 
 def _event_scalars(event: bytes) -> Iterator[tuple[int, float, str, float]]:
-    own = dict(_fields(event))
+    fields = dict(_fields(event))
     # Zero is not written.
-    step, at, summary = own.get(_STEP, 0), own.get(_WALL_TIME, bytes(8)), own.get(_SUMMARIES)
+    step, at, summary = fields.get(_STEP, 0), fields.get(_WALL_TIME, bytes(8)), fields.get(_SUMMARIES)
     if not isinstance(step, int) or not isinstance(at, bytes) or len(at) != 8 or not isinstance(summary, bytes):
         return
     for value in (value for number, value in _fields(summary) if number == _VALUE and isinstance(value, bytes)):
@@ -491,14 +491,14 @@ def _numbers(text: str) -> dict[str, float]:
     """The numbers of a JSON object or a Python dict and of those in it, also the numbers in quotes; {} for anything
     else."""
     try:
-        found: Any = json.loads(text)
+        parsed: Any = json.loads(text)
     except (ValueError, RecursionError):
         try:
-            found = ast.literal_eval(text)
+            parsed = ast.literal_eval(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             return {}
     numbers = {}
-    for name, value in found.items() if isinstance(found, dict) else ():
+    for name, value in parsed.items() if isinstance(parsed, dict) else ():
         inner = value.items() if isinstance(value, dict) else ()
         for full, number in ((name, value), *((f"{name}/{within}", number) for within, number in inner)):
             if isinstance(full, str) and isinstance(number, (int, float, str)) and not isinstance(number, bool):

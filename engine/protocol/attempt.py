@@ -154,9 +154,9 @@ class AttemptSpec:
 
     def rank(self, number: int) -> RankSpec:
         """Raises ValueError."""
-        if (found := next((rank for rank in self.ranks if rank.rank == number), None)) is None:
+        if (spec := next((rank for rank in self.ranks if rank.rank == number), None)) is None:
             raise ValueError(f"it has no rank {number}")
-        return found
+        return spec
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,11 @@ def buckets(elements: int) -> int:
 def exchange(wire: str, ranks: int, element_bytes: int, accumulation: int = 1) -> Exchange:
     """`wire`: of [job]. `element_bytes`: of a gradient in the model's type, which has one micro-batch alone; several
     are added in float32."""
-    own = element_bytes if accumulation == 1 else _FLOAT32_BYTES
+    gradient_bytes = element_bytes if accumulation == 1 else _FLOAT32_BYTES
     if wire == "int8":
         return Exchange(ranks, True, _INT8_BYTES)
-    if wire == "auto" and own * ranks < _SUM_BYTES:
-        return Exchange(ranks, True, own)
+    if wire == "auto" and gradient_bytes * ranks < _SUM_BYTES:
+        return Exchange(ranks, True, gradient_bytes)
     return Exchange(ranks, False, _FLOAT32_BYTES)
 
 

@@ -131,8 +131,8 @@ class Job:
         """The job of one rank. `model` and `data`: this node's paths; paths are relative to `workdir`. The adapter goes
         below `home` unless the job names a path. engine.config has validated all other values. Raises JobError for a
         directory that is not set, or not on this node."""
-        known = {entry.name for entry in fields(cls)}
-        chosen = {key: value for key, value in raw.items() if key in known and value is not None}
+        names = {entry.name for entry in fields(cls)}
+        chosen = {key: value for key, value in raw.items() if key in names and value is not None}
         for key, path in (("model", model or raw.get("model")), ("data", data or raw.get("data"))):
             if not path:
                 raise JobError(f"[job] {key} is not set: name a local directory")
@@ -195,8 +195,8 @@ def state_bytes(precision: str, moments: str, element_bytes: int, moments_per_el
     compensation, and moments with their scales. `moments_per_element`: those of the parameter's shape, 2 for Adam."""
     beside = {"float32": 4, "kahan": 2}.get(precision, 0) if element_bytes < 4 else 0
     full = element_bytes if precision == "parameter" else 4
-    each = {"float32": full, "bfloat16": 2, "8bit": 1 + 4 / MOMENT_BLOCK}[moments]
-    return beside + moments_per_element * each
+    moment_bytes = {"float32": full, "bfloat16": 2, "8bit": 1 + 4 / MOMENT_BLOCK}[moments]
+    return beside + moments_per_element * moment_bytes
 
 
 def is_plain(precision: str, moments: str) -> bool:

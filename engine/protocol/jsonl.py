@@ -110,15 +110,15 @@ def _found_keys(row: dict[str, Any]) -> str:
     """Keys that a row has, and the settings that would have them read."""
     shown = [json.dumps(key[:40])[1:-1] for key in list(row)[:_NAMED_KEYS]]
     listed = f"it has {', '.join(shown) or 'no key'}{', …' if len(row) > _NAMED_KEYS else ''}"
-    found = {
+    by_part = {
         part: next((key for key in keys if isinstance(row.get(key), list if part == "chat" else str)), None)
         for part, keys in _KEYS.items()
     }
-    if is_sharegpt(row.get(found["chat"] or "")):
+    if is_sharegpt(row.get(by_part["chat"] or "")):
         return f"{listed}, with {SHAREGPT}"
     parts: tuple[str, ...] = ("prompt", "completion")
-    if not (found["prompt"] and found["completion"]):
-        parts = ("chat",) if found["chat"] else ("text",)
-    named = [f'{part}_feature = "{found[part]}"' for part in parts if found[part]]
-    unread = " (its input is then not read)" if found["prompt"] == "instruction" and row.get("input") else ""
+    if not (by_part["prompt"] and by_part["completion"]):
+        parts = ("chat",) if by_part["chat"] else ("text",)
+    named = [f'{part}_feature = "{by_part[part]}"' for part in parts if by_part[part]]
+    unread = " (its input is then not read)" if by_part["prompt"] == "instruction" and row.get("input") else ""
     return f"{listed}; set {' and '.join(named)} in [job]{unread}" if named else listed

@@ -105,12 +105,12 @@ def option_of(launcher: str, written: str) -> LauncherOption:
     """The option that a launcher's parser would take for `written`, without a value: accelerate's takes no
     abbreviations (allow_abbrev=False). One that it does not have is refused, and takes a value unless another
     launcher's of this name takes none."""
-    name, own = re.sub(r"(?<=\w)-", "_", written), OPTIONS[launcher]
-    family = next((key for key in own if key.endswith("*") and name.startswith(key[:-1])), name)
-    if name in own or family in own:
-        return own[name] if name in own else own[family]._replace(name=name)
+    name, accepted = re.sub(r"(?<=\w)-", "_", written), OPTIONS[launcher]
+    family = next((key for key in accepted if key.endswith("*") and name.startswith(key[:-1])), name)
+    if name in accepted or family in accepted:
+        return accepted[name] if name in accepted else accepted[family]._replace(name=name)
     whole = launcher == "accelerate" or not name.startswith("--")
-    meant = {option.name: option for spelling, option in own.items() if spelling.startswith(name) and not whole}
+    meant = {option.name: option for spelling, option in accepted.items() if spelling.startswith(name) and not whole}
     if len(meant) == 1:
         return next(iter(meant.values()))
     reason = f"it stands for {', '.join(meant)}: write one of them" if meant else f"{launcher} has no such option"
@@ -159,10 +159,10 @@ def _split(command: Any) -> tuple[str | None, list[str], list[str], list[str]]:
     words = list(command) if isinstance(command, (list, tuple)) else []
     if not all(isinstance(word, str) for word in words):
         return None, [], [], []
-    found = _placed(words, _SPELLINGS)
-    if found is None:
+    placed = _placed(words, _SPELLINGS)
+    if placed is None:
         return None, [], words, []
-    place, end, spelling = found
+    place, end, spelling = placed
     launcher, options, rest = _SPELLINGS[spelling], list[str](), words[end:]
     while rest and rest[0].startswith("-") and rest[0] != "--":
         written, joined, value = rest.pop(0).partition("=")
@@ -197,8 +197,8 @@ def option_value(command: Any, name: str, default: str = "") -> str:
 def idle_options(command: Any) -> list[str]:
     """Sentences about the options that have no effect here."""
     launcher, options, _ = split_launcher(command)
-    found = [option_of(launcher, name) for name in options[::2]] if launcher else []
-    idle = {each.reason: [other.name for other in found if other.reason == each.reason] for each in found}
+    chosen = [option_of(launcher, name) for name in options[::2]] if launcher else []
+    idle = {option.reason: [other.name for other in chosen if other.reason == option.reason] for option in chosen}
     return [f"{', '.join(names)}: no effect, {reason}" for reason, names in idle.items() if reason]
 
 
@@ -300,17 +300,17 @@ def nested_launcher(script: str) -> NestedLauncher | None:
     for line in _SEPARATORS.split(script.replace("\\\n", " ")):
         words = re.sub(r"(^|\s)#.*", "", line).replace('"', " ").replace("'", " ").split()
         words = list(itertools.dropwhile(lambda word: word in _FIRST or re.match(r"\w+=", word), words))
-        found = _placed(words, _NESTED)
-        if found is None or words[found[1] :] in (["--help"], ["--version"]):
+        placed = _placed(words, _NESTED)
+        if placed is None or words[placed[1] :] in (["--help"], ["--version"]):
             continue
-        (fix, certain), address = _NESTED[found[2]], _ADDRESS.search(line)
+        (fix, certain), address = _NESTED[placed[2]], _ADDRESS.search(line)
         if address is None or not address["variable"]:
             surely = address is None and re.search(certain, " ".join(line.split())) is not None
-            return NestedLauncher(" ".join(found[2]), fix, surely)
+            return NestedLauncher(" ".join(placed[2]), fix, surely)
     return None
 
 
 def nested_in_command(command: Sequence[str], framework: str) -> NestedLauncher | None:
     """As `nested_launcher`, in the words of a job's command, whose own launcher Flight Deck takes the place of."""
-    own = framework == "torch" and split_launcher(command)[0] is not None
-    return None if own else nested_launcher(shlex.join(command))
+    replaced = framework == "torch" and split_launcher(command)[0] is not None
+    return None if replaced else nested_launcher(shlex.join(command))

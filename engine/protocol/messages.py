@@ -226,7 +226,7 @@ def encode(message: Message) -> bytes:
 def _document(value: Any) -> Any:
     """As dataclasses.asdict, which copies the bytes and every list's items deeply."""
     if is_dataclass(value):
-        return {each.name: _document(getattr(value, each.name)) for each in fields(value)}
+        return {part.name: _document(getattr(value, part.name)) for part in fields(value)}
     return [_document(item) for item in value] if isinstance(value, list) else value
 
 
@@ -279,7 +279,7 @@ def _message(header: dict[str, Any], data: bytes) -> Message:
     values = {name: value for name, value in header.items() if name not in ("kind", "bytes")}
     if kind in _FROM_AGENT:
         values = _bounded(values)
-    if any(each.name == "data" for each in fields(kind)):
+    if any(part.name == "data" for part in fields(kind)):
         values["data"] = data
     try:
         message: Message = _record(kind, values)
@@ -290,7 +290,7 @@ def _message(header: dict[str, Any], data: bytes) -> Message:
 
 def _record(kind: Any, values: dict[str, Any]) -> Any:
     """Raises TypeError for other fields or types."""
-    declared = {each.name: str(each.type) for each in fields(kind)}
+    declared = {part.name: str(part.type) for part in fields(kind)}
     return kind(**{name: _value(declared.get(name, ""), value) for name, value in values.items()})
 
 

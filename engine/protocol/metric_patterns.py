@@ -165,8 +165,8 @@ def metric_name(name: str) -> str | None:
     if words & (_STEP | _STEPS) and words <= _OF_STEPS:
         return "total" if words & {"max", "total", "num"} else "step" if words & _STEP else "steps"
     # What one GPU does is not what the run does.
-    known = (own for own, names in _FIGURES.items() if any(words >= {*each.split()} for each in names.split("/")))
-    return next(known, None) if "gpu" not in words and (len(words) == 1 or not words & {"total", "epoch"}) else None
+    named = (key for key, names in _FIGURES.items() if any(words >= {*part.split()} for part in names.split("/")))
+    return next(named, None) if "gpu" not in words and (len(words) == 1 or not words & {"total", "epoch"}) else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -177,14 +177,14 @@ def _words(name: str) -> frozenset[str]:
 def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
     """A program's own values by the names of mlx-lm's reports, with "step" and "total". Where several have the same
     name it is the one that is said in the fewest words, and not an epoch's."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in sorted(values, key=lambda name: ("epoch" in _words(name), len(_words(name)))):
-        if (own := metric_name(name)) is not None:
-            found.setdefault(own, values[name])
-    if (steps := found.pop("steps", None)) is not None:
+        if (metric := metric_name(name)) is not None:
+            metrics.setdefault(metric, values[name])
+    if (steps := metrics.pop("steps", None)) is not None:
         # {"iter": 10, "iters": 100}, but {"steps": 10}.
-        found.setdefault("total" if "step" in found else "step", steps)
-    return found
+        metrics.setdefault("total" if "step" in metrics else "step", steps)
+    return metrics
 
 
 _NAMED = re.compile(
@@ -196,14 +196,14 @@ _NAMED = re.compile(
 def named_numbers(text: str) -> dict[str, float]:
     """The numbers of a line that have a name before them ("Step 20/300, Learning Rate 1e-5, loss=2.5"), the first for
     each name; what follows a step or epoch after a slash is the `total` or `epochs`."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, number, most in _NAMED.findall(text):
         # "then step 20" is a step; "val loss" is more than a loss, and "best loss" is none.
-        own = name if metric_name(name) is not None or _words(name) & _OTHERS else name.rpartition(" ")[2]
-        found.setdefault(own, float(number.replace(",", "")))
-        if most and (of := {"step": "total", "steps": "total", "epoch": "epochs"}.get(metric_name(own) or "")):
-            found.setdefault(of, float(most))
-    return found
+        label = name if metric_name(name) is not None or _words(name) & _OTHERS else name.rpartition(" ")[2]
+        numbers.setdefault(label, float(number.replace(",", "")))
+        if most and (of := {"step": "total", "steps": "total", "epoch": "epochs"}.get(metric_name(label) or "")):
+            numbers.setdefault(of, float(most))
+    return numbers
 
 
 def group_values(match: re.Match[str]) -> dict[str, float]:

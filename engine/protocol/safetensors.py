@@ -75,23 +75,23 @@ def check_header(path: Path, *, exact: bool = True) -> Header:
     return Header(tensors, metadata)
 
 
-def misfit(found: Mapping[str, Shape], model: Mapping[str, Shape], trained: Collection[str]) -> str | None:
+def misfit(saved: Mapping[str, Shape], model: Mapping[str, Shape], trained: Collection[str]) -> str | None:
     """Description of weights that a model, of which `trained` are trained, has no place for. MLX ignores other names,
     and takes any shape."""
-    strange = sorted(name for name in found if name not in model)
-    if not found:
+    strange = sorted(name for name in saved if name not in model)
+    if not saved:
         return "it has no tensor"
-    if len(strange) == len(found):
+    if len(strange) == len(saved):
         first, other = strange[0], min(trained, default="none")
         inner = next((name for name in model if first.endswith(f".{name}") or name.endswith(f".{first}")), None)
         todo = "; save it anew with the job's prefix" if inner is not None else ""
-        many = f"none of its {len(found):,} tensors is one of the job's: it has {ascii(first)[:90]}"
+        many = f"none of its {len(saved):,} tensors is one of the job's: it has {ascii(first)[:90]}"
         return f"{many}, and the job trains {inner or other}{todo}"
     if strange:
-        many = f"{len(strange):,} of its {len(found):,} tensors are none of the job's"
+        many = f"{len(strange):,} of its {len(saved):,} tensors are none of the job's"
         return f"{many}, such as {ascii(strange[0])[:90]}"
-    other = next((name for name, shape in found.items() if tuple(shape) != tuple(model[name])), "")
-    return f"its {other} is {[*found[other]]}, and the job's {[*model[other]]}" if other else None
+    other = next((name for name, shape in saved.items() if tuple(shape) != tuple(model[name])), "")
+    return f"its {other} is {[*saved[other]]}, and the job's {[*model[other]]}" if other else None
 
 
 def _tensor(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
@@ -107,4 +107,4 @@ def _tensor(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
 def _naturals(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, list) or len(value) > 32:
         return None
-    return tuple(value) if all(type(each) is int and 0 <= each < 1 << 62 for each in value) else None
+    return tuple(value) if all(type(number) is int and 0 <= number < 1 << 62 for number in value) else None

@@ -128,8 +128,8 @@ def _settings(path: Path) -> list[tuple[str, list[str]]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    found = (_LINE.match(line) for line in text.splitlines())
-    return [(match[1].lower(), _words(match[2])) for match in found if match is not None]
+    matches = (_LINE.match(line) for line in text.splitlines())
+    return [(match[1].lower(), _words(match[2])) for match in matches if match is not None]
 
 
 def _section(words: list[str], hosts: dict[str, SshHost]) -> list[SshHost]:
@@ -177,11 +177,11 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     `unattended` asks for nothing (no password, no passphrase), runs the command that it is given, and does nothing
     besides. Raises InputError for paths that no ssh_config can hold, OSError."""
     theirs = _config_files()
-    own = str(own_known_hosts(home)).replace("%", "%%")
-    known = dict.fromkeys([own, *_known_hosts_of(theirs), *_USUAL_KNOWN_HOSTS])
+    ours = str(own_known_hosts(home)).replace("%", "%%")
+    known_hosts = dict.fromkeys([ours, *_known_hosts_of(theirs), *_USUAL_KNOWN_HOSTS])
     options = [
         *_OPTIONS,
-        f"UserKnownHostsFile {' '.join(map(_config_word, known))}",
+        f"UserKnownHostsFile {' '.join(map(_config_word, known_hosts))}",
         *(_UNATTENDED if unattended else ()),
     ]
     lines = ["# Written by Flight Deck: its own options first, then the user's configuration.", "Match all"]

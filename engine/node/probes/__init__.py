@@ -88,7 +88,7 @@ def run(name: str, arguments: list[str]) -> None:
 def nearest(path: Path) -> Path:
     """The path, or what there is of the way to it."""
     # Path.exists raises PermissionError below a folder that may not be entered (before Python 3.14).
-    return next(each for each in (path, *path.parents) if os.path.exists(each))  # noqa: PTH110
+    return next(part for part in (path, *path.parents) if os.path.exists(part))  # noqa: PTH110
 
 
 _PRIVATE = ("Documents", "Desktop", "Downloads", "Library/Mobile Documents")
@@ -130,8 +130,8 @@ def did_you_mean(path: Path, holding: str = "") -> str:
         # As huggingface_hub.constants has it.
         home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
         cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
-        found = cache.glob(f"{kind}s--{identifier.replace('/', '--')}/snapshots/*/{holding}")
-        close = [str(file.parent) for file in sorted(found, key=lambda file: -file.stat().st_mtime)]
+        cached = cache.glob(f"{kind}s--{identifier.replace('/', '--')}/snapshots/*/{holding}")
+        close = [str(file.parent) for file in sorted(cached, key=lambda file: -file.stat().st_mtime)]
         if not close and parent.parent.is_dir():
             folder = shlex.quote(str(path))
             return f"; from the Hugging Face Hub: hf download {identifier} --repo-type {kind} --local-dir {folder}"

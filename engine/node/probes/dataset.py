@@ -55,20 +55,20 @@ def read_rows(file: Iterable[bytes], keys: Mapping[str, str]) -> Iterator[DataRo
         yield DataRow(number, line, fault or half_pair((content, row.get("tools")), line), form, row, content)
 
 
-def _count(tally: dict[str, list[int]], row: DataRow, trained: set[int], own: set[int]) -> None:
-    """`trained`, `own`: hashes of the rows of train.jsonl, and of this file's, which are added."""
+def _count(tally: dict[str, list[int]], row: DataRow, trained: set[int], in_file: set[int]) -> None:
+    """`trained`, `in_file`: hashes of the rows of train.jsonl, and of this file's, which are added."""
     if row.form == "chat" and row.content[-1]["role"] != "assistant":
         count(tally, "last_turn", row.number)
     if row.form == "chat" and any(message.get("weight", 1) != 1 for message in row.content):
         count(tally, "weight", row.number)
-    if len(own) == _COMPARED:
+    if len(in_file) == _COMPARED:
         tally["more"] = [1, row.number]
         return
     count(tally, "rows", row.number)
     seen = hash(json.dumps((row.content, row.row.get("tools")), sort_keys=True))
-    if seen in own or seen in trained:
-        count(tally, "repeated" if seen in own else "in_train", row.number)
-    own.add(seen)
+    if seen in in_file or seen in trained:
+        count(tally, "repeated" if seen in in_file else "in_train", row.number)
+    in_file.add(seen)
 
 
 def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
     number = examples = fault_count = 0
     form, utf8 = None, set[bool]()
     trained = set() if trained is None else trained
-    own = trained if path.name == "train.jsonl" else set()
+    in_file = trained if path.name == "train.jsonl" else set()
 
     def hashed(file: Iterable[bytes]) -> Iterator[bytes]:
         nonlocal number
@@ -98,7 +98,7 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
             if not row.line.isascii():
                 utf8.add(row.fault != NOT_UTF8)
             if row.fault is None:
-                _count(tally, row, trained, own)
+                _count(tally, row, trained, in_file)
                 continue
             fault_count += 1
             kind = "ShareGPT" if SHAREGPT in row.fault else kind
@@ -120,8 +120,8 @@ def place_problem(path: Path) -> str | None:
     """Why there is no folder for a file of examples."""
     folder = path.parent
     if folder.is_file():
-        own = folder.parent / "train.jsonl"
-        such = f"its folder, {folder.parent}" if own.is_file() else "a folder with train.jsonl and valid.jsonl"
+        sibling = folder.parent / "train.jsonl"
+        such = f"its folder, {folder.parent}" if sibling.is_file() else "a folder with train.jsonl and valid.jsonl"
         return f"data names a file, {folder}: name {such}"
     return None if folder.is_dir() else f"no such directory: {folder}{did_you_mean(folder, 'train.jsonl')}"
 

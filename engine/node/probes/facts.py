@@ -157,11 +157,11 @@ def listed(directory: str) -> list[str]:
 
 def files_below(directory: str, names: list[str]) -> list[dict[str, str]]:
     """The files of these names in each folder of `directory`."""
-    found = []
+    folders = []
     for entry in listed(directory):
         texts = {name: content(f"{directory}/{entry}/{name}") for name in names}
-        found.append({"name": entry, **{name: text.strip() for name, text in texts.items() if text}})
-    return found
+        folders.append({"name": entry, **{name: text.strip() for name, text in texts.items() if text}})
+    return folders
 
 
 def version(distribution: str) -> str | None:
@@ -205,7 +205,7 @@ def addresses() -> list[dict[str, Any]]:
     """Where there is no `ip`: each interface's first address, in the form that `ip -j addr` prints."""
     import fcntl
 
-    found = []
+    interfaces = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -218,8 +218,8 @@ def addresses() -> list[dict[str, Any]]:
                 address, mask = (fcntl.ioctl(asking.fileno(), number, request)[20:24] for number in (0x8915, 0x891B))
                 prefix = bin(int.from_bytes(mask, "big")).count("1")
                 entry["addr_info"] = [{"family": "inet", "local": socket.inet_ntoa(address), "prefixlen": prefix}]
-            found.append(entry)
-    return found
+            interfaces.append(entry)
+    return interfaces
 
 
 def queries(system: str, directory: str, framework: str) -> list[Query]:
@@ -228,7 +228,7 @@ def queries(system: str, directory: str, framework: str) -> list[Query]:
     importing.command = "import mlx"
     of_mlx = {"mlx": "mlx", "mlx_lm": "mlx-lm", **{name: name for name in MLX_CUDA}}
     versions = of_mlx if framework == "mlx" else {"torch": "torch"}
-    found: list[Query] = [
+    common: list[Query] = [
         *([importing] if framework == "mlx" else []),
         Query("disk", lambda: disk(directory)),
         Query("user", user),
@@ -236,12 +236,12 @@ def queries(system: str, directory: str, framework: str) -> list[Query]:
         Query("versions", lambda: {name: version(package) for name, package in versions.items()}),
     ]
     if system == "Darwin":
-        return [*found, *(CommandQuery(name, argv) for name, argv in MAC_COMMANDS.items())]
+        return [*common, *(CommandQuery(name, argv) for name, argv in MAC_COMMANDS.items())]
     if system != "Linux":
-        return found
+        return common
     power_files = ["type", "online", "capacity", "status", "scope"]
     return [
-        *found,
+        *common,
         *(CommandQuery(name, argv) for name, argv in LINUX_COMMANDS.items()),
         *(Query(name, functools.partial(content, path)) for name, path in LINUX_FILES.items()),
         Query("addresses", addresses),

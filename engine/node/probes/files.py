@@ -26,16 +26,16 @@ def probe_hashes(request_text: str) -> dict[str, Any]:
     """`hashes`: SHA-256 of each of the JSON request's `files` by its name, of the model's small files, of the job as
     this python reads it, and of the bundle that runs this."""
     request = json.loads(request_text)
-    found = {name: file_hash(Path(path).expanduser()) for name, path in request["files"].items()}
+    hashes = {name: file_hash(Path(path).expanduser()) for name, path in request["files"].items()}
     if request["model"] is not None:
         model = Path(request["model"]).expanduser()
-        found |= {f"model {name}": value for name in HASHED if (value := file_hash(model / name)) is not None}
+        hashes |= {f"model {name}": value for name in HASHED if (value := file_hash(model / name)) is not None}
     if request["job"] is not None:
         from engine.protocol.job import config_hash
 
-        found["job"] = config_hash(request["job"])
-    found["worker"] = bundle_hash(PACKAGE)
-    return {"hashes": found}
+        hashes["job"] = config_hash(request["job"])
+    hashes["worker"] = bundle_hash(PACKAGE)
+    return {"hashes": hashes}
 
 
 LINK = -1
@@ -86,8 +86,8 @@ def probe_tree(folder_path: str, request_text: str) -> dict[str, Any]:
 def _below(folder: Path, request: dict[str, Any], left: list[Path]) -> Iterator[Path]:
     """Everything below `folder` that is no folder itself, in an order that all machines have. `left` gets the folders
     that are left out."""
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: os.fsencode(entry.name))
+    with os.scandir(folder) as scan:
+        entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
     if any(entry.name == ENVIRONMENT for entry in entries):
         left.append(folder)
         return
@@ -175,8 +175,8 @@ def _program(workdir_path: str, python: str, *words: str) -> dict[str, Any]:
         program = Path(python)
     elif os.sep in first:
         program = workdir / Path(first).expanduser()
-    elif (found := find_program(first, python)) is not None:
-        program = Path(found)
+    elif (located := find_program(first, python)) is not None:
+        program = Path(located)
     else:
         return _fault(f"no program {first} beside {python}, nor on PATH", absent=first)
     if not program.is_file():

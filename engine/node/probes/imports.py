@@ -34,10 +34,10 @@ NVIDIA_SMI_LIMIT = 1_000
 
 def stat_of(path: str) -> list[int] | None:
     try:
-        found = os.stat(path)  # noqa: PTH116  (thousands of them)
+        status = os.stat(path)  # noqa: PTH116  (thousands of them)
     except OSError:
         return None
-    return [found.st_size if not os.path.isdir(path) else 0, found.st_mtime_ns]  # noqa: PTH112
+    return [status.st_size if not os.path.isdir(path) else 0, status.st_mtime_ns]  # noqa: PTH112
 
 
 def surroundings() -> dict[str, Any]:

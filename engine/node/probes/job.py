@@ -56,9 +56,9 @@ def probe_adapters(model: str, settings: str) -> dict[str, Any]:
             trained = {name for name, _ in flat(built.trainable_parameters())}
             report["trained"] = len(trained)
             if asked["resume"] is not None:
-                found = shapes(Path(asked["resume"]).expanduser())
+                saved = shapes(Path(asked["resume"]).expanduser())
                 parameters = {name: value.shape for name, value in flat(built.parameters())}
-                report |= {"misfit": misfit(found, parameters, trained), "lacking": len(trained - found.keys())}
+                report |= {"misfit": misfit(saved, parameters, trained), "lacking": len(trained - saved.keys())}
             return report
     except Exception as error:
         return {"untried": f"{type(error).__name__}: {error}"}
@@ -86,8 +86,8 @@ def probe_loading(model: str, framework: str) -> dict[str, Any]:
         absent = getattr(error.__cause__, "name", None) or ""
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if absent.startswith("mlx_lm.models."):
-            known = [module.name for module in pkgutil.iter_modules(importlib.import_module("mlx_lm.models").__path__)]
-            close = difflib.get_close_matches(absent.rpartition(".")[2].lower(), known, n=1, cutoff=0.8)
+            names = [module.name for module in pkgutil.iter_modules(importlib.import_module("mlx_lm.models").__path__)]
+            close = difflib.get_close_matches(absent.rpartition(".")[2].lower(), names, n=1, cutoff=0.8)
             problem += f" Did you mean {close[0]}?" if close else ""
         return {"problem": problem}
     return {"loads": True}
@@ -109,8 +109,7 @@ def probe_reporters(*services: str) -> dict[str, Any]:
 
 def _installed(name: str) -> bool:
     # A folder of the same name, as W&B leaves one, has no origin.
-    found = importlib.util.find_spec(name)
-    return found is not None and found.origin is not None
+    return (spec := importlib.util.find_spec(name)) is not None and spec.origin is not None
 
 
 def _has_key(service: str) -> bool:

@@ -89,7 +89,7 @@ def _sees_marked_child() -> bool:
     )
     until = time.monotonic() + _SEEN_WITHIN_S
     try:
-        while not (seen := any(each.pid == child.pid for each in with_nonce(nonce))) and time.monotonic() < until:
+        while not (seen := any(process.pid == child.pid for process in with_nonce(nonce))) and time.monotonic() < until:
             time.sleep(_SWEEP_INTERVAL_S)
         return seen
     finally:
@@ -99,13 +99,13 @@ def _sees_marked_child() -> bool:
 
 def _unwatched() -> dict[str, dict[int, str]]:
     """Nonce → pid → command."""
-    found = {
+    unwatched = {
         nonce: {process.pid: process.command for process in processes}
         for nonce, processes in with_any_nonce().items()
         if not any(name in process.command for process in processes for name in WATCHED)
     }
-    leased = _leased() if found else set()
-    return {nonce: processes for nonce, processes in found.items() if nonce not in leased}
+    leased = _leased() if unwatched else set()
+    return {nonce: processes for nonce, processes in unwatched.items() if nonce not in leased}
 
 
 def _leased() -> set[str]:

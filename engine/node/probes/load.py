@@ -49,16 +49,16 @@ _ROW = re.compile(r"\s*(\d{1,10})\s+(\d{1,6}(?:\.\d+)?)\s+(\d{1,12})\s+([\d:.-]+
 
 def _ps_processes(rows: list[str]) -> list[dict[str, Any]]:
     """From `ps -o` with PS_COLUMNS; macOS's pcpu is a mean over the last minute. Raises ValueError."""
-    found = []
+    busy = []
     for row in rows:
         if (match := _ROW.fullmatch(row)) is None:
             raise ValueError(f"ps printed {row[:80]!r}")
         pid, share, rss, elapsed, command = match.groups("?")
         if ps_time_s(elapsed) >= _OLDER_S:
-            found.append(
+            busy.append(
                 {"pid": int(pid), "command": command[:200], "cores": float(share) / 100, "rss_bytes": int(rss) * 1024}
             )
-    return found
+    return busy
 
 
 def _linux_processes() -> list[dict[str, Any]]:
@@ -67,15 +67,15 @@ def _linux_processes() -> list[dict[str, Any]]:
     second, passed = _ticks(), time.monotonic() - begun
     hertz, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     uptime = float(Path("/proc/uptime").read_text().split()[0])
-    found = []
+    busy = []
     for pid, (ticks, pages, started) in second.items():
         if pid not in first or first[pid][2] != started or uptime - started / hertz < _OLDER_S:
             continue
         command = command_of(pid)
         if command is not None:
             cores = (ticks - first[pid][0]) / hertz / passed
-            found.append({"pid": pid, "command": command[:200], "cores": cores, "rss_bytes": pages * page})
-    return found
+            busy.append({"pid": pid, "command": command[:200], "cores": cores, "rss_bytes": pages * page})
+    return busy
 
 
 def _ticks() -> dict[int, tuple[int, int, int]]:
@@ -95,14 +95,14 @@ def _memory_bytes() -> int:
 def _limits() -> dict[str, Any]:
     """`shm_bytes`, the size of the shared memory, and `memlock_bytes`, what a process may lock for InfiniBand: left out
     where there is no limit, or nothing that it limits."""
-    found: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
     with contextlib.suppress(OSError):
         shared = os.statvfs("/dev/shm")
-        found["shm_bytes"] = shared.f_blocks * shared.f_frsize
+        limits["shm_bytes"] = shared.f_blocks * shared.f_frsize
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if _LINUX else resource.RLIM_INFINITY
     if locked != resource.RLIM_INFINITY and Path("/dev/infiniband").is_dir():
-        found["memlock_bytes"] = locked
-    return found
+        limits["memlock_bytes"] = locked
+    return limits
 
 
 def _linux_output() -> dict[str, Any]:

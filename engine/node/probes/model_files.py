@@ -117,7 +117,7 @@ def _head(path: Path, size: int) -> bytes:
 def _shard_faults(directory: Path, present: set[str], tensors: _Tensors) -> list[str]:
     """Shards whose tensors are nowhere: mlx-lm reads whatever lies there, and a model may have been saved anew beside
     an index of former shards."""
-    index, numbered = directory / INDEX, [found for found in map(_NUMBERED.fullmatch, present) if found]
+    index, numbered = directory / INDEX, [match for match in map(_NUMBERED.fullmatch, present) if match]
     count, lacking = 0, set[str]()
     if index.is_file():
         try:
@@ -126,7 +126,7 @@ def _shard_faults(directory: Path, present: set[str], tensors: _Tensors) -> list
         except _INVALID:
             return [f"{index.name} has no weight_map"]
     elif numbered and len(numbered) == len(present):
-        count = max(int(found[2]) for found in numbered)
+        count = max(int(match[2]) for match in numbered)
         expected = (f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
         lacking = set(expected) - present
     missing = sorted(lacking - present)
@@ -144,8 +144,8 @@ def _doubts(directory: Path, configuration: dict[str, Any], tensors: _Tensors) -
     """Reasons why it may not load: only the framework's own code knows."""
     text: Any = {**configuration, **(configuration.get("text_config") or {})}
     layers: dict[int, set[str]] = {}
-    for found in filter(None, map(_LAYER.search, tensors)):
-        layers.setdefault(int(found[1]), set()).add(found[2])
+    for match in filter(None, map(_LAYER.search, tensors)):
+        layers.setdefault(int(match[1]), set()).add(match[2])
     settings = _json(directory / "tokenizer_config.json")
     counts = [text[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in text]
     doubts = {
@@ -190,8 +190,8 @@ def _are_of_size(tensors: _Tensors, text: dict[str, Any]) -> bool:
 def _check_tokens(directory: Path, configuration: dict[str, Any], tensors: _Tensors, report: dict[str, Any]) -> None:
     """Tokens beyond the embedding, of which MLX reads whatever lies behind it. An added one that neither ends a text
     nor is in the chat template does no harm: some models have such a one for their images. Raises _INVALID."""
-    own = [shape[0] for name, (_, shape) in tensors.items() if _EMBEDDING.search(name) and shape]
-    rows, file = max(own, default=0), directory / TOKENIZER
+    embeddings = [shape[0] for name, (_, shape) in tensors.items() if _EMBEDDING.search(name) and shape]
+    rows, file = max(embeddings, default=0), directory / TOKENIZER
     if not rows or not file.is_file() or file.stat().st_size > HASHED_LIMIT:
         return
     try:
@@ -210,7 +210,7 @@ def _check_tokens(directory: Path, configuration: dict[str, Any], tensors: _Tens
         used.append(read_regular(directory / "chat_template.jinja").decode(errors="replace"))
     for token, number in beyond.items():
         text = f"token {token[:40]!r} is {number:,}, beyond the embedding's {rows:,} rows"
-        report["faults" if any(token in each for each in used) else "warnings"].append(text)
+        report["faults" if any(token in setting for setting in used) else "warnings"].append(text)
 
 
 def file_hash(path: Path) -> str | None:
@@ -256,9 +256,9 @@ def probe_configuration(directory: str) -> dict[str, Any]:
         configuration = None
     if not isinstance(configuration, dict):
         return {"problem": f"{path} is no model configuration: no JSON object"}
-    if "quantization_config" not in configuration and (own := _json(path.parent / "hf_quant_config.json")):
+    if "quantization_config" not in configuration and (quantization := _json(path.parent / "hf_quant_config.json")):
         # As mlx-lm reads a file of NVIDIA's ModelOpt.
-        configuration["quantization_config"] = {"quant_method": "modelopt", **own}
+        configuration["quantization_config"] = {"quant_method": "modelopt", **quantization}
     return {"configuration": configuration, "dtype": _stored_dtype(path.parent)}
 
 

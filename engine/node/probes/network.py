@@ -54,12 +54,12 @@ def bindable(ip: str, port: int) -> bool:
 
 def listening_inodes(table: str, port: int) -> set[str]:
     """Socket inodes that listen on `port` in the text of a /proc/net/tcp table."""
-    found = set()
+    inodes = set()
     for row in table.splitlines()[1:]:
         fields = row.split()
         if len(fields) > 9 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-            found.add(fields[9])
-    return found
+            inodes.add(fields[9])
+    return inodes
 
 
 def lsof_pid(output: str) -> int | None:

@@ -59,7 +59,7 @@ def shapes(path: Path) -> dict[str, Shape]:
 def _npz_shapes(path: Path) -> dict[str, Shape]:
     """The arrays of an archive of numpy's, in which mlx-lm saved adapters; numpy.lib.format has the format of its
     members. Raises CheckpointError, OSError."""
-    found = {}
+    arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
@@ -69,7 +69,7 @@ def _npz_shapes(path: Path) -> dict[str, Shape]:
                     described = ast.literal_eval(member.read(min(size, _NPY_HEADER)).decode("latin-1").strip())
                     if magic != b"\x93NUMPY" or not all(type(axis) is int and axis >= 0 for axis in described["shape"]):
                         raise ValueError("no array of numbers")
-                    found[name.removesuffix(".npy")] = tuple(described["shape"])
+                    arrays[name.removesuffix(".npy")] = tuple(described["shape"])
     except (
         ValueError,
         KeyError,
@@ -81,25 +81,25 @@ def _npz_shapes(path: Path) -> dict[str, Shape]:
         zipfile.BadZipFile,
     ) as error:
         raise CheckpointError(f"its NPZ archive cannot be read: {error}") from error
-    return found
+    return arrays
 
 
 def adapter(path: Path) -> dict[str, Any]:
     """Description of a file of trained weights: its `kind` (lora, dora, full), whether `peft` has written it and not
     mlx-lm, the adapters' `ranks`, the `layers` and the `modules` in them. Raises CheckpointError, OSError."""
     tensors = shapes(path)
-    found = [(match, shape) for name, shape in tensors.items() if (match := _ADAPTER.search(name)) is not None]
-    if not found:
+    adapted = [(match, shape) for name, shape in tensors.items() if (match := _ADAPTER.search(name)) is not None]
+    if not adapted:
         layers = {int(match[1]) for name in tensors if (match := _LAYER.search(name)) is not None}
         return {"kind": "full", "peft": False, "ranks": [], "layers": sorted(layers), "modules": []}
     magnitudes = any(name.endswith((".m", ".lora_magnitude_vector")) for name in tensors)
     return {
         "kind": "dora" if magnitudes else "lora",
-        "peft": any(match[3] for match, _ in found),
+        "peft": any(match[3] for match, _ in adapted),
         # Of an expert's stack the axes are others: its rank is not read here.
-        "ranks": sorted({shape[0 if match[3] else 1] for match, shape in found if len(shape) == 2}),
-        "layers": sorted({int(match[1]) for match, _ in found}),
-        "modules": sorted({match[2] for match, _ in found}),
+        "ranks": sorted({shape[0 if match[3] else 1] for match, shape in adapted if len(shape) == 2}),
+        "layers": sorted({int(match[1]) for match, _ in adapted}),
+        "modules": sorted({match[2] for match, _ in adapted}),
     }
 
 
@@ -139,8 +139,8 @@ def probe_storage(request: str) -> dict[str, Any]:
         if report["fault"] is None:
             if states := question["states"]:
                 # Perhaps a volume that is not mounted: no fix for its folders would be right.
-                found = _place(Path(states), [Path("/")])
-                report |= {key: found[key] for key in ("fault", "not_durable") if found.get(key)}
+                place = _place(Path(states), [Path("/")])
+                report |= {key: place[key] for key in ("fault", "not_durable") if place.get(key)}
             report["free"] = shutil.disk_usage(nearest(directory)).free
             report["damaged"] = _damaged(directory)
     except (OSError, RuntimeError) as error:
@@ -204,22 +204,22 @@ def _damaged(directory: Path) -> list[list[str]]:
     # A name that begins with a dot is one that was being written.
     files = [path for path in directory.glob("*.safetensors") if not path.name.startswith(".")]
     newest = sorted(files, key=lambda path: path.lstat().st_mtime, reverse=True)[:FILES]
-    found = [[str(path), why] for path in newest if (why := safetensors_fault(path)) is not None]
+    damaged = [[str(path), why] for path in newest if (why := safetensors_fault(path)) is not None]
     configuration = directory / CONFIGURATION
     try:
         if not isinstance(json.loads(read_regular(configuration)), dict):
-            found.append([str(configuration), "it is no JSON object"])
+            damaged.append([str(configuration), "it is no JSON object"])
     except FileNotFoundError:
         pass
     except (ValueError, RecursionError):
-        found.append([str(configuration), "it is no JSON"])
-    return found
+        damaged.append([str(configuration), "it is no JSON"])
+    return damaged
 
 
 def _resume(path: Path, roots: list[Path]) -> dict[str, Any]:
     try:
         if path.is_dir():
-            names = sorted(each.name for each in path.iterdir() if each.suffix in (".safetensors", ".npz"))
+            names = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", ".npz"))
             named = f"name the file in it: {', '.join(names[:8])}" if names else "it has no *.safetensors"
             return {"resume_fault": f"{path} is a folder: {named}"}
         if not path.is_file():

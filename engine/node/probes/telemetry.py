@@ -226,27 +226,27 @@ def by_rank(used: Iterable[tuple[ProcessOwner, int]]) -> dict[str, object]:
 
 def process_owner(environment: dict[str, str], start: str) -> ProcessOwner | None:
     """Whose the process with this environment is; None for one of no rank."""
-    found = SPEC_PATH.search(environment.get(SPEC, ""))
+    spec = SPEC_PATH.search(environment.get(SPEC, ""))
     rank = environment.get(RANK, "")
-    if not environment.get(NONCE) or found is None or not re.fullmatch(r"[0-9]{1,6}", rank) or not start:
+    if not environment.get(NONCE) or spec is None or not re.fullmatch(r"[0-9]{1,6}", rank) or not start:
         return None
-    return ProcessOwner(start, found.group(1), int(rank))
+    return ProcessOwner(start, spec.group(1), int(rank))
 
 
 def ps_list(rows: list[str]) -> dict[tuple[int, str], tuple[int, float]]:
     """`ps -o pid=,rss=,time=,lstart=`: (pid, start) → (bytes, CPU seconds). Raises ValueError."""
-    found = {}
+    processes = {}
     for row in rows:
         pid, rss, cpu, start = row.split(None, 3)
         if len(rss) > 12:
             raise ValueError(f"ps printed {row[:80]!r}")
-        found[int(pid), start.strip()] = (int(rss) * 1024, ps_time_s(cpu))
-    return found
+        processes[int(pid), start.strip()] = (int(rss) * 1024, ps_time_s(cpu))
+    return processes
 
 
 def ps_environments(text: str) -> dict[int, dict[str, str]]:
     """`ps -Eww -o pid=,command=`: the three variables that matter, of each process as far as it has them."""
-    found: dict[int, dict[str, str]] = {}
+    environments: dict[int, dict[str, str]] = {}
     # A line that does not end has been cut off.
     for line in text.split("\n")[:-1]:
         pid, _, rest = line.strip().partition(" ")
@@ -254,8 +254,8 @@ def ps_environments(text: str) -> dict[int, dict[str, str]]:
             values = {name: re.findall(rf" {name}=(\S*)", rest) for name in (NONCE, RANK)}
             values[SPEC] = re.findall(rf" {SPEC}=(.*?/spec\.json)(?: |$)", rest)
             # The command comes first, and may name such a variable itself.
-            found[int(pid)] = {name: value[-1] for name, value in values.items() if value}
-    return found
+            environments[int(pid)] = {name: value[-1] for name, value in values.items() if value}
+    return environments
 
 
 class Linux:

@@ -36,9 +36,9 @@ Loaded = tuple[Any, Callable[[dict[str, Any]], tuple[list[int], int]]]
 def outline(value: Any, key: str = "") -> Any:
     """The value without its texts: rows of equal outlines are the same to a template."""
     if isinstance(value, dict):
-        return {name: outline(each, name) for name, each in value.items()}
+        return {name: outline(inner, name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [outline(each) for each in value]
+        return [outline(inner) for inner in value]
     if isinstance(value, str):
         # Templates of reasoning models look for the end of their thoughts.
         return value if key in _KEPT else ("</think>" in value, bool(value.strip()))
@@ -132,8 +132,8 @@ class _Trial:
                 if shape not in self._kinds:
                     prompted = _begins_with_prompt(tokenizer, row.content, row.row.get("tools"))
                 kept = min(len(tokens), self._keys["max_seq_length"])
-                found = {"truncated": kept < len(tokens), "no_target": kept <= max(start, 1), "no_prefix": not prompted}
-                for what in ("rows", *filter(found.get, found)):
+                flags = {"truncated": kept < len(tokens), "no_target": kept <= max(start, 1), "no_prefix": not prompted}
+                for what in ("rows", *filter(flags.get, flags)):
                     count(self.tally, what, row.number)
             self._kinds.setdefault(shape, (why, prompted))
         elif why is None:
@@ -177,5 +177,5 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
                     trial.run()
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}"}
-    refused = [each for trial in trials for each in trial.refused.values()]
+    refused = [refusal for trial in trials for refusal in trial.refused.values()]
     return {"refused": refused[:_REFUSED], "tallies": {str(trial.path): trial.tally for trial in trials}}

@@ -28,8 +28,8 @@ class NamedHostKeyUnknown(HostKeyUnknown):
 class HostKeyRecorder(asyncssh.SSHClient):
     """Remembers the host key that no known_hosts vouches for."""
 
-    def __init__(self, known: asyncssh.SSHKnownHosts, alias: str | None) -> None:
-        self.known = known
+    def __init__(self, known_hosts: asyncssh.SSHKnownHosts, alias: str | None) -> None:
+        self.known = known_hosts
         self._alias = alias
         self._asked: tuple[str, str, int] | None = None
         self._connection: asyncssh.SSHClientConnection | None = None
@@ -74,12 +74,12 @@ class HostKeyRecorder(asyncssh.SSHClient):
 
 def read_known_hosts(files: Iterable[Path]) -> asyncssh.SSHKnownHosts:
     """All of them as one, the first first. A line that is none is passed over, as ssh does. Raises OSError."""
-    known = asyncssh.SSHKnownHosts()
+    known_hosts = asyncssh.SSHKnownHosts()
     for file in files:
         for line in file.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
-                known.load(line)
-    return known
+                known_hosts.load(line)
+    return known_hosts
 
 
 def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: str = "") -> NodeUnreachable:
@@ -87,25 +87,25 @@ def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: s
     if recorder.offered is None:
         todo = "do not log in; ask its owner" if "revoked" in reason else ""
         return NodeUnreachable("host key refused", where=where, why=reason, todo=todo)
-    found = recorder.offered.get_fingerprint()
+    fingerprint = recorder.offered.get_fingerprint()
     before = recorder.accepted()
     if before:
         expected = before[0].get_fingerprint()
         return HostKeyChanged(
             "the host key has changed",
             where=where,
-            why=f"accepted is {expected}, it shows {found}",
+            why=f"accepted is {expected}, it shows {fingerprint}",
             todo=f"find out why; only then `ssh-keygen -R '{recorder.name}' -f` the known_hosts file and accept anew",
             expected=expected,
-            found=found,
+            found=fingerprint,
         )
     unknown = NamedHostKeyUnknown(
         "the host key is not known",
         where=where,
         target=target,
         key=" ".join(recorder.offered.export_public_key().decode().split()[:2]),
-        fingerprint=found,
-        todo=f"compare it with the node's own, then accept it: flightdeck nodes --trust {found}",
+        fingerprint=fingerprint,
+        todo=f"compare it with the node's own, then accept it: flightdeck nodes --trust {fingerprint}",
     )
     unknown.name = recorder.name
     return unknown
@@ -146,20 +146,20 @@ async def identities(
     usual = [str(Path.home() / ".ssh" / name) for name in _USUAL]
     files = [Path(name).expanduser() for name in (usual if named is None else named)]
     certs = [cert for name in certificates for cert in _read_certificates(Path(name).expanduser())]
-    found = [key for file in files if (key := _read_key_file(file, certs, quiet=named is None)) is not None]
+    keys = [key for file in files if (key := _read_key_file(file, certs, quiet=named is None)) is not None]
     client, held = None, list[asyncssh.SSHKeyPair]()
     with contextlib.suppress(OSError, asyncssh.Error, ValueError):
         if agent:
             client = await asyncssh.connect_agent(agent)
             held = list(await client.get_keys())
     try:
-        first = [pair for key in found for pair in held if pair.public_data == key.public]
+        first = [pair for key in keys for pair in held if pair.public_data == key.public]
         others = [] if only_named else [pair for pair in held if pair not in first]
         theirs = {pair.public_data for pair in held}
-        last = [pair for key in found if key.public not in theirs for pair in key.pairs]
+        last = [pair for key in keys if key.public not in theirs for pair in key.pairs]
         comments = [pair.get_comment_bytes() or b"a key" for pair in (*first, *others)]
         words = [f"{comment.decode(errors='replace')} of the agent" for comment in comments]
-        words += [key.words for key in found if key.public not in theirs]
+        words += [key.words for key in keys if key.public not in theirs]
         yield Identities((*first, *others, *last), ", ".join(words))
     finally:
         if client is not None:

@@ -87,7 +87,7 @@ class SshChannel:
         begun, output = self._command.begun, b""
         try:
             async with asyncio.timeout(_BEGIN_LIMIT_S):
-                while (found := begun.search(output)) is None:
+                while (mark := begun.search(output)) is None:
                     block = await self._process.stdout.read(65_536)
                     if not block:
                         raise await self._never_began()
@@ -97,7 +97,7 @@ class SshChannel:
             raise NodeUnreachable("no command can be run", where=self._where, why=why) from None
         except SSH_ERRORS as error:
             raise unreachable_error(error, self._where) from error
-        answer, self._unread = found[1], output[found.end() :]
+        answer, self._unread = mark[1], output[mark.end() :]
         if answer == b"none":
             raise FileNotFoundError(errno.ENOENT, f"no such program on {self._where}", self._command.program)
         self._group = int(answer)
@@ -211,8 +211,8 @@ class SshChannel:
         with contextlib.suppress(*SSH_ERRORS):
             while block := await self._process.stderr.read(65_536):
                 self._stderr += block
-                if self._noise_on_stderr and (found := self._command.begun_on_stderr.search(self._stderr)):
-                    self._stderr, self._noise_on_stderr = self._stderr[found.end() :], False
+                if self._noise_on_stderr and (mark := self._command.begun_on_stderr.search(self._stderr)):
+                    self._stderr, self._noise_on_stderr = self._stderr[mark.end() :], False
                 self._stderr = self._stderr[-_STDERR_LIMIT:]
 
     async def _take_last_stderr(self) -> None:

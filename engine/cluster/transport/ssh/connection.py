@@ -66,18 +66,18 @@ class OpenConnection:
 
     @property
     def alive(self) -> bool:
-        return not any(each.is_closed() for each in (self.client, *self.jumps))
+        return not any(client.is_closed() for client in (self.client, *self.jumps))
 
     def abort(self) -> None:
-        for each in (self.client, *reversed(self.jumps)):
-            each.abort()
+        for client in (self.client, *reversed(self.jumps)):
+            client.abort()
 
     async def close(self, limit_s: float) -> None:
-        for each in (self.client, *reversed(self.jumps)):
-            each.close()
+        for client in (self.client, *reversed(self.jumps)):
+            client.close()
             with contextlib.suppress(*SSH_ERRORS):
                 async with asyncio.timeout(limit_s):
-                    await each.wait_closed()
+                    await client.wait_closed()
         self.abort()
 
     async def start(self, command: str) -> asyncssh.SSHClientProcess[bytes]:

@@ -88,7 +88,7 @@ def _why_and_fix(error: Exception) -> tuple[str, str]:
 
 def _os_why_and_fix(error: OSError) -> tuple[str, str]:
     # asyncio gives several addresses' errors as one without a number, and says the address once more.
-    numbers = [error.errno] if error.errno is not None else [int(found) for found in _ERRNO.findall(str(error))]
+    numbers = [error.errno] if error.errno is not None else [int(digits) for digits in _ERRNO.findall(str(error))]
     number = numbers[-1] if numbers else None
     if number is None:
         return str(error) or type(error).__name__, ""

@@ -74,7 +74,7 @@ class SshTransport:
         for _ in range(2):
             shared = await self._shared_connection()
             try:
-                return await self._start(shared, command, own=False)
+                return await self._start(shared, command, exclusive=False)
             except SessionRefused:
                 if self._shared is None:
                     # Lost by close(): another one would have no owner.
@@ -82,7 +82,7 @@ class SshTransport:
                 if shared.alive:
                     break
                 # It was lost: all programs share the next one, too.
-        return await self._start(await self._dial(), command, own=True)
+        return await self._start(await self._dial(), command, exclusive=True)
 
     async def accept(self, fingerprint: str) -> None:
         """Add the node's host key to our known_hosts, when it still shows the very key that a person has compared.
@@ -129,7 +129,7 @@ class SshTransport:
         return shared.result()
 
     async def _dial(self) -> OpenConnection:
-        for lost in [each for each in self._connections if not each.alive]:
+        for lost in [opened for opened in self._connections if not opened.alive]:
             # Those to its jump hosts may still be open.
             lost.abort()
             self._connections.discard(lost)
@@ -137,9 +137,9 @@ class SshTransport:
         self._connections.add(connection)
         return connection
 
-    async def _start(self, connection: OpenConnection, command: ShellCommand, *, own: bool) -> SshChannel:
-        """`own`: the connection is the program's own, and closed with it."""
-        beginning = self._begin(connection, command, own)
+    async def _start(self, connection: OpenConnection, command: ShellCommand, *, exclusive: bool) -> SshChannel:
+        """`exclusive`: the connection is the program's own, and closed with it."""
+        beginning = self._begin(connection, command, exclusive)
         starting = asyncio.create_task(beginning, name=f"{command.program} on {self.target}")
         try:
             return await asyncio.shield(starting)
@@ -148,9 +148,9 @@ class SshTransport:
             await self._end_soon(_end_started(starting))
             raise
 
-    async def _begin(self, connection: OpenConnection, command: ShellCommand, own: bool) -> SshChannel:
+    async def _begin(self, connection: OpenConnection, command: ShellCommand, exclusive: bool) -> SshChannel:
         def on_closed() -> None:
-            if own:
+            if exclusive:
                 self._in_background(self._disconnect(connection))
 
         try:
