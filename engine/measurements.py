@@ -159,8 +159,8 @@ class Scaling(FrozenModel):
 
     def speed_up(self, point: ScalingPoint) -> float | None:
         """How many ranks by themselves would do as much."""
-        own = self.own_rate
-        return point.examples_per_s / own if point.examples_per_s and own else None
+        alone = self.own_rate
+        return point.examples_per_s / alone if point.examples_per_s and alone else None
 
     def efficiency(self, point: ScalingPoint) -> float | None:
         """Speed-up over ranks; above 1 where the nodes differ, or a rank's part of the batch fits better."""
@@ -176,10 +176,10 @@ class Scaling(FrozenModel):
     def stops_paying(self) -> int | None:
         """The first number of ranks from which none that was measured brings PAYS of a rank for each one added: a dip
         at a number that divides the batch badly is none. None where the last one still pays."""
-        known = self.measured
-        for place in range(1, len(known)):
-            if all((self.gain(point, known[place - 1]) or 0.0) < PAYS for point in known[place:]):
-                return known[place].ranks
+        points = self.measured
+        for place in range(1, len(points)):
+            if all((self.gain(point, points[place - 1]) or 0.0) < PAYS for point in points[place:]):
+                return points[place].ranks
         return None
 
 

@@ -255,15 +255,15 @@ class RunSnapshot:
     def activity(self) -> str | None:
         """The activity of a command that runs and of which no step was read; None for all others."""
         unread = self.record.state is RunState.RUNNING and self.record.iteration is None
-        known = unread and any(rank.phase in ("running", "suspended") for rank in self.ranks)
-        return "running, prints no step that is read here" if known else None
+        silent = unread and any(rank.phase in ("running", "suspended") for rank in self.ranks)
+        return "running, prints no step that is read here" if silent else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """The ranks' warnings, each with those that gave it."""
         texts = dict.fromkeys(text for rank in self.ranks for text in rank.warnings)
         named = {text: [str(rank.rank) for rank in self.ranks if text in rank.warnings] for text in texts}
-        return tuple(f"rank{'s' * (len(own) > 1)} {', '.join(own)}: {text}" for text, own in named.items())
+        return tuple(f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {text}" for text, numbers in named.items())
 
     @property
     def cause(self) -> str | None:

@@ -44,7 +44,7 @@ class CalibrationsApi:
                 await asyncio.to_thread(self.check_idle, config)
                 before = await asyncio.to_thread(self._nodes.last_facts, config)
                 async with CheckContext(config, session.fleet(config)) as context:
-                    taken = await calibrate(context, quick=quick, known=before, on_progress=report)
+                    taken = await calibrate(context, quick=quick, before=before, on_progress=report)
                     if is_complete(taken):
                         facts = (await context.facts()).values()
                         await asyncio.to_thread(session.store.put_facts, config.cluster.name, facts)
@@ -76,9 +76,9 @@ class CalibrationsApi:
                 async with CheckContext(kept, session.fleet(config)) as context:
                     facts = (await context.facts()).values()
                     await asyncio.to_thread(session.store.put_facts, config.cluster.name, facts)
-                    known = await asyncio.to_thread(self._nodes.last_facts, config)
+                    stored = await asyncio.to_thread(self._nodes.last_facts, config)
                     fresh = new_scaling(
-                        kept, scaling_fingerprint(config, known), quick=quick, per_rank_batch=per_rank_batch
+                        kept, scaling_fingerprint(config, stored), quick=quick, per_rank_batch=per_rank_batch
                     )
                     try:
                         await measure_scaling(context, fresh, shares=division.parts, report=keep)
@@ -91,17 +91,17 @@ class CalibrationsApi:
     def latest_scaling(self, config: Config) -> Scaling | None:
         """The newest scaling of this job on these nodes as last probed, however old. Raises StateError."""
         facts, store = self._nodes.last_facts(config), self._session.store
-        found = latest_scaling(config, facts, store.scalings(config.cluster.name))
+        scaling = latest_scaling(config, facts, store.scalings(config.cluster.name))
         self._session.report_damage(store)
-        return found
+        return scaling
 
     def latest(self, config: Config) -> Calibration | None:
         """The newest calibration of this job on these nodes as last probed, however old: see `taken_at`.
         Raises StateError."""
         facts, store = self._nodes.last_facts(config), self._session.store
-        found = latest_matching(config, facts, store.calibrations(config.cluster.name))
+        calibration = latest_matching(config, facts, store.calibrations(config.cluster.name))
         self._session.report_damage(store)
-        return found
+        return calibration
 
     def predict(self, config: Config, calibration: Calibration | None) -> Prediction:
         """The next launch as the `latest` calibration predicts it. Raises InputError when by it no node has any
@@ -115,9 +115,9 @@ class CalibrationsApi:
         """The configuration without the nodes that the newest calibration leaves out, the division of the batch, and
         that calibration. Raises InputError when no node is left, StateError."""
         calibration = self.latest(config)
-        found = self.predict(config, calibration)
-        kept = select_nodes(config, found.shares.parts) if found.shares.left_out else config
-        return kept, division_of(found), calibration
+        prediction = self.predict(config, calibration)
+        kept = select_nodes(config, prediction.shares.parts) if prediction.shares.left_out else config
+        return kept, division_of(prediction), calibration
 
     def check_idle(self, config: Config) -> None:
         """Raises NodesInUse while a run on one of the nodes' machines has not ended: each would slow the other."""

@@ -42,8 +42,8 @@ class NodesApi:
 
     async def probe(self, config: Config) -> list[NodeFacts]:
         """Probe every node once, concurrently, and store the facts; in the configuration's order."""
-        found = {facts.node: facts async for facts in self.probe_each(config)}
-        return [found[node.name] for node in config.nodes]
+        by_name = {facts.node: facts async for facts in self.probe_each(config)}
+        return [by_name[node.name] for node in config.nodes]
 
     async def probe_each(self, config: Config) -> AsyncIterator[NodeFacts]:
         """As `probe`, each node's facts when it answers. Closing the iterator ends the probes."""
@@ -62,9 +62,9 @@ class NodesApi:
         """The stored facts of the configuration's nodes, as old as `probed_at`; nodes without any are left out.
         Raises StateError."""
         store = self._session.store
-        known = {(facts.node, facts.host): facts for facts in store.last_facts(config.cluster.name)}
+        by_node = {(facts.node, facts.host): facts for facts in store.last_facts(config.cluster.name)}
         self._session.report_damage(store)
-        return [facts for node in config.nodes if (facts := known.get((node.name, node.ssh))) is not None]
+        return [facts for node in config.nodes if (facts := by_node.get((node.name, node.ssh))) is not None]
 
     def is_accepted(self, config: Config, *, launch: bool = False) -> bool:
         """Nobody has to be asked before its nodes are probed and checked, or it is launched: that runs no program which
@@ -93,9 +93,9 @@ class NodesApi:
 
     def topology(self, facts: Sequence[NodeFacts]) -> Topology:
         """The cables, with the commands that give them networks where they have none."""
-        found = topology(facts)
-        setup = {node: tuple(commands) for node, commands in setup_commands(found, facts).items()}
-        return found.model_copy(update={"setup": setup})
+        cabling = topology(facts)
+        setup = {node: tuple(commands) for node, commands in setup_commands(cabling, facts).items()}
+        return cabling.model_copy(update={"setup": setup})
 
     def network_plan(self, config: Config, facts: Sequence[NodeFacts]) -> NetworkPlan:
         """The backend and each rank's addresses and RDMA devices. Raises LaunchError, naming each node in the way."""
@@ -128,15 +128,15 @@ class NodesApi:
     async def run_on(self, config: Config, node: str, command: str, *, timeout_s: float = _FIX_LIMIT_S) -> Completed:
         """Run a command line on a node as its user would type it: through a login shell, in their home.
         Raises InputError for a node that is none, NodeUnreachable."""
-        found = _node(config, node)
+        target = _node(config, node)
         audit_log("command", "asked", {"node": node, "command": command}, home=self._home)
         argv = ["/bin/sh", "-c", _as_typed(command)]
         fleet = self._session.fleet(config)
         try:
-            return await fleet.agent(found).run(argv, timeout_s=timeout_s)
+            return await fleet.agent(target).run(argv, timeout_s=timeout_s)
         except LaunchError:
             # An agent needs the node's python, and the command may be the one that installs it.
-            return await fleet.to(found).run(argv, timeout_s=timeout_s)
+            return await fleet.to(target).run(argv, timeout_s=timeout_s)
 
     def fix_argv(self, config: Config, node: str, command: str) -> list[str]:
         """The program that does what `run_on` does, in a terminal where sudo can ask. Raises InputError, OSError."""
@@ -165,7 +165,7 @@ def _as_typed(command: str) -> str:
 
 
 def _node(config: Config, name: str) -> NodeConfig:
-    found = next((node for node in config.nodes if node.name == name), None)
-    if found is None:
+    node = next((node for node in config.nodes if node.name == name), None)
+    if node is None:
         raise InputError(f"no node {name!r}", todo=f"nodes: {', '.join(node.name for node in config.nodes)}")
-    return found
+    return node

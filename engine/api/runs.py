@@ -82,14 +82,14 @@ class RunsApi:
     def evidence(self, run: str, snapshot: RunSnapshot, *, limit: int = 8) -> list[str]:
         """The log lines that prove why a run failed, sanitised, at most `limit`: around the diagnosed line, else the
         last ones of the rank that failed first. Raises RunNotFound."""
-        record, found = snapshot.record, snapshot.diagnosis
-        source = found.source if found is not None and found.source is not None else record.rank
-        if not record.state.ended or record.reason is None or (source is None and found is None):
+        record, diagnosis = snapshot.record, snapshot.diagnosis
+        source = diagnosis.source if diagnosis is not None and diagnosis.source is not None else record.rank
+        if not record.state.ended or record.reason is None or (source is None and diagnosis is None):
             return []
         with contextlib.closing(LogReader(self.find(run), LAUNCHER_SOURCE if source is None else source)) as reader:
             number = None
-            if found is not None and found.offset is not None and source is not None:
-                number = reader.number_of(source, found.offset)
+            if diagnosis is not None and diagnosis.offset is not None and source is not None:
+                number = reader.number_of(source, diagnosis.offset)
             start = max(0, reader.line_count - limit) if number is None else max(0, number - limit // 2)
             return [line.text[:_EVIDENCE_CHARACTERS] for line in reader.lines(start, start + limit)]
 

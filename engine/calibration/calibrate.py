@@ -41,10 +41,10 @@ async def calibrate(
     context: CheckContext,
     *,
     quick: bool,
-    known: Iterable[NodeFacts] = (),
+    before: Iterable[NodeFacts] = (),
     on_progress: Callable[[CalibrationProgress], None],
 ) -> Calibration:
-    """Measure the nodes and their links. `known` are the last known facts, for nodes that do not answer now. A node
+    """Measure the nodes and their links. `before` are the last known facts, for nodes that do not answer now. A node
     that cannot be reached is "not measured", with the reason; when none can, its error is raised."""
     config = context.config
     layouts = await context.on_all_nodes(context.layout_of)
@@ -71,7 +71,7 @@ async def calibrate(
         why = f"{', '.join(unreachable)} was not measured"
         all_ranks = LinkMeasure(nodes=tuple(node.name for node in config.nodes), problem=why)
     # As the store will have them.
-    facts = last_known_facts(config, await context.facts(), known).values()
+    facts = last_known_facts(config, await context.facts(), before).values()
     return Calibration(
         cluster=config.cluster.name,
         job=config.job.name,
@@ -100,14 +100,14 @@ def connected_as(
     config: Config, facts: Sequence[NodeFacts], network: NetworkPlan
 ) -> tuple[Literal["data", "local"], ...]:
     """The strategies that connect the ranks as `network` does."""
-    found: list[Literal["data", "local"]] = []
+    same: list[Literal["data", "local"]] = []
     strategies: tuple[Literal["data", "local"], ...] = ("data", "local")
     for strategy in strategies:
         with contextlib.suppress(LaunchError):
             planned = plan_network(config, facts, topology(facts), strategy)
             if (planned.backend, planned.hosts) == (network.backend, network.hosts):
-                found.append(strategy)
-    return tuple(found)
+                same.append(strategy)
+    return tuple(same)
 
 
 def nodes_too_small(inputs: PlanInputs) -> dict[str, str]:
@@ -169,18 +169,18 @@ async def _measure_link(
     on_progress(CalibrationProgress(label, "measuring", seconds=context.config.preflight.all_sum_s))
     try:
         async with CheckContext(select_nodes(context.config, names), context.fleet) as subset:
-            found = _link_measure(subset, names, await run_all_sum(subset))
+            link = _link_measure(subset, names, await run_all_sum(subset))
     except (FlightDeckError, OSError) as error:
-        found = LinkMeasure(nodes=names, problem=str(error))
-    on_progress(CalibrationProgress(label, "not measured" if found.problem else "measured", note=found.problem or ""))
-    return found
+        link = LinkMeasure(nodes=names, problem=str(error))
+    on_progress(CalibrationProgress(label, "not measured" if link.problem else "measured", note=link.problem or ""))
+    return link
 
 
-def _link_measure(context: CheckContext, names: tuple[str, ...], found: AllSumOutcome) -> LinkMeasure:
-    result = evaluate(context.config, found)
-    measured = [each for each in found.results.values() if each is not None]
-    latencies = [each.latency_s for each in measured if each.latency_s is not None]
-    bandwidths = [each.bandwidth_bytes_per_s for each in measured if each.bandwidth_bytes_per_s]
+def _link_measure(context: CheckContext, names: tuple[str, ...], outcome: AllSumOutcome) -> LinkMeasure:
+    result = evaluate(context.config, outcome)
+    measured = [answer for answer in outcome.results.values() if answer is not None]
+    latencies = [answer.latency_s for answer in measured if answer.latency_s is not None]
+    bandwidths = [answer.bandwidth_bytes_per_s for answer in measured if answer.bandwidth_bytes_per_s]
     if result.status is CheckStatus.FAIL or not latencies or not bandwidths:
         return LinkMeasure(nodes=names, problem=result.summary)
     # An all_sum has ended when its slowest rank has the result.

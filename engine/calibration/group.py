@@ -42,15 +42,15 @@ async def measure_group(
     if job.command is not None or job.strategy not in ("sharded", "pipeline") or len(config.nodes) < 2:
         return None
     on_progress(CalibrationProgress(TOGETHER, "measuring", seconds=seconds))
-    found = GroupMeasure(strategy=job.strategy, batch=int(job.mlx_lm["batch_size"]))
+    measure = GroupMeasure(strategy=job.strategy, batch=int(job.mlx_lm["batch_size"]))
     try:
-        found = group_measure(found, await time_steps(context, config, seconds, too_large))
+        measure = group_measure(measure, await time_steps(context, config, seconds, too_large))
     except (FlightDeckError, OSError) as error:
-        found = found.model_copy(update={"problem": str(error)})
+        measure = measure.model_copy(update={"problem": str(error)})
     on_progress(
-        CalibrationProgress(TOGETHER, "not measured" if found.problem else "measured", note=found.problem or "")
+        CalibrationProgress(TOGETHER, "not measured" if measure.problem else "measured", note=measure.problem or "")
     )
-    return found
+    return measure
 
 
 def group_measure(asked: GroupMeasure, reports: Mapping[str, GroupStepReport]) -> GroupMeasure:

@@ -65,10 +65,10 @@ async def measure_scaling(
     for ranks in counts:
         batch = batch_of(whole, ranks, len(config.nodes), per_rank=scaling.per_rank_batch)
         # A part of a ring is none.
-        own = (ranks == 1 and config.job.framework == "mlx") or (
+        unconnected = (ranks == 1 and config.job.framework == "mlx") or (
             config.cluster.backend == "jaccl-ring" and ranks < len(config.nodes)
         )
-        whole_plan = alone if own else config
+        whole_plan = alone if unconnected else config
         part, what = _first_ranks(whole_plan, ranks, batch, shares), plural(ranks, "rank")
         report(CalibrationProgress(what, "measuring", seconds=seconds))
         point = await _measure(context, part, seconds)

@@ -80,7 +80,7 @@ async def measure_nodes(
         await gather_all(measurement.put(layout) for layout in await context.layouts())
         hosts = hosts_of(context.config.nodes).values()
         measured = await gather_all(measurement.host(ranks) for ranks in hosts)
-    figures = {rank: found for host in measured for rank, found in host.items()}
+    figures = {rank: figure for host in measured for rank, figure in host.items()}
     sizes = {size for _, size in figures.values() if size is not None}
     nodes = [figures[rank][0] for rank in sorted(figures)]
     return nodes, sizes.pop() if len(sizes) == 1 else None, leases.leftovers
@@ -114,8 +114,8 @@ class _Measurement:
             figures = await self._measured(rank, node)
         except (FlightDeckError, OSError, TimeoutError) as error:
             figures = MeasureResult(problem=plain(str(error) or "no answer in time", 300))
-        found = "not measured" if figures.examples_per_s is None else "measured"
-        self._report(node, found, figures.measured_s, figures.examples_per_s, figures.problem or "")
+        phase = "not measured" if figures.examples_per_s is None else "measured"
+        self._report(node, phase, figures.measured_s, figures.examples_per_s, figures.problem or "")
         return _measure(node, figures), figures.gradient_bytes
 
     async def _measured(self, rank: int, node: NodeConfig) -> MeasureResult:

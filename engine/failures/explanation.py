@@ -82,20 +82,20 @@ def findings(lines: Iterable[str]) -> list[Finding]:
     text = "".join(f"{piece.text}\n" for piece in pieces)
     starts = [0, *accumulate(len(piece.text) + 1 for piece in pieces)]
     ends = _Ends.of(pieces, counted.stop)
-    found = []
+    listed = []
     taken: set[int] = set()
     for signature in SIGNATURES:
         matches = ((bisect_right(starts, match.start()) - 1, match) for match in re.finditer(signature.pattern, text))
-        place, match = min(matches, key=lambda each: ends.order(each[0]), default=(-1, None))
+        place, match = min(matches, key=lambda candidate: ends.order(candidate[0]), default=(-1, None))
         if match is not None and place not in taken:
             taken.add(place)
             cause, fix = _cause_and_fix(signature, match)
-            found.append(ends.finding(place, signature.kind, cause, fix, signature))
+            listed.append(ends.finding(place, signature.kind, cause, fix, signature))
     for place in ends.raised - taken:
         # Another exception of a kind that was found: of several workers in one log, for example.
         if not any(re.search(signature.pattern, pieces[place].text) for signature in SIGNATURES):
-            found.append(ends.finding(place, SignatureKind.CAUSE, _cut(_message(pieces, place))))
-    return sorted(found, key=lambda finding: finding.line)
+            listed.append(ends.finding(place, SignatureKind.CAUSE, _cut(_message(pieces, place))))
+    return sorted(listed, key=lambda finding: finding.line)
 
 
 def _message(pieces: Sequence[_Piece], place: int) -> str:
@@ -153,13 +153,13 @@ class _Ends:
         ended_at: list[int | None] = []
         raised: set[int] = set()
         for _, group in groupby(pieces, key=lambda piece: piece.worker):
-            own = list(group)
-            texts = [piece.text for piece in own]
-            exceptions, end = _exceptions(texts[: sum(piece.line < stop for piece in own)])
+            of_worker = list(group)
+            texts = [piece.text for piece in of_worker]
+            exceptions, end = _exceptions(texts[: sum(piece.line < stop for piece in of_worker)])
             raised |= {len(survived) + place for place in exceptions}
             exit_output = _exit_output(texts)
-            survived += [place < exit_output for place in range(len(own))]
-            ended_at += [None if end is None else own[end].line] * len(own)
+            survived += [place < exit_output for place in range(len(of_worker))]
+            ended_at += [None if end is None else of_worker[end].line] * len(of_worker)
         # Whoever has no exception of its own, as torchrun itself, may have been ended because of another's.
         earliest = min((line for line in ended_at if line is not None), default=0)
         final = [
@@ -213,7 +213,7 @@ def _end(lines: list[str], exceptions: list[tuple[int, int]]) -> tuple[int, int]
     """Beginning and name of the exception that ended the program; it begins with those that led to it. Others, little
     apart, may follow that only report that something else ended: of other workers, for example. `exceptions`: where
     each begins, and where it is named."""
-    limit, found = len(lines), None
+    limit, ending = len(lines), None
     place = len(exceptions) - 1
     while place >= 0:
         begin, named = exceptions[place]
@@ -223,12 +223,12 @@ def _end(lines: list[str], exceptions: list[tuple[int, int]]) -> tuple[int, int]
             place -= 1
             begin = exceptions[place][0]
         if not _OF_OTHERS.match(lines[named]):
-            found = begin, named
+            ending = begin, named
             if not any(re.search(pattern, lines[named]) for pattern in _CONSEQUENCES):
                 break
         limit = begin
         place -= 1
-    return found
+    return ending
 
 
 def _spoken(lines: list[str], first: int, limit: int) -> int:

@@ -70,7 +70,7 @@ async def fresh_ports(
         free = await gather_all(
             _free(fleet, nodes[ranks[0]], firsts, offsets) for ranks, offsets in listening.items() if offsets
         )
-        if (common := next((first for first in firsts if all(first in each for each in free)), None)) is not None:
+        if (common := next((first for first in firsts if all(first in ports for ports in free)), None)) is not None:
             return common
     raise LaunchError(
         f"no {port_count(network)} consecutive ports are free on all hosts",

@@ -35,14 +35,14 @@ class RankEnvironment:
 
 
 def common_environment(
-    network: NetworkPlan | None, own: Mapping[str, str], *, gradient_bytes: int | None = None
+    network: NetworkPlan | None, variables: Mapping[str, str], *, gradient_bytes: int | None = None
 ) -> dict[str, str]:
-    """Our variables and the job's (`own`, which wins); with NCCL also its settings, for all_sums of `gradient_bytes`
-    where that is known."""
+    """Our variables and the job's (`variables`, which win); with NCCL also its settings, for all_sums of
+    `gradient_bytes` where that is known."""
     if network is not None and any(host.gpu for host in network.hosts):
         # Each rank has its own: gpu_environment.
-        own = {name: text for name, text in own.items() if name != _VISIBLE}
-    return {**RANK_ENVIRONMENT, **_nccl(network, gradient_bytes), **own}
+        variables = {name: text for name, text in variables.items() if name != _VISIBLE}
+    return {**RANK_ENVIRONMENT, **_nccl(network, gradient_bytes), **variables}
 
 
 def gpu_environment(network: NetworkPlan, rank: int, common: Container[str] = ()) -> dict[str, str]:
@@ -51,13 +51,13 @@ def gpu_environment(network: NetworkPlan, rank: int, common: Container[str] = ()
     host, machines = network.hosts[rank], [host.ssh for host in network.hosts]
     of_nccl = network.framework == "mlx" and network.backend == "nccl"
     gpu = host.gpu or (str(machines[:rank].count(host.ssh)) if of_nccl else None)
-    found = {_VISIBLE: gpu, "NCCL_SOCKET_IFNAME": host.interface if of_nccl and len(set(machines)) > 1 else None}
-    return {name: text for name, text in found.items() if text is not None and name not in common}
+    variables = {_VISIBLE: gpu, "NCCL_SOCKET_IFNAME": host.interface if of_nccl and len(set(machines)) > 1 else None}
+    return {name: text for name, text in variables.items() if text is not None and name not in common}
 
 
-def network_environment(network: NetworkPlan, own: Mapping[str, str]) -> dict[str, str]:
+def network_environment(network: NetworkPlan, variables: Mapping[str, str]) -> dict[str, str]:
     """The part of `common_environment` that NCCL reads, for a program that is not the job."""
-    return {**_nccl(network, None), **{name: text for name, text in own.items() if name.startswith(_NCCL)}}
+    return {**_nccl(network, None), **{name: text for name, text in variables.items() if name.startswith(_NCCL)}}
 
 
 def _nccl(network: NetworkPlan | None, gradient_bytes: int | None) -> dict[str, str]:
@@ -109,7 +109,7 @@ def torch_rank_variables(network: NetworkPlan, rank: int) -> dict[str, str]:
     on several machines."""
     hosts = [host.ssh for host in network.hosts]
     machines = list(dict.fromkeys(hosts))
-    own = {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(hosts[:rank].count(hosts[rank])),
         "LOCAL_WORLD_SIZE": str(hosts.count(hosts[rank])),
@@ -119,10 +119,10 @@ def torch_rank_variables(network: NetworkPlan, rank: int) -> dict[str, str]:
     interface = network.hosts[rank].interface
     if interface is not None and len(machines) > 1:
         # gloo also beside nccl, for what is on the CPU.
-        own["GLOO_SOCKET_IFNAME"] = interface
+        variables["GLOO_SOCKET_IFNAME"] = interface
         if network.backend == "nccl":
-            own["NCCL_SOCKET_IFNAME"] = interface
-    return own
+            variables["NCCL_SOCKET_IFNAME"] = interface
+    return variables
 
 
 def file_name(variable: str) -> str:

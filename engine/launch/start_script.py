@@ -139,7 +139,7 @@ async def start_ranks(fleet: TransportProvider, starts: list[RankStart]) -> tupl
 
     A keeper detaches from the connection, so the call returns as soon as the rank's program runs, and a later loss of
     the connection does not touch the rank."""
-    failures = await gather_all(_start_rank(fleet.agent(each.host), each) for each in starts)
+    failures = await gather_all(_start_rank(fleet.agent(start.host), start) for start in starts)
     return tuple(failure for failure in failures if failure is not None)
 
 

@@ -159,10 +159,10 @@ class KeyLines:
 class Redactor:
     """Takes secrets out of texts. Made once for many."""
 
-    def __init__(self, own: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None) -> None:
-        """`own`: variables that are secrets whatever their names, as of [job] env. `environment`: of which those with a
-        secret's name are; by default this process's."""
-        values = _values(own or {}, os.environ if environment is None else environment)
+    def __init__(self, of_job: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None) -> None:
+        """`of_job`: variables that are secrets whatever their names, as of [job] env. `environment`: of which those
+        with a secret's name are; by default this process's."""
+        values = _values(of_job or {}, os.environ if environment is None else environment)
         # A value of several lines is shown line by line, and one with quotes escaped.
         shown = {form for value in values for line in value.splitlines() for form in (line, json.dumps(line)[1:-1])}
         # The longest first, so that a value within another leaves no remainder.
@@ -210,16 +210,16 @@ class Redactor:
         return document
 
 
-def _values(own: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[str]:
+def _values(variables: Mapping[str, str], environment: Mapping[str, str]) -> Iterator[str]:
     yield from (value for name, value in environment.items() if is_secret(name))
-    for name, value in own.items():
+    for name, value in variables.items():
         if is_secret(name) or not (is_public(name) or _NO_SECRET.fullmatch(value)):
             yield value
 
 
 def _place(value: str) -> str:
-    found = re.escape(value)
-    return found if len(value) >= _ANYWHERE else rf"(?<![A-Za-z0-9]){found}(?![A-Za-z0-9])"
+    escaped = re.escape(value)
+    return escaped if len(value) >= _ANYWHERE else rf"(?<![A-Za-z0-9]){escaped}(?![A-Za-z0-9])"
 
 
 def _without(match: re.Match[str]) -> str:

@@ -156,15 +156,15 @@ class Store:
 
     def _valid(self, model: type[_Model], documents: Iterable[Mapping[str, Any]]) -> list[_Model]:
         kind = _KINDS[model]
-        found: list[_Model] = []
+        models: list[_Model] = []
         for document in documents:
             try:
-                found.append(model.model_validate(document))
+                models.append(model.model_validate(document))
             except ValidationError as error:
                 why = safe_repr(str(error.errors()[0]["msg"]))
                 left_out = kind.left_out.format(safe_repr(document.get(kind.name)))
                 self.notices.append(f"{self._path}: {left_out}: {why}")
-        return found
+        return models
 
     def _put(self, model: type[BaseModel], documents: Mapping[str, Mapping[str, Any]]) -> None:
         """Insert or replace by id, in one change; above the kind's limit the oldest are dropped."""
@@ -173,8 +173,8 @@ class Store:
 
         def put(rows: Table) -> None:
             # TinyDB's upsert merges: a field that is null again would keep its old value.
-            if known := [document.doc_id for document in whole if rows.contains(doc_id=document.doc_id)]:
-                rows.remove(doc_ids=known)
+            if replaced := [document.doc_id for document in whole if rows.contains(doc_id=document.doc_id)]:
+                rows.remove(doc_ids=replaced)
             rows.insert_multiple(whole)
             if kind.limit is not None and len(rows) > kind.limit:
                 oldest = sorted(rows.all(), key=lambda document: str(document.get(kind.age)))

@@ -104,13 +104,13 @@ class Manifest(Origin):
         """The journal has this manifest; False for a state that it does not know. Raises CheckpointError where it has
         another one."""
         name, digest = self.journal_entry(author).values()
-        known = [each for state, each in recorded if state == name]
-        if known and digest not in known:
+        digests = [written for state, written in recorded if state == name]
+        if digests and digest not in digests:
             raise CheckpointError(
                 f"its manifest is not the one that it was saved with: SHA-256 {digest[:12]}…, and the run's journal "
-                f"recorded {known[-1][:12]}…"
+                f"recorded {digests[-1][:12]}…"
             )
-        return bool(known)
+        return bool(digests)
 
     @classmethod
     def from_json(cls: type[Kind], raw: bytes) -> Kind:
@@ -123,13 +123,13 @@ class Manifest(Origin):
             raise CheckpointError(
                 f"its format is {_quoted(document.get('format'))}, and this release reads {MANIFEST_FORMAT}"
             )
-        found = _parsed(cls, document)
-        files = tuple(_parsed(FileEntry, file) for file in found.files)
+        manifest = _parsed(cls, document)
+        files = tuple(_parsed(FileEntry, file) for file in manifest.files)
         if len({entry.name for entry in files}) < len(files):
             raise CheckpointError("its manifest lists a file twice")
-        if found.part >= found.parts:
-            raise CheckpointError(f"its manifest is of part {found.part} of {found.parts}")
-        return replace(found, files=files)
+        if manifest.part >= manifest.parts:
+            raise CheckpointError(f"its manifest is of part {manifest.part} of {manifest.parts}")
+        return replace(manifest, files=files)
 
 
 def _parsed(kind: type[Document], document: object) -> Document:
@@ -187,11 +187,11 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
 
 def package_versions(*names: str) -> dict[str, str]:
     """The versions of Python and of those packages that this node has."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in names:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def folder_name(update: int) -> str:
@@ -200,8 +200,8 @@ def folder_name(update: int) -> str:
 
 def update_of(folder: str) -> int | None:
     """The update in a folder's name; None for a name that is not ours."""
-    found = _FOLDER.fullmatch(folder)
-    return int(found[1]) if found else None
+    match = _FOLDER.fullmatch(folder)
+    return int(match[1]) if match else None
 
 
 CHUNK_BYTES = 8 << 20

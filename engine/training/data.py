@@ -250,8 +250,8 @@ _PIECE, _PIECES = 2**12, 2**9
 
 def rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
     """The job with this rank's own paths. Raises JobError."""
-    own = {"adapter_path": rank.adapter_path, "resume_adapter_file": rank.resume_adapter_file}
-    chosen = {**raw, **{key: path for key, path in own.items() if path is not None}}
+    of_rank = {"adapter_path": rank.adapter_path, "resume_adapter_file": rank.resume_adapter_file}
+    chosen = {**raw, **{key: path for key, path in of_rank.items() if path is not None}}
     return Job.from_spec(chosen, model=rank.model, data=rank.data, workdir=Path(rank.workdir), home=home)
 
 
@@ -278,10 +278,10 @@ def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Sp
     return train, valid, test
 
 
-def partly_resumed(job: Job, found: int, trained: int) -> str:
+def partly_resumed(job: Job, present: int, trained: int) -> str:
     """The warning about weights that lack some of those that are trained."""
     named = f"resume_adapter_file = {job.resume_adapter_file!r}"
-    return f"{named} has {found:,} of the {trained:,} tensors that are trained: the others begin anew"
+    return f"{named} has {present:,} of the {trained:,} tensors that are trained: the others begin anew"
 
 
 def crc_text(split: Split) -> str:

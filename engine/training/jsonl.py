@@ -120,14 +120,14 @@ def _read_offsets(stored: BinaryIO, first: int, count: int) -> NDArray[np.int64]
 def _load_index(path: Path, document: Path) -> JsonlIndex | None:
     """The index of an earlier attempt or another rank on this node; None unless it is complete and of this file."""
     try:
-        found = json.loads(read_regular(document))
-        offsets = document.with_name(found["offsets"])
+        index = json.loads(read_regular(document))
+        offsets = document.with_name(index["offsets"])
         with open_regular(path) as file, open_regular(offsets) as stored:
             stamp = _stamp(file)
-            known = (found["version"], found["stamp"], found["offsets_checksum"])
-            if known != (_VERSION, stamp, _checksum(stored)):
+            recorded = (index["version"], index["stamp"], index["offsets_checksum"])
+            if recorded != (_VERSION, stamp, _checksum(stored)):
                 return None
-        return JsonlIndex(path, stamp, offsets, int(found["checksum"]))
+        return JsonlIndex(path, stamp, offsets, int(index["checksum"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -145,9 +145,9 @@ def _build_index(path: Path, document: Path) -> JsonlIndex:
         # Named by the content: another rank's index of other content never replaces it.
         offsets = document.with_name(f"{document.stem}-{checksum:08x}-{stamp[0]}.offsets")
         os.replace(temporary, offsets)
-        found = {"version": _VERSION, "stamp": stamp, "checksum": checksum}
-        found |= {"offsets": offsets.name, "offsets_checksum": offsets_checksum}
-        write_atomic(document, json.dumps(found))
+        index = {"version": _VERSION, "stamp": stamp, "checksum": checksum}
+        index |= {"offsets": offsets.name, "offsets_checksum": offsets_checksum}
+        write_atomic(document, json.dumps(index))
         return JsonlIndex(path, stamp, offsets, checksum)
     except OSError as error:
         raise JobError(f"{path} could not be indexed in {document.parent}: {error}") from error

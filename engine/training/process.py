@@ -94,6 +94,6 @@ def _report_failure(error: BaseException, events: EventWriter) -> TrainerExit:
     text = "".join(traceback.format_exception(error))
     events.write("failure", error_type=name, message=str(error) or name, traceback=text, **getattr(error, "facts", {}))
     # What the user can fix is one line; what only we can fix is a traceback.
-    known = code != TrainerExit.EXCEPTION or isinstance(error, JobError)
-    print(f"{name}: {error}" if known else text, file=sys.stderr)
+    expected = code != TrainerExit.EXCEPTION or isinstance(error, JobError)
+    print(f"{name}: {error}" if expected else text, file=sys.stderr)
     return code

@@ -109,10 +109,10 @@ def _manifest_version(path: Path) -> str | None:
             raise CorruptCheckpoint(f"{path.name} names {safe_repr(name)}, which is not a file beside it")
         try:
             with open_regular(path.parent / name) as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{safe_repr(name)} is missing") from None
-        if not isinstance(expected, str) or found != expected.lower():
+        if not isinstance(expected, str) or digest != expected.lower():
             raise CorruptCheckpoint(f"{safe_repr(name)} does not have the SHA-256 that {path.name} gives")
     return _version(manifest.get("version"))
 

@@ -68,17 +68,17 @@ def validate_gradient_layer(updates: Sequence[Mapping[str, Any]], tolerance: flo
 
 def _read(update: object) -> tuple[str, float, bool]:
     """(worker, gradient norm, all values are finite)."""
-    found = table(update, "gradient update")
-    worker = found.get("worker_id")
+    fields = table(update, "gradient update")
+    worker = fields.get("worker_id")
     if not isinstance(worker, str) or not worker:
         raise ValueError(f"worker_id of a gradient update = {safe_repr(worker)}: must be a name")
-    if "gradient_norm" not in found:
+    if "gradient_norm" not in fields:
         raise ValueError(f"gradient update of {safe_repr(worker)}: gradient_norm is missing")
-    norm = number(found["gradient_norm"], f"gradient_norm of {safe_repr(worker)}")
+    norm = number(fields["gradient_norm"], f"gradient_norm of {safe_repr(worker)}")
     if norm < 0:
         raise ValueError(f"gradient_norm of {safe_repr(worker)} = {norm}: must be at least 0")
     found_any, stable = False, math.isfinite(norm)
-    for value in _numbers(found.get("gradients"), worker):
+    for value in _numbers(fields.get("gradients"), worker):
         found_any = True
         stable = stable and math.isfinite(value)
     if not found_any:

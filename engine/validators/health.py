@@ -35,7 +35,7 @@ def monitor_performance(metrics: Mapping[str, Any], thresholds: Mapping[str, flo
     """Check throughput > 0, latency_ms < 500, gpu_utilization > 0.8, memory_utilization < 0.9; `thresholds` replaces
     limits by name. A metric that is None was not measured, and the report is not valid then. Raises ValueError for a
     metric that is missing or not a number, and for an unknown threshold."""
-    found = table(metrics, "performance metrics")
+    measured = table(metrics, "performance metrics")
     limits = {**LIMITS, **(table(thresholds, "thresholds") if thresholds is not None else {})}
     if unknown := sorted(map(str, limits.keys() - LIMITS.keys())):
         raise ValueError(f"threshold {safe_repr(unknown[0])}: must be one of {', '.join(LIMITS)}")
@@ -43,13 +43,13 @@ def monitor_performance(metrics: Mapping[str, Any], thresholds: Mapping[str, flo
     issues = []
     for name in LIMITS:
         above, limit = name in _MINIMUMS, finite(limits[name], f"threshold {name}")
-        if name not in found:
+        if name not in measured:
             raise ValueError(f"performance metrics: {name} is missing (None where it was not measured)")
-        if found[name] is None:
+        if measured[name] is None:
             within[name] = None
             issues.append(f"{name} was not measured")
             continue
-        value = number(found[name], name)
+        value = number(measured[name], name)
         within[name] = math.isfinite(value) and (value > limit if above else 0 <= value < limit)
         if not within[name]:
             issues.append(f"{name} is {value:g}, must be {'above' if above else 'from 0 to below'} {limit:g}")
@@ -102,13 +102,13 @@ def run_health_checks(
 
 
 def _workers(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    found = config.get("workers")
+    entries = config.get("workers")
     if "worker_count" in config:
         whole(config["worker_count"], "worker_count", 1)
-    if not isinstance(found, Sequence) or isinstance(found, str | bytes) or not found:
+    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes) or not entries:
         raise ValueError("workers: must be a list with at least one")
     workers: dict[str, Mapping[str, Any]] = {}
-    for entry in found:
+    for entry in entries:
         worker = table(entry, "a worker")
         name = worker.get("worker_id")
         if not isinstance(name, str) or not name:

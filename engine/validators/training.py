@@ -62,8 +62,8 @@ def validate_distributed_training(config: dict[str, Any]) -> TrainingReport:
     statuses: dict[str, CheckStatus] = {}
     issues: list[str] = []
     for layer, (values, check) in checks.items():
-        statuses[layer], found = _check_part(values, check)
-        issues += [f"{layer}: {issue}" for issue in found]
+        statuses[layer], part_issues = _check_part(values, check)
+        issues += [f"{layer}: {issue}" for issue in part_issues]
     valid = {layer: status is CheckStatus.PASS for layer, status in statuses.items()}
     return TrainingReport(
         **{f"{layer}_valid": good for layer, good in valid.items()},

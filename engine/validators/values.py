@@ -27,17 +27,17 @@ def number(value: object, what: str) -> float:
 
 
 def finite(value: object, what: str) -> float:
-    found = number(value, what)
-    if not math.isfinite(found):
+    checked = number(value, what)
+    if not math.isfinite(checked):
         raise ValueError(f"{what} = {safe_repr(value)}: must be finite")
-    return found
+    return checked
 
 
 def not_negative(value: object, what: str) -> float:
-    found = finite(value, what)
-    if found < 0:
+    checked = finite(value, what)
+    if checked < 0:
         raise ValueError(f"{what} = {safe_repr(value)}: must be at least 0")
-    return found
+    return checked
 
 
 def whole(value: object, what: str, least: int = 0) -> int:

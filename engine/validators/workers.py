@@ -56,15 +56,15 @@ def _outliers(points: Sequence[Point]) -> tuple[list[int], str]:
     scaled = _scaled(points)
     if not tolerated:
         # The rule is for one value at a time: a worker is an outlier when any of its values is.
-        found = [index for index, point in enumerate(scaled) if max(map(abs, point), default=0.0) > OUTLIER_LIMIT]
-        return found, rule
+        outliers = [index for index, point in enumerate(scaled) if max(map(abs, point), default=0.0) > OUTLIER_LIMIT]
+        return outliers, rule
     scores = krum_scores(scaled, tolerated)
     # Each neighbour adds a squared distance, so the limit grows with the number of values and of neighbours.
     limit = len(points[0]) * OUTLIER_LIMIT**2 * (count - tolerated - 2)
-    found = [index for index in range(count) if scores[index] > limit]
-    if len(found) > tolerated:
-        rule += f": {len(found)} are outliers: too many to tell which workers are right"
-    return found, rule
+    outliers = [index for index in range(count) if scores[index] > limit]
+    if len(outliers) > tolerated:
+        rule += f": {len(outliers)} are outliers: too many to tell which workers are right"
+    return outliers, rule
 
 
 def krum_scores(points: Sequence[Point], tolerated: int) -> list[float]:
@@ -188,7 +188,7 @@ def validate_worker_consistency(
         WASSERSTEIN: wasserstein > wasserstein_threshold,
         BYZANTINE: bool(byzantine),
     }
-    issues = tuple(name for name, found in exceeded.items() if found)
+    issues = tuple(name for name, over in exceeded.items() if over)
     stale = {state.worker_id for state in states if max(versions) - state.parameter_version > staleness_threshold}
     divergent = stale | set(byzantine)
     if len(states) == 2 and (exceeded[LOSS_SPREAD] or exceeded[WASSERSTEIN]):

@@ -37,7 +37,9 @@ async def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *sessions: bo
     async def dial(*arguments: object) -> FakeConnection:
         return undialled.pop(0)
 
-    async def start(self: SshTransport, connection: Any, command: Sequence[str], *, exclusive: bool) -> tuple[int, bool]:
+    async def start(
+        self: SshTransport, connection: Any, command: Sequence[str], *, exclusive: bool
+    ) -> tuple[int, bool]:
         if connection.sessions:
             return connections.index(connection), exclusive
         connection.alive = connection.sessions is not None
