@@ -92,7 +92,7 @@ def _plot(state: DeckState) -> str | None:
 
 
 def _fix(state: DeckState) -> str | None:
-    return found if isinstance(found := fix_for(state), str) else None
+    return fix if isinstance(fix := fix_for(state), str) else None
 
 
 def _shell(state: DeckState) -> str | None:

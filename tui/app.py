@@ -421,13 +421,13 @@ class FlightDeckApp(App[None]):
         self._request(self.client.demo())
 
     def do_fix(self) -> None:
-        found = fix_for(self.state)
-        if isinstance(found, CheckFix):
-            self._ask_fix(found)
-        elif isinstance(found, CableSetup):
-            self._ask_setup(found)
-        elif isinstance(found, HostKeyFix):
-            self._ask_key(found.facts)
+        fix = fix_for(self.state)
+        if isinstance(fix, CheckFix):
+            self._ask_fix(fix)
+        elif isinstance(fix, CableSetup):
+            self._ask_setup(fix)
+        elif isinstance(fix, HostKeyFix):
+            self._ask_key(fix.facts)
 
     def _ask_key(self, facts: NodeFacts) -> None:
         width, offer = text_width(self.size.width), facts.host_key
@@ -441,7 +441,7 @@ class FlightDeckApp(App[None]):
         elif facts.changed_key is not None:
             self.push_screen(ChangedKey(facts.node, facts.changed_key, self.client.engine.home, width))
 
-    def _ask_fix(self, found: CheckFix) -> None:
+    def _ask_fix(self, fix: CheckFix) -> None:
         config = self.state.config
         assert config is not None
         width = text_width(self.size.width)
@@ -450,7 +450,7 @@ class FlightDeckApp(App[None]):
 
         def answered(go: bool | None) -> None:
             if go:
-                commands = [FixCommand(node, line, self._clock()) for node, line in found.commands.items()]
+                commands = [FixCommand(node, line, self._clock()) for node, line in fix.commands.items()]
                 for command in filter(lambda command: api.asks_for_password(command.line), commands):
                     self._run_in_terminal(config, command)
                 self.push_screen(FixDialog(commands, self.state, width, again), done)
@@ -460,8 +460,8 @@ class FlightDeckApp(App[None]):
             if answer == "again":
                 self.do_recheck()
 
-        asks = any(map(api.asks_for_password, found.commands.values()))
-        self.push_screen(confirm_fix(found, hosts, width, asks=asks), answered)
+        asks = any(map(api.asks_for_password, fix.commands.values()))
+        self.push_screen(confirm_fix(fix, hosts, width, asks=asks), answered)
 
     def _run_in_terminal(self, config: Config, command: FixCommand) -> None:
         """A fix with sudo, which asks for its password there."""
@@ -474,20 +474,20 @@ class FlightDeckApp(App[None]):
             command.output = ("shown in the terminal",)
         command.ended = True
 
-    def _ask_setup(self, found: CableSetup) -> None:
+    def _ask_setup(self, setup: CableSetup) -> None:
         config, engine = self.state.config, self.client.engine
         assert config is not None
 
         def answered(go: bool | None) -> None:
             if not go:
                 return
-            for node, commands in found.commands.items():
+            for node, commands in setup.commands.items():
                 notice = f"giving the Thunderbolt cables of {node} networks of their own"
                 program = partial(engine.nodes.setup_argv, config, node, commands)
                 self._in_terminal("the set-up", node, notice, program, waits=True)
             self.do_recheck()
 
-        self.push_screen(confirm_setup(found.commands, text_width(self.size.width)), answered)
+        self.push_screen(confirm_setup(setup.commands, text_width(self.size.width)), answered)
 
     def do_shell(self) -> None:
         config, node, engine = self.state.config, self.state.node, self.client.engine

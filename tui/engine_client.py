@@ -303,8 +303,8 @@ class EngineClient:
                 async for facts in answers:
                     seen = {**store.state.facts, facts.node: facts}
                     store.change(facts=seen, unanswered=store.state.unanswered - {facts.node}, now=self._clock())
-            known = store.state.known_facts
-            topology, network, problem = await self._loop.call(lambda: _connect(engine, config, known))
+            last_facts = store.state.known_facts
+            topology, network, problem = await self._loop.call(lambda: _connect(engine, config, last_facts))
             store.change(topology=topology, network_plan=network, network_problem=problem)
             # A calibration is of chips and versions: the probe may have found others.
             store.change(**await self._loop.call(lambda: _known(engine, config)))
@@ -319,10 +319,10 @@ class EngineClient:
         store, config, engine = self._store, self._store.state.config, self.engine
         if config is None or store.state.planning or store.state.running is not None:
             return
-        known = store.state.known_facts
+        facts = store.state.known_facts
         store.change(planning=True)
         try:
-            made = await self._loop.call(lambda: engine.plans.make(config, facts=known))
+            made = await self._loop.call(lambda: engine.plans.make(config, facts=facts))
             store.change(plan=made, now=self._clock())
         except ENGINE_ERRORS:
             # The nodes pane shows why the nodes cannot be planned for.
@@ -339,8 +339,8 @@ class EngineClient:
         with self._request("preflight", busy=None):
             async with aclosing(self._loop.each(lambda: engine.checks.preflight(config))) as results:
                 async for result in results:
-                    known = {check.name: check for check in (*store.state.checks, result)}
-                    store.change(checks=tuple(known.values()))
+                    by_name = {check.name: check for check in (*store.state.checks, result)}
+                    store.change(checks=tuple(by_name.values()))
             store.change(checks_at=self._clock(), now=self._clock())
 
     async def calibrate(self, *, quick: bool) -> None:

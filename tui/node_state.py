@@ -37,18 +37,20 @@ def ranks_by_node(state: DeckState) -> dict[str, RankStatus]:
 
 def reference(state: DeckState) -> dict[str, str]:
     """The version of python, mlx, mlx-lm and torch that most nodes have, by field; of equals the first node's."""
-    found = {}
+    common = {}
     for field in VERSIONS:
         values = Counter(value for facts in state.facts.values() if (value := getattr(facts, field)))
         if values:
-            found[field] = values.most_common(1)[0][0]
-    return found
+            common[field] = values.most_common(1)[0][0]
+    return common
 
 
 def differing(state: DeckState) -> set[str]:
     """Fields of VERSIONS in which the nodes are not the same."""
-    found = {field: {value for facts in state.facts.values() if (value := getattr(facts, field))} for field in VERSIONS}
-    return {field for field, values in found.items() if len(values) > 1}
+    by_field = {
+        field: {value for facts in state.facts.values() if (value := getattr(facts, field))} for field in VERSIONS
+    }
+    return {field for field, values in by_field.items() if len(values) > 1}
 
 
 def live(state: DeckState, node: str) -> NodeTelemetry | None:
@@ -99,27 +101,27 @@ def _went_silent(state: DeckState, facts: NodeFacts) -> bool:
 
 def warnings(facts: NodeFacts, versions: dict[str, str]) -> list[str]:
     """Facts of a node that may spoil a run, one line each."""
-    found = []
+    lines = []
     if facts.mlx_problem:
-        found.append(f"mlx cannot be imported: {facts.mlx_problem}")
+        lines.append(f"mlx cannot be imported: {facts.mlx_problem}")
     if facts.gpus and facts.mlx_device == "CPU":
-        found.append(f"MLX computes on its CPU, and not on {gpus(facts)}: it needs MLX's CUDA build")
+        lines.append(f"MLX computes on its CPU, and not on {gpus(facts)}: it needs MLX's CUDA build")
     for field in VERSIONS:
         value, most = getattr(facts, field), versions.get(field)
         if value and most and value != most:
-            found.append(f"{field.replace('_', '-')} {value}, elsewhere {most}")
+            lines.append(f"{field.replace('_', '-')} {value}, elsewhere {most}")
     if skewed(facts):
-        found.append(f"its clock is {facts.clock_skew_s:+.1f} s off this machine's")
+        lines.append(f"its clock is {facts.clock_skew_s:+.1f} s off this machine's")
     if facts.disk_free_bytes is not None and facts.disk_free_bytes < DISK_LIMIT_BYTES:
-        found.append(f"only {size(facts.disk_free_bytes)} of disk is free")
+        lines.append(f"only {size(facts.disk_free_bytes)} of disk is free")
     if facts.low_power_mode:
-        found.append("Low Power Mode is on: it slows every step")
+        lines.append("Low Power Mode is on: it slows every step")
     if facts.thermal not in (None, "nominal"):
-        found.append(f"it is throttled: {facts.thermal}")
+        lines.append(f"it is throttled: {facts.thermal}")
     if facts.rdma_enabled is False and any(port.peer_uuid for port in facts.thunderbolt):
-        found.append(f"RDMA is off: {ENABLE_RDMA}")
-    found += [f"not known: {why}" for why in facts.unknown.values()]
-    return found
+        lines.append(f"RDMA is off: {ENABLE_RDMA}")
+    lines += [f"not known: {why}" for why in facts.unknown.values()]
+    return lines
 
 
 def skewed(facts: NodeFacts) -> bool:

@@ -39,8 +39,8 @@ def row(scaling: Scaling, point: ScalingPoint) -> list[str]:
 
 def figures(scaling: Scaling) -> list[dict[str, Any]]:
     """Each number of ranks with its measurement and all that follows from it."""
-    known = scaling.measured
-    before = {later.ranks: point for point, later in pairwise(known)}
+    points = scaling.measured
+    before = {later.ranks: point for point, later in pairwise(points)}
     return [
         point.model_dump()
         | {
@@ -70,27 +70,27 @@ def subject(scaling: Scaling) -> str:
 
 def verdict(scaling: Scaling) -> str:
     """Where a rank more stops paying."""
-    known, stops = scaling.measured, scaling.stops_paying
-    if len(known) < 2:
+    points, stops = scaling.measured, scaling.stops_paying
+    if len(points) < 2:
         return "it takes two numbers of ranks to tell what a rank more brings"
     if stops is None:
-        return f"it pays up to {plural(known[-1].ranks, 'rank')}, the most that were measured"
+        return f"it pays up to {plural(points[-1].ranks, 'rank')}, the most that were measured"
     return f"it stops paying at {plural(stops, 'rank')}: from there a rank more brings less than half of its own rate"
 
 
 def remarks(scaling: Scaling) -> list[str]:
     """Remarks without which the table would be misread."""
-    known = scaling.measured
+    points = scaling.measured
     notes = list(scaling.notes)
-    if known and (fewest := known[0].ranks) > 1:
+    if points and (fewest := points[0].ranks) > 1:
         notes.append(f"fewer than {fewest} ranks were not measured: speed-up counts those as {fewest}")
     return notes
 
 
 def problems(scaling: Scaling) -> list[tuple[str, str]]:
     """(numbers of ranks, why they were not measured), each reason once."""
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for point in scaling.points:
         if point.problem:
-            found.setdefault(point.problem, []).append(str(point.ranks))
-    return [(f"{', '.join(ranks)} rank{'s' * (ranks != ['1'])}", why) for why, ranks in found.items()]
+            by_reason.setdefault(point.problem, []).append(str(point.ranks))
+    return [(f"{', '.join(ranks)} rank{'s' * (ranks != ['1'])}", why) for why, ranks in by_reason.items()]

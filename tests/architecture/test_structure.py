@@ -18,7 +18,7 @@ TESTS = Code(CODE.repository, ("tests",))
 FLOWS = flows(CODE.repository)
 MOST_FILES, MOST_LINES = 280, 53_000
 """Limits of the engine, lowered when it shrinks, and raised only with what an issue adds."""
-MOST_BINDING = {"found": 97, "each": 35, "known": 37, "own": 40, "it": 0}
+MOST_BINDING = {"found": 54, "each": 33, "known": 17, "own": 37, "it": 0}
 """Names that do not say what they hold → how many functions may have such a parameter or variable; only lowered."""
 DIALECT = {
     *("Flight", "FlightConfig", "fly", "bring_home", "stumble", "look", "looks", "Desk", "Scene", "survey", "Room"),

@@ -38,18 +38,19 @@ def calibrate(options: argparse.Namespace, engine: Engine) -> int:
         taken = engine.calibrations.latest(config)
     else:
         taken = asyncio.run(_measured(engine, config, options.quick, Lines(sys.stderr)))
-    found = engine.calibrations.predict(config, taken)
+    predicted = engine.calibrations.predict(config, taken)
     if options.json:
-        print_json(document(found))
+        print_json(document(predicted))
     else:
-        _print(Lines(), config, found)
+        _print(Lines(), config, predicted)
     return ExitCode.OK if taken is not None and not _problems(taken) else ExitCode.FAILED
 
 
-def document(found: Prediction) -> dict[str, Any]:
-    shares = found.shares.model_dump(mode="json") | {"micro_batches": found.micro_batches}
-    taken = found.calibration.model_dump(mode="json") if found.calibration is not None else {"nodes": [], "links": []}
-    return taken | {"stale": found.stale, "shares": shares, "prediction": found.throughput.model_dump()}
+def document(predicted: Prediction) -> dict[str, Any]:
+    shares = predicted.shares.model_dump(mode="json") | {"micro_batches": predicted.micro_batches}
+    calibration = predicted.calibration
+    taken = calibration.model_dump(mode="json") if calibration is not None else {"nodes": [], "links": []}
+    return taken | {"stale": predicted.stale, "shares": shares, "prediction": predicted.throughput.model_dump()}
 
 
 async def _measured(engine: Engine, config: Config, quick: bool, lines: Lines) -> Calibration:
@@ -71,15 +72,15 @@ def _problems(taken: Calibration) -> list[str]:
     return problems + [f"{' - '.join(link.nodes)}: {link.problem}" for link in taken.sums if link.problem]
 
 
-def _print(lines: Lines, config: Config, found: Prediction) -> None:
-    taken = found.calibration
+def _print(lines: Lines, config: Config, predicted: Prediction) -> None:
+    taken = predicted.calibration
     if taken is None:
         lines.say("not calibrated: this job has not been measured on these nodes as they are now")
     else:
-        old = f", stale (limit {config.calibration.max_age_days:g} days)" if found.stale else ""
+        old = f", stale (limit {config.calibration.max_age_days:g} days)" if predicted.stale else ""
         how = "quick" if taken.quick else "full"
         lines.say(f"{taken.cluster}, {taken.job}: measured {ago(taken.taken_at, datetime.now(UTC))}{old}, {how}")
-        lines.say(table(_HEADERS, [_row(found, measure) for measure in taken.nodes]))
+        lines.say(table(_HEADERS, [_row(predicted, measure) for measure in taken.nodes]))
         for link in taken.sums:
             what = "link" if link in taken.links else "all ranks"
             lines.say(f"{what} {' - '.join(link.nodes)}: {_link(link)}")
@@ -91,15 +92,15 @@ def _print(lines: Lines, config: Config, found: Prediction) -> None:
             lines.say(f"{lines.ink('not measured', 'red')}: {problem}")
         for note in taken.notes:
             lines.say(f"note: {note}")
-    lines.say(f"shares: {found.shares.reason}")
-    for warning in found.shares.warnings:
-        if warning != found.shares.reason:
+    lines.say(f"shares: {predicted.shares.reason}")
+    for warning in predicted.shares.warnings:
+        if warning != predicted.shares.reason:
             lines.say(f"{lines.ink('warning', 'yellow')}: {warning}")
-    lines.say(_predicted(found))
+    lines.say(_predicted(predicted))
 
 
-def _row(found: Prediction, measure: NodeMeasure) -> list[str]:
-    part, batches = found.shares.parts.get(measure.node), found.micro_batches
+def _row(predicted: Prediction, measure: NodeMeasure) -> list[str]:
+    part, batches = predicted.shares.parts.get(measure.node), predicted.micro_batches
     peaks = {probe.batch: probe.peak_bytes for probe in measure.probes}
     return [
         measure.node,
@@ -123,8 +124,8 @@ def _group(group: GroupMeasure) -> str:
     return text + (f"; waiting {group.waiting:.0%}" if group.waiting is not None else "")
 
 
-def _predicted(found: Prediction) -> str:
-    prediction = found.throughput
+def _predicted(predicted: Prediction) -> str:
+    prediction = predicted.throughput
     if prediction.examples_per_s is None:
         return f"prediction: none, {prediction.why_not}"
     text = f"prediction: {throughput(prediction.examples_per_s)}, {rate(prediction.tokens_per_s)}"

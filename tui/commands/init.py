@@ -77,33 +77,33 @@ def _choose(options: argparse.Namespace, engine: Engine, progress: Lines) -> lis
     ssh_config, bonjour = options.from_ssh_config or not looking, options.bonjour or not looking
     if bonjour and is_person(progress.stream):
         progress.say("searching for machines with ssh …")
-    known = {host.ssh for host in named}
+    named_ssh = {host.ssh for host in named}
     everyone = asyncio.run(engine.nodes.discover(ssh_config=ssh_config, bonjour=bonjour))
-    found = [host for host in everyone if host.ssh not in known]
+    others = [host for host in everyone if host.ssh not in named_ssh]
     if options.yes:
-        return named + found
+        return named + others
     if is_person(sys.stdin) and is_person(progress.stream) and not options.json:
-        return named + _ask_which(found, progress)
+        return named + _ask_which(others, progress)
     if named:
         return named
     if options.json:
-        print_json({"file": None, "found": found})
+        print_json({"file": None, "found": others})
     else:
-        Lines().say(_list(found))
+        Lines().say(_list(others))
     return []
 
 
-def _list(found: Sequence[FoundHost]) -> str:
+def _list(hosts: Sequence[FoundHost]) -> str:
     rows = [
         [str(number), host.name, host.ssh, " and ".join(host.sources), host.about]
-        for number, host in enumerate(found, start=1)
+        for number, host in enumerate(hosts, start=1)
     ]
     return table(("", "NAME", "SSH", "FOUND IN", ""), rows)
 
 
-def _ask_which(found: Sequence[FoundHost], progress: Lines) -> list[FoundHost]:
+def _ask_which(hosts: Sequence[FoundHost], progress: Lines) -> list[FoundHost]:
     """The hosts that a person chooses; repeats until the answer is valid."""
-    progress.say(_list(found))
+    progress.say(_list(hosts))
     while True:
         try:
             progress.stream.write("which, in rank order (as 1 3-4, or all; empty: none)? ")
@@ -111,10 +111,10 @@ def _ask_which(found: Sequence[FoundHost], progress: Lines) -> list[FoundHost]:
             answer = input()
         except EOFError:
             return []
-        numbers = chosen_numbers(answer, len(found))
+        numbers = chosen_numbers(answer, len(hosts))
         if numbers is not None:
-            return [found[number - 1] for number in numbers]
-        progress.say(f"numbers from 1 to {len(found)}, please")
+            return [hosts[number - 1] for number in numbers]
+        progress.say(f"numbers from 1 to {len(hosts)}, please")
 
 
 def chosen_numbers(answer: str, count: int) -> list[int] | None:
@@ -143,20 +143,20 @@ def _nodes(hosts: Sequence[FoundHost], pythons: Sequence[FoundPython]) -> list[D
     """With the host's own name where only an address is known."""
     both = list(zip(hosts, pythons, strict=True))
     names = [
-        (found.hostname or f"node{rank}").partition(".")[0] if is_address(host.name) else host.name
-        for rank, (host, found) in enumerate(both)
+        (probe.hostname or f"node{rank}").partition(".")[0] if is_address(host.name) else host.name
+        for rank, (host, probe) in enumerate(both)
     ]
     return [
         DraftNode(
             name=name,
             ssh=host.ssh,
-            python=found.python,
-            about=" · ".join(part for part in (host.about, found.about) if part),
-            doubt=found.problem,
+            python=probe.python,
+            about=" · ".join(part for part in (host.about, probe.about) if part),
+            doubt=probe.problem,
             ips=host.ips,
             rdma=host.rdma,
         )
-        for name, (host, found) in zip(unique_names(names), both, strict=True)
+        for name, (host, probe) in zip(unique_names(names), both, strict=True)
     ]
 
 
@@ -169,13 +169,13 @@ def _print_document(target: Path, text: str, nodes: Sequence[DraftNode], pythons
                 {
                     "name": node.name,
                     "ssh": node.ssh,
-                    "python": found.python,
-                    "about": found.about,
-                    "problem": found.problem or None,
-                    "todo": found.todo or None,
-                    "host_key": found.host_key,
+                    "python": probe.python,
+                    "about": probe.about,
+                    "problem": probe.problem or None,
+                    "todo": probe.todo or None,
+                    "host_key": probe.host_key,
                 }
-                for node, found in zip(nodes, pythons, strict=True)
+                for node, probe in zip(nodes, pythons, strict=True)
             ],
         }
     )
@@ -186,21 +186,21 @@ def _say_next(
 ) -> None:
     lines.say(f"{lines.ink('wrote', 'green')} {target}: {plural(len(nodes), 'node')}")
     width = max(len(node.name) for node in nodes)
-    for node, found in zip(nodes, pythons, strict=True):
-        if found.python is not None:
-            lines.say(f"  {node.name:<{width}}  {found.python}  {found.about}")
+    for node, probe in zip(nodes, pythons, strict=True):
+        if probe.python is not None:
+            lines.say(f"  {node.name:<{width}}  {probe.python}  {probe.about}")
         else:
-            todo = f" ({found.todo})" if found.todo and found.host_key is None else ""
-            lines.say(f"  {node.name:<{width}}  {lines.ink('not verified', 'yellow')}: {found.problem}{todo}")
+            todo = f" ({probe.todo})" if probe.todo and probe.host_key is None else ""
+            lines.say(f"  {node.name:<{width}}  {lines.ink('not verified', 'yellow')}: {probe.problem}{todo}")
     named = f" -c {target}" if target != DEFAULT_FILE else ""
-    unknown = [(node, found.host_key) for node, found in zip(nodes, pythons, strict=True) if found.host_key is not None]
+    unknown = [(node, probe.host_key) for node, probe in zip(nodes, pythons, strict=True) if probe.host_key is not None]
     lines.say("next:")
     if unknown:
         lines.say(f"  flightdeck nodes{named}       accept these host keys, compared on each machine itself:")
         for node, key in unknown:
             lines.say(f"      {node.ssh}  {key.fingerprint}")
     there = {"model": job.has_model, "data": job.data or job.has_data}
-    missing = [key for key, known in there.items() if not known]
+    missing = [key for key, given in there.items() if not given]
     if missing:
         lines.say(f"  edit {target}: [job] {' and '.join(missing)}")
     if not unknown:

@@ -78,22 +78,22 @@ async def _probe(
             progress.say(f"accepted {offer.fingerprint} for {offer.target}")
         if accepted:
             facts = await engine.nodes.probe(config)
-        found = engine.nodes.topology(facts)
+        cabling = engine.nodes.topology(facts)
         try:
-            return ClusterProbe(facts, found, engine.nodes.network_plan(config, facts), None)
+            return ClusterProbe(facts, cabling, engine.nodes.network_plan(config, facts), None)
         except FlightDeckError as error:
-            return ClusterProbe(facts, found, None, str(error))
+            return ClusterProbe(facts, cabling, None, str(error))
 
 
-def _set_up(engine: Engine, config: Config, found: Topology, progress: Lines) -> bool:
+def _set_up(engine: Engine, config: Config, cabling: Topology, progress: Lines) -> bool:
     """Run the set-up commands that a person agrees to, node by node; their effect is what the next probe finds."""
-    if not found.setup:
+    if not cabling.setup:
         progress.say("every Thunderbolt cable has a network of its own, or there is none: nothing to set up")
         return False
-    _print_setup(progress, found)
+    _print_setup(progress, cabling)
     if not agreed_to("run these commands on the nodes, with sudo?", progress):
         return False
-    for node, commands in found.setup.items():
+    for node, commands in cabling.setup.items():
         progress.say(f"{node}:")
         # Standard output is the document's, with --json.
         code = subprocess.call(engine.nodes.setup_argv(config, node, commands), stdout=sys.__stderr__)
@@ -102,8 +102,8 @@ def _set_up(engine: Engine, config: Config, found: Topology, progress: Lines) ->
     return True
 
 
-def _print_setup(lines: Lines, found: Topology) -> None:
-    for node, commands in found.setup.items():
+def _print_setup(lines: Lines, cabling: Topology) -> None:
+    for node, commands in cabling.setup.items():
         lines.say(f"on {node}:")
         for command in commands:
             lines.say(f"  {command}")
@@ -140,24 +140,24 @@ def _print(lines: Lines, config: Config, engine: Engine, seen: ClusterProbe) -> 
 def _row(state: DeckState, rank: int, fact: NodeFacts, before: NodeFacts | None, versions: dict[str, str]) -> list[str]:
     """A node that does not answer is shown as it was when it last did, with that age."""
     _, word = node_state.condition(state, fact.node, None, versions)
-    known = before if fact.problem and before is not None else fact
-    old = known is before
-    total = known.memory_total_bytes
+    shown = before if fact.problem and before is not None else fact
+    old = shown is before
+    total = shown.memory_total_bytes
     return [
         str(rank),
         fact.node,
         f"{word}, stale" if old else word,
         fact.host,
-        node_state.chip(known) or NOT_MEASURED,
-        str(known.gpu_cores or NOT_MEASURED),
-        node_state.of_total(known.memory_used_bytes, total) if total else NOT_MEASURED,
-        size(known.disk_free_bytes),
-        node_state.rdma(known) or NOT_MEASURED,
-        *(_version(known, field, versions) for field in ("python", "mlx", "mlx_lm")),
-        NOT_MEASURED if known.clock_skew_s is None else f"{known.clock_skew_s:+.3f} s",
-        node_state.milliseconds(known.round_trip_s) or NOT_MEASURED,
-        ago(known.probed_at, state.now, at_once="now"),
-        node_state.system(known) or NOT_MEASURED,
+        node_state.chip(shown) or NOT_MEASURED,
+        str(shown.gpu_cores or NOT_MEASURED),
+        node_state.of_total(shown.memory_used_bytes, total) if total else NOT_MEASURED,
+        size(shown.disk_free_bytes),
+        node_state.rdma(shown) or NOT_MEASURED,
+        *(_version(shown, field, versions) for field in ("python", "mlx", "mlx_lm")),
+        NOT_MEASURED if shown.clock_skew_s is None else f"{shown.clock_skew_s:+.3f} s",
+        node_state.milliseconds(shown.round_trip_s) or NOT_MEASURED,
+        ago(shown.probed_at, state.now, at_once="now"),
+        node_state.system(shown) or NOT_MEASURED,
     ]
 
 

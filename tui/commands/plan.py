@@ -102,12 +102,12 @@ def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:
 def _print_torch(lines: Lines, section: TorchSection) -> None:
     """The strategies side by side, and the commands."""
     lines.say()
-    width = max((len(each.name) for each in section.candidates), default=0) + 2
-    for each in section.candidates:
-        host = f" and {memory_text(each.host_bytes)} of the machine's memory" if each.host_bytes else ""
-        fits = {True: "fits", False: "too much", None: "limit not known"}[each.fits]
-        mark = lines.ink(" <- chosen", "bold") if each.chosen else ""
-        lines.say(f"{each.name:<{width}}{memory_text(each.needed_bytes)}{host} per rank, {fits}{mark}")
+    width = max((len(candidate.name) for candidate in section.candidates), default=0) + 2
+    for candidate in section.candidates:
+        host = f" and {memory_text(candidate.host_bytes)} of the machine's memory" if candidate.host_bytes else ""
+        fits = {True: "fits", False: "too much", None: "limit not known"}[candidate.fits]
+        mark = lines.ink(" <- chosen", "bold") if candidate.chosen else ""
+        lines.say(f"{candidate.name:<{width}}{memory_text(candidate.needed_bytes)}{host} per rank, {fits}{mark}")
     for launcher, command in section.commands.items():
         lines.say()
         lines.say(lines.ink(f"with {launcher} it is", "dim"))

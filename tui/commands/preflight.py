@@ -101,11 +101,11 @@ def _print_report(lines: Lines, report: SyncReport) -> None:
 
 
 def _difference(node: NodeSync, reference: str) -> str:
-    own = f", {node.own_count:,} files of its own" if node.own_count else ""
+    extra = f", {node.own_count:,} files of its own" if node.own_count else ""
     if node.problem is not None:
         return node.problem
     if node.same:
-        return f"as {reference}{own}"
+        return f"as {reference}{extra}"
     parts = [
         f"{count:,} {word}: {', '.join(paths)}{', …' if count > len(paths) else ''}"
         for word, count, paths in (
@@ -114,4 +114,4 @@ def _difference(node: NodeSync, reference: str) -> str:
         )
         if count
     ]
-    return "; ".join(parts) + own
+    return "; ".join(parts) + extra

@@ -38,26 +38,26 @@ def scaling(options: argparse.Namespace, engine: Engine, config: Config) -> int:
             options.csv.unlink(missing_ok=True)
     code: int | None = None
     if options.show:
-        found = engine.calibrations.latest_scaling(config)
+        latest = engine.calibrations.latest_scaling(config)
     else:
         measured: list[Scaling] = []
         try:
             asyncio.run(_measure(engine, config, options, measured))
         except KeyboardInterrupt:
             code = ExitCode.INTERRUPTED
-        found = measured[-1] if measured else None
-    if options.csv is not None and found is not None:
-        _write_csv(options.csv, found)
+        latest = measured[-1] if measured else None
+    if options.csv is not None and latest is not None:
+        _write_csv(options.csv, latest)
     if options.json:
-        shown = found.model_dump(mode="json") if found is not None else {}
-        rows = figures(found) if found is not None else []
-        print_json(shown | {"points": rows, "stops_paying": found.stops_paying if found is not None else None})
-    elif found is not None and options.csv != _STDOUT:
-        _print(Lines(), found)
-    elif found is None and code is None:
+        shown = latest.model_dump(mode="json") if latest is not None else {}
+        rows = figures(latest) if latest is not None else []
+        print_json(shown | {"points": rows, "stops_paying": latest.stops_paying if latest is not None else None})
+    elif latest is not None and options.csv != _STDOUT:
+        _print(Lines(), latest)
+    elif latest is None and code is None:
         Lines().say("no scaling is known: this job has not been measured over these nodes as they are now")
     if code is None:
-        return ExitCode.OK if found is not None and not problems(found) else ExitCode.FAILED
+        return ExitCode.OK if latest is not None and not problems(latest) else ExitCode.FAILED
     return code
 
 
@@ -74,23 +74,25 @@ async def _measure(engine: Engine, config: Config, options: argparse.Namespace, 
                     progress.update(step)
 
 
-def _print(lines: Lines, found: Scaling) -> None:
-    lines.say(f"{found.cluster}, {found.job}: measured {ago(found.taken_at, datetime.now(UTC))}, {subject(found)}")
-    if found.measured:
-        lines.say(table([header.upper() for header in HEADERS], [row(found, point) for point in found.points]))
-    for ranks, why in problems(found):
+def _print(lines: Lines, scaling: Scaling) -> None:
+    lines.say(
+        f"{scaling.cluster}, {scaling.job}: measured {ago(scaling.taken_at, datetime.now(UTC))}, {subject(scaling)}"
+    )
+    if scaling.measured:
+        lines.say(table([header.upper() for header in HEADERS], [row(scaling, point) for point in scaling.points]))
+    for ranks, why in problems(scaling):
         lines.say(f"{lines.ink('not measured', 'red')}: {ranks}: {why}")
-    if found.measured:
-        for note in remarks(found):
+    if scaling.measured:
+        for note in remarks(scaling):
             lines.say(f"note: {note}")
-        lines.say(verdict(found))
+        lines.say(verdict(scaling))
 
 
-def _write_csv(path: Path, found: Scaling) -> None:
+def _write_csv(path: Path, scaling: Scaling) -> None:
     with _opened(path, "w") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(values | {"nodes": " ".join(values["nodes"])} for values in figures(found))
+        writer.writerows(values | {"nodes": " ".join(values["nodes"])} for values in figures(scaling))
 
 
 @contextlib.contextmanager

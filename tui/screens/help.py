@@ -58,12 +58,12 @@ class Help(ModalScreen[None]):
 
 def lines(state: DeckState, width: int) -> list[Content]:
     """A heading a group, a line an action; a disabled one with its reason."""
-    found: list[Content] = []
+    content: list[Content] = []
     for group, title in GROUPS.items():
-        found.append(Content.styled(title, "bold"))
-        found += [_line(action, state, width) for action in ACTIONS if action.group == group]
-        found.append(Content(""))
-    return found[:-1]
+        content.append(Content.styled(title, "bold"))
+        content += [_line(action, state, width) for action in ACTIONS if action.group == group]
+        content.append(Content(""))
+    return content[:-1]
 
 
 def _line(action: Action, state: DeckState, width: int) -> Content:

@@ -81,9 +81,9 @@ def progress(state: DeckState) -> list[Content]:
     stop = snapshot.stop
     reached = _reached(stop, ended=not state.active)
     lines = []
-    own = own_program(snapshot)
+    scripted = own_program(snapshot)
     for index, (stage, word, text) in enumerate(STAGES):
-        if own and stage == "stop":
+        if scripted and stage == "stop":
             word, text = "STOP", OWN_PROGRAM
         clock = ""
         if index < reached:

@@ -76,7 +76,7 @@ def _took(state: DeckState, run: RunRecord) -> str:
 
 
 def _columns(state: DeckState, runs: tuple[RunRecord, ...]) -> list[Column]:
-    none, known = state.glyphs.none, state.glyphs.known
+    none, figure = state.glyphs.none, state.glyphs.known
     steps = [f"{run.iteration or 0:,}/{run.iterations:,}" if run.iterations else none for run in runs]
     where = [
         " ".join([f"rank {run.rank}" if run.rank is not None else "", run.host or ""]).strip() or none for run in runs
@@ -90,9 +90,9 @@ def _columns(state: DeckState, runs: tuple[RunRecord, ...]) -> list[Column]:
         Column("started", [state.ago(run.created_at) for run in runs], 5, right=True),
         Column("took", [_took(state, run) for run in runs], 7, right=True),
         Column("step", steps, 4, right=True),
-        Column("loss", [known(run.train_loss, loss) for run in runs], 8, right=True),
-        Column("val", [known(run.val_loss, loss) for run in runs], 7, right=True),
-        Column("speed", [known(run.tokens_per_second, rate) for run in runs], 2, right=True),
+        Column("loss", [figure(run.train_loss, loss) for run in runs], 8, right=True),
+        Column("val", [figure(run.val_loss, loss) for run in runs], 7, right=True),
+        Column("speed", [figure(run.tokens_per_second, rate) for run in runs], 2, right=True),
         Column("ranks", [str(run.world_size) for run in runs], 2, right=True),
     ]
 

@@ -25,12 +25,12 @@ class Seek:
 
 
 class LogScan:
-    """One per opened log. `found` is called from the thread with the last seek and its line, None when there is none;
-    an overtaken seek has no result."""
+    """One per opened log. `on_found` is called from the thread with the last seek and its line, None when there is
+    none; an overtaken seek has no result."""
 
-    def __init__(self, reader: LogReader, found: Callable[[Seek, int | None], object]) -> None:
+    def __init__(self, reader: LogReader, on_found: Callable[[Seek, int | None], object]) -> None:
         self._reader = reader
-        self._found = found
+        self._found = on_found
         self._event = threading.Event()
         self._closed = False
         self._seek: Seek | None = None
@@ -95,13 +95,13 @@ class LogScan:
         shown, line, wrapped = self.filter, seek.from_line, not seek.wrap
         last = self._reader.line_count - 1
         while not self._overtaken(seek):
-            found = None
+            match = None
             if 0 <= line <= last:
-                found = self._reader.find(seek.pattern, line, seek.forward, stop=lambda: self._overtaken(seek))
-            if found is not None:
-                if shown is None or shown.accepts(self._reader.line(found).text):
-                    return found
-                line = found + (1 if seek.forward else -1)
+                match = self._reader.find(seek.pattern, line, seek.forward, stop=lambda: self._overtaken(seek))
+            if match is not None:
+                if shown is None or shown.accepts(self._reader.line(match).text):
+                    return match
+                line = match + (1 if seek.forward else -1)
             elif wrapped:
                 return None
             else:
@@ -111,9 +111,9 @@ class LogScan:
     def _overtaken(self, seek: Seek) -> bool:
         return self._closed or self._seek is not seek
 
-    def _advance(self, found: LogFilter | None) -> bool:
+    def _advance(self, log_filter: LogFilter | None) -> bool:
         """Scan a slice; True when there is more."""
-        return found is not None and found.advance(SLICE_LINES)
+        return log_filter is not None and log_filter.advance(SLICE_LINES)
 
     def _restart(self) -> None:
         if self.filter is not None:

@@ -349,8 +349,8 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         if self._window.pattern is None:
             return []
         if line.number not in self._marks:
-            found = self.get_component_rich_style("log-view--match", partial=True)
-            self._marks[line.number] = [Mark(*span, found) for span in self._window.pattern.spans(line.text)]
+            style = self.get_component_rich_style("log-view--match", partial=True)
+            self._marks[line.number] = [Mark(*span, style) for span in self._window.pattern.spans(line.text)]
         return self._marks[line.number]
 
     def selection_updated(self, selection: Selection | None) -> None:

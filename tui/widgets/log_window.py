@@ -49,11 +49,11 @@ class LogState:
 
 
 class LogWindow:
-    """A window of `width` × `height` cells on a run's log. `found` is called from another thread when a search has an
-    answer, which goes to `answer`."""
+    """A window of `width` × `height` cells on a run's log. `on_found` is called from another thread when a search has
+    an answer, which goes to `answer`."""
 
-    def __init__(self, found: Callable[[Seek, int | None], object]) -> None:
-        self._found = found
+    def __init__(self, on_found: Callable[[Seek, int | None], object]) -> None:
+        self._found = on_found
         self.width, self.height = 0, 0
         self.wrap = self.timestamps = False
         self._reader: LogReader | None = None
@@ -133,7 +133,7 @@ class LogWindow:
             search=None if self.pattern is None else self.pattern.text,
             match=match,
             matches=0 if matches is None else len(matches.numbers),
-            counted=all(found is None or found.scanned >= count for found in (matches, self._kept)),
+            counted=all(scan is None or scan.scanned >= count for scan in (matches, self._kept)),
             filter=None if self._kept is None else self._kept.text,
             wrap=self.wrap,
             timestamps=self.timestamps,

@@ -59,12 +59,12 @@ class Axis:
             first = math.floor(math.log10(self.low))
             last = math.ceil(math.log10(self.high))
             multiples = (1, 2, 5) if (last - first) * 2 <= count else (1,)
-            found = [m * 10.0**power for power in range(first, last + 1) for m in multiples]
+            values = [m * 10.0**power for power in range(first, last + 1) for m in multiples]
         else:
             step = step_of((self.high - self.low) / max(1, count))
             start = math.ceil(self.low / step - 1e-9)
-            found = [index * step for index in range(start, math.floor(self.high / step + 1e-9) + 1)]
-        return [value for value in found if self.low <= value <= self.high]
+            values = [index * step for index in range(start, math.floor(self.high / step + 1e-9) + 1)]
+        return [value for value in values if self.low <= value <= self.high]
 
 
 def step_of(rough: float) -> float:
@@ -252,7 +252,7 @@ def _finite(points: Points) -> list[tuple[int, float]]:
 
 def _ticks(axis: Axis, count: int) -> list[float]:
     """At least two, which a scale needs, where round numbers allow it."""
-    return next((found for more in range(4) if len(found := axis.ticks(count + more)) > 1), axis.ticks(count))
+    return next((ticks for more in range(4) if len(ticks := axis.ticks(count + more)) > 1), axis.ticks(count))
 
 
 def _tick(value: float, ticks: Sequence[float]) -> str:

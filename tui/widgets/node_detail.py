@@ -161,8 +161,8 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
 
 def _gpu_memory(values: NodeTelemetry) -> str | None:
     """Each GPU by its number; without those that report nothing."""
-    known = [(gpu.index, gpu.used_bytes, gpu.total_bytes) for gpu in values.gpu_memory if gpu.total_bytes]
-    return ", ".join(f"{index}: {node_state.of_total(used, total or 0)}" for index, used, total in known) or None
+    gpus = [(gpu.index, gpu.used_bytes, gpu.total_bytes) for gpu in values.gpu_memory if gpu.total_bytes]
+    return ", ".join(f"{index}: {node_state.of_total(used, total or 0)}" for index, used, total in gpus) or None
 
 
 def _facts(state: DeckState, facts: NodeFacts, width: int, unknown: list[str]) -> list[Content]:
@@ -179,12 +179,12 @@ def _facts(state: DeckState, facts: NodeFacts, width: int, unknown: list[str]) -
     ]
     lines: list[Content] = []
     for title, pairs in groups:
-        known = [(label, text) for label, text in pairs if text is not None]
+        measured = [(label, text) for label, text in pairs if text is not None]
         if not facts.problem:
             unknown += [label for label, text in pairs if text is None]
-        if known:
+        if measured:
             lines += [Content(""), _title(state, f"{title}{state.glyphs.separator}{seen}", stale=stale)]
-            lines += [pair(label, text, width) for label, text in known]
+            lines += [pair(label, text, width) for label, text in measured]
     return lines
 
 
@@ -218,8 +218,8 @@ def _machine(state: DeckState, facts: NodeFacts) -> Pairs:
 def _nvidia(facts: NodeFacts) -> Pairs:
     """Nothing where there is none."""
     driver = ", CUDA ".join(filter(None, (facts.nvidia_driver, facts.cuda)))
-    found = dict.fromkeys(gpu.compute_capability for gpu in facts.gpus if gpu.compute_capability)
-    capability = f" (compute capability {', '.join(found)})" if found else ""
+    capabilities = dict.fromkeys(gpu.compute_capability for gpu in facts.gpus if gpu.compute_capability)
+    capability = f" (compute capability {', '.join(capabilities)})" if capabilities else ""
     return [pair for pair in (("GPUs", node_state.gpus(facts) + capability), ("NVIDIA driver", driver)) if pair[1]]
 
 

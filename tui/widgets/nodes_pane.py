@@ -82,12 +82,12 @@ class NodeRows:
             ages = (_facts_age(state, facts), _live_age(state, values))
             shown = node_state.condition(state, node, rank, versions)
             key = (common, rank, facts, values, shown, ages)
-            known = self._rows.get(node)
-            if known is None or not _same(known[0], key, ages=seen):
+            drawn = self._rows.get(node)
+            if drawn is None or not _same(drawn[0], key, ages=seen):
                 made = _cells(state, node, rank, versions, shown=shown, ages=ages)
                 cells = dict(zip((head.title for head in HEADS), made, strict=True))
-                known = self._rows[node] = (key, tuple(cells[head.title] for head in heads))
-            rows[node] = known[1]
+                drawn = self._rows[node] = (key, tuple(cells[head.title] for head in heads))
+            rows[node] = drawn[1]
         return rows
 
 
@@ -107,8 +107,8 @@ def _same(before: tuple[object, ...], now: tuple[object, ...], *, ages: bool) ->
 def heads(state: DeckState, *, full: bool) -> tuple[Column, ...]:
     """The columns of the full view, or of the dashboard's pane; versions that differ are shown before all else."""
     differ = {field.replace("_", "-") for field in node_state.differing(state)}
-    found = (replace(head, priority=_FIRST) if head.title in differ else head for head in HEADS)
-    return tuple(head for head in found if full or head.title not in BRIEF or head.priority == _FIRST)
+    ordered = (replace(head, priority=_FIRST) if head.title in differ else head for head in HEADS)
+    return tuple(head for head in ordered if full or head.title not in BRIEF or head.priority == _FIRST)
 
 
 def _cells(
@@ -124,7 +124,7 @@ def _cells(
     none = Content.styled(state.glyphs.none, MUTED)
     (probed, old), (live, _) = ages
 
-    def known(text: str | None, style: str = "") -> Content:
+    def cell(text: str | None, style: str = "") -> Content:
         return none if text is None else Content.styled(text, style)
 
     def fact(name: str) -> str | None:
@@ -136,26 +136,26 @@ def _cells(
     return (
         Content(node),
         state.glyphs.state(*shown),
-        known(node_state.chip(facts) if facts else None),
-        known(fact("gpu_cores")),
-        known(_memory(state, facts, values)),
-        known(f"{values.gpu_use:.0%}" if values and values.gpu_use is not None else None),
-        known(f"{values.power_w:.0f} W" if values and values.power_w is not None else None),
-        known(_temperature(state, values)),
-        known(node_state.system(facts) if facts else None),
-        known(node_state.cabled(facts) if facts else None),
-        known(rdma, "$warning" if rdma is not None and not _whole(rdma) else ""),
+        cell(node_state.chip(facts) if facts else None),
+        cell(fact("gpu_cores")),
+        cell(_memory(state, facts, values)),
+        cell(f"{values.gpu_use:.0%}" if values and values.gpu_use is not None else None),
+        cell(f"{values.power_w:.0f} W" if values and values.power_w is not None else None),
+        cell(_temperature(state, values)),
+        cell(node_state.system(facts) if facts else None),
+        cell(node_state.cabled(facts) if facts else None),
+        cell(rdma, "$warning" if rdma is not None and not _whole(rdma) else ""),
         _version(state, facts, "python", versions),
         _version(state, facts, "mlx", versions),
         _version(state, facts, "mlx_lm", versions),
-        known(size(facts.disk_free_bytes) if facts and facts.disk_free_bytes is not None else None),
-        known(skew, "$error" if facts is not None and node_state.skewed(facts) else ""),
-        known(node_state.milliseconds(facts.round_trip_s) if facts else None),
-        known(str(rank.rank) if rank else None),
-        known(f"{rank.iteration:,}" if rank and rank.iteration is not None else None),
-        known(_rss(state, values, rank)),
-        known(probed, "$warning" if old else MUTED),
-        known(live, "$warning" if values is None else MUTED),
+        cell(size(facts.disk_free_bytes) if facts and facts.disk_free_bytes is not None else None),
+        cell(skew, "$error" if facts is not None and node_state.skewed(facts) else ""),
+        cell(node_state.milliseconds(facts.round_trip_s) if facts else None),
+        cell(str(rank.rank) if rank else None),
+        cell(f"{rank.iteration:,}" if rank and rank.iteration is not None else None),
+        cell(_rss(state, values, rank)),
+        cell(probed, "$warning" if old else MUTED),
+        cell(live, "$warning" if values is None else MUTED),
     )
 
 
@@ -190,8 +190,8 @@ def _memory(state: DeckState, facts: NodeFacts | None, values: NodeTelemetry | N
 
 def _temperature(state: DeckState, values: NodeTelemetry | None) -> str | None:
     """The hotter of CPU and GPU."""
-    found = [t for t in (values.cpu_temperature_c, values.gpu_temperature_c) if t is not None] if values else []
-    return f"{max(found):.0f}{state.glyphs.degrees}" if found else None
+    temperatures = [t for t in (values.cpu_temperature_c, values.gpu_temperature_c) if t is not None] if values else []
+    return f"{max(temperatures):.0f}{state.glyphs.degrees}" if temperatures else None
 
 
 def _rss(state: DeckState, values: NodeTelemetry | None, rank: RankStatus | None) -> str | None:
@@ -302,9 +302,9 @@ class NodesPane(Pane):
         if not wide:
             left = right = room
         values, facts = state.telemetry.get(node), state.facts.get(node)
-        own: tuple[object, ...] = (node, left, facts, values, state.now, state.snapshot, state.topology, state.glyphs)
-        if not _alike(own, self._drawn):
-            self._drawn = own
+        shown: tuple[object, ...] = (node, left, facts, values, state.now, state.snapshot, state.topology, state.glyphs)
+        if not _alike(shown, self._drawn):
+            self._drawn = shown
             self.query_one("#nodes-detail", Text).put(detail(state, node, left))
         wired = (state.network_plan, state.network_problem, state.backend)
         links: tuple[object, ...] = (right, state.topology, *wired, state.probing, state.config, state.glyphs)

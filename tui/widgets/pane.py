@@ -72,7 +72,7 @@ class RowList(ScrollView, can_focus=True):
         return True
 
     def select(self, row: str) -> None:
-        index = next((index for index, (known, _) in enumerate(self._rows) if known == row), None)
+        index = next((index for index, (name, _) in enumerate(self._rows) if name == row), None)
         if index is not None:
             self._put_cursor(index)
 

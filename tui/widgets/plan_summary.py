@@ -119,10 +119,10 @@ def _why_shares(state: DeckState, config: Config) -> str:
 
 
 def _predicted(state: DeckState) -> str | None:
-    found = state.prediction.throughput if state.prediction is not None else None
-    if found is None or found.tokens_per_s is None or found.speed_up is None:
+    predicted = state.prediction.throughput if state.prediction is not None else None
+    if predicted is None or predicted.tokens_per_s is None or predicted.speed_up is None:
         return None
-    return f"{rate(found.tokens_per_s)}, speed-up {found.speed_up:.2f}"
+    return f"{rate(predicted.tokens_per_s)}, speed-up {predicted.speed_up:.2f}"
 
 
 def _needs(state: DeckState) -> str:

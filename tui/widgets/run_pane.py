@@ -137,7 +137,7 @@ def _waiting(state: DeckState) -> Content:
         "running": "the ranks load the model; the first loss comes with the first report",
     }
     if own_program(state.snapshot):
-        known = state.snapshot.activity or "your own program"
-        stages["running"] = f"{known.removeprefix('running, ')}: see the log"
+        activity = state.snapshot.activity or "your own program"
+        stages["running"] = f"{activity.removeprefix('running, ')}: see the log"
     mark = state.glyphs.state(STATES[record.state], record.state)
     return Content.assemble(mark, "  ", (stages.get(record.state, ""), MUTED))

@@ -137,8 +137,8 @@ def _straggler(state: DeckState, snapshot: RunSnapshot) -> int | None:
 
 
 def slowest(ranks: tuple[RankStatus, ...]) -> int | None:
-    found = skew(ranks)
-    return found[1] if found is not None and found[0] > MARKED_SKEW else None
+    worst = skew(ranks)
+    return worst[1] if worst is not None and worst[0] > MARKED_SKEW else None
 
 
 def skew(ranks: tuple[RankStatus, ...]) -> tuple[float, int] | None:
@@ -154,33 +154,33 @@ def skew(ranks: tuple[RankStatus, ...]) -> tuple[float, int] | None:
 
 def rank_table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) -> list[Content]:
     """A line a rank, with a header line when `headed`."""
-    ranks, known = snapshot.ranks, state.glyphs.known
+    ranks, figure = snapshot.ranks, state.glyphs.known
     if not ranks:
         return [Content.styled("no rank has started yet", MUTED)]
     longest = max((rank.step_s or 0.0 for rank in ranks), default=0.0)
     straggler = _straggler(state, snapshot)
     arrow = "<- slowest" if state.glyphs.ascii else "← slowest"
-    found = [rank_glyph(state, rank) for rank in ranks]
+    states = [rank_glyph(state, rank) for rank in ranks]
     bars = [state.glyphs.bar(rank.step_s / longest, 9) if rank.step_s and longest else "" for rank in ranks]
     columns = [
         Column("rank", [Content.styled(f"rank {rank.rank}", rank_style(rank.rank)) for rank in ranks], 9),
         Column("node", [rank.node for rank in ranks], 3),
-        Column("state", [state.glyphs.state(glyph, word) for glyph, word in found], 8),
+        Column("state", [state.glyphs.state(glyph, word) for glyph, word in states], 8),
         Column("compute", [Content.styled(bar, rank_style(r.rank)) for bar, r in zip(bars, ranks, strict=True)], 5),
-        Column("", [known(rank.step_s, _seconds) for rank in ranks], 9, right=True),
-        Column("step", [known(rank.iteration, ",") for rank in ranks], 5, right=True),
-        Column("peak", [known(rank.memory_bytes or None, size) for rank in ranks], 6, right=True),
+        Column("", [figure(rank.step_s, _seconds) for rank in ranks], 9, right=True),
+        Column("step", [figure(rank.iteration, ",") for rank in ranks], 5, right=True),
+        Column("peak", [figure(rank.memory_bytes or None, size) for rank in ranks], 6, right=True),
         Column("", [Content.styled(arrow if r.rank == straggler else "", "$warning") for r in ranks], 8),
     ]
     if straggler is None:
         columns.pop()
     if headed:
-        waits = [known(rank.exchange_s, _seconds) for rank in ranks]
-        norms = [known(rank.grad_norm, ".3g") for rank in ranks]
+        waits = [figure(rank.exchange_s, _seconds) for rank in ranks]
+        norms = [figure(rank.grad_norm, ".3g") for rank in ranks]
         place = [column.title for column in columns].index("step")
         columns.insert(place, Column("exchange", waits, 4, right=True))
         columns.insert(place + 2, Column("gradient", norms, 3, right=True))
-        reports = [known(rank.seen_at, lambda seen: age(seen, state.now)) for rank in ranks]
+        reports = [figure(rank.seen_at, lambda seen: age(seen, state.now)) for rank in ranks]
         columns.insert(-1, Column("report", reports, 4, right=True))
     head, rows = lay_out(columns, width)
     return [head, *rows] if headed else rows
@@ -221,17 +221,17 @@ def _chunk(chunk: ChunkProgress) -> str:
 def figures(state: DeckState, snapshot: RunSnapshot, width: int, *, peak: bool = False) -> Content:
     """The figures that the header leaves out, on one line, as far as there is room; "–" for one that is missing.
     `peak`: the highest of all ranks, where these are not shown one by one."""
-    record, known = snapshot.record, state.glyphs.known
-    predicted, found = _predicted_rate(snapshot), skew(snapshot.ranks) if state.active else None
+    record, figure = snapshot.record, state.glyphs.known
+    predicted, worst = _predicted_rate(snapshot), skew(snapshot.ranks) if state.active else None
     peaks = [rank.memory_bytes for rank in snapshot.ranks if rank.memory_bytes] if peak else []
     parts = {
-        "val": known(record.val_loss, loss),
+        "val": figure(record.val_loss, loss),
         "test": loss(record.test_loss) if record.test_loss is not None else "",
-        "lr": known(snapshot.learning_rate, ".3g"),
+        "lr": figure(snapshot.learning_rate, ".3g"),
         "peak": memory(max(peaks)) if peaks else "",
-        "gradient": known(snapshot.grad_norm, ".3g"),
-        "skew": f"{found[0]:.0%}" if found is not None else "",
-        "speed": known(record.tokens_per_second, rate),
+        "gradient": figure(snapshot.grad_norm, ".3g"),
+        "skew": f"{worst[0]:.0%}" if worst is not None else "",
+        "speed": figure(record.tokens_per_second, rate),
         "data": _chunk(snapshot.chunk) if snapshot.chunk is not None else "",
         "predicted": predicted or "not measured",
     }
@@ -300,15 +300,15 @@ def trackers(snapshot: RunSnapshot, width: int) -> list[Content]:
 
 def attempts(snapshot: RunSnapshot, width: int, *, every: bool) -> list[Content]:
     """The recovery of a run and its members by now; with `every`, each of its attempts."""
-    known = snapshot.attempts
+    numbered = snapshot.attempts
     lines = []
-    if every and len(known) > 1:
-        lines = [pair(f"attempt {attempt.number}", attempt_summary(attempt), width) for attempt in known]
+    if every and len(numbered) > 1:
+        lines = [pair(f"attempt {attempt.number}", attempt_summary(attempt), width) for attempt in numbered]
     elif (text := recovery_summary(snapshot)) is not None:
         lines = [pair("recovery", text, width)]
-    if len(known) > 1 and (moved := membership_change(known[-1], known[0])) is not None:
+    if len(numbered) > 1 and (moved := membership_change(numbered[-1], numbered[0])) is not None:
         lines.append(pair("", moved, width, style=MUTED))
-    if snapshot.given_up is not None and len(known) > 1:
+    if snapshot.given_up is not None and len(numbered) > 1:
         lines.append(pair("no restart", snapshot.given_up, width))
     return lines
 

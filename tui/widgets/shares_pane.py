@@ -146,8 +146,9 @@ def _measured(state: DeckState, taken: Calibration, width: int, *, full: bool) -
 
 
 def _measuring(state: DeckState, width: int, *, full: bool) -> list[Content]:
-    found, order = state.calibrating or {}, node_names(state)
-    steps = {what: found[what] for what in (*filter(found.get, order), *(each for each in found if each not in order))}
+    progress, order = state.calibrating or {}, node_names(state)
+    names = (*filter(progress.get, order), *(name for name in progress if name not in order))
+    steps = {name: progress[name] for name in names}
     done = [
         min(1.0, step.elapsed_s / step.seconds) if step.seconds and step.phase == "measuring" else
         1.0 if step.phase == "measured" else None
@@ -230,12 +231,13 @@ def _notes(state: DeckState, taken: Calibration | None, width: int) -> list[Cont
 
 def _predicted(state: DeckState) -> str:
     assert state.prediction is not None
-    found = state.prediction.throughput
-    if found.speed_up is None or found.efficiency is None or found.examples_per_s is None:
-        return f"nothing: {found.why_not}"
+    predicted = state.prediction.throughput
+    if predicted.speed_up is None or predicted.efficiency is None or predicted.examples_per_s is None:
+        return f"nothing: {predicted.why_not}"
     return (
-        f"{throughput(found.examples_per_s)}, {rate(found.tokens_per_s)}, efficiency {found.efficiency:.0%}, "
-        f"{latency(found.communicate_s)} of each {latency(found.step_s)} for the sum"
+        f"{throughput(predicted.examples_per_s)}, {rate(predicted.tokens_per_s)}, "
+        f"efficiency {predicted.efficiency:.0%}, "
+        f"{latency(predicted.communicate_s)} of each {latency(predicted.step_s)} for the sum"
     )
 
 

@@ -112,18 +112,18 @@ class Table:
         header = _line([Content.styled(column.title, MUTED) for column in kept], kept, widths, width)
         lines = []
         for row, cells in rows.items():
-            known = self._lines.get(row)
-            if known is None or known[0] is not cells or known[1] != form:
+            drawn = self._lines.get(row)
+            if drawn is None or drawn[0] is not cells or drawn[1] != form:
                 line = _line([cells[i] for i in shown], kept, widths, width)
-                known = self._lines[row] = (cells, form, line)
-            lines.append((row, known[2]))
+                drawn = self._lines[row] = (cells, form, line)
+            lines.append((row, drawn[2]))
         return header, lines
 
     def _measured(self, row: str, cells: Sequence[Content]) -> list[int]:
-        known = self._widths.get(row)
-        if known is None or known[0] is not cells:
-            known = self._widths[row] = (cells, [cell.cell_length for cell in cells])
-        return known[1]
+        measured = self._widths.get(row)
+        if measured is None or measured[0] is not cells:
+            measured = self._widths[row] = (cells, [cell.cell_length for cell in cells])
+        return measured[1]
 
 
 def _line(cells: Sequence[Content], columns: Sequence[Column], widths: Sequence[int], width: int) -> Content:
