@@ -199,7 +199,7 @@ def _fix(
     reference, source = compared.reference, _source(config, compared)
     if reference is None or source is None:
         return None
-    located = {name: folder for name, folder in models.items() if folder is not None}
+    folders = {name: folder for name, folder in models.items() if folder is not None}
     lines: list[str | None] = []
     for node in config.nodes:
         if node.name not in compared.divergent:
@@ -212,9 +212,9 @@ def _fix(
             if word in wanted:
                 here, there = (PurePosixPath(_path(end, word)) for end in (source, node))
                 lines.append(copy_file(source, here, node, there.parent))
-        if {source.name, node.name} <= located.keys() and any(name.startswith(_MODEL) for name in wanted):
-            lines.append(copy_folder(source, [node], located))
-    return copies(lines, source, located.get(source.name, source.workdir))
+        if {source.name, node.name} <= folders.keys() and any(name.startswith(_MODEL) for name in wanted):
+            lines.append(copy_folder(source, [node], folders))
+    return copies(lines, source, folders.get(source.name, source.workdir))
 
 
 def _file(config: Config, node: NodeConfig, model: str | None, name: str) -> str | None:

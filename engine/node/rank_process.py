@@ -174,13 +174,13 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     environment |= {"MLX_RANK": str(rank.rank), "PYTHONUNBUFFERED": "1"}
     if spec.framework == "torch" and spec.command is not None and not spec.elastic:
         # As torchrun does for its workers, whose store its agent has.
-        place = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
+        role = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
         environment |= {
             "TORCHELASTIC_ERROR_FILE": str(files.error(rank.rank)),
             TORCHRUN_ID_ENV: torchrun_id(spec),
             "TORCHELASTIC_RESTART_COUNT": str(spec.attempt - 1),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), place)),  # noqa: B905  (Python 3.9)
+            **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), role)),  # noqa: B905  (Python 3.9)
             "ROLE_NAME": option_value(spec.command, "--role", "default"),
         }
     if spec.framework == "torch" and spec.command is not None and int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1:

@@ -64,8 +64,8 @@ def strategy_section(
     if name == AUTO:
         shown, source, origin = "the script's own", Source.USER, "see settings"
     rationale.explain("strategy.parallelism", source, f"{shown}: {origin}")
-    place = "process" if context.torch else "[[node]]"
-    ranks = f"one rank per {place}: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
+    unit = "process" if context.torch else "[[node]]"
+    ranks = f"one rank per {unit}: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
     of_mac = "; one process drives the GPU of a Mac" if context.platform == "apple" else ""
     rationale.explain("strategy.world_size", Source.USER, f"{ranks}{of_mac}")
     not_launchable = None
