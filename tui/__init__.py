@@ -1,0 +1,1 @@
+"""The frontends: the command line and the console, both on `engine.api` alone."""

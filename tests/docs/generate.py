@@ -6,9 +6,7 @@ A generated part of a document lies between `<!-- generated: NAME -->` and `<!--
 from __future__ import annotations
 
 import argparse
-import ast
 import re
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -25,28 +23,6 @@ from tui import actions, cli
 ROOT: Final = Path(__file__).resolve().parents[2]
 _PART: Final = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 _ISSUE: Final = re.compile(r"\b(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
-PACKAGES: Final = (
-    "tui",
-    "engine/api",
-    "engine/run",
-    "engine/calibration",
-    "engine/checks",
-    "engine/launch",
-    "engine/plan",
-    "engine/failures",
-    "engine/cluster",
-    "engine/store",
-    "engine/config",
-    "engine/validators",
-    "engine/security",
-    "engine/protocol",
-    "engine/node",
-    "engine/training",
-    "engine/trainer",
-    "engine/torch_trainer",
-)
-"""In the order of the imports."""
-PURPOSE_CHARACTERS: Final = 100
 _PRINTED_BY: Final = {
     "launch": "mlx.launch and the shell that starts a rank",
     "config": "mlx.distributed_config",
@@ -121,22 +97,6 @@ def checks() -> str:
     return "\n".join(["| check | what it verifies |", "|---|---|", *rows])
 
 
-def files() -> str:
-    """Every module of a package, with the first sentence of its docstring."""
-    sections = []
-    for package in PACKAGES:
-        modules = [path for path in sorted((ROOT / package).rglob("*.py")) if path.name != "__init__.py"]
-        rows = [f"| `{path.relative_to(ROOT / package)}` | {_purpose(path)} |" for path in modules]
-        sections.append("\n".join([f"### {package}", "", "| file | what it is |", "|---|---|", *rows]))
-    return "\n\n".join(sections)
-
-
-def _purpose(path: Path) -> str:
-    paragraph = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
-    sentence = re.split(r"(?<=\.)\s+(?=[A-Z`])", " ".join(paragraph.split()), maxsplit=1)[0]
-    return textwrap.shorten(sentence, PURPOSE_CHARACTERS, placeholder=" …").replace("`", "").replace("|", "\\|")
-
-
 def signatures() -> str:
     """Every known failure message, by the program that prints it."""
     headings = list(dict.fromkeys(_PRINTED_BY.values()))
@@ -183,7 +143,6 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "commands": commands,
     "configuration": configuration,
     "exchange": exchange.table,
-    "files": files,
     "gpu_parts": gpu_parts,
     "keys": actions.markdown,
     "signatures": signatures,

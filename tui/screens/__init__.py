@@ -1,0 +1,1 @@
+"""The one screen with all the panes, and the dialogs over it."""

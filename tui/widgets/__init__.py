@@ -1,0 +1,1 @@
+"""The panes of the console, and what they draw with."""

@@ -1,0 +1,1 @@
+"""A run's logs: mirrored from the nodes, indexed by line, searched and read."""
