@@ -180,15 +180,21 @@ def files(launch: TorchLaunch) -> dict[str, str]:
     return texts
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes a template that two replicas share twice, and quotes a text that is a number in YAML 1.2, as Kubernetes
+    reads it, and none in PyYAML: 1e-4."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|0o[0-7]+$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+
+
 def _yaml(document: Mapping[str, Any]) -> str:
-    class Plain(yaml.SafeDumper):
-        """Writes a template that two replicas share twice."""
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
     values = {key: value for key, value in document.items() if value is not None}
-    return yaml.dump(values, Dumper=Plain, sort_keys=False, width=120)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -142,6 +142,16 @@ def test_a_command_of_the_users_own_is_what_is_started(command: list[str], progr
     assert " ".join(started).endswith(program)
 
 
+def test_arguments_that_kubernetes_would_read_as_numbers_are_quoted() -> None:
+    command = ("torchrun", "train.py", "1e-4", "0o17", ".5", "3", "-1.5E3", "1e", "v1.2")
+    job = {"command": command, "strategy": "ddp", "model": None, "data": None}
+    made = section(plan(box("h", 8, H100), job=job, model=None, model_source="not read"))
+    lines = [line.strip() for line in made.files["pytorchjob.yaml"].splitlines()]
+    assert [f"- {word}" for word in ("'1e-4'", "'0o17'", "'.5'", "'3'", "'-1.5E3'", "1e", "v1.2")] == [
+        line for line in lines if line.removeprefix("- ").strip("'") in command[2:]
+    ]
+
+
 H100 = "NVIDIA H100 80GB HBM3"
 
 
