@@ -161,7 +161,7 @@ class _Measurement:
             data=there.data,
             batch=step_batch(config),
             seconds=self.seconds,
-            env=dict(config.job.env) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {}),
+            env=dict(config.job.env) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
             ranks=len(config.nodes),
         )
 

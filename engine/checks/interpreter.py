@@ -19,7 +19,7 @@ from engine.plan.distributed import torch_packages
 HOME_ENVIRONMENT = PurePosixPath("~/.venv")
 """Where an environment is made for a python that belongs to the system."""
 _READ_ONLY = 3
-_OCCUPIED = f'[ -e "$1" ] || exit 1; [ -w "$2" ] || exit {_READ_ONLY}'
+_OCCUPIED = f'command -v nvidia-smi; [ -e "$1" ] || exit 1; [ -w "$2" ] || exit {_READ_ONLY}'
 IMPORT_LIMIT_S = 60.0
 """For mlx-lm, or PyTorch and all of the recipe's packages, from a cold disk; from a warm one it takes two to ten."""
 Result = TypeVar("Result", bound=FrozenModel)
@@ -41,6 +41,8 @@ class Interpreter:
     """There is no such interpreter, or it cannot be run."""
     beside: PurePosixPath | None = None
     """The environment beside which another one is made, since a new one may not be put into a folder that is there."""
+    nvidia: bool = False
+    """There is no such interpreter, but the machine has nvidia-smi."""
     venv: bool = False
     linux: bool = sys.platform.startswith("linux")
     """The head's own system where the interpreter has not answered."""
@@ -79,8 +81,8 @@ async def _probe(
         problem = f"{error.what}: {error.why}" if error.why else error.what
         if isinstance(error, InterpreterMissing):
             problem = f"no such interpreter: {agent.node.python}"
-        absent = isinstance(error, InterpreterBroken)
-        return Interpreter(problem=problem, absent=absent, beside=await _occupied(agent) if absent else None)
+        seen = Interpreter(problem=problem, absent=isinstance(error, InterpreterBroken))
+        return await _asked_of_shell(agent, seen) if seen.absent else seen
 
 
 def environment_of(python: str) -> PurePosixPath:
@@ -90,12 +92,13 @@ def environment_of(python: str) -> PurePosixPath:
     return environment if environment.name not in ("", "~") else HOME_ENVIRONMENT
 
 
-async def _occupied(agent: AgentClient) -> PurePosixPath | None:
-    """For `Interpreter.beside` without a python: asked by the node's shell. Raises NodeUnreachable."""
+async def _asked_of_shell(agent: AgentClient, seen: Interpreter) -> Interpreter:
+    """`seen`, without a python, with `beside` and `nvidia`. Raises NodeUnreachable."""
     environment = environment_of(agent.node.python)
     ask = ["/bin/sh", "-c", _OCCUPIED, "sh", str(environment), str(environment.parent)]
-    code = (await agent.transport.run(ask, timeout_s=IMPORT_LIMIT_S)).code
-    return environment if code == 0 else HOME_ENVIRONMENT if code == _READ_ONLY else None
+    done = await agent.transport.run(ask, timeout_s=IMPORT_LIMIT_S)
+    beside = environment if done.code == 0 else HOME_ENVIRONMENT if done.code == _READ_ONLY else None
+    return replace(seen, beside=beside, nvidia=b"nvidia-smi" in done.stdout)
 
 
 async def probe_imports(agent: AgentClient, seen: Interpreter, job: JobConfig) -> Interpreter:

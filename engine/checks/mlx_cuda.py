@@ -50,8 +50,8 @@ class MlxNode(NamedTuple):
     @property
     def extra(self) -> str:
         """The extra with which mlx is to be installed: of the build that is there, or that its GPUs can use."""
-        has_gpus = self.facts is not None and bool(self.facts.gpus) and "mlx-cpu" not in self.seen.builds
-        build = self.build or (self.fitting_build if has_gpus else None)
+        has_gpus = self.seen.nvidia or (self.facts is not None and bool(self.facts.gpus))
+        build = self.build or (self.fitting_build if has_gpus and "mlx-cpu" not in self.seen.builds else None)
         return _extra(build) if build is not None else "[cpu]" if self.seen.linux else ""
 
     def install(self, build: str | None = None, package: str | None = None) -> Fix:

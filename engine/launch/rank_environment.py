@@ -50,9 +50,9 @@ def gpu_environment(network: NetworkPlan, rank: int, common: Container[str] = ()
     NCCL would take another one than MLX if it saw several, and between machines the interface that NCCL is to use."""
     host, machines = network.hosts[rank], [host.ssh for host in network.hosts]
     of_nccl = network.framework == "mlx" and network.backend == "nccl"
-    gpu = host.gpu or (str(machines[:rank].count(host.ssh)) if of_nccl else None)
+    gpu = str(machines[:rank].count(host.ssh)) if of_nccl and host.gpu is None else host.gpu
     variables = {_VISIBLE: gpu, "NCCL_SOCKET_IFNAME": host.interface if of_nccl and len(set(machines)) > 1 else None}
-    return {name: text for name, text in variables.items() if text is not None and name not in common}
+    return {name: text for name, text in variables.items() if text and name not in common}
 
 
 def network_environment(network: NetworkPlan, variables: Mapping[str, str]) -> dict[str, str]:

@@ -277,10 +277,11 @@ def _interface(fact: NodeFacts | None, ips: Sequence[str]) -> str | None:
 
 
 def gpus_of_ranks(config: Config, fact: NodeFacts | None) -> list[str | None]:
-    """A machine's GPUs that the ranks may use, as CUDA_VISIBLE_DEVICES names them; None where no name is known."""
+    """A machine's GPUs that the ranks may use, as CUDA_VISIBLE_DEVICES names them; None where no name is known, and ""
+    for a divided one (MIG), which is left to the node's environment."""
     gpus, named = fact.gpus if fact is not None else (), config.job.env.get("CUDA_VISIBLE_DEVICES")
     if named is None or not gpus:
-        return [None if gpu.mig else gpu.uuid for gpu in gpus]
+        return ["" if gpu.mig else gpu.uuid for gpu in gpus]
     return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,6 +101,16 @@ async def test_a_missing_interpreter_is_made_by_its_fix(model: Path, data: Path,
     assert f"no such interpreter: {missing}" in result.summary
     make = f"mkdir -p {tmp_path} && mkdir {tmp_path / 'venv'} && sh -c 'uv venv --python {MINOR} {tmp_path / 'venv'}"
     assert (result.fix_command or "").startswith(f"{make} && uv pip install --python {missing} ")
+
+
+async def test_a_machine_with_nvidias_driver_gets_the_cuda_build_also_where_no_interpreter_could_be_asked(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreters_called(tmp_path, monkeypatch)
+    shutil.copy(tmp_path / "programs" / "uv", tmp_path / "programs" / "nvidia-smi")
+    missing = str(tmp_path / "venv" / "bin" / "python")
+    result = await run_check(check.run, make_config(model, data, tmp_path, pythons=(missing,)))
+    assert "mlx[cuda13]>=" in (result.fix_command or ""), result
 
 
 async def test_a_missing_interpreter_outside_of_bin_is_made_in_a_folder_of_its_own(

@@ -123,8 +123,9 @@ def test_each_rank_has_a_gpu_of_its_own_in_every_start(
 def test_a_divided_gpu_is_left_to_the_nodes_own_environment() -> None:
     facts = nodes("a")[0]
     divided = tuple(gpu.model_copy(update={"mig": True}) for gpu in facts.gpus)
-    network = network_of([facts.model_copy(update={"gpus": divided})])
-    assert gpu_environment(network, 0) == {}
+    for backend in ("ring", "nccl"):
+        network = network_of([facts.model_copy(update={"gpus": divided})], backend)
+        assert network.backend == backend and gpu_environment(network, 0) == {}
     assert common_environment(network, {"CUDA_VISIBLE_DEVICES": "MIG-1"})["CUDA_VISIBLE_DEVICES"] == "MIG-1"
 
 
