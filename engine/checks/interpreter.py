@@ -41,8 +41,7 @@ class Interpreter:
     """There is no such interpreter, or it cannot be run."""
     beside: PurePosixPath | None = None
     """The environment beside which another one is made, since a new one may not be put into a folder that is there."""
-    nvidia: bool = False
-    """There is no such interpreter, but the machine has nvidia-smi."""
+    has_nvidia_smi: bool = False
     venv: bool = False
     linux: bool = sys.platform.startswith("linux")
     """The head's own system where the interpreter has not answered."""
@@ -78,9 +77,8 @@ async def _probe(
     try:
         return await agent.probe(name, *arguments, result_type=result_type, timeout_s=IMPORT_LIMIT_S)
     except LaunchError as error:
-        problem = f"{error.what}: {error.why}" if error.why else error.what
-        if isinstance(error, InterpreterMissing):
-            problem = f"no such interpreter: {agent.node.python}"
+        missing = f"no such interpreter: {agent.node.python}" if isinstance(error, InterpreterMissing) else None
+        problem = missing or ": ".join(filter(None, (error.what, error.why)))
         seen = Interpreter(problem=problem, absent=isinstance(error, InterpreterBroken))
         return await _asked_of_shell(agent, seen) if seen.absent else seen
 
@@ -93,12 +91,12 @@ def environment_of(python: str) -> PurePosixPath:
 
 
 async def _asked_of_shell(agent: AgentClient, seen: Interpreter) -> Interpreter:
-    """`seen`, without a python, with `beside` and `nvidia`. Raises NodeUnreachable."""
+    """`seen`, without a python, with `beside` and `has_nvidia_smi`. Raises NodeUnreachable."""
     environment = environment_of(agent.node.python)
     ask = ["/bin/sh", "-c", _OCCUPIED, "sh", str(environment), str(environment.parent)]
     done = await agent.transport.run(ask, timeout_s=IMPORT_LIMIT_S)
     beside = environment if done.code == 0 else HOME_ENVIRONMENT if done.code == _READ_ONLY else None
-    return replace(seen, beside=beside, nvidia=b"nvidia-smi" in done.stdout)
+    return replace(seen, beside=beside, has_nvidia_smi=b"nvidia-smi" in done.stdout)
 
 
 async def probe_imports(agent: AgentClient, seen: Interpreter, job: JobConfig) -> Interpreter:

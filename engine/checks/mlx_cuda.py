@@ -50,7 +50,7 @@ class MlxNode(NamedTuple):
     @property
     def extra(self) -> str:
         """The extra with which mlx is to be installed: of the build that is there, or that its GPUs can use."""
-        has_gpus = self.seen.nvidia or (self.facts is not None and bool(self.facts.gpus))
+        has_gpus = self.seen.has_nvidia_smi or (self.facts is not None and bool(self.facts.gpus))
         build = self.build or (self.fitting_build if has_gpus and "mlx-cpu" not in self.seen.builds else None)
         return _extra(build) if build is not None else "[cpu]" if self.seen.linux else ""
 

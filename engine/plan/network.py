@@ -277,8 +277,7 @@ def _interface(fact: NodeFacts | None, ips: Sequence[str]) -> str | None:
 
 
 def gpus_of_ranks(config: Config, fact: NodeFacts | None) -> list[str | None]:
-    """A machine's GPUs that the ranks may use, as CUDA_VISIBLE_DEVICES names them; None where no name is known, and ""
-    for a divided one (MIG), which is left to the node's environment."""
+    """A machine's GPUs for ranks, by their names in CUDA_VISIBLE_DEVICES; None: unknown; "": divided, to be left."""
     gpus, named = fact.gpus if fact is not None else (), config.job.env.get("CUDA_VISIBLE_DEVICES")
     if named is None or not gpus:
         return ["" if gpu.mig else gpu.uuid for gpu in gpus]

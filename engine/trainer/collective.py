@@ -178,7 +178,7 @@ class TensorSpec:
 
 
 def as_words(value: mx.array) -> mx.array:
-    """The bits of `value` as 32-bit words, padded with zeros."""
+    """The bits of `value` as 32-bit words, padded with zeros, in memory of their own."""
     raw = mx.contiguous(value).reshape(-1).view(mx.uint8)
     return mx.pad(raw, (0, 4 * TensorSpec(value.shape, value.dtype).words - raw.size)).view(mx.uint32)
 

@@ -68,7 +68,8 @@ class EmergencyCheckpoint:
             self._save()
 
     def save_and_exit(self, code: int) -> None:
-        """On request of the head, in case the main thread hangs: save, and exit with `code` unless it is about to."""
+        """On request of the head, in case the main thread hangs: save, and exit with `code` unless it is about to. On
+        CUDA this frees memory under its kernels, of which no update follows; a copy (for_other_threads) could hang."""
         try:
             self._save()
         except Exception:

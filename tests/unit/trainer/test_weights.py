@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine.trainer import weights
+from engine.trainer.collective import as_words
 from engine.trainer.weights import State, for_other_threads
 
 
@@ -26,6 +27,15 @@ def raw(array: mx.array) -> np.ndarray:
 
 def places(kept: State) -> list[int]:
     return [raw(value).ctypes.data for group in kept.values() for value in group.values() if value.size]
+
+
+@pytest.mark.parametrize("size", [16, 17], ids=["whole", "padded"])
+def test_what_ranks_exchange_shares_no_memory_with_a_parameter(size: int) -> None:
+    """With the ring on CUDA the host reads it, which moves an array's memory there."""
+    parameter = mx.arange(size).astype(mx.float32)
+    words = as_words(parameter)
+    mx.eval(parameter, words)
+    assert raw(words).ctypes.data != raw(parameter).ctypes.data
 
 
 @pytest.fixture
