@@ -11,10 +11,10 @@ from engine.plan.context import PlanContext, job_iterations
 from engine.plan.document import BatchSection, Rationale, Source, SuggestedBatch
 
 START_PER_RANK = {"apple": 4, "cuda": 64, "cpu": 4}
-"""Initial sequences per rank. On Apple silicon measured throughput does not depend on the batch (about 340 tokens/s at
-4 and at 16 in full fine-tuning), so a larger batch only costs memory; the CPU build is treated the same."""
+"""Initial sequences per rank. On Apple silicon users report the same throughput for any batch (about 340 tokens/s at 4
+and at 16 in full fine-tuning), so a larger batch only costs memory; the CPU build is treated the same."""
 ROBUST_TOTAL = (32, 128)
-"""Range of sequences per update in which fine-tuning is robust; the lower end is the target without a batch."""
+"""Sequences per update: a target by rule of thumb, not a measurement. The lower end counts without a batch."""
 WARMUP_EPOCHS = 5
 WARMUP_SHARE = (0.05, 0.10)
 """Shortest and longest warm-up, as a share of all updates."""
@@ -148,7 +148,7 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
     start = START_PER_RANK[platform]
     target = context.total_batch if given and context.total_batch is not None else ROBUST_TOTAL[0]
     low, high = ROBUST_TOTAL
-    aim = "the job's own total" if given else f"{target} per update: fine-tuning is robust from {low} to {high}"
+    aim = "the job's own total" if given else f"{target} per update, a target by rule of thumb ({low} to {high})"
     most = f", at most the {fits} that fit" if fits is not None and fits < start else ""
     reason = f"{aim}; starts with {start} per rank on {platform}{most}, and accumulates the rest"
     use = "The launch uses the job's own settings; flightdeck plan --apply writes these"
