@@ -11,7 +11,7 @@ import re
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.protocol.job import TorchSettings, config_hash
-from engine.protocol.partition import epoch_iterations
 from engine.torch_trainer.checkpoint import StateCheckpoints, TrainingPoint, all_gather_object
 from engine.torch_trainer.data import EMPTY, load_tokenizer, loss_sum, row_format
 from engine.torch_trainer.model import FACTS_FILE, TrainedFolder, count_parameters, load_model
@@ -28,10 +27,10 @@ from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
 from engine.training.checkpoint_files import Origin, package_versions
-from engine.training.data import Batch, DataLoader, Split, crc_text, files_checksum, load_splits, rank_job
+from engine.training.data import Batch, DataLoader, Split, files_checksum, input_checksums, load_splits, rank_job
 from engine.training.loop import TrainingLoop
 from engine.training.process import TrainingProcess
-from engine.training.reporting import Diverged, GroupError, Outcome, PeerLost
+from engine.training.reporting import Diverged, Outcome, PeerLost, check_equal
 from engine.training.sampler import Indices, dropout_seed
 
 _PACKAGES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
@@ -73,17 +72,14 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
     accelerator = join_group(spec, job, settings)
     reporter.print(f"rank {process.rank} of {spec.world_size} on {spec.rank(process.rank).node}: loading")
     tokenizer = load_tokenizer(job)
-    examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
-    if job.epochs is not None:
-        job = replace(job, iters=epoch_iterations(job.epochs, len(examples), job.batch_size))
+    job, examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     model = load_model(job, settings, reporter.warn)
-    inputs = {"train.jsonl": crc_text(examples), "valid.jsonl": crc_text(valid)}
-    inputs["the base model"] = files_checksum(job, adapter=False)
-    checksum = files_checksum(job, adapter=True)
-    _check_equal({"the job's configuration": config_hash(raw), **inputs, "the model or the adapter": checksum})
+    inputs, checksum = input_checksums(job, train=examples, valid=valid), files_checksum(job, adapter=True)
+    facts = {"the job's configuration": config_hash(raw), **inputs, "the model or the adapter": checksum}
+    check_equal(all_gather_object(facts))
     counts = trainable, total = count_parameters(model)
     strategy = STRATEGIES[job.strategy](accelerator, job, settings, model)
-    facts = {
+    about = {
         "versions": package_versions(*_PACKAGES),
         "world_size": accelerator.num_processes,
         "backend": spec.backend if spec.backend == "nccl" else dist.get_backend(),
@@ -92,7 +88,7 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
         "strategy": job.strategy,
         "partitioned": strategy.partitioned,
     }
-    reporter.start(job, config_hash(raw), checksum, counts, **facts)
+    reporter.start(job, config_hash(raw), checksum, counts, **about)
     divided = f", {' and '.join(strategy.partitioned)} divided over the ranks" if strategy.partitioned else ""
     reporter.print(
         f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, {job.strategy}"
@@ -105,15 +101,6 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
     start = checkpoints.resume() if spec.resume else TrainingPoint()
     loop = TorchLoop(job, strategy, valid, process.control, reporter, loader, schedule, checkpoints, tokenizer, start)
     return LoadedTraining(loop, test)
-
-
-def _check_equal(own: dict[str, str]) -> None:
-    """Raises GroupError, on all ranks, when the ranks have different jobs, models or data."""
-    table: list[dict[str, str]] = all_gather_object(own)
-    for name in own:
-        differing = [rank for rank, other in enumerate(table) if other[name] != table[0][name]]
-        if differing:
-            raise GroupError(f"{name} of rank {', '.join(map(str, differing))} is not that of rank 0")
 
 
 @dataclass

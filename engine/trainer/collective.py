@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
-from engine.training.reporting import GroupError, PeerLost
+from engine.training.reporting import GroupError, PeerLost, check_equal
 
 
 class Collective:
@@ -99,11 +99,7 @@ class Collective:
 
     def check_equal(self, facts: dict[str, object]) -> None:
         """Check that `facts` (JSON values) are the same on all ranks. Raises GroupError, PeerLost."""
-        first, *others = all_gather_object(self, facts)
-        for rank, found in enumerate(others, 1):
-            for name in facts:
-                if found[name] != first[name]:
-                    raise GroupError(f"{name} of rank {rank} differs from rank 0's: make them the same on both nodes")
+        check_equal(all_gather_object(self, facts))
 
     def _start(self, operation: Callable[[], mx.array]) -> None:
         assert self._under_way is None, "another operation is under way"

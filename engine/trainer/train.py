@@ -15,7 +15,7 @@ from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import Job, JobError, config_hash
-from engine.protocol.partition import LayerSplit, epoch_iterations, format_split, layer_split, parse_split
+from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
@@ -33,7 +33,15 @@ from engine.trainer.strategies.local import LocalSteps
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
 from engine.training.checkpoint_files import Origin, package_versions, packer
-from engine.training.data import DataLoader, Split, crc_text, files_checksum, load_splits, load_train_split, rank_job
+from engine.training.data import (
+    DataLoader,
+    Split,
+    files_checksum,
+    input_checksums,
+    load_splits,
+    load_train_split,
+    rank_job,
+)
 from engine.training.process import Control
 from engine.training.reporting import PeerLost, Reporter
 
@@ -51,13 +59,10 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
         job = replace(job, val_batches=0, test=False)
     set_up_device(job, collective.rank)
     model, tokenizer = load_model(job, reporter.warn)
-    examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
-    if job.epochs is not None:
-        job = replace(job, iters=epoch_iterations(job.epochs, len(examples), job.batch_size))
+    job, examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
     checksum = setup.check_ranks_agree(model, examples, valid)
-    inputs = {"train.jsonl": crc_text(examples)} | ({"valid.jsonl": crc_text(valid)} if validates else {})
-    inputs["the base model"] = files_checksum(job, adapter=False)
+    inputs = input_checksums(job, train=examples, **({"valid": valid} if validates else {}))
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
         # SwanLab by mlx-lm's own callback, or None: the head writes for the other services.

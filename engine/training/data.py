@@ -11,7 +11,7 @@ import hashlib
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank
 from engine.protocol.partition import (
     ChunkPlan,
     chunk_plan,
+    epoch_iterations,
     padded_width,
     progress_text,
     share_counts,
@@ -255,8 +256,9 @@ def rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
     return Job.from_spec(chosen, model=rank.model, data=rank.data, workdir=Path(rank.workdir), home=home)
 
 
-def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Split, Split, Split | None]:
-    """The examples for training, for validation (perhaps empty), and for the job's `test`. Raises JobError."""
+def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Job, Split, Split, Split | None]:
+    """The job with the iterations of its epochs, and the examples for training, for validation (perhaps empty), and for
+    the job's `test`. Raises JobError."""
 
     def truncated(longest: int) -> None:
         reporter.warn(
@@ -275,7 +277,9 @@ def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Sp
     test = load_split(job, "test", row_format, truncated) if job.test else None
     if test is not None and not len(test):
         raise JobError(f"{job.data / 'test.jsonl'} is missing or empty, and test = true needs it")
-    return train, valid, test
+    if job.epochs is not None:
+        job = replace(job, iters=epoch_iterations(job.epochs, len(train), job.batch_size))
+    return job, train, valid, test
 
 
 def partly_resumed(job: Job, present: int, trained: int) -> str:
@@ -284,8 +288,10 @@ def partly_resumed(job: Job, present: int, trained: int) -> str:
     return f"{named} has {present:,} of the {trained:,} tensors that are trained: the others begin anew"
 
 
-def crc_text(split: Split) -> str:
-    return f"crc32 {split.checksum:08x}"
+def input_checksums(job: Job, **splits: Split) -> dict[str, str]:
+    """Origin.inputs, of these splits by name. Raises OSError."""
+    files = {f"{name}.jsonl": f"crc32 {split.checksum:08x}" for name, split in splits.items()}
+    return {**files, "the base model": files_checksum(job, adapter=False)}
 
 
 def files_checksum(job: Job, *, adapter: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,16 @@ class GroupError(TrainerError):
     """The group could not be formed as planned, or its ranks do not have the same job, model and data."""
 
     exit_code = TrainerExit.GROUP
+
+
+def check_equal(table: Sequence[Mapping[str, object]]) -> None:
+    """Check that all ranks have the same job, model and data. `table`: the facts of each, by rank. Raises
+    GroupError."""
+    first, *others = table
+    for rank, facts in enumerate(others, 1):
+        for name, value in facts.items():
+            if value != first[name]:
+                raise GroupError(f"{name} of rank {rank} differs from rank 0's: make them the same on both nodes")
 
 
 class PeerLost(TrainerError):
