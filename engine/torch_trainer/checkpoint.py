@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,24 +32,11 @@ from engine.torch_trainer.strategies import TorchStrategy
 from engine.training import checkpoint_files
 from engine.training.process import TrainingProcess
 from engine.training.reporting import first_line
-from engine.training.resumption import NOT_RECORDED, check_inputs, check_manifest, no_state
+from engine.training.resumption import ResumePoint, TrainingPoint, check_inputs, check_manifest, first_restored
 
 _MANIFEST = re.compile(r"manifest-(\d{1,6})\.json")
 _WRITER = re.compile(r"(?:zero_pp_rank_|__)(\d+)_")
 """In a file's name, the rank that wrote it: DeepSpeed's and torch.distributed.checkpoint's. All others are rank 0's."""
-
-
-@dataclass(frozen=True)
-class TrainingPoint:
-    """The end of an update; all zero at the start of a training."""
-
-    iteration: int = 0
-    """Also the position in the data."""
-    update: int = 0
-    window: Mapping[str, Any] = field(default_factory=dict)
-    """The sums since the last report."""
-    best: Mapping[str, Any] = field(default_factory=dict)
-    """The best validation so far."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +69,7 @@ class StateCheckpoints:
         if node.checkpoint_folder is not None:
             self._base = Path(node.workdir) / Path(node.checkpoint_folder).expanduser() / self._spec.run_id
         self._saved: int | None = None
+        self._refused = 0
         self._leaders = self._find_leaders()
         """Per disk, the rank that acts for all ranks that share it."""
         self._leads = self._rank in self._leaders
@@ -184,38 +172,36 @@ class StateCheckpoints:
             if path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def resume(self) -> TrainingPoint:
+    def resume(self) -> ResumePoint:
         """Restore the newest complete state, and report it. Raises JobError when there is none although the run had
         reached an iteration, or of other data."""
-        started, refused = time.perf_counter(), 0
+        return first_restored(self._restored(), lambda: self._refused, self._spec.reached, self._reporter)
+
+    def _restored(self) -> Iterator[ResumePoint]:
         table: list[Listing] = all_gather_object(self._list() if self._leads else {})
         for update in sorted({update for listing in table for update in listing}, reverse=True):
+            folder = self._base / checkpoint_files.folder_name(update)
             try:
                 manifests = self._complete(update, table)
                 check_inputs(manifests[0], [self._origin.inputs], self._reporter, accept=self._spec.accept_changed_data)
                 self._assemble(update, manifests)
             except CheckpointError as error:
-                refused += 1
-                self._reporter.warn(
-                    f"the state in {self._base / checkpoint_files.folder_name(update)} is not used: {error}"
-                )
+                self._refused += 1
+                self._reporter.warn(f"the state in {folder} is not used: {error}")
                 continue
             found = manifests[0]
-            self._load(self._base / checkpoint_files.folder_name(update), found)
-            point = TrainingPoint(found.iteration, found.update, found.window, found.best)
+            self._load(folder, found)
             self._saved = update
-            recorded = all(manifest.check_recorded(self._spec.manifests) for manifest in manifests)
-            seconds = time.perf_counter() - started
-            self._report(point, "checkpoint", seconds, refused)
-            self._reporter.print(
-                f"resumes after iteration {point.iteration} (update {point.update}) from a checkpoint of "
-                f"{found.world_size} ranks, in {seconds:.2f} s{'' if recorded else NOT_RECORDED}"
+            recorded, ranks = all(each.check_recorded(self._spec.manifests) for each in manifests), found.world_size
+            yield ResumePoint(
+                found.iteration,
+                found.update,
+                found.window,
+                "checkpoint",
+                recorded=recorded,
+                saved_by=f" of {ranks} ranks",
+                best=found.best,
             )
-            return point
-        why = no_state(refused, self._spec.reached)
-        self._report(TrainingPoint(), "none", time.perf_counter() - started, refused)
-        self._reporter.warn(why)
-        return TrainingPoint()
 
     def _load(self, folder: Path, found: StateManifest) -> None:
         """Raises JobError."""
@@ -239,10 +225,6 @@ class StateCheckpoints:
         dist.barrier()
         if converted and self._leads:
             shutil.rmtree(target, ignore_errors=True)
-
-    def _report(self, point: TrainingPoint, source: str, seconds: float, refused: int) -> None:
-        facts = {"iteration": point.iteration, "update": point.update, "from_rank": None, "refused": refused}
-        self._reporter.event("resumed", source=source, seconds=seconds, **facts)
 
     def _list(self) -> Listing:
         """The states on this rank's disk."""

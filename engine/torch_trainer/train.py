@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.protocol.job import TorchSettings, config_hash
-from engine.torch_trainer.checkpoint import StateCheckpoints, TrainingPoint, all_gather_object
+from engine.torch_trainer.checkpoint import StateCheckpoints, all_gather_object
 from engine.torch_trainer.data import EMPTY, load_tokenizer, loss_sum, row_format
 from engine.torch_trainer.model import FACTS_FILE, TrainedFolder, count_parameters, load_model
 from engine.torch_trainer.optimizer import Schedule, make_schedule
@@ -31,6 +31,7 @@ from engine.training.data import Batch, DataLoader, Split, files_checksum, input
 from engine.training.loop import TrainingLoop
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Diverged, Outcome, PeerLost, check_equal
+from engine.training.resumption import TrainingPoint
 from engine.training.sampler import Indices, dropout_seed
 
 _PACKAGES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
@@ -212,7 +213,7 @@ class TorchLoop(TrainingLoop):
         }
         steps = {iteration.number: iteration for iteration in iterations}
         self._report_update(steps, (losses, tokens), facts, learning_rate, _peak_memory(device))
-        self._point = TrainingPoint(last, update, asdict(self._window), self._best.state())
+        self._point = TrainingPoint(last, update, asdict(self._window), best=self._best.state())
         for iteration in iterations:
             self.loader.end_batch(iteration.number - 1)
 

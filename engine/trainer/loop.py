@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
-from engine.trainer.checkpoint.resume import ResumePoint
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.elastic_group import LeftOut
@@ -23,6 +22,7 @@ from engine.trainer.weights import floats
 from engine.training.data import Split
 from engine.training.loop import TrainingLoop
 from engine.training.reporting import Diverged, Outcome
+from engine.training.resumption import ResumePoint, TrainingPoint
 from engine.training.sampler import Indices, dropout_seed
 
 
@@ -46,7 +46,7 @@ class Loop(TrainingLoop):
         self._ranks = self.collective.size
         self._begin_at(self.start)
 
-    def _begin_at(self, point: ResumePoint | Snapshot) -> None:
+    def _begin_at(self, point: TrainingPoint) -> None:
         self._begin(point.window, point.best)
         self._pending: dict[int, LocalStep] = {}
         """The iterations of the update under way."""
@@ -195,7 +195,8 @@ class Loop(TrainingLoop):
         return {"update": self._updates, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
 
     def _snapshot(self, iteration: int) -> Snapshot:
-        return Snapshot(iteration, self._updates, asdict(self._window), self.strategy.state(), self._best_at_update)
+        window, state = asdict(self._window), self.strategy.state()
+        return Snapshot(iteration, self._updates, window, state, best=self._best_at_update)
 
     def _check_replicas(self, iteration: int, update: int | None = None) -> None:
         """Raises _ReplicasDiffer when the training has to stop for it; PeerLost."""

@@ -19,7 +19,7 @@ from engine.protocol.partition import LayerSplit, format_split, layer_split, par
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
-from engine.trainer.checkpoint.resume import Resume, ResumePoint
+from engine.trainer.checkpoint.resume import Resume
 from engine.trainer.checkpoint.store import PACKAGES
 from engine.trainer.collective import Collective, all_gather_object
 from engine.trainer.elastic_group import ElasticGroup
@@ -44,6 +44,7 @@ from engine.training.data import (
 )
 from engine.training.process import Control
 from engine.training.reporting import PeerLost, Reporter
+from engine.training.resumption import ResumePoint
 
 _MIB = 2**20
 

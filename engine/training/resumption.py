@@ -1,15 +1,67 @@
-"""The conditions on which both trainers resume from a state."""
+"""Where a training resumes, and the conditions on which both trainers resume from a state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.training.checkpoint_files import Manifest, Recorded
 from engine.training.reporting import BestValidation, Reporter, ReportWindow
 
-NOT_RECORDED = "; its manifest is not recorded in the run's journal"
+
+@dataclass(frozen=True)
+class TrainingPoint:
+    """The end of an update; all zero at the start of a training."""
+
+    iteration: int = 0
+    """The last one that the state has seen, which is also the position in the data."""
+    update: int = 0
+    window: Mapping[str, Any] = field(default_factory=dict)
+    """The sums since the last report (reporting.ReportWindow)."""
+    best: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """The best validation so far (reporting.BestValidation)."""
+
+
+@dataclass(frozen=True)
+class ResumePoint(TrainingPoint):
+    source: str = "none"
+    """"emergency", "checkpoint", "adapter" or "none"."""
+    rank: int | None = None
+    """Whose state it is; None where each rank has its own part."""
+    recorded: bool = False
+    """The run's journal has its manifests."""
+    saved_by: str = field(default="", compare=False)
+    """For the report."""
+
+
+def first_restored(
+    restored: Iterable[ResumePoint | None],
+    refused: Callable[[], int],
+    reached: int,
+    reporter: Reporter,
+    start: ResumePoint | None = None,
+) -> ResumePoint:
+    """The first state that could be `restored`, or else `start`, reported. `refused`: how many states were, on all
+    ranks. Raises JobError when there is none although the run had `reached` an iteration."""
+    started = time.perf_counter()
+    point = next((each for each in restored if each is not None), None)
+    count, resumed = refused(), point is not None
+    why = "" if resumed else no_state(count, reached)
+    point, seconds = point or start or ResumePoint(), time.perf_counter() - started
+    facts = {"iteration": point.iteration, "update": point.update, "from_rank": point.rank, "refused": count}
+    reporter.event("resumed", source=point.source, seconds=seconds, **facts)
+    if not resumed:
+        reporter.warn(f"{why}{', with the weights of resume_adapter_file' if point.source == 'adapter' else ''}")
+        return point
+    kind = "an emergency checkpoint" if point.source == "emergency" else "a checkpoint"
+    unknown = "" if point.recorded else "; its manifest is not recorded in the run's journal"
+    update = f"iteration {point.iteration} (update {point.update})"
+    reporter.print(f"resumes after {update} from {kind}{point.saved_by}, in {seconds:.2f} s{unknown}")
+    return point
 
 
 def check_manifest(

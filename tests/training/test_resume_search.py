@@ -17,11 +17,12 @@ from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.locations import CheckpointLocations
-from engine.trainer.checkpoint.resume import Resume, ResumePoint, StateCopy, complete_states
+from engine.trainer.checkpoint.resume import Resume, StateCopy, complete_states
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
 from engine.training.checkpoint_files import MANIFEST_NAME, FileEntry, Manifest
+from engine.training.resumption import ResumePoint
 from tests.training.states import INPUTS, WINDOW, FakeStrategy, corrupt, events, origin, reporter, snapshot, tamper
 from tests.training.together import together
 

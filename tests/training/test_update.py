@@ -25,7 +25,6 @@ from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
-from engine.trainer.checkpoint.resume import ResumePoint
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.loop import Loop
@@ -40,6 +39,7 @@ from engine.training.checkpoint_files import Origin
 from engine.training.data import Batch, DataLoader, InMemoryExamples, load_split
 from engine.training.process import Control
 from engine.training.reporting import Diverged, Outcome, Reporter
+from engine.training.resumption import ResumePoint
 from tests.training.tiny import SCHEDULE, Tiny, make_job, write_rows
 from tests.unit.trainer.checkpoint.latest import latest
 from tests.waiting import wait_until

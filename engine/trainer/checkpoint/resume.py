@@ -10,12 +10,11 @@ another order."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
@@ -26,7 +25,7 @@ from engine.trainer.strategies.base import Strategy
 from engine.trainer.weights import State
 from engine.training.checkpoint_files import FileEntry, Manifest, Origin, Recorded
 from engine.training.reporting import Reporter
-from engine.training.resumption import NOT_RECORDED, check_inputs, check_manifest, no_state
+from engine.training.resumption import ResumePoint, check_inputs, check_manifest, first_restored
 
 Result = TypeVar("Result")
 
@@ -89,24 +88,6 @@ def differing_authors(copies: Iterable[StateCopy]) -> list[tuple[int, ReplicaMis
     return differing
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where the training continues; all zero at its start."""
-
-    iteration: int = 0
-    update: int = 0
-    window: Mapping[str, Any] = field(default_factory=dict)
-    """The sums since the last report."""
-    source: str = "none"
-    """"emergency", "checkpoint", "adapter" or "none"."""
-    rank: int | None = None
-    """Whose state it is; None where each rank has its own part."""
-    best: Mapping[str, Any] = field(default_factory=dict)
-    """The best validation so far."""
-    recorded: bool = False
-    """The run's journal has its manifests."""
-
-
 @dataclass
 class Resume:
     """The search of one rank. Every call is made by every rank."""
@@ -129,7 +110,14 @@ class Resume:
         """Restore the newest complete state and report it. `adapter`: the model has the weights of an adapter file,
         where there is no state. Raises PeerLost; JobError, on all ranks, when there is none although the run had
         `reached` an iteration; Corrupted, on all ranks."""
-        started = time.perf_counter()
+        refused, start = self._refused_everywhere, ResumePoint(source="adapter" if adapter else "none")
+        return first_restored(self._restored(folders), refused, reached, self.reporter, start)
+
+    def _refused_everywhere(self) -> int:
+        return sum(all_gather_object(self.collective, self._refused))
+
+    def _restored(self, folders: StateFolders) -> Iterator[ResumePoint | None]:
+        """The complete states, the newest first, each restored when it is asked for; None where that fails."""
         table = all_gather_object(self.collective, self._own_copies(folders))
         copies = [
             StateCopy(rank, number, Manifest.from_json(manifest.encode()), author and Author(*author))
@@ -140,13 +128,7 @@ class Resume:
         if states:
             present = all_gather_object(self.collective, dict(self.origin.inputs))
             check_inputs(states[0][0][0].manifest, present, self.reporter, accept=self.accept_changed_data)
-        points = (self._restore(state) for state in states)
-        found = next((point for point in points if point is not None), None)
-        refused = sum(all_gather_object(self.collective, self._refused))
-        why = no_state(refused, reached) if found is None else ""
-        point = found or ResumePoint(source="adapter" if adapter else "none")
-        self._report(point, time.perf_counter() - started, refused, why)
-        return point
+        yield from map(self._restore, states)
 
     def _own_copies(self, folders: StateFolders) -> list[tuple[str, Author | None]]:
         """The manifests of those on this rank's disk, as JSON, with their authors."""
@@ -272,18 +254,5 @@ class Resume:
             )
         source = "checkpoint" if chosen[0].author is None else "emergency"
         recorded = all(copy.manifest.check_recorded(self.recorded, copy.author) for copy in chosen)
-        return ResumePoint(found.iteration, found.update, found.window, source, rank, found.best, recorded)
-
-    def _report(self, point: ResumePoint, seconds: float, refused: int, why_none: str) -> None:
-        facts = {"iteration": point.iteration, "update": point.update, "from_rank": point.rank, "refused": refused}
-        self.reporter.event("resumed", source=point.source, seconds=seconds, **facts)
-        if not point.update:
-            weights = ", with the weights of resume_adapter_file" if point.source == "adapter" else ""
-            self.reporter.warn(f"{why_none}{weights}")
-            return
-        kind = "an emergency checkpoint" if point.source == "emergency" else "a checkpoint"
-        whose = "every rank's own part of it" if point.rank is None else f"rank {point.rank}'s"
-        self.reporter.print(
-            f"resumes after iteration {point.iteration} (update {point.update}) from {kind}, {whose}, "
-            f"in {seconds:.2f} s{'' if point.recorded else NOT_RECORDED}"
-        )
+        whose = ", every rank's own part of it" if rank is None else f", rank {rank}'s"
+        return ResumePoint(found.iteration, found.update, found.window, source, rank, recorded, whose, best=found.best)

@@ -14,30 +14,24 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import mlx.core as mx
 
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.trainer.weights import State
 from engine.training import checkpoint_files
+from engine.training.resumption import TrainingPoint
 
 PACKAGES = ("mlx", "mlx_lm")
 """That a training is computed with."""
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(TrainingPoint):
     """References to arrays that never change: no copy, and no memory while they are the training's own."""
 
-    iteration: int
-    """The last one that the state has seen, which is also the position in the data."""
-    update: int
-    window: Mapping[str, Any]
-    """The sums since the last report (reporting.ReportWindow)."""
-    state: State
-    best: Mapping[str, Any] = field(default_factory=dict)
-    """The best validation so far (best_validation.BestValidation)."""
+    state: State = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
