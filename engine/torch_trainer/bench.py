@@ -53,7 +53,7 @@ def measure(result: GroupStepReport, spec: AttemptSpec, home: Path, seconds: flo
         control.over = over
         reporter.steps.clear()
         started = time.perf_counter()
-        loop.update(first, first + accumulation - 1)
+        loop.train(first, first + accumulation - 1)
         parts = [sum(step[name] for step in reporter.steps) for name in ("tokens", *STEP_PARTS)]
         return RoundTimes(time.perf_counter() - started, *parts), loop.stopping
 

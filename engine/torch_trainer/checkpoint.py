@@ -192,16 +192,9 @@ class StateCheckpoints:
             found = manifests[0]
             self._load(folder, found)
             self._saved = update
-            recorded, ranks = all(each.check_recorded(self._spec.manifests) for each in manifests), found.world_size
-            yield ResumePoint(
-                found.iteration,
-                found.update,
-                found.window,
-                "checkpoint",
-                recorded=recorded,
-                saved_by=f" of {ranks} ranks",
-                best=found.best,
-            )
+            recorded = all(manifest.check_recorded(self._spec.manifests) for manifest in manifests)
+            place, ranks = (found.iteration, found.update, found.window), f" of {found.world_size} ranks"
+            yield ResumePoint(*place, "checkpoint", None, recorded, ranks, best=found.best)
 
     def _load(self, folder: Path, found: StateManifest) -> None:
         """Raises JobError."""

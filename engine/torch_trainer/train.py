@@ -11,7 +11,7 @@ import re
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
 from engine.training.checkpoint_files import Origin, package_versions
-from engine.training.data import Batch, DataLoader, Split, files_checksum, input_checksums, load_splits, rank_job
+from engine.training.data import Batch, DataLoader, Split, checksums, files_checksum, load_splits, rank_job
 from engine.training.loop import TrainingLoop
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Diverged, Outcome, PeerLost, check_equal
@@ -75,7 +75,7 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
     tokenizer = load_tokenizer(job)
     job, examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     model = load_model(job, settings, reporter.warn)
-    inputs, checksum = input_checksums(job, train=examples, valid=valid), files_checksum(job, adapter=True)
+    inputs, checksum = checksums(job, train=examples, valid=valid), files_checksum(job, adapter=True)
     facts = {"the job's configuration": config_hash(raw), **inputs, "the model or the adapter": checksum}
     check_equal(all_gather_object(facts))
     counts = trainable, total = count_parameters(model)
@@ -130,39 +130,24 @@ class TorchLoop(TrainingLoop):
         self._accelerator = self.strategy.accelerator
         self._rank, self._ranks = self._accelerator.process_index, self._accelerator.num_processes
         self._waits = WaitTimer(self.strategy.model, self._accelerator.device)
-        self._point = self.start
-        self._begin(self.start.window, self.start.best)
+        self._begin(self.start)
 
-    def run(self) -> Outcome:
-        """Raises Diverged, PeerLost, OSError."""
-        job = self.job
-        self.strategy.model.train()
-        while self._point.iteration < job.iters:
-            first = self._point.iteration + 1
-            last = min(-(-first // job.grad_accumulation_steps) * job.grad_accumulation_steps, job.iters)
-            due = [iteration for iteration in range(first, last + 1) if self._validation_due(iteration)]
-            if due and not self._patience_over:
-                self._validate(due[0] - 1)
-                if self._stop:
-                    return self._finish(Outcome(False, True, self._point.iteration))
-            if self._patience_over:
-                early = self._best.early_stop(self._point.iteration)
-                return self._finish(Outcome(True, False, self._point.iteration, early))
-            self.update(first, last)
-            if self._stop and last < job.iters:
-                return self._finish(Outcome(False, True, last))
-            if self.checkpoints.due(self._point.update):
-                self.checkpoints.save(self._point)
-            if last // job.save_every > (first - 1) // job.save_every:
-                self._save(job.adapter_path, last=False)
-        return self._finish(Outcome(True, self._stop, job.iters))
+    def _last_of_step(self, first: int) -> int:
+        """The end of its update."""
+        return min(-(-first // self.job.grad_accumulation_steps) * self.job.grad_accumulation_steps, self.job.iters)
+
+    def _between(self, iteration: int, *, save: bool) -> None:
+        if self.checkpoints.due(self._point.update):
+            self.checkpoints.save(self._point)
+        if save:
+            self._save(self.job.adapter_path, last=False)
 
     @property
     def stopping(self) -> bool:
         """A rank has been asked to stop before the last update."""
         return self._stop
 
-    def update(self, first: int, last: int) -> None:
+    def train(self, first: int, last: int) -> None:
         """The iterations from `first` to `last`, and one step of the optimizer with their mean loss."""
         self.reporter.phase("training")
         device = self._accelerator.device
@@ -213,7 +198,7 @@ class TorchLoop(TrainingLoop):
         }
         steps = {iteration.number: iteration for iteration in iterations}
         self._report_update(steps, (losses, tokens), facts, learning_rate, _peak_memory(device))
-        self._point = TrainingPoint(last, update, asdict(self._window), best=self._best.state())
+        self._end_update(last)
         for iteration in iterations:
             self.loader.end_batch(iteration.number - 1)
 
@@ -237,20 +222,13 @@ class TorchLoop(TrainingLoop):
         return loss, batch.targets
 
     def _save_best(self, iteration: int, loss: float) -> None:
-        # What was never trained must not replace what an earlier run has left.
-        if self._point.update > 0:
-            self._save(self.job.adapter_path / "best", last=False, val_loss=loss)
+        self._save(self.job.adapter_path / "best", last=False, val_loss=loss)
 
-    def _finish(self, outcome: Outcome) -> Outcome:
-        if outcome.completed:
-            self._window.require_targets()
-        # What was never trained must not replace what an earlier run has left.
-        if outcome.iteration > 0:
-            self._save(self.job.adapter_path, last=True)
-            if not outcome.completed:
-                # A stopped run can resume where it was; a complete one needs no more than its weights.
-                self.checkpoints.save(self._point)
-        return outcome
+    def _save_at_end(self, outcome: Outcome) -> None:
+        self._save(self.job.adapter_path, last=True)
+        if not outcome.completed:
+            # A stopped run can resume where it was; a complete one needs no more than its weights.
+            self.checkpoints.save(self._point)
 
     def _save(self, target: Path, *, last: bool, **facts: float) -> None:
         """Write the trained weights, on rank 0. A full disk is a warning, except for the last save."""

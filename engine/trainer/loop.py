@@ -44,17 +44,12 @@ class Loop(TrainingLoop):
     def __post_init__(self) -> None:
         self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter)
         self._ranks = self.collective.size
-        self._begin_at(self.start)
+        self._begin(self.start)
 
-    def _begin_at(self, point: TrainingPoint) -> None:
-        self._begin(point.window, point.best)
+    def _begin(self, point: TrainingPoint) -> None:
+        super()._begin(point)
         self._pending: dict[int, LocalStep] = {}
         """The iterations of the update under way."""
-        self._updates = point.update
-        self._updated_at = point.iteration
-        """The last iteration of the last update."""
-        self._best_at_update = self._best.state()
-        """A resumed training repeats the validations since."""
 
     def run(self) -> Outcome:
         """Raises Diverged, Corrupted, PeerLost, OSError."""
@@ -76,33 +71,22 @@ class Loop(TrainingLoop):
     def _rejoin(self) -> None:
         self.reporter.phase("loading")
         point = self.strategy.rejoin(lambda: self.control.stop_requested, self.emergency.release)
-        self._begin_at(point)
+        self._begin(point)
         self.reporter.print(f"joins again after iteration {point.iteration} (update {point.update})")
 
+    def _between(self, iteration: int, *, save: bool) -> None:
+        if save:
+            self._check_replicas(iteration)
+            self._saver.save(iteration, last=False)
+        self._admit(iteration)
+        limit_cache(self.job)
+
     def _run(self) -> Outcome:
-        self.strategy.model.train()
-        done = self._updated_at
+        done = self._point.iteration
         self.emergency.hold(self._snapshot(done))
         try:
             self._check_replicas(done)
-            for iteration in range(done + 1, self.job.iters + 1):
-                if self._validation_due(iteration) and not self._patience_over:
-                    self._validate(iteration - 1)
-                    if self._stop:
-                        return self._finish(Outcome(False, True, self._updated_at))
-                # In the middle of an accumulation, its update comes first.
-                if self._patience_over and not self._pending:
-                    early = self._best.early_stop(self._updated_at)
-                    return self._finish(Outcome(True, False, self._updated_at, early))
-                self._train(iteration)
-                if self._stop and iteration < self.job.iters:
-                    return self._finish(Outcome(False, True, iteration))
-                if iteration % self.job.save_every == 0:
-                    self._check_replicas(iteration)
-                    self._saver.save(iteration, last=False)
-                self._admit(iteration)
-                limit_cache(self.job)
-            return self._finish(Outcome(True, self._stop, self.job.iters))
+            return self._finish(self._train_and_validate())
         except _ReplicasDiffer:
             pass
         return self._stop_on_mismatch()
@@ -119,28 +103,26 @@ class Loop(TrainingLoop):
         return self.collective.size == self._ranks
 
     def _save_best(self, iteration: int, loss: float) -> None:
-        # What was never trained must not replace what an earlier run has left.
-        if self._updates > 0:
-            self._check_replicas(iteration)
-            self._saver.save_best(iteration, loss)
+        self._check_replicas(iteration)
+        self._saver.save_best(iteration, loss)
 
-    def _train(self, iteration: int) -> None:
+    def train(self, iteration: int, _: int) -> None:
         """One iteration, and the update and the periodic checkpoint that end with it."""
         self.reporter.phase("training")
         mx.random.seed(dropout_seed(self.job.seed, iteration, self.collective.rank))
         last = iteration % self.job.grad_accumulation_steps == 0 or iteration == self.job.iters
         self._pending[iteration] = self.strategy.accumulate(
-            iteration - 1, last=last, exact=self.periodic.planned(self._updates + 1)
+            iteration - 1, last=last, exact=self.periodic.planned(self._point.update + 1)
         )
         if last:
             try:
                 self._update()
             except Diverged:
                 # One rank's corrupted parameter may be what makes the sum not finite.
-                self._check_replicas(iteration, self._updates + 1)
+                self._check_replicas(iteration, self._point.update + 1)
                 raise
-            checkpoint_due = self.periodic.due(self._updates)
-            if checkpoint_due or self.replicas.due(self._updates):
+            checkpoint_due = self.periodic.due(self._point.update)
+            if checkpoint_due or self.replicas.due(self._point.update):
                 self._check_replicas(iteration)
             if checkpoint_due:
                 self.periodic.begin(self._snapshot(iteration))
@@ -171,8 +153,7 @@ class Loop(TrainingLoop):
                 self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
             elif not math.isfinite(norm):
                 raise Diverged(f"gradient is not finite at iteration {last}")
-            self._updates += 1
-            self._updated_at, self._best_at_update = last, self._best.state()
+            self._end_update(last)
             self.emergency.hold(self._snapshot(last))
         before = self.collective.waited_s
         # Meanwhile a lost peer leaves the state as it is.
@@ -192,34 +173,29 @@ class Loop(TrainingLoop):
         """This rank's own loss and gradient norm of the update: the validators compare the ranks by them."""
         tokens = sum(step.tokens for step in self._pending.values())
         loss = sum(step.loss_sum for step in self._pending.values()) / tokens if tokens else None
-        return {"update": self._updates, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
+        return {"update": self._point.update, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
 
     def _snapshot(self, iteration: int) -> Snapshot:
         window, state = asdict(self._window), self.strategy.state()
-        return Snapshot(iteration, self._updates, window, state, best=self._best_at_update)
+        return Snapshot(iteration, self._point.update, window, state, best=self._point.best)
 
     def _check_replicas(self, iteration: int, update: int | None = None) -> None:
         """Raises _ReplicasDiffer when the training has to stop for it; PeerLost."""
-        if not self.replicas.compare(iteration, self._updates if update is None else update):
+        if not self.replicas.compare(iteration, self._point.update if update is None else update):
             raise _ReplicasDiffer
 
-    def _finish(self, outcome: Outcome) -> Outcome:
+    def _save_at_end(self, outcome: Outcome) -> None:
+        self._check_replicas(outcome.iteration)
+        self._saver.save(outcome.iteration, last=True)
+        # A stopped run can resume where it was; a complete one needs no more than its weights.
+        self.periodic.finish(None if outcome.completed else self._snapshot(outcome.iteration))
+        if not outcome.completed and not self.periodic.on:
+            # Without periodic checkpoints too; and it must not resume from an older emergency checkpoint.
+            self.emergency.save_on_stop()
+        # The first rank to exit would take the others down.
+        self.collective.barrier()
         if outcome.completed:
-            self._window.require_targets()
-        # What was never trained must not replace what an earlier run has left.
-        if outcome.iteration > 0:
-            self._check_replicas(outcome.iteration)
-            self._saver.save(outcome.iteration, last=True)
-            # A stopped run can resume where it was; a complete one needs no more than its weights.
-            self.periodic.finish(None if outcome.completed else self._snapshot(outcome.iteration))
-            if not outcome.completed and not self.periodic.on:
-                # Without periodic checkpoints too; and it must not resume from an older emergency checkpoint.
-                self.emergency.save_on_stop()
-            # The first rank to exit would take the others down.
-            self.collective.barrier()
-            if outcome.completed:
-                self.emergency.remove_all()
-        return outcome
+            self.emergency.remove_all()
 
     def _stop_on_mismatch(self) -> Outcome:
         """The replicas differ: all ranks stop at the last iteration where they agreed, as far as its parameters have

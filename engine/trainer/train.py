@@ -33,15 +33,7 @@ from engine.trainer.strategies.local import LocalSteps
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
 from engine.training.checkpoint_files import Origin, package_versions, packer
-from engine.training.data import (
-    DataLoader,
-    Split,
-    files_checksum,
-    input_checksums,
-    load_splits,
-    load_train_split,
-    rank_job,
-)
+from engine.training.data import DataLoader, Split, checksums, files_checksum, load_splits, load_train_split, rank_job
 from engine.training.process import Control
 from engine.training.reporting import PeerLost, Reporter
 from engine.training.resumption import ResumePoint
@@ -63,7 +55,7 @@ def train(spec: AttemptSpec, home: Path, collective: Collective, control: Contro
     job, examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     setup = _Setup(spec, config_hash(raw), job, collective, control, reporter)
     checksum = setup.check_ranks_agree(model, examples, valid)
-    inputs = input_checksums(job, train=examples, **({"valid": valid} if validates else {}))
+    inputs = checksums(job, train=examples, **({"valid": valid} if validates else {}))
     if collective.rank == 0:
         save_adapter_config(job, job.layers(len(model.layers)))
         # SwanLab by mlx-lm's own callback, or None: the head writes for the other services.

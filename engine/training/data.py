@@ -288,7 +288,7 @@ def partly_resumed(job: Job, present: int, trained: int) -> str:
     return f"{named} has {present:,} of the {trained:,} tensors that are trained: the others begin anew"
 
 
-def input_checksums(job: Job, **splits: Split) -> dict[str, str]:
+def checksums(job: Job, **splits: Split) -> dict[str, str]:
     """Origin.inputs, of these splits by name. Raises OSError."""
     files = {f"{name}.jsonl": f"crc32 {split.checksum:08x}" for name, split in splits.items()}
     return {**files, "the base model": files_checksum(job, adapter=False)}

@@ -1,4 +1,4 @@
-"""Validation and the reports of an update, as the training loops of both frameworks have them."""
+"""The training loop of both frameworks: validation, patience, stop and end, and the reports of an update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.protocol.job import Job
@@ -14,6 +14,7 @@ from engine.protocol.measurements import STEP_PARTS
 from engine.training.data import Split
 from engine.training.process import Control
 from engine.training.reporting import BestValidation, Diverged, Outcome, Reporter, ReportWindow
+from engine.training.resumption import TrainingPoint
 from engine.training.sampler import Indices
 
 
@@ -27,14 +28,32 @@ class TrainingLoop(ABC):
     control: Control
     reporter: Reporter
 
-    def _begin(self, window: Mapping[str, Any], best: Mapping[str, Any]) -> None:
-        """From the sums since the last report, and the best validation so far."""
-        self._window, self._best = ReportWindow(**window), BestValidation(**best)
+    def _begin(self, point: TrainingPoint) -> None:
+        """Go on from this point, which the strategy's state has been restored to."""
+        self._window, self._best = ReportWindow(**point.window), BestValidation(**point.best)
+        self._point = TrainingPoint(point.iteration, point.update, point.window, best=self._best.state())
+        """The last update. A resumed training repeats the validations since."""
         self._stop = False
 
+    def _end_update(self, iteration: int) -> None:
+        update, window = self._point.update + 1, asdict(self._window)
+        self._point = TrainingPoint(iteration, update, window, best=self._best.state())
+
+    def _last_of_step(self, first: int) -> int:
+        """The last of the iterations that one call of `train` takes together."""
+        return first
+
     @abstractmethod
-    def run(self) -> Outcome:
-        """Train until the last iteration or an agreed stop, and save."""
+    def train(self, first: int, last: int) -> None:
+        """The iterations from `first` to `last`, and the update if it ends with them."""
+
+    @abstractmethod
+    def _between(self, iteration: int, *, save: bool) -> None:
+        """Save the state where it is due, and the weights with `save`. Called after the last iteration too."""
+
+    @abstractmethod
+    def _save_at_end(self, outcome: Outcome) -> None:
+        """The saves at the end of the training, which has trained something."""
 
     @abstractmethod
     def _loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
@@ -52,6 +71,38 @@ class TrainingLoop(ABC):
     def _comparable(self) -> bool:
         """A validation's loss is of as many examples as those before."""
         return True
+
+    def run(self) -> Outcome:
+        """Train until the last iteration, the end of the job's patience or an agreed stop, and save."""
+        return self._finish(self._train_and_validate())
+
+    def _train_and_validate(self) -> Outcome:
+        self.strategy.model.train()
+        done = self._point.iteration
+        while done < self.job.iters:
+            last = self._last_of_step(done + 1)
+            due = next(filter(self._validation_due, range(done + 1, last + 1)), None)
+            if due is not None and not self._patience_over:
+                self._validate(due - 1)
+                if self._stop:
+                    return Outcome(False, True, self._point.iteration)
+            # In the middle of an accumulation, its update comes first.
+            if self._patience_over and self._point.iteration == done:
+                return Outcome(True, False, done, self._best.early_stop(done))
+            self.train(done + 1, last)
+            if self._stop and last < self.job.iters:
+                return Outcome(False, True, last)
+            self._between(last, save=last // self.job.save_every > done // self.job.save_every)
+            done = last
+        return Outcome(True, self._stop, self.job.iters)
+
+    def _finish(self, outcome: Outcome) -> Outcome:
+        if outcome.completed:
+            self._window.require_targets()
+        # What was never trained must not replace what an earlier run has left.
+        if outcome.iteration > 0:
+            self._save_at_end(outcome)
+        return outcome
 
     def run_and_test(self, test: Split | None) -> Outcome:
         """`test`: for the job's `test`."""
@@ -89,7 +140,9 @@ class TrainingLoop(ABC):
             return
         seconds = time.perf_counter() - started
         self.reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
-        if self._comparable and self._best.add(iteration, loss) and self.job.save_best:
+        better = self._comparable and self._best.add(iteration, loss)
+        # What was never trained must not replace what an earlier run has left.
+        if better and self.job.save_best and self._point.update > 0:
             self._save_best(iteration, loss)
 
     @property

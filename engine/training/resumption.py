@@ -48,7 +48,7 @@ def first_restored(
     """The first state that could be `restored`, or else `start`, reported. `refused`: how many states were, on all
     ranks. Raises JobError when there is none although the run had `reached` an iteration."""
     started = time.perf_counter()
-    point = next((each for each in restored if each is not None), None)
+    point = next((state for state in restored if state is not None), None)
     count, resumed = refused(), point is not None
     why = "" if resumed else no_state(count, reached)
     point, seconds = point or start or ResumePoint(), time.perf_counter() - started

@@ -85,7 +85,7 @@ def exchanges(loop: TorchLoop) -> int:
     loop.strategy.model = DistributedDataParallel(loop.strategy.module)
     loop._waits = WaitTimer(loop.strategy.model, torch.device("cpu"))
     with mock.patch("engine.torch_trainer.waits.allreduce_hook", wraps=allreduce_hook) as exchanged:
-        loop.update(1, loop.job.grad_accumulation_steps)
+        loop.train(1, loop.job.grad_accumulation_steps)
     loop.strategy.model = loop.strategy.module
     return int(exchanged.call_count)
 
@@ -94,7 +94,7 @@ def exchanges_alone(loop: TorchLoop) -> int:
     """How often the only rank gathers in one update."""
     accelerator = loop.strategy.accelerator
     with mock.patch.object(accelerator, "gather", wraps=accelerator.gather) as gather:
-        loop.update(1, loop.job.grad_accumulation_steps)
+        loop.train(1, loop.job.grad_accumulation_steps)
     return int(gather.call_count)
 
 
@@ -227,7 +227,7 @@ def diverges(loop: TorchLoop) -> str:
     backward = loop.strategy.backward
     loop.strategy.backward = lambda loss: backward(loss * float("inf"))  # type: ignore[method-assign]
     try:
-        loop.update(1, loop.job.grad_accumulation_steps)
+        loop.train(1, loop.job.grad_accumulation_steps)
     except Diverged as error:
         return str(error)
     return ""
@@ -252,7 +252,7 @@ def ddp(home: Path, job: dict[str, Any]) -> dict[str, Any]:
 
 def partitioned(home: Path, job: dict[str, Any]) -> dict[str, Any]:
     loop, events = load(home, job)
-    loop.update(1, loop.job.grad_accumulation_steps)
+    loop.train(1, loop.job.grad_accumulation_steps)
     return {
         "full disk": saves_on_a_full_disk(loop, events, home),
         "saves": saves(loop, events, home),

@@ -110,11 +110,10 @@ class Resume:
         """Restore the newest complete state and report it. `adapter`: the model has the weights of an adapter file,
         where there is no state. Raises PeerLost; JobError, on all ranks, when there is none although the run had
         `reached` an iteration; Corrupted, on all ranks."""
-        refused, start = self._refused_everywhere, ResumePoint(source="adapter" if adapter else "none")
-        return first_restored(self._restored(folders), refused, reached, self.reporter, start)
-
-    def _refused_everywhere(self) -> int:
-        return sum(all_gather_object(self.collective, self._refused))
+        states, start = self._restored(folders), ResumePoint(source="adapter" if adapter else "none")
+        return first_restored(
+            states, lambda: sum(all_gather_object(self.collective, self._refused)), reached, self.reporter, start
+        )
 
     def _restored(self, folders: StateFolders) -> Iterator[ResumePoint | None]:
         """The complete states, the newest first, each restored when it is asked for; None where that fails."""
