@@ -28,7 +28,7 @@ class LaunchHost(FrozenModel):
     interface: str | None = None
     """The network interface that has its first address, where it is known. Of PyTorch and NCCL alone."""
     gpu: str | None = None
-    """Its GPU as CUDA_VISIBLE_DEVICES names it. Of MLX on CUDA alone."""
+    """Its GPU as CUDA_VISIBLE_DEVICES names it, "" for a divided one (MIG). Of MLX on CUDA alone."""
 
 
 class NetworkPlan(FrozenModel):
