@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.app import App, ComposeResult
 from textual.content import Content
 
 from engine.cluster.topology import topology
@@ -200,3 +201,24 @@ def test_a_text_is_laid_out_anew_only_where_it_may_take_other_room(
     for lines in ("one", "one", "two", "two\nlines", "two\nlines"):
         text.put(Content(lines))
     assert layouts == laid_out
+
+
+class Narrow(App[None]):
+    """A text of the height of its content, twenty cells wide."""
+
+    CSS = "Text { height: auto; width: 20; }"
+
+    def compose(self) -> ComposeResult:
+        yield Text(id="figures")
+
+
+async def test_a_line_that_fits_takes_one_row_after_one_that_was_broken() -> None:
+    app = Narrow()
+    async with app.run_test() as pilot:
+        text = app.query_one(Text)
+        text.put(Content("val 1.400   lr 0.003   gradient 0.321"))
+        await pilot.pause()
+        assert text.size.height == 2
+        text.put(Content("val 1.400   lr 0.003"))
+        await pilot.pause()
+        assert text.size.height == 1

@@ -29,7 +29,10 @@ class Text(Static):
         if before is not None and content.is_same(before):
             return
         self._put = content
-        self.update(content, layout=self._wraps or before is None or _rows(before) != _rows(content))
+        rows = _rows(content)
+        # More rows than its own: `before` was broken, in a widget that was narrower than it was made for.
+        broken = self.size.height > rows
+        self.update(content, layout=self._wraps or before is None or _rows(before) != rows or broken)
 
 
 def _rows(content: Content) -> int:
