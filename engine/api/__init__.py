@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from engine.protocol.job import Strategy
     from engine.run.logs.pattern import ERRORS, LogPattern
     from engine.run.logs.reader import LogFilter, LogLine, LogReader
-    from engine.run.metrics import decimate
-    from engine.run.metrics_trial import MetricsTrial
+    from engine.run.metrics import MetricsTrial, decimate
     from engine.run.verification import GPU, NOT_MEASURED, gpu_line
     from engine.run.watch import RunWatch
     from engine.security.identifiers import safe_repr
@@ -60,8 +59,7 @@ _NAMES: Final = {
     "engine.protocol.job": "Strategy",
     "engine.run.logs.pattern": "ERRORS LogPattern",
     "engine.run.logs.reader": "LogFilter LogLine LogReader",
-    "engine.run.metrics": "decimate",
-    "engine.run.metrics_trial": "MetricsTrial",
+    "engine.run.metrics": "MetricsTrial decimate",
     "engine.run.verification": "GPU NOT_MEASURED gpu_line",
     "engine.run.watch": "RunWatch",
     "engine.security.identifiers": "safe_repr",

@@ -18,6 +18,7 @@ from engine.config.models import Config, NodeConfig, on_node
 from engine.errors import FlightDeckError, NodeUnreachable
 from engine.measurements import Calibration, Division
 from engine.models import FrozenModel, NodeFacts
+from engine.plan.document import PlannedCheck
 from engine.plan.network import NetworkPlan, plan_network
 
 T = TypeVar("T")
@@ -38,14 +39,22 @@ class CheckContext:
     """A configuration, its nodes, and what is known of them. Its owner closes the fleet."""
 
     def __init__(
-        self, config: Config, fleet: Fleet, *, division: Division | None = None, calibration: Calibration | None = None
+        self,
+        config: Config,
+        fleet: Fleet,
+        *,
+        division: Division | None = None,
+        calibration: Calibration | None = None,
+        planned: tuple[PlannedCheck, ...] = (),
     ) -> None:
         """`division` is that of the launch that is checked, `calibration` what it was made of: both may know of nodes
-        that `config` has no longer. Without a division, whoever wants one looks for a calibration of `config`."""
+        that `config` has no longer. Without a division, whoever wants one looks for a calibration of `config`.
+        `planned`: the checks as the training plan lists them."""
         self.config = config
         self.fleet = fleet
         self.division = division
         self.calibration = calibration
+        self.planned = planned
         self.progress: Callable[[str, str], None] = lambda check, line: None
         """Called with a check's name and one line about its progress."""
         self._shared: dict[str, asyncio.Task[Any]] = {}

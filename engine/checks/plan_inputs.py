@@ -29,6 +29,7 @@ from engine.measurements import Calibration
 from engine.models import NodeFacts, RunRecord
 from engine.plan.context import PlanInputs, Tools, make_context
 from engine.plan.data_report import DataReport, read_data_report
+from engine.plan.decisions import LaunchDecisions, decide_launch
 from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemory, Rationale, TrainingPlan
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.choice import is_open
@@ -44,8 +45,6 @@ from engine.security.redact import REDACTED, is_public
 from engine.store.store import Store
 
 _LIMIT_S = 20.0
-_COUNT_LIMIT_S = 60.0
-"""For millions of examples from a slow disk."""
 Answer = TypeVar("Answer")
 
 
@@ -77,8 +76,8 @@ class ClusterHistory:
 async def collect_plan_inputs(
     context: CheckContext, fresh: Mapping[str, NodeFacts], history: ClusterHistory, *, strategy: Strategy | None = None
 ) -> PlanInputs:
-    """Without a count of the examples. `fresh` are the facts of a probe just made, `strategy` replaces the job's. The
-    hostfile of the manual launch is written below the fleet's home."""
+    """`fresh` are the facts of a probe just made, `strategy` replaces the job's. The hostfile of the manual launch is
+    written below the fleet's home."""
     config, now = context.config, datetime.now(UTC)
     problems = {name: facts.problem for name, facts in fresh.items() if facts.problem is not None}
     latest = last_known_facts(config, fresh, history.facts)
@@ -95,9 +94,12 @@ async def collect_plan_inputs(
     except LaunchError as error:
         unwired = str(error)
     report, report_problem = await asyncio.to_thread(load_data_report, config)
-    model, model_source = await _model(context, [node for node in planned.nodes if node.name not in problems])
-    obstacles = await reporting_obstacles(context, planned.nodes[0], problems)
-    examples, examples_source = _known_examples(config, report)
+    answering = [node for node in planned.nodes if node.name not in problems]
+    (model, model_source), (examples, examples_source), obstacles = await asyncio.gather(
+        _model(context, answering),
+        _examples(context, answering, report),
+        reporting_obstacles(context, planned.nodes[0], problems),
+    )
     gradient = calibration.gradient_bytes if calibration is not None else None
     redacted = {name: text if is_public(name) else REDACTED for name, text in config.job.env.items()}
     inputs = PlanInputs(
@@ -124,6 +126,7 @@ async def collect_plan_inputs(
         left_out=left_out,
         rank_environment=common_environment(network, redacted, gradient_bytes=gradient),
         obstacles=obstacles,
+        checks=context.planned,
     )
     return replace(inputs, launching=await asyncio.to_thread(_launching, inputs, context.fleet.home))
 
@@ -143,23 +146,6 @@ async def cluster_history(context: CheckContext) -> ClusterHistory:
 @once
 async def shared_plan_inputs(context: CheckContext) -> PlanInputs:
     return await collect_plan_inputs(context, await context.facts(), await cluster_history(context))
-
-
-def needs_example_count(inputs: PlanInputs) -> bool:
-    return inputs.examples is None and inputs.config.job.command is None
-
-
-async def with_example_count(context: CheckContext, inputs: PlanInputs) -> PlanInputs:
-    """`inputs` with the number of examples, counted where necessary; no check waits for that."""
-    if not needs_example_count(inputs):
-        return inputs
-    answering = [node for node in inputs.config.nodes if node.name not in inputs.problems]
-    examples, examples_source = await _examples(context, answering)
-    counted = replace(inputs, examples=examples, examples_source=examples_source)
-    if inputs.config.job.mlx_lm.get("epochs") is None:
-        return counted
-    # The manual launch has the iterations that they are.
-    return replace(counted, launching=await asyncio.to_thread(_launching, counted, context.fleet.home))
 
 
 def last_known_facts(
@@ -236,22 +222,20 @@ async def _model(context: CheckContext, nodes: list[NodeConfig]) -> tuple[dict[s
     return await _first_answer(context, nodes, lambda node: node.model or job.model, read)
 
 
-def _known_examples(config: Config, report: DataReport | None) -> tuple[int | None, str]:
-    """The number of training examples where it need not be counted, and its source."""
-    if config.job.command is not None:
+async def _examples(
+    context: CheckContext, nodes: list[NodeConfig], report: DataReport | None
+) -> tuple[int | None, str]:
+    """The number of training examples by the report, else the lines of train.jsonl, and its source; or why it is not
+    known."""
+    job = context.config.job
+    if job.command is not None:
         return None, "the job runs a command of its own, with data of its own"
     if report is not None and report.ifd_score.total_examples is not None:
         return report.ifd_score.total_examples, "the data quality report"
-    return None, "not counted yet"
-
-
-async def _examples(context: CheckContext, nodes: list[NodeConfig]) -> tuple[int | None, str]:
-    """The number of lines of train.jsonl, and where they were counted, or why they were not."""
-    job = context.config.job
 
     async def read(node: NodeConfig, folder: str) -> tuple[int, str]:
         result = await context.probe(
-            node, "examples", f"{folder}/train.jsonl", result_type=ExampleCount, timeout_s=_COUNT_LIMIT_S
+            node, "examples", f"{folder}/train.jsonl", result_type=ExampleCount, timeout_s=_LIMIT_S
         )
         if result.examples is None:
             raise InputError(result.problem or "not counted", where=node.name)
@@ -311,8 +295,16 @@ async def chosen_job(context: CheckContext) -> JobConfig:
 
 @once
 async def shared_plan(context: CheckContext) -> TrainingPlan:
-    """The plan of what would be launched, without a count of the examples."""
-    return await asyncio.to_thread(make_plan, await shared_plan_inputs(context))
+    """The plan of what would be launched. Raises LaunchError when none can be made."""
+    try:
+        return await asyncio.to_thread(make_plan, await shared_plan_inputs(context))
+    except Exception as error:  # a bug in the plan is one line, and not the end of a supervisor
+        raise LaunchError("the training cannot be planned", why=f"{type(error).__name__}: {error}") from error
+
+
+async def launch_decisions(context: CheckContext) -> LaunchDecisions:
+    """Raises LaunchError when the training cannot be planned, or the ranks not be connected."""
+    return decide_launch(await shared_plan_inputs(context), await shared_plan(context))
 
 
 MemoryNeed = RankMemory | str

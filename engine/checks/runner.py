@@ -30,7 +30,8 @@ from engine.checks import (
 from engine.checks.check import Check, verdict, worst
 from engine.checks.context import CheckContext
 from engine.checks.obstacles import with_obstacles
-from engine.checks.plan_inputs import cluster_history, collect_plan_inputs, with_example_count
+from engine.checks.plan_inputs import cluster_history, collect_plan_inputs
+from engine.config.models import Config
 from engine.errors import FlightDeckError, InputError
 from engine.models import (
     OVERRIDDEN,
@@ -41,7 +42,6 @@ from engine.models import (
     PreRdmaSync,
     WorkerConsistency,
 )
-from engine.plan.context import PlanInputs
 from engine.plan.document import PlannedCheck, TrainingPlan
 from engine.plan.planner import make_plan
 from engine.protocol.job import Strategy
@@ -153,17 +153,16 @@ async def make_training_plan(
     """The plan of what would be launched now; `facts` are those of a probe just made."""
     fresh, history = {fact.node: fact for fact in facts}, await cluster_history(context)
     inputs = await collect_plan_inputs(context, fresh, history, strategy=strategy)
-    tried, counted = await asyncio.gather(with_obstacles(context, inputs), with_example_count(context, inputs))
-    return await asyncio.to_thread(plan_with_checks, replace(counted, obstacles=tried.obstacles))
+    inputs = replace(await with_obstacles(context, inputs), checks=planned_checks(context.config))
+    return await asyncio.to_thread(make_plan, inputs)
 
 
-def plan_with_checks(inputs: PlanInputs, skip: Collection[str] = ()) -> TrainingPlan:
-    """The plan with its list of checks; `skip` adds to the configuration's own list."""
-    skipped = {*inputs.config.preflight.skip, *skip}
-    checks = tuple(
+def planned_checks(config: Config, skip: Collection[str] = ()) -> tuple[PlannedCheck, ...]:
+    """`skip` adds to the configuration's own list."""
+    skipped = {*config.preflight.skip, *skip}
+    return tuple(
         PlannedCheck(name=check.name, what=check.title, overridden=check.name in skipped) for check in CHECKS.values()
     )
-    return make_plan(replace(inputs, checks=checks))
 
 
 def plan_with_results(plan: TrainingPlan, report: PreflightReport) -> TrainingPlan:

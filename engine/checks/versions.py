@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from engine.checks import connectivity, mlx_cuda
+from engine.checks import connectivity, mlx_cuda, sync
 from engine.checks.check import Check, Findings
 from engine.checks.context import CheckContext, once
 from engine.checks.fixes import Fix, posix
@@ -255,5 +255,5 @@ def dotted(version: tuple[int, ...]) -> str:
 
 CHECK = Check(
     NAME, "python and the framework's packages (MLX or PyTorch): importable, new enough, the same", run,
-    time_limit_s=_LIMIT_S, needs=(connectivity.NAME,),
+    time_limit_s=_LIMIT_S, needs=(connectivity.NAME,), after=(sync.NAME,),
 )  # fmt: skip

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
 
 from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import HostLayout, gather_all
@@ -34,52 +33,14 @@ from engine.launch.ssh_shim import launcher_environment
 from engine.launch.start_script import RankStart, StartFailure, start_ranks, start_script
 from engine.node.processes import oom_kill_count
 from engine.plan.checkpoints import state_every
+from engine.plan.decisions import LaunchDecisions
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import NONCE_ENV, AttemptSpec, RankSpec, read_regular, write_atomic
-from engine.protocol.partition import parse_split
 from engine.run.events import Attempt
 from engine.run.history import RunHistory
 from engine.run.run_plan import RunPlan
 from engine.security.sanitise import json_object
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
-
-T = TypeVar("T")
-
-
-def planned_layers(run_dir: RunDir, plan: RunPlan) -> str | None:
-    """The layers of each rank, "0-8,8-36". None where the job names its own, for another strategy, and where no plan is
-    for this number of ranks, which then divide the layers by their memory. Blocking."""
-    job = plan.config.job
-    if job.strategy != "pipeline" or job.layer_split is not None:
-        return None
-
-    def found(document: Any) -> str | None:
-        split = document["strategy"]["layer_split"]
-        return split if isinstance(split, str) and len(parse_split(split)) == len(plan.nodes) else None
-
-    return _of_training_plan(run_dir, found)
-
-
-def planned_validation(run_dir: RunDir, plan: RunPlan) -> RunPlan:
-    """`plan` with the training plan's decision which nodes take part in validation, where the configuration leaves it
-    open; without one all of them do. Blocking."""
-
-    def decisions(document: Any) -> dict[str, bool]:
-        return {node["node"]: node["validates"] is not False for node in document["nodes"]}
-
-    found = _of_training_plan(run_dir, decisions) or {}
-    decided = tuple(
-        node.model_copy(update={"validates": found.get(node.name, True)}) if node.validates is None else node
-        for node in plan.config.nodes
-    )
-    return plan.model_copy(update={"config": plan.config.model_copy(update={"nodes": decided})})
-
-
-def _of_training_plan(run_dir: RunDir, find: Callable[[Any], T]) -> T | None:
-    """The result of `find` on training_plan.json; None where there is none, or none of that shape."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return find(json.loads(read_regular(run_dir.training_plan)))
-    return None
 
 
 def keep_secrets(run_dir: RunDir, environment: MutableMapping[str, str], *, adopted: bool) -> None:
@@ -124,7 +85,6 @@ def new_attempt(
     history: RunHistory,
     *,
     layouts: Sequence[HostLayout],
-    network: NetworkPlan,
     starting_port: int,
 ) -> Attempt:
     """The attempt that follows those of `history`; it begins at the end of the head's files."""
@@ -136,7 +96,6 @@ def new_attempt(
         log_bases={source: _size(run_dir.log(source)) for source in (*ranks, LAUNCHER_SOURCE)},
         event_bases={rank: _size(run_dir.events(rank)) for rank in ranks},
         layouts=tuple(layouts),
-        network=network,
         memory_kills=oom_kill_count(),
         nodes=plan.nodes,
         reached=history.newest_reached,
@@ -145,34 +104,34 @@ def new_attempt(
     )
 
 
-async def launch(run_dir: RunDir, plan: RunPlan, attempt: Attempt, fleet: TransportProvider) -> AttemptOrigin:
+async def launch(
+    run_dir: RunDir, plan: RunPlan, attempt: Attempt, decisions: LaunchDecisions, fleet: TransportProvider
+) -> AttemptOrigin:
     """Put the attempt's files in place on every host, all at the same time, and start the ranks.
 
     Raises LaunchError, naming the node, when a host's files could not be written or mlx.launch not be started: no rank
     runs then. A rank that does not start is no error here: it is in `start_failures`, or mlx.launch reports it.
     Cancelled, it leaves no mlx.launch behind, but perhaps ranks."""
-    layers = await asyncio.to_thread(planned_layers, run_dir, plan)
-    decided = await asyncio.to_thread(planned_validation, run_dir, plan)
-    spec = attempt_spec(decided, attempt, os.environ, layer_split=layers)
-    environment = rank_environment(attempt.network, attempt.starting_port, os.environ)
+    spec, network = attempt_spec(plan, attempt, decisions, os.environ), decisions.network
+    environment = rank_environment(network, attempt.starting_port, os.environ)
     files = environment.files if plan.config.starts_directly else {}
     await gather_all(
-        _put_files(plan, attempt, layout, fleet, _host_files(plan, attempt, layout, spec, files))
+        _put_files(plan, attempt, layout, fleet, _host_files(plan, attempt, layout, spec, network=network, files=files))
         for layout in attempt.layouts
     )
     here = run_dir.attempt(attempt.number)
     try:
         here.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_hostfile(here / "hostfile.json", attempt.network)
+        write_hostfile(here / "hostfile.json", network)
         if not plan.config.starts_directly:
-            return AttemptOrigin(await _with_launcher(run_dir, plan, attempt))
+            return AttemptOrigin(await _with_launcher(run_dir, plan, attempt, network.backend))
     except OSError as error:
         raise _not_written("this machine", str(error.filename or here), error) from error
-    return AttemptOrigin(None, await start_ranks(fleet, _starts(plan, attempt, environment)))
+    return AttemptOrigin(None, await start_ranks(fleet, _starts(plan, attempt, network, environment)))
 
 
-async def _with_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> Launcher:
-    starting = asyncio.create_task(asyncio.to_thread(_start_launcher, run_dir, plan, attempt))
+async def _with_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt, backend: str) -> Launcher:
+    starting = asyncio.create_task(asyncio.to_thread(_start_launcher, run_dir, plan, attempt, backend))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
@@ -182,14 +141,14 @@ async def _with_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> La
         raise
 
 
-def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> Launcher:
+def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt, backend: str) -> Launcher:
     here = run_dir.attempt(attempt.number)
     argv = mlx_launch.arguments(
         hostfile=here / "hostfile.json",
         starting_port=attempt.starting_port,
         program=ssh_shim.program(plan.run_id, attempt.number),
         environment={NONCE_ENV: attempt.nonce},
-        backend=attempt.network.backend,
+        backend=backend,
     )
     own = launcher_environment(
         here, plan.config.nodes, attempt.layouts, home=run_dir.home, run_id=plan.run_id, attempt=attempt.number
@@ -203,11 +162,11 @@ def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt) -> Launche
     )
 
 
-def _starts(plan: RunPlan, attempt: Attempt, environment: RankEnvironment) -> list[RankStart]:
+def _starts(plan: RunPlan, attempt: Attempt, network: NetworkPlan, environment: RankEnvironment) -> list[RankStart]:
     starts = []
     for rank in range(len(plan.nodes)):
         files = attempt.files(plan.run_id, rank)
-        variables = {NONCE_ENV: attempt.nonce, **rank_variables(environment, attempt.network, rank)}
+        variables = {NONCE_ENV: attempt.nonce, **rank_variables(environment, network, rank)}
         variables |= {name: str(files.directory / file_name(name)) for name in environment.files}
         host = plan.config.nodes[attempt.layout(rank).ranks[0]]
         starts.append(RankStart(rank, host, files, variables))
@@ -215,7 +174,13 @@ def _starts(plan: RunPlan, attempt: Attempt, environment: RankEnvironment) -> li
 
 
 def _host_files(
-    plan: RunPlan, attempt: Attempt, layout: HostLayout, spec: AttemptSpec, files: Mapping[str, str]
+    plan: RunPlan,
+    attempt: Attempt,
+    layout: HostLayout,
+    spec: AttemptSpec,
+    *,
+    network: NetworkPlan,
+    files: Mapping[str, str],
 ) -> dict[str, str]:
     """The files of one host by name: spec.json, start.sh, and `files`, the contents of what variables name."""
     there = attempt.files_at(layout, plan.run_id)
@@ -227,7 +192,7 @@ def _host_files(
         ranks=layout.ranks,
         detached=() if here else layout.ranks,
         environment={"PATH": os.environ.get("PATH")} if here else {},
-        own={rank: gpu_environment(attempt.network, rank) for rank in layout.ranks},
+        own={rank: gpu_environment(network, rank) for rank in layout.ranks},
     )
     contents = {there.spec.name: spec.to_json(), there.start.name: script}
     return contents | {file_name(name): content + "\n" for name, content in files.items()}
@@ -254,30 +219,29 @@ def _not_written(node: str, where: str, error: OSError) -> LaunchError:
 
 
 def attempt_spec(
-    plan: RunPlan, attempt: Attempt, environment: Mapping[str, str], *, layer_split: str | None = None
+    plan: RunPlan, attempt: Attempt, decisions: LaunchDecisions, environment: Mapping[str, str]
 ) -> AttemptSpec:
     """The specification that keepers and trainers work from: every path is absolute on the node of its rank.
-    `layer_split` is a pipeline's, where the job names none.
 
     It also takes the secrets of `environment`, the supervisor's: it is written 0600, and nothing else of a launch may
     hold them."""
     config = plan.config
-    recovery = config.recovery
+    recovery, network = config.recovery, decisions.network
     secrets = {name: environment[name] for name in SECRETS if name in environment}
     gradient = plan.calibration.gradient_bytes if plan.calibration is not None else None
     return AttemptSpec(
         run_id=plan.run_id,
         attempt=attempt.number,
         nonce=attempt.nonce,
-        backend=attempt.network.backend,
+        backend=network.backend,
         world_size=len(plan.nodes),
-        ranks=[_rank_spec(plan, rank, attempt.layout(rank), attempt.network) for rank in range(len(plan.nodes))],
-        job=trainer_job(config, layer_split),
+        ranks=[_rank_spec(plan, rank, attempt.layout(rank), decisions) for rank in range(len(plan.nodes))],
+        job=trainer_job(config, decisions.layer_split),
         command=job_command(config.job),
         framework=config.job.framework,
         logging_dir=config.job.logging_dir,
         metrics=config.job.metrics,
-        env=common_environment(attempt.network, {**secrets, **config.job.env}, gradient_bytes=gradient),
+        env=common_environment(network, {**secrets, **config.job.env}, gradient_bytes=gradient),
         lease_s=recovery.lease_s,
         on_lease_expiry=recovery.on_lease_expiry,
         stop_grace_s=recovery.stop_grace_s,
@@ -297,14 +261,14 @@ def attempt_spec(
     )
 
 
-def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout, network: NetworkPlan) -> RankSpec:
-    config, node = plan.config, plan.config.nodes[rank]
+def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout, decisions: LaunchDecisions) -> RankSpec:
+    config, node, network = plan.config, plan.config.nodes[rank], decisions.network
     destination = config.checkpoint.destination
     local = destination and "://" not in destination
     return replace(
-        rank_spec(config, rank, layout, plan.shares[rank]),
+        rank_spec(config, rank, layout, decisions.division.parts[node.name]),
         adapter_path=path_there(config, node, layout, config.job.mlx_lm.get("adapter_path")),
-        validates=node.validates is not False,
+        validates=node.name in decisions.validators,
         address=next(iter(network.hosts[rank].ips), None) if network.framework == "torch" else None,
         checkpoint_folder=path_there(config, node, layout, destination) if local else destination,
     )

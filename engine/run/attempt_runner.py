@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext
-from engine.checks.plan_inputs import shared_plan
+from engine.checks.plan_inputs import launch_decisions
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import HostConnection
 from engine.cluster.staging import HostLayout, hosts_of
@@ -29,8 +29,7 @@ from engine.launch.mlx_launch import Launcher
 from engine.models import Reason, RunState
 from engine.node import processes
 from engine.node.bootstrap import ROOT
-from engine.plan.document import Disabled
-from engine.plan.memory.choice import is_open
+from engine.plan.decisions import LaunchDecisions
 from engine.protocol.attempt import END, read_regular
 from engine.run import events
 from engine.run.attempt import AttemptOrigin, launch, new_attempt, next_attempt
@@ -39,6 +38,7 @@ from engine.run.decide import NodePresence, describe_failure, failed_run, refusa
 from engine.run.failure_evidence import succeeded
 from engine.run.history import AttemptHistory, RunHistory
 from engine.run.journal import RunRecorder
+from engine.run.preflight import preflight_context
 from engine.run.ranks import AttemptContext, HostConnections, any_rank_started, host_connections
 from engine.run.run_plan import RunPlan
 from engine.run.shutdown import SILENT_S, CleanupProof
@@ -90,12 +90,15 @@ class RunContext:
 
     @property
     def plan(self) -> RunPlan:
-        """Without the nodes that preflight has excluded, and with the settings that were chosen."""
-        return self.whole_plan.with_settings(self.history.settings).without(self.history.record.excluded)
+        """Without the nodes that preflight has excluded, and with what was decided."""
+        return self._decided(self.whole_plan.without(self.history.record.excluded))
 
-    def plan_of(self, attempt: events.Attempt) -> RunPlan:
-        """The plan of the attempt's own nodes, which preflight may have excluded since."""
-        return self.whole_plan.with_settings(self.history.settings).among(attempt.nodes)
+    def plan_on(self, nodes: Sequence[str]) -> RunPlan:
+        """The plan of these nodes alone, which preflight may have excluded since; of all when none is named."""
+        return self._decided(self.whole_plan.among(nodes))
+
+    def _decided(self, plan: RunPlan) -> RunPlan:
+        return plan.decided(self.history.decisions_for(plan.nodes) or next(iter(self.history.decisions), None))
 
 
 class AttemptRunner:
@@ -133,10 +136,8 @@ class AttemptRunner:
                 if known is not None and known.state is RunState.SUCCEEDED:
                     return known
             self._recorder.change(RunState.LAUNCHING)
-            await until_abort(self._choose_settings(checks), self._abort)
-            plan = self._run.plan
-            attempt = await until_abort(self._plan_attempt(plan, checks), self._abort)
-            return await self._launch(await self._connect_next(plan, attempt))
+            attempt = await until_abort(self._plan_attempt(self._run.plan, checks), self._abort)
+            return await self._launch(await self._connect_next(attempt))
         except (LaunchError, NodeUnreachable) as error:
             return _launch_failed(error)
 
@@ -145,13 +146,13 @@ class AttemptRunner:
         number = next_attempt(self._run.run_dir, self._run.history)
         self._recorder.change(RunState.LAUNCHING)
         try:
-            async with CheckContext(plan.config, self._run.fleet) as checks:
+            async with preflight_context(plan, self._run.fleet) as checks:
                 attempt = await until_abort(self._plan_attempt(plan, checks), self._abort)
         except FlightDeckError as error:
             # The nodes and connections of the last attempt are what there still is.
             self._recorder.change(RunState.RECOVERING)
             return self._record_failure(number, _launch_failed(error))
-        context = await self._connect_next(plan, attempt)
+        context = await self._connect_next(attempt)
         try:
             return await self._launch(context)
         except (LaunchError, NodeUnreachable) as error:
@@ -285,28 +286,33 @@ class AttemptRunner:
             todo = "see that the node answers"
             raise LaunchError("the run cannot be taken up yet", where=where, why=why, todo=todo)
 
-    async def _choose_settings(self, checks: CheckContext) -> None:
-        """Record once what the job leaves to the plan that was checked."""
-        if not is_open(self._run.plan.config):
-            return
-        chosen = (await shared_plan(checks)).settings
-        if not isinstance(chosen, Disabled):
-            self._recorder.append(events.SettingsChosen(settings=chosen))
+    async def _decide(self, plan: RunPlan, checks: CheckContext) -> LaunchDecisions:
+        """As recorded for the nodes of `plan`, with the addresses that they have now; else by a plan, with the settings
+        of the run. Raises LaunchError when there can be none."""
+        history = self._run.history
+        if (recorded := history.decisions_for(plan.nodes)) is not None:
+            return recorded.model_copy(update={"network": await checks.network_plan()})
+        if history.attempts and not history.decisions:
+            why, todo = "the decisions of its launch are missing there", "launch it anew"
+            raise LaunchError("the run cannot be continued as launched", where="journal.jsonl", why=why, todo=todo)
+        made = await launch_decisions(checks)
+        return made.model_copy(update={"settings": history.decisions[0].settings}) if history.decisions else made
 
     async def _plan_attempt(self, plan: RunPlan, checks: CheckContext) -> events.Attempt:
         """The next attempt, in the journal before anything of it starts."""
-        if (last := self._reusable_placement(plan)) is not None:
-            network, layouts = last.network, last.layouts
+        recorded, last = self._run.history.decisions_for(plan.nodes), self._reusable_placement(plan)
+        if recorded is not None and last is not None:
+            decisions, layouts = recorded, last.layouts
         else:
-            network, layouts = await asyncio.gather(checks.network_plan(), checks.layouts())
+            decisions, layouts = await asyncio.gather(self._decide(plan, checks), checks.layouts())
         wanted = plan.config.cluster.starting_port
-        port = await fresh_ports(self._run.fleet, plan.config.nodes, network, wanted)
+        port = await fresh_ports(self._run.fleet, plan.config.nodes, decisions.network, wanted)
         if self._monitor is not None:
             # Only now: until then its nodes may have sent more.
             await self._monitor.stop_copying()
-        attempt = new_attempt(
-            self._run.run_dir, plan, self._run.history, layouts=layouts, network=network, starting_port=port
-        )
+        attempt = new_attempt(self._run.run_dir, plan, self._run.history, layouts=layouts, starting_port=port)
+        if decisions != recorded:
+            self._recorder.append(events.LaunchDecided(decisions=decisions))
         self._recorder.append(events.AttemptPlanned(attempt=attempt))
         self._last = attempt
         return attempt
@@ -319,12 +325,12 @@ class AttemptRunner:
             return None
         return self._last if self._last.nodes == plan.nodes else None
 
-    async def _connect_next(self, plan: RunPlan, attempt: events.Attempt) -> AttemptContext:
+    async def _connect_next(self, attempt: events.Attempt) -> AttemptContext:
         """Connect the hosts of the next attempt, and let go of the last one, except for what is still to be proved on
         nodes that the next one leaves out."""
         remote = [proof for proof in self._proofs if not proof.connection.local]
         await self._let_go([proof for proof in remote if not set(proof.connection.names) & set(attempt.nodes)])
-        return self._connect(plan, attempt)
+        return self._connect(attempt)
 
     async def _let_go(self, kept: Sequence[CleanupProof]) -> None:
         """Close the attempt's files, and every connection but those of `kept`."""
@@ -340,7 +346,9 @@ class AttemptRunner:
     async def _launch(self, context: AttemptContext) -> events.Verdict:
         """Start the ranks, while their hosts are being connected, and monitor them to their end. When an abort comes in
         between, the monitor ends whatever has started by then."""
-        starting = launch(context.run_dir, context.plan, context.attempt, self._run.fleet)
+        decisions = context.history.decisions
+        assert decisions is not None
+        starting = launch(context.run_dir, context.plan, context.attempt, decisions, self._run.fleet)
         try:
             origin = await until_abort(starting, self._abort)
         except Aborted:
@@ -382,7 +390,8 @@ class AttemptRunner:
         # Not on the loop: the indices of a week of logs may have to be repaired, and the ranks want their heartbeats.
         return await asyncio.to_thread(AttemptMonitor, context, origin, may_restart, self._run.clock)
 
-    def _connect(self, plan: RunPlan, attempt: events.Attempt) -> AttemptContext:
+    def _connect(self, attempt: events.Attempt) -> AttemptContext:
+        plan = self._run.plan_on(attempt.nodes)
         connections = self._new_connections(plan, attempt)
         for connection in connections:
             connection.start()
@@ -399,15 +408,14 @@ class AttemptRunner:
 
     def _connect_adopted(self, attempt: AttemptHistory) -> AttemptContext:
         """An earlier supervisor's attempt. Of the run's nodes that it went on without, the proof is sought anew."""
-        plan = self._run.plan_of(attempt.plan)
         for name in self._run.plan.nodes:
             earlier = next((each for each in reversed(self._run.history.attempts) if name in each.plan.nodes), None)
             sought = any(name in proof.connection.names for proof in self._left_behind)
-            if name not in plan.nodes and not sought and earlier is not None:
-                for connection in self._new_connections(self._run.plan_of(earlier.plan), earlier.plan):
+            if name not in attempt.plan.nodes and not sought and earlier is not None:
+                for connection in self._new_connections(self._run.plan_on(earlier.plan.nodes), earlier.plan):
                     if name in connection.names and not connection.local:
                         self._seek_proof(connection)
-        return self._connect(plan, attempt.plan)
+        return self._connect(attempt.plan)
 
     def _seek_proof(self, connection: HostConnection) -> None:
         connection.start()

@@ -14,10 +14,8 @@ from typing import Literal
 from pydantic import Field, StrictBool
 
 from engine.cluster.staging import HostLayout
-from engine.measurements import Division
 from engine.models import FrozenModel, Reason, RunRecord, RunState
-from engine.plan.document import Settings
-from engine.plan.network import NetworkPlan
+from engine.plan.decisions import LaunchDecisions
 from engine.protocol.attempt import Identity, NodeFiles
 
 JOURNAL_VERSION = 1
@@ -49,7 +47,6 @@ class Attempt(FrozenModel):
     """Rank → size of the head's event file when the attempt began, bytes."""
     layouts: tuple[HostLayout, ...]
     """Where the nodes' files are: whoever adopts the run may have another environment."""
-    network: NetworkPlan
     memory_kills: int | None = None
     """Processes that this machine had killed for lack of memory when the attempt began."""
     nodes: tuple[str, ...] = ()
@@ -139,18 +136,6 @@ class RunPlanned(SyncedEvent):
     nonce: str
 
 
-class SharesChosen(Event):
-    event: Literal["shares"] = "shares"
-    division: Division
-
-
-class SettingsChosen(SyncedEvent):
-    """The values of settings that the job leaves to the plan: chosen once, so that every attempt trains alike."""
-
-    event: Literal["settings"] = "settings"
-    settings: Settings
-
-
 class SupervisorStarted(Event):
     """This process supervises the run from here on."""
 
@@ -187,6 +172,14 @@ class NodesExcluded(SyncedEvent):
     nodes: tuple[str, ...]
     why: str
     world_size: int
+
+
+class LaunchDecided(SyncedEvent):
+    """For the attempts that follow on these nodes. The settings are the first ones for the whole run, so that every
+    attempt trains alike."""
+
+    event: Literal["decided"] = "decided"
+    decisions: LaunchDecisions
 
 
 class AttemptPlanned(SyncedEvent):

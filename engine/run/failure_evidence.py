@@ -240,12 +240,11 @@ class EvidenceCollector:
 
     def _with_ports(self, ranks: Sequence[RankEvidence]) -> list[RankEvidence]:
         """The same with `port`, where the host answers in time: each host is asked once, all at the same time."""
-        attempt = self._context.attempt
-        ports = {
-            each.rank: ports_of(each.rank, attempt.network, attempt.starting_port)
-            for each in ranks
-            if each.bind_error is not None
-        }
+        ports, decisions = dict[int, range](), self._context.history.decisions
+        if decisions is not None:
+            unbound = [evidence.rank for evidence in ranks if evidence.bind_error is not None]
+            first = self._context.attempt.starting_port
+            ports |= {rank: ports_of(rank, decisions.network, first) for rank in unbound}
         ports |= {each.rank: range(port, port + 1) for each in ranks if (port := each.busy_master_port) is not None}
         asked = {self._connection(rank) for rank in ports}
         for connection in asked:

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.errors import StateError
 from engine.models import RunRecord, RunState
-from engine.plan.document import Settings
+from engine.plan.decisions import LaunchDecisions
 from engine.run import events
 from engine.run.run_plan import RunPlan
 from engine.security.sanitise import moment_or_none
@@ -25,6 +25,8 @@ MANIFESTS_KEPT = 32
 class AttemptHistory:
     plan: events.Attempt
     status: AttemptStatus
+    decisions: LaunchDecisions | None
+    """None where the journal has lost them."""
     boot_id: str | None = None
     """The head's, when it was planned."""
     launcher: events.LauncherStarted | None = None
@@ -80,8 +82,8 @@ class RunHistory:
     """The furthest iteration that the run is known to have reached; 0 for none."""
     boot_id: str | None = None
     """The head's, when the newest supervisor started."""
-    settings: Settings | None = None
-    """Chosen for what the job leaves to the plan."""
+    decisions: tuple[LaunchDecisions, ...] = ()
+    """One for each group of nodes, or more where its addresses changed; the newest last."""
     abort: events.RequestReceived | None = None
     """In this life; a request that skips the cooperative stop wins."""
     stop: StopProgress | None = None
@@ -113,6 +115,10 @@ class RunHistory:
     def newest_reached(self) -> int:
         """The iteration that the run goes on from at best; 0 for none."""
         return self.failures[-1].reached if self.failures else self.reached
+
+    def decisions_for(self, nodes: Sequence[str]) -> LaunchDecisions | None:
+        """The newest for exactly these nodes, in the order of their ranks."""
+        return next((made for made in reversed(self.decisions) if made.nodes == tuple(nodes)), None)
 
     def attempt(self, number: int) -> AttemptHistory:
         """The attempt of this number, which was planned."""
@@ -153,10 +159,10 @@ def _advance(history: RunHistory, event: events.Event) -> RunHistory:
 
 
 def _plan_attempt(history: RunHistory, event: events.AttemptPlanned) -> RunHistory:
-    attempt = event.attempt
+    attempt, decisions = event.attempt, history.decisions_for(event.attempt.nodes)
     changes = {
         "attempts": attempt.number,
-        "backend": attempt.network.backend,
+        "backend": decisions.network.backend if decisions is not None else history.record.backend,
         "world_size": len(attempt.nodes) or history.record.world_size,
         "logs_missing": [],
     }
@@ -164,7 +170,7 @@ def _plan_attempt(history: RunHistory, event: events.AttemptPlanned) -> RunHisto
     return replace(
         history,
         record=history.record.model_copy(update=changes),
-        attempts=(*history.attempts, AttemptHistory(attempt, status, history.boot_id)),
+        attempts=(*history.attempts, AttemptHistory(attempt, status, decisions, history.boot_id)),
         launched=True,
         stop=None,
         restart_pending=None,
@@ -262,8 +268,8 @@ def _changes(history: RunHistory, event: events.Event) -> dict[str, Any]:
         case events.StateSaved():
             saved = (*history.manifests.get(event.rank, ()), (event.state, event.manifest))
             changes = {"manifests": {**history.manifests, event.rank: saved[-MANIFESTS_KEPT:]}}
-        case events.SettingsChosen():
-            changes = {"settings": event.settings}
+        case events.LaunchDecided():
+            changes = {"decisions": (*history.decisions, event.decisions)}
         case events.SupervisorStarted():
             changes = {"boot_id": event.boot_id, "trackers_failed": {}}
         case events.TrackerFailed():

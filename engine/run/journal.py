@@ -25,7 +25,6 @@ from engine.run.events import (
     Figures,
     Note,
     RunPlanned,
-    SharesChosen,
     StateChanged,
     SyncedEvent,
     Verdict,
@@ -209,8 +208,6 @@ class RunRecorder:
         """With everything that was appended so far."""
         if not events:
             self._store.submit(self._put_newest, self.history.record)
-            if plan.division is not None:
-                self.append(SharesChosen(division=plan.division))
         if (damage := describe_damage(tail.damaged)) is not None:
             self.append(Note(message=damage))
 

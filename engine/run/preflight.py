@@ -1,5 +1,5 @@
-"""A run's preflight: runs its checks, writes preflight.json and the training plan meanwhile, and turns a failed check
-into the run's verdict."""
+"""A run's preflight: runs its checks, writes preflight.json and the training plan, and turns a failed check into the
+run's verdict."""
 
 from __future__ import annotations
 
@@ -8,88 +8,48 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.checks import sync
 from engine.checks.context import CheckContext
-from engine.checks.plan_inputs import needs_example_count, shared_plan_inputs, with_example_count
-from engine.checks.runner import plan_with_checks, plan_with_results, run_checks
+from engine.checks.plan_inputs import shared_plan
+from engine.checks.runner import plan_with_results, planned_checks, run_checks
 from engine.cluster.transport.fleet import Fleet
+from engine.errors import LaunchError
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
-from engine.plan.document import VERSION, TrainingPlan
+from engine.plan.document import VERSION
 from engine.protocol.attempt import write_atomic
 from engine.run.events import Verdict
 from engine.run.run_plan import RunPlan
 from engine.security.audit import audit_log
 from engine.store.layout import RunDir
 
-_PLAN_S = 2.0
-"""For the training plan, once the checks have ended: a launch does not wait for it."""
-_UNCOUNTED = "not counted by the time the checks had ended"
-
 
 async def run_preflight(run_dir: RunDir, plan: RunPlan, context: CheckContext) -> PreflightReport:
-    """Run the checks that `plan` does not skip. When it is cancelled, the report shows that; what the checks started is
-    gone when this returns or raises."""
+    """Run the checks that `plan` does not skip, and write the training plan of what passes them, for people and other
+    programs. When it is cancelled, the report shows that; what the checks started is gone when this returns or
+    raises."""
     results: dict[str, CheckResult] = {}
-    synced = asyncio.Event()
 
     def keep(result: CheckResult) -> None:
         results[result.name] = result
-        if result.name == sync.NAME and result.status is not CheckStatus.RUNNING:
-            synced.set()
         _write_report(run_dir, results.values(), CheckStatus.RUNNING, plan.skip)
 
     audit = functools.partial(audit_log, home=run_dir.home)
-    document = _TrainingPlan(run_dir)
-    planning = asyncio.create_task(_write_training_plan(document, plan, context, synced), name="training plan")
     try:
         report = await run_checks(context, skip=plan.skip, on_result=keep, audit=audit)
-        await asyncio.wait([planning], timeout=_PLAN_S)
     except asyncio.CancelledError:
         _write_report(run_dir, map(_cut_short, results.values()), CheckStatus.SKIP, plan.skip)
         raise
-    finally:
-        planning.cancel()
-        await asyncio.gather(planning, return_exceptions=True)
     _write(run_dir.preflight, report.model_dump_json(indent=1))
-    if document.plan is not None:
-        document.put(plan_with_results(document.plan, report))
-    return report
-
-
-@dataclass
-class _TrainingPlan:
-    """training_plan.json of one preflight."""
-
-    run_dir: RunDir
-    plan: TrainingPlan | None = None
-
-    def put(self, plan: TrainingPlan) -> None:
-        self.plan = plan
-        _write_document(self.run_dir, plan.document())
-
-
-async def _write_training_plan(
-    document: _TrainingPlan, plan: RunPlan, context: CheckContext, synced: asyncio.Event
-) -> None:
-    """training_plan.json while the checks run, from what these have collected: first without a count of the examples,
-    which may take longer than all checks, then with it. The launch does not depend on it: whatever prevents it is
-    written in its place."""
-    _no_training_plan(document.run_dir, "it was not made by the time the checks had ended")
+    if report.overall_status is CheckStatus.FAIL:
+        _no_training_plan(run_dir, "preflight has failed")
+        return report
     try:
-        # The model and the data may only come with the sync.
-        await synced.wait()
-        inputs = await shared_plan_inputs(context)
-        if needs_example_count(inputs):
-            uncounted = replace(inputs, examples_source=_UNCOUNTED)
-            document.put(await asyncio.to_thread(plan_with_checks, uncounted, plan.skip))
-        document.put(await asyncio.to_thread(plan_with_checks, await with_example_count(context, inputs), plan.skip))
-    except Exception as error:
-        document.plan = None
-        _no_training_plan(document.run_dir, f"{type(error).__name__}: {error}")
+        _write_document(run_dir, plan_with_results(await shared_plan(context), report).document())
+    except LaunchError as error:
+        _no_training_plan(run_dir, str(error))
+    return report
 
 
 def _no_training_plan(run_dir: RunDir, reason: str) -> None:
@@ -101,7 +61,8 @@ def _write_document(run_dir: RunDir, document: Mapping[str, Any]) -> None:
 
 
 def preflight_context(plan: RunPlan, fleet: Fleet) -> CheckContext:
-    return CheckContext(plan.config, fleet, division=plan.division, calibration=plan.calibration)
+    planned = planned_checks(plan.config, plan.skip)
+    return CheckContext(plan.config, fleet, division=plan.division, calibration=plan.calibration, planned=planned)
 
 
 def excluded_nodes(report: PreflightReport) -> dict[str, str]:

@@ -15,8 +15,7 @@ from engine.config.models import Config, select_nodes
 from engine.errors import StateError
 from engine.measurements import Calibration, Division
 from engine.models import FrozenModel, RunRecord, RunState
-from engine.plan.document import Settings
-from engine.plan.memory.choice import resolved
+from engine.plan.decisions import LaunchDecisions, decided
 from engine.protocol.attempt import read_regular, write_atomic
 from engine.security.redact import Redactor
 from engine.security.sanitise import json_object, json_or_none
@@ -44,12 +43,6 @@ class RunPlan(FrozenModel):
         """The nodes' names in the order of their ranks."""
         return tuple(node.name for node in self.config.nodes)
 
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The ranks' relative shares of the global batch: of `division`, without it of the configuration."""
-        parts = self.division.parts if self.division is not None else {}
-        return tuple(parts.get(node.name) or node.share or 1.0 for node in self.config.nodes)
-
     def without(self, nodes: Collection[str]) -> RunPlan:
         """The plan of the same run without these nodes, its ranks renumbered; the plan itself when it has none of them.
         Raises InputError when none is left."""
@@ -65,9 +58,9 @@ class RunPlan(FrozenModel):
         itself when none is named. Raises InputError when none is left."""
         return self.without([name for name in self.nodes if name not in nodes]) if nodes else self
 
-    def with_settings(self, chosen: Settings | None) -> RunPlan:
-        """The plan with these settings, where its job leaves them open; the plan itself without any."""
-        return self if chosen is None else self.model_copy(update={"config": resolved(self.config, chosen)})
+    def decided(self, decisions: LaunchDecisions | None) -> RunPlan:
+        """The plan with what was decided for its launch; the plan itself before that."""
+        return self if decisions is None else self.model_copy(update={"config": decided(self.config, decisions)})
 
     def record(self) -> RunRecord:
         """The run as it is before anything has happened."""

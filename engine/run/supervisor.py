@@ -214,7 +214,7 @@ class Supervisor:
         while (left := deadline - self._run.clock()) > 0:
             await self._tick()
             await asyncio.sleep(min(TICK_S, left))
-        return await self._runner.relaunch(self._run.plan.among(restart.members))
+        return await self._runner.relaunch(self._run.plan_on(restart.members))
 
     async def _tick(self) -> None:
         """Between two attempts. Raises Aborted."""
@@ -265,7 +265,7 @@ class Supervisor:
 
     async def _kill_everywhere(self) -> None:
         last = self._history.last_attempt
-        plan = self._run.plan_of(last.plan) if last is not None else self._run.plan
+        plan = self._run.plan_on(last.plan.nodes) if last is not None else self._run.plan
         layouts = last.plan.layouts if last is not None else ()
         self._unconfirmed = await kill_everywhere(self._run.fleet, plan.config.nodes, layouts, self._history.nonce)
 

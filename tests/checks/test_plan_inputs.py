@@ -13,10 +13,11 @@ import sysconfig
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from engine.checks import runner
+from engine.checks import plan_inputs, runner
 from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import (
     ClusterHistory,
@@ -24,10 +25,10 @@ from engine.checks.plan_inputs import (
     describe_memory,
     memory_share,
     shared_plan,
-    with_example_count,
 )
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import Config
+from engine.errors import LaunchError
 from engine.measurements import Calibration, Division, LinkMeasure, NodeMeasure
 from engine.models import NodeFacts
 from engine.plan.context import PlanInputs
@@ -75,9 +76,7 @@ async def collected(
     async with fleet_of(config) as fleet:
         context = CheckContext(config, fleet, **launch)
         try:
-            return await with_example_count(
-                context, await collect_plan_inputs(context, seen(config) if fresh is None else fresh, past)
-            )
+            return await collect_plan_inputs(context, seen(config) if fresh is None else fresh, past)
         finally:
             await context.close()
 
@@ -197,17 +196,12 @@ async def test_a_count_that_takes_long_on_one_node_is_not_waited_for(config: Con
     assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node1")
 
 
-async def test_no_verdict_waits_for_a_count(config: Config, data: Path) -> None:
-    with stalled(data / "train.jsonl"):
-        async with fleet_of(config) as fleet:
-            context = CheckContext(config, fleet)
-            try:
-                async with asyncio.timeout(20):
-                    plan = await shared_plan(context)
-                    assert await shared_plan(context) is plan
-            finally:
-                await context.close()
-    assert plan.data.examples is None and plan.data.source == "not counted yet"
+async def test_a_plan_that_cannot_be_made_is_one_line(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_inputs, "make_plan", Mock(side_effect=ZeroDivisionError("no ranks")))
+    monkeypatch.setattr(plan_inputs, "shared_plan_inputs", AsyncMock())
+    async with fleet_of(config) as fleet, CheckContext(config, fleet) as context:
+        with pytest.raises(LaunchError, match="the training cannot be planned: ZeroDivisionError: no ranks"):
+            await shared_plan(context)
 
 
 async def test_secrets_of_the_job_are_not_in_what_is_planned(config: Config) -> None:

@@ -27,6 +27,7 @@ from engine.store.layout import RunDir
 from tests.cluster.cluster import Cluster
 from tests.machine import NONCE
 from tests.unit.launch.host_layouts import configured_network
+from tests.unit.run.run_maker import made_decisions
 
 LIMIT_S = 60.0
 LAUNCHERS: list[Launcher] = []
@@ -111,8 +112,8 @@ async def start_attempt(
     layouts = await prepare(fleet, nodes)
     port = await fresh_ports(fleet, nodes, network, plan.config.cluster.starting_port)
     history = RunHistory(plan.record(), NONCE, plan.created_at)
-    attempt = new_attempt(run_dir, plan, history, layouts=layouts, network=network, starting_port=port)
-    launched = await launch(run_dir, plan, attempt, fleet)
+    attempt = new_attempt(run_dir, plan, history, layouts=layouts, starting_port=port)
+    launched = await launch(run_dir, plan, attempt, made_decisions(plan, network=network), fleet)
     if launched.launcher is not None:
         LAUNCHERS.append(launched.launcher)
     return StartedAttempt(run_dir, plan, attempt, launched, fleet)

@@ -57,14 +57,14 @@ def test_without_one_all_are_equal_and_the_plan_says_why(tmp_path: Path) -> None
     plan = planned(Engine(tmp_path))
     assert plan.division is not None
     assert (plan.division.source, plan.division.warnings) == ("equal", (MISSING,))
-    assert len(set(plan.shares)) == 1
+    assert len(set(plan.division.parts.values())) == 1
     assert plan.division.why_not == "not calibrated"
 
 
 def test_a_fresh_one_gives_the_ranks_their_shares_and_what_is_predicted(tmp_path: Path) -> None:
     plan = planned(calibrated(tmp_path, {"a": 4.0, "b": 2.0, "c": 2.0}))
-    assert plan.shares == (0.5, 0.25, 0.25)
     assert plan.division is not None and plan.division.source == "calibrated"
+    assert plan.division.parts == {"a": 0.5, "b": 0.25, "c": 0.25}
     assert plan.division.tokens_per_s == pytest.approx(800, rel=0.01)
     assert plan.division.compute_s == {"a": 1.0, "b": 1.0, "c": 1.0}
 
@@ -78,8 +78,8 @@ def test_one_of_another_job_or_too_old_is_not_used(tmp_path: Path) -> None:
 
 def test_a_node_that_finished_nothing_is_left_out_of_the_launch(tmp_path: Path) -> None:
     plan = planned(calibrated(tmp_path, {"a": 4.0, "b": 0.0, "c": 1.0}))
-    assert (plan.nodes, plan.shares) == (("a", "c"), (0.8, 0.2))
     assert plan.division is not None and plan.division.left_out == ("b",)
+    assert (plan.nodes, plan.division.parts) == (("a", "c"), {"a": 0.8, "c": 0.2})
 
 
 def test_when_none_is_left_nothing_is_launched(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_when_none_is_left_nothing_is_launched(tmp_path: Path) -> None:
 
 def test_a_plan_made_again_keeps_the_shares_of_the_others(tmp_path: Path) -> None:
     plan = planned(calibrated(tmp_path, {"a": 4.0, "b": 2.0, "c": 2.0})).without({"b"})
-    assert dict(zip(plan.nodes, plan.shares, strict=True)) == pytest.approx({"a": 2 / 3, "c": 1 / 3})
     assert plan.division is not None and plan.division.tokens_per_s is None
+    assert plan.division.parts == pytest.approx({"a": 2 / 3, "c": 1 / 3})
     assert plan.division.why_not == "left out: b"
     assert plan.calibration is not None and [measure.node for measure in plan.calibration.nodes] == NAMES
     again = plan.without({"c"})

@@ -12,11 +12,14 @@ from typing import Any
 
 from engine.cluster.staging import HostLayout
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
+from engine.measurements import Division
 from engine.models import Reason, RunState
 from engine.node.processes import boot_id, start_time
+from engine.plan.decisions import LaunchDecisions
+from engine.plan.document import ChosenSettings
 from engine.protocol.job import Strategy
 from engine.run.attempt import new_attempt
-from engine.run.events import Attempt, AttemptPlanned, Event, Figures, RunPlanned, StateChanged, Verdict
+from engine.run.events import Attempt, AttemptPlanned, Event, Figures, LaunchDecided, RunPlanned, StateChanged, Verdict
 from engine.run.history import RunHistory
 from engine.run.journal import Journal
 from engine.run.run_plan import RunPlan, write_plan
@@ -91,8 +94,10 @@ class MadeRun:
         self.directory.supervisor.write_text(json.dumps(who))
         return self
 
-    def attempt(self, number: int = 1) -> MadeRun:
+    def attempt(self, number: int = 1, *, decided: bool = True) -> MadeRun:
         layouts = [local_layout(self.home / "node", len(self.plan.nodes))]
+        if decided:
+            self.journal.append(LaunchDecided(decisions=made_decisions(self.plan)))
         self.journal.append(AttemptPlanned(attempt=planned_attempt(self.directory, self.plan, layouts, number)))
         return self
 
@@ -120,8 +125,21 @@ def history_before(plan: RunPlan, number: int, nonce: str = "n") -> RunHistory:
 def planned_attempt(
     directory: RunDir, plan: RunPlan, layouts: Sequence[HostLayout], number: int = 1, nonce: str = "n"
 ) -> Attempt:
-    network, history = configured_network(plan.config.nodes), history_before(plan, number, nonce)
-    return new_attempt(directory, plan, history, layouts=layouts, network=network, starting_port=20_000)
+    history = history_before(plan, number, nonce)
+    return new_attempt(directory, plan, history, layouts=layouts, starting_port=20_000)
+
+
+def made_decisions(plan: RunPlan, **decided: Any) -> LaunchDecisions:
+    """Those of a launch of `plan` in which every node validates, but for what is `decided`."""
+    parts = dict.fromkeys(plan.nodes, 1 / len(plan.nodes))
+    chosen: dict[str, Any] = {
+        "nodes": plan.nodes,
+        "division": Division(parts=parts, source="equal", reason="not measured"),
+        "settings": ChosenSettings(),
+        "validators": plan.nodes,
+        "network": configured_network(plan.config.nodes),
+    }
+    return LaunchDecisions(**(chosen | decided))
 
 
 def end(state: str, unconfirmed: tuple[str, ...] = (), **fields: Any) -> StateChanged:

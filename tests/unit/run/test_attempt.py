@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from engine.cluster.staging import HostLayout
 from engine.config.models import CheckpointConfig, ClusterConfig, Config, JobConfig, NodeConfig
+from engine.measurements import Division
 from engine.plan import network
 from engine.protocol.attempt import AttemptSpec
-from engine.run.attempt import attempt_spec, keep_secrets, new_attempt, planned_layers, planned_validation
+from engine.run.attempt import attempt_spec, keep_secrets, new_attempt
 from engine.run.events import Attempt, StateSaved
 from engine.run.history import fold
 from engine.run.run_plan import RunPlan
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.unit.launch.host_layouts import configured_network, local_layout
 from tests.unit.plan.clusters import calibration
-from tests.unit.run.run_maker import history_before, planned_attempt
+from tests.unit.run.run_maker import history_before, made_decisions, planned_attempt
 
 TRAINING = JobConfig(name="t", model="/m", data="/d", mlx_lm={"iters": 5, "model": "old"}, env={"A": "1"})
 
@@ -40,6 +43,12 @@ def attempt(directory: Path, of: RunPlan) -> Attempt:
     return planned_attempt(RunDir(directory), of, [local_layout(directory / "node", 2)], 2, "nonce")
 
 
+def spec_of(
+    of: RunPlan, made: Attempt, environment: Mapping[str, str] = MappingProxyType({}), **decided: Any
+) -> AttemptSpec:
+    return attempt_spec(of, made, made_decisions(of, **decided), environment)
+
+
 def test_an_adopter_reports_to_wandb_as_the_launch_did(tmp_path: Path) -> None:
     launched = {"WANDB_API_KEY": "key", "WANDB_MODE": "offline", "PATH": "/bin"}
     keep_secrets(RunDir(tmp_path), launched, adopted=False)
@@ -49,7 +58,7 @@ def test_an_adopter_reports_to_wandb_as_the_launch_did(tmp_path: Path) -> None:
 
 
 def test_a_training_takes_the_jobs_own_keys_over_the_yamls(tmp_path: Path) -> None:
-    spec = attempt_spec(plan(), attempt(tmp_path, plan()), {})
+    spec = spec_of(plan(), attempt(tmp_path, plan()))
     assert spec.job == {
         "iters": 5,
         "model": "/m",
@@ -68,7 +77,7 @@ def test_keepers_restart_ranks_only_where_the_others_go_on_without_them(
     tmp_path: Path, strategy: str, restarts: int
 ) -> None:
     of = plan(TRAINING.model_copy(update={"strategy": strategy}))
-    assert attempt_spec(of, attempt(tmp_path, of), {}).rank_restarts == restarts
+    assert spec_of(of, attempt(tmp_path, of)).rank_restarts == restarts
 
 
 def test_how_the_state_is_kept_is_passed_on(tmp_path: Path) -> None:
@@ -77,61 +86,55 @@ def test_how_the_state_is_kept_is_passed_on(tmp_path: Path) -> None:
         checkpoint = CheckpointConfig(every=7, keep=2, compression="gzip", destination=named)
         configured = plan(ssh="ana@10.0.0.2")
         config = configured.config.model_copy(update={"checkpoint": checkpoint})
-        spec = attempt_spec(configured.model_copy(update={"config": config}), attempt(tmp_path, configured), {})
+        spec = spec_of(configured.model_copy(update={"config": config}), attempt(tmp_path, configured))
         assert (spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression) == (7, 2, "gzip")
         assert spec.ranks[1].checkpoint_folder == there
 
 
-def test_a_pipelines_layers_are_the_jobs_else_the_plans(tmp_path: Path) -> None:
-    """The plan's only where it is for so many ranks; without one the trainer divides them by its ranks' memory."""
-    directory = RunDir(tmp_path)
-    pipeline = plan(TRAINING.model_copy(update={"strategy": "pipeline"}))
-    assert planned_layers(directory, pipeline) is None
-    for written, found in (("0-8,8-36", "0-8,8-36"), ("0-8,8-20,20-36", None), ("0-8,9-36", None), (None, None)):
-        directory.training_plan.write_text(json.dumps({"version": "2.0.0", "strategy": {"layer_split": written}}))
-        assert planned_layers(directory, pipeline) == found
-        assert planned_layers(directory, plan()) is None
-    directory.training_plan.write_text("{")
-    assert planned_layers(directory, pipeline) is None
-    spec = attempt_spec(pipeline, attempt(tmp_path, pipeline), {}, layer_split="0-8,8-36")
-    assert spec.job is not None and spec.job["layer_split"] == "0-8,8-36"
-    own = plan(TRAINING.model_copy(update={"strategy": "pipeline", "layer_split": "0-1,1-36"}))
-    assert planned_layers(directory, own) is None
-    spec = attempt_spec(own, attempt(tmp_path, own), {})
-    assert spec.job is not None and spec.job["layer_split"] == "0-1,1-36"
+@pytest.mark.parametrize("split", ["0-8,8-36", None])
+def test_a_pipelines_layers_are_those_that_were_decided(tmp_path: Path, split: str | None) -> None:
+    of = plan(TRAINING.model_copy(update={"strategy": "pipeline"}))
+    job = spec_of(of, attempt(tmp_path, of), layer_split=split).job
+    assert job is not None and job.get("layer_split") == split
+
+
+def test_the_validating_ranks_are_those_that_were_decided(tmp_path: Path) -> None:
+    ranks = spec_of(plan(), attempt(tmp_path, plan()), validators=("right",)).ranks
+    assert [rank.validates for rank in ranks] == [False, True]
 
 
 def test_each_rank_has_its_nodes_paths_and_share(tmp_path: Path) -> None:
-    left, right = attempt_spec(plan(), attempt(tmp_path, plan()), {}).ranks
-    assert (left.model, left.data, left.share) == ("/other", "/d", 3.0)
-    assert (right.model, right.data, right.share) == ("/m", "/d", 1.0)
+    division = Division(parts={"left": 0.75, "right": 0.25}, source="fixed", reason="set")
+    left, right = spec_of(plan(), attempt(tmp_path, plan()), division=division).ranks
+    assert (left.model, left.data, left.share) == ("/other", "/d", 0.75)
+    assert (right.model, right.data, right.share) == ("/m", "/d", 0.25)
 
 
 def test_the_ranks_are_offline_unless_the_job_overrides_it(tmp_path: Path) -> None:
-    assert attempt_spec(plan(), attempt(tmp_path, plan()), {}).env == {
+    assert spec_of(plan(), attempt(tmp_path, plan())).env == {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "A": "1",
     }
     online = plan(TRAINING.model_copy(update={"env": {"HF_HUB_OFFLINE": "0"}}))
-    assert attempt_spec(online, attempt(tmp_path, online), {}).env["HF_HUB_OFFLINE"] == "0"
+    assert spec_of(online, attempt(tmp_path, online)).env["HF_HUB_OFFLINE"] == "0"
 
 
 @pytest.mark.parametrize("infiniband", [True, False])
 def test_nccl_gets_the_plans_variables_unless_the_job_overrides_them(tmp_path: Path, *, infiniband: bool) -> None:
     own = plan(TRAINING.model_copy(update={"env": {"NCCL_DEBUG": "WARN"}}))
     nccl = configured_network(own.config.nodes, "nccl").model_copy(update={"infiniband": infiniband})
-    of_nccl = attempt(tmp_path, own).model_copy(update={"network": nccl})
-    found = {name: text for name, text in attempt_spec(own, of_nccl, {}).env.items() if name.startswith("NCCL_")}
+    made = attempt(tmp_path, own)
+    found = {name: text for name, text in spec_of(own, made, network=nccl).env.items() if name.startswith("NCCL_")}
     assert found == network.nccl_environment(infiniband=infiniband, gradient_bytes=None) | {"NCCL_DEBUG": "WARN"}
     small = own.model_copy(update={"calibration": calibration({"left": 1.0}, gradient_bytes=1000)})
-    assert attempt_spec(small, of_nccl, {}).env.get("NCCL_BUFFSIZE") == (str(4 << 20) if infiniband else None)
+    assert spec_of(small, made, network=nccl).env.get("NCCL_BUFFSIZE") == (str(4 << 20) if infiniband else None)
 
 
 def test_a_command_is_no_job(tmp_path: Path) -> None:
     command = plan(JobConfig(name="c", command=("python", "x.py"), mlx_lm={"iters": 5}))
-    spec = attempt_spec(command, attempt(tmp_path, command), {})
+    spec = spec_of(command, attempt(tmp_path, command))
     assert (spec.job, spec.command) == (None, ["python", "x.py"])
 
 
@@ -154,7 +157,7 @@ def test_paths_are_absolute_on_the_node_of_their_rank(tmp_path: Path) -> None:
     ]
     of = of.model_copy(update={"config": of.config.model_copy(update={"file": Path("/conf/flightdeck.toml")})})
     made = planned_attempt(RunDir(tmp_path), of, layouts, 1, "nonce")
-    left, right = attempt_spec(of, made, {}).ranks
+    left, right = spec_of(of, made).ranks
     assert (right.python, right.workdir, right.model, right.data) == (
         *("/Users/ana/py", "/Users/ana/work", "/Users/ana/m", "/d"),
     )
@@ -167,16 +170,16 @@ def test_paths_are_absolute_on_the_node_of_their_rank(tmp_path: Path) -> None:
 def test_secrets_of_the_head_go_into_the_spec_and_nowhere_else(tmp_path: Path) -> None:
     environment = {"HF_TOKEN": "hf_1", "WANDB_API_KEY": "w_1", "HOME": "/root"}
     made = attempt(tmp_path, plan())
-    env = attempt_spec(plan(), made, environment).env
+    env = spec_of(plan(), made, environment).env
     assert {name: env.get(name) for name in environment} == {"HF_TOKEN": "hf_1", "WANDB_API_KEY": "w_1", "HOME": None}
     assert "hf_1" not in made.model_dump_json()
     mine = plan(TRAINING.model_copy(update={"env": {"HF_TOKEN": "hf_of_the_job"}}))
-    assert attempt_spec(mine, made, environment).env["HF_TOKEN"] == "hf_of_the_job"
+    assert spec_of(mine, made, environment).env["HF_TOKEN"] == "hf_of_the_job"
 
 
 def test_the_iteration_reached_is_passed_to_the_trainers_also_after_an_adoption(tmp_path: Path) -> None:
     made = attempt(tmp_path, plan()).model_copy(update={"reached": 37})
-    assert attempt_spec(plan(), Attempt.model_validate_json(made.model_dump_json()), {}).reached == 37
+    assert spec_of(plan(), Attempt.model_validate_json(made.model_dump_json())).reached == 37
 
 
 def test_the_manifests_that_the_journal_recorded_are_passed_to_the_trainers(tmp_path: Path) -> None:
@@ -188,29 +191,11 @@ def test_the_manifests_that_the_journal_recorded_are_passed_to_the_trainers(tmp_
         of,
         history,
         layouts=[local_layout(tmp_path / "node", 2)],
-        network=configured_network(of.config.nodes),
         starting_port=20_000,
     )
-    spec = AttemptSpec.from_json(attempt_spec(of, made, {}).to_json())
+    spec = AttemptSpec.from_json(spec_of(of, made).to_json())
     assert [*map(tuple, spec.manifests)] == [("4.0", digests[0]), ("4.0", digests[1]), ("4.0@2.1", digests[2])]
     assert digests[0] not in made.model_dump_json(), "the journal has them once"
     document = json.loads(spec.to_json())
     del document["manifests"]
     assert AttemptSpec.from_json(json.dumps(document)).manifests == []
-
-
-def test_who_validates_is_as_configured_else_as_planned_else_everybody(tmp_path: Path) -> None:
-    directory, of = RunDir(tmp_path), plan()
-
-    def validating(chosen: RunPlan) -> list[bool]:
-        return [rank.validates for rank in attempt_spec(chosen, attempt(tmp_path, chosen), {}).ranks]
-
-    assert validating(planned_validation(directory, of)) == [True, True]
-    nodes = [{"node": "left", "validates": False}, {"node": "right", "validates": True}]
-    directory.training_plan.write_text(json.dumps({"nodes": nodes}))
-    assert validating(planned_validation(directory, of)) == [False, True]
-    assert validating(planned_validation(directory, plan(validates=False))) == [False, False]
-    directory.training_plan.write_text(json.dumps({"nodes": [{"node": "right", "validates": False}]}))
-    assert validating(planned_validation(directory, plan(validates=True))) == [True, True]
-    stored = RunPlan.model_validate_json(plan(validates=False).model_dump_json())
-    assert stored.config.nodes[1].validates is False

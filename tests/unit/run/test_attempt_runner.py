@@ -8,18 +8,17 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import pytest
 
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.models import RunState
-from engine.plan.document import ChosenSettings
 from engine.protocol.attempt import ExitRecord, NodeFiles, write_atomic
 from engine.protocol.job import Strategy
 from engine.run.attempt_runner import AttemptRunner, RunContext
-from engine.run.events import CleanupConfirmed, NodesExcluded, RunReopened, SettingsChosen
+from engine.run.events import CleanupConfirmed, NodesExcluded, RunReopened
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.run_plan import RunPlan
 from engine.security.identifiers import LOCAL
@@ -43,28 +42,6 @@ async def test_an_attempt_on_a_node_that_preflight_has_excluded_since_is_proved_
             recorder.close()
     confirmed = [each.node for each in read_journal(run.directory.journal) if isinstance(each, CleanupConfirmed)]
     assert confirmed == ["node0", "node1"]
-
-
-@pytest.mark.parametrize("value", ["auto", 3])
-async def test_settings_that_the_job_leaves_open_are_chosen_once(tmp_path: Path, value: str | int) -> None:
-    run = MadeRun(tmp_path).state("preflight").close()
-    job = run.plan.config.job.model_copy(update={"mlx_lm": {"grad_checkpoint": value}})
-    plan = run.plan.model_copy(update={"config": run.plan.config.model_copy(update={"job": job})})
-    recorder = RunRecorder(run.directory.journal, plan, lambda _record: None)
-    async with Fleet(plan.config.nodes, tmp_path) as fleet:
-        context = RunContext(run.directory, plan, recorder, fleet, tmp_path / "node")
-        runner = AttemptRunner(context, lambda: None)
-        for count in (7, 9):
-            made = Mock(settings=ChosenSettings(grad_checkpoint=count))
-            await runner._choose_settings(Mock(shared=AsyncMock(return_value=made)))
-    recorder.close()
-    chosen = [
-        each.settings.grad_checkpoint
-        for each in read_journal(run.directory.journal)
-        if isinstance(each, SettingsChosen)
-    ]
-    assert chosen == ([7] if value == "auto" else [])
-    assert context.plan.config.job.mlx_lm == {"grad_checkpoint": 7 if value == "auto" else 3}
 
 
 class Unknown:

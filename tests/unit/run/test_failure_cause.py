@@ -12,7 +12,6 @@ from engine.failures.explanation import EXIT_OUTPUT_LINES, TRAILING_LINES
 from engine.failures.signature import Signature, SignatureKind
 from engine.failures.signatures import SIGNATURES
 from engine.models import Reason, RunRecord, RunState
-from engine.plan.network import NetworkPlan
 from engine.run.events import Attempt, AttemptPlanned, RankExited, RunPlanned
 from engine.run.failure_cause import HEAD_BYTES, LINE_BYTES, TAIL_BYTES, LogEnds, diagnose, first_cause
 from engine.run.journal import Journal
@@ -65,7 +64,6 @@ def ended(
         log_bases=bases or {},
         event_bases={},
         layouts=(),
-        network=NetworkPlan(backend="ring", hosts=()),
     )
     journal.append(AttemptPlanned(attempt=attempt))
     for number, host in enumerate(HOSTS):

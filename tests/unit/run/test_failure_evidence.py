@@ -16,15 +16,15 @@ from engine.protocol.events import EventWriter
 from engine.run import failure_evidence
 from engine.run.attempt import AttemptOrigin
 from engine.run.decide import Trigger
-from engine.run.events import Attempt
+from engine.run.events import Attempt, AttemptPlanned, LaunchDecided
 from engine.run.failure_evidence import EvidenceCollector
 from engine.run.journal import RunRecorder
 from engine.run.node_health import NodeHealth
 from engine.run.ranks import AttemptContext, HostConnections, Rank
 from engine.run.run_plan import RunPlan
 from engine.store.layout import RunDir
-from tests.unit.launch.host_layouts import configured_network
 from tests.unit.run.file_host import FileHost
+from tests.unit.run.run_maker import made_decisions
 
 BIND_ERROR = "RuntimeError: [ring] Couldn't bind socket (error: 98)"
 
@@ -68,10 +68,12 @@ def collector(directory: Path, hosts: Sequence[FileHost], ranks: int = 1) -> Ite
         log_bases={},
         event_bases={},
         layouts=(),
-        network=configured_network(config.nodes),
+        nodes=plan.nodes,
     )
     connections = HostConnections(hosts)
     with contextlib.closing(RunRecorder(directory / "journal.jsonl", plan, print)) as recorder:
+        recorder.append(LaunchDecided(decisions=made_decisions(plan)))
+        recorder.append(AttemptPlanned(attempt=attempt))
         context = AttemptContext(RunDir(directory), plan, attempt, connections, recorder)
         yield EvidenceCollector(context, NodeHealth(connections, print, None), AttemptOrigin())
 

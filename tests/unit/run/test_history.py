@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import StateError
+from engine.measurements import Division
 from engine.models import Reason, RunRecord, RunState
+from engine.plan.decisions import LaunchDecisions
 from engine.plan.document import ChosenSettings
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity
@@ -26,6 +28,7 @@ from engine.run.events import (
     Figures,
     Hang,
     HangDetected,
+    LaunchDecided,
     LauncherStarted,
     NodeConditionChanged,
     NodesExcluded,
@@ -39,7 +42,6 @@ from engine.run.events import (
     Resumed,
     RunPlanned,
     RunReopened,
-    SettingsChosen,
     StateChanged,
     StateSaved,
     StopStage,
@@ -60,7 +62,18 @@ def at(seconds: float) -> datetime:
     return START + timedelta(seconds=seconds)
 
 
-def attempt(number: int = 1, backend: str = "ring", *nodes: str) -> AttemptPlanned:
+def decided(*nodes: str, backend: str = "ring", recomputed: int = 0) -> LaunchDecided:
+    decisions = LaunchDecisions(
+        nodes=nodes,
+        division=Division(parts=dict.fromkeys(nodes, 1.0), source="equal", reason="not measured"),
+        settings=ChosenSettings(grad_checkpoint=recomputed),
+        validators=nodes,
+        network=NetworkPlan(backend=backend, hosts=()),
+    )
+    return LaunchDecided(at=at(1), decisions=decisions)
+
+
+def attempt(number: int = 1, *nodes: str) -> AttemptPlanned:
     plan = Attempt(
         number=number,
         nonce=f"n.{number}",
@@ -68,7 +81,6 @@ def attempt(number: int = 1, backend: str = "ring", *nodes: str) -> AttemptPlann
         log_bases={},
         event_bases={},
         layouts=(),
-        network=NetworkPlan(backend=backend, hosts=()),
         nodes=nodes,
     )
     return AttemptPlanned(at=at(2), attempt=plan)
@@ -90,13 +102,13 @@ def saved(rank: int, update: int) -> StateSaved:
 ranks, nodes, numbers = st.integers(0, 2), st.sampled_from(["ana", "bea"]), st.integers(1, 3)
 events = st.one_of(
     st.just(RunReopened(at=at(1))),
-    st.builds(attempt, numbers, st.sampled_from(["ring", "jaccl"]), nodes),
+    st.builds(attempt, numbers, nodes),
     st.builds(StateChanged, at=st.just(at(5)), state=st.sampled_from(RunState)),
     st.builds(StateChanged, state=st.just(RunState.FAILED), verdict=st.just(FAILED), unconfirmed=st.tuples(nodes)),
     st.builds(StateChanged, state=st.just(RunState.ABORTED), figures=st.builds(Figures, iteration=st.integers(1, 50))),
     st.builds(SupervisorStarted, pid=numbers, start=st.just("then"), boot_id=st.just("boot")),
     st.builds(NodesExcluded, nodes=st.tuples(nodes), why=st.just("stale"), world_size=numbers),
-    st.builds(SettingsChosen, settings=st.builds(ChosenSettings, grad_checkpoint=numbers)),
+    st.builds(decided, nodes, backend=st.sampled_from(["ring", "jaccl"]), recomputed=numbers),
     st.builds(LauncherStarted, pid=numbers, start=st.just("then")),
     st.builds(rank_started, ranks, st.floats(0.0, 9.0)),
     st.builds(RankExited, rank=ranks, node=nodes, code=st.integers(0, 3)),
@@ -188,7 +200,8 @@ def test_a_whole_life_folds_to_its_end() -> None:
 def test_the_backend_that_was_chosen_is_the_records() -> None:
     asked = PLANNED.model_copy(update={"run": RUN.model_copy(update={"backend": "auto"})})
     assert fold([asked]).record.backend == "auto"
-    assert fold([asked, attempt(1, "jaccl-ring")]).record.backend == "jaccl-ring"
+    journal = [asked, decided("ana", backend="jaccl-ring"), attempt(1, "ana")]
+    assert [fold(journal[:count]).record.backend for count in (2, 3)] == [asked.run.backend, "jaccl-ring"]
 
 
 def test_the_furthest_iteration_is_known_over_all_lives_of_a_run() -> None:
@@ -225,7 +238,7 @@ def test_the_memory_kills_of_an_attempts_node_are_those_of_its_first_answer() ->
         NodeConditionChanged(node=node, condition="connected", memory_kills=count)
         for node, count in (("ana", 3), ("bea", 1), ("ana", None))
     ]
-    [found] = fold([PLANNED, attempt(1, "ring", "ana", "bea"), *kills]).attempts
+    [found] = fold([PLANNED, attempt(1, "ana", "bea"), *kills]).attempts
     assert [found.memory_kills(node) for node in ("ana", "bea", "cyd")] == [3, 1, None]
 
 
@@ -241,10 +254,17 @@ def test_journals_are_compact_and_self_describing(tmp_path: Path) -> None:
     assert line == '{"event": "rank_ended", "at": "2026-01-02T03:04:05Z", "rank": 1, "node": "ana", "signal": 9}\n'
 
 
-def test_settings_are_those_of_the_run_in_every_life() -> None:
-    chosen = ChosenSettings(optimizer_precision="kahan", grad_checkpoint=3)
-    journal = [PLANNED, SettingsChosen(settings=chosen), attempt(), failed(1), RunReopened()]
-    assert fold(journal).settings == chosen
+def test_an_attempt_has_the_newest_decisions_for_its_nodes_in_every_life() -> None:
+    both, ana, moved = decided("ana", "bea"), decided("ana"), decided("ana", backend="jaccl")
+    journal = [PLANNED, both, attempt(1, "ana", "bea"), ana, attempt(2, "ana"), moved, attempt(3, "ana"), failed(3)]
+    history = fold([*journal, RunReopened(), attempt(4, "ana", "bea")])
+    assert [made.decisions for made in history.attempts] == [event.decisions for event in (both, ana, moved, both)]
+    assert history.decisions_for(["bea", "ana"]) is None, "the ranks are others"
+
+
+def test_an_attempt_whose_decisions_are_lost_has_none_of_other_nodes() -> None:
+    history = fold([PLANNED, decided("ana", "bea"), attempt(1, "ana")])
+    assert history.attempts[0].decisions is None
 
 
 def test_the_last_recovery_is_in_the_record_with_its_cluster() -> None:

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.run.metrics import decimate, figures
+from engine.run.metrics import MetricsTrial, decimate, figures
 from engine.security.sanitise import plain
 
 heights = st.floats(-1e9, 1e9)
@@ -60,3 +60,8 @@ def test_figures_keep_what_is_a_number_as_it_is() -> None:
 
 def test_figures_are_bounded_in_number() -> None:
     assert len(figures({f"loss{number}": 1.0 for number in range(10_000)}, ())) == 200
+
+
+def test_a_last_line_without_an_end_is_not_called_unread() -> None:
+    trial = MetricsTrial([b"step 10 loss 2.5\n", b"step 20 loss 2.4"], None)
+    assert ([each["iteration"] for each in trial.reports], trial.unread) == ([10, 20], [])

@@ -12,7 +12,6 @@ from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.errors import InputError, StateError
 from engine.launch.rank_environment import trainer_job
 from engine.models import RunState
-from engine.plan.document import ChosenSettings
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 
 CONFIG = Config(
@@ -33,10 +32,6 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.json", plan())
     assert read_plan(tmp_path / "plan.json") == plan()
     assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o600
-
-
-def test_ranks_are_the_nodes_in_order_with_their_shares() -> None:
-    assert (plan().nodes, plan().shares) == (("left", "right"), (3.0, 1.0))
 
 
 def test_its_record_is_planned_and_knows_its_size() -> None:
@@ -60,7 +55,7 @@ def test_a_missing_plan_and_a_foreign_one_are_one_line_each(tmp_path: Path) -> N
 
 def test_without_a_node_the_ranks_are_counted_anew_and_the_rest_stays() -> None:
     made = plan(skip=("x",)).without(["left"])
-    assert (made.nodes, made.shares) == (("right",), (1.0,))
+    assert made.nodes == ("right",)
     assert (made.run_id, made.created_at, made.skip) == ("r1", plan().created_at, ("x",))
     with pytest.raises(InputError, match="no node of the configuration is left"):
         plan().without(["left", "right"])
@@ -74,20 +69,3 @@ def test_rank_0_reports_only_to_what_the_head_does_not_write(report_to: str | No
     job = CONFIG.job.model_copy(update={"mlx_lm": {**CONFIG.job.mlx_lm, "report_to": report_to}})
     trained = trainer_job(CONFIG.model_copy(update={"job": job}))
     assert trained is not None and trained["report_to"] == by_rank_0
-
-
-def test_chosen_settings_take_the_place_of_auto_alone() -> None:
-    chosen = ChosenSettings(optimizer_precision="kahan", moments="8bit", grad_checkpoint=3)
-    given = {"optimizer_precision": "auto", "moments": "float32", "grad_checkpoint": "auto"}
-    job = CONFIG.job.model_copy(update={"mlx_lm": {**CONFIG.job.mlx_lm, **given}})
-    made = plan(CONFIG.model_copy(update={"job": job}))
-    trained = trainer_job(made.with_settings(chosen).config)
-    assert trained is not None
-    assert {key: trained[key] for key in given} == {
-        "optimizer_precision": "kahan",
-        "moments": "float32",
-        "grad_checkpoint": 3,
-    }
-    assert made.with_settings(None) is made
-    before = plan().with_settings(chosen).config
-    assert before == CONFIG, "a plan of an earlier version has no such keys, and its hash must stay"

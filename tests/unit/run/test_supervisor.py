@@ -19,8 +19,8 @@ from engine.run.events import StateChanged, SupervisorStarted, Verdict
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.run_plan import read_plan, write_plan
 from engine.run.supervisor import Supervisor
-from tests.unit.launch.host_layouts import configured_network, local_layout
-from tests.unit.run.run_maker import MadeRun
+from tests.unit.launch.host_layouts import local_layout
+from tests.unit.run.run_maker import MadeRun, made_decisions
 
 
 async def test_a_run_of_which_each_node_has_a_part_is_not_taken_up_without_one(
@@ -52,11 +52,11 @@ def test_other_data_is_accepted_in_the_life_that_was_told_so(tmp_path: Path, acc
     run = MadeRun(tmp_path).state("preflight", "failed").close()
     recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
     supervisor.reopen(recorder, accept_changed_data=accept)
-    network = configured_network(run.plan.config.nodes)
-    attempt = new_attempt(run.directory, run.plan, recorder.history, layouts=[], network=network, starting_port=20_000)
+    attempt = new_attempt(run.directory, run.plan, recorder.history, layouts=[], starting_port=20_000)
     assert attempt.accept_changed_data is accept
     layouts = [local_layout(tmp_path, 2)]
-    spec = attempt_spec(run.plan, attempt.model_copy(update={"layouts": tuple(layouts)}), {})
+    attempt = attempt.model_copy(update={"layouts": tuple(layouts)})
+    spec = attempt_spec(run.plan, attempt, made_decisions(run.plan), {})
     assert AttemptSpec.from_json(spec.to_json()).accept_changed_data is accept
     recorder.append(StateChanged(state=RunState.FAILED))
     supervisor.reopen(recorder)

@@ -14,7 +14,6 @@ import pytest
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, RecoveryConfig
 from engine.errors import StateError
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
-from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import Identity
 from engine.run.events import (
     AlarmRaised,
@@ -348,7 +347,6 @@ class JournaledRun:
             log_bases=log_bases or {},
             event_bases={},
             layouts=(),
-            network=NetworkPlan(backend="ring", hosts=()),
             nodes=nodes,
         )
         self.append(AttemptPlanned(attempt=attempt))
