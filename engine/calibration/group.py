@@ -123,4 +123,5 @@ def _spec(config: Config, split: str | None, network: NetworkPlan, layouts: Sequ
         ranks=sorted(ranks, key=lambda rank: rank.rank),
         job=trainer_job(config, split),
         framework=config.job.framework,
+        replica_check_every=0,
     )

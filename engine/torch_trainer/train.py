@@ -27,8 +27,8 @@ from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
 from engine.training.checkpoint_files import Origin, package_versions
-from engine.training.data import Batch, DataLoader, Split, checksums, files_checksum, load_splits, rank_job
-from engine.training.loop import TrainingLoop
+from engine.training.data import Batch, DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
+from engine.training.loop import TrainingLoop, report_start
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Diverged, Outcome, PeerLost, check_equal
 from engine.training.resumption import TrainingPoint
@@ -43,28 +43,16 @@ _LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote p
 def train(process: TrainingProcess) -> None:
     """Run the job to its end or to an agreed stop. Raises JobError, GroupError, PeerLost, Diverged, OSError."""
     try:
-        _train(process)
+        load_training(process).run_and_test()
+        # The first rank to exit would take the others down.
+        dist.barrier()
     except RuntimeError as error:
         if _LOST_PEER.search(str(error)):
             raise PeerLost(str(error)) from error
         raise
 
 
-def _train(process: TrainingProcess) -> None:
-    training = load_training(process)
-    process.reporter.end(training.loop.run_and_test(training.test))
-    # The first rank to exit would take the others down.
-    dist.barrier()
-
-
-@dataclass(frozen=True)
-class LoadedTraining:
-    loop: TorchLoop
-    test: Split | None
-    """For the job's `test`."""
-
-
-def load_training(process: TrainingProcess) -> LoadedTraining:
+def load_training(process: TrainingProcess) -> TorchLoop:
     """Form the group, load model and data, and resume where the attempt says so. Raises JobError, GroupError."""
     spec, reporter = process.spec, process.reporter
     raw = spec.job or {}
@@ -76,32 +64,24 @@ def load_training(process: TrainingProcess) -> LoadedTraining:
     job, examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
     model = load_model(job, settings, reporter.warn)
     inputs, checksum = checksums(job, train=examples, valid=valid), files_checksum(job, adapter=True)
-    facts = {"the job's configuration": config_hash(raw), **inputs, "the model or the adapter": checksum}
-    check_equal(all_gather_object(facts))
-    counts = trainable, total = count_parameters(model)
+    check_equal(all_gather_object(rank_facts(spec, examples, valid, checksum)))
+    counts = count_parameters(model)
     strategy = STRATEGIES[job.strategy](accelerator, job, settings, model)
     about = {
         "versions": package_versions(*_PACKAGES),
-        "world_size": accelerator.num_processes,
         "backend": spec.backend if spec.backend == "nccl" else dist.get_backend(),
         "device": str(accelerator.device),
         "distributed_type": distributed_type(accelerator),
-        "strategy": job.strategy,
         "partitioned": strategy.partitioned,
     }
-    reporter.start(job, config_hash(raw), checksum, counts, **about)
-    divided = f", {' and '.join(strategy.partitioned)} divided over the ranks" if strategy.partitioned else ""
-    reporter.print(
-        f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, {job.strategy}"
-        f"{divided}, {len(examples)} examples, {job.iters} iterations of {job.batch_size} on {accelerator.device}"
-    )
+    report_start(process, job, examples, checksum, counts, **about)
     loader = DataLoader(examples, job, [rank.share for rank in spec.ranks], process.rank, reporter)
     part, parts = (process.rank, spec.world_size) if strategy.partitioned else (0, 1)
     origin = Origin(config_hash(raw), spec.world_size, part, parts, inputs)
     checkpoints = StateCheckpoints(process, origin, strategy, package_versions(*_PACKAGES))
     start = checkpoints.resume() if spec.resume else TrainingPoint()
-    loop = TorchLoop(job, strategy, valid, process.control, reporter, loader, schedule, checkpoints, tokenizer, start)
-    return LoadedTraining(loop, test)
+    common = job, strategy, valid, process.control, reporter
+    return TorchLoop(*common, loader, schedule, checkpoints, tokenizer, start, test=test)
 
 
 @dataclass
@@ -132,20 +112,15 @@ class TorchLoop(TrainingLoop):
         self._waits = WaitTimer(self.strategy.model, self._accelerator.device)
         self._begin(self.start)
 
-    def _last_of_step(self, first: int) -> int:
+    def last_of_step(self, first: int) -> int:
         """The end of its update."""
         return min(-(-first // self.job.grad_accumulation_steps) * self.job.grad_accumulation_steps, self.job.iters)
 
     def _between(self, iteration: int, *, save: bool) -> None:
-        if self.checkpoints.due(self._point.update):
-            self.checkpoints.save(self._point)
+        if self.checkpoints.due(self.point.update):
+            self.checkpoints.save(self.point)
         if save:
             self._save(self.job.adapter_path, last=False)
-
-    @property
-    def stopping(self) -> bool:
-        """A rank has been asked to stop before the last update."""
-        return self._stop
 
     def train(self, first: int, last: int) -> None:
         """The iterations from `first` to `last`, and one step of the optimizer with their mean loss."""
@@ -156,8 +131,8 @@ class TorchLoop(TrainingLoop):
         started = time.perf_counter()
         *tokens, stop = self._sum([*counts, float(self.control.stop_requested)])
         communicate_s = time.perf_counter() - started
-        self._stop = stop > 0
-        update = self._point.update + 1
+        self.stopping = stop > 0
+        update = self.point.update + 1
         learning_rate = self.schedule(update - 1)
         self.strategy.begin(learning_rate, update)
         # The gradients are averaged over ranks and iterations, however many targets each has.
@@ -228,33 +203,32 @@ class TorchLoop(TrainingLoop):
         self._save(self.job.adapter_path, last=True)
         if not outcome.completed:
             # A stopped run can resume where it was; a complete one needs no more than its weights.
-            self.checkpoints.save(self._point)
+            self.checkpoints.save(self.point)
 
     def _save(self, target: Path, *, last: bool, **facts: float) -> None:
-        """Write the trained weights, on rank 0. A full disk is a warning, except for the last save."""
+        """Write the trained weights, on rank 0."""
         self.reporter.phase("saving")
         weights = self.strategy.weights()
         failed = None
         if self._rank == 0 and not self._has_better(target, **facts):
             try:
-                numbered = not facts and (not last or self._point.iteration < self.job.iters)
-                self._write(target, weights, numbered=numbered, **facts)
+                numbered = not facts and (not last or self.point.iteration < self.job.iters)
+                self._write(target, weights, numbered=numbered, last=last, **facts)
             except OSError as error:
                 failed = error
-                self.reporter.warn(f"iteration {self._point.iteration}: not saved: {error}")
         # No rank continues before the save is done.
         self._accelerator.wait_for_everyone()
-        if failed is not None and last:
+        if failed is not None:
             raise failed
 
-    def _write(self, target: Path, weights: dict[str, Tensor], *, numbered: bool, **facts: float) -> None:
-        iteration = self._point.iteration
+    def _write(self, target: Path, weights: dict[str, Tensor], *, numbered: bool, last: bool, **facts: float) -> None:
+        iteration = self.point.iteration
         if self.job.fine_tune_type == "full" and not facts:
             target = target / "model"
         targets = [target, *([self.job.adapter_path / f"checkpoint-{iteration}"] if numbered else [])]
         about = {"run": self.job.home.name, "iteration": iteration, **facts}
         path, folder = targets[-1], TrainedFolder(self.job.adapter_path, self.strategy.module, self.tokenizer)
-        self.reporter.save(iteration, path, lambda: (path, folder.save(targets, weights, about)), **facts)
+        self.reporter.save(iteration, path, lambda: (path, folder.save(targets, weights, about)), last=last, **facts)
 
     def _has_better(self, target: Path, val_loss: float | None = None) -> bool:
         """The best weights there are of this run: a resumed one repeats validations before theirs."""

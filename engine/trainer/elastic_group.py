@@ -71,52 +71,6 @@ def join_group(spec: AttemptSpec, rank: int, note: Callable[[str], object]) -> t
     return group, f"tcp to {address}" if address is not None else "none"
 
 
-class _Greetings:
-    """The connections that have not proved yet who they are. A stranger that says little keeps nobody else waiting."""
-
-    def __init__(self, greet: Callable[[Connection, Callable[[], bool]], None]) -> None:
-        """`greet` talks to one, in a thread of its own; it may still be taken in where what it is given says so."""
-        self._greet = greet
-        self._lock = threading.Lock()
-        self._late_at: dict[socket.socket, float] = {}
-        """Duplicate of each connection's socket → when its time is over."""
-
-    def begin(self, accepted: socket.socket) -> None:
-        """Raises OSError, RuntimeError where there is no descriptor or thread for it."""
-        guard = accepted.dup()
-
-        def in_time() -> bool:
-            with self._lock:
-                return self._late_at.pop(guard, None) is not None
-
-        def run() -> None:
-            with guard, contextlib.suppress(OSError):
-                try:
-                    self._greet(_configured(accepted, STALL_S), in_time)
-                finally:
-                    in_time()
-
-        with self._lock:
-            if len(self._late_at) >= _MOST_GREETED:
-                self._close(next(iter(self._late_at)))
-            self._late_at[guard] = time.monotonic() + GREETING_LIMIT_S
-        threading.Thread(target=run, daemon=True).start()
-
-    def close_late(self) -> float | None:
-        """Close those whose time is over; how long the next one has, s, None without one."""
-        with self._lock:
-            now = time.monotonic()
-            for guard in [guard for guard, late_at in self._late_at.items() if late_at <= now]:
-                self._close(guard)
-            return min((max(0.01, late_at - now) for late_at in self._late_at.values()), default=None)
-
-    def _close(self, guard: socket.socket) -> None:
-        """Its greeting ends with an error by that."""
-        del self._late_at[guard]
-        with contextlib.suppress(OSError):
-            guard.shutdown(socket.SHUT_RDWR)
-
-
 class ElasticGroup(Collective):
     def __init__(
         self, address: str | None, key: bytes, world_size: int, rank: int, note: Callable[[str], object]
@@ -138,6 +92,8 @@ class ElasticGroup(Collective):
         self._members: dict[int, Connection] = {}
         """On rank 0: all others. On another rank: rank 0, unless this rank is left out."""
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._greeted: dict[socket.socket, None] = {}
+        """On rank 0: the connections that have not proved yet who they are, the oldest first."""
         if address is None:
             return
         self._host, _, port = address.rpartition(":")
@@ -316,26 +272,32 @@ class ElasticGroup(Collective):
         self._formed = True
 
     def _accept(self) -> None:
-        greetings = _Greetings(self._greet)
         while self._listener.fileno() >= 0:
             try:
-                self._listener.settimeout(greetings.close_late())
                 accepted, _ = self._listener.accept()
-                greetings.begin(accepted)
-            except TimeoutError:
-                continue
+                threading.Thread(target=self._greet, args=(accepted, accepted.dup()), daemon=True).start()
             except (OSError, RuntimeError):
                 # Too many open files, or threads.
                 time.sleep(_RETRY_S)
 
-    def _greet(self, connection: Connection, in_time: Callable[[], bool]) -> None:
-        arrival = None
+    def _greet(self, accepted: socket.socket, guard: socket.socket) -> None:
+        """A stranger that says little keeps nobody else waiting. `guard`: the same, by which it is hung up on."""
+        arrival, late = None, threading.Timer(GREETING_LIMIT_S, _hang_up, (guard,))
+        late.daemon = True
+        late.start()
+        connection = _configured(accepted, STALL_S)
+        self._greeted[guard] = None
+        if len(self._greeted) > _MOST_GREETED:
+            _hang_up(next(iter(self._greeted)))
         with contextlib.suppress(AuthenticationError, EOFError, OSError, ValueError, KeyError, TypeError):
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             hello = json.loads(connection.recv_bytes(_HELLO_BYTES))
             arrival = _Arrival(int(hello["rank"]), hello["facts"], connection)
-        if arrival is None or not in_time():
+        late.cancel()
+        del self._greeted[guard]
+        guard.close()
+        if arrival is None:
             connection.close()
         elif arrival.facts is None and self._formed:
             _farewell(connection, _RUNNING)
@@ -393,6 +355,12 @@ def read_array(content: bytes, spec: TensorSpec) -> mx.array:
 
 def raw(array: mx.array) -> bytes:
     return np.asarray(array.reshape(-1).view(mx.uint8)).tobytes()
+
+
+def _hang_up(connected: socket.socket) -> None:
+    """Ends with an error whatever is under way on it."""
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _farewell(connection: Connection, message: bytes) -> None:

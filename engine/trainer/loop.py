@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 
 import mlx.core as mx
+from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
@@ -21,7 +22,7 @@ from engine.trainer.strategies.base import LocalStep, Strategy
 from engine.trainer.weights import floats
 from engine.training.data import Split
 from engine.training.loop import TrainingLoop
-from engine.training.reporting import Diverged, Outcome
+from engine.training.reporting import Diverged, Outcome, PeerLost
 from engine.training.resumption import ResumePoint, TrainingPoint
 from engine.training.sampler import Indices, dropout_seed
 
@@ -50,6 +51,19 @@ class Loop(TrainingLoop):
         super()._begin(point)
         self._pending: dict[int, LocalStep] = {}
         """The iterations of the update under way."""
+
+    def run_and_test(self) -> None:
+        if self.collective.rank == 0:
+            self._saver.save_config()
+            job, config = self.job, {key: str(value) for key, value in asdict(self.job).items()}
+            about = {"project_name": job.project_name, "log_dir": str(job.adapter_path), "config": config}
+            # SwanLab by mlx-lm's own callback, or None: the head writes for the other services.
+            self.reporter.callback = get_reporting_callbacks(job.report_to, **about)
+        try:
+            super().run_and_test()
+        except PeerLost:
+            self.emergency.save_on_peer_loss()
+            raise
 
     def run(self) -> Outcome:
         """Raises Diverged, Corrupted, PeerLost, OSError."""
@@ -82,7 +96,7 @@ class Loop(TrainingLoop):
         limit_cache(self.job)
 
     def _run(self) -> Outcome:
-        done = self._point.iteration
+        done = self.point.iteration
         self.emergency.hold(self._snapshot(done))
         try:
             self._check_replicas(done)
@@ -112,17 +126,17 @@ class Loop(TrainingLoop):
         mx.random.seed(dropout_seed(self.job.seed, iteration, self.collective.rank))
         last = iteration % self.job.grad_accumulation_steps == 0 or iteration == self.job.iters
         self._pending[iteration] = self.strategy.accumulate(
-            iteration - 1, last=last, exact=self.periodic.planned(self._point.update + 1)
+            iteration - 1, last=last, exact=self.periodic.planned(self.point.update + 1)
         )
         if last:
             try:
                 self._update()
             except Diverged:
                 # One rank's corrupted parameter may be what makes the sum not finite.
-                self._check_replicas(iteration, self._point.update + 1)
+                self._check_replicas(iteration, self.point.update + 1)
                 raise
-            checkpoint_due = self.periodic.due(self._point.update)
-            if checkpoint_due or self.replicas.due(self._point.update):
+            checkpoint_due = self.periodic.due(self.point.update)
+            if checkpoint_due or self.replicas.due(self.point.update):
                 self._check_replicas(iteration)
             if checkpoint_due:
                 self.periodic.begin(self._snapshot(iteration))
@@ -138,7 +152,7 @@ class Loop(TrainingLoop):
         counters += [float(self.control.stop_requested), *self.periodic.counters()]
         *counted, stop, idle, settled = self.strategy.exchange(counters)
         losses, tokens = counted[: len(self._pending)], counted[len(self._pending) :]
-        self._stop = stop > 0
+        self.stopping = stop > 0
         if self.periodic.sync(idle, settled, self.collective.size):
             # Emergency checkpoints of earlier attempts are older than the first complete one.
             self.emergency.remove_older()
@@ -173,15 +187,15 @@ class Loop(TrainingLoop):
         """This rank's own loss and gradient norm of the update: the validators compare the ranks by them."""
         tokens = sum(step.tokens for step in self._pending.values())
         loss = sum(step.loss_sum for step in self._pending.values()) / tokens if tokens else None
-        return {"update": self._point.update, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
+        return {"update": self.point.update, "own_loss": loss, "own_grad_norm": self.strategy.local_norm(tokens)}
 
     def _snapshot(self, iteration: int) -> Snapshot:
         window, state = asdict(self._window), self.strategy.state()
-        return Snapshot(iteration, self._point.update, window, state, best=self._point.best)
+        return Snapshot(iteration, self.point.update, window, state, best=self.point.best)
 
     def _check_replicas(self, iteration: int, update: int | None = None) -> None:
         """Raises _ReplicasDiffer when the training has to stop for it; PeerLost."""
-        if not self.replicas.compare(iteration, self._point.update if update is None else update):
+        if not self.replicas.compare(iteration, self.point.update if update is None else update):
             raise _ReplicasDiffer
 
     def _save_at_end(self, outcome: Outcome) -> None:

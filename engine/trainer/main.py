@@ -5,26 +5,31 @@ from __future__ import annotations
 
 import gc
 import sys
+from typing import TYPE_CHECKING
 
 from engine.training.process import TrainingProcess, run_rank
 
+if TYPE_CHECKING:
+    from engine.trainer.loop import Loop
 
-def main() -> int:
-    return run_rank(_run)
 
-
-def _run(process: TrainingProcess) -> None:
+def load_training(process: TrainingProcess) -> Loop:
+    """Join the group, and then load as `train.load_training`, which says what it raises."""
     from engine.trainer.elastic_group import join_group
 
     spec, rank, reporter = process.spec, process.rank, process.reporter
     collective, backend = join_group(spec, rank, reporter.warn)
     reporter.print(f"rank {rank} of {spec.world_size} on {spec.rank(rank).node}, backend {backend}: loading")
-    from engine.trainer.train import train
+    from engine.trainer.train import load_training
 
     # What the imports have made stays: no collection looks through it, not the one at the end either.
     gc.freeze()
     gc.enable()
-    train(spec, process.home, collective, process.control, reporter)
+    return load_training(process, collective)
+
+
+def main() -> int:
+    return run_rank(lambda process: load_training(process).run_and_test())
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,6 @@ from engine.trainer.strategies.base import PartitionedStrategy, Strategy
 from engine.trainer.weights import WeightStream, scalar, write_safetensors
 from engine.training.checkpoint_files import replace_folder
 from engine.training.reporting import Reporter
-
-
-def save_adapter_config(job: Job, layers: int) -> None:
-    """Write adapter_config.json, from which mlx-lm rebuilds the adapter's layers before it loads the weights."""
-    job.adapter_path.mkdir(parents=True, exist_ok=True)
-    config = {**dataclasses.asdict(job), "num_layers": layers, "grad_checkpoint": bool(job.grad_checkpoint)}
-    if job.fine_tune_type == "full":
-        config["lora_parameters"] = None
-    text = json.dumps(config, indent=4, sort_keys=True, default=str)
-    write_atomic(job.adapter_path / "adapter_config.json", text)
 
 
 def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> tuple[Path, int]:
@@ -119,17 +108,30 @@ class Saver:
     saved: int | None = None
     """The iteration of the last successful save."""
 
+    def save_config(self) -> None:
+        """Write adapter_config.json, from which mlx-lm rebuilds the adapter's layers before it loads the weights."""
+        job, layers = self.job, self.job.layers(len(self.strategy.model.layers))
+        job.adapter_path.mkdir(parents=True, exist_ok=True)
+        config = {**asdict(job), "num_layers": layers, "grad_checkpoint": bool(job.grad_checkpoint)}
+        if job.fine_tune_type == "full":
+            config["lora_parameters"] = None
+        text = json.dumps(config, indent=4, sort_keys=True, default=str)
+        write_atomic(job.adapter_path / "adapter_config.json", text)
+
     def save(self, iteration: int, *, last: bool) -> None:
         """Write the adapters. A full disk is a warning, except for the last save. Corrupted parameters are not written:
         those of an intact rank are. Raises Corrupted when there is none, at the last save; OSError, PeerLost."""
         weights = self._intact_weights(last=last)
         if weights is None:
             return
-        written = self._write(weights, iteration, last=last)
+        # As in mlx-lm, the end of the training has no numbered file of its own.
+        numbered = iteration if not last or iteration < self.job.iters else None
+        write = partial(save_adapters, self.job, weights, numbered)
+        written = self._write(iteration, self.job.adapter_path, weights, write, last=last)
         if last and self.job.fine_tune_type == "full" and isinstance(self.strategy, PartitionedStrategy):
             # No rank has the whole model otherwise.
             path, every = self.job.adapter_path / "model", self.strategy.all_weights()
-            self._report(iteration, path, every, lambda: (path, write_model(path, self.job.model, every)))
+            self._write(iteration, path, every, lambda: (path, write_model(path, self.job.model, every)), last=True)
         # Also a barrier: no rank continues before the save is done.
         if scalar(self.collective.all_sum(mx.array(float(written)))) > 0:
             self.saved = iteration
@@ -140,14 +142,11 @@ class Saver:
         weights = self._intact_weights(last=False)
         if weights is None:
             return
-        try:
-            if self.collective.rank == 0 and has_better(self.job, val_loss):
-                weights.drain()
-            else:
-                write = partial(save_best_adapters, self.job, weights, iteration, val_loss)
-                self._report(iteration, self.job.adapter_path / BEST_FILE, weights, write, val_loss=val_loss)
-        except OSError as error:
-            self.reporter.warn(f"iteration {iteration}: the best weights were not saved: {error}")
+        if self.collective.rank == 0 and has_better(self.job, val_loss):
+            weights.drain()
+        else:
+            write, target = partial(save_best_adapters, self.job, weights, iteration, val_loss), self.job.adapter_path
+            self._write(iteration, target / BEST_FILE, weights, write, last=False, val_loss=val_loss)
         # No rank continues before the save is done.
         self.collective.barrier()
 
@@ -169,25 +168,18 @@ class Saver:
             self.reporter.warn(f"saving the parameters of rank {source}: those of rank 0 are corrupted")
         return WeightStream.of(self.replicas.broadcast_trained(source))
 
-    def _write(self, weights: WeightStream, iteration: int, *, last: bool) -> bool:
-        """True on a rank that has written, False when its disk did not take it. Raises OSError at the last save."""
-        # As in mlx-lm, the end of the training has no numbered file of its own.
-        numbered = iteration if not last or iteration < self.job.iters else None
+    def _write(
+        self,
+        iteration: int,
+        target: Path,
+        weights: WeightStream,
+        write: Callable[[], tuple[Path, int]],
+        *,
+        last: bool,
+        **facts: float,
+    ) -> bool:
+        """On rank 0 `write` the `weights` into `target`, see Reporter.save; False on the others."""
         try:
-            self._report(iteration, self.job.adapter_path, weights, lambda: save_adapters(self.job, weights, numbered))
-        except OSError as error:
-            if last:
-                raise
-            self.reporter.warn(f"iteration {iteration}: not saved: {error}")
-            return False
-        return self.collective.rank == 0
-
-    def _report(
-        self, iteration: int, target: Path, weights: WeightStream, write: Callable[[], tuple[Path, int]], **facts: float
-    ) -> None:
-        """On rank 0 `write` the `weights` into `target`; it returns the last path and its bytes."""
-        try:
-            if self.collective.rank == 0:
-                self.reporter.save(iteration, target, write, **facts)
+            return self.collective.rank == 0 and self.reporter.save(iteration, target, write, last=last, **facts)
         finally:
             weights.drain()

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
@@ -20,11 +20,8 @@ from mlx_lm.models.llama import Model, ModelArgs
 from engine.protocol.job import Job
 from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer.collective import Collective
-from engine.trainer.gradient_wire import GradientWire
 from engine.trainer.model import limit_cache, load_model, row_format, set_up_device
-from engine.trainer.optimizer import Updater
-from engine.trainer.optimizer_state import StateForm
-from engine.trainer.strategies.data_parallel import Gradients, WholeStep
+from engine.trainer.strategies.data_parallel import DataParallel
 from engine.training.data import Batch, load_train_split
 from engine.training.sampler import Indices, dropout_seed
 
@@ -104,7 +101,7 @@ class BatchSource(Protocol):
 
 
 class SingleNodeTrainer:
-    """The trainer's iterations, without peers, checkpoints or reports."""
+    """The iterations of strategy "data", without peers, checkpoints or reports."""
 
     def __init__(
         self, job: Job, model: nn.Module, data: BatchSource, order: Callable[[int], Indices], ranks: int = 1
@@ -113,11 +110,8 @@ class SingleNodeTrainer:
         self._job = job
         self._data = data
         self._order = order
-        wire = GradientWire(Collective("any", 1, 0), job.wire) if ranks > 1 else None
-        self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None, summed=StateForm.of(job).summed)
-        self._updater = Updater(job, model)
-        self._whole_step = WholeStep.of(job, model, self._updater, ranks)
-        self._updater.evaluate()
+        self._strategy = DataParallel(job, model, cast("Any", None), Collective("any", 1, 0), ranks)
+        mx.eval(self._strategy.state())
         self._targets = 0
         self._position = 0
         model.train()
@@ -128,17 +122,14 @@ class SingleNodeTrainer:
     def step(self, batch_size: int) -> tuple[float, int]:
         """One iteration with `batch_size` examples of the next global batch; its seconds and target tokens."""
         started = time.perf_counter()
-        indices = np.resize(self._order(self._position), batch_size)
-        batch = self._data.batch(indices)
+        batch = self._data.batch(np.resize(self._order(self._position), batch_size))
         self._position += 1
         mx.random.seed(dropout_seed(self._job.seed, self._position, 0))
-        if self._whole_step is None:
-            last = self._position % self._job.grad_accumulation_steps == 0
-            self._accumulate(batch, last=last)
-            if last:
-                self._update()
-        elif batch.targets:
-            self._whole_step.run(batch)
+        last = self._position % self._job.grad_accumulation_steps == 0
+        self._accumulate(batch, last=last)
+        if last:
+            self._strategy.exchange([])
+            self._apply()
         limit_cache(self._job)
         return time.perf_counter() - started, batch.targets
 
@@ -154,28 +145,20 @@ class SingleNodeTrainer:
         started = time.monotonic()
         while len(states) < _LEAST_PROBE_STEPS or (len(states) < _PROBE_STEPS and time.monotonic() - started < seconds):
             before = mx.get_active_memory()
-            if self._whole_step is not None:
-                states.append(before)
-                self._whole_step.run(batch)
-            else:
-                if self._job.grad_accumulation_steps > 1:
-                    self._accumulate(batch, last=False)
-                self._accumulate(batch, last=True)
-                self._gradients.finish()
-                states.append(before + self._gradients.nbytes)
-                self._update()
+            if self._job.grad_accumulation_steps > 1:
+                self._accumulate(batch, last=False)
+            self._accumulate(batch, last=True)
+            self._strategy.exchange([])
+            states.append(before + self._strategy.gradient_bytes)
+            self._apply()
             on_step()
         return states[0], mx.get_peak_memory()
 
     def _accumulate(self, batch: Batch, *, last: bool) -> None:
-        self._gradients.add(batch, last=last)
-        self._targets += batch.targets
+        self._targets += self._strategy.forward_backward(batch, last=last)[1]
 
-    def _update(self) -> None:
-        self._gradients.finish()
-        if self._targets:
-            self._gradients.apply(self._updater, self._targets)
-        self._gradients.clear()
+    def _apply(self) -> None:
+        self._strategy.apply(self._targets)
         self._targets = 0
 
     def _full(self, batch_size: int) -> Batch:

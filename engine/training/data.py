@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.attempt import RankSpec, open_regular, read_regular
-from engine.protocol.job import Job, JobError
+from engine.protocol.attempt import AttemptSpec, RankSpec, open_regular, read_regular
+from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank
 from engine.protocol.partition import (
     ChunkPlan,
@@ -286,6 +286,12 @@ def partly_resumed(job: Job, present: int, trained: int) -> str:
     """The warning about weights that lack some of those that are trained."""
     named = f"resume_adapter_file = {job.resume_adapter_file!r}"
     return f"{named} has {present:,} of the {trained:,} tensors that are trained: the others begin anew"
+
+
+def rank_facts(spec: AttemptSpec, train: Split, valid: Split, checksum: str) -> dict[str, object]:
+    """All that must be the same on every rank. `checksum`: of the model with the adapter that it starts from."""
+    data = {"train.jsonl": train.checksum, "valid.jsonl": valid.checksum}
+    return {"the job's configuration": config_hash(spec.job or {}), "the model or the adapter": checksum, **data}
 
 
 def checksums(job: Job, **splits: Split) -> dict[str, str]:

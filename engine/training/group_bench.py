@@ -2,8 +2,8 @@
 
     cd <bundle> && exec <python> -m <program> SPEC --seconds 10 --out <dir>/rank{rank}.json
 
-SPEC is the path of an AttemptSpec, the rank is MLX_RANK. Nothing is saved. Always writes one JSON object, a
-GroupStepReport. Exit code 0 when iterations were timed, else 1."""
+SPEC is the path of an AttemptSpec, the rank is MLX_RANK. The steps are the training loop's own. Nothing is saved.
+Always writes one JSON object, a GroupStepReport. Exit code 0 when iterations were timed, else 1."""
 
 from __future__ import annotations
 
@@ -18,19 +18,46 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from engine.node.processes import raise_priority
 from engine.protocol.attempt import NONCE_ENV, AttemptSpec, write_atomic
-from engine.protocol.measurements import GROUP_LIMIT_S, AllSumResult, GroupStepReport, RoundTimes
-from engine.training.reporting import first_line
+from engine.protocol.events import EventWriter
+from engine.protocol.measurements import GROUP_LIMIT_S, STEP_PARTS, AllSumResult, GroupStepReport, RoundTimes
+from engine.training.process import Control, TrainingProcess
+from engine.training.reporting import Reporter, first_line
+
+if TYPE_CHECKING:
+    from engine.training.loop import TrainingLoop
 
 _LEAST = 3
 """Rounds that are timed, after a first one that is not."""
-Measure = Callable[[GroupStepReport, AttemptSpec, Path, float], None]
-"""Fills in the report, for about so many seconds; the folder is for what is indexed. Raises what the trainer raises."""
 
 
-def run_bench(measure: Measure) -> None:
+class _Steps(Reporter):
+    """Keeps the `step` events since the last round."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(EventWriter(None, rank, 1))
+        self.rank = rank
+        self.steps: list[dict[str, Any]] = []
+
+    def event(self, event: str, **fields: Any) -> None:
+        if event == "step":
+            self.steps.append(fields)
+
+
+class _Clock(Control):
+    """Asks for the end of the measurement as a person asks for a stop."""
+
+    over = False
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.over
+
+
+def run_bench(load_training: Callable[[TrainingProcess], TrainingLoop]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("spec", type=Path)
     parser.add_argument("--seconds", type=float, required=True, help="about how long to measure")
@@ -44,18 +71,34 @@ def run_bench(measure: Measure) -> None:
     with reported(result, options.out, limit_s, f"no result within {limit_s:g} s"):
         spec = replace(AttemptSpec.from_json(options.spec.read_text()), nonce=os.environ.get(NONCE_ENV, ""))
         os.chdir(spec.rank(result.rank).workdir)
-        measure(result, spec, Path(options.out).parent, options.seconds)
+        reporter, clock = _Steps(result.rank), _Clock()
+        # The folder is for what is indexed.
+        loop = load_training(TrainingProcess(spec, Path(options.out).parent, result.rank, clock, reporter))
+        rounds = timed_rounds(loop, clock, reporter, options.seconds)
+        result.summarise(rounds, len(reporter.steps))
+        result.peak_bytes = max(step["peak_memory_bytes"] for step in reporter.steps)
 
 
-def timed_rounds(rank: int, seconds: float, run_round: Callable[[bool], tuple[RoundTimes, bool]]) -> list[RoundTimes]:
-    """Rounds for about `seconds` after a first one, which is left out. `run_round` is told whether the round is the
-    last one by this rank's clock, and returns whether it is by any: all ranks make the same number."""
-    rounds, stop, until = list[RoundTimes](), False, 0.0
-    while not stop:
-        over = rank == 0 and len(rounds) >= _LEAST and time.perf_counter() >= until
-        times, stop = run_round(over)
+def timed_rounds(loop: TrainingLoop, clock: _Clock, reporter: _Steps, seconds: float) -> list[RoundTimes]:
+    """Rounds for about `seconds` after a first one, which is left out. All ranks make the same number: rank 0 asks for
+    the end as for a stop."""
+    loop.strategy.model.train()
+    job, rounds, until, done = loop.job, list[RoundTimes](), 0.0, 0
+    # With strategy "local", up to an averaging.
+    updates = job.local_steps if job.strategy == "local" else 1
+    # A job's schedules know of no iteration beyond its last, which may end an incomplete update.
+    iterations = job.iters - job.iters % job.grad_accumulation_steps or job.iters
+    while not loop.stopping:
+        clock.over = reporter.rank == 0 and len(rounds) >= _LEAST and time.perf_counter() >= until
+        reporter.steps.clear()
+        started, end = time.perf_counter(), loop.point.update + updates
+        while loop.point.update < end:
+            first = done % iterations + 1
+            done = loop.last_of_step(first)
+            loop.train(first, done)
+        parts = [sum(step[name] for step in reporter.steps) for name in ("tokens", *STEP_PARTS)]
+        rounds.append(RoundTimes(time.perf_counter() - started, *parts))
         until = until or time.perf_counter() + seconds
-        rounds.append(times)
     return rounds[1:]
 
 

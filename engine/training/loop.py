@@ -6,16 +6,31 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.protocol.job import Job
+from engine.protocol.job import Job, config_hash
 from engine.protocol.measurements import STEP_PARTS
 from engine.training.data import Split
-from engine.training.process import Control
+from engine.training.process import Control, TrainingProcess
 from engine.training.reporting import BestValidation, Diverged, Outcome, Reporter, ReportWindow
 from engine.training.resumption import TrainingPoint
 from engine.training.sampler import Indices
+
+
+def report_start(
+    process: TrainingProcess, job: Job, examples: Split, checksum: str, counts: tuple[int, int], **facts: Any
+) -> None:
+    """`checksum`: of the parameters. `counts`: of trained parameters, and of all. `facts`: more of the event."""
+    (trainable, total), spec = counts, process.spec
+    facts |= {"trainable_parameters": trainable, "total_parameters": total, "parameter_checksum": checksum}
+    about = {"config_hash": config_hash(spec.job or {}), "world_size": spec.world_size, "strategy": job.strategy}
+    process.reporter.event("start", iterations=job.iters, **about, **facts)
+    chunks = f" in {examples.plan.num_chunks} chunks of {job.chunk_size}" if examples.plan.enabled else ""
+    process.reporter.print(
+        f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
+        f"{job.strategy}, {len(examples)} examples{chunks}, {job.iters} iterations of {job.batch_size}"
+    )
 
 
 @dataclass
@@ -27,19 +42,22 @@ class TrainingLoop(ABC):
     valid: Split
     control: Control
     reporter: Reporter
+    test: Split | None = field(default=None, kw_only=True)
+    """For the job's `test`."""
 
     def _begin(self, point: TrainingPoint) -> None:
         """Go on from this point, which the strategy's state has been restored to."""
         self._window, self._best = ReportWindow(**point.window), BestValidation(**point.best)
-        self._point = TrainingPoint(point.iteration, point.update, point.window, best=self._best.state())
+        self.point = TrainingPoint(point.iteration, point.update, point.window, best=self._best.state())
         """The last update. A resumed training repeats the validations since."""
-        self._stop = False
+        self.stopping = False
+        """A rank has been asked to stop."""
 
     def _end_update(self, iteration: int) -> None:
-        update, window = self._point.update + 1, asdict(self._window)
-        self._point = TrainingPoint(iteration, update, window, best=self._best.state())
+        update, window = self.point.update + 1, asdict(self._window)
+        self.point = TrainingPoint(iteration, update, window, best=self._best.state())
 
-    def _last_of_step(self, first: int) -> int:
+    def last_of_step(self, first: int) -> int:
         """The last of the iterations that one call of `train` takes together."""
         return first
 
@@ -78,23 +96,23 @@ class TrainingLoop(ABC):
 
     def _train_and_validate(self) -> Outcome:
         self.strategy.model.train()
-        done = self._point.iteration
+        done = self.point.iteration
         while done < self.job.iters:
-            last = self._last_of_step(done + 1)
+            last = self.last_of_step(done + 1)
             due = next(filter(self._validation_due, range(done + 1, last + 1)), None)
             if due is not None and not self._patience_over:
                 self._validate(due - 1)
-                if self._stop:
-                    return Outcome(False, True, self._point.iteration)
+                if self.stopping:
+                    return Outcome(False, True, self.point.iteration)
             # In the middle of an accumulation, its update comes first.
-            if self._patience_over and self._point.iteration == done:
+            if self._patience_over and self.point.iteration == done:
                 return Outcome(True, False, done, self._best.early_stop(done))
             self.train(done + 1, last)
-            if self._stop and last < self.job.iters:
+            if self.stopping and last < self.job.iters:
                 return Outcome(False, True, last)
             self._between(last, save=last // self.job.save_every > done // self.job.save_every)
             done = last
-        return Outcome(True, self._stop, self.job.iters)
+        return Outcome(True, self.stopping, self.job.iters)
 
     def _finish(self, outcome: Outcome) -> Outcome:
         if outcome.completed:
@@ -104,14 +122,14 @@ class TrainingLoop(ABC):
             self._save_at_end(outcome)
         return outcome
 
-    def run_and_test(self, test: Split | None) -> Outcome:
-        """`test`: for the job's `test`."""
+    def run_and_test(self) -> None:
+        """Run, and report the end."""
         outcome = self.run()
-        if test is not None and not outcome.stopped:
+        if self.test is not None and not outcome.stopped:
             self.reporter.phase("validating")
-            if (loss := self.evaluate(test, self.job.test_batches)) is not None:
+            if (loss := self.evaluate(self.test, self.job.test_batches)) is not None:
                 self.reporter.test(outcome.iteration, loss)
-        return outcome
+        self.reporter.end(outcome)
 
     def evaluate(self, examples: Split, limit: int) -> float | None:
         """Mean cross-entropy over all target tokens of `limit` batches; None without targets or when stopped."""
@@ -124,10 +142,10 @@ class TrainingLoop(ABC):
             self.reporter.going_on()
             loss, tokens = loss + total[0], tokens + total[1]
             if total[2]:
-                self._stop = True
+                self.stopping = True
                 break
         self.strategy.model.train()
-        return None if self._stop or not tokens else loss / tokens
+        return None if self.stopping or not tokens else loss / tokens
 
     def _validation_due(self, iteration: int) -> bool:
         return len(self.valid) > 0 and self.job.validates_before(iteration)
@@ -142,7 +160,7 @@ class TrainingLoop(ABC):
         self.reporter.validation({"iteration": iteration, "val_loss": loss, "val_time": seconds})
         better = self._comparable and self._best.add(iteration, loss)
         # What was never trained must not replace what an earlier run has left.
-        if better and self.job.save_best and self._point.update > 0:
+        if better and self.job.save_best and self.point.update > 0:
             self._save_best(iteration, loss)
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.protocol.events import EventWriter
 from engine.protocol.exit_codes import TrainerError, TrainerExit
-from engine.protocol.job import Job, JobError
+from engine.protocol.job import JobError
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,24 @@ class Reporter:
             f"{values['tokens_per_second']:.0f} tok/s  peak {values['peak_memory']:.3f} GB"
         )
 
-    def start(self, job: Job, config_hash: str, checksum: str, counts: tuple[int, int], **facts: Any) -> None:
-        """`checksum`: of the parameters. `counts`: of trained parameters, and of all."""
-        about = {"config_hash": config_hash, "parameter_checksum": checksum, "iterations": job.iters, **facts}
-        self.event("start", trainable_parameters=counts[0], total_parameters=counts[1], **about)
-
-    def save(self, iteration: int, target: Path, write: Callable[[], tuple[Path, int]], **facts: float) -> None:
-        """A save of weights into `target`: `write` returns the last path and its bytes. Raises what it raises."""
+    def save(
+        self, iteration: int, target: Path, write: Callable[[], tuple[Path, int]], *, last: bool, **facts: float
+    ) -> bool:
+        """A save of weights into `target`: `write` returns the last path and its bytes. A full disk is a warning, and
+        the answer False, except for the `last` save, which raises OSError."""
         self.event("checkpoint", phase="begin", iteration=iteration, path=str(target))
         started = time.perf_counter()
-        path, size = write()
+        try:
+            path, size = write()
+        except OSError as error:
+            if last:
+                raise
+            self.warn(f"iteration {iteration}: not saved: {error}")
+            return False
         done = {"path": str(path), "bytes": size, "seconds": time.perf_counter() - started, **facts}
         self.event("checkpoint", phase="committed", iteration=iteration, **done)
         self.print(f"saved {path}")
+        return True
 
     def validation(self, values: dict[str, Any]) -> None:
         """mlx-lm's validation report."""

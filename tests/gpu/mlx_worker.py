@@ -26,9 +26,9 @@ from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
-from engine.trainer.train import train
+from engine.trainer.train import load_training
 from engine.training.checkpoint_files import Origin
-from engine.training.process import Control
+from engine.training.process import Control, TrainingProcess
 from engine.training.reporting import Reporter
 from tests.bench import stock
 from tests.bench.equal_data import write_equal_data
@@ -104,10 +104,12 @@ class Recorder(Reporter):
 
 
 def train_ours(run: Answer, folder: Path, reports: Reports) -> None:
-    """Our trainer's own `train`, on one rank, in this process."""
+    """Our trainer's own loop, on one rank, in this process."""
     rank = RankSpec(0, "here", "127.0.0.1", sys.executable, str(folder))
     spec = AttemptSpec("run", 1, "0" * 32, "ring", 1, [rank], job=run["job"])
-    train(spec, folder, Collective("any", 1, 0), Control(), Recorder(reports))
+    load_training(
+        TrainingProcess(spec, folder, 0, Control(), Recorder(reports)), Collective("any", 1, 0)
+    ).run_and_test()
 
 
 def train_stock(run: Answer, folder: Path, reports: Reports) -> None:

@@ -20,7 +20,7 @@ def main() -> None:
     spec = AttemptSpec("run", 1, "", request["backend"], 1, ranks, request["job"], framework="torch")
     reporter = Reporter(EventWriter(home / "events.jsonl", 0, 1))
     load = import_trainer(request["backend"]).load_training
-    loop = load(TrainingProcess(spec, home, 0, Control(), reporter)).loop
+    loop = load(TrainingProcess(spec, home, 0, Control(), reporter))
     loop.strategy.model.train()
     iteration = 0
     say_ready()
@@ -28,7 +28,7 @@ def main() -> None:
         turn = Turn()
         for _ in range(turn.steps):
             iteration += 1
-            loop.update(iteration, iteration)
+            loop.train(iteration, iteration)
         turn.end()
 
 

@@ -60,7 +60,7 @@ def load(home: Path, job: dict[str, Any]) -> tuple[TorchLoop, Events]:
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     spec = AttemptSpec("run", 1, "nonce", "gloo", 1, [RankSpec(0, "n0", "", sys.executable, str(home))], job)
     events: Any = Events()
-    loop = load_training(TrainingProcess(spec, home, 0, Control(), Reporter(events))).loop
+    loop = load_training(TrainingProcess(spec, home, 0, Control(), Reporter(events)))
     loop.strategy.model.train()
     return loop, events
 
@@ -111,7 +111,7 @@ def loss_without_values() -> str:
 def saves_on_a_full_disk(loop: TorchLoop, events: Events, home: Path) -> dict[str, Any]:
     events.clear()
     with full_disk():
-        loop.checkpoints.save(loop._point)
+        loop.checkpoints.save(loop.point)
         loop._save(loop.job.adapter_path, last=False)
     warnings = [event["message"] for event in events.of("warning")]
     return {"warnings": warnings, "states": names(home / "checkpoints"), "saved": names(loop.job.adapter_path)}
@@ -121,7 +121,7 @@ def saves_without_a_folder(loop: TorchLoop, events: Events, home: Path) -> list[
     """Of a state, where its folder cannot be made."""
     place = home / "checkpoints" / ".step-000000001.partial"
     place.touch()
-    loop.checkpoints.save(loop._point)
+    loop.checkpoints.save(loop.point)
     place.unlink()
     return [event["message"] for event in events.of("checkpoint") if event["phase"] == "failed"]
 
@@ -135,7 +135,7 @@ def saves(loop: TorchLoop, events: Events, home: Path) -> dict[str, Any]:
     for _ in range(2):
         loop._save(folder, last=False)
     paths = [event["path"] for event in events.of("checkpoint")]
-    numbered = folder / f"checkpoint-{loop._point.iteration}"
+    numbered = folder / f"checkpoint-{loop.point.iteration}"
     weights = "adapter_model.safetensors"
     return {
         "paths": [str(Path(path).relative_to(folder)) for path in paths],
@@ -156,7 +156,7 @@ def manifest(loop: TorchLoop, home: Path) -> dict[str, Any]:
         (folder / ".manifest-1.json.123").write_text("{")
 
     loop.strategy.save = save_beside_another_rank  # type: ignore[method-assign]
-    loop.checkpoints.save(loop._point)
+    loop.checkpoints.save(loop.point)
     loop.strategy.save = save  # type: ignore[method-assign]
     (path,) = (home / "checkpoints").glob("step-*/manifest-0.json")
     found = StateManifest.from_json(path.read_bytes())

@@ -39,7 +39,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float | None
 
         def evaluate(self: Loop, *_: Any) -> float | None:
             loss = left.pop(0) if len(left) > 1 else left[0]
-            self._stop = loss is None
+            self.stopping = loss is None
             return loss
 
         monkeypatch.setattr(Loop, "evaluate", evaluate)
@@ -129,7 +129,7 @@ def test_from_the_state_of_any_update_the_training_ends_as_the_whole_one(
         held.append(snapshot)
 
     def evaluate(loop: Loop, *_: Any) -> float:
-        return 2.0 + abs(loop._point.iteration + len(loop._pending) - 6)
+        return 2.0 + abs(loop.point.iteration + len(loop._pending) - 6)
 
     monkeypatch.setattr(Loop, "evaluate", evaluate)
     monkeypatch.setattr(EmergencyCheckpoint, "hold", hold)

@@ -21,7 +21,8 @@ from engine.protocol.job import JobError
 from engine.protocol.measurements import AllSumResult
 from engine.trainer.allreduce_check import check
 from engine.trainer.collective import Collective, broadcast_arrays
-from engine.trainer.train import _Setup
+from engine.trainer.train import make_strategy
+from engine.training.process import TrainingProcess
 from tests.training.nccl_stand_in import nccl
 from tests.training.test_update import Trained, train, train_rank
 from tests.training.tiny import Tiny, make_job
@@ -96,10 +97,10 @@ def test_the_preflight_sums_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pipeline_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
-    spec = AttemptSpec("run", 1, "", "nccl", 2, [])
-    setup = _Setup(spec, "", make_job(tiny, tmp_path, strategy="pipeline"), Mock(), Mock(), Mock())
+    process = TrainingProcess(AttemptSpec("run", 1, "", "nccl", 2, []), tmp_path, 0, Mock(), Mock())
+    job = make_job(tiny, tmp_path, strategy="pipeline")
     with pytest.raises(JobError, match='strategy = "pipeline" is not possible with nccl'):
-        setup.build_strategy(Mock(), Mock())
+        make_strategy(process, job, Mock(), Mock(), Mock())
 
 
 WAITS = """

@@ -149,7 +149,7 @@ class Four(nn.Module):  # type: ignore[misc]  # mlx.nn has no types
 class Part(PartitionedStrategy):
     """Everything but the passes over a model."""
 
-    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+    def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:
         raise NotImplementedError
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:

@@ -60,7 +60,7 @@ class Strategy(ABC):
     @property
     def lazy(self) -> bool:
         """`apply` also computes what is left of the backward pass. Local."""
-        return self._collective.size == 1 or self.any_part
+        return self.collective.size == 1 or self.any_part
 
     def __init__(
         self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, elements: int | None = None
@@ -68,7 +68,7 @@ class Strategy(ABC):
         """`model`: this rank's part. `elements`: see Updater. Raises JobError for what the optimizer rejects."""
         self.model = model
         self.loader = loader
-        self._collective = collective
+        self.collective = collective
         self._updater = Updater(job, model, elements)
 
     @property
@@ -86,13 +86,13 @@ class Strategy(ABC):
         it may be. `exact`: a checkpoint is due after the update, so no part of its gradient may be left to the next."""
         started = time.perf_counter()
         batch = self.loader.batch(position)
-        ready, before = time.perf_counter(), self._collective.waited_s
-        loss, tokens = self._forward_backward(batch, last=last, exact=exact)
-        seconds, waited = time.perf_counter() - ready, self._collective.waited_s - before
+        ready, before = time.perf_counter(), self.collective.waited_s
+        loss, tokens = self.forward_backward(batch, last=last, exact=exact)
+        seconds, waited = time.perf_counter() - ready, self.collective.waited_s - before
         return LocalStep(loss, tokens, ready - started, seconds - waited, waited)
 
     @abstractmethod
-    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+    def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:
         """Add the gradients of this rank's `batch`; `loss_sum` and `tokens` of a LocalStep."""
 
     @abstractmethod
@@ -222,12 +222,12 @@ class PartitionedStrategy(Strategy):
             if len(parameter.ranks) > 1:
                 self._sum_shared(parameter)
         square = mx.array(0.0)
-        for names in self._pieces(p.name for p in self._trained if p.ranks[0] == self._collective.rank):
+        for names in self._pieces(p.name for p in self._trained if p.ranks[0] == self.collective.rank):
             square = sum((mx.square(self.sums[name].astype(mx.float32)).sum() for name in names), start=square)
             # Not all squares at once: each is as large as its gradient in float32.
             mx.eval(square)
         tail = mx.concatenate([mx.array(counters), square.reshape(1)])
-        *totals, squares = floats(self._collective.all_sum(tail))
+        *totals, squares = floats(self.collective.all_sum(tail))
         self._norm = math.sqrt(squares)
         return totals
 
@@ -279,8 +279,8 @@ class PartitionedStrategy(Strategy):
         own = dict(tree_flatten(self.model.parameters()))
         for parameter in parameters:
             if 0 in parameter.ranks:
-                yield own[parameter.name] if self._collective.rank == 0 else mx.array(0)
+                yield own[parameter.name] if self.collective.rank == 0 else mx.array(0)
                 continue
-            holds = self._collective.rank == parameter.ranks[0]
+            holds = self.collective.rank == parameter.ranks[0]
             mine = as_words(own[parameter.name]) if holds else mx.zeros(parameter.words, mx.uint32)
-            yield from from_words(self._collective.all_sum(mine), {parameter.name: parameter}).values()
+            yield from from_words(self.collective.all_sum(mine), {parameter.name: parameter}).values()

@@ -237,11 +237,16 @@ def _norm(squares: list[mx.array], divisor: float) -> float:
 class DataParallel(Strategy):
     replicated = True
 
-    def __init__(self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective) -> None:
+    def __init__(
+        self, job: Job, model: nn.Module, loader: DataLoader, collective: Collective, ranks: int | None = None
+    ) -> None:
+        """`ranks`: gradients are kept as those of so many are; None: the collective's."""
         super().__init__(job, model, loader, collective)
-        wire = GradientWire(collective, job.wire) if collective.size > 1 else None
+        ranks = ranks or collective.size
+        self._exchanges = ranks > 1
+        wire = GradientWire(collective, job.wire) if self._exchanges else None
         self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None, summed=StateForm.of(job).summed)
-        self._whole_step = WholeStep.of(job, model, self._updater, collective.size)
+        self._whole_step = WholeStep.of(job, model, self._updater, ranks)
         self._batch: Batch | None = None
         """The batch of the whole step under way."""
         self._late_loss: float | None = None
@@ -252,7 +257,12 @@ class DataParallel(Strategy):
     def late_loss(self) -> float | None:
         return self._late_loss
 
-    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+    @property
+    def gradient_bytes(self) -> int:
+        """The sums that are held."""
+        return self._gradients.nbytes
+
+    def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:
         if self._whole_step is not None:
             self._batch, self._late_loss = batch, None
             return 0.0, batch.targets
@@ -261,14 +271,14 @@ class DataParallel(Strategy):
     def local_norm(self, tokens: int) -> float | None:
         if not tokens:
             return None
-        return self._norm if self._collective.size == 1 else self._gradients.own_norm(tokens)
+        return self._gradients.own_norm(tokens) if self._exchanges else self._norm
 
     def exchange(self, counters: list[float]) -> list[float]:
-        if self._collective.size == 1:
-            return counters
         self._gradients.finish()
+        if self.collective.size == 1:
+            return counters
         # float32 counts up to 16 million tokens per iteration exactly.
-        return floats(self._collective.all_sum(mx.array(counters)))
+        return floats(self.collective.all_sum(mx.array(counters)))
 
     def apply(self, tokens: float) -> float | None:
         if not tokens:

@@ -29,11 +29,10 @@ from engine.trainer.collective import TensorSpec, all_gather_object, broadcast_a
 from engine.trainer.elastic_group import ElasticGroup, LeftOut, raw, read_array
 from engine.trainer.gradient_wire import INT4, INT8
 from engine.trainer.optimizer_state import StateForm
-from engine.trainer.strategies.base import LocalStep, Strategy
-from engine.trainer.strategies.data_parallel import Gradients
+from engine.trainer.strategies.base import LocalStep
+from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.weights import State, WeightStream, floats, scalar
-from engine.training.data import Batch, DataLoader, Split
-from engine.training.sampler import Indices
+from engine.training.data import Batch, DataLoader
 
 _GROUP = "averaging"
 """In the state: by parameter the weight after the last averaging and the outer momentum, and `_TOKENS`."""
@@ -45,18 +44,19 @@ QUANTIZATIONS = {"auto": INT4, "int8": INT8}
 """By `wire`, as engine.protocol.exchange.averaging plans it; others send float32."""
 
 
-class LocalSteps(Strategy):
+class LocalSteps(DataParallel):
     replicated = False
     any_part = True
 
     def __init__(self, job: Job, model: nn.Module, loader: DataLoader, group: ElasticGroup) -> None:
-        super().__init__(job, model, loader, group)
+        super().__init__(job, model, loader, group, ranks=1)
+        # The step's own loss is summed with those of other ranks before it is done.
+        self._whole_step = None
         self._group = group
         evals = job.steps_per_eval if job.val_batches else None
         self._schedule = AveragingSchedule(
             job.iters, job.grad_accumulation_steps, job.local_steps, job.save_every, steps_per_eval=evals
         )
-        self._gradients = Gradients(model, held=job.max_grad_norm is not None)
         self._quantization = QUANTIZATIONS.get(job.wire)
         self._outer = optim.SGD(job.outer_learning_rate, job.outer_momentum, nesterov=job.outer_momentum > 0)
         precise = StateForm.of(job).precision in ("float32", "kahan")
@@ -73,7 +73,6 @@ class LocalSteps(Strategy):
         mx.eval(self._averaged)
         self._iteration = 0
         self._update_tokens = 0
-        self._norm = 0.0
         self._due = False
         """The last update ended with an averaging."""
         self._pieces = packed(self._dtypes, lambda name: self._updater.masters[name].size, AVERAGING_PIECE)
@@ -82,12 +81,9 @@ class LocalSteps(Strategy):
         self._iteration = position + 1
         return super().accumulate(position, last=last, exact=exact)
 
-    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+    def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:
         self._update_tokens += batch.targets
-        return self._gradients.add(batch, last=last), batch.targets
-
-    def local_norm(self, tokens: int) -> float | None:
-        return self._norm if tokens else None
+        return super().forward_backward(batch, last=last)
 
     def exchange(self, counters: list[float]) -> list[float]:
         self._group.begin()
@@ -95,9 +91,7 @@ class LocalSteps(Strategy):
 
     def apply(self, tokens: float) -> float | None:
         own, self._update_tokens, self._due = self._update_tokens, 0, False
-        if not own:
-            self._gradients.clear()
-        self._norm = self._gradients.apply(self._updater, own) if own else 0.0
+        self._norm = super().apply(own) or 0.0
         if math.isfinite(self._norm):
             self._averaged[_TOKENS] = mx.array(scalar(self._averaged[_TOKENS]) + own)
             self._due = self._schedule.averaging_due(self._iteration)
@@ -106,9 +100,6 @@ class LocalSteps(Strategy):
             self._group.leave()
             raise LeftOut("its gradient is not finite")
         return self._norm if tokens else None
-
-    def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        return self._gradients.share_loss(examples, self.loader.validation_share(indices))
 
     def trained_weights(self) -> WeightStream:
         """Those of the last averaging."""

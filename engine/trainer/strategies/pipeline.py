@@ -142,7 +142,7 @@ class Pipeline(PartitionedStrategy):
         self._first_trained = min(parameter.ranks[0] for parameter in self._trained)
         self._batches = 0
 
-    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+    def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:
         return self._run(batch, train=True)
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
@@ -150,7 +150,7 @@ class Pipeline(PartitionedStrategy):
 
     def _run(self, batch: Batch, *, train: bool) -> tuple[float, int]:
         """This stage's work on a global batch; the sum of cross-entropies and the targets, 0 but on the last stage."""
-        rank, stages = self._collective.rank, self._collective.size
+        rank, stages = self.collective.rank, self.collective.size
         rows = len(batch.tokens)
         count = micro_batches(rows, stages)
         edges = [rows * number // count for number in range(count + 1)]
@@ -179,10 +179,10 @@ class Pipeline(PartitionedStrategy):
             else:
                 # Every section returns the shape that it gets; only the first one's embeddings know the width.
                 output = section.forward(rows, None) if hidden is None else hidden
-                micro.cotangent = self._collective.recv_lazy(output.shape, output.dtype, self._collective.rank + 1)
+                micro.cotangent = self.collective.recv_lazy(output.shape, output.dtype, self.collective.rank + 1)
             trained = dict(tree_flatten(self.model.trainable_parameters()))
             micro.output, micro.gradients, micro.below = section.forward_backward(
-                trained, rows, hidden, micro.cotangent, below=self._collective.rank > self._first_trained
+                trained, rows, hidden, micro.cotangent, below=self.collective.rank > self._first_trained
             )
         else:
             micro.output = section.forward(rows, hidden)
@@ -197,7 +197,7 @@ class Pipeline(PartitionedStrategy):
         self.add(gradients, micro.below)
 
     def _communicate(self, step: Step, micro: _MicroBatch) -> None:
-        rank, messages = self._collective.rank, self._messages
+        rank, messages = self.collective.rank, self._messages
         hidden, gradient = (MessageTag(kind, self._batches % 2**31, step.micro) for kind in MessageKind)
         match step.act:
             case "receive_forward":

@@ -228,7 +228,7 @@ class Sharded(PartitionedStrategy):
             hidden, parameters = self._forward(section, parameters, rows, hidden)
         return (scalar(hidden), batch.targets) if batch and hidden is not None else (0.0, 0)
 
-    def _forward_backward(self, batch: Batch, *, last: bool, exact: bool) -> tuple[float, int]:
+    def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:
         shards, rows = self._shards, Rows.of(batch, half=self._half)
         # Dropout: a section runs twice, and must draw the same numbers both times.
         seeds = np.asarray(mx.random.randint(0, 2**31 - 1, (self._last + 1,))).tolist()
