@@ -35,7 +35,9 @@ class CalibrationsApi:
         """Measure the job's step on every node and the links between them: progress, and at last the calibration,
         stored when every node was measured. Closing the iterator ends it on the nodes. Raises NodesInUse while a run
         or another calibration uses them, StateError, and the first node's error when none can be reached."""
-        _require_mlx(config)
+        if config.job.framework != "mlx":
+            todo = "`flightdeck calibrate --scaling` times its steps over 1, 2, ... ranks"
+            raise InputError("a PyTorch job cannot be calibrated", why="single nodes are measured with MLX", todo=todo)
         session, hosts = self._session, [node.ssh for node in config.nodes]
 
         async def work(report: Callable[[CalibrationProgress | Calibration], None]) -> None:
@@ -133,10 +135,3 @@ class CalibrationsApi:
                             where=used[0],
                             todo=f"wait for its end, or `flightdeck abort {record.id}`",
                         )
-
-
-def _require_mlx(config: Config) -> None:
-    """Raises InputError for a PyTorch job, of which no single node's step is measured."""
-    if config.job.framework != "mlx":
-        todo = "`flightdeck calibrate --scaling` times its steps over 1, 2, ... ranks"
-        raise InputError("a PyTorch job cannot be calibrated", why="single nodes are measured with MLX", todo=todo)

@@ -17,24 +17,8 @@ if TYPE_CHECKING:
     from engine.config.models import Config
 
 
-class Engine:
+class Engine(Session):
     """Cheap to construct: a part is imported when it is first used, and nothing is read before a request."""
-
-    def __init__(self, home: Path | None = None) -> None:
-        self.session = Session(home)
-
-    @property
-    def home(self) -> Path:
-        return self.session.home
-
-    @property
-    def notices(self) -> list[str]:
-        """Damage found in the state and how it was handled, one line each, for people."""
-        return self.session.notices
-
-    async def close(self) -> None:
-        """Close all connections to nodes; runs go on."""
-        await self.session.close()
 
     async def __aenter__(self) -> Engine:
         return self
@@ -58,34 +42,34 @@ class Engine:
     def nodes(self) -> NodesApi:
         from engine.api.nodes import NodesApi
 
-        return NodesApi(self.session)
+        return NodesApi(self)
 
     @cached_property
     def runs(self) -> RunsApi:
         from engine.api.runs import RunsApi
 
-        return RunsApi(self.session)
+        return RunsApi(self)
 
     @cached_property
     def calibrations(self) -> CalibrationsApi:
         from engine.api.calibrations import CalibrationsApi
 
-        return CalibrationsApi(self.session, self.nodes, self.runs)
+        return CalibrationsApi(self, self.nodes, self.runs)
 
     @cached_property
     def plans(self) -> PlansApi:
         from engine.api.launches import PlansApi
 
-        return PlansApi(self.session)
+        return PlansApi(self)
 
     @cached_property
     def checks(self) -> ChecksApi:
         from engine.api.checks import ChecksApi
 
-        return ChecksApi(self.session, self.calibrations)
+        return ChecksApi(self, self.calibrations)
 
     @cached_property
     def launches(self) -> LaunchesApi:
         from engine.api.launches import LaunchesApi
 
-        return LaunchesApi(self.session, self.runs, self.calibrations)
+        return LaunchesApi(self, self.runs, self.calibrations)

@@ -44,27 +44,22 @@ class RunsApi:
     def find(self, run: str) -> RunDir:
         """A run by id, unique id prefix, name (its newest) or "last". Raises RunNotFound."""
         if run == "last":
-            newest = self._stored(limit=1)
-            if not newest:
-                raise RunNotFound(
-                    "there are no runs yet", where=str(self._session.home), todo="`flightdeck demo` makes one"
-                )
-            return self.directory(newest[0].id)
+            if newest := self._stored(limit=1):
+                return self.directory(newest[0].id)
+            where, todo = str(self._session.home), "`flightdeck demo` makes one"
+            raise RunNotFound("there are no runs yet", where=where, todo=todo)
         if is_identifier(run) and self.directory(run).plan.exists():
             return self.directory(run)
         records = self._stored(lambda id, name: run == name or id.startswith(run))
-        named = next((record for record in records if run in (record.id, record.name)), None)
-        if named is not None:
-            return self.directory(named.id)
+        named = [record.id for record in records if run in (record.id, record.name)]
         matching = [record.id for record in records if run and record.id.startswith(run)]
-        if len(matching) == 1:
-            return self.directory(matching[0])
+        if named or len(matching) == 1:
+            return self.directory((named or matching)[0])
         if matching:
             why = f"{len(matching)} ids begin with it: {', '.join(matching[:4])}{', …' if len(matching) > 4 else ''}"
             raise RunNotFound(f"{safe_repr(run)} is not one run", why=why, todo="give more of the id")
-        raise RunNotFound(
-            f"no run {safe_repr(run)}", why="no id, id prefix or name is that", todo="see `flightdeck runs`"
-        )
+        why = "no id, id prefix or name is that"
+        raise RunNotFound(f"no run {safe_repr(run)}", why=why, todo="see `flightdeck runs`")
 
     def record(self, run: str) -> RunRecord:
         """One run as it is now. Raises RunNotFound."""
@@ -72,8 +67,7 @@ class RunsApi:
 
     def metrics(self, run: str) -> list[dict[str, int | float | None]]:
         """mlx-lm's report dicts in order."""
-        rows = LineTail(self.find(run).metrics).objects()
-        return [figures(row, _REPORT_ONLY) for row in rows]
+        return [figures(row, _REPORT_ONLY) for row in LineTail(self.find(run).metrics).objects()]
 
     def watch(self, run: str) -> RunWatch:
         """A new watch of a run, for one reader. Raises RunNotFound, StateError."""
@@ -159,10 +153,9 @@ class RunsApi:
     def _live(self, record: RunRecord) -> RunRecord:
         """The journal is the truth: the store's record only knows the last change of state."""
         try:
-            watch = self._watches.get(record.id)
-            if watch is None:
-                watch = self._watches[record.id] = RunWatch(self.directory(record.id))
-            snapshot = watch.poll()
+            if record.id not in self._watches:
+                self._watches[record.id] = RunWatch(self.directory(record.id))
+            snapshot = self._watches[record.id].poll()
         except StateError as error:
             if supervisor_alive(self.directory(record.id)):
                 return record

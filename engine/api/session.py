@@ -24,6 +24,7 @@ class Session:
         self.home = home or state_home()
         check_private(self.home)
         self.notices: list[str] = []
+        """Damage found in the state and how it was handled, one line each, for people."""
         self._fleets: dict[tuple[str, ...], Fleet] = {}
 
     @property
@@ -51,6 +52,7 @@ class Session:
         return self._fleets[hosts]
 
     async def close(self) -> None:
+        """Close all connections to nodes; runs go on."""
         while self._fleets:
             _, fleet = self._fleets.popitem()
             await fleet.close()

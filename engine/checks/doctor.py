@@ -14,7 +14,7 @@ from engine.checks.check import verdict
 from engine.checks.interpreter import IMPORT_LIMIT_S, as_interpreter, with_mlx_lm
 from engine.checks.versions import MLX_MINIMUM, dotted, install_fix, new_enough
 from engine.cluster.network_interfaces import rdma_device_names, whole_rdma_table
-from engine.cluster.probe_results import MlxLmReport, MlxReport, probe_here
+from engine.cluster.probe_results import PackagesReport, probe_here
 from engine.cluster.transport.local import LocalTransport
 from engine.errors import ENABLE_RDMA, LaunchError
 from engine.failures.explanation import explained
@@ -38,10 +38,10 @@ async def examine_machine(home: Path) -> list[CheckResult]:
 
 
 async def _mlx() -> CheckResult:
-    report = await probe_here("mlx", result_type=MlxReport, timeout_s=IMPORT_LIMIT_S)
-    seen = as_interpreter(report, sys.executable)
+    report = await probe_here("mlx", result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
+    seen = as_interpreter(report, ["mlx"], sys.executable)
     if seen.python is not None:
-        mlx_lm = await probe_here("mlx_lm", "import", result_type=MlxLmReport, timeout_s=IMPORT_LIMIT_S)
+        mlx_lm = await probe_here("mlx_lm", "import", result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
         seen = with_mlx_lm(seen, mlx_lm)
     if seen.problem or not new_enough(mlx := seen.packages.get("mlx"), MLX_MINIMUM):
         summary = seen.problem or f"mlx {mlx} is older than {dotted(MLX_MINIMUM)}"

@@ -6,14 +6,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import TypeVar
 
 from engine.cluster.agent_client import AgentClient, InterpreterBroken, InterpreterMissing
-from engine.cluster.probe_results import MlxLmReport, MlxReport, TorchBuild, TorchReport
+from engine.cluster.probe_results import PackagesReport, TorchBuild
 from engine.config.models import JobConfig
 from engine.errors import LaunchError
 from engine.failures.explanation import explained
-from engine.models import FrozenModel, NoValue
+from engine.models import NoValue
 from engine.plan.distributed import torch_packages
 
 HOME_ENVIRONMENT = PurePosixPath("~/.venv")
@@ -22,7 +21,6 @@ _READ_ONLY = 3
 _OCCUPIED = f'command -v nvidia-smi; [ -e "$1" ] || exit 1; [ -w "$2" ] || exit {_READ_ONLY}'
 IMPORT_LIMIT_S = 60.0
 """For mlx-lm, or PyTorch and all of the recipe's packages, from a cold disk; from a warm one it takes two to ten."""
-Result = TypeVar("Result", bound=FrozenModel)
 
 
 @dataclass(frozen=True)
@@ -61,21 +59,18 @@ async def probe_interpreter(agent: AgentClient, job: JobConfig) -> Interpreter:
     NodeUnreachable."""
     if job.framework == "torch":
         return await _probe_torch(agent, "find", torch_packages(job))
-    report = await _probe(agent, "mlx", result_type=MlxReport)
-    return report if isinstance(report, Interpreter) else as_interpreter(report, agent.node.python)
+    return await _probe(agent, ("mlx",), "mlx")
 
 
 async def _probe_torch(agent: AgentClient, how: str, packages: tuple[str, ...]) -> Interpreter:
-    report = await _probe(agent, "torch", how, *packages, result_type=TorchReport)
-    return report if isinstance(report, Interpreter) else with_torch(report, packages, agent.node.python)
+    return await _probe(agent, packages, "torch", how, *packages)
 
 
-async def _probe(
-    agent: AgentClient, name: str, *arguments: str, result_type: type[Result]
-) -> Result | NoValue | Interpreter:
-    """The probe's result, or in its place the interpreter that cannot run it."""
+async def _probe(agent: AgentClient, packages: tuple[str, ...], name: str, *arguments: str) -> Interpreter:
+    """What a probe of `packages` reports, also of an interpreter that cannot run it."""
     try:
-        return await agent.probe(name, *arguments, result_type=result_type, timeout_s=IMPORT_LIMIT_S)
+        report = await agent.probe(name, *arguments, result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
+        return as_interpreter(report, packages, agent.node.python)
     except LaunchError as error:
         missing = f"no such interpreter: {agent.node.python}" if isinstance(error, InterpreterMissing) else None
         problem = missing or ": ".join(filter(None, (error.what, error.why)))
@@ -108,34 +103,20 @@ async def probe_imports(agent: AgentClient, seen: Interpreter, job: JobConfig) -
         return await _probe_torch(agent, "import", torch_packages(job))
     # A job with a command of its own may never import it.
     how = "import" if job.command is None else "find"
-    return with_mlx_lm(seen, await agent.probe("mlx_lm", how, result_type=MlxLmReport, timeout_s=IMPORT_LIMIT_S))
+    return with_mlx_lm(seen, await agent.probe("mlx_lm", how, result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S))
 
 
-def as_interpreter(report: MlxReport | NoValue, python: str) -> Interpreter:
-    if isinstance(report, NoValue):
-        return Interpreter(problem=f"{python}: {report}")
-    return Interpreter(
-        report.python,
-        {"mlx": report.mlx} if report.mlx is not None else {},
-        backends=tuple(report.backends),
-        problem=f"mlx cannot be imported: {explained(report.mlx_error)}" if report.mlx_error is not None else None,
-        venv=report.venv,
-        linux=report.linux,
-        builds=report.builds,
-    )
-
-
-def with_mlx_lm(seen: Interpreter, report: MlxLmReport | NoValue) -> Interpreter:
+def with_mlx_lm(seen: Interpreter, report: PackagesReport | NoValue) -> Interpreter:
     if isinstance(report, NoValue):
         seen, problem = replace(seen, unknown=("mlx-lm",)), f"it is not known whether mlx-lm can be imported: {report}"
-    elif report.mlx_lm is not None and report.mlx_lm_error is None:
-        return replace(seen, packages={**seen.packages, "mlx-lm": report.mlx_lm})
+    elif "mlx_lm" in report.versions:
+        return replace(seen, packages={**seen.packages, "mlx-lm": report.versions["mlx_lm"]})
     else:
-        problem = f"mlx-lm cannot be imported: {explained(str(report.mlx_lm_error))}"
+        problem = f"mlx-lm cannot be imported: {explained(report.errors.get('mlx_lm', 'not known'))}"
     return replace(seen, problem="; ".join(filter(None, (seen.problem, problem))))
 
 
-def with_torch(report: TorchReport | NoValue, packages: Iterable[str], python: str) -> Interpreter:
+def as_interpreter(report: PackagesReport | NoValue, packages: Iterable[str], python: str) -> Interpreter:
     """`packages`: those that were asked for."""
     if isinstance(report, NoValue):
         return Interpreter(problem=f"{python}: {report}")
@@ -144,9 +125,10 @@ def with_torch(report: TorchReport | NoValue, packages: Iterable[str], python: s
     return Interpreter(
         report.python,
         {name: report.versions[name] for name in packages if name in report.versions},
-        backends=tuple(report.build.backends) if report.build is not None else (),
+        backends=tuple(report.backends),
         problem="; ".join(problems) or None,
         venv=report.venv,
         linux=report.linux,
         build=report.build,
+        builds=report.builds,
     )

@@ -518,8 +518,10 @@ class _Start:
             if staged.get("staged") is not True:
                 problem, path = plain(staged.get("problem"), 200), plain(staged.get("path"), 300)
                 agent_home = AgentHome(home, problem, path, count_or_none(staged.get("free_bytes")))
-        await self._check_hello()
-        return agent_home, self._received
+        line = await self._line() + b"\n"
+        if not isinstance(next(messages.Decoder().feed(line), None), messages.Hello):
+            raise ValueError(f"not {line[:80]!r}")
+        return agent_home, line + self._received
 
     async def _bootstrap_line(self) -> dict[str, object]:
         while True:
@@ -528,14 +530,6 @@ class _Start:
             if report.get("kind") == "bootstrap":
                 self._runs = True
                 return report
-
-    async def _check_hello(self) -> None:
-        """It stays among what was received. Raises ValueError for anything else."""
-        line = await self._line() + b"\n"
-        message = next(messages.Decoder().feed(line), None)
-        if not isinstance(message, messages.Hello) or message.version != messages.VERSION:
-            raise ValueError(f"not {line[:80]!r}")
-        self._received = line + self._received
 
     async def _line(self) -> bytes:
         while b"\n" not in self._received:

@@ -109,7 +109,10 @@ async def discover(timeout_s: float = BONJOUR_S, *, ssh_config: bool = True, bon
         for entry in _distinct(await asyncio.to_thread(ssh_hosts)):
             # One for this machine, but with another port, is a machine inside of it.
             if (entry.hostname or entry.alias).lower() not in _own_names() or entry.port not in (None, "22"):
-                hosts[entry.alias.lower()] = _of_alias(entry)
+                known = (("user", entry.user), ("at", entry.hostname))
+                about = plain(", ".join(f"{name} {value}" for name, value in known if value is not None), _SHOWN)
+                name = _name(SshTarget.parse(entry.alias))
+                hosts[entry.alias.lower()] = FoundHost(name, entry.alias, ("ssh config",), about)
                 aliases.setdefault((entry.hostname or entry.alias).lower(), entry.alias)
     for host in await _bonjour(timeout_s) if bonjour else []:
         ssh = aliases.get(SshTarget.parse(host.ssh).host.lower(), host.ssh)
@@ -125,11 +128,6 @@ def _distinct(entries: Iterable[SshHost]) -> list[SshHost]:
     for entry in entries:
         seen.setdefault(((entry.hostname or entry.alias).lower(), entry.user, entry.port), entry)
     return [entry for entry in seen.values() if not host_form(entry.alias)]
-
-
-def _of_alias(host: SshHost) -> FoundHost:
-    about = [f"{name} {value}" for name, value in (("user", host.user), ("at", host.hostname)) if value is not None]
-    return FoundHost(_name(SshTarget.parse(host.alias)), host.alias, ("ssh config",), plain(", ".join(about), _SHOWN))
 
 
 def _own_names() -> set[str]:

@@ -38,18 +38,11 @@ _TELLS = {"sysctl": "memory_total_bytes", "vm_stat": "memory_used_bytes", "sw_ve
 """Command → a fact that it tells on every Mac."""
 
 
-class FactsReport(FrozenModel):
+class FactsReport(FrozenModel, extra="allow"):
     """Output of the `facts` probe: the system's own output, by name."""
 
     answers: dict[str, Any]
     unknown: dict[str, Any] = Field(default_factory=dict, max_length=_NAMES)
-    system: Any = None
-    release: Any = None
-    machine: Any = None
-    hostname: Any = None
-    python: Any = None
-    cores: Any = None
-    clock: Any = None
 
 
 def read_facts(report: Mapping[str, Any]) -> Fields:
@@ -135,11 +128,6 @@ def _text(answers: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _texts(value: object, limit: int) -> tuple[str, ...]:
-    texts = value[:_NAMES] if isinstance(value, list) else []
-    return tuple(text for item in texts if (text := text_or_none(item, limit)) is not None)
-
-
 def _mac_thermal(answers: Mapping[str, Any]) -> str | None:
     """pmset has no level to tell of on Apple silicon even when it is hot; the pressure level is what macOS acts on."""
     pressure = sensors.mac_thermal_pressure(_text(answers, "thermal_pressure"))
@@ -151,13 +139,13 @@ def _mac_thermal(answers: Mapping[str, Any]) -> str | None:
 def _mlx(why: NoValue | None, answers: Mapping[str, Any]) -> Fields:
     """The device and the backends; the limit is that of the GPU's recommended working set."""
     imported = json_object(json_or_none(_text(answers, "mlx_import").strip()))
-    versions = json_object(answers.get("versions"))
+    versions, backends = json_object(answers.get("versions")), imported.get("backends")
     build = next((f"{name} {version}" for name in MLX_CUDA if (version := text_or_none(versions.get(name), 40))), None)
     if not imported and isinstance(why, Failed):
         return {"mlx_problem": why.stderr or f"importing it ended with {why.exit_code}", "mlx_cuda": build}
     return {
         "gpu": text_or_none(imported.get("gpu"), 20),
-        "backends": _texts(imported.get("backends"), 20),
+        "backends": tuple(filter(None, map(text_or_none, backends[:_NAMES] if isinstance(backends, list) else ()))),
         "gpu_limit_bytes": count_or_none(imported.get("working_set")),
         "mlx_cuda": build,
     }
@@ -294,8 +282,9 @@ async def _ask(node: NodeConfig, agent: AgentClient, clock: Clock, framework: Fr
     received = clock().timestamp()
     if isinstance(outcome, NoValue):
         return {"problem": str(outcome)}
-    fields = read_facts(outcome.model_dump()) | {"round_trip_s": round_trip_s}
-    if (ended := finite_or_none(outcome.clock)) is not None:
+    report = outcome.model_dump()
+    fields = read_facts(report) | {"round_trip_s": round_trip_s}
+    if (ended := finite_or_none(report.get("clock"))) is not None:
         # From the way back alone: on the way there a process is started, which takes longer than any network.
         fields["clock_skew_s"] = ended + (round_trip_s or 0.0) / 2 - received
     return fields

@@ -326,30 +326,8 @@ class FreePorts(FrozenModel):
     free: list[int]
 
 
-class BundleReport(FrozenModel):
-    sha256: str
-
-
 class WriteReport(FrozenModel):
     problem: ShortText | None
-
-
-class MlxReport(_Report):
-    tells = (("mlx", "backends"), ("mlx_error",))
-    python: VersionText
-    linux: bool
-    venv: bool
-    mlx: VersionText | None = None
-    mlx_error: ShortText | None = None
-    backends: list[ShortText] = Field(default_factory=list, max_length=8)
-    builds: Annotated[dict[ShortText, VersionText], Field(max_length=20)] = Field(default_factory=dict)
-    """On Linux: by package, of engine.node.probes.imports.MLX_BUILDS."""
-
-
-class MlxLmReport(_Report):
-    tells = (("mlx_lm",), ("mlx_lm_error",))
-    mlx_lm: VersionText | None = None
-    mlx_lm_error: ShortText | None = None
 
 
 class TorchBuild(FrozenModel):
@@ -358,7 +336,6 @@ class TorchBuild(FrozenModel):
     cuda: Annotated[str, Field(pattern=r"^[0-9]{1,3}(\.[0-9]{1,3}){0,3}$")] | None
     """None for a build without CUDA."""
     nccl: ShortText | None
-    backends: list[ShortText] = Field(max_length=8)
     gpus: Annotated[int, Field(ge=0, le=1024)]
     cuda_problem: ShortText | None
     """PyTorch's warning where it can use none."""
@@ -366,7 +343,9 @@ class TorchBuild(FrozenModel):
     """The first lines of what it prints; None without it. Not safe to show."""
 
 
-class TorchReport(FrozenModel):
+class PackagesReport(FrozenModel):
+    """`mlx`, `mlx_lm` and `torch`."""
+
     python: VersionText
     linux: bool
     venv: bool
@@ -374,6 +353,10 @@ class TorchReport(FrozenModel):
     """By package, of those that were found or imported."""
     errors: Annotated[dict[ShortText, ShortText], Field(max_length=20)]
     """Why the others were not."""
+    backends: Annotated[list[ShortText], Field(max_length=8)]
+    """Of MLX or torch, the distributed ones; none where it was not imported."""
+    builds: Annotated[dict[ShortText, VersionText], Field(max_length=20)] = Field(default_factory=dict)
+    """MLX's on Linux: by package, of engine.node.probes.imports.MLX_BUILDS."""
     build: TorchBuild | None = None
     """None where torch was not imported."""
 

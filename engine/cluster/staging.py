@@ -6,6 +6,7 @@ launched with one may import from it days later."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from engine.cluster.agent_client import AgentClient, AgentHome, TransportProvider, open_session
 from engine.cluster.bundle import node_bundle
-from engine.cluster.probe_results import BundleReport
+from engine.cluster.probe_results import FileHashes
 from engine.cluster.transport.base import expanded
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
@@ -97,11 +98,12 @@ async def _prepare_host(fleet: TransportProvider, nodes: Sequence[NodeConfig], r
 
 async def _is_staged(agent: AgentClient) -> bool:
     """The bundle of an agent that was started before is still there, with its hash."""
-    outcome = await agent.probe("bundle", result_type=BundleReport, timeout_s=_VERIFY_LIMIT_S)
+    asked = json.dumps({"files": {}, "model": None, "job": None})
+    outcome = await agent.probe("hashes", asked, result_type=FileHashes, timeout_s=_VERIFY_LIMIT_S)
     if isinstance(outcome, NoValue):
         where = agent.node.name
         raise LaunchError(f"the node bundle on {where} could not be verified", where=where, why=str(outcome))
-    return outcome.sha256 == node_bundle().name
+    return outcome.hashes.get("worker") == node_bundle().name
 
 
 def _not_staged(node: NodeConfig, home: AgentHome) -> LaunchError:

@@ -27,7 +27,8 @@ def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple
         domain = text_or_none(bus.get(_DOMAIN), 64)
         if domain is None:
             continue
-        tag = _receptacle(bus)
+        tags = (json_object(bus[key]) for key in sorted(bus) if _RECEPTACLE.fullmatch(key))
+        tag = next(filter(None, tags), {})
         receptacle = text_or_none(tag.get("receptacle_id_key"), 8)
         peer: dict[str, Any] = next(_computers(bus, _DEPTH), {})
         ports.append(
@@ -41,11 +42,6 @@ def thunderbolt_ports(system_profiler: str, devices: Mapping[str, str]) -> tuple
             )
         )
     return tuple(sorted(ports, key=lambda port: (port.device or "~", port.receptacle or "", port.domain_uuid)))
-
-
-def _receptacle(bus: Mapping[str, Any]) -> Mapping[str, Any]:
-    tags = (json_object(bus[key]) for key in sorted(bus) if _RECEPTACLE.fullmatch(key))
-    return next(filter(None, tags), {})
 
 
 def _computers(item: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:

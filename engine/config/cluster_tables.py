@@ -97,17 +97,15 @@ class _NodeReader:
             return None
         faults, location, values, before = self.faults, table.location, dict(table.values), len(self.faults.found)
         faults.unknown(location, values, keys_of(NodeConfig), {})
-        local = self._is_local(values.get("ssh", LOCAL))
+        host = values.get("ssh", LOCAL)
+        # None if its `ssh` is invalid, as NodeConfig reports.
+        local = SshTarget.parse(host).local if isinstance(host, str) and host_form(host) is None else None
         self._check_devices(location, values, rank)
         for key in NODE_PATHS:
             values[key] = self._path(table, key, local=local)
         values.setdefault("ips", [])
         node = faults.validated(location, NodeConfig, values)
         return node if len(faults.found) == before else None
-
-    def _is_local(self, host: object) -> bool | None:
-        """True if the node is this machine; None if its `ssh` is invalid, as NodeConfig reports."""
-        return SshTarget.parse(host).local if isinstance(host, str) and host_form(host) is None else None
 
     def _check_devices(self, location: Location, values: dict[str, Any], rank: int) -> None:
         row = values.get("rdma")

@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from engine.config.faults import key_text, value_text
+from engine.config.faults import key_text
 from engine.errors import ConfigFault
+from engine.security.identifiers import safe_repr
 from engine.security.paths import MAX_PATH_LENGTH
 
 SIZE_LIMIT = 1_000_000
@@ -60,7 +61,7 @@ _MlxLmLoader.add_implicit_resolver(
 def file_text(path: Path) -> str:
     """A file's name for a message."""
     text = str(path)
-    return text if text.isprintable() and len(text) <= MAX_PATH_LENGTH else value_text(text)
+    return text if text.isprintable() and len(text) <= MAX_PATH_LENGTH else safe_repr(text)
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
@@ -69,7 +70,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     text = read_text(path, wanted)
     if (long := _LONG_KEY.search(text)) is not None:
         where = f"line {text.count(chr(10), 0, long.start()) + 1}"
-        raise DocumentError(path, value_text(long[0]), f"keys of at most {_KEY_PARTS} parts", where)
+        raise DocumentError(path, safe_repr(long[0]), f"keys of at most {_KEY_PARTS} parts", where)
     try:
         document = tomllib.loads(text)
         _check_numbers(path, document)
@@ -90,13 +91,13 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}" if mark else "the file"
-        raise DocumentError(path, value_text(error.problem or "not YAML"), "YAML", where) from error
+        raise DocumentError(path, safe_repr(error.problem or "not YAML"), "YAML", where) from error
     except (yaml.YAMLError, *_SCALAR_FAULTS) as error:
         raise DocumentError(path, _unreadable(error), "YAML of plain values") from error
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise DocumentError(path, value_text(document), "key: value lines, as mlx_lm.lora --config reads")
+        raise DocumentError(path, safe_repr(document), "key: value lines, as mlx_lm.lora --config reads")
     return document
 
 
@@ -118,7 +119,7 @@ def read_text(path: Path, wanted: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise DocumentError(path, value_text(content[error.start : error.end]), "UTF-8", f"line {line}") from error
+        raise DocumentError(path, safe_repr(content[error.start : error.end]), "UTF-8", f"line {line}") from error
 
 
 def read_json(path: Path, text: str) -> Any:
@@ -132,7 +133,7 @@ def read_json(path: Path, text: str) -> Any:
         _check_numbers(path, document)
         return document
     except json.JSONDecodeError as error:
-        raise DocumentError(path, value_text(error.msg), "JSON", f"line {error.lineno}") from error
+        raise DocumentError(path, safe_repr(error.msg), "JSON", f"line {error.lineno}") from error
     except _SCALAR_FAULTS as error:
         raise DocumentError(path, _unreadable(error), "JSON of plain values") from error
 
@@ -143,7 +144,7 @@ def _check_numbers(path: Path, document: Any) -> None:
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, int) and abs(value) > _LARGEST:
-            raise DocumentError(path, value_text(value), f"a whole number up to {_LARGEST}", key or "the file")
+            raise DocumentError(path, safe_repr(value), f"a whole number up to {_LARGEST}", key or "the file")
         # YAML's aliases are one object in many places.
         if not isinstance(value, dict | list) or id(value) in seen:
             continue
@@ -155,4 +156,4 @@ def _check_numbers(path: Path, document: Any) -> None:
 
 
 def _unreadable(error: Exception) -> str:
-    return "(nested too deeply)" if isinstance(error, RecursionError) else value_text(str(error))
+    return "(nested too deeply)" if isinstance(error, RecursionError) else safe_repr(str(error))

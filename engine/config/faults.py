@@ -55,7 +55,7 @@ class Faults:
 
     def add(self, location: Location, key: object, value: object, accepted: str) -> None:
         """Report a value that is not accepted, once even if many nodes take it from [node_defaults]."""
-        fault = ConfigFault(location.file, location.key(key), value_text(value), accepted)
+        fault = ConfigFault(location.file, location.key(key), safe_repr(value), accepted)
         if fault not in self.found:
             self.found.append(fault)
 
@@ -90,7 +90,7 @@ class Faults:
             for problem in error.errors(include_url=False):
                 first, *inner = problem["loc"]
                 key = key_text(first) + "".join(f"[{key_text(part)}]" for part in inner)
-                value = _NOT_SET if problem["type"] == "missing" else value_text(problem["input"])
+                value = _NOT_SET if problem["type"] == "missing" else safe_repr(problem["input"])
                 self.found.append(ConfigFault(location.file, f"{location.table}.{key}", value, accepted_form(problem)))
             return None
 
@@ -134,15 +134,6 @@ def key_text(key: object) -> str:
     if is_identifier(key) or (isinstance(key, int) and abs(key) < 10**9):
         return str(key)
     return key if isinstance(key, str) and _INDEXED.fullmatch(key) else safe_repr(key, _KEY_WIDTH)
-
-
-def value_text(value: object) -> str:
-    """A value for printing: escaped, at most 80 characters."""
-    try:
-        return safe_repr(value)
-    except (ValueError, RecursionError):
-        # Python refuses to print numbers with thousands of digits.
-        return "(a value that cannot be printed)"
 
 
 def _plain(key: object) -> object:

@@ -16,16 +16,8 @@ from engine.config.documents import DocumentError, file_text, read_yaml
 from engine.config.faults import Faults, Location
 from engine.config.formats import path_form, resolved
 from engine.config.models import JobConfig
+from engine.protocol import launchers
 from engine.protocol.job import AUTO, STRATEGIES, Framework
-from engine.protocol.launchers import (
-    MIXED_PRECISIONS,
-    REFUSED,
-    option_of,
-    option_value,
-    own_strategy,
-    split_launcher,
-    started_program,
-)
 from engine.security.identifiers import make_identifier
 
 OWN_KEYS = (
@@ -120,7 +112,7 @@ def _with_command(faults: Faults, location: Location, table: Mapping[str, Any]) 
         words = shlex.split(table["script"]) if isinstance(table["script"], str) else []
     except ValueError:
         words = []
-    launched = split_launcher(words)[0] is not None
+    launched = launchers.split_launcher(words)[0] is not None
     if not words or words[0].startswith("-"):
         faults.add(location, "script", table["script"], 'a script and its arguments, such as "train.py --epochs 3"')
     elif "command" in table:
@@ -156,22 +148,22 @@ def _check_torch(
 
 def _check_launcher(faults: Faults, location: Location, table: Mapping[str, Any]) -> tuple[str, ...]:
     """Check the launcher of PyTorch that a command begins with, if any: the keys that it is given."""
-    launcher, options, program = split_launcher(table["command"])
+    launcher, options, program = launchers.split_launcher(table["command"])
     if table.get("elastic") is True and (
-        launcher not in (None, "torchrun") or started_program(table["command"])[:1] != ["python"]
+        launcher not in (None, "torchrun") or launchers.started_program(table["command"])[:1] != ["python"]
     ):
         faults.add(location, "elastic", True, 'false, or a command that begins with "torchrun" or "python"')
     if program[1:3] == ["-m", "torch.distributed.launch"]:
         accepted = '"torchrun": torch.distributed.launch is its deprecated predecessor'
         faults.add(location, "command", "torch.distributed.launch", accepted)
     for option in options[::2]:
-        if launcher is not None and (given := option_of(launcher, option)).effect == REFUSED:
+        if launcher is not None and (given := launchers.option_of(launcher, option)).effect == launchers.REFUSED:
             faults.add(location, "command", option, f"no {option}: {given.reason}")
-    if (chosen := own_strategy(table["command"])) not in (None, "--config_file"):
+    if (chosen := launchers.own_strategy(table["command"])) not in (None, "--config_file"):
         for key in ("strategy", "sharding", "zero_stage", "offload"):
             if table.get(key, AUTO) != AUTO:
                 faults.add(location, key, table[key], f"no value here: the command has {chosen}")
-    named = MIXED_PRECISIONS.get(option_value(table["command"], "--mixed_precision"))
+    named = launchers.MIXED_PRECISIONS.get(launchers.option_value(table["command"], "--mixed_precision"))
     if named is not None and table.get("precision", AUTO) not in (AUTO, named):
         accepted = f"{named!r}, as the command's --mixed_precision, or only one of the two"
         faults.add(location, "precision", table["precision"], accepted)
@@ -305,7 +297,7 @@ def environment_fault(name: str, value: object) -> str | None:
 def _name(command: object, model: object) -> str:
     """The default name: that of the model's folder, or of the script, module or program."""
     if isinstance(command, list):
-        words = started_program([word for word in command if isinstance(word, str)])
+        words = launchers.started_program([word for word in command if isinstance(word, str)])
         python, named = False, words[:1]
         for word, after in pairwise([*words, ""]):
             python |= Path(word).name.startswith("python")

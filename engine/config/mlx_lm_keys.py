@@ -278,14 +278,12 @@ MLX_KEYS = ("optimizer_precision", "moments", "wire", *LOCAL_KEYS, "compile_on_c
 TORCH_OPTIMIZERS = ("adam", "adamw", "sgd")
 """The optimizers that the trainer for PyTorch has; others are MLX's alone."""
 
-FULL_DEFAULTS: dict[str, Any] = {"num_layers": -1}
-"""Other defaults for full fine-tuning: mlx-lm's 16 refuses models with fewer layers."""
-
 
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """All keys, with defaults for those not given; no iters with epochs. null counts as not given, as in mlx-lm."""
     present = {key: value for key, value in given.items() if value is not None}
-    fill = DEFAULTS | (FULL_DEFAULTS if present.get("fine_tune_type") == "full" else {})
+    # All of them for full fine-tuning: mlx-lm's 16 refuses models with fewer layers.
+    fill = DEFAULTS | ({"num_layers": -1} if present.get("fine_tune_type") == "full" else {})
     if "epochs" in present:
         fill = {key: value for key, value in fill.items() if key != "iters"}
     return deepcopy(fill) | present

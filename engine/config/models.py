@@ -12,17 +12,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
+from engine.config import formats
 from engine.config.faults import accepts
-from engine.config.formats import (
-    address_form,
-    device_form,
-    host_form,
-    path_form,
-    pattern_form,
-    remote_path_form,
-    resolved,
-    split_form,
-)
 from engine.config.mlx_lm_keys import HEAD_TRACKERS, services
 from engine.errors import InputError
 from engine.models import FrozenModel
@@ -35,11 +26,11 @@ PARTITIONED: Final = ("sharded", "pipeline", "fsdp", "deepspeed")
 """The strategies in which no rank has the whole training state."""
 MAX_ADDRESSES: Final = 8
 """The most of one rank."""
-RdmaRow = tuple[Annotated[str | tuple[str, ...], BeforeValidator(accepts(device_form))] | None, ...]
+RdmaRow = tuple[Annotated[str | tuple[str, ...], BeforeValidator(accepts(formats.device_form))] | None, ...]
 """RDMA device to each rank (several devices with several cables); None for the rank itself and without a cable."""
 
-_HeadPath = Annotated[str, AfterValidator(accepts(path_form))]
-_NodePath = Annotated[str, AfterValidator(accepts(remote_path_form))]
+_HeadPath = Annotated[str, AfterValidator(accepts(formats.path_form))]
+_NodePath = Annotated[str, AfterValidator(accepts(formats.remote_path_form))]
 
 
 class _Section(FrozenModel):
@@ -73,9 +64,9 @@ class NodeConfig(_Section):
 
     name: str
     """Unique name of the node. Default: `node0`, `node1`, …"""
-    ssh: Annotated[str, AfterValidator(accepts(host_form))] = "127.0.0.1"
+    ssh: Annotated[str, AfterValidator(accepts(formats.host_form))] = "127.0.0.1"
     """How to reach the node: `[user@]host[:port]`. `127.0.0.1` is this machine, without ssh."""
-    ips: tuple[Annotated[str, AfterValidator(accepts(address_form))], ...] = Field(
+    ips: tuple[Annotated[str, AfterValidator(accepts(formats.address_form))], ...] = Field(
         default=("127.0.0.1",), max_length=MAX_ADDRESSES
     )
     """Up to 8 IPv4 addresses on which the rank listens. Default: chosen from the network interfaces of the nodes."""
@@ -128,7 +119,7 @@ class JobConfig(_Section):
     """With framework `torch` and a command: folder on rank 0's node, absolute or below its workdir, in which the script
     writes TensorBoard files, as `Accelerator(log_with="tensorboard")` and the Trainer's `report_to` do. The run's
     metrics are then read from them. Default: none, and they are read from what the script prints."""
-    metrics: Annotated[str, AfterValidator(accepts(pattern_form))] | None = None
+    metrics: Annotated[str, AfterValidator(accepts(formats.pattern_form))] | None = None
     """With a command that prints its metrics in a form that is not known: a regular expression for its lines, whose
     named groups are numbers: `step`, `loss` or `val_loss`, and also `total` (steps), `epoch`, `epochs`, `lr`,
     `grad_norm`, `tokens_per_second`. No other line is read then. In alternatives, `iter` is a step, too, and
@@ -147,7 +138,7 @@ class JobConfig(_Section):
     itself, and the weights are averaged every `local_steps` updates: another algorithm. With framework `torch`: `ddp`,
     `fsdp` (FSDP2), `deepspeed` (ZeRO), or `auto`, by the memory of the GPUs. Default: `data` with `mlx`, `auto` with
     `torch`."""
-    layer_split: Annotated[str, AfterValidator(accepts(split_form))] | None = None
+    layer_split: Annotated[str, AfterValidator(accepts(formats.split_form))] | None = None
     """Layers of each pipeline rank as half-open ranges: `"0-8,8-36"`. Default: by the memory of the nodes."""
     mlx_lm: dict[str, Any] = Field(default_factory=dict)
     """All keys of an mlx-lm training YAML with defaults filled in; [job] has priority over the YAML file."""
@@ -365,7 +356,7 @@ def on_node(text: str, node: NodeConfig, base: Path) -> str:
     """A path of [job] on `node`. On this machine relative paths are below `base`, the configuration's folder; on
     another machine they are below the node's workdir."""
     if node.local:
-        return resolved(text, base)
+        return formats.resolved(text, base)
     below = text if text == "~" or text.startswith(("/", "~/")) else posixpath.join(node.workdir, text)
     return posixpath.normpath(below)
 

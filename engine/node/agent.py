@@ -75,7 +75,7 @@ class Agent:
         os.set_blocking(self._wake_write, False)
         # A probe's child then imports nothing, whatever becomes of the bundle.
         probes.preload()
-        self._send(messages.Hello(messages.VERSION, self._boot_id, processes.oom_kill_count(), time.time()))
+        self._send(messages.Hello(self._boot_id, processes.oom_kill_count(), time.time()))
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         try:
             with contextlib.suppress(BrokenPipeError):

@@ -57,7 +57,11 @@ class FileStream:
             return None
         wanted = min(_CHUNK_BYTES, self._until - self._position)
         try:
-            data = self._read(wanted)
+            if self._descriptor < 0:
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self._descriptor, wanted, self._position)
+        except FileNotFoundError:
+            data = b""
         except OSError as error:
             before, self._problem = self._problem, error.strerror or str(error)
             return messages.FileError(self.path.name, self._problem) if self._problem != before else None
@@ -67,14 +71,6 @@ class FileStream:
         self._at_end = len(data) < wanted
         self._position += len(data)
         return messages.FileData(self.path.name, self._position - len(data), self._at_end, data)
-
-    def _read(self, size: int) -> bytes:
-        if self._descriptor < 0:
-            try:
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return b""
-        return os.pread(self._descriptor, size, self._position)
 
 
 class WatchedRank:
@@ -135,11 +131,9 @@ class AttemptWatch:
     def poll(self) -> None:
         """Report the ranks that have started or ended since the last call."""
         now = time.monotonic()
-        liveness = now - self._liveness_at >= _LIVENESS_INTERVAL_S
-        compare_start = liveness and now - self._identity_at >= _IDENTITY_INTERVAL_S
-        if liveness:
+        if liveness := now - self._liveness_at >= _LIVENESS_INTERVAL_S:
             self._liveness_at = now
-        if compare_start:
+        if compare_start := liveness and now - self._identity_at >= _IDENTITY_INTERVAL_S:
             self._identity_at = now
         for rank in self._ranks.values():
             if not rank.ended:

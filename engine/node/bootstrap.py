@@ -22,7 +22,7 @@ import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 PACKAGE = "engine"
 SHIPPED = ("node", "protocol", "training", "trainer", "torch_trainer")
@@ -185,10 +185,9 @@ def _receive() -> bytes:
 
 
 def _read(size: int) -> bytes:
-    block = os.read(0, size)
-    if not block:
-        raise SystemExit("the head is gone")
-    return block
+    if block := os.read(0, size):
+        return block
+    raise SystemExit("the head is gone")
 
 
 class MemoryImporter:
@@ -198,12 +197,10 @@ class MemoryImporter:
     def __init__(self, files: Mapping[str, str]) -> None:
         self._files = files
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        del path, target
-        base = fullname.replace(".", "/")
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        base, loader = fullname.replace(".", "/"), cast("Any", self)
         for name, is_package in ((f"{base}/__init__.py", True), (f"{base}.py", False)):
             if name in self._files:
-                loader: Any = self
                 return importlib.machinery.ModuleSpec(fullname, loader, origin=name, is_package=is_package)
         return None
 

@@ -114,7 +114,10 @@ class Keeper:
         self._files = files
         self._reaper = reaper
         self._log = RankLog(files.log(rank.rank))
-        self._fifo = _open_fifo(files.control(rank.rank))
+        control = files.control(rank.rank)
+        if not control.exists():
+            os.mkfifo(control, 0o600)
+        self._fifo = os.open(control, os.O_RDWR | os.O_NONBLOCK)
         self._received = b""
         self._signals: list[int] = []
         self._wake = _catch_signals(self._signals)
@@ -177,8 +180,10 @@ class Keeper:
         stored = pump.finish(_DRAIN_S)
         if stored and printed is not None:
             printed.finish()
-        if code and not program.cooperative:
-            self._report_exception()
+        # A PyTorch program cannot write events, but leaves its exception in a file.
+        if code and not program.cooperative and (exception := reported_exception(self._files, self._rank.rank)):
+            with contextlib.suppress(OSError):
+                self._events().write("failure", **exception)
         if not stored:
             _log("the log's disk did not take the last output in time")
         return code, stored
@@ -210,12 +215,6 @@ class Keeper:
         with contextlib.suppress(OSError):
             return RankActivity(self._events(), program.pid, program.environment, grouped=grouped)
         return None
-
-    def _report_exception(self) -> None:
-        """A PyTorch program cannot write events, but leaves its exception in a file."""
-        if exception := reported_exception(self._files, self._rank.rank):
-            with contextlib.suppress(OSError):
-                self._events().write("failure", **exception)
 
     def _events(self) -> EventWriter:
         return EventWriter(self._files.events(self._rank.rank), self._rank.rank, self._spec.attempt)
@@ -280,8 +279,6 @@ class Keeper:
         if (renewed_at := attempt.heartbeat_time(command)) is not None:
             if self._lease.renew(renewed_at):
                 self._end_lease(program)
-        elif command not in (attempt.STOP, attempt.EMERGENCY_CHECKPOINT, attempt.END):
-            _log(f"unknown command {command[:80]!r}")
         elif command == attempt.STOP:
             self._stop(program, "stop")
         elif command == attempt.EMERGENCY_CHECKPOINT and self._spec.elastic:
@@ -290,8 +287,10 @@ class Keeper:
             _log("a peer is lost: asking the trainer to save its state and exit")
             self._asked_to_leave = True
             program.send(attempt.EMERGENCY_CHECKPOINT)
-        else:
+        elif command in (attempt.EMERGENCY_CHECKPOINT, attempt.END):
             self._end(program, command.decode().strip())
+        else:
+            _log(f"unknown command {command[:80]!r}")
 
     def _restart_workers(self) -> None:
         """End the workers of an elastic job's torchrun, which starts them again with the nodes that are left."""
@@ -419,12 +418,6 @@ class _Reserve:
             self._path.replace(self._target)
         else:
             self._path.unlink(missing_ok=True)
-
-
-def _open_fifo(path: Path) -> int:
-    if not path.exists():
-        os.mkfifo(path, 0o600)
-    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
 def _catch_signals(caught: list[int]) -> int:

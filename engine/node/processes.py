@@ -352,6 +352,13 @@ def linux_stats() -> dict[int, list[bytes]]:
     return {pid: fields for pid in linux_pids() if (fields := linux_stat(pid))}
 
 
+def linux_tcp() -> list[list[str]]:
+    """The columns of the tables of proc_pid_net(5) with TCP's sockets, also those over IPv6. Raises OSError."""
+    tables = (_PROC / "net/tcp", _PROC / "net/tcp6")
+    rows = [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
+    return [row for row in rows if len(row) > 9]
+
+
 def _linux_start(pid: int) -> str | None:
     fields = linux_stat(pid)
     return fields[19].decode() if fields and fields[0] not in _ENDED else None

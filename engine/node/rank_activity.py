@@ -31,7 +31,6 @@ GROUPS = (
 )
 """The variables by which a launcher tells a process its rank, the first, and its group: torchrun and those that use
 it, mlx.launch, mpirun."""
-_TCP_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
 
 
@@ -111,8 +110,7 @@ def connected(peers: Iterable[tuple[str, int]]) -> bool:
         rows = [row.split() for row in processes.tool_output("netstat", "-anp", "tcp").splitlines()]
         far = {row[4] for row in rows if len(row) > 5 and row[5] == "ESTABLISHED"}
         return not far.isdisjoint(f"{host}.{port}" for host, port in peers)
-    rows = [row.split() for table in _TCP_TABLES if table.exists() for row in table.read_text().splitlines()[1:]]
-    far = {row[2] for row in rows if len(row) > 3 and row[3] == _ESTABLISHED}
+    far = {row[2] for row in processes.linux_tcp() if row[3] == _ESTABLISHED}
     return any(address.endswith(tuple(_in_table(*peer) for peer in peers)) for address in far)
 
 

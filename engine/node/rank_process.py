@@ -15,16 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.node import processes
-from engine.protocol.attempt import (
-    CONTROL_FD_ENV,
-    EVENTS_ENV,
-    NONCE_ENV,
-    SPEC_ENV,
-    AttemptSpec,
-    NodeFiles,
-    RankSpec,
-    open_regular,
-)
+from engine.protocol import attempt
+from engine.protocol.attempt import AttemptSpec, NodeFiles, RankSpec, open_regular
 from engine.protocol.launchers import option_value, rank_command
 
 _CHUNK_BYTES = 65_536
@@ -135,7 +127,7 @@ class RankProcess:
         control_read, self._control = os.pipe()
         self.output, output_write = os.pipe()
         self.environment = environment = _environment(spec, rank, files)
-        environment[CONTROL_FD_ENV] = str(control_read)
+        environment[attempt.CONTROL_FD_ENV] = str(control_read)
         if not Path(rank.workdir).is_dir():
             raise FileNotFoundError(2, "no such working directory", rank.workdir)
         try:
@@ -169,8 +161,8 @@ class RankProcess:
 
 
 def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[str, str]:
-    own_files = {SPEC_ENV: str(files.spec), EVENTS_ENV: str(files.events(rank.rank))}
-    environment = {**os.environ, **spec.env, NONCE_ENV: spec.nonce, **own_files}
+    own_files = {attempt.SPEC_ENV: str(files.spec), attempt.EVENTS_ENV: str(files.events(rank.rank))}
+    environment = {**os.environ, **spec.env, attempt.NONCE_ENV: spec.nonce, **own_files}
     environment |= {"MLX_RANK": str(rank.rank), "PYTHONUNBUFFERED": "1"}
     if spec.framework == "torch" and spec.command is not None and not spec.elastic:
         # As torchrun does for its workers, whose store its agent has.

@@ -17,8 +17,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-SPEC_VERSION = 1
-
 NONCE_ENV = "FLIGHTDECK_NONCE"
 """In the environment of every process of an attempt: an abort proves by it that no process is left."""
 CHECK_PREFIX = "preflight-"
@@ -138,17 +136,14 @@ class AttemptSpec:
     """Saved states and the SHA-256 of their manifests, as the journal recorded them (Manifest.journal_entry)."""
     group_key: str = field(default_factory=lambda: secrets.token_hex(32))
     """By which the ranks of strategy "local" know one another: in this file alone, while the nonce stands in `ps`."""
-    version: int = SPEC_VERSION
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> AttemptSpec:
-        """Raises ValueError for another version."""
+        """Raises ValueError, TypeError for other fields."""
         raw = json.loads(text)
-        if raw.get("version") != SPEC_VERSION:
-            raise ValueError(f"its version is {raw.get('version')}, and this keeper reads {SPEC_VERSION}")
         raw["ranks"] = [RankSpec(**rank) for rank in raw["ranks"]]
         return cls(**raw)
 
@@ -281,6 +276,16 @@ def sync_file(descriptor: int) -> bool:
                 raise
     os.fsync(descriptor)
     return _FULL_SYNC is None
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # F_FULLFSYNC is for files.
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

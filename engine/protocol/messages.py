@@ -12,7 +12,6 @@ from typing import Any, Union
 from engine.protocol.attempt import ExitRecord, Identity
 from engine.protocol.events import ExitOutput
 
-VERSION = 3
 MAX_LINE_BYTES = 4 << 20
 MAX_DATA_BYTES = 4 << 20
 MAX_TEXT = 1 << 16
@@ -120,7 +119,6 @@ class CancelRequest:
 class Hello:
     """The agent's first message."""
 
-    version: int
     boot_id: str
     memory_kills: int | None
     """Processes that the host has killed for lack of memory since it started."""

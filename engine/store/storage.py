@@ -22,7 +22,7 @@ from pydantic_core import from_json, to_json
 from tinydb.storages import Storage
 
 from engine.errors import StateError
-from engine.protocol.attempt import read_regular, sync_file
+from engine.protocol.attempt import read_regular, sync_file, sync_folder
 from engine.security.sanitise import json_object, json_or_none
 
 WAIT_S = 10.0
@@ -152,7 +152,7 @@ class AtomicStorage(Storage):
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
             raise
-        _sync_directory(self._path.parent)
+        sync_folder(self._path.parent)
         self._damaged.clear()
         self._verified = True
 
@@ -204,11 +204,3 @@ def _keep(path: Path, copy: Path) -> None:
     new.replace(copy)
     # rename does nothing when both are names of one file.
     new.unlink(missing_ok=True)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.protocol.attempt import open_regular, read_regular, replacing, sync_file, write_atomic
+from engine.protocol.attempt import open_regular, read_regular, replacing, sync_file, sync_folder, write_atomic
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.strategies import TorchStrategy
@@ -117,11 +117,11 @@ class StateCheckpoints:
 
         def commit() -> None:
             if self._leads:
-                checkpoint_files.sync_folder(scratch)
+                sync_folder(scratch)
                 # Not there when a leader of another node shares the disk after all, and was first.
                 with contextlib.suppress(FileNotFoundError):
                     checkpoint_files.replace_folder(scratch, target)
-                checkpoint_files.sync_folder(self._base)
+                sync_folder(self._base)
 
         failure = _first_failure(make_folder) or _first_failure(write) or _first_failure(commit)
         if failure is not None:

@@ -265,16 +265,6 @@ class HashedFile:
             view = view[os.write(self._descriptor, view) :]
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # F_FULLFSYNC is for files.
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def replace_folder(folder: Path, target: Path) -> None:
     """Rename `folder` to `target`; one that is already there is moved out of the way first, by one rename too."""
     replaced = move_aside(target) if target.exists() or target.is_symlink() else None

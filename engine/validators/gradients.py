@@ -46,8 +46,7 @@ def validate_gradient_layer(updates: Sequence[Mapping[str, Any]], tolerance: flo
     not_negative(tolerance, "tolerance")
     norms: dict[str, float] = {}
     unstable = []
-    for update in updates:
-        worker, norm, stable = _read(update)
+    for worker, norm, stable in map(_read, updates):
         if worker in norms:
             raise ValueError(f"two gradient updates of the worker {safe_repr(worker)}: there must be one per worker")
         norms[worker] = norm
@@ -77,11 +76,10 @@ def _read(update: object) -> tuple[str, float, bool]:
     norm = number(fields["gradient_norm"], f"gradient_norm of {safe_repr(worker)}")
     if norm < 0:
         raise ValueError(f"gradient_norm of {safe_repr(worker)} = {norm}: must be at least 0")
-    found_any, stable = False, math.isfinite(norm)
-    for value in _numbers(fields.get("gradients"), worker):
-        found_any = True
+    values, stable = 0, math.isfinite(norm)
+    for values, value in enumerate(_numbers(fields.get("gradients"), worker), 1):  # noqa: B007
         stable = stable and math.isfinite(value)
-    if not found_any:
+    if not values:
         raise ValueError(f"gradient update of {safe_repr(worker)}: gradients are missing or empty")
     return worker, norm, stable
 

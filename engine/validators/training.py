@@ -51,24 +51,22 @@ def validate_distributed_training(config: dict[str, Any]) -> TrainingReport:
         if part not in config:
             raise ValueError(f"config: {part} is missing")
     checkpoints, updates, performance, health = (config[part] for part in PARTS)
+    mode = str(health.get("mode", "pre-flight")) if isinstance(health, Mapping) else "pre-flight"
     checks: dict[str, tuple[object, Callable[[], list[str]]]] = {
         "hardware": (health, lambda: list(run_health_checks(health).issues)),
         "worker": (health, lambda: _workers(health, updates)),
         "checkpoint": (checkpoints, lambda: _checkpoints(checkpoints)),
         "gradient": (updates, lambda: _gradients(updates)),
         "performance": (performance, lambda: list(monitor_performance(performance).issues)),
-        "health": (health, lambda: list(run_health_checks(health, _mode(health)).issues)),
+        "health": (health, lambda: list(run_health_checks(health, mode).issues)),
     }
-    statuses: dict[str, CheckStatus] = {}
-    issues: list[str] = []
-    for layer, (values, check) in checks.items():
-        statuses[layer], part_issues = _check_part(values, check)
-        issues += [f"{layer}: {issue}" for issue in part_issues]
+    results = {layer: _check_part(values, check) for layer, (values, check) in checks.items()}
+    statuses = {layer: status for layer, (status, _) in results.items()}
     valid = {layer: status is CheckStatus.PASS for layer, status in statuses.items()}
     return TrainingReport(
         **{f"{layer}_valid": good for layer, good in valid.items()},
         statuses=MappingProxyType(statuses),
-        validation_issues=tuple(issues),
+        validation_issues=tuple(f"{layer}: {issue}" for layer, (_, issues) in results.items() for issue in issues),
         overall_valid=all(valid.values()),
     )
 
@@ -81,10 +79,6 @@ def _check_part(part: object, check: Callable[[], list[str]]) -> tuple[CheckStat
     except ValueError as fault:
         issues = [str(fault)]
     return (CheckStatus.FAIL if issues else CheckStatus.PASS), issues
-
-
-def _mode(health: Any) -> str:
-    return str(health.get("mode", "pre-flight")) if isinstance(health, Mapping) else "pre-flight"
 
 
 def _workers(health: Any, updates: Any) -> list[str]:

@@ -26,7 +26,6 @@ from engine.node.processes import Process
 from engine.protocol.attempt import END, STOP, ExitRecord, Identity, NodeFiles
 from engine.protocol.events import ExitOutput
 from engine.protocol.messages import (
-    VERSION,
     ExitOutputReply,
     FileData,
     Heartbeat,
@@ -263,7 +262,7 @@ async def test_a_restart_of_the_host_is_known_from_its_boot_id(line: tuple[Line,
     agent, link = line
     agent.send(RankStarted(0, IDENTITY))
     await until(lambda: link.observe(0).identity == IDENTITY)
-    agent.send(Hello(VERSION, "another boot", 0, time.time()))
+    agent.send(Hello("another boot", 0, time.time()))
     await until(lambda: link.observe(0).restarted)
     assert not link.observe(0).vanished, "it may have ended, and left its record, before"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from engine.node import processes
 from engine.node.attempt_watch import WatchedRank
 from engine.node.keeper import Lease
-from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP, heartbeat, lease_clock
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP, AttemptSpec, heartbeat, lease_clock
 from engine.protocol.exit_codes import TrainerExit
 from tests.agent.keeper_runner import WAIT, RunningKeeper, start_keeper
 from tests.needs import mounted_disk
@@ -106,10 +108,13 @@ def test_a_missing_working_directory_is_named(tmp_path: Path) -> None:
     assert record.error is not None and str(tmp_path / "gone") in record.error
 
 
-def test_a_spec_of_another_version_is_refused_in_the_exit_record(tmp_path: Path) -> None:
-    record = start_keeper(tmp_path, python("pass"), spec_fields={"version": 99}).ended()
+def test_a_spec_with_other_fields_is_refused_in_the_exit_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AttemptSpec, "to_json", lambda spec: json.dumps({**asdict(spec), "unheard_of": 99}))
+    record = start_keeper(tmp_path, python("pass")).ended()
     assert record.code == 127
-    assert record.error is not None and "its version is 99" in record.error
+    assert record.error is not None and "unheard_of" in record.error
 
 
 def test_the_command_gets_this_nodes_python_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

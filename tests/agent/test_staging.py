@@ -155,11 +155,14 @@ async def test_a_bundle_that_could_not_be_verified_is_not_taken_for_a_missing_on
 async def test_a_node_that_went_away_from_an_open_connection_is_asked_for_no_more_than_a_short_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    node, ana = FakeNode({"sha256": node_bundle().name}), NodeConfig(name="ana", ssh="ana", python="/p", workdir="/")
+    node, ana = (
+        FakeNode({"hashes": {"worker": node_bundle().name}}),
+        NodeConfig(name="ana", ssh="ana", python="/p", workdir="/"),
+    )
     async with FakeFleet(ana=node) as fleet:
         await prepare(fleet, [ana])
         await prepare(fleet, [ana])
-        assert [request.probe for request in node.probes] == ["bundle"]
+        assert [request.probe for request in node.probes] == ["hashes"]
         node.channels[0].acknowledges = False
         monkeypatch.setattr(agent_client, "_ANSWER_S", 0.1)
         with pytest.raises(NodeUnreachable, match=r"does not answer: no answer within 0\.1 s"):

@@ -287,10 +287,11 @@ class Workspace:
         fields: dict[str, Any] = {"run_id": "run", "attempt": 1, "nonce": "0" * 32, "backend": "ring"}
         spec = AttemptSpec(world_size=ranks, ranks=specs, job=job, **fields)
         # An earlier commit has not all fields: those left at their defaults are not written.
-        defaults = {item.name: item.default for item in dataclasses.fields(spec) if item.name != "version"}
+        defaults = {item.name: item.default for item in dataclasses.fields(spec)}
         given = {name: value for name, value in dataclasses.asdict(spec).items() if value != defaults.get(name)}
         if checkout != _ROOT:
             given.pop("group_key")
+            given["version"] = 1
         files.spec.write_text(json.dumps(given))
         own = [{SPEC_ENV: str(files.spec), EVENTS_ENV: str(files.events(rank))} for rank in range(ranks)]
         with self._started(["ours"], directory, own, core, checkout) as started:

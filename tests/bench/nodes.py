@@ -46,13 +46,12 @@ import sys
 sys.path.insert(0, {source!r})
 import json, os, select, time
 from engine.protocol.messages import *
-from engine.protocol.messages import VERSION
 def send(message):
     data = encode(message)
     while data:
         data = data[os.write(1, data):]
 os.write(1, json.dumps({{"kind": "bootstrap", "home": "/root", "missing": False}}).encode() + b"\\n")
-send(Hello(VERSION, "boot", 0, time.time()))
+send(Hello("boot", 0, time.time()))
 facts, sample = (open(path, "rb").read() for path in ({facts!r}, {telemetry!r}))
 decoder, streams, due = Decoder(), [], 0.0
 while True:

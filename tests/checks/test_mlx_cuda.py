@@ -11,7 +11,7 @@ from engine.checks import mlx_cuda
 from engine.checks.interpreter import Interpreter, as_interpreter
 from engine.checks.mlx_cuda import MlxNode
 from engine.checks.versions import evaluate
-from engine.cluster.probe_results import MlxReport
+from engine.cluster.probe_results import PackagesReport
 from engine.models import CheckResult, CheckStatus, NodeFacts
 from tests.checks.recorded import studio
 from tests.unit.cluster.cuda_nodes import cpu_node, cuda_node
@@ -27,8 +27,9 @@ AT = '--python "$HOME"/venv/bin/python'
 
 
 def failed(error: str, builds: dict[str, str] = BUILDS) -> Interpreter:
-    report = MlxReport(python="3.12.4", linux=True, venv=True, mlx_error=f"ImportError: {error}", builds=builds)
-    return as_interpreter(report, "python")
+    answer = {"python": "3.12.4", "linux": True, "venv": True, "versions": {}, "backends": [], "builds": builds}
+    report = PackagesReport.model_validate({**answer, "errors": {"mlx": f"ImportError: {error}"}})
+    return as_interpreter(report, ["mlx"], "python")
 
 
 def checked(seen: Interpreter, backend: str = "nccl", facts: NodeFacts | None = None) -> CheckResult:

@@ -28,8 +28,8 @@ from tests.checks.recorded import mac, studio
 from tests.demo_copies import made_demo
 from tests.needs import TORCH
 
-BUILD = TorchBuild(cuda="12.8", nccl="2.27.3", backends=["gloo", "nccl"], gpus=2, cuda_problem=None, nvidia_smi=None)
-CPU = BUILD.model_copy(update={"cuda": None, "nccl": None, "backends": ["gloo"], "gpus": 0})
+BUILD = TorchBuild(cuda="12.8", nccl="2.27.3", gpus=2, cuda_problem=None, nvidia_smi=None)
+CPU = BUILD.model_copy(update={"cuda": None, "nccl": None, "gpus": 0})
 SEEN = Interpreter("3.12.4", {"torch": "2.8.0+cu128"}, ("gloo", "nccl"), venv=True, build=BUILD)
 OWN = JobConfig(name="job", framework="torch", command=("torchrun", "train.py"))
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from engine.checks import versions as check
-from engine.checks.interpreter import Interpreter, as_interpreter, environment_of, with_mlx_lm, with_torch
+from engine.checks.interpreter import Interpreter, as_interpreter, environment_of, with_mlx_lm
 from engine.checks.versions import evaluate
-from engine.cluster.probe_results import MlxLmReport, MlxReport, TorchReport
+from engine.cluster.probe_results import PackagesReport
 from engine.failures.explanation import findings
 from engine.failures.signatures import BY_ID
 from engine.models import CheckResult, CheckStatus, Failed, Late, Unparsable
@@ -77,12 +77,12 @@ def test_an_import_error_is_explained_as_in_a_run(error: str, signature: str) ->
     (known,) = findings([error])
     assert known.signature is BY_ID[signature]
     explained = f"{error} ({known.cause}); {known.fix}"
-    seen = as_interpreter(MlxReport(python="3.12.1", linux=True, venv=True, mlx_error=error), "python")
-    assert seen.problem == f"mlx cannot be imported: {explained}"
-    assert explained in (with_mlx_lm(seen, MlxLmReport(mlx_lm_error=error)).problem or "")
-    report = TorchReport(python="3.12.1", linux=True, venv=True, versions={}, errors={"torch": error})
-    torch = with_torch(report, ["torch"], "python")
-    assert torch.problem == f"torch cannot be imported: {explained}"
+    errors = dict.fromkeys(("mlx", "mlx_lm", "torch"), error)
+    report = PackagesReport(python="3.12.1", linux=True, venv=True, versions={}, errors=errors, backends=[])
+    for name in ("mlx", "torch"):
+        seen = as_interpreter(report, [name], "python")
+        assert seen.problem == f"{name} cannot be imported: {explained}"
+    assert explained in (with_mlx_lm(seen, report).problem or "")
 
 
 async def test_a_job_that_may_not_need_mlx_lm_has_it_found_and_not_imported(
@@ -303,16 +303,18 @@ def test_another_patch_version_of_python_only_warns(model: Path, data: Path, tmp
 
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_no_text_of_a_node_enters_a_command(python: str, mlx: str) -> None:
-    report = {"python": python, "mlx": mlx, "linux": False, "venv": True}
+    report = {"python": python, "versions": {"mlx": mlx}, "errors": {}, "backends": []}
     try:
-        seen = MlxReport.model_validate(report)
+        seen = PackagesReport.model_validate({"linux": False, "venv": True, **report})
     except ValidationError:
         return
-    assert re.fullmatch(r"[0-9][0-9A-Za-z.+!_-]*", seen.python) and re.fullmatch(r"[0-9A-Za-z.+!_-]+", seen.mlx or "")
+    for version in (seen.python, seen.versions["mlx"]):
+        assert re.fullmatch(r"[0-9][0-9A-Za-z.+!_-]*", version)
 
 
 @pytest.mark.parametrize("version", ["3.11; rm -rf ~", "$(id)", "3.11\n", "", "x"])
 def test_a_version_that_is_none_is_refused(version: str) -> None:
-    for report in ({"python": version}, {"python": "3.11.9", "mlx": version}):
+    for report in ({"python": version}, {"versions": {"mlx": version}}):
+        whole = {"python": "3.11.9", "linux": False, "venv": True, "versions": {}, "errors": {}, "backends": []}
         with pytest.raises(ValidationError):
-            MlxReport.model_validate({"linux": False, "venv": True, **report})
+            PackagesReport.model_validate({**whole, **report})

@@ -12,7 +12,6 @@ from engine.protocol import attempt
 from engine.trainer.checkpoint import periodic as periodic_checkpoints
 from engine.trainer.checkpoint import store
 from engine.trainer.checkpoint.store import Checkpoint, Snapshot
-from engine.training import checkpoint_files
 from tests.training.states import events, names, periodic, snapshot
 from tests.waiting import wait_until
 
@@ -63,7 +62,7 @@ def test_a_full_disk_is_a_warning_and_the_next_checkpoint_is_tried(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "sync_folder", full)
+        patch.setattr(store, "sync_folder", full)
         checkpoints.begin(snapshot(4))
         checkpoints.finish(None)
     assert checkpoints.counters() == [1.0, 0.0]

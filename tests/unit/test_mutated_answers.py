@@ -42,7 +42,6 @@ from engine.plan.network import LaunchHost, NetworkPlan
 from engine.protocol.attempt import ExitRecord, Identity, NodeFiles
 from engine.protocol.events import ExitOutput
 from engine.protocol.messages import (
-    VERSION,
     Decoder,
     Hello,
     Message,
@@ -364,10 +363,11 @@ REPORTS: dict[type[BaseModel], Any] = {
         "resume": {"kind": "lora", "ranks": [8], "layers": [1], "modules": ["q"]}, "resume_fault": "cut", "largest": [],
     },
     results.FreePorts: {"free": [20_000]},
-    results.BundleReport: {"sha256": SHA},
     results.WriteReport: {"problem": "no space left"},
-    results.MlxReport: {"python": "3.12.4", "linux": False, "venv": True, "mlx": "0.32.4", "backends": ["ring"]},
-    results.MlxLmReport: {"mlx_lm": "0.32.2"},
+    results.PackagesReport: {
+        "python": "3.12.4", "linux": False, "venv": True, "versions": {"mlx": "0.32.4"}, "errors": {"torch": "none"},
+        "backends": ["ring"],
+    },
 }  # fmt: skip
 HINTS = {"absent", "make", "orphan", "pid", "venv", "dtype", "largest", "caffeinate", "ioreg", "assertions", "free"}
 """Their want claims nothing: a fix that is not offered, or None for not known."""
@@ -405,7 +405,7 @@ def lost(true: Any, found: Any, path: str = "") -> Iterator[str]:
 
 IDENTITY = Identity(0, "r-1", 1, NONCE, "boot", 700, START, 701, 701, START, 1e9)
 FRAMES: list[Message] = [
-    Hello(VERSION, "boot", 0, 1e9),
+    Hello("boot", 0, 1e9),
     RankStarted(0, IDENTITY),
     ProcessList(1, [(701, "python")], {"rank0.log": 12}),
     RankEnded(1, ExitRecord(1, 1, 0, None, 1e9, 12), 0, ExitOutput(log="40/40")),

@@ -28,9 +28,8 @@ CONFIG_VARIABLE = "FLIGHTDECK_SSH_CONFIG"
 _USUAL_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
 
 
-def own_known_hosts(home: Path) -> Path:
-    """The host keys that were accepted in Flight Deck, in the state directory `home`."""
-    return home / "known_hosts"
+OWN_KNOWN_HOSTS = "known_hosts"
+"""The host keys that were accepted in Flight Deck, in the state directory."""
 
 
 def _config_files() -> list[Path]:
@@ -51,7 +50,7 @@ def known_hosts_files(home: Path, user: list[str] | None = None, system: list[st
     if system is None:
         system = ["/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2"]
     named = dict.fromkeys([*(user or []), *_USUAL_KNOWN_HOSTS, *system])
-    files = [own_known_hosts(home), *(Path(name).expanduser() for name in named)]
+    files = [home / OWN_KNOWN_HOSTS, *(Path(name).expanduser() for name in named)]
     return [file for file in files if file.is_file()]
 
 
@@ -62,7 +61,7 @@ def add_known_host(home: Path, name: str, key: str) -> None:
         raise InputError("no host key to accept", where=name[:80], why="not a name and a public key")
     make_home(home)
     line = f"{name} {key}\n"
-    descriptor = os.open(own_known_hosts(home), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(home / OWN_KNOWN_HOSTS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "r+") as file:
         # Two consoles may accept at once; a line is one write, and nobody's is lost.
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -111,7 +110,9 @@ def _read(path: Path, hosts: dict[str, SshHost], section: list[SshHost], depth: 
             section = []
         elif keyword == "include" and depth < _DEPTH:
             for name in words:
-                for file in sorted(glob.glob(str(_included(name)))):  # noqa: PTH207  (absolute patterns)
+                # A relative one is below ~/.ssh; that of a user who does not exist is no fault.
+                pattern = str(Path.home() / ".ssh" / os.path.expanduser(name))  # noqa: PTH111
+                for file in sorted(glob.glob(pattern)):  # noqa: PTH207  (absolute patterns)
                     _read(Path(file), hosts, section, depth + 1)
         elif words and keyword in ("hostname", "user", "port"):
             for host in section:
@@ -143,11 +144,6 @@ def _section(words: list[str], hosts: dict[str, SshHost]) -> list[SshHost]:
     return section
 
 
-def _included(name: str) -> Path:
-    path = Path(os.path.expanduser(name))  # noqa: PTH111  (a user that does not exist is no fault)
-    return path if path.is_absolute() else Path.home() / ".ssh" / path
-
-
 def _words(text: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
@@ -177,8 +173,12 @@ def write_openssh_config(path: Path, home: Path, *, unattended: bool = True) -> 
     `unattended` asks for nothing (no password, no passphrase), runs the command that it is given, and does nothing
     besides. Raises InputError for paths that no ssh_config can hold, OSError."""
     theirs = _config_files()
-    ours = str(own_known_hosts(home)).replace("%", "%%")
-    known_hosts = dict.fromkeys([ours, *_known_hosts_of(theirs), *_USUAL_KNOWN_HOSTS])
+    ours = str(home / OWN_KNOWN_HOSTS).replace("%", "%%")
+    # Every UserKnownHostsFile that the user's files name, for whatever host: ours would otherwise hide them.
+    settings = (setting for file in theirs for setting in _settings(file))
+    named = [name for keyword, words in settings if keyword == "userknownhostsfile" for name in words]
+    usual = [name for name in (*named, *_USUAL_KNOWN_HOSTS) if name.lower() != "none"]
+    known_hosts = dict.fromkeys([ours, *usual])
     options = [
         *_OPTIONS,
         f"UserKnownHostsFile {' '.join(map(_config_word, known_hosts))}",
@@ -196,13 +196,6 @@ def shell_argv(target: SshTarget, config: Path, command: str | None = None) -> l
     if target.local:
         return ["/bin/sh", "-c", command] if command else [os.environ.get("SHELL", "/bin/sh"), "-l"]
     return ["ssh", "-t", "-F", str(config), "--", target.openssh, *([command] if command else [])]
-
-
-def _known_hosts_of(configs: list[Path]) -> list[str]:
-    """Every UserKnownHostsFile that these files name, for whatever host: ours would otherwise hide them."""
-    settings = (setting for file in configs for setting in _settings(file))
-    named = (words for keyword, words in settings if keyword == "userknownhostsfile")
-    return [name for words in named for name in words if name.lower() != "none"]
 
 
 def _config_word(name: str) -> str:

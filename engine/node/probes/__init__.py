@@ -36,7 +36,6 @@ class Probe:
 PROBES = {
     "adapters": Probe("job", own_process=True),
     "addresses": Probe("network"),
-    "bundle": Probe("files"),
     "configuration": Probe("model_files"),
     "examples": Probe("dataset"),
     "facts": Probe("facts"),

@@ -1,4 +1,4 @@
-"""The `hashes`, `bundle` and `tree` probes: whether files are the same on every node; `program`: where a job's own
+"""The `hashes` and `tree` probes: whether files are the same on every node; `program`: where a job's own
 program is; and `write`, which puts the files of an attempt in place."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine.node.probes import did_you_mean, is_withheld, reason_of
 from engine.node.probes.model_files import HASHED, file_hash, sha256
 from engine.node.processes import abandoned_locks, find_program
 from engine.protocol.attempt import write_atomic
+from engine.protocol.job import config_hash
 from engine.protocol.launchers import nested_launcher
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -31,8 +32,6 @@ def probe_hashes(request_text: str) -> dict[str, Any]:
         model = Path(request["model"]).expanduser()
         hashes |= {f"model {name}": value for name in HASHED if (value := file_hash(model / name)) is not None}
     if request["job"] is not None:
-        from engine.protocol.job import config_hash
-
         hashes["job"] = config_hash(request["job"])
     hashes["worker"] = bundle_hash(PACKAGE)
     return {"hashes": hashes}
@@ -120,11 +119,6 @@ def _entry(path: Path, hashed: int) -> list[Any] | None:
         return None
     size = path.stat().st_size
     return [size, sha256(path) if size <= hashed else None]
-
-
-def probe_bundle() -> dict[str, Any]:
-    """`sha256`: the hash of the bundle that runs this."""
-    return {"sha256": bundle_hash(PACKAGE)}
 
 
 def probe_write(folder: str, files: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import importlib.util
 import json
 import os
 import platform
@@ -45,16 +44,16 @@ def surroundings() -> dict[str, Any]:
     return {"python": sys.version, "system": platform.platform(), "path": {entry: stat_of(entry) for entry in sys.path}}
 
 
-def proof_file(subject: str) -> Path:
+def proof_file(packages: Sequence[str]) -> Path:
     """The proof of this interpreter, by the name that it was called by: a venv's is a link."""
-    name = hashlib.sha256(f"{sys.executable}\0{sys.prefix}\0{subject}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{sys.executable}\0{sys.prefix}\0{[*packages]}".encode()).hexdigest()[:16]
     return PROOFS.expanduser() / f"{name}.json"
 
 
-def proved(subject: str) -> dict[str, Any] | None:
+def proved(packages: Sequence[str]) -> dict[str, Any] | None:
     """The report of an earlier import, with its time as `proved`; None if it no longer holds."""
     try:
-        proof = json.loads(read_regular(proof_file(subject)))
+        proof = json.loads(read_regular(proof_file(packages)))
         if proof["surroundings"] != surroundings() or any(stat_of(path) != was for path, was in proof["files"].items()):
             return None
         return {**proof["report"], "proved": float(proof["at"])}
@@ -62,67 +61,49 @@ def proved(subject: str) -> dict[str, Any] | None:
         return None
 
 
-def keep(subject: str, report: dict[str, Any]) -> None:
+def keep(packages: Sequence[str], report: dict[str, Any]) -> None:
     """Where the node root is there, and its disk takes it."""
     files = {path for module in list(sys.modules.values()) if (path := getattr(module, "__file__", None))}
     stats = {path: stat_of(path) for path in sorted(files)}
     proof = {"report": report, "at": time.time(), "surroundings": surroundings(), "files": stats}
     with contextlib.suppress(OSError):
-        proof_file(subject).parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(proof_file(subject), json.dumps(proof))
-
-
-def imported() -> dict[str, Any]:
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
-    try:
-        mlx_lm = importlib.import_module("mlx_lm")
-    except Exception as error:
-        return {"mlx_lm_error": f"{type(error).__name__}: {error}"}
-    report = {"mlx_lm": str(mlx_lm.__version__)}
-    keep("mlx_lm", report)
-    return report
-
-
-def found() -> dict[str, Any]:
-    if importlib.util.find_spec("mlx_lm") is None:
-        return {"mlx_lm_error": "ModuleNotFoundError: No module named 'mlx_lm'"}
-    return {"mlx_lm": importlib.import_module("importlib.metadata").version("mlx-lm")}
+        proof_file(packages).parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(proof_file(packages), json.dumps(proof))
 
 
 def interpreter() -> dict[str, Any]:
     linux, venv = sys.platform.startswith("linux"), sys.prefix != sys.base_prefix
-    return {"python": platform.python_version(), "linux": linux, "venv": venv}
+    return {"python": platform.python_version(), "linux": linux, "venv": venv, "backends": []}
 
 
 def probe_mlx() -> dict[str, Any]:
-    """`python`, `linux`, `venv`, `builds`, and `mlx` with its distributed `backends`, or `mlx_error`."""
-    report = interpreter()
+    """As `torch`, of mlx, with its distributed `backends`, and on Linux the `builds` that it consists of."""
+    report = interpreter() | {"versions": {}, "errors": {}}
     if report["linux"]:
         report["builds"] = find_packages(MLX_BUILDS)["versions"]
     try:
         mx = importlib.import_module("mlx.core")
-        report["mlx"] = mx.__version__
         report["backends"] = [name for name in ("ring", "jaccl", "nccl") if mx.distributed.is_available(name)]
+        report["versions"]["mlx"] = mx.__version__
     except Exception as error:
-        report["mlx_error"] = f"{type(error).__name__}: {error}"
+        report["errors"]["mlx"] = f"{type(error).__name__}: {error}"
     return report
 
 
 def probe_mlx_lm(how: str) -> dict[str, Any]:
-    """`mlx_lm`, its version, or `mlx_lm_error`. `how` is "import", or "find" without importing it; `proved` is when an
-    earlier import succeeded that still holds."""
-    return (proved("mlx_lm") or imported()) if how == "import" else found()
+    """As `torch`, of mlx_lm alone."""
+    return probe_torch(how, "mlx_lm")
 
 
 def probe_torch(how: str, *packages: str) -> dict[str, Any]:
-    """`python`, `linux`, `venv`; of `packages`, torch first, the `versions` by name, and `errors` of the others; with
-    `how` "import" also the `build` of torch. "find" imports none."""
+    """`python`, `linux`, `venv`; of `packages` the `versions` by name, and `errors` of the others; with `how` "import"
+    also the distributed `backends` and `build` of torch, and as `proved` when an earlier import succeeded that still
+    holds. "find" imports none."""
     report = interpreter()
     if how == "find":
         return {**report, **find_packages(packages)}
     # What torch sees of GPUs no file proves.
-    kept = None if shutil.which("nvidia-smi") else proved(" ".join(packages))
+    kept = None if "torch" in packages and shutil.which("nvidia-smi") else proved(packages)
     return {**report, **(kept or import_packages(packages))}
 
 
@@ -149,27 +130,28 @@ def import_packages(packages: Sequence[str]) -> dict[str, Any]:
                 module = importlib.import_module(name)
                 report["versions"][name] = str(module.__version__)
                 if name == "torch":
-                    report["build"] = torch_build(module)
+                    report["backends"], report["build"] = torch_backends(module), torch_build(module)
             except Exception as error:
                 report["errors"][name] = f"{type(error).__name__}: {error}"
     if not report["errors"]:
-        keep(" ".join(packages), report)
+        keep(packages, report)
     return report
 
 
+def torch_backends(torch: Any) -> list[str]:
+    named = ("gloo", "nccl") if torch.distributed.is_available() else ()
+    return [name for name in named if getattr(torch.distributed, f"is_{name}_available")()]
+
+
 def torch_build(torch: Any) -> dict[str, Any]:
-    """`cuda`, the version that it was built with, and `nccl`'s; `backends`; `gpus` that it can use, and why there are
-    none as `cuda_problem`; `nvidia_smi`, the head of what that prints."""
-    distributed = torch.distributed
-    named = ("gloo", "nccl") if distributed.is_available() else ()
-    backends = [name for name in named if getattr(distributed, f"is_{name}_available")()]
+    """`cuda`, the version that it was built with, and `nccl`'s; `gpus` that it can use, and why there are none as
+    `cuda_problem`; `nvidia_smi`, the head of what that prints."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     return {
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if usable and "nccl" in backends else None,
-        "backends": backends,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if usable and "nccl" in torch_backends(torch) else None,
         "gpus": torch.cuda.device_count() if usable else 0,
         "cuda_problem": str(caught[0].message) if caught else None,
         "nvidia_smi": tool_output("nvidia-smi")[:NVIDIA_SMI_LIMIT] if shutil.which("nvidia-smi") else None,

@@ -104,12 +104,9 @@ def needs_key(service: str, environment: Mapping[str, str]) -> bool:
 
 def probe_reporters(*services: str) -> dict[str, Any]:
     """`services`: name → `installed`, and whether there is a `key` on this node (or none is needed)."""
-    return {"services": {name: {"installed": _installed(name), "key": _has_key(name)} for name in services}}
-
-
-def _installed(name: str) -> bool:
     # A folder of the same name, as W&B leaves one, has no origin.
-    return (spec := importlib.util.find_spec(name)) is not None and spec.origin is not None
+    installed = {name: getattr(importlib.util.find_spec(name), "origin", None) is not None for name in services}
+    return {"services": {name: {"installed": installed[name], "key": _has_key(name)} for name in services}}
 
 
 def _has_key(service: str) -> bool:

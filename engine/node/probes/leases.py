@@ -104,14 +104,10 @@ def _unwatched() -> dict[str, dict[int, str]]:
         for nonce, processes in with_any_nonce().items()
         if not any(name in process.command for process in processes for name in WATCHED)
     }
-    leased = _leased() if unwatched else set()
+    # A lease does not carry its nonce: it would end itself.
+    everybody = with_variables({}) if unwatched else ()
+    leased = {match[1] for process in everybody if (match := _LEASE.search(process.command)) is not None}
     return {nonce: processes for nonce, processes in unwatched.items() if nonce not in leased}
-
-
-def _leased() -> set[str]:
-    """The nonces for which a lease is held on this machine. A lease does not carry its nonce: it would end itself."""
-    everybody = with_variables({})
-    return {match[1] for process in everybody if (match := _LEASE.search(process.command)) is not None}
 
 
 def probe_lease(nonce: str, seconds: str, *folders: str) -> Iterator[dict[str, Any]]:

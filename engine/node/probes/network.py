@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.node.processes import command_of, linux_pids, pids_of_runs, tool_output
+from engine.node.processes import command_of, linux_pids, linux_tcp, pids_of_runs, tool_output
 
 _LISTEN = "0A"
 _LINUX = sys.platform.startswith("linux")
@@ -52,16 +52,6 @@ def bindable(ip: str, port: int) -> bool:
     return True
 
 
-def listening_inodes(table: str, port: int) -> set[str]:
-    """Socket inodes that listen on `port` in the text of a /proc/net/tcp table."""
-    inodes = set()
-    for row in table.splitlines()[1:]:
-        fields = row.split()
-        if len(fields) > 9 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-            inodes.add(fields[9])
-    return inodes
-
-
 def lsof_pid(output: str) -> int | None:
     """The first pid in what `lsof -F p` printed."""
     # A line that does not end has been cut off.
@@ -70,11 +60,10 @@ def lsof_pid(output: str) -> int | None:
 
 
 def _linux_holder(port: int) -> int | None:
-    inodes: set[str] = set()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            inodes |= listening_inodes((Path("/proc/net") / name).read_text(), port)
-    targets = {f"socket:[{inode}]" for inode in inodes}
+    targets = set[str]()
+    with contextlib.suppress(OSError):
+        rows = [row for row in linux_tcp() if row[3] == _LISTEN and int(row[1].rpartition(":")[2], 16) == port]
+        targets = {f"socket:[{row[9]}]" for row in rows}
     for pid in linux_pids() if targets else ():
         with contextlib.suppress(OSError):
             # Path.readlink would take the target for a path; it is a name like "socket:[123]".

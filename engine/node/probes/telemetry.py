@@ -162,7 +162,8 @@ class LinuxRanks:
         used: list[tuple[ProcessOwner, int]] = []
         for pid in present:
             if pid not in self.known or (self.known[pid] is None and (pid + self.scans) % RESCAN_EVERY == 0):
-                self.known[pid] = self.mark(pid)
+                values = linux_values(pid, (NONCE, SPEC, RANK))
+                self.known[pid] = process_owner(values, self.stat(pid)[0]) if values is not None else None
             if (mark := self.known[pid]) is None:
                 continue
             start, pages = self.stat(pid)
@@ -172,10 +173,6 @@ class LinuxRanks:
                 # Another process by now: looked at in the next scan.
                 del self.known[pid]
         return by_rank(used)
-
-    def mark(self, pid: int) -> ProcessOwner | None:
-        values = linux_values(pid, (NONCE, SPEC, RANK))
-        return process_owner(values, self.stat(pid)[0]) if values is not None else None
 
     def stat(self, pid: int) -> tuple[str, int]:
         """Start time and resident pages; ("", 0) when it is gone."""

@@ -18,6 +18,7 @@ from typing import BinaryIO, cast
 
 import mlx.core as mx
 
+from engine.protocol.attempt import sync_folder
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.trainer.weights import State
 from engine.training import checkpoint_files
@@ -70,9 +71,9 @@ def write(folder: Path, snapshot: Snapshot, origin: checkpoint_files.Origin, com
             file.write(manifest.to_json())
             file.commit()
             durable = file.durable
-        checkpoint_files.sync_folder(scratch)
+        sync_folder(scratch)
         checkpoint_files.replace_folder(scratch, target)
-        checkpoint_files.sync_folder(folder)
+        sync_folder(folder)
     return Checkpoint(target, manifest, durable)
 
 

@@ -13,7 +13,6 @@ from engine.cluster.transport.base import Channel
 from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.local import LocalTransport
 from engine.protocol.messages import (
-    VERSION,
     Decoder,
     Heartbeat,
     HeartbeatAck,
@@ -67,7 +66,7 @@ class FakeChannel(Channel):
 
 
 def hello() -> Hello:
-    return Hello(VERSION, "boot", 0, time.time())
+    return Hello("boot", 0, time.time())
 
 
 def reply(request: ProbeRequest, document: Any) -> list[Message]:

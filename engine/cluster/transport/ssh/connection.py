@@ -15,15 +15,8 @@ from typing import cast
 import asyncssh
 from asyncssh.config import SSHClientConfig
 
-from engine.cluster.transport.ssh import ConnectionLimiter
-from engine.cluster.transport.ssh.auth import (
-    PLAIN_HOST_KEY_ALGORITHMS,
-    HostKeyRecorder,
-    Identities,
-    host_key_error,
-    identities,
-    read_known_hosts,
-)
+from engine.cluster.transport import ssh_config
+from engine.cluster.transport.ssh import ConnectionLimiter, auth
 from engine.cluster.transport.ssh.errors import (
     CONNECTION_DROPS,
     REASON_LIMIT,
@@ -32,13 +25,6 @@ from engine.cluster.transport.ssh.errors import (
     SessionRefused,
     connection_lost,
     unreachable_error,
-)
-from engine.cluster.transport.ssh_config import (
-    CONNECT_TIMEOUT_S,
-    KEEPALIVE_S,
-    KEEPALIVES,
-    known_hosts_files,
-    ssh_configs,
 )
 from engine.errors import InputError, NodeUnreachable
 from engine.security.identifiers import SshTarget
@@ -83,7 +69,7 @@ class OpenConnection:
     async def start(self, command: str) -> asyncssh.SSHClientProcess[bytes]:
         """Start a login shell with this command line. Raises SessionRefused, NodeUnreachable."""
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(ssh_config.CONNECT_TIMEOUT_S):
                 # The user's own RequestTTY and RemoteCommand are for people; a terminal would change the bytes.
                 return await self.client.create_process(command, encoding=None, request_pty=False, x11_forwarding=False)
         except (AssertionError, *SSH_ERRORS) as error:
@@ -117,18 +103,13 @@ class _Setup:
             return []
         return [SshTarget.parse(hop.strip().removeprefix("ssh://")) for hop in configured.split(",")]
 
-    @property
-    def over_itself(self) -> bool:
-        """It is its own jump host, as where `Host *` says ProxyJump: ssh then goes there directly."""
-        return any((hop.host, hop.port or 22) == (self.options.host, self.options.port) for hop in self.jumps)
-
 
 class _Admission:
     """The limiter for one dial, and the end of its time, to which what it waits for the limiter is added."""
 
     def __init__(self, limiter: ConnectionLimiter) -> None:
         self._limiter = limiter
-        self.ends = time.monotonic() + CONNECT_TIMEOUT_S
+        self.ends = time.monotonic() + ssh_config.CONNECT_TIMEOUT_S
 
     @contextlib.asynccontextmanager
     async def at(self, host: str, port: int) -> AsyncIterator[None]:
@@ -169,7 +150,9 @@ async def _dial(
         raise NodeUnreachable("ProxyJump names no host", where=where, why=str(error)) from error
     except SSH_ERRORS as error:
         raise NodeUnreachable("ssh's configuration cannot be used", where=where, why=str(error)) from error
-    if tunnel is not None or len(destinations) >= _JUMPS or (destinations and setup.over_itself):
+    # It is its own jump host, as where `Host *` says ProxyJump: ssh then goes there directly.
+    over_itself = any((hop.host, hop.port or 22) == (setup.options.host, setup.options.port) for hop in hops)
+    if tunnel is not None or len(destinations) >= _JUMPS or (destinations and over_itself):
         hops = []
     try:
         for hop in hops:
@@ -186,7 +169,7 @@ async def _dial(
 def _set_up(target: SshTarget, home: Path) -> _Setup:
     """Blocking: reads the configuration and known_hosts."""
     options = asyncssh.SSHClientConnectionOptions(
-        config=[str(file) for file in ssh_configs()] or None,
+        config=[str(file) for file in ssh_config.ssh_configs()] or None,
         host=target.host,
         port=target.port if target.port is not None else (),
         username=target.user if target.user is not None else (),
@@ -195,7 +178,7 @@ def _set_up(target: SshTarget, home: Path) -> _Setup:
         known_hosts=None,
     )
     user, system = (_files(options, f"{owner}KnownHostsFile") for owner in ("User", "Global"))
-    return _Setup(options, read_known_hosts(known_hosts_files(home, user, system)))
+    return _Setup(options, auth.read_known_hosts(ssh_config.known_hosts_files(home, user, system)))
 
 
 def _files(options: asyncssh.SSHClientConnectionOptions, name: str) -> list[str] | None:
@@ -208,16 +191,16 @@ async def _log_in(
     """Connect to what `setup` says, through `tunnel` if that is given."""
     only_named = bool(setup.options.config.get("IdentitiesOnly"))
     files, certificates = (_files(setup.options, f"{kind}File") for kind in ("Identity", "Certificate"))
-    offered = identities(files, setup.agent, certificates or (), only_named=only_named)
+    offered = auth.identities(files, setup.agent, certificates or (), only_named=only_named)
     async with admission.at(setup.options.host, setup.options.port), offered as keys:
-        recorder = HostKeyRecorder(setup.known, setup.options.host_key_alias)
+        recorder = auth.HostKeyRecorder(setup.known, setup.options.host_key_alias)
         try:
             return await _connect(setup, tunnel, recorder, keys)
         except asyncssh.HostKeyNotVerifiable as error:
             if recorder.offered is None and "revoked" not in error.reason:
                 # A certificate of a CA that nobody trusts: as for ssh, the key below it decides.
                 recorder = await _record_plain_key(setup, tunnel) or recorder
-            raise host_key_error(where, target, recorder, error.reason) from error
+            raise auth.host_key_error(where, target, recorder, error.reason) from error
         except asyncssh.ChannelOpenError as error:
             why = plain(error.reason, REASON_LIMIT)
             raise NodeUnreachable(
@@ -227,15 +210,15 @@ async def _log_in(
             # Only the accepted kinds of key were asked for: where the exchange fails, it may have others by now.
             failed = isinstance(error, (asyncssh.KeyExchangeFailed, *CONNECTION_DROPS)) and recorder.greeted
             if failed and (shown := await _record_plain_key(setup, tunnel)) is not None and shown.strange:
-                raise host_key_error(where, target, shown) from error
+                raise auth.host_key_error(where, target, shown) from error
             raise unreachable_error(error, where, tried=keys.words) from error
 
 
-async def _record_plain_key(setup: _Setup, tunnel: asyncssh.SSHClientConnection | None) -> HostKeyRecorder | None:
+async def _record_plain_key(setup: _Setup, tunnel: asyncssh.SSHClientConnection | None) -> auth.HostKeyRecorder | None:
     """Connect once more, only to see the plain host key; None when that is not to be had."""
-    recorder = HostKeyRecorder(setup.known, setup.options.host_key_alias)
+    recorder = auth.HostKeyRecorder(setup.known, setup.options.host_key_alias)
     with contextlib.suppress(*SSH_ERRORS):
-        connection = await _connect(setup, tunnel, recorder, Identities((), ""), learning=True)
+        connection = await _connect(setup, tunnel, recorder, auth.Identities((), ""), learning=True)
         connection.abort()
     return recorder if recorder.offered is not None else None
 
@@ -243,12 +226,12 @@ async def _record_plain_key(setup: _Setup, tunnel: asyncssh.SSHClientConnection 
 async def _connect(
     setup: _Setup,
     tunnel: asyncssh.SSHClientConnection | None,
-    recorder: HostKeyRecorder,
-    keys: Identities,
+    recorder: auth.HostKeyRecorder,
+    keys: auth.Identities,
     *,
     learning: bool = False,
 ) -> asyncssh.SSHClientConnection:
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+    async with asyncio.timeout(ssh_config.CONNECT_TIMEOUT_S):
         return await asyncssh.connect(
             setup.options.orig_host,
             setup.options.port,
@@ -262,13 +245,13 @@ async def _connect(
             client_keys=list(keys.pairs) or iter(()),
             agent_path="",
             agent_identities=None,
-            connect_timeout=CONNECT_TIMEOUT_S,
-            login_timeout=CONNECT_TIMEOUT_S,
-            keepalive_interval=KEEPALIVE_S,
-            keepalive_count_max=KEEPALIVES,
+            connect_timeout=ssh_config.CONNECT_TIMEOUT_S,
+            login_timeout=ssh_config.CONNECT_TIMEOUT_S,
+            keepalive_interval=ssh_config.KEEPALIVE_S,
+            keepalive_count_max=ssh_config.KEEPALIVES,
             # Nobody is there to be asked.
             password_auth=False,
             kbdint_auth=False,
             agent_forwarding=False,
-            **({"server_host_key_algs": PLAIN_HOST_KEY_ALGORITHMS} if learning else {}),
+            **({"server_host_key_algs": auth.PLAIN_HOST_KEY_ALGORITHMS} if learning else {}),
         )

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from engine.node import processes
 from engine.node.probes import dataset, did_you_mean, model_files, nearest, network, storage
 from engine.node.processes import start_time
 from engine.protocol.attempt import NONCE_ENV
@@ -184,14 +185,19 @@ def test_a_model_with_any_configuration_is_reported(tmp_path: Path, text: str) -
     json.dumps(model_files.probe_model(str(tmp_path)))
 
 
-def test_only_listeners_count_in_the_kernels_table() -> None:
-    table = (
-        "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
-        "   0: 0100007F:7E43 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n"
-        "   1: 0100007F:7E43 0100007F:A2F0 01 00000000:00000000 00:00000000 00000000     0        0 4712 1\n"
-        "   2: 00000000:7E44 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4713 1\n"
-    )
-    assert network.listening_inodes(table, 0x7E43) == {"4711"}
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_only_listeners_count_in_the_kernels_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        inode = os.fstat(listener.fileno()).st_ino
+        row = "{}: 0100007F:7E43 00000000:0000 {} 00000000:00000000 00:00000000 00000000     0        0 {} 1"
+        for state, pid in (("01", None), ("0A", os.getpid())):
+            (tmp_path / "net" / "tcp").write_text(f"  sl  local_address\n{row.format(0, state, inode)}\n")
+            monkeypatch.setattr(processes, "_PROC", tmp_path)
+            rows = processes.linux_tcp()
+            monkeypatch.undo()
+            monkeypatch.setattr(network, "linux_tcp", lambda rows=rows: rows)
+            assert network._linux_holder(0x7E43) == pid
 
 
 def test_lsofs_pid_is_read_from_its_field_output() -> None:
