@@ -45,7 +45,7 @@ class CalibrationsApi:
             with exclusive_hosts(session.home, hosts, f"a calibration of {config.job.name}"):
                 await asyncio.to_thread(self.check_idle, config)
                 before = await asyncio.to_thread(self._nodes.last_facts, config)
-                async with CheckContext(config, session.fleet(config)) as context:
+                async with CheckContext(config, session.fleet) as context:
                     taken = await calibrate(context, quick=quick, before=before, on_progress=report)
                     if is_complete(taken):
                         facts = (await context.facts()).values()
@@ -75,7 +75,7 @@ class CalibrationsApi:
             with exclusive_hosts(session.home, hosts, f"a calibration of {config.job.name}"):
                 await asyncio.to_thread(self.check_idle, config)
                 kept, division, _ = await asyncio.to_thread(self.divide, config)
-                async with CheckContext(kept, session.fleet(config)) as context:
+                async with CheckContext(kept, session.fleet) as context:
                     facts = (await context.facts()).values()
                     await asyncio.to_thread(session.store.put_facts, config.cluster.name, facts)
                     stored = await asyncio.to_thread(self._nodes.last_facts, config)

@@ -27,7 +27,7 @@ class ChecksApi:
         """Run the checks that a launch would run, on the nodes that it would use; each is yielded as RUNNING and again
         when it ends. Closing the iterator ends them. Raises InputError for a name in `skip` that is no check or when
         no node would be left, and StateError."""
-        fleet, audit = self._session.fleet(config), functools.partial(audit_log, home=self._session.home)
+        fleet, audit = self._session.fleet, functools.partial(audit_log, home=self._session.home)
 
         async def work(report: Callable[[CheckResult], None]) -> None:
             used, division, calibration = await asyncio.to_thread(self._calibrations.divide, config)
@@ -54,7 +54,7 @@ class ChecksApi:
     ) -> SyncReport:
         """Make the nodes' workdirs alike, by the user's script or by rsync, and prove it; `dry_run` compares only.
         `on_line` receives each line of output. Raises InputError, LaunchError."""
-        async with CheckContext(config, self._session.fleet(config)) as context:
+        async with CheckContext(config, self._session.fleet) as context:
             report = await sync_workdirs(context, self._session.home, dry_run=dry_run, on_line=on_line)
         differing = [name for name, node in report.nodes.items() if not node.same]
         details = {"method": report.method, "dry_run": dry_run, "message": report.message, "differing": differing}

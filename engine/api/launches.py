@@ -42,7 +42,7 @@ class PlansApi:
     ) -> TrainingPlan:
         """Plan the configuration's job, with `strategy` in place of its own. Without `facts` the nodes are probed. For
         a node that does not answer its last facts are used."""
-        async with CheckContext(config, self._session.fleet(config)) as context:
+        async with CheckContext(config, self._session.fleet) as context:
             seen = list(facts) if facts is not None else list((await context.facts()).values())
             plan = await make_training_plan(context, seen, strategy=strategy)
         # A state that cannot be written is no reason to withhold the plan.

@@ -49,7 +49,7 @@ class NodesApi:
         """As `probe`, each node's facts when it answers. Closing the iterator ends the probes."""
         seen: list[NodeFacts] = []
         try:
-            async with contextlib.aclosing(probe_as_completed(config, self._session.fleet(config))) as answers:
+            async with contextlib.aclosing(probe_as_completed(config, self._session.fleet)) as answers:
                 async for facts in answers:
                     seen.append(facts)
                     yield facts
@@ -103,7 +103,7 @@ class NodesApi:
 
     def telemetry(self, config: Config) -> AsyncIterator[NodeTelemetry]:
         """Resource use of every node, as it arrives, without end; closing the iterator stops it on the nodes."""
-        return telemetry(config, self._session.fleet(config))
+        return telemetry(config, self._session.fleet)
 
     async def discover(self, *, ssh_config: bool = True, bonjour: bool = True) -> list[FoundHost]:
         """This machine, and hosts that could be nodes (about 3 s with Bonjour)."""
@@ -118,7 +118,7 @@ class NodesApi:
         NodeUnreachable, OSError."""
         context = {"host": offer.target, "fingerprint": offer.fingerprint}
         try:
-            async with Fleet((), self._home) as fleet:
+            async with Fleet(self._home) as fleet:
                 await fleet.accept(offer.target, offer.fingerprint)
         except HostKeyChanged as changed:
             audit_log("host_key", "refused", context | {"found": changed.found}, home=self._home)
@@ -131,7 +131,7 @@ class NodesApi:
         target = _node(config, node)
         audit_log("command", "asked", {"node": node, "command": command}, home=self._home)
         argv = ["/bin/sh", "-c", _as_typed(command)]
-        fleet = self._session.fleet(config)
+        fleet = self._session.fleet
         try:
             return await fleet.agent(target).run(argv, timeout_s=timeout_s)
         except LaunchError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from engine.config.models import Config
 from engine.security.paths import check_private, state_home
 from engine.store.store import Store
 
@@ -25,7 +25,6 @@ class Session:
         check_private(self.home)
         self.notices: list[str] = []
         """Damage found in the state and how it was handled, one line each, for people."""
-        self._fleets: dict[tuple[str, ...], Fleet] = {}
 
     @property
     def store(self) -> Store:
@@ -41,21 +40,18 @@ class Session:
         if notice not in self.notices:
             self.notices.append(notice)
 
-    def fleet(self, config: Config) -> Fleet:
-        """The connections to the configuration's nodes, kept until `close`."""
-        # It brings asyncssh, which whatever only reads runs does without.
+    @cached_property
+    def fleet(self) -> Fleet:
+        """The connections to nodes, kept until `close`."""
+        # Whatever only reads runs does without.
         from engine.cluster.transport.fleet import Fleet
 
-        hosts = tuple(node.ssh for node in config.nodes)
-        if hosts not in self._fleets:
-            self._fleets[hosts] = Fleet(config.nodes, self.home)
-        return self._fleets[hosts]
+        return Fleet(self.home)
 
     async def close(self) -> None:
         """Close all connections to nodes; runs go on."""
-        while self._fleets:
-            _, fleet = self._fleets.popitem()
-            await fleet.close()
+        if "fleet" in self.__dict__:
+            await self.fleet.close()
 
 
 async def stream(work: Callable[[Callable[[Item], None]], Awaitable[None]], *, name: str) -> AsyncGenerator[Item, None]:

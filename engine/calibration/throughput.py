@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 
 from engine.checks.context import CheckContext
@@ -29,7 +30,7 @@ from engine.security.sanitise import plain
 
 
 class ProgressResult(FrozenModel):
-    """engine.protocol.measurements.MeasureProgress"""
+    """The progress of engine.trainer.calibrate."""
 
     phase: ShortText
     elapsed_s: Figure = 0.0
@@ -97,7 +98,8 @@ class _Measurement:
 
     async def put(self, layout: HostLayout) -> None:
         facts = await self.context.facts()
-        files = {f"rank{rank}.json": self._spec(rank, layout, facts).to_json() for rank in layout.ranks}
+        specs = {rank: asdict(self._spec(rank, layout, facts)) for rank in layout.ranks}
+        files = {f"rank{rank}.json": json.dumps(spec) for rank, spec in specs.items()}
         await self.leases.write(layout, self._folder(layout), files)
 
     async def host(self, ranks: tuple[int, ...]) -> dict[int, tuple[NodeMeasure, int | None]]:

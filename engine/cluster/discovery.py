@@ -293,7 +293,7 @@ async def find_python(transport: Transport) -> FoundPython:
 async def find_pythons(hosts: Sequence[str], home: Path) -> list[FoundPython]:
     """`find_python` on all of them at once, in their order. `home` is the state directory, with its known_hosts.
     Raises InputError for what is no host."""
-    async with Fleet((), home) as fleet:
+    async with Fleet(home) as fleet:
         transports = [fleet.reach(host) for host in hosts]
         return await asyncio.gather(*map(find_python, transports))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 ALL_SUM_LARGE_BYTES = 4 * 2**20
@@ -107,24 +106,6 @@ class MeasureSpec:
     env: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
     """The ranks of the job: several keep their gradients otherwise than one does."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> MeasureSpec:
-        return cls(**json.loads(text))
-
-
-@dataclass
-class MeasureProgress:
-    """The progress of `engine.trainer.calibrate`."""
-
-    phase: str
-    """ "loading", "probing", "warming up" or "measuring"."""
-    elapsed_s: float = 0.0
-    """Seconds of measuring so far."""
-    examples_per_s: float | None = None
 
 
 @dataclass

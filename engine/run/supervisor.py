@@ -52,7 +52,7 @@ _ABORTED_EARLY = events.Verdict(
 class Supervisor:
     def __init__(self, run_dir: RunDir, plan: RunPlan, recorder: RunRecorder, nodes: Path) -> None:
         """`nodes` is this machine's own node root."""
-        fleet = Fleet(plan.config.nodes, run_dir.home)
+        fleet = Fleet(run_dir.home)
         self._run = RunContext(run_dir, plan, recorder, fleet, nodes)
         self._recorder = recorder
         self._signals: list[events.RequestReceived] = []

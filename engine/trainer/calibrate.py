@@ -2,7 +2,8 @@
 
     cd <bundle> && exec <python> -m engine.trainer.calibrate SPEC
 
-SPEC is the path of a MeasureSpec. Prints JSON objects, one per line: {"progress": MeasureProgress} while it runs, and
+SPEC is the path of a MeasureSpec. Prints JSON objects, one per line: {"progress": {"phase": "loading", "probing",
+"warming up" or "measuring", "elapsed_s": of measuring so far, "examples_per_s": number or null}} while it runs, and
 always {"measured": MeasureReport} at the end. Exit code 0 when the measurement succeeded, else 1."""
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.node.processes import end_with_parent, raise_priority, stay_awake
-from engine.protocol.measurements import MeasureProgress, MeasureReport, MeasureSpec
+from engine.protocol.measurements import MeasureReport, MeasureSpec
 
 _FIRST_STEP_LIMIT_S, _STEP_LIMIT_S = 600.0, 60.0
 """A node that does not finish its first step within the first counts as offline; g++ may have to build kernels before
@@ -30,7 +31,7 @@ _PROGRESS_S = 2.0
 
 def main(arguments: list[str]) -> int:
     spec_path = Path(arguments[0])
-    spec = MeasureSpec.from_json(spec_path.read_text())
+    spec = MeasureSpec(**json.loads(spec_path.read_text()))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.update(spec.env)
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
-    _print_progress(MeasureProgress("loading"))
+    _print_progress("loading", result)
     from engine.trainer.single_node_bench import PROBE_BATCHES, WARM_UP_STEPS, load_trainer, measure, second_batch
 
     training = load_trainer(spec, home)
@@ -58,7 +59,7 @@ def _measure(spec: MeasureSpec, home: Path, result: MeasureReport) -> None:
     def report() -> None:
         nonlocal printed_at
         printed_at = time.monotonic()
-        _print_progress(MeasureProgress(phase, result.measured_s, result.examples_per_s))
+        _print_progress(phase, result)
 
     def step_done() -> None:
         watchdog.step_done()
@@ -134,8 +135,9 @@ def _print_result(result: MeasureReport) -> int:
     return 0 if result.problem is None else 1
 
 
-def _print_progress(progress: MeasureProgress) -> None:
-    print(json.dumps({"progress": asdict(progress)}), flush=True)
+def _print_progress(phase: str, result: MeasureReport) -> None:
+    progress = {"phase": phase, "elapsed_s": result.measured_s, "examples_per_s": result.examples_per_s}
+    print(json.dumps({"progress": progress}), flush=True)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ HERE = NodeConfig(name="here", python=sys.executable, workdir="/")
 
 async def test_a_lost_bundle_is_staged_again_and_nobody_loses_an_agent(home: Path) -> None:
     asked = f"until [ -e {home}/staged ]; do sleep 0.05; done; echo done"
-    async with Fleet((HERE,), home) as fleet:
+    async with Fleet(home) as fleet:
         (layout,) = await prepare(fleet, [HERE])
         running = asyncio.create_task(fleet.agent(HERE).run(["/bin/sh", "-c", asked], timeout_s=30))
         shutil.rmtree(layout.bundle)
@@ -143,7 +143,7 @@ async def test_a_lost_bundle_is_staged_again_and_nobody_loses_an_agent(home: Pat
 async def test_a_bundle_that_could_not_be_verified_is_not_taken_for_a_missing_one(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with Fleet((HERE,), home) as fleet:
+    async with Fleet(home) as fleet:
         await prepare(fleet, [HERE])
         session = await fleet.agent(HERE).session()
         monkeypatch.setattr(staging, "_VERIFY_LIMIT_S", 0.0)
@@ -174,7 +174,7 @@ async def test_a_place_that_cannot_be_written_is_one_line(home: Path) -> None:
     (home / "node").mkdir(parents=True)
     (home / "node" / "bundles").write_text("in the way")
     node = NodeConfig(name="here", python=sys.executable, workdir="/")
-    async with Fleet((node,), home) as fleet:
+    async with Fleet(home) as fleet:
         with pytest.raises(LaunchError, match=r"/node/bundles: the node bundle could not be staged on here"):
             await prepare(fleet, [node])
 

@@ -97,7 +97,7 @@ def config_of(nodes: list[NodeConfig]) -> Config:
 async def probed_s(nodes: list[NodeConfig], home: Path) -> float:
     """Seconds of a probe of all nodes, connecting included. Raises RuntimeError when one has not answered."""
     config = config_of(nodes)
-    async with Fleet(config.nodes, home) as fleet:
+    async with Fleet(home) as fleet:
         begun = time.perf_counter()
         facts = await probe_all(config, fleet)
         taken = time.perf_counter() - begun
@@ -158,7 +158,7 @@ def simulated(folder: Path) -> Iterator[list[NodeConfig]]:
 async def _recorded() -> tuple[bytes, bytes]:
     """What this machine's facts and telemetry probes print."""
     here = NodeConfig(name="here", python=sys.executable, workdir="/")
-    async with Fleet((here,), Path("/nonexistent")) as fleet:
+    async with Fleet(Path("/nonexistent")) as fleet:
         request = await fleet.agent(here).start_probe("facts", "/")
         facts = await request.completed(30.0)
         sample = await (await fleet.agent(here).start_probe("telemetry", "1")).next_line(30.0)

@@ -37,7 +37,7 @@ async def measured(config: Config, home: Path, *, phases: bool = False) -> tuple
         if phases:
             print(f"  {time.perf_counter() - begun:6.2f} s  {result.status.value:8} {result.name}  {result.summary}")
 
-    async with Fleet(config.nodes, home) as fleet:
+    async with Fleet(home) as fleet:
         context = CheckContext(config, fleet)
         try:
             found = await run_checks(context, on_result=on_result, audit=unheard)

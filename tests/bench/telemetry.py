@@ -69,7 +69,7 @@ async def measure(node: NodeConfig, seconds: float, home: Path) -> float:
     """The share of a core that an agent and its probe take, while their samples are read."""
     config = Config(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="bench", command=("true",)))
     lines = 0
-    async with Fleet(config.nodes, home) as fleet:
+    async with Fleet(home) as fleet:
         values = telemetry(config, fleet)
         began = time.monotonic()
         before: tuple[float, float] | None = None

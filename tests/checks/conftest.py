@@ -42,7 +42,7 @@ _SHARED: list[Fleet] = []
 async def shared_agent() -> AsyncIterator[None]:
     """One agent answers all tests of a module: to start one takes longer than most checks. Its environment (HOME) is
     that of the first test."""
-    async with Fleet((), state_home()) as fleet:
+    async with Fleet(state_home()) as fleet:
         _SHARED.append(fleet)
         yield
         _SHARED.clear()
@@ -62,7 +62,7 @@ def fleet_of(config: Config, *, own_agent: bool = False) -> contextlib.AbstractA
     if _SHARED and not own_agent:
         _SHARED[0].home = state_home()
         return contextlib.nullcontext(_SHARED[0])
-    return Fleet(config.nodes, state_home())
+    return Fleet(state_home())
 
 
 async def run_check(

@@ -40,7 +40,7 @@ async def hangs(_: CheckContext) -> CheckResult:
 
 def context(config: Config) -> CheckContext:
     """With connections to nothing but this machine; to be closed where a check looks at a node."""
-    return CheckContext(config, Fleet(config.nodes, state_home()))
+    return CheckContext(config, Fleet(state_home()))
 
 
 def nobody(event: str, status: str, context: dict[str, object]) -> None:

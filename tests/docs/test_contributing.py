@@ -49,7 +49,7 @@ async def test_the_check_runs(tmp_path: Path) -> None:
     check = executed(code("Add a check"), **names)["CHECK"]
     node = NodeConfig(name="here", python="/usr/bin/python3", workdir=str(tmp_path))
     config = Config(cluster=ClusterConfig(), nodes=(node,), job=JobConfig(name="job", command=("true",)))
-    async with Fleet(config.nodes, tmp_path) as fleet:
+    async with Fleet(tmp_path) as fleet:
         context = CheckContext(config, fleet)
         try:
             checks = {each.name: each for each in (connectivity.CHECK, check)}

@@ -99,7 +99,7 @@ def test_a_run_restarts_when_rank_0_is_lost(home: Path, tmp_path: Path) -> None:
 
 async def expected_recovery_s(run: Run) -> float | None:
     async with (
-        Fleet(run.plan.config.nodes, run.dir.home) as fleet,
+        Fleet(run.dir.home) as fleet,
         CheckContext(run.plan.config, fleet) as context,
     ):
         return (await shared_plan(context)).checkpoint_strategy.expected_recovery_time

@@ -30,7 +30,7 @@ async def fleet(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """The ways to the cluster's nodes, with a FLIGHTDECK_HOME of the test's own at `home` in its folder."""
     monkeypatch.setenv("FLIGHTDECK_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("FLIGHTDECK_SSH_CONFIG", str(cluster.ssh_config))
-    async with Fleet((), tmp_path / "home") as fleet:
+    async with Fleet(tmp_path / "home") as fleet:
         yield fleet
     while LAUNCHERS:
         LAUNCHERS.pop().kill()

@@ -75,7 +75,7 @@ async def test_telemetry_of_four_nodes_ends_on_all_of_them(cluster: Cluster, hom
     names = {node.name for node in config.nodes}
     seen: dict[str, NodeTelemetry] = {}
 
-    async with asyncio.timeout(PATIENCE_S), Fleet(config.nodes, home) as fleet:
+    async with asyncio.timeout(PATIENCE_S), Fleet(home) as fleet:
         values = telemetry(config, fleet, interval_s=0.2191)
 
         async def until(holds: Callable[[], bool]) -> None:

@@ -145,7 +145,7 @@ def test_a_command_that_hangs_costs_its_own_facts_and_nothing_is_claimed(
 
 async def test_telemetry_comes_with_macmon_and_without(macs: MacCluster, home: Path, studio: Path) -> None:
     wanted, sources = {"ana": "macmon", "bea": "vm_stat, sysctl, ioreg"}, dict[str, str]()
-    async with asyncio.timeout(PATIENCE_S), Fleet((), home) as fleet:
+    async with asyncio.timeout(PATIENCE_S), Fleet(home) as fleet:
         values = telemetry(load_config(studio / "flightdeck.toml"), fleet, interval_s=0.5)
         assert isinstance(values, AsyncGenerator)
         async with contextlib.aclosing(values):

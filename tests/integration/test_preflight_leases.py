@@ -29,7 +29,7 @@ from engine.node.processes import with_any_nonce
 
 async def main():
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
-    async with Fleet((), Path(sys.argv[2])) as fleet:
+    async with Fleet(Path(sys.argv[2])) as fleet:
         print(await gradient.run(CheckContext(config, fleet)), flush=True)
 
 asyncio.run(main())

@@ -55,5 +55,5 @@ async def test_a_node_that_is_cut_off_or_has_no_such_python_says_why_and_the_oth
         assert found[2].problem
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("engine.cluster.facts.TIME_LIMIT_S", 0.001)
-            late = await probe(config.nodes[3], engine.fleet(config).agent(config.nodes[3]))
+            late = await probe(config.nodes[3], engine.fleet.agent(config.nodes[3]))
         assert "within 0.001 s" in (late.problem or "")

@@ -99,7 +99,7 @@ async def test_a_damaged_bundle_is_replaced(damage: str, cluster: Cluster, fleet
 
 async def test_several_may_stage_at_once(cluster: Cluster, fleet: Fleet, tmp_path: Path) -> None:
     nodes = on(cluster, "cyd")
-    async with Fleet((), tmp_path) as another:
+    async with Fleet(tmp_path) as another:
         first, *others = await asyncio.gather(*(prepare(way, nodes) for way in (fleet, another, fleet, another)))
     assert others == [first] * 3
     assert bundle_hash(bundle_of(cluster, "cyd") / "engine") == bundle_hash(SOURCE)

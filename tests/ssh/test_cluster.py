@@ -22,14 +22,14 @@ def home(isolated_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 async def test_four_nodes_of_different_users_and_homes(isolated_cluster: Cluster, home: Path) -> None:
     nodes = isolated_cluster.nodes
     argv = ["/bin/sh", "-c", 'echo "$(id -un) $1"', "sh", "~/x"]
-    async with Fleet((), home) as fleet:
+    async with Fleet(home) as fleet:
         done = await asyncio.gather(*(fleet.reach(node.ssh).run(argv, timeout_s=10) for node in nodes))
     assert [one.stdout.decode() for one in done] == [f"{node.user} {node.home}/x\n" for node in nodes]
 
 
 async def test_connections_that_are_reset_are_made_anew(isolated_cluster: Cluster, home: Path) -> None:
     node = isolated_cluster.nodes[0]
-    async with Fleet((), home) as fleet:
+    async with Fleet(home) as fleet:
         way = fleet.reach(node.ssh)
         for _ in range(3):
             assert (await way.run(["true"], timeout_s=10)).code == 0
@@ -41,7 +41,7 @@ async def test_a_black_hole_is_told_within_25_s_and_the_node_is_reached_again_wh
     isolated_cluster: Cluster, home: Path
 ) -> None:
     node = isolated_cluster.nodes[1]
-    async with Fleet((), home) as fleet:
+    async with Fleet(home) as fleet:
         way = fleet.reach(node.ssh)
         channel = await way.open(["cat"])
         node.cut()
@@ -61,7 +61,7 @@ async def test_a_black_hole_is_told_within_25_s_and_the_node_is_reached_again_wh
 @pytest.mark.slow
 async def test_a_hole_of_10_s_loses_nothing(isolated_cluster: Cluster, home: Path) -> None:
     node = isolated_cluster.nodes[2]
-    async with Fleet((), home) as fleet:
+    async with Fleet(home) as fleet:
         channel = await fleet.reach(node.ssh).open(
             ["/bin/sh", "-c", "for n in $(seq 300); do echo $n; sleep 0.05; done"]
         )

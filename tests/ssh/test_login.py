@@ -302,7 +302,7 @@ async def test_fifty_connect_at_once_to_an_sshd_that_drops_strangers(bench: SshB
     names = [f"node{number}" for number in range(50)]
     for name in names:
         bench.alias(name, sshd)
-    async with Fleet((), bench.home) as fleet:
+    async with Fleet(bench.home) as fleet:
         done = await asyncio.gather(*(fleet.reach(name).run(["true"], timeout_s=20) for name in names))
         assert [one.code for one in done] == [0] * 50
         assert sshd.connections() == 50
@@ -352,7 +352,7 @@ def test_hostile_hosts_are_refused_before_there_is_a_way(host: str) -> None:
     with pytest.raises(InputError):
         SshTarget.parse(host)
     with pytest.raises(InputError):
-        Fleet((), Path("/nonexistent")).reach(host)
+        Fleet(Path("/nonexistent")).reach(host)
 
 
 async def test_what_a_hostile_server_says_of_why_is_plain_and_short(bench: SshBench) -> None:

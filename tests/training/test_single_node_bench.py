@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import count, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_a_step_that_outlasts_the_measurement_is_measured_once() -> None:
 
 
 def run(spec: MeasureSpec, folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    (folder / "spec.json").write_text(spec.to_json())
+    (folder / "spec.json").write_text(json.dumps(asdict(spec)))
     argv = [sys.executable, "-m", "engine.trainer.calibrate", str(folder / "spec.json")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]

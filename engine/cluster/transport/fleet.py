@@ -1,16 +1,13 @@
-"""The transports to all nodes of a configuration: one per distinct host, opened at first use and shared by everyone
-who holds the Fleet."""
+"""The transports to the nodes: one per distinct host, opened at first use, and shared by all who hold the Fleet."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from engine.cluster.agent_client import AgentClient
-from engine.cluster.transport.base import Channel, Completed, Transport
+from engine.cluster.transport.base import Transport
 from engine.cluster.transport.local import LocalTransport
 from engine.cluster.transport.ssh import ConnectionLimiter
 from engine.config.models import NodeConfig
@@ -25,15 +22,13 @@ if TYPE_CHECKING:
 class Fleet:
     """Opens nothing before its first use. Close with `close()`, or use as an async context."""
 
-    def __init__(self, nodes: Iterable[NodeConfig], home: Path) -> None:
+    def __init__(self, home: Path) -> None:
         """`home` is the state directory: accepted host keys lie there."""
         allow_open_files()
         self.home = home
         self._transports: dict[str, Transport] = {}
         self._agents: dict[tuple[str, str], AgentClient] = {}
         self._limiter = ConnectionLimiter()
-        for node in nodes:
-            self.reach(node.ssh)
 
     def to(self, node: NodeConfig) -> Transport:
         return self.reach(node.ssh)
@@ -49,8 +44,7 @@ class Fleet:
         """The transport to `[user@]host[:port]`. Raises InputError for what is none."""
         if host not in self._transports:
             target = SshTarget.parse(host)
-            over_ssh = _LazySshTransport(target, self.home, self._limiter)
-            self._transports[host] = LocalTransport() if target.local else over_ssh
+            self._transports[host] = LocalTransport() if target.local else self._over_ssh(target)
         return self._transports[host]
 
     async def accept(self, host: str, fingerprint: str) -> None:
@@ -59,7 +53,13 @@ class Fleet:
         target = SshTarget.parse(host)
         if target.local:
             raise InputError(f"{host} has no host key", why="this machine is reached without ssh")
-        await _LazySshTransport(target, self.home, self._limiter).accept(fingerprint)
+        await self._over_ssh(target).accept(fingerprint)
+
+    def _over_ssh(self, target: SshTarget) -> SshTransport:
+        # asyncssh takes 0.3 s to import, and a cluster of this machine alone never needs it.
+        from engine.cluster.transport.ssh.transport import SshTransport
+
+        return SshTransport(target, self.home, self._limiter)
 
     async def close(self) -> None:
         """Close every connection; returns when they are closed."""
@@ -75,34 +75,3 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-class _LazySshTransport:
-    """The Transport over SSH. asyncssh takes 0.3 s to import, so it is imported at the first use, in a thread: a
-    cluster of this machine alone never needs it, and a console that asks its nodes goes on painting meanwhile."""
-
-    def __init__(self, target: SshTarget, home: Path, limiter: ConnectionLimiter) -> None:
-        self.target = target
-        self._home = home
-        self._limiter = limiter
-        self._made: SshTransport | None = None
-
-    async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
-        return await (await self._ssh()).run(argv, timeout_s=timeout_s)
-
-    async def open(self, argv: Sequence[str]) -> Channel:
-        return await (await self._ssh()).open(argv)
-
-    async def close(self) -> None:
-        if self._made is not None:
-            await self._made.close()
-
-    async def accept(self, fingerprint: str) -> None:
-        await (await self._ssh()).accept(fingerprint)
-
-    async def _ssh(self) -> SshTransport:
-        if self._made is None:
-            module = await asyncio.to_thread(importlib.import_module, "engine.cluster.transport.ssh.transport")
-            # Another call may have made it meanwhile.
-            self._made = self._made or module.SshTransport(self.target, self._home, self._limiter)
-        return self._made

@@ -22,7 +22,7 @@ from engine.config.models import JobConfig
 from engine.errors import LaunchError
 from engine.measurements import GroupMeasure
 from engine.models import NodeFacts, NvidiaGpu
-from engine.protocol.measurements import GroupStepReport, MeasureProgress, MeasureReport, RoundTimes
+from engine.protocol.measurements import GroupStepReport, MeasureReport, RoundTimes
 from tests.unit.cluster.macs import NOW
 from tests.unit.plan.calibrations import config
 from tests.unit.plan.clusters import QWEN3_32B, inputs, ultra_and_max
@@ -45,7 +45,7 @@ def test_what_the_worker_writes_is_what_the_head_reads() -> None:
         6_000_000,
     )
     assert [(probe.batch, probe.peak_bytes) for probe in measure.probes] == [(1, 5), (2, 9)]
-    progress = output({"progress": asdict(MeasureProgress("measuring", 1.5, 8.0))})
+    progress = output({"progress": {"phase": "measuring", "elapsed_s": 1.5, "examples_per_s": 8.0}})
     assert progress is not None and progress.progress is not None and progress.progress.examples_per_s == 8.0
 
 

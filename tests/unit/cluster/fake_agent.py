@@ -105,5 +105,5 @@ class FakeFleet(Fleet):
     """Hosts by their names in `ssh`."""
 
     def __init__(self, **transports: LocalTransport) -> None:
-        super().__init__((), Path("/nonexistent"))
+        super().__init__(Path("/nonexistent"))
         self._transports.update(transports)

@@ -29,4 +29,4 @@ def configured_network(nodes: Sequence[NodeConfig], backend: str = "ring") -> Ne
 def ring_ports(ranks: int) -> int:
     """The first of so many ports that are free on this machine."""
     nodes = [NodeConfig(name=f"n{rank}", python=sys.executable, workdir="/") for rank in range(ranks)]
-    return asyncio.run(fresh_ports(Fleet((), Path("/")), nodes, configured_network(nodes)))
+    return asyncio.run(fresh_ports(Fleet(Path("/")), nodes, configured_network(nodes)))

@@ -108,7 +108,7 @@ def listening(ip: str, port: int = 0) -> Iterator[int]:
 
 
 NODES = [NodeConfig(name=f"n{rank}", python=sys.executable, workdir="/") for rank in range(4)]
-FLEET = Fleet((), Path("/"))
+FLEET = Fleet(Path("/"))
 
 
 async def chosen(*, starting_port: int | None = None, seed: int | None = None) -> int:

@@ -720,7 +720,7 @@ async def test_the_plan_predicts_what_preflight_syncs_and_compares(
         return verdict("checked", CheckStatus.PASS, "")
 
     checks = {check.name: replace(check, run=passes, needs=(), after=()) for check in (sync.CHECK, consistency.CHECK)}
-    context = CheckContext(config, Fleet(config.nodes, tmp_path))
+    context = CheckContext(config, Fleet(tmp_path))
     report = await run_checks(context, on_result=lambda _: None, checks=checks, audit=lambda *_: None)
     await context.close()
     found = [(part.enabled, part.reason) for part in (plan.pre_rdma_sync, plan.worker_consistency)]

@@ -90,7 +90,7 @@ def found_launcher(run: MadeRun, number: int) -> int | None:
     """The pid of the launcher that an adopter takes for the attempt's."""
     recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
     try:
-        fleet = Fleet(run.plan.config.nodes, run.home)
+        fleet = Fleet(run.home)
         context = RunContext(run.directory, run.plan, recorder, fleet, run.home / "node")
         launcher = find_launcher(context, recorder.history.attempt(number))
     finally:

@@ -29,7 +29,7 @@ async def test_an_attempt_on_a_node_that_preflight_has_excluded_since_is_proved_
     run = MadeRun(tmp_path).attempt().state("preflight")
     run.append(NodesExcluded(nodes=("node0",), why="it differs", world_size=1)).state("failed").close()
     recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
-    async with Fleet(run.plan.config.nodes, tmp_path) as fleet:
+    async with Fleet(tmp_path) as fleet:
         context = RunContext(run.directory, run.plan, recorder, fleet, tmp_path / "node")
         runner = AttemptRunner(context, lambda: None)
         try:
@@ -71,7 +71,7 @@ class Unknown:
     async def runner(self, plan: RunPlan | None = None) -> AsyncIterator[AttemptRunner]:
         run, plan = self.run.close(), plan or self.run.plan
         recorder = RunRecorder(run.directory.journal, plan, lambda _record: None)
-        async with Fleet(plan.config.nodes, run.home) as fleet:
+        async with Fleet(run.home) as fleet:
             runner = AttemptRunner(RunContext(run.directory, plan, recorder, fleet, run.home / "node"), lambda: None)
             try:
                 yield runner

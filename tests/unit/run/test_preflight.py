@@ -64,7 +64,7 @@ def plan(train: Path, tmp_path: Path) -> RunPlan:
 
 async def checked(run_dir: RunDir, plan: RunPlan, home: Path) -> dict[str, Any]:
     """training_plan.json after the checks of a run."""
-    async with Fleet(plan.config.nodes, home) as fleet:
+    async with Fleet(home) as fleet:
         context = preflight_context(plan, fleet)
         try:
             await run_preflight(run_dir, plan, context)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -24,7 +20,7 @@ def test_nodes_of_one_host_share_its_way(tmp_path: Path) -> None:
         NodeConfig(name=name, ssh=host, python="python3", workdir="~")
         for name, host in (("a", "ana"), ("b", "ana"), ("c", "me@ana"))
     ]
-    fleet = Fleet(nodes, tmp_path)
+    fleet = Fleet(tmp_path)
     a, b, c = map(fleet.to, nodes)
     assert a is b
     assert a is not c
@@ -36,30 +32,16 @@ def test_it_may_open_more_files_than_a_shell_on_a_mac(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
-        Fleet((), tmp_path)
+        Fleet(tmp_path)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def test_this_machine_has_no_host_key(tmp_path: Path) -> None:
-    async with Fleet((), tmp_path) as fleet:
+    async with Fleet(tmp_path) as fleet:
         with pytest.raises(InputError, match="has no host key"):
             await fleet.accept("127.0.0.1", "SHA256:x")
-
-
-async def test_a_way_over_ssh_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imported = []
-
-    def import_module(name: str) -> SimpleNamespace:
-        imported.append(name)
-        return SimpleNamespace(SshTransport=lambda *_: object())
-
-    monkeypatch.setattr(importlib, "import_module", import_module)
-    way = cast(Any, Fleet((), tmp_path).reach("ana"))
-    first, second = await asyncio.gather(way._ssh(), way._ssh())
-    assert first is second is await way._ssh()
-    assert len(imported) == 2, "one for each that came before it was made"
 
 
 def test_asyncssh_is_imported_when_a_host_that_needs_it_is_asked() -> None:
@@ -70,10 +52,10 @@ from engine.errors import NodeUnreachable
 from engine.cluster.transport.fleet import Fleet
 
 async def main():
-    async with Fleet((), Path("/nonexistent")) as fleet:
+    async with Fleet(Path("/nonexistent")) as fleet:
         await fleet.reach("127.0.0.1").run(["true"], timeout_s=5)
-        over_ssh = fleet.reach("127.0.0.1:1")
         assert "asyncssh" not in sys.modules
+        over_ssh = fleet.reach("127.0.0.1:1")
         try:
             await over_ssh.run(["true"], timeout_s=5)
         except NodeUnreachable:
