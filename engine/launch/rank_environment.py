@@ -169,7 +169,6 @@ def rank_spec(config: Config, rank: int, layout: HostLayout, share: float) -> Ra
     return RankSpec(
         rank=rank,
         node=node.name,
-        host=node.ssh,
         python=layout.expanded(node.python),
         workdir=layout.expanded(node.workdir),
         model=path_there(config, node, layout, node.model or job.model),

@@ -5,7 +5,7 @@ Started by start.sh with the bundle's folder as the working directory, so that `
     cd <node root>/bundles/<sha> && exec <python> -m engine.node.keeper --spec <attempt dir>/spec.json \\
         </dev/null >/dev/null 2>>rank<k>.keeper.log
 
-The rank is MLX_RANK, or `--rank`. The keeper opens the FIFO `rank<k>.in` beside the spec, read and write, and creates
+The rank is MLX_RANK. The keeper opens the FIFO `rank<k>.in` beside the spec, read and write, and creates
 it if missing: so a start never waits for a writer, and a writer's death is no end of file. It writes the files that
 protocol.attempt names, the exit record last of all, when no process of the rank is left but the keeper. Its own exit
 code is the program's, or 128 + signal.
@@ -446,9 +446,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="engine.node.keeper", description="Keep one rank of an attempt.")
     parser.add_argument("--spec", type=Path, required=True, help="spec.json of the attempt")
     parser.add_argument("--detach", action="store_true", help="detach from the process that was started")
-    parser.add_argument("--rank", type=int, default=None, help="instead of MLX_RANK")
     options = parser.parse_args(arguments)
-    number = options.rank if options.rank is not None else int(os.environ["MLX_RANK"])
+    number = int(os.environ["MLX_RANK"])
     files = NodeFiles(options.spec.absolute().parent)
     try:
         spec = AttemptSpec.from_json(options.spec.read_text())

@@ -60,8 +60,7 @@ class RankSpec:
 
     rank: int
     node: str
-    host: str
-    """Address of the node, for messages."""
+    """Its name, for messages."""
     python: str
     """Absolute path of the interpreter on the node."""
     workdir: str

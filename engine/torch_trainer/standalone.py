@@ -22,8 +22,7 @@ def main() -> None:
     request = json.loads(Path(sys.argv[-1]).read_text())
     rank, size, here = os.environ["RANK"], int(os.environ["WORLD_SIZE"]), str(Path.cwd())
     ranks = [
-        RankSpec(rank=number, node=f"rank {number}", host="", python=sys.executable, workdir=here)
-        for number in range(size)
+        RankSpec(rank=number, node=f"rank {number}", python=sys.executable, workdir=here) for number in range(size)
     ]
     spec = AttemptSpec(
         run_id="standalone",

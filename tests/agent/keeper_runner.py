@@ -100,7 +100,7 @@ def start_keeper(
     files = NodeFiles.for_attempt(directory / "node", "run", 1)
     files.directory.mkdir(parents=True)
     nonce = uuid.uuid4().hex
-    own = RankSpec(rank, "n", "127.0.0.1", sys.executable, str(workdir or directory))
+    own = RankSpec(rank, "n", sys.executable, str(workdir or directory))
     spec = AttemptSpec("run", 1, nonce, "ring", rank + 1, [own], command=command, **(spec_fields or {}))
     write_atomic(files.spec, spec.to_json())
     with files.keeper_log(rank).open("ab") as troubles:

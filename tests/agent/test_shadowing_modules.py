@@ -56,7 +56,7 @@ def test_a_keeper_as_its_script_starts_it(tmp_path: Path, project: Path) -> None
     files = NodeFiles.for_attempt(tmp_path / "node", "run", 1)
     files.directory.mkdir(parents=True)
     nonce = uuid.uuid4().hex
-    own = RankSpec(0, "n", "127.0.0.1", sys.executable, str(project))
+    own = RankSpec(0, "n", sys.executable, str(project))
     spec = AttemptSpec("run", 1, nonce, "ring", 1, [own], command=["/bin/echo", "up"])
     write_atomic(files.spec, spec.to_json())
     write_atomic(files.start, start_script(spec, files, stage_bundle(tmp_path / "bundle")))

@@ -281,7 +281,7 @@ class Workspace:
         files = _files(directory)
         files.directory.mkdir(parents=True)
         specs = [
-            RankSpec(rank=rank, node=f"n{rank}", host="here", python=sys.executable, workdir=str(directory), share=1.0)
+            RankSpec(rank=rank, node=f"n{rank}", python=sys.executable, workdir=str(directory), share=1.0)
             for rank in range(ranks)
         ]
         fields: dict[str, Any] = {"run_id": "run", "attempt": 1, "nonce": "0" * 32, "backend": "ring"}
@@ -291,7 +291,7 @@ class Workspace:
         given = {name: value for name, value in dataclasses.asdict(spec).items() if value != defaults.get(name)}
         if checkout != _ROOT:
             given.pop("group_key")
-            given["version"] = 1
+            given |= {"version": 1, "ranks": [{**rank, "host": "here"} for rank in given["ranks"]]}
         files.spec.write_text(json.dumps(given))
         own = [{SPEC_ENV: str(files.spec), EVENTS_ENV: str(files.events(rank))} for rank in range(ranks)]
         with self._started(["ours"], directory, own, core, checkout) as started:

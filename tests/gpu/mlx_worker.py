@@ -105,7 +105,7 @@ class Recorder(Reporter):
 
 def train_ours(run: Answer, folder: Path, reports: Reports) -> None:
     """Our trainer's own loop, on one rank, in this process."""
-    rank = RankSpec(0, "here", "127.0.0.1", sys.executable, str(folder))
+    rank = RankSpec(0, "here", sys.executable, str(folder))
     spec = AttemptSpec("run", 1, "0" * 32, "ring", 1, [rank], job=run["job"])
     load_training(
         TrainingProcess(spec, folder, 0, Control(), Recorder(reports)), Collective("any", 1, 0)

@@ -16,7 +16,7 @@ from tests.gpu.torch_turns import Turn, read_request, say_ready
 def main() -> None:
     request = read_request()
     home = Path(request["folder"])
-    ranks = [RankSpec(0, "n0", "127.0.0.1", sys.executable, str(home))]
+    ranks = [RankSpec(0, "n0", sys.executable, str(home))]
     spec = AttemptSpec("run", 1, "", request["backend"], 1, ranks, request["job"], framework="torch")
     reporter = Reporter(EventWriter(home / "events.jsonl", 0, 1))
     load = import_trainer(request["backend"]).load_training

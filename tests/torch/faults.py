@@ -58,7 +58,7 @@ def load(home: Path, job: dict[str, Any]) -> tuple[TorchLoop, Events]:
         port = str(probe.getsockname()[1])
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    spec = AttemptSpec("run", 1, "nonce", "gloo", 1, [RankSpec(0, "n0", "", sys.executable, str(home))], job)
+    spec = AttemptSpec("run", 1, "nonce", "gloo", 1, [RankSpec(0, "n0", sys.executable, str(home))], job)
     events: Any = Events()
     loop = load_training(TrainingProcess(spec, home, 0, Control(), Reporter(events)))
     loop.strategy.model.train()

@@ -103,7 +103,7 @@ def start_torch(
     for each rank in place of a forked trainer; `env`: of the ranks, over what the keeper gives them."""
     names = homes or ["node"] * ranks
     directory.mkdir(parents=True, exist_ok=True)
-    specs = [RankSpec(rank, f"n{rank}", "127.0.0.1", str(TORCH), str(directory)) for rank in range(ranks)]
+    specs = [RankSpec(rank, f"n{rank}", str(TORCH), str(directory)) for rank in range(ranks)]
     spec = AttemptSpec(
         "run", attempt, uuid.uuid4().hex, backend, ranks, specs, dict(job), framework="torch", **(fields or {})
     )

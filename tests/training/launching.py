@@ -137,7 +137,6 @@ def launch(
             **{
                 "rank": rank,
                 "node": f"n{rank}",
-                "host": "127.0.0.1",
                 "python": sys.executable,
                 "workdir": str(directory),
                 "share": share,

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 def prepared(directory: Path, *pythons: str, command: list[str] | None = None, **options: Any) -> NodeFiles:
     files = NodeFiles.for_attempt(directory, "run", 1)
     files.directory.mkdir(parents=True)
-    ranks = [RankSpec(k, f"n{k}", "127.0.0.1", python, str(directory)) for k, python in enumerate(pythons)]
+    ranks = [RankSpec(k, f"n{k}", python, str(directory)) for k, python in enumerate(pythons)]
     # Its own: a keeper ends what its rank leaves behind, by the nonce, also another worker's.
     nonce = uuid.uuid4().hex
     spec = AttemptSpec("run", 1, nonce, "ring", len(ranks), ranks, command=command or ["python", "-c", "print(1)"])
