@@ -14,11 +14,10 @@ from engine.cluster.facts import probe_as_completed
 from engine.cluster.telemetry import telemetry
 from engine.cluster.topology import topology
 from engine.cluster.transport.base import Completed, for_any_shell
-from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.ssh_config import shell_argv, write_openssh_config
 from engine.config.load import named_programs
 from engine.config.models import Config, NodeConfig
-from engine.errors import HostKeyChanged, InputError, LaunchError, StateError
+from engine.errors import HostKeyChanged, InputError, StateError
 from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
 from engine.plan.addresses import setup_commands, setup_script
 from engine.plan.network import NetworkPlan, plan_network
@@ -118,8 +117,7 @@ class NodesApi:
         NodeUnreachable, OSError."""
         context = {"host": offer.target, "fingerprint": offer.fingerprint}
         try:
-            async with Fleet(self._home) as fleet:
-                await fleet.accept(offer.target, offer.fingerprint)
+            await self._session.fleet.accept(offer.target, offer.fingerprint)
         except HostKeyChanged as changed:
             audit_log("host_key", "refused", context | {"found": changed.found}, home=self._home)
             raise
@@ -130,13 +128,9 @@ class NodesApi:
         Raises InputError for a node that is none, NodeUnreachable."""
         target = _node(config, node)
         audit_log("command", "asked", {"node": node, "command": command}, home=self._home)
-        argv = ["/bin/sh", "-c", _as_typed(command)]
-        fleet = self._session.fleet
-        try:
-            return await fleet.agent(target).run(argv, timeout_s=timeout_s)
-        except LaunchError:
-            # An agent needs the node's python, and the command may be the one that installs it.
-            return await fleet.to(target).run(argv, timeout_s=timeout_s)
+        # Not by its agent: that needs the node's python, and the command may be the one that installs it.
+        argv = ["/bin/sh", "-c", f"cd || exit; {_as_typed(command)}"]
+        return await self._session.fleet.to(target).run(argv, timeout_s=timeout_s)
 
     def fix_argv(self, config: Config, node: str, command: str) -> list[str]:
         """The program that does what `run_on` does, in a terminal where sudo can ask. Raises InputError, OSError."""

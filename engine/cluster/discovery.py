@@ -109,8 +109,8 @@ async def discover(timeout_s: float = BONJOUR_S, *, ssh_config: bool = True, bon
         for entry in _distinct(await asyncio.to_thread(ssh_hosts)):
             # One for this machine, but with another port, is a machine inside of it.
             if (entry.hostname or entry.alias).lower() not in _own_names() or entry.port not in (None, "22"):
-                known = (("user", entry.user), ("at", entry.hostname))
-                about = plain(", ".join(f"{name} {value}" for name, value in known if value is not None), _SHOWN)
+                details = (("user", entry.user), ("at", entry.hostname))
+                about = plain(", ".join(f"{name} {value}" for name, value in details if value is not None), _SHOWN)
                 name = _name(SshTarget.parse(entry.alias))
                 hosts[entry.alias.lower()] = FoundHost(name, entry.alias, ("ssh config",), about)
                 aliases.setdefault((entry.hostname or entry.alias).lower(), entry.alias)
