@@ -205,15 +205,10 @@ def with_nonce(nonce: str) -> list[Process]:
     return [process for group in groups for process in group]
 
 
-def of_attempt(nonce: str, leaders: Mapping[int, str | float]) -> list[Process]:
-    """`with_nonce`, and `with_family` of these. Raises OSError or subprocess.SubprocessError when the processes could
-    not be listed: that proves nothing."""
-    return with_family(with_nonce(nonce), leaders)
-
-
 def with_family(marked: Iterable[Process], leaders: Mapping[int, str | float]) -> list[Process]:
     """`marked`, the sessions that `leaders` lead or led, and all descendants of both; without zombies and the caller.
-    `leaders`: pid → its start time, or a time when it was there, s since the epoch. Raises like `of_attempt`.
+    `leaders`: pid → its start time, or a time when it was there, s since the epoch. Raises OSError or
+    subprocess.SubprocessError when the processes could not be listed: that proves nothing.
 
     Not every process shows its environment: macOS hides those of Apple's own programs (XNU, sysctl KERN_PROCARGS2), and
     any program may clear its own. Such a one that has a session of its own and has outlived its parent is not found."""
@@ -327,7 +322,7 @@ def kill_all(targets: Iterable[Process]) -> None:
 def kill_with_nonce(nonce: str) -> bool:
     """KILL every process with this nonce; False when some are left all the same."""
     for _ in range(_MAX_SCANS):
-        if not (left := of_attempt(nonce, {})):
+        if not (left := with_family(with_nonce(nonce), {})):
             return True
         kill_all(left)
     return False

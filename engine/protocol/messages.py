@@ -68,8 +68,8 @@ class ReadFile:
 
 @dataclass(frozen=True)
 class ListProcesses:
-    """List the attempt's processes, as engine.node.processes.of_attempt finds them. With `kill`, fence the attempt
-    first and kill what was listed."""
+    """List the attempt's processes and their families (engine.node.processes). With `kill`, fence the attempt first and
+    kill what was listed."""
 
     number: int
     kill: bool

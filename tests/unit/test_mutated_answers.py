@@ -253,7 +253,7 @@ def identity() -> Claims:
 @reads({"ps -axEww": ENVIRONMENTS, "ps -ax": TREE, "ps -o": f"S    {START}\n", "ps -ww": "/bin/bash train.sh\n"})
 def proof_of_end() -> Claims:
     with contextlib.suppress(*UNKNOWN):
-        found = {each.pid for each in processes.of_attempt(NONCE, {ALIVE: START})}
+        found = {each.pid for each in processes.with_family(processes.with_nonce(NONCE), {ALIVE: START})}
         return [f"{pid} has ended" for pid in (ALIVE, HIDDEN) if pid not in found]
     return []
 

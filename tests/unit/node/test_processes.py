@@ -216,7 +216,7 @@ def test_a_child_without_environment_is_found_by_its_parent() -> None:
     with hidden_child(nonce, "stay") as (leader, _, child):
         wait_until(lambda: processes.start_time(child) is not None)
         assert [each.pid for each in processes.with_nonce(nonce)] == [leader.pid]
-        assert {each.pid for each in processes.of_attempt(nonce, {})} == {leader.pid, child}
+        assert {each.pid for each in processes.with_family(processes.with_nonce(nonce), {})} == {leader.pid, child}
         assert processes.kill_with_nonce(nonce)
         wait_until(lambda: processes.start_time(child) is None)
 
@@ -226,12 +226,12 @@ def test_an_orphan_without_environment_is_found_by_the_session_that_its_leader_l
     with hidden_child(nonce) as (leader, start, child):
         assert leader.wait(20) == 0
         assert processes.with_nonce(nonce) == []
-        assert [each.pid for each in processes.of_attempt(nonce, {leader.pid: start})] == [child]
+        assert [each.pid for each in processes.with_family(processes.with_nonce(nonce), {leader.pid: start})] == [child]
 
 
 def test_a_pid_that_is_anothers_by_now_leads_nothing() -> None:
     with sleeper() as bystander:
-        assert processes.of_attempt(uuid.uuid4().hex, {bystander.pid: "another start"}) == []
+        assert processes.with_family(processes.with_nonce(uuid.uuid4().hex), {bystander.pid: "another start"}) == []
 
 
 @pytest.mark.needs("linux")
@@ -242,7 +242,7 @@ def test_on_a_mac_that_hides_every_environment_the_session_is_followed(as_on_a_m
     nonce = uuid.uuid4().hex
     with hidden_child(nonce, "stay") as (leader, start, child):
         assert processes.with_nonce(nonce) == []
-        found = processes.of_attempt(nonce, {leader.pid: start})
+        found = processes.with_family(processes.with_nonce(nonce), {leader.pid: start})
         assert {each.pid for each in found} == {leader.pid, child}
         assert any("sleep 60" in each.command for each in found)
 
@@ -271,7 +271,7 @@ def test_a_list_without_the_asker_is_no_proof(as_on_a_mac: Path, answer: str) ->
     with pytest.raises(OSError, match="has not listed all processes"):
         processes.with_nonce("nonce")
     with pytest.raises(OSError, match="has not listed all processes"):
-        processes.of_attempt("nonce", {})
+        processes.with_family([], {})
 
 
 class Recorded:
