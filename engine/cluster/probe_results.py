@@ -354,7 +354,7 @@ class PackagesReport(FrozenModel):
     errors: Annotated[dict[ShortText, ShortText], Field(max_length=20)]
     """Why the others were not."""
     backends: Annotated[list[ShortText], Field(max_length=8)]
-    """Of MLX or torch, the distributed ones; none where it was not imported."""
+    """The distributed ones of MLX or torch; none where it was not imported."""
     builds: Annotated[dict[ShortText, VersionText], Field(max_length=20)] = Field(default_factory=dict)
     """MLX's on Linux: by package, of engine.node.probes.imports.MLX_BUILDS."""
     build: TorchBuild | None = None

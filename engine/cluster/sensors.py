@@ -117,45 +117,28 @@ def mac_thermal_pressure(notifyutil: str) -> str | None:
     return _THERMAL[level] if level < len(_THERMAL) else None
 
 
-def parse_nvidia_smi(lines: Iterable[str]) -> Readings:
+def parse_nvidia_smi(lines: Iterable[str]) -> tuple[Readings, tuple[GpuMemory, ...]]:
     """nvidia-smi's CSV lines (index, use %, MHz, W, °C, MiB used, MiB in all): the last of each GPU counts. Use is the
-    mean of the GPUs, power the sum, clock and temperature the maximum."""
-    newest = _newest(lines)
-    columns = [[value for words in newest.values() if (value := _number(words[at])) is not None] for at in range(4)]
+    mean of the GPUs, power the sum, clock and temperature the maximum; memory is each one's, in their order."""
+    newest: dict[int, Sequence[float | None]] = {}
+    for line in lines:
+        index, *words = (word.strip() for word in line.split(","))
+        if len(words) == 6 and index.isdecimal() and len(index) <= 4:
+            newest[int(index)] = [_number(word) for word in words]
+    columns = [[value for row in newest.values() if (value := row[at]) is not None] for at in range(4)]
     use, clocks, power, temperatures = columns
-    return _measured(
+    readings = _measured(
         gpu_use=sum(use) / len(use) / 100 if use and max(use) <= 100 else None,
         gpu_mhz=max(clocks, default=None),
         gpu_power_w=sum(power) if power else None,
         gpu_temperature_c=max(temperatures, default=None),
     )
-
-
-def parse_nvidia_memory(lines: Iterable[str]) -> tuple[GpuMemory, ...]:
-    """The memory of each GPU in the same lines, in the order of their numbers."""
-    newest = sorted((int(index), words) for index, words in _newest(lines).items())
-    sizes = [(index, [count_or_none(word) for word in words[4:]]) for index, words in newest]
-    return tuple(
-        GpuMemory(
-            index=index,
-            used_bytes=used * _MIB if used is not None else None,
-            total_bytes=total * _MIB if total else None,
-        )
-        for index, (used, total) in sizes
-    )
-
-
-_MIB = 2**20
-
-
-def _newest(lines: Iterable[str]) -> dict[str, Sequence[str]]:
-    """GPU's number → the other columns of its last line."""
-    newest: dict[str, Sequence[str]] = {}
-    for line in lines:
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 7 and words[0].isdecimal() and len(words[0]) <= 4:
-            newest[words[0]] = words[1:]
-    return newest
+    sizes = {index: [None if size is None else int(size) * 2**20 for size in row[4:]] for index, row in newest.items()}
+    memory = [
+        GpuMemory(index=index, used_bytes=used, total_bytes=total or None)
+        for index, (used, total) in sorted(sizes.items())
+    ]
+    return readings, tuple(memory)
 
 
 def _number(text: str) -> float | None:

@@ -161,8 +161,8 @@ class TelemetryParser:
         if isinstance(lines, list):
             texts = [_text(line) for line in lines]
             texts = [text for text in texts if text.partition(",")[0].strip() == str(self._gpu)] or texts
-            values |= sensors.parse_nvidia_smi(texts) | {"gpu_memory": sensors.parse_nvidia_memory(texts)}
-            values["source"] = "/proc, nvidia-smi"
+            readings, memory = sensors.parse_nvidia_smi(texts)
+            values |= readings | {"gpu_memory": memory, "source": "/proc, nvidia-smi"}
         return values
 
     def _mac(self, sample: dict[str, Any]) -> dict[str, Any]:

@@ -96,16 +96,12 @@ def test_the_newest_line_of_each_gpu() -> None:
         "1, 0, 210, [N/A], 30, 300, 24576",
         "0, 90, 1900, 300.5, 70, 40960, 81559",
     ]
-    assert sensors.parse_nvidia_memory(lines) == (
+    readings, memory = sensors.parse_nvidia_smi(lines)
+    assert memory == (
         GpuMemory(index=0, used_bytes=40960 * 2**20, total_bytes=81559 * 2**20),
         GpuMemory(index=1, used_bytes=300 * 2**20, total_bytes=24576 * 2**20),
     )
-    assert sensors.parse_nvidia_smi(lines) == {
-        "gpu_use": 0.45,
-        "gpu_mhz": 1900,
-        "gpu_power_w": 300.5,
-        "gpu_temperature_c": 70,
-    }
+    assert readings == {"gpu_use": 0.45, "gpu_mhz": 1900, "gpu_power_w": 300.5, "gpu_temperature_c": 70}
 
 
 def test_a_gpu_in_instances_and_one_that_needs_a_reset_report_what_they_can() -> None:
@@ -114,10 +110,10 @@ def test_a_gpu_in_instances_and_one_that_needs_a_reset_report_what_they_can() ->
         "0, [N/A], 1410, 95.2, 41, 4096, 81920",
         "10, [GPU requires reset], [Unknown Error], ERR!, [N/A], [N/A], 0",
     ]
-    assert sensors.parse_nvidia_smi(lines) == {"gpu_mhz": 1410, "gpu_power_w": 95.2, "gpu_temperature_c": 41}
-    assert sensors.parse_nvidia_memory(lines) == (
-        GpuMemory(index=0, used_bytes=4096 * 2**20, total_bytes=81920 * 2**20),
-        GpuMemory(index=10),
+    memory = (GpuMemory(index=0, used_bytes=4096 * 2**20, total_bytes=81920 * 2**20), GpuMemory(index=10))
+    assert sensors.parse_nvidia_smi(lines) == (
+        {"gpu_mhz": 1410, "gpu_power_w": 95.2, "gpu_temperature_c": 41},
+        memory,
     )
 
 
@@ -128,8 +124,7 @@ def test_no_text_whatever_upsets_them(text: str) -> None:
     sensors.mac_swap_used(text)
     sensors.mac_gpu_use(text)
     sensors.mac_thermal_pressure(text)
-    assert sensors.parse_nvidia_smi([text]) == {} or text.count(",") == 6
-    assert sensors.parse_nvidia_memory([text]) == () or text.count(",") == 6
+    assert sensors.parse_nvidia_smi([text]) == ({}, ()) or text.count(",") == 6
     assert sensors.mac_cpu_ticks(text) is None
 
 

@@ -81,12 +81,8 @@ def _why_and_fix(error: Exception) -> tuple[str, str]:
             return why.format(error=error), todo
     if isinstance(error, asyncssh.DisconnectError):
         return error.reason or "closed by the other side", ""
-    if isinstance(error, OSError):
-        return _os_why_and_fix(error)
-    return str(error).splitlines()[0] if str(error) else type(error).__name__, ""
-
-
-def _os_why_and_fix(error: OSError) -> tuple[str, str]:
+    if not isinstance(error, OSError):
+        return str(error).splitlines()[0] if str(error) else type(error).__name__, ""
     # asyncio gives several addresses' errors as one without a number, and says the address once more.
     numbers = [error.errno] if error.errno is not None else [int(digits) for digits in _ERRNO.findall(str(error))]
     number = numbers[-1] if numbers else None
