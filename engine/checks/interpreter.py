@@ -67,7 +67,7 @@ async def _probe_torch(agent: AgentClient, how: str, packages: tuple[str, ...]) 
 
 
 async def _probe(agent: AgentClient, packages: tuple[str, ...], name: str, *arguments: str) -> Interpreter:
-    """What a probe of `packages` reports, also of an interpreter that cannot run it."""
+    """The report of a probe of `packages`, or of the interpreter that cannot run it."""
     try:
         report = await agent.probe(name, *arguments, result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
         return as_interpreter(report, packages, agent.node.python)
