@@ -177,6 +177,11 @@ def _starting(commands: Commands) -> None:
         action="store_true",
         help="go on although the data or the base model are not those that the state was saved with",
     )
+    resume.add_argument(
+        "--without-state",
+        action="store_true",
+        help="begin again at iteration 1 where no node has a state, however far the run had come",
+    )
     resume.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
     abort = _command(
         commands,

@@ -125,8 +125,6 @@ def attempt_summary(attempt: AttemptStatus) -> str:
         parts.append(f"from {_SOURCES[attempt.source]} of iteration {attempt.resumed_at}")
     elif attempt.source == "command":
         parts.append(f"its first step is {attempt.resumed_at + 1}" if attempt.resumed_at else "from the beginning")
-    elif attempt.source is not None:
-        parts.append("from the beginning: no state was found")
     parts += _recovery(attempt)
     if attempt.reason is not None:
         reached = f" at iteration {attempt.reached}" if attempt.reached else ""
@@ -162,18 +160,19 @@ def recovery_summary(snapshot: RunSnapshot) -> str | None:
     last = snapshot.attempts[-1] if snapshot.attempts else None
     if last is None or last.why is None:
         return None
-    if last.recovery_s is None:
-        return last.why
-    return ", ".join([last.why.replace("recovers", "recovered", 1), *_recovery(last)])
+    why = last.why if last.recovery_s is None else last.why.replace("recovers", "recovered", 1)
+    return ", ".join([why, *_recovery(last)])
 
 
 def _recovery(attempt: AttemptStatus) -> list[str]:
-    """The steps that it makes again, where they are known, and the time to its first one."""
+    """That it begins anew, the steps that it makes again, where they are known, and the time to its first one."""
+    anew = [f"begins anew: no state was saved{f' up to iteration {attempt.repeated}' if attempt.repeated else ''}"]
+    anew *= attempt.source == "none"
     if attempt.recovery_s is None:
-        return []
+        return anew
     least = "at least " if attempt.source == "command" and attempt.resumed_at else ""
     repeated = [f"{least}{plural(attempt.repeated, 'step')} repeated"] if attempt.repeated is not None else []
-    return [*repeated, f"{attempt.recovery_s:.1f} s"]
+    return [*anew, *repeated, f"{attempt.recovery_s:.1f} s"]
 
 
 def _place(attempt: AttemptStatus) -> str:

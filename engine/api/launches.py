@@ -78,20 +78,20 @@ class LaunchesApi:
         await asyncio.to_thread(start_supervisor, directory)
         return await asyncio.to_thread(_record, directory)
 
-    async def resume(self, run: str, *, accept_changed_data: bool = False) -> RunRecord:
-        """Resume a run that has ended from the state that it saved, with `accept_changed_data` also on other data than
-        it was saved with; return once a supervisor is in charge. Raises RunNotFound, InputError, LaunchError,
+    async def resume(self, run: str, *, accept_changed_data: bool = False, without_state: bool = False) -> RunRecord:
+        """Resume a run that has ended from the state that it saved, on other data than it was saved with or without a
+        state where that is told; return once a supervisor is in charge. Raises RunNotFound, InputError, LaunchError,
         StateError, and NodesInUse while a calibration is going on there."""
         directory = await asyncio.to_thread(self._runs.find, run)
-        await asyncio.to_thread(self._resume, directory, accept_changed_data=accept_changed_data)
-        context = {"run": directory.id, "accept_changed_data": accept_changed_data}
-        audit_log("resume", "started", context, home=self._session.home)
+        wishes = {"accept_changed_data": accept_changed_data, "without_state": without_state}
+        await asyncio.to_thread(self._resume, directory, **wishes)
+        audit_log("resume", "started", {"run": directory.id, **wishes}, home=self._session.home)
         return await asyncio.to_thread(_record, directory)
 
-    def _resume(self, directory: RunDir, *, accept_changed_data: bool) -> None:
+    def _resume(self, directory: RunDir, **wishes: bool) -> None:
         plan = read_plan(directory.plan).without(read_history(directory).record.excluded)
         with shared_hosts(self._session.home, [node.ssh for node in plan.config.nodes]):
-            resume_run(directory, accept_changed_data=accept_changed_data)
+            resume_run(directory, **wishes)
 
     def _prepare(self, config: Config, skip: tuple[str, ...]) -> RunDir:
         """The run's directory with its plan, and its record in the store: the intent, before anything starts."""

@@ -298,6 +298,12 @@ class RecoveryConfig(_Section):
     that neither prints nor works."""
     restart_commands: bool = False
     """Restart a custom `command` too. It must restore its own state."""
+    without_state: Literal["restart", "fail"] = "restart"
+    """Begin a training anew that made steps and saved no state, within the two limits that follow, or end it."""
+    restart_from_scratch_within: int | None = Field(default=None, ge=0)
+    """Most iterations that a training that begins anew repeats. Default: those from one checkpoint to the next."""
+    restart_from_scratch_within_s: float = Field(default=1800.0, ge=0)
+    """Most time that it repeats."""
 
 
 Theme = Literal[

@@ -104,7 +104,7 @@ def _approach(context: PlanContext, rationale: Rationale) -> None:
     text = f"{why}; when a rank is lost, the run continues from the last periodic checkpoint"
     rationale.explain(_KEY + "approach", Source.RULE, text)
     if not context.inputs.config.checkpoint.enabled:
-        rationale.warn("checkpoint_strategy", f"{why}, and [checkpoint] enabled = false: a lost rank ends the run")
+        rationale.warn("checkpoint_strategy", f"{why}, and [checkpoint] enabled = false: a lost rank costs all steps")
 
 
 def _frequency(context: PlanContext, rationale: Rationale, frequency: int, suggested: int | None) -> None:
@@ -112,9 +112,7 @@ def _frequency(context: PlanContext, rationale: Rationale, frequency: int, sugge
     if context.given("save_every"):
         source, origin = Source.USER, "the job sets save_every"
     limit, updates = max_save_every(full=context.full), state_every(context.inputs.config)
-    state = (
-        f"the training state every {updates} updates" if updates else "no training state: [checkpoint] enabled = false"
-    )
+    state = f"the training state {f'every {updates} updates' if updates else 'never: [checkpoint] enabled = false'}"
     gives = f"gives {suggested}" if suggested is not None else "needs the number of examples, which is not known"
     rule = f"the rule, min(1000, iters/20){' and at most 500 in full fine-tuning' * context.full}, {gives}"
     rationale.explain(_KEY + "frequency", source, f"{origin}; {state}; {rule}")

@@ -127,8 +127,8 @@ class AttemptSpec:
     of an elastic job, torchrun its workers."""
     elastic: str = ""
     """The least and the most nodes of an elastic job, "2:4"; "" for any other."""
-    reached: int = 0
-    """The iteration that the run reached before this attempt; if above 0, `resume` does not start again at 1."""
+    needs_state: str = ""
+    """Why `resume` must not begin at iteration 1 where no rank has a state; "" where it may."""
     accept_changed_data: bool = False
     """Resume although the data or the base model are not those of the state."""
     manifests: list[tuple[str, str]] = field(default_factory=list)

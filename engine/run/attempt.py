@@ -36,6 +36,7 @@ from engine.plan.checkpoints import state_every
 from engine.plan.decisions import LaunchDecisions
 from engine.plan.network import NetworkPlan
 from engine.protocol.attempt import NONCE_ENV, AttemptSpec, RankSpec, read_regular, write_atomic
+from engine.run.decide import needs_state
 from engine.run.events import Attempt
 from engine.run.history import RunHistory
 from engine.run.run_plan import RunPlan
@@ -98,8 +99,8 @@ def new_attempt(
         layouts=tuple(layouts),
         memory_kills=oom_kill_count(),
         nodes=plan.nodes,
-        reached=history.newest_reached,
-        accept_changed_data=history.accept_changed_data,
+        needs_state=needs_state(plan, history),
+        accept_changed_data=history.reopened.accept_changed_data,
         manifests=[entry for saved in history.manifests.values() for entry in saved],
     )
 
@@ -255,7 +256,7 @@ def attempt_spec(
         resume=attempt.number > 1,
         rank_restarts=recovery.max_restarts if config.job.outlives_ranks else 0,
         elastic=config.elastic_nodes,
-        reached=attempt.reached,
+        needs_state=attempt.needs_state,
         accept_changed_data=attempt.accept_changed_data,
         manifests=attempt.manifests,
     )

@@ -14,10 +14,12 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import Final
 
+from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import RecoveryConfig, needs_all_nodes
 from engine.failures.signature import SignatureKind
 from engine.failures.signatures import BY_ID
 from engine.models import Reason
+from engine.plan.checkpoints import state_every
 from engine.run.events import AttemptFailed, Hang
 from engine.run.history import RunHistory
 from engine.run.node_health import lost_after_s
@@ -164,7 +166,7 @@ STALLED_LIMIT = 3
 _LONGEST_BACKOFF_S = 60.0
 _FIRST_BACKOFF_S = 0.2
 
-_REFUSED_BY_TRAINER = re.compile(r"\bJobError: ")
+_REFUSED_BY_TRAINER = re.compile(r"\bJobError: (.*)")
 
 
 def describe_failure(failed: AttemptFailed) -> str:
@@ -252,15 +254,10 @@ def _repeated(run: FailedRun) -> bool:
     return run.last.reached <= run.furthest_before and _kind(run.last) in map(_kind, run.earlier)
 
 
-def _refused(run: FailedRun) -> bool:
-    """The trainer refused its job, or the state that it was to go on from."""
-    refused = _REFUSED_BY_TRAINER.search(run.last.verdict.cause or "") is not None
-    return refused and run.last.reached <= max(0, run.furthest_before)
-
-
-def _what_is_refused(failed: AttemptFailed) -> str:
-    stateless = "no state to resume from" in (failed.verdict.cause or "")
-    return "a missing state: start a new run with `flightdeck launch`" if stateless else "what a trainer refuses"
+def _refused(run: FailedRun) -> str | None:
+    """Why the trainer refused its job, or the state that it was to go on from."""
+    refused = _REFUSED_BY_TRAINER.search(run.last.verdict.cause or "")
+    return refused[1] if refused is not None and run.last.reached <= max(0, run.furthest_before) else None
 
 
 def _restarted(run: FailedRun) -> str:
@@ -271,7 +268,7 @@ def _restarted(run: FailedRun) -> str:
 
 REFUSALS: Final[Sequence[tuple[Callable[[FailedRun], object], Callable[[FailedRun], str | None]]]] = (
     (_never, _never),
-    (_refused, lambda run: f"a restart does not fix {_what_is_refused(run.last)}"),
+    (_refused, lambda run: f"a restart does not fix what a trainer refuses: {_refused(run)}"),
     (_known_cause, lambda _: "a restart does not fix that"),
     (_never_stepped, lambda _: "it never made a step, or none that is read: what was launched has to be fixed first"),
     (lambda run: len(run.failures) > run.recovery.max_restarts, _restarted),
@@ -357,6 +354,29 @@ def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> Fail
         lost_after_s=lost_after_s(config),
         why_never=_OWN_STATE if never else None,
     )
+
+
+def needs_state(plan: RunPlan, history: RunHistory) -> str:
+    """Why the next attempt, on the nodes of `plan`, must not begin anew where no rank has a state; "" where it may."""
+    recovery, reached = plan.config.recovery, history.newest_reached
+    if history.reopened.without_state or not (reached or history.manifests):
+        return ""
+    if history.manifests:
+        update, rank = max((int(saved[-1][0].split(".")[0]), rank) for rank, saved in history.manifests.items())
+        nodes = {node for attempt in history.attempts for node in attempt.plan.nodes[rank : rank + 1]}
+        return f"rank {rank} on {' or '.join(sorted(nodes))} had saved that of update {update}"
+    if recovery.without_state == "fail":
+        return f'the run had reached iteration {reached} ([recovery] without_state is "fail")'
+    if absent := {node for attempt in history.attempts for node in attempt.plan.nodes} - set(plan.nodes):
+        return f"{', '.join(sorted(absent))}, which is left out, may have that of iteration {reached}"
+    limit, limit_s = recovery.restart_from_scratch_within, recovery.restart_from_scratch_within_s
+    if limit is None:
+        job = {**DEFAULTS, **plan.config.job.mlx_lm}
+        limit = state_every(plan.config) * int(job["grad_accumulation_steps"]) or int(job["save_every"])
+    ran_s = max((attempt.ran_s(history.state_since) for attempt in history.attempts), default=0.0)
+    limits = f"more than [recovery] restart_from_scratch_within lets it repeat ({limit} in {limit_s:g} s)"
+    made = f"the run had made {reached} iterations in {ran_s:.0f} s, {limits}"
+    return made if reached > limit or ran_s > limit_s else ""
 
 
 def _nothing_ran(failed: AttemptFailed) -> bool:

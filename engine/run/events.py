@@ -51,8 +51,7 @@ class Attempt(FrozenModel):
     """Processes that this machine had killed for lack of memory when the attempt began."""
     nodes: tuple[str, ...] = ()
     """In the order of their ranks: a run that goes on without a node renumbers these."""
-    reached: int = 0
-    """The iteration that the run had reached before."""
+    needs_state: str = ""
     accept_changed_data: bool = False
     manifests: list[tuple[str, str]] = Field(default=[], exclude=True)
     """AttemptSpec.manifests; the journal has an event of each."""
@@ -163,6 +162,8 @@ class RunReopened(SyncedEvent):
     event: Literal["reopened"] = "reopened"
     accept_changed_data: bool = False
     """Although the data or the base model are others than those of the saved state."""
+    without_state: bool = False
+    """Where no state is left it begins anew, however far it had come."""
 
 
 class NodesExcluded(SyncedEvent):

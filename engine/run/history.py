@@ -37,6 +37,7 @@ class AttemptHistory:
     hang: events.Hang | None = None
     missing: Mapping[str, int | None] = field(default_factory=dict)
     """The head's files that lack bytes of the attempt, and how many where that is known."""
+    failed_at: datetime | None = None
 
     @property
     def number(self) -> int:
@@ -52,6 +53,11 @@ class AttemptHistory:
         """How `node` can be reached; None for this machine and before it was reached."""
         event = next((event for event in reversed(self.nodes) if event.node == node), None)
         return NodeCondition(event.condition, event.since or event.at, event.why) if event is not None else None
+
+    def ran_s(self, until: datetime) -> float:
+        """From its plan to its failure, else to the last end of a rank that is known, else `until`; seconds."""
+        ended = self.failed_at or max((event.at for event in self.ended.values()), default=until)
+        return (ended - self.status.began_at).total_seconds()
 
     def memory_kills(self, node: str) -> int | None:
         """Processes that `node`, another machine, had killed for lack of memory when the attempt began."""
@@ -74,8 +80,8 @@ class RunHistory:
     attempts: tuple[AttemptHistory, ...] = ()
     launched: bool = False
     """An attempt was planned in this life."""
-    accept_changed_data: bool = False
-    """Told so for this life."""
+    reopened: events.RunReopened = field(default_factory=events.RunReopened)
+    """The wishes for this life."""
     failures: tuple[events.AttemptFailed, ...] = ()
     """In this life."""
     reached: int = 0
@@ -114,7 +120,7 @@ class RunHistory:
     @property
     def newest_reached(self) -> int:
         """The iteration that the run goes on from at best; 0 for none."""
-        return self.failures[-1].reached if self.failures else self.reached
+        return (self.failures[-1].reached if self.failures else 0) or self.reached
 
     def decisions_for(self, nodes: Sequence[str]) -> LaunchDecisions | None:
         """The newest for exactly these nodes, in the order of their ranks."""
@@ -190,7 +196,7 @@ def _reopen(history: RunHistory, event: events.RunReopened) -> RunHistory:
         history,
         record=history.record.model_copy(update={"state": RunState.PLANNED, "unconfirmed": [], **cleared}),
         launched=False,
-        accept_changed_data=event.accept_changed_data,
+        reopened=event,
         failures=(),
         abort=None,
         stop=None,
@@ -249,7 +255,8 @@ def _attempt(attempt: AttemptHistory, event: events.Event) -> AttemptHistory:
             changes = {"missing": event.files}
         case events.AttemptFailed(attempt=attempt.number) if attempt.status.reason is None:
             how: dict[str, Any] = {name: getattr(event.verdict, name) for name in ("reason", "rank", "host", "cause")}
-            changes = {"status": replace(attempt.status, ended_at=event.at, reached=event.reached, **how)}
+            status = replace(attempt.status, ended_at=event.at, reached=event.reached, **how)
+            changes = {"status": status, "failed_at": event.failed_at}
         case events.AttemptResumed(attempt=attempt.number):
             status = replace(attempt.status, resumed_at=event.resumed.iteration, source=event.resumed.source)
             changes = {"status": replace(status, repeated=event.repeated, recovery_s=event.seconds)}

@@ -1,9 +1,9 @@
 """The supervisor of one run: a detached process that takes it from its plan to its end, or adopts it from a dead one.
 
-`python -m engine.run.supervisor <run directory> --lock FD [--adopt | --resume [--accept-changed-data]]`, started by
-engine.run.supervisor_process. It alone writes the run's journal, its record in the store, preflight.json, the mirrors
-and metrics.jsonl. TERM and INT request an abort; HUP is ignored. Exit code 0 when the run has been brought to an end,
-whatever that end was."""
+`python -m engine.run.supervisor <run directory> --lock FD [--adopt | --resume [accept_changed_data] [without_state]]`,
+started by engine.run.supervisor_process. It alone writes the run's journal, its record in the store, preflight.json,
+the mirrors and metrics.jsonl. TERM and INT request an abort; HUP is ignored. Exit code 0 when the run has been brought
+to an end, whatever that end was."""
 
 from __future__ import annotations
 
@@ -305,11 +305,11 @@ class Supervisor:
         return self._history.abort
 
 
-def reopen(recorder: RunRecorder, *, accept_changed_data: bool = False) -> None:
-    """Let a run that has ended begin anew, with its next attempt. Raises StateError when it has not ended."""
+def reopen(recorder: RunRecorder, **wishes: bool) -> None:
+    """Let a run that has ended go on, with the `wishes` of RunReopened. Raises StateError when it has not ended."""
     if not recorder.state.ended:
         raise StateError("the run has not ended", why=f"it is {recorder.state}")
-    recorder.append(events.RunReopened(accept_changed_data=accept_changed_data))
+    recorder.append(events.RunReopened.model_validate(wishes))
 
 
 async def _supervise(supervisor: Supervisor, *, adopt: bool) -> None:
@@ -324,8 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--lock", type=int, required=True, help="descriptor that holds the run's lock")
     parser.add_argument("--adopt", action="store_true", help="go on with what an earlier supervisor has left")
-    parser.add_argument("--resume", action="store_true", help="take up a run that has ended")
-    parser.add_argument("--accept-changed-data", action="store_true", help="with --resume: also on other data")
+    parser.add_argument("--resume", nargs="*", metavar="WISH", help="take up a run that has ended (RunReopened)")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     run_dir = RunDir(options.run_dir.absolute())
@@ -339,8 +338,8 @@ def main(arguments: list[str] | None = None) -> int:
         if damage is not None:
             write_plan(run_dir.plan, plan)
             recorder.append(events.Note(message=damage))
-        if options.resume:
-            reopen(recorder, accept_changed_data=options.accept_changed_data)
+        if options.resume is not None:
+            reopen(recorder, **dict.fromkeys(options.resume, True))
         supervisor = Supervisor(run_dir, plan, recorder, node_root())
         supervisor.take_charge(adopted=options.adopt)
     except (FlightDeckError, OSError) as error:

@@ -102,8 +102,9 @@ def _await(run_dir: RunDir, process: subprocess.Popen[bytes]) -> None:
             raise LaunchError("the supervisor ended at once", where=run_dir.id, why=why)
         if time.monotonic() > deadline:
             process.kill()
-            why = f"nothing after {_START_LIMIT_S:.0f} s"
-            raise LaunchError("the supervisor did not start", where=run_dir.id, why=why)
+            raise LaunchError(
+                "the supervisor did not start", where=run_dir.id, why=f"nothing in {_START_LIMIT_S:.0f} s"
+            )
         time.sleep(_POLL_S)
 
 
@@ -112,10 +113,10 @@ def _is_its_own(run_dir: RunDir, pid: int) -> bool:
     return who is not None and who.pid == pid
 
 
-def resume_run(run_dir: RunDir, *, accept_changed_data: bool = False) -> None:
-    """Start a supervisor that takes the run up again: preflight first, then the next attempt; with
-    `accept_changed_data` also from a state of other data or another base model. Returns when it is in charge. Raises
-    InputError for a run that has not ended, has completed or has succeeded, LaunchError, StateError."""
+def resume_run(run_dir: RunDir, **wishes: bool) -> None:
+    """Start a supervisor that takes the run up again: preflight first, then the next attempt, with the `wishes` that
+    RunReopened has. Returns when it is in charge. Raises InputError for a run that has not ended, has completed or has
+    succeeded, LaunchError, StateError."""
     record = read_history(run_dir).record
     if not record.state.ended:
         raise InputError(f"{record.id} has not ended", why=f"it is {record.state}", todo="nothing: it goes on")
@@ -126,9 +127,10 @@ def resume_run(run_dir: RunDir, *, accept_changed_data: bool = False) -> None:
     if supervisor_alive(run_dir):
         nodes = ", ".join(record.unconfirmed)
         why = f"the stop is not proved yet on {nodes}" if nodes else "it is about to leave"
-        todo = "try again when it has left"
-        raise LaunchError("its supervisor is still running", where=record.id, why=why, todo=todo)
-    start_supervisor(run_dir, "--resume", *(["--accept-changed-data"] if accept_changed_data else []))
+        raise LaunchError(
+            "its supervisor is still running", where=record.id, why=why, todo="try again when it has left"
+        )
+    start_supervisor(run_dir, "--resume", *(name for name, wished in wishes.items() if wished))
 
 
 _DONE = ENDED - {RunState.COMPLETED}
@@ -141,8 +143,6 @@ for."""
 _AWAITED_S = 30 * 86_400.0
 """The same for the exit records of a run that has completed, which each command looks for again."""
 _TAIL_BYTES = 65_536
-
-
 _SAME_MOMENT_S = 2.0
 """Between the time of a run's end and that of the write of its journal."""
 
@@ -196,8 +196,8 @@ def adopt_orphans(home: Path, notify: Callable[[str], object] = lambda _: None) 
             continue
         except StateError as error:
             notify(str(error))
-            continue
-        adopted.append(run_dir.id)
+        else:
+            adopted.append(run_dir.id)
     return adopted
 
 

@@ -173,9 +173,8 @@ class StateCheckpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def resume(self) -> ResumePoint:
-        """Restore the newest complete state, and report it. Raises JobError when there is none although the run had
-        reached an iteration, or of other data."""
-        return first_restored(self._restored(), lambda: self._refused, self._spec.reached, self._reporter)
+        """Restore the newest complete state, and report it. Raises JobError where it cannot go on."""
+        return first_restored(self._restored(), lambda: self._refused, self._spec.needs_state, self._reporter)
 
     def _restored(self) -> Iterator[ResumePoint]:
         table: list[Listing] = all_gather_object(self._list() if self._leads else {})
@@ -221,7 +220,7 @@ class StateCheckpoints:
 
     def _list(self) -> Listing:
         """The states on this rank's disk."""
-        found: Listing = {}
+        found, limit = Listing(), checkpoint_files.MAX_MANIFEST_BYTES
         for path in self._base.glob("step-*"):
             if (update := checkpoint_files.update_of(path.name)) is None or path.is_symlink():
                 continue
@@ -230,9 +229,7 @@ class StateCheckpoints:
             for name in names:
                 # One that cannot be read is as good as none.
                 with contextlib.suppress(OSError):
-                    if (rank := _MANIFEST.fullmatch(name)) and (
-                        path / name
-                    ).stat().st_size <= checkpoint_files.MAX_MANIFEST_BYTES:
+                    if (rank := _MANIFEST.fullmatch(name)) and (path / name).stat().st_size <= limit:
                         manifests[int(rank[1])] = read_regular(path / name).decode(errors="replace")
             found[update] = manifests, names
         return found
@@ -243,9 +240,8 @@ class StateCheckpoints:
         config_hash, recorded = self._origin.config_hash, self._spec.manifests
         manifests, refused = _newest(texts, partial(check_manifest, config_hash=config_hash, recorded=recorded))
         if refused is not None:
-            self._reporter.warn(
-                f"a copy of the state in {self._base / checkpoint_files.folder_name(update)} is not used: {refused}"
-            )
+            folder = self._base / checkpoint_files.folder_name(update)
+            self._reporter.warn(f"a copy of the state in {folder} is not used: {refused}")
         for manifest in manifests:
             if manifest.update != update:
                 raise CheckpointError(f"its manifest is of update {manifest.update}")

@@ -45,7 +45,7 @@ def join_group(spec: AttemptSpec, job: Job, settings: TorchSettings) -> Accelera
         raise JobError("[job] precision = 'fp16': on the CPU Accelerate computes in float32, and says nothing")
     if on_cpu and job.strategy == "fsdp" and settings.offload != "none":
         raise JobError(f"[job] offload = {settings.offload!r}: fully_shard offloads from a GPU only")
-    if settings.offload == "nvme" and (spec.checkpoint_every > 0 or spec.reached > 0):
+    if settings.offload == "nvme" and spec.checkpoint_every > 0:
         raise JobError(f"[job] {_NVME}: set enabled = false in [checkpoint], or offload = 'cpu'")
     if not on_cpu and not torch.cuda.is_available():
         raise GroupError("the backend is nccl, and PyTorch sees no GPU: see nvidia-smi and torch.version.cuda")

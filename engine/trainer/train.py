@@ -105,7 +105,8 @@ def _make_loop(
         locations.fetch(collective, policy.kept(origin.parts), reporter, replicated=strategy.replicated)
         resume = Resume(collective, strategy, origin, reporter, stop_on_corruption=stop_on_corruption)
         resume.accept_changed_data, resume.recorded = spec.accept_changed_data, spec.manifests
-        start = resume.run(locations.states(), adapter=job.resume_adapter_file is not None, reached=spec.reached)
+        adapter = job.resume_adapter_file is not None
+        start = resume.run(locations.states(), adapter=adapter, needs_state=spec.needs_state)
         if isinstance(strategy, LocalSteps):
             strategy.agree()
     destination = None

@@ -57,6 +57,11 @@ class FileEntry:
     """Before compression."""
     compression: str
 
+    def check_size(self, stored: int) -> None:
+        """Raises CheckpointError."""
+        if stored != self.stored_bytes:
+            raise CheckpointError(f"{self.name} has {stored:,} bytes, and its manifest says {self.stored_bytes:,}")
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -120,9 +125,8 @@ class Manifest(Origin):
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"its manifest is not JSON: {error}") from error
         if isinstance(document, dict) and document.get("format") != MANIFEST_FORMAT:
-            raise CheckpointError(
-                f"its format is {_quoted(document.get('format'))}, and this release reads {MANIFEST_FORMAT}"
-            )
+            written = ascii(document.get("format"))[:80]
+            raise CheckpointError(f"its format is {written}, and this release reads {MANIFEST_FORMAT}")
         manifest = _parsed(cls, document)
         files = tuple(_parsed(FileEntry, file) for file in manifest.files)
         if len({entry.name for entry in files}) < len(files):
@@ -139,12 +143,8 @@ def _parsed(kind: type[Document], document: object) -> Document:
     values: dict[str, Any] = {field.name: document.get(field.name) for field in fields(kind)}
     for name, value in values.items():
         if not _VALID[name](value):
-            raise CheckpointError(f"its manifest has {name} = {_quoted(value)}")
+            raise CheckpointError(f"its manifest has {name} = {ascii(value)[:80]}")
     return kind(**values)
-
-
-def _quoted(value: object) -> str:
-    return ascii(value)[:80]
 
 
 def _number(least: int = 0, below: int = 1 << 62) -> Callable[[Any], bool]:
@@ -330,10 +330,7 @@ def _opened(folder: Path, entry: FileEntry) -> Iterator[FileIO]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{entry.name} is not a regular file")
-        if status.st_size != entry.stored_bytes:
-            raise CheckpointError(
-                f"{entry.name} has {status.st_size:,} bytes, and its manifest says {entry.stored_bytes:,}"
-            )
+        entry.check_size(status.st_size)
         yield file
 
 

@@ -41,21 +41,25 @@ class ResumePoint(TrainingPoint):
 def first_restored(
     restored: Iterable[ResumePoint | None],
     refused: Callable[[], int],
-    reached: int,
+    needs_state: str,
     reporter: Reporter,
     start: ResumePoint | None = None,
 ) -> ResumePoint:
     """The first state that could be `restored`, or else `start`, reported. `refused`: how many states were, on all
-    ranks. Raises JobError when there is none although the run had `reached` an iteration."""
+    ranks. `needs_state`: AttemptSpec.needs_state. Raises JobError with it where there is none."""
     started = time.perf_counter()
     point = next((state for state in restored if state is not None), None)
     count, resumed = refused(), point is not None
-    why = "" if resumed else no_state(count, reached)
+    why = f"no state to resume from ({f'{count} were refused' if count else 'no rank has any'})"
+    if not resumed and needs_state:
+        todo = "bring the state back and `flightdeck resume last`, or begin at iteration 1 with"
+        raise JobError(f"{why}, and {needs_state}: {todo} `flightdeck resume last --without-state`")
     point, seconds = point or start or ResumePoint(), time.perf_counter() - started
     facts = {"iteration": point.iteration, "update": point.update, "from_rank": point.rank, "refused": count}
     reporter.event("resumed", source=point.source, seconds=seconds, **facts)
     if not resumed:
-        reporter.warn(f"{why}{', with the weights of resume_adapter_file' if point.source == 'adapter' else ''}")
+        adapter = ", with the weights of resume_adapter_file" if point.source == "adapter" else ""
+        reporter.warn(f"{why}: the training starts at iteration 1{adapter}")
         return point
     kind = "an emergency checkpoint" if point.source == "emergency" else "a checkpoint"
     unknown = "" if point.recorded else "; its manifest is not recorded in the run's journal"
@@ -88,15 +92,3 @@ def check_inputs(manifest: Manifest, present: Sequence[Mapping[str, str]], repor
             "--accept-changed-data`, or start a new run with `flightdeck launch`"
         )
     reporter.warn(f"{message}, and --accept-changed-data goes on all the same")
-
-
-def no_state(refused: int, reached: int) -> str:
-    """Why there is no state to resume from. Raises JobError with it when the run had `reached` an iteration."""
-    why = f"no state to resume from ({f'{refused} were refused' if refused else 'no rank has any'})"
-    if reached > 0:
-        raise JobError(
-            f"{why}, and the run had reached iteration {reached}: starting again at 1 would overwrite the adapters "
-            "that it has saved. Bring the node that has the state back and `flightdeck resume`, or start a new run "
-            "with `flightdeck launch`"
-        )
-    return f"{why}: the training starts at iteration 1"

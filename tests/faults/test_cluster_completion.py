@@ -77,7 +77,7 @@ def test_a_node_that_was_away_when_its_rank_completed(nodes: Cluster, home: Path
     assert ("adapters" in record.cause) == (name == "ana")
     assert run.events_of(AttemptFailed) == []
     with pytest.raises(InputError, match=f"completed.*{name} can be reached"):
-        Engine(home).launches._resume(run.dir, accept_changed_data=False)
+        Engine(home).launches._resume(run.dir)
     nodes[name].start_sshd()
     succeeds(run)
     assert run.record.ended_at == record.ended_at, "that is when it ended"

@@ -96,7 +96,7 @@ def test_a_state_is_sent_to_the_nodes_that_lack_it(tiny: Tiny, tmp_path: Path) -
     damaged.write_bytes(content)
     third = tmp_path / "c" / "runs" / "run" / "checkpoints"
     (third / "step-000000006" / "__0_0.distcp").mkdir(parents=True)
-    fields = {"resume": True, "reached": 8}
+    fields = {"resume": True, "needs_state": "it has saved one"}
     after = run_torch(tmp_path, job, ranks=3, attempt=2, homes=["a", "b", "c"], fields=fields)
     (resumed,) = after.events("resumed")
     assert (resumed["update"], resumed["refused"]) == (4, 2)
@@ -125,7 +125,7 @@ def test_a_training_goes_on_with_any_number_of_ranks(
 @pytest.mark.slow
 def test_zero_1_and_2_go_on_from_each_other_in_any_precision_and_zero_3_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     before = run_torch(tmp_path, torch_job(tiny, ZERO[2]), ranks=2, fields={"checkpoint_every": 5})
-    fields = {"resume": True, "reached": 5}
+    fields = {"resume": True, "needs_state": "it has saved one"}
     other = torch_job(tiny, ZERO[1], precision="bf16")
     after = run_torch(tmp_path, other, ranks=2, attempt=2, fields=fields)
     assert_same_losses(after.losses(), {iteration: before.losses()[iteration] for iteration in (6, 7, 8)}, 1e-2)
@@ -170,7 +170,9 @@ def test_a_stopped_training_saves_its_state_and_goes_on_from_it(tiny: Tiny, tmp_
     run.succeeded()
     ends = [run.events("end", rank)[0] for rank in range(2)]
     assert ends[0]["stopped"] and ends[0]["iteration"] == ends[1]["iteration"] < 2000
-    going_on = start_torch(tmp_path, job, ranks=1, attempt=2, fields={"resume": True, "reached": ends[0]["iteration"]})
+    going_on = start_torch(
+        tmp_path, job, ranks=1, attempt=2, fields={"resume": True, "needs_state": "it has saved one"}
+    )
     wait_for_event(going_on, "report")
     going_on.stop(rank=0)
     going_on.succeeded()
@@ -187,6 +189,6 @@ def test_a_rank_that_loses_another_one_says_so(tiny: Tiny, tmp_path: Path) -> No
 
 
 def test_it_never_starts_again_where_a_state_should_be(tiny: Tiny, tmp_path: Path) -> None:
-    run = start_torch(tmp_path, torch_job(tiny), fields={"resume": True, "reached": 5})
+    run = start_torch(tmp_path, torch_job(tiny), fields={"resume": True, "needs_state": "it has saved one"})
     assert run.wait() == [1]
     assert "no state to resume from (no rank has any)" in run.events("failure")[0]["message"]

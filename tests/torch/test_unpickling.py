@@ -61,7 +61,9 @@ def test_a_state_with_planted_metadata_is_refused_though_its_manifest_vouches_fo
     manifest.write_text(json.dumps(document))
     for path in tmp_path.rglob("step-000000008"):
         path.rename(path.with_name("aside"))
-    refused = start_torch(tmp_path, torch_job(tiny, FSDP), attempt=2, fields={"resume": True, "reached": 5})
+    refused = start_torch(
+        tmp_path, torch_job(tiny, FSDP), attempt=2, fields={"resume": True, "needs_state": "it has saved one"}
+    )
     assert refused.wait() == [1]
     assert ".metadata cannot be read: it names posix.system" in refused.events("failure")[0]["message"]
     assert not (tmp_path / "ran").exists()
@@ -76,7 +78,11 @@ def test_weights_changed_together_with_their_manifest_are_refused_by_what_the_jo
     job, homes = torch_job(tiny, division), ["a", "b"]
     before = run_torch(tmp_path, job, ranks=2, homes=homes, fields={"checkpoint_every": 2})
     saved = [event for rank in (0, 1) for event in before.events("checkpoint", rank) if "manifest" in event]
-    fields = {"resume": True, "reached": 8, "manifests": [(event["state"], event["manifest"]) for event in saved]}
+    fields = {
+        "resume": True,
+        "needs_state": "it has saved one",
+        "manifests": [(event["state"], event["manifest"]) for event in saved],
+    }
     for manifest in tmp_path.glob("*/runs/run/checkpoints/step-000000008/manifest-*.json"):
         files = [entry["name"] for entry in json.loads(manifest.read_text())["files"]]
         tamper(

@@ -81,7 +81,7 @@ def test_a_stopped_training_goes_on_bit_for_bit(tiny: Tiny, tmp_path: Path, prec
     first.succeeded()
     stopped = steps(first, 1)[-1]
     assert stopped < 24
-    fields = {"resume": True, "reached": stopped}
+    fields = {"resume": True, "needs_state": "it has saved one"}
     rest = launch(tmp_path / "parts", job, shares=UNEQUAL, attempt=2, spec_fields=fields).succeeded()
     (resumed,) = rest.events(1, "resumed")
     assert (resumed["iteration"], resumed["from_rank"]) == (stopped, None)
@@ -123,7 +123,9 @@ def test_without_rank_0_the_others_save_and_any_one_of_them_is_enough(tiny: Tiny
     records = run.ended()
     assert [record.code for record in records[1:]] == [TrainerExit.PEER_LOST] * 2, run.log(1)
     reached = min(steps(run, 1)[-1], steps(run, 2)[-1])
-    rest = launch(tmp_path, job, shares=(1.0, 1.0), attempt=2, spec_fields={"resume": True, "reached": reached})
+    rest = launch(
+        tmp_path, job, shares=(1.0, 1.0), attempt=2, spec_fields={"resume": True, "needs_state": "it has saved one"}
+    )
     try:
         wait_until(lambda: len(steps(rest, 0)) > 8, LIMIT_S)
     finally:
@@ -156,6 +158,6 @@ def test_one_rank_that_is_left_goes_on_alone(tiny: Tiny, tmp_path: Path) -> None
     """As after a restart without the other node."""
     job = local_job(tiny, iters=14)
     launch(tmp_path, job, shares=(1.0, 1.0), spec_fields={"checkpoint_every": 10}).succeeded()
-    rest = launch(tmp_path, job, attempt=2, spec_fields={"resume": True, "reached": 10}).succeeded()
+    rest = launch(tmp_path, job, attempt=2, spec_fields={"resume": True, "needs_state": "it has saved one"}).succeeded()
     assert [event["iteration"] for event in rest.events(0, "resumed")] == [10]
     assert steps(rest, 0) == [11, 12, 13, 14]

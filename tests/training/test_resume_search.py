@@ -31,7 +31,7 @@ def resume(
     home: Path,
     folders: list[list[Path]],
     unfit: set[float] | None = None,
-    reached: int = 0,
+    needs_state: str = "",
     others: set[float] | None = None,
     **fields: Any,
 ) -> tuple[list[ResumePoint], list[FakeStrategy], str]:
@@ -45,7 +45,7 @@ def resume(
         rank = collective.rank
         reports, strategy = reporter(home / f"e{rank}", rank), cast("Strategy", strategies[rank])
         search = Resume(collective, strategy, origin(), reports, **fields)
-        return search.run(dict.fromkeys(folders[rank]), reached=reached)
+        return search.run(dict.fromkeys(folders[rank]), needs_state=needs_state)
 
     starts = together(len(folders), run)
     messages = "\n".join(
@@ -143,17 +143,19 @@ def test_a_run_whose_state_is_lost_does_not_silently_start_again(tmp_path: Path)
         rank = collective.rank
         search = Resume(collective, cast("Strategy", FakeStrategy()), origin(), reporter(tmp_path / f"e{rank}", rank))
         with pytest.raises(JobError) as error:
-            search.run({tmp_path / "none": None}, adapter=rank == 0, reached=40)
+            search.run({tmp_path / "none": None}, adapter=rank == 0, needs_state="that of update 40 was saved")
         raised.append(str(error.value))
 
     together(2, run)
     assert len(raised) == 2 and raised[0] == raised[1]
-    assert "no rank has any" in raised[0] and "iteration 40" in raised[0] and "\n" not in raised[0]
-    assert "`flightdeck resume`" in raised[0] and "`flightdeck launch`" in raised[0]
-    # Not with a state, nor when no iteration had been reached.
+    assert raised[0] == (
+        "no state to resume from (no rank has any), and that of update 40 was saved: bring the state back and "
+        "`flightdeck resume last`, or begin at iteration 1 with `flightdeck resume last --without-state`"
+    )
+    # Not with a state, nor when none is needed.
     assert resume(tmp_path / "one", [[], []])[0] == [ResumePoint()] * 2
     store.write(tmp_path / "a", snapshot(4), origin())
-    assert [start.update for start in resume(tmp_path / "two", [[tmp_path / "a"], []], reached=40)[0]] == [4, 4]
+    assert [start.update for start in resume(tmp_path / "two", [[tmp_path / "a"], []], needs_state="x")[0]] == [4, 4]
 
 
 def test_a_state_of_other_data_or_another_base_model_is_used_only_when_told(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def resume(options: argparse.Namespace, engine: Engine) -> int:
     follower.skip()
 
     def start() -> RunRecord:
-        return asyncio.run(engine.launches.resume(run, accept_changed_data=options.accept_changed_data))
+        wishes = {"accept_changed_data": options.accept_changed_data, "without_state": options.without_state}
+        return asyncio.run(engine.launches.resume(run, **wishes))
 
     return _start_and_follow(options, engine, start, follower=follower)
 

@@ -98,19 +98,13 @@ class Remote:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder, ignore_cleanup_errors=True) as temporary:
             copy = Path(temporary) / name
             copy.mkdir(mode=0o700)
-            if self._size(f"{source}/{checkpoint_files.MANIFEST_NAME}") > checkpoint_files.MAX_MANIFEST_BYTES:
+            manifest = checkpoint_files.MANIFEST_NAME
+            if self._size(f"{source}/{manifest}") > checkpoint_files.MAX_MANIFEST_BYTES:
                 raise CheckpointError("its manifest is too long")
-            self._call(
-                self._files.get_file,
-                f"{source}/{checkpoint_files.MANIFEST_NAME}",
-                str(copy / checkpoint_files.MANIFEST_NAME),
-            )
-            for entry in checkpoint_files.Manifest.from_json(read_regular(copy / checkpoint_files.MANIFEST_NAME)).files:
+            self._call(self._files.get_file, f"{source}/{manifest}", str(copy / manifest))
+            for entry in checkpoint_files.Manifest.from_json(read_regular(copy / manifest)).files:
                 size = self._size(f"{source}/{entry.name}")
-                if size != entry.stored_bytes:
-                    raise CheckpointError(
-                        f"{entry.name} has {size:,} bytes, and its manifest says {entry.stored_bytes:,}"
-                    )
+                entry.check_size(size)
                 self._call(self._files.get_file, f"{source}/{entry.name}", str(copy / entry.name))
                 # The head sees progress, however long all of it takes.
                 reporter.event("fetched", path=f"{name}/{entry.name}", bytes=size)

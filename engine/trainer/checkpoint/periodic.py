@@ -115,12 +115,9 @@ class PeriodicCheckpoints:
         error = writing.exception()
         self._blocking_s += time.perf_counter() - waited if wait else 0.0
         self._writing = None
-        assert self._last is not None
-        if error is not None:
+        if error is not None and (last := self._last) is not None:
             self._report("failed", message=str(error))
-            self._reporter.warn(
-                f"no checkpoint of update {self._last.update} (iteration {self._last.iteration}): {error}"
-            )
+            self._reporter.warn(f"no checkpoint of update {last.update} (iteration {last.iteration}): {error}")
             return
         self._settled = True
         facts, problems = writing.result()

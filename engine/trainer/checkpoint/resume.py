@@ -106,13 +106,12 @@ class Resume:
     _paths: list[Path] = field(default_factory=list)
     """This rank's copies, by number."""
 
-    def run(self, folders: StateFolders, *, adapter: bool = False, reached: int = 0) -> ResumePoint:
+    def run(self, folders: StateFolders, *, adapter: bool = False, needs_state: str = "") -> ResumePoint:
         """Restore the newest complete state and report it. `adapter`: the model has the weights of an adapter file,
-        where there is no state. Raises PeerLost; JobError, on all ranks, when there is none although the run had
-        `reached` an iteration; Corrupted, on all ranks."""
+        where there is no state. Raises PeerLost; on all ranks JobError, Corrupted."""
         states, start = self._restored(folders), ResumePoint(source="adapter" if adapter else "none")
         return first_restored(
-            states, lambda: sum(all_gather_object(self.collective, self._refused)), reached, self.reporter, start
+            states, lambda: sum(all_gather_object(self.collective, self._refused)), needs_state, self.reporter, start
         )
 
     def _restored(self, folders: StateFolders) -> Iterator[ResumePoint | None]:
@@ -203,9 +202,8 @@ class Resume:
         outvoted: set[Author | None] = set()
         for attempt, mismatch in differing_authors(copies):
             ranks = ", ".join(map(str, mismatch.ranks))
-            message = (
-                f"the states of update {copies[0].manifest.update} that the ranks of attempt {attempt} saved differ: "
-            )
+            update = copies[0].manifest.update
+            message = f"the states of update {update} that the ranks of attempt {attempt} saved differ: "
             if mismatch.certain:
                 self.reporter.warn(f"{message}rank {ranks} is outvoted by the others, and its state is not used")
                 outvoted |= {Author(attempt, rank) for rank in mismatch.ranks}

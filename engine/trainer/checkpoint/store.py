@@ -90,9 +90,8 @@ def verify(path: Path, *, check_hashes: bool = True) -> Checkpoint:
     if path.is_symlink() or not path.is_dir():
         raise CheckpointError("it is not a folder")
     try:
-        descriptor = os.open(
-            path / checkpoint_files.MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        )
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path / checkpoint_files.MANIFEST_NAME, flags)
     except FileNotFoundError as error:
         raise CheckpointError("it has no manifest: it was never finished") from error
     with os.fdopen(descriptor, "rb") as file:

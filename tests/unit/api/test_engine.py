@@ -129,7 +129,7 @@ async def test_a_run_is_resumed_without_the_nodes_that_its_journal_excludes(
         yield
 
     monkeypatch.setattr("engine.api.launches.shared_hosts", shared_hosts)
-    monkeypatch.setattr("engine.api.launches.resume_run", lambda directory, accept_changed_data: None)
+    monkeypatch.setattr("engine.api.launches.resume_run", lambda directory, **_: None)
     monkeypatch.setattr("engine.api.runs.diagnose", lambda directory: pytest.fail("nobody asked why it failed"))
     record = await Engine().launches.resume(run.id)
     assert (record.excluded, len(locked[0])) == (["node0"], 1)

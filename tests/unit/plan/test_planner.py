@@ -890,7 +890,7 @@ def test_the_plan_names_what_a_run_continues_from(strategy: str, *, enabled: boo
     last = "the run continues from the last periodic checkpoint" in reasons["checkpoint_strategy.approach"]
     assert last is (strategy == "sharded")
     assert ("the training state every 7 updates" in reasons["checkpoint_strategy.frequency"]) is enabled
-    warned = "a lost rank ends the run" in str([each.text for each in plan.warnings])
+    warned = "a lost rank costs all steps" in str([each.text for each in plan.warnings])
     assert warned is (strategy == "sharded" and not enabled)
 
 

@@ -177,9 +177,9 @@ def test_secrets_of_the_head_go_into_the_spec_and_nowhere_else(tmp_path: Path) -
     assert spec_of(mine, made, environment).env["HF_TOKEN"] == "hf_of_the_job"
 
 
-def test_the_iteration_reached_is_passed_to_the_trainers_also_after_an_adoption(tmp_path: Path) -> None:
-    made = attempt(tmp_path, plan()).model_copy(update={"reached": 37})
-    assert spec_of(plan(), Attempt.model_validate_json(made.model_dump_json())).reached == 37
+def test_why_a_state_is_needed_is_passed_to_the_trainers_also_after_an_adoption(tmp_path: Path) -> None:
+    made = attempt(tmp_path, plan()).model_copy(update={"needs_state": "x"})
+    assert spec_of(plan(), Attempt.model_validate_json(made.model_dump_json())).needs_state == "x"
 
 
 def test_the_manifests_that_the_journal_recorded_are_passed_to_the_trainers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,15 +32,29 @@ from engine.run.decide import (
     decide,
     describe_failure,
     failed_run,
+    needs_state,
     original_failure,
     refusal,
     stalled,
     stop_trigger,
 )
-from engine.run.events import AttemptFailed, Hang, Verdict
-from engine.run.history import RunHistory
+from engine.run.events import (
+    AttemptFailed,
+    AttemptPlanned,
+    Event,
+    Figures,
+    Hang,
+    RankExited,
+    RunPlanned,
+    RunReopened,
+    StateChanged,
+    StateSaved,
+    Verdict,
+)
+from engine.run.history import RunHistory, fold
 from engine.run.run_plan import RunPlan
-from tests.unit.run.run_maker import START, MadeRun
+from engine.store.layout import RunDir
+from tests.unit.run.run_maker import START, MadeRun, planned_attempt
 
 RECOVERY = RecoveryConfig(max_restarts=3, backoff_s=1.0, node_wait_s=600.0)
 NODES = ("ana", "bea", "cyd", "dov")
@@ -171,7 +186,7 @@ MISTAKE = failure(1, Reason.RANK_FAILED, "bea", exit_code=1)
         (run(failed(Reason.HEAD_SLEPT)), None),
         (run(failed(Reason.SEPARATE_GROUPS)), "train apart from one another again"),
         (run(KILLED, REFUSED), "what a trainer refuses"),
-        (run(KILLED, changed(REFUSED, cause="JobError: no state to resume from (x)")), "with `flightdeck launch`"),
+        (run(KILLED, changed(REFUSED, cause="JobError: no state (x)")), "what a trainer refuses: no state (x)"),
         (run(KILLED, changed(REFUSED, cause=None)), None),
         (run(KILLED, changed(REFUSED, reached=60)), None),
         (run(failed(Reason.RANK_FAILED, signature="lora.no_train")), "a restart does not fix that"),
@@ -233,7 +248,7 @@ def test_a_rank_that_was_killed_is_recovered_from_almost_at_once() -> None:
 )
 def test_a_refused_job_is_recognised_by_its_cause(cause: str | None, refused: bool) -> None:
     why = refusal(run(KILLED, failure(2, Reason.RANK_FAILED, cause=cause, reached=37)))
-    assert (why == Finish("a restart does not fix what a trainer refuses")) is refused
+    assert (why == Finish("a restart does not fix what a trainer refuses: no state to go on from")) is refused
 
 
 DOV_AWAY = (*ALL_THERE[:3], NodePresence("dov", proved=False, silent_s=200.0))
@@ -372,6 +387,74 @@ def test_before_its_first_step_a_run_needs_no_more_nodes_than_are_configured(tmp
 
 def history(plan: RunPlan, reached: int) -> RunHistory:
     return RunHistory(plan.record(), "n", plan.created_at, reached=reached)
+
+
+def planned(home: Path, number: int, *ranks: int) -> AttemptPlanned:
+    """An attempt on the nodes of these ranks, planned at START."""
+    attempt = planned_attempt(RunDir(home), plan(home / "planned", "data", None, None), [], number)
+    nodes = tuple(f"node{rank}" for rank in ranks)
+    return AttemptPlanned(at=START, attempt=attempt.model_copy(update={"nodes": nodes}))
+
+
+def lost(attempt: int, reached: int, after_s: float) -> AttemptFailed:
+    return changed(KILLED, attempt=attempt, reached=reached).model_copy(
+        update={"failed_at": START + timedelta(seconds=after_s)}
+    )
+
+
+SAVED = StateSaved(rank=1, state="20.1@1.1", manifest="0" * 64)
+EXITED = RankExited(at=START + timedelta(hours=9), rank=0, node="node0", signal=9)
+STOPPED = StateChanged(at=START, state=RunState.ABORTED, figures=Figures(iteration=18))
+
+
+@pytest.mark.parametrize(
+    ("recovery", "events", "nodes", "why"),
+    [
+        ({}, (), 3, ""),
+        ({}, (lost(1, 0, 9.0),), 3, ""),
+        ({}, (lost(1, 8, 9.0),), 3, ""),
+        ({}, (lost(1, 20, 9.0),), 3, ""),
+        ({}, (lost(1, 21, 9.0),), 3, "had made 21 iterations in 9 s, more than [recovery] restart_from_scratch_within"),
+        ({}, (lost(1, 8, 1800.0),), 3, ""),
+        ({}, (lost(1, 8, 1801.0),), 3, "had made 8 iterations in 1801 s, more than [recovery] restart_from_scratch_wi"),
+        ({"restart_from_scratch_within": 40}, (lost(1, 21, 9.0),), 3, ""),
+        ({"restart_from_scratch_within": 0}, (lost(1, 1, 9.0),), 3, "lets it repeat (0 in 1800 s)"),
+        ({"restart_from_scratch_within_s": 5}, (lost(1, 8, 9.0),), 3, "lets it repeat (20 in 5 s)"),
+        ({"without_state": "fail"}, (lost(1, 8, 9.0),), 3, 'reached iteration 8 ([recovery] without_state is "fail")'),
+        ({"without_state": "fail"}, (lost(1, 0, 9.0),), 3, ""),
+        ({}, (SAVED, lost(1, 8, 9.0)), 3, "rank 1 on node1 had saved that of update 20"),
+        ({"without_state": "fail"}, (SAVED, lost(1, 8, 9.0)), 3, "rank 1 on node1 had saved that of update 20"),
+        ({}, (lost(1, 8, 9.0),), 2, "node2, which is left out, may have that of iteration 8"),
+        ({}, (lost(1, 8, 9.0), lost(2, 3, 2.0)), 3, ""),
+        ({}, (EXITED, STOPPED, RunReopened()), 3, "had made 18 iterations in 32400 s"),
+        ({}, (lost(1, 8, 9.0), STOPPED, RunReopened(), lost(2, 0, 9.0)), 3, ""),
+        ({"without_state": "fail"}, (lost(1, 8, 9.0), STOPPED, RunReopened(), lost(2, 0, 9.0)), 3, "iteration 18"),
+        ({}, (SAVED, lost(1, 90, 7200.0), STOPPED, RunReopened(without_state=True)), 2, ""),
+        ({}, (SAVED, STOPPED, RunReopened(without_state=True), STOPPED, RunReopened()), 3, "of update 20"),
+    ],
+)
+def test_a_run_begins_anew_where_no_state_was_saved_and_little_is_repeated(
+    tmp_path: Path, recovery: dict[str, Any], events: tuple[Event, ...], nodes: int, why: str
+) -> None:
+    """With a checkpoint every ten updates of two iterations each."""
+    made = plan(tmp_path, "data", None, None)
+    job = made.config.job.model_copy(update={"mlx_lm": {"grad_accumulation_steps": 2}})
+    updates = {"job": job, "recovery": RecoveryConfig(**recovery), "checkpoint": CheckpointConfig(every=10)}
+    made = made.model_copy(update={"config": made.config.model_copy(update=updates)})
+    began = RunPlanned(at=START, run=made.record(), nonce="n")
+    history = fold([began, planned(tmp_path, 1, 0, 1, 2), *events])
+    needed = needs_state(made.among(made.nodes[:nodes]), history)
+    assert why in needed and bool(why) is bool(needed)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_without_an_interval_of_its_own_that_of_the_saves_limits_what_is_repeated(
+    tmp_path: Path, *, enabled: bool
+) -> None:
+    made = plan(tmp_path, "data", None, None)
+    updates = {"checkpoint": CheckpointConfig(enabled=enabled)}
+    made = made.model_copy(update={"config": made.config.model_copy(update=updates)})
+    assert [bool(needs_state(made, history(made, reached))) for reached in (100, 101)] == [False, True]
 
 
 def test_a_command_without_metrics_that_ran_long_has_made_progress() -> None:

@@ -60,7 +60,7 @@ def test_other_data_is_accepted_in_the_life_that_was_told_so(tmp_path: Path, acc
     assert AttemptSpec.from_json(spec.to_json()).accept_changed_data is accept
     recorder.append(StateChanged(state=RunState.FAILED))
     supervisor.reopen(recorder)
-    assert not recorder.history.accept_changed_data
+    assert not recorder.history.reopened.accept_changed_data
     recorder.close()
 
 

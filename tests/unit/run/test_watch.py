@@ -400,6 +400,23 @@ def test_recoveries_and_attempts_are_described(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("repeated", "seconds", "text"),
+    [
+        (38, 8.21, "begins anew: no state was saved up to iteration 38, 38 steps repeated, 8.2 s"),
+        (None, None, "begins anew: no state was saved"),
+    ],
+)
+def test_that_a_run_begins_anew_is_said_where_its_attempts_are_shown(
+    tmp_path: Path, repeated: int | None, seconds: float | None, text: str
+) -> None:
+    run = interrupted(tmp_path / "r")
+    run.append(AttemptResumed(attempt=2, resumed=Resumed("none"), repeated=repeated, seconds=seconds))
+    snapshot = RunWatch(run.dir).poll()
+    assert attempt_summary(snapshot.attempts[1]).endswith(f", {text}")
+    assert str(recovery_summary(snapshot)).endswith(f", {text}")
+
+
+@pytest.mark.parametrize(
     ("resumed_at", "repeated", "text"),
     [
         (304, 11, "its first step is 305, at least 11 steps repeated, 8.2 s"),
