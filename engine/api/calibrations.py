@@ -35,9 +35,9 @@ class CalibrationsApi:
         """Measure the job's step on every node and the links between them: progress, and at last the calibration,
         stored when every node was measured. Closing the iterator ends it on the nodes. Raises NodesInUse while a run
         or another calibration uses them, StateError, and the first node's error when none can be reached."""
-        if config.job.framework != "mlx":
+        if (unmeasured := config.job.kind.framework.unmeasured) is not None:
             todo = "`flightdeck calibrate --scaling` times its steps over 1, 2, ... ranks"
-            raise InputError("a PyTorch job cannot be calibrated", why="single nodes are measured with MLX", todo=todo)
+            raise InputError("the job cannot be calibrated", why=unmeasured, todo=todo)
         session, hosts = self._session, [node.ssh for node in config.nodes]
 
         async def work(report: Callable[[CalibrationProgress | Calibration], None]) -> None:

@@ -56,7 +56,7 @@ class PlansApi:
         StateError."""
         suggested = plan.batch_configuration.suggested
         if suggested is None or config.file is None:
-            why = "the job runs a command of its own" if config.job.command is not None else "no batch fits every node"
+            why = config.job.kind.own_model or "no batch fits every node"
             raise InputError("there is nothing to apply", why=why)
         lines = suggested.job_keys.splitlines()
         return lines, set_job_keys(config.file, lines)

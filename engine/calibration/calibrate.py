@@ -25,10 +25,9 @@ from engine.plan.context import PlanInputs, make_context
 from engine.plan.document import ChosenSettings, MemorySection, Rationale
 from engine.plan.fingerprint import fingerprint, node_fingerprints
 from engine.plan.memory.choice import is_open, resolved
-from engine.plan.memory.fit import memory_fit
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.network import NetworkPlan, plan_network
-from engine.plan.torch.fit import torch_fit
+from engine.plan.planner import FITS
 
 QUICK_S = 10.0
 GROUP_S = 20.0
@@ -79,7 +78,7 @@ async def calibrate(
         machines=node_fingerprints(config, facts),
         taken_at=datetime.now(UTC),
         quick=quick,
-        synthetic_model=config.job.command is not None,
+        synthetic_model=config.job.kind.own_model is not None,
         backend=network.backend if network is not None else None,
         connected_as=connected_as(kept, probed, network) if network is not None else (),
         nodes=tuple(
@@ -112,10 +111,8 @@ def connected_as(
 
 def nodes_too_small(inputs: PlanInputs) -> dict[str, str]:
     """The nodes that the job does not fit by the estimate, each with why: loading it could bring the machine down."""
-    if inputs.config.job.command is not None:
-        return {}
     context = make_context(replace(inputs, calibration=None), Rationale())
-    section = (torch_fit if context.torch else memory_fit)(context, Rationale()).section
+    section = FITS[context.job.framework](context, Rationale()).section
     return {
         rank.node: f"{memory_text(rank.needed_bytes)} by the estimate, of {memory_text(rank.limit_bytes)}"
         for rank in (section.ranks if isinstance(section, MemorySection) else ())
@@ -137,7 +134,7 @@ def is_complete(calibration: Calibration) -> bool:
 
 
 def _notes(config: Config, leftovers: str) -> tuple[str, ...]:
-    notes = [SYNTHETIC_MODEL] if config.job.command is not None else []
+    notes = [SYNTHETIC_MODEL] if config.job.kind.own_model is not None else []
     hosts = [node.ssh for node in config.nodes]
     if len(set(hosts)) < len(hosts):
         notes.append("ranks of one machine were measured one after another: together they share it")

@@ -39,7 +39,7 @@ async def measure_group(
     """Measure for about `seconds` with the job of `config`, in which nothing is "auto"; a problem instead where that
     failed, or the parts are `too_large` for nodes, by name. None for one node, and where its own step says it all."""
     job = config.job
-    if job.command is not None or job.strategy not in ("sharded", "pipeline") or len(config.nodes) < 2:
+    if job.strategy not in ("sharded", "pipeline") or len(config.nodes) < 2:
         return None
     on_progress(CalibrationProgress(TOGETHER, "measuring", seconds=seconds))
     measure = GroupMeasure(strategy=job.strategy, batch=int(job.mlx_lm["batch_size"]))

@@ -50,8 +50,8 @@ async def measure_scaling(
     them; but one rank of MLX exchanges nothing, and has its own backend. Cancelled, it ends what it has started. Raises
     InputError for a job with a command of its own, and what `shared_plan` does."""
     config = context.config
-    if config.job.command is not None:
-        raise InputError("no scaling is measured", why="the job runs a command of its own, whose steps cannot be timed")
+    if config.job.kind.own_model is not None:
+        raise InputError("no scaling is measured", why=config.job.kind.own_model)
     if is_open(config):
         config = resolved(config, (await shared_plan(context)).settings)
     scaling, alone = scaling.model_copy(update={"strategy": config.job.strategy}), config

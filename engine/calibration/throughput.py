@@ -63,7 +63,7 @@ _END_LIMIT_S = 4.0
 
 def step_batch(config: Config) -> int:
     """Sequences of a measured step: an equal part of the global batch, rounded up."""
-    if config.job.command is not None:
+    if config.job.kind.own_model is not None:
         return SYNTHETIC_BATCH
     return -(-int(config.job.mlx_lm.get("batch_size") or 1) // len(config.nodes))
 

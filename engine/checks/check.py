@@ -180,11 +180,6 @@ def _joined(effects: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(effects))
 
 
-def skip_for_command(config: Config) -> str | None:
-    """The skip reason of checks of the model and the data, which a job with its own command brings along."""
-    return "the job runs a command of its own, which brings its own model and data" if config.job.command else None
-
-
 def this_machine(folder: str) -> NodeConfig:
     """The head where it is no node, with a folder as its workdir."""
     return agent_client.THIS_MACHINE.model_copy(update={"workdir": folder})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.checks import connectivity, sync
-from engine.checks.check import Check, Findings, NodeFindings, first_of, skip_for_command
+from engine.checks.check import Check, Findings, NodeFindings, first_of
 from engine.checks.context import CheckContext
 from engine.checks.fixes import LISTS, Fix, on_path, path_fix
 from engine.checks.obstacles import TRIAL_LIMIT_S, try_adapters
@@ -22,6 +22,7 @@ from engine.cluster.probe_results import AdapterWeights, CheckpointStorage
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError
+from engine.job.traits import FRAMEWORKS
 from engine.models import CheckResult
 from engine.plan.context import job_iterations
 from engine.plan.document import Disabled
@@ -97,14 +98,15 @@ def evaluate(findings: NodeFindings, storage: CheckpointStorage, state: SaveSize
 
 def resume_mismatches(resume: AdapterWeights, config: Config, layers: int | None) -> list[str]:
     """How saved weights differ from those that the job trains: MLX silently ignores what fits nowhere."""
-    wanted, torch = config.job.fine_tune_type, config.job.framework == "torch"
+    wanted, ours = config.job.fine_tune_type, config.job.kind.framework.adapters
+    theirs = "peft" if resume.peft else "mlx-lm"
     if resume.kind != wanted:
         return [f"holds weights of {resume.kind}, and the job trains {wanted}: set fine_tune_type, or leave it out"]
-    if wanted == "full" and torch:
+    if (wanted, ours) == ("full", "peft"):
         # It saves the whole model.
         return []
-    if wanted != "full" and resume.peft != torch:
-        theirs, other = ("peft", "torch") if resume.peft else ("mlx-lm", "mlx")
+    if wanted != "full" and theirs != ours:
+        other = next(name for name, framework in FRAMEWORKS.items() if framework.adapters == theirs)
         return [
             f"holds an adapter of {theirs}, which framework = {config.job.framework!r} cannot continue: name one that "
             f"it has saved, or set framework = {other!r}"
@@ -211,5 +213,5 @@ def _describe(storage: CheckpointStorage, state: SaveSize) -> str:
 CHECK = Check(
     NAME, "the checkpoint directory: allowed, writable, large enough; existing checkpoints are intact", run,
     time_limit_s=2 * _LIMIT_S + TRIAL_LIMIT_S, needs=(connectivity.NAME,), after=(sync.NAME,),
-    not_applicable=skip_for_command,
+    not_applicable=lambda config: config.job.kind.own_model,
 )  # fmt: skip

@@ -236,7 +236,7 @@ async def _hashes(context: CheckContext, node: NodeConfig, model: str | None) ->
     config = context.config
     files = {word: _path(node, word) for word in command_files(config)}
     keys = config.job.model_dump(include={"model", "data", "fine_tune_type", "strategy"})
-    job = None if config.job.command else {**config.job.mlx_lm, **keys}
+    job = None if config.job.kind.own_model else {**config.job.mlx_lm, **keys}
     request = json.dumps({"files": files, "model": model, "job": job})
     answer = await context.shared(
         f"hashes of {node.ssh}: {request}",
@@ -247,7 +247,7 @@ async def _hashes(context: CheckContext, node: NodeConfig, model: str | None) ->
 
 def _model(context: CheckContext, node: NodeConfig) -> str | None:
     named = node.model or context.config.job.model
-    return context.path(node, named) if named and not context.config.job.command else None
+    return context.path(node, named) if named and not context.config.job.kind.own_model else None
 
 
 def _path(node: NodeConfig, word: str) -> str:

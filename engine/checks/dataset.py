@@ -12,7 +12,7 @@ from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from engine.checks import connectivity, sync
-from engine.checks.check import Check, Findings, NodeFindings, skip_for_command
+from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_file, move_aside
 from engine.checks.obstacles import TRIAL_LIMIT_S, data_features, data_files, row_warnings, rows_refused, try_rows
@@ -80,7 +80,7 @@ async def run(context: CheckContext) -> CheckResult:
         findings.overall.fault(f"{blocks}: clean the data, then make a new report")
     elif warns is not None:
         findings.overall.warn(warns)
-    if config.job.command is None:
+    if config.job.kind.own_model is None:
         return await _check_files(context, findings)
     return findings.verdict("the data quality report has no objection")
 
@@ -226,5 +226,5 @@ CHECK = Check(
     NAME, "train, valid and test JSONL: there, readable by mlx-lm, taken by the chat template, the same on all nodes",
     run, time_limit_s=_READ_LIMIT_S + TRIAL_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
     # A command brings its own data, but a data quality report still applies.
-    not_applicable=lambda config: skip_for_command(config) if config.job.data_quality_report is None else None,
+    not_applicable=lambda config: config.job.kind.own_model if config.job.data_quality_report is None else None,
 )  # fmt: skip

@@ -130,7 +130,7 @@ def _accelerate(job: JobConfig) -> tuple[dict[str, Any], list[str]]:
     """The request of the job's ranks to Accelerate, empty if they do not use it, and the words that give them the
     environment of `accelerate launch`."""
     launcher, options, _ = split_launcher(job_command(job))
-    if job.command is None:
+    if job.kind.own_model is None:
         settings = {entry.name: job.mlx_lm.get(entry.name) for entry in fields(TorchSettings)}
         return {"strategy": job.strategy, "recipe": settings}, []
     if launcher != "accelerate":
@@ -294,10 +294,9 @@ async def run(context: CheckContext) -> CheckResult:
 
 
 def _fit(config: Config, seen: Interpreter, backend: str) -> bool:
-    if config.job.framework == "torch":
-        # Which backends it has is known only once it is imported.
-        return "torch" in seen.packages
-    return "mlx" in seen.packages and versions.backend_name(backend) in seen.backends
+    # Which backends PyTorch has is known only once it is imported.
+    has_backend = not seen.backends or versions.backend_name(backend) in seen.backends
+    return config.job.kind.framework.packages[0] in seen.packages and has_backend
 
 
 def evaluate(config: Config, outcome: AllSumOutcome) -> CheckResult:
@@ -330,7 +329,7 @@ def _fault(result: AllSumResult | None, config: Config, output: Sequence[str], c
         return f"{ended}: {output[-1].strip()}" if output else ended
     if result.error is not None:
         return plain(result.error, 300)
-    world_size, framework = len(config.nodes), "PyTorch" if config.job.framework == "torch" else "MLX"
+    world_size, framework = len(config.nodes), config.job.kind.framework.title
     if result.size != world_size:
         return f"{framework} made a group of {result.size} where {world_size} are planned"
     return None if result.exact else "the sum is not exact"

@@ -20,6 +20,7 @@ from engine.cluster.probe_results import AddressProblems, ListeningPorts
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError, plural
+from engine.job.traits import FRAMEWORKS
 from engine.launch.hostfile import RING, write_hostfile
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
@@ -41,7 +42,7 @@ print(json.dumps([[host.rank, host.ssh_hostname, host.ips, host.rdma] for host i
 
 async def run(context: CheckContext) -> CheckResult:
     network = await context.network_plan()
-    if network.framework == "torch":
+    if not FRAMEWORKS[network.framework].by_mlx_launch:
         return await _check_addresses(context, network)
     problem, result = await asyncio.gather(_parse_problem(network), _check_addresses(context, network))
     return result if problem is None else verdict(NAME, CheckStatus.FAIL, problem)
@@ -81,7 +82,7 @@ async def _check_addresses(context: CheckContext, network: NetworkPlan) -> Check
         for targets in connections(network):
             if not findings.faulty:
                 await _check_connections(context, targets, ips, findings)
-    reads = "MLX reads " if network.framework == "mlx" else ""
+    reads = "MLX reads " * FRAMEWORKS[network.framework].by_mlx_launch
     passed = f"{reads}{plural(len(nodes), 'rank')}, {network.backend}"
     return findings.verdict(passed, advice="check the cable and the firewall between them")
 

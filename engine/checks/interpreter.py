@@ -13,7 +13,6 @@ from engine.config.models import JobConfig
 from engine.errors import LaunchError
 from engine.failures.explanation import explained
 from engine.models import NoValue
-from engine.plan.distributed import torch_packages
 
 HOME_ENVIRONMENT = PurePosixPath("~/.venv")
 """Where an environment is made for a python that belongs to the system."""
@@ -58,7 +57,7 @@ async def probe_interpreter(agent: AgentClient, job: JobConfig) -> Interpreter:
     """Import mlx on a node (a tenth of a second), mlx-lm not; for a PyTorch job look for its packages. Raises
     NodeUnreachable."""
     if job.framework == "torch":
-        return await _probe_torch(agent, "find", torch_packages(job))
+        return await _probe_torch(agent, "find", job.kind.packages(job.words))
     return await _probe(agent, ("mlx",), "mlx")
 
 
@@ -100,9 +99,9 @@ async def probe_imports(agent: AgentClient, seen: Interpreter, job: JobConfig) -
     if seen.python is None:
         return seen
     if job.framework == "torch":
-        return await _probe_torch(agent, "import", torch_packages(job))
+        return await _probe_torch(agent, "import", job.kind.packages(job.words))
     # A job with a command of its own may never import it.
-    how = "import" if job.command is None else "find"
+    how = "import" if job.kind.reports else "find"
     return with_mlx_lm(seen, await agent.probe("mlx_lm", how, result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S))
 
 

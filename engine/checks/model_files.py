@@ -6,7 +6,7 @@ from __future__ import annotations
 import posixpath
 
 from engine.checks import connectivity, sync
-from engine.checks.check import Check, Findings, differing_items, first_of, skip_for_command
+from engine.checks.check import Check, Findings, differing_items, first_of
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_folder, move_aside, posix
 from engine.checks.obstacles import TRIAL_LIMIT_S, adapter_obstacles, depends_on_matrices
@@ -100,5 +100,5 @@ async def _unloadable(context: CheckContext, node: NodeConfig, folder: str, file
 CHECK = Check(
     NAME, "config.json, tokenizer and all safetensors shards, whole, fit to load and the same on all nodes", run,
     time_limit_s=_LIMIT_S + 2 * TRIAL_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
-    not_applicable=skip_for_command,
+    not_applicable=lambda config: config.job.kind.own_model,
 )  # fmt: skip

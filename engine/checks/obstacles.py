@@ -35,7 +35,7 @@ async def with_obstacles(context: CheckContext, inputs: PlanInputs) -> PlanInput
     them. Why something could not be tried, data_matches and model_present report."""
     job = inputs.config.job
     node = next((node for node in inputs.config.nodes if node.name not in inputs.problems), None)
-    if job.command is not None or node is None:
+    if job.kind.own_model is not None or node is None:
         return inputs
     files = data_files(job.mlx_lm, context.path(node, node.data or job.data or ""))
 
@@ -172,7 +172,7 @@ async def reporting_obstacles(
     if "wandb" in job.trackers:
         here = Reporters.model_validate(await asyncio.to_thread(probe_reporters, "wandb"))
         unreported += _unreported(here, "this machine", sys.executable, dict(os.environ) | job.env, "here")
-    if job.node_reporters and job.command is None and first.name not in problems:
+    if job.node_reporters and first.name not in problems:
         with contextlib.suppress(FlightDeckError):
             there = await context.probe(
                 first, "reporters", *job.node_reporters, result_type=Reporters, timeout_s=_REPORTERS_LIMIT_S

@@ -26,7 +26,7 @@ from engine.models import CheckResult
 from engine.plan.fingerprint import age_days, changed_nodes, is_stale
 from engine.plan.memory.choice import COMFORTABLE
 from engine.plan.prediction import Prediction, predict, step_s
-from engine.plan.shares import MISSING, OF_TORCH
+from engine.plan.shares import MISSING
 from engine.protocol.partition import share_counts
 
 NAME = "performance_layer"
@@ -62,38 +62,39 @@ async def run(context: CheckContext) -> CheckResult:
 
 def evaluate(config: Config, status: CalibrationStatus, needed: Mapping[str, MemoryNeed], now: datetime) -> CheckResult:
     """`needed` is each node's memory, which is checked without a calibration too."""
-    fix = Fix(flightdeck_command(config, "calibrate"), "measures; a newer calibration replaces the last one")
     findings = Findings(NAME, config)
-    passed = ""
-    calibration = status.calibration
-    if config.job.framework == "torch":
-        passed = OF_TORCH
-    elif calibration is None:
-        findings.overall.warn(status.missing, fix)
-    else:
-        try:
-            predicted = predict(config, calibration, now, status.division)
-        except ValueError as error:
-            findings.overall.fault(str(error), fix)
-        else:
-            _check_overall(calibration, status.division, predicted, findings.overall, fix)
-            # What a rank of a partitioned strategy computes is no share of a node's own step.
-            slowness = {} if config.job.partitioned else _slowness(calibration, predicted)
-            stale = is_stale(config, calibration, now)
-            for node in config.nodes:
-                name, on_node = node.name, findings.on(node)
-                if stale:
-                    age, limit = age_days(calibration, now), config.calibration.max_age_days
-                    on_node.warn(f"the calibration is {age:.0f} days old, the limit is {limit:g}", fix)
-                if name in status.changed:
-                    on_node.warn("it has changed since it was measured: chip, python, mlx, mlx-lm or address", fix)
-                _check_throughput(calibration, name, on_node, fix)
-                _check_links(calibration, name, on_node)
-                _check_pace(slowness.get(name, 0.0), predicted, on_node, fix)
-            passed = _passed(predicted, age_days(calibration, now))
+    passed = config.job.kind.framework.unmeasured or _check_calibration(config, status, now, findings)
     for node in config.nodes:
         _check_memory(needed[node.name], findings.on(node))
     return findings.verdict(passed)
+
+
+def _check_calibration(config: Config, status: CalibrationStatus, now: datetime, findings: Findings) -> str:
+    """The check's summary where it passes."""
+    fix = Fix(flightdeck_command(config, "calibrate"), "measures; a newer calibration replaces the last one")
+    if (calibration := status.calibration) is None:
+        findings.overall.warn(status.missing, fix)
+        return ""
+    try:
+        predicted = predict(config, calibration, now, status.division)
+    except ValueError as error:
+        findings.overall.fault(str(error), fix)
+        return ""
+    _check_overall(calibration, status.division, predicted, findings.overall, fix)
+    # What a rank of a partitioned strategy computes is no share of a node's own step.
+    slowness = {} if config.job.kind.strategy.partitioned else _slowness(calibration, predicted)
+    stale = is_stale(config, calibration, now)
+    for node in config.nodes:
+        name, on_node = node.name, findings.on(node)
+        if stale:
+            age, limit = age_days(calibration, now), config.calibration.max_age_days
+            on_node.warn(f"the calibration is {age:.0f} days old, the limit is {limit:g}", fix)
+        if name in status.changed:
+            on_node.warn("it has changed since it was measured: chip, python, mlx, mlx-lm or address", fix)
+        _check_throughput(calibration, name, on_node, fix)
+        _check_links(calibration, name, on_node)
+        _check_pace(slowness.get(name, 0.0), predicted, on_node, fix)
+    return _passed(predicted, age_days(calibration, now))
 
 
 def _check_overall(

@@ -206,8 +206,8 @@ async def _first_answer(
 async def _model(context: CheckContext, nodes: list[NodeConfig]) -> tuple[dict[str, Any] | None, str]:
     """config.json, and where it was read, or why it was not."""
     job = context.config.job
-    if job.command is not None:
-        return None, "the job runs a command of its own, with a model of its own"
+    if job.kind.own_model is not None:
+        return None, job.kind.own_model
 
     async def read(node: NodeConfig, path: str) -> tuple[dict[str, Any], str]:
         result = await context.probe(node, "configuration", path, result_type=ModelConfiguration, timeout_s=_LIMIT_S)
@@ -228,8 +228,8 @@ async def _examples(
     """The number of training examples by the report, else the lines of train.jsonl, and its source; or why it is not
     known."""
     job = context.config.job
-    if job.command is not None:
-        return None, "the job runs a command of its own, with data of its own"
+    if job.kind.own_model is not None:
+        return None, job.kind.own_model
     if report is not None and report.ifd_score.total_examples is not None:
         return report.ifd_score.total_examples, "the data quality report"
 
@@ -247,8 +247,10 @@ async def _examples(
 
 def _launching(inputs: PlanInputs, home: Path) -> Launching:
     config, network = inputs.config, inputs.network
-    if network is None or network.framework == "torch":
+    if network is None:
         return Launching()
+    if not config.job.kind.framework.by_mlx_launch:
+        return Launching(launch_notes=("not MLX's: torch.commands has PyTorch's",))
     gradient = inputs.calibration.gradient_bytes if inputs.calibration is not None else None
     hosts = hostfile_document(network)
     path = home / "plans" / f"{config.cluster.name}-{config.job.name}.hostfile.json"

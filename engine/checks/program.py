@@ -30,8 +30,8 @@ _PACKAGES = {
 
 async def run(context: CheckContext) -> CheckResult:
     job = context.config.job
-    command = job.command or ()
-    if job.framework == "torch":
+    command = job.words
+    if job.kind.framework.takes_launchers:
         command = tuple(started_program(command))
     for word in command:
         # As for every path from outside: it may not lead out of the workdir.
@@ -58,7 +58,7 @@ async def run(context: CheckContext) -> CheckResult:
             findings.warn(node, f"{lock}: {why}", path_fix("rm", lock))
         if (within := location.launcher) is not None and len(context.config.nodes) > 1:
             (findings.fault if within[1] else findings.warn)(node, within[0])
-    nested = nested_in_command(job.command or (), job.framework)
+    nested = nested_in_command(job.words, job.framework)
     if nested is not None and len(context.config.nodes) > 1:
         (findings.overall.fault if nested.certain else findings.overall.warn)(str(nested))
     return findings.verdict(" ".join(job.redactor().words(command)))
@@ -74,5 +74,5 @@ def _outside(context: CheckContext, location: ProgramLocation) -> str | None:
 
 CHECK = Check(
     NAME, "the job's own command", run, time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
-    not_applicable=lambda config: None if config.job.command else "the job is a training of ours, not a command",
+    not_applicable=lambda config: None if config.job.words else "the job is a training of ours, not a command",
 )  # fmt: skip

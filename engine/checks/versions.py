@@ -26,7 +26,6 @@ from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import LaunchError
 from engine.models import CheckResult, NodeFacts
 from engine.plan.context import version_numbers
-from engine.plan.distributed import torch_packages
 
 NAME = "versions_match"
 
@@ -41,15 +40,15 @@ class Minimum(NamedTuple):
 
 MLX_MINIMUM = (0, 32, 1)
 MLX_LM_MINIMUM = (0, 32, 0)
-_MLX = {"mlx": Minimum(MLX_MINIMUM), "mlx-lm": Minimum(MLX_LM_MINIMUM)}
 _UNTRIED = "and older ones were never tried"
 _COMMAND = {
+    "mlx": Minimum(MLX_MINIMUM),
+    "mlx-lm": Minimum(MLX_LM_MINIMUM),
     "torch": Minimum((2, 0), _UNTRIED),
     "accelerate": Minimum((1, 6), "the first with FSDP2 (fsdp_version)"),
     "deepspeed": Minimum((0, 16), _UNTRIED),
 }
 _RECIPE = {
-    **_COMMAND,
     "torch": Minimum((2, 6), "the first with torch.distributed.fsdp.fully_shard"),
     "transformers": Minimum((4, 56), "the first with the argument dtype"),
     "peft": Minimum((0, 14), _UNTRIED),
@@ -63,10 +62,8 @@ _LOCAL_LABEL = re.compile(r"\+(cpu|cu[0-9]{2,4}|rocm[0-9.]{1,8}|xpu|auto)$")
 
 def requirements(job: JobConfig) -> dict[str, Minimum]:
     """The packages that the job's ranks need, in the order in which they are reported."""
-    if job.framework != "torch":
-        return _MLX
-    minimums = _RECIPE if job.command is None else _COMMAND
-    return {name: minimums[name] for name in torch_packages(job)}
+    minimums = _COMMAND if job.kind.own_model is not None else _COMMAND | _RECIPE
+    return {name: minimums[name] for name in job.kind.packages(job.words)}
 
 
 async def run(context: CheckContext) -> CheckResult:
@@ -88,7 +85,7 @@ async def planned_backend(context: CheckContext) -> str:
     try:
         return (await context.network_plan()).backend
     except LaunchError:
-        return "gloo" if context.config.job.framework == "torch" else "ring"
+        return context.config.job.kind.framework.tcp_backend
 
 
 def backend_name(backend: str) -> str:
@@ -111,7 +108,7 @@ def evaluate(
         findings.evidence[node.name] = interpreter.describe()
         need = _wanted(first.packages.get("mlx"), MLX_MINIMUM)
         of_mlx = MlxNode(node.python, interpreter, (facts or {}).get(node.name), need)
-        cuda = mlx_cuda.advice(of_mlx, first, backend) if config.job.framework == "mlx" else None
+        cuda = mlx_cuda.advice(of_mlx, first, backend) if "mlx" in needed else None
         if cuda is not None:
             findings.fault(node, *cuda)
         elif (problem := _problem(interpreter, first, backend, needed)) is not None:

@@ -23,7 +23,6 @@ from engine.config.imported_hosts import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.mlx_lm_keys import LOCAL_KEYS
 from engine.config.models import (
-    PARTITIONED,
     CheckpointConfig,
     ClusterConfig,
     Config,
@@ -34,6 +33,7 @@ from engine.config.models import (
     on_node,
 )
 from engine.errors import ConfigError
+from engine.job.traits import PARTITIONED
 from engine.protocol.job import Framework
 from engine.security.identifiers import LOCAL
 from engine.security.redact import is_public
@@ -103,8 +103,9 @@ def _by_process(
     for table, node in zip(tables, nodes, strict=True):
         names = [f"{node.name}.{process}" for process in range(node.processes)] if node and node.processes > 1 else []
         repeated += [
-            (NodeTable(table.location, {**table.known, "name": name}), node and node.model_copy(update={"name": name}))
+            (NodeTable(table.location, {**table.known, "name": name}), node and node.model_copy(update=one))
             for name in names
+            for one in [{"name": name, "processes": 1}]
         ] or [(table, node)]
     return [table for table, _ in repeated], tuple(node for _, node in repeated)
 
@@ -250,18 +251,15 @@ def _read_sections(
 def _check_torch(faults: Faults, file: str, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
     """Check sections for values that a PyTorch job does not have."""
     checkpoint, recovery = sections["checkpoint"], sections["recovery"]
-    if (
-        checkpoint is not None
-        and checkpoint.enabled
-        and job.command is None
-        and "://" in (checkpoint.destination or "")
-    ):
+    saves = checkpoint is not None and checkpoint.enabled and job.kind.own_model is None
+    if saves and "://" in (checkpoint.destination or ""):
         accepted = 'a folder with framework = "torch", no URL'
         faults.add(Location(file, "checkpoint"), "destination", checkpoint.destination, accepted)
-    if checkpoint is not None and checkpoint.enabled and job.mlx_lm.get("offload") == "nvme" and job.command is None:
+    if saves and job.mlx_lm.get("offload") == "nvme":
         accepted = "false: of what is offloaded to nvme there is no checkpoint"
         faults.add(Location(file, "checkpoint"), "enabled", True, accepted)
-    if recovery is not None and job.elastic and not recovery.max_restarts and (recovery.min_nodes or nodes) < nodes:
+    restarts = recovery is not None and job.kind.loss_restarts_workers
+    if restarts and not recovery.max_restarts and (recovery.min_nodes or nodes) < nodes:
         accepted = "1 or more: when a node is lost, torchrun starts the others' workers again; or leave out min_nodes"
         faults.add(Location(file, "recovery"), "max_restarts", 0, accepted)
 
@@ -322,8 +320,8 @@ def named_programs(config: Config, *, launch: bool) -> list[tuple[str, str]]:
     also the command. Empty where the interpreter that runs flightdeck does all, on this machine and unchanged."""
     nodes = [node for node in config.nodes if not (node.local and node.python == sys.executable)]
     programs = [("this machine" if node.local else node.ssh, node.python) for node in nodes]
-    if launch and config.job.command is not None:
-        programs.append(("the command", shlex.join(config.job.command)))
+    if launch and config.job.words:
+        programs.append(("the command", shlex.join(config.job.words)))
     programs += [("sync_script", str(path)) for path in _sync_script(config)]
     if config.job.mlx_lm.get("trust_remote_code"):
         programs += [("the model's own code", f"{node.model} (trust_remote_code)") for node in config.nodes]

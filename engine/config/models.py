@@ -16,14 +16,13 @@ from engine.config import formats
 from engine.config.faults import accepts
 from engine.config.mlx_lm_keys import HEAD_TRACKERS, services
 from engine.errors import InputError
+from engine.job.kinds import JobKind, job_kind
 from engine.models import FrozenModel
 from engine.protocol.job import Framework, Strategy
 from engine.security.identifiers import SshTarget
 from engine.security.redact import Redactor
 
 FineTuneType = Literal["lora", "dora", "full"]
-PARTITIONED: Final = ("sharded", "pipeline", "fsdp", "deepspeed")
-"""The strategies in which no rank has the whole training state."""
 MAX_ADDRESSES: Final = 8
 """The most of one rank."""
 RdmaRow = tuple[Annotated[str | tuple[str, ...], BeforeValidator(accepts(formats.device_form))] | None, ...]
@@ -164,9 +163,14 @@ class JobConfig(_Section):
         return Redactor(self.env)
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The command's; none for a training."""
+        return self.command or ()
+
+    @property
     def shown_command(self) -> tuple[str, ...]:
-        """The words of `command` without credentials."""
-        return tuple(self.redactor().words(self.command or ()))
+        """Its words without credentials."""
+        return tuple(self.redactor().words(self.words))
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -179,14 +183,16 @@ class JobConfig(_Section):
         return tuple(name for name in services(self.mlx_lm.get("report_to")) if name not in HEAD_TRACKERS)
 
     @property
+    def kind(self) -> JobKind:
+        return job_kind(self.framework, self.strategy, command=self.command is not None, elastic=self.elastic)
+
+    @property
     def partitioned(self) -> bool:
-        """Each rank has a part of the training state that no other rank has."""
-        return self.strategy in PARTITIONED
+        return self.kind.strategy.partitioned
 
     @property
     def outlives_ranks(self) -> bool:
-        """The training goes on when a rank is lost, unless that is rank 0."""
-        return self.strategy == "local" or self.elastic
+        return self.kind.outlives_ranks
 
 
 CheckName = Literal[
@@ -349,13 +355,11 @@ class Config(_Section):
     @property
     def elastic_nodes(self) -> str:
         """The least and the most nodes of an elastic job, as torchrun takes them ("2:4"); "" for any other."""
-        most = len(self.nodes)
-        return f"{self.recovery.min_nodes or most}:{most}" if self.job.elastic else ""
+        return self.job.kind.torchrun_nodes(len(self.nodes), self.recovery.min_nodes)
 
     @property
     def starts_directly(self) -> bool:
-        """The ranks are started without mlx.launch, which ends all of them when one has ended."""
-        return self.cluster.launcher == "direct" or self.job.outlives_ranks or self.job.framework == "torch"
+        return self.job.kind.starts_directly(self.cluster.launcher)
 
 
 def on_node(text: str, node: NodeConfig, base: Path) -> str:
@@ -386,5 +390,5 @@ def select_nodes(config: Config, names: Collection[str]) -> Config:
 def needs_all_nodes(config: Config) -> bool:
     """True if each node has a part of the training state that exists nowhere else, so that no restart can do without
     it."""
-    local_state = config.checkpoint.enabled and config.checkpoint.destination is None
-    return config.job.command is None and config.job.partitioned and local_state and len(config.nodes) > 1
+    local = config.checkpoint.enabled and config.checkpoint.destination is None
+    return config.job.kind.state_needs_all(len(config.nodes), local_checkpoints=local)

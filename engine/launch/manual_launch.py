@@ -52,7 +52,7 @@ def manual_launch(config: Config, network: NetworkPlan, hostfile: Path, sizes: J
     Raises LaunchError when there is no mlx.launch."""
     notes: list[str] = []
     ranks = len(config.nodes)
-    if config.job.command is None:
+    if not config.job.words:
         settings = _settings(config, ranks, sizes, notes)
         lines = [_training(config, node, settings, hostfile) for node in config.nodes]
         notes.append("mlx-lm averages the ranks' losses with equal weight, and gives all ranks equal shares")
@@ -164,7 +164,7 @@ def _option(key: str, value: Any) -> list[str]:
 
 def _command(config: Config, rank: int, node: NodeConfig) -> str:
     """The job's own command with its placeholders expanded as by a rank's keeper."""
-    program, *rest = config.job.command or ()
+    program, *rest = config.job.words
     placeholders = {
         "{workdir}": quoted(node.workdir),
         "{model}": quoted(on_node(node.model, node, config.folder)) if node.model else "",

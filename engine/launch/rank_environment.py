@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.cluster.staging import HostLayout
 from engine.config.models import Config, JobConfig, NodeConfig, on_node
+from engine.job.traits import FRAMEWORKS
 from engine.launch.hostfile import RING, ports_of
 from engine.plan.network import NetworkPlan, nccl_environment
 from engine.protocol.attempt import RankSpec
@@ -69,7 +70,7 @@ def _nccl(network: NetworkPlan | None, gradient_bytes: int | None) -> dict[str, 
 def rank_environment(network: NetworkPlan, starting_port: int, environment: Mapping[str, str]) -> RankEnvironment:
     """The variables and files of mlx.launch with this --starting-port (and --nccl-port), when run in `environment`."""
     size, terminal = len(network.hosts), _terminal(environment)
-    if network.framework == "torch":
+    if not FRAMEWORKS[network.framework].by_mlx_launch:
         return RankEnvironment(torch_variables(network, starting_port))
     if network.backend == RING:
         addresses = [
@@ -89,8 +90,8 @@ def rank_environment(network: NetworkPlan, starting_port: int, environment: Mapp
 
 def rank_variables(environment: RankEnvironment, network: NetworkPlan, rank: int) -> dict[str, str]:
     """The variables of one rank, without those that name files."""
-    of_torch = torch_rank_variables(network, rank) if network.framework == "torch" else {}
-    return environment.variables | {"MLX_RANK": str(rank)} | of_torch
+    as_torchrun = {} if FRAMEWORKS[network.framework].by_mlx_launch else torch_rank_variables(network, rank)
+    return environment.variables | {"MLX_RANK": str(rank)} | as_torchrun
 
 
 def torch_variables(network: NetworkPlan, starting_port: int) -> dict[str, str]:
@@ -160,7 +161,7 @@ def trainer_job(config: Config, layer_split: str | None = None) -> dict[str, Any
 
 def job_command(job: JobConfig) -> list[str] | None:
     """The job's own command; None for a training."""
-    return with_settings(job.command, job.strategy, job.mlx_lm) if job.command is not None else None
+    return with_settings(job.words, job.strategy, job.mlx_lm) or None
 
 
 def rank_spec(config: Config, rank: int, layout: HostLayout, share: float) -> RankSpec:

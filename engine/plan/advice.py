@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from engine.config.models import PARTITIONED
 from engine.errors import memory_text
+from engine.job.traits import PARTITIONED
 from engine.measurements import ThroughputPrediction
 from engine.plan.context import PlanContext
 from engine.plan.document import ChosenSettings, PlannedAdvice, Rationale, Source
@@ -42,7 +42,7 @@ _WATCHDOG_BILLIONS = 3.5
 
 def _whole_on_m4_max(plan: PlanContext, memory: MemoryFit) -> bool:
     """Full fine-tuning of 4B or more, with the whole model on an M4 Max."""
-    whole = plan.full and not plan.torch and plan.strategy not in PARTITIONED and memory.billions(_WATCHDOG_BILLIONS)
+    whole = plan.full and plan.strategy in ("data", "local") and memory.billions(_WATCHDOG_BILLIONS)
     return whole and bool(plan.m4_max)
 
 

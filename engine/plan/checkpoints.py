@@ -26,7 +26,7 @@ def save_every(iterations: int, *, full: bool) -> int:
 def state_every(config: Config) -> int:
     """Optimizer updates between two checkpoints of the training state; 0 means none. By default as often as the job
     saves its adapters, which it counts in iterations."""
-    if not config.checkpoint.enabled or config.job.command is not None:
+    if not config.checkpoint.enabled or config.job.kind.own_model is not None:
         return 0
     if config.checkpoint.every is not None:
         return config.checkpoint.every
@@ -52,7 +52,7 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
         source, reason = Source.FACT, f"the median of the newest recoveries of this job on this cluster: {times}"
     rationale.explain(_KEY + "expected_recovery_time", source, reason)
     frequency = suggested = storage = None
-    checkpoint = context.inputs.config.checkpoint
+    checkpoint, framework = context.inputs.config.checkpoint, context.job.kind.framework
     if not context.settings:
         rationale.explain(_KEY + "approach", Source.USER, _COMMAND)
         rationale.explain(_KEY + "frequency", Source.UNKNOWN, _COMMAND)
@@ -70,12 +70,12 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
         storage = redact(checkpoint.destination or "", {}) or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
     if not context.settings and checkpoint.model_fields_set:
         rationale.warn("checkpoint_strategy", f"[checkpoint] is unused: {_COMMAND}")
-    elif context.torch and checkpoint.compression != "none":
-        text = f"compression = {checkpoint.compression} is unused: PyTorch's states are not compressed"
+    elif not framework.compresses and checkpoint.compression != "none":
+        text = f"compression = {checkpoint.compression} is unused: {framework.title}'s states are not compressed"
         rationale.warn("checkpoint_strategy", text)
     return CheckpointSection(
         async_=bool(context.settings) and checkpoint.enabled,
-        compression="none" if context.torch else checkpoint.compression,
+        compression=checkpoint.compression if framework.compresses else "none",
         storage=storage,
         frequency=frequency,
         retention=f"last_{checkpoint.keep}_checkpoints" if context.settings else "the command's own",

@@ -120,14 +120,9 @@ class PlanContext:
         return self.inputs.config.job
 
     @property
-    def torch(self) -> bool:
-        """A PyTorch job."""
-        return self.job.framework == "torch"
-
-    @property
     def settings(self) -> Mapping[str, Any]:
         """mlx-lm's keys; {} for a custom command."""
-        return {} if self.job.command is not None else self.job.mlx_lm
+        return self.job.mlx_lm if self.job.kind.own_model is None else {}
 
     @property
     def backend(self) -> str | None:
@@ -214,9 +209,9 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
     for warning in shares.warnings:
         rationale.warn("hardware_calibration", warning)
     micro = None
-    if config.job.command is None and inputs.strategy != "pipeline":
+    if (batch := config.job.mlx_lm.get("batch_size")) is not None and inputs.strategy != "pipeline":
         try:
-            micro = shares.micro_batches(int(config.job.mlx_lm["batch_size"]))
+            micro = shares.micro_batches(int(batch))
         except ValueError as error:
             rationale.refuse("batch_size", str(error))
     return PlanContext(inputs, _platform(inputs), shares, micro, _throughput(inputs, shares))

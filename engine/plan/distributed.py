@@ -7,13 +7,13 @@ import json
 import shlex
 
 from engine.cluster.transport.base import quoted
-from engine.config.models import JobConfig, NodeConfig
+from engine.config.models import NodeConfig
 from engine.errors import ENABLE_RDMA
+from engine.job.traits import MLX
 from engine.plan import network
 from engine.plan.addresses import setup_commands
 from engine.plan.context import PlanContext, usable_calibration
 from engine.plan.document import DistributedSection, Rationale, RdmaSection, Source
-from engine.protocol.launchers import split_launcher
 from engine.security.identifiers import SshTarget
 
 _SYNC = {
@@ -40,9 +40,7 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
             rationale.warn("distributed_config", text)
         else:
             rationale.refuse("distributed_config", f"the ranks cannot be connected: {inputs.network_problem}")
-    elif context.torch:
-        command, notes = None, ("not MLX's: torch.commands has PyTorch's",)
-    elif context.strategy != "data":
+    elif context.strategy != "data" and (command is not None or not notes):
         command, notes = None, (f"no command: stock mlx-lm does not train strategy {context.strategy}",)
     source, reason = Source.RULE, "one program for all ranks, which selects its node's python and paths by MLX_RANK"
     if command is None:
@@ -140,22 +138,15 @@ def _sets_fast_synch(context: PlanContext) -> bool:
     return context.job.env.get(_FAST_SYNCH, "0") not in ("", "0")
 
 
-_VERSIONS = "import mlx.core as mx, mlx_lm; print(mx.__version__, mlx_lm.__version__, mx.default_device())"
+_MLX_VERSIONS = "import mlx.core as mx, mlx_lm; print(mx.__version__, mlx_lm.__version__, mx.default_device())"
 _PARSES = "from mlx._distributed_utils.common import Hostfile; print(Hostfile.from_file({path}).hosts)"
 
 
-def torch_packages(job: JobConfig) -> tuple[str, ...]:
-    """Those that every rank of a PyTorch job imports, torch first: of a command, besides torch, its launcher."""
-    if job.command is None:
-        return ("torch", "accelerate", "transformers", "peft", *(["deepspeed"] if job.strategy == "deepspeed" else []))
-    launcher, options, _ = split_launcher(job.command)
-    if launcher == "accelerate" and (job.strategy == "deepspeed" or "--use_deepspeed" in options):
-        return ("torch", "accelerate", "deepspeed")
-    return ("torch", launcher) if launcher in ("accelerate", "deepspeed") else ("torch",)
-
-
-def _torch_versions(context: PlanContext) -> str:
-    packages = torch_packages(context.job.model_copy(update={"strategy": context.strategy}))
+def _versions(context: PlanContext) -> str:
+    """A program that prints them, and what the framework computes on."""
+    if context.job.kind.framework is MLX:
+        return _MLX_VERSIONS
+    packages = context.job.model_copy(update={"strategy": context.strategy}).kind.packages(context.job.words)
     versions = ", ".join(f"{name}.__version__" for name in packages)
     return f"import {', '.join(packages)}; print({versions}, torch.version.cuda, torch.cuda.device_count())"
 
@@ -169,7 +160,7 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
     hostfile = inputs.launching.hostfile
     if hostfile is not None and (path := hostfile.path) is not None:
         steps.append(f"{shlex.quote(inputs.tools.python)} -c {shlex.quote(_PARSES.format(path=json.dumps(path)))}")
-    versions = _torch_versions(context) if context.torch else _VERSIONS
+    versions = _versions(context)
     for node in inputs.config.nodes:
         steps.append(_on(node, f"{quoted(node.python)} -c {shlex.quote(versions)}"))
     hosts = {node.ssh: node for node in inputs.config.nodes}.values()
@@ -181,7 +172,8 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
         steps += [_on(node, "nvidia-smi") for node in hosts]
         steps += [_on(node, "ibstat") for node in hosts]
     # PyTorch commands are not measured.
-    calibrate = [f"calibrate{' --scaling' * context.torch} --quick"] if context.settings or not context.torch else []
+    scaling_alone = context.job.kind.framework.unmeasured is not None
+    calibrate = [f"calibrate{' --scaling' * scaling_alone} --quick"] if context.settings or not scaling_alone else []
     steps += [f"{deck} {command}{config}" for command in ("preflight", *calibrate, "launch --follow")]
     if context.backend == "nccl":
         steps.append(f'{deck} logs last | grep "Using network"')

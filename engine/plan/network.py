@@ -250,7 +250,7 @@ def plan_network(
     cabling = topology.model_copy(update={"cables": ()}) if local and len(nodes) > 2 else topology
     addresses = choose_addresses(nodes, by_node, cabling, backend=choice.backend)
     rows: Sequence[RdmaRow | None] = choice.rdma_rows or [None] * len(nodes)
-    named = config.job.framework == "torch" or choice.backend == "nccl"
+    named = choice.backend in ("nccl", "gloo")
     return NetworkPlan(
         backend=choice.backend,
         framework=config.job.framework,
@@ -294,7 +294,7 @@ def gpu_of(config: Config, rank: int, fact: NodeFacts | None) -> str | None:
 
 def ranks_of_host(config: Config, ssh: str) -> int:
     """The ranks of one machine: its nodes, or the processes that its torchrun starts."""
-    return sum(node.processes if config.job.elastic else 1 for node in config.nodes if node.ssh == ssh)
+    return sum(node.processes for node in config.nodes if node.ssh == ssh)
 
 
 def _for_nvidia(config: Config, facts: Mapping[str, NodeFacts], strategy: Strategy) -> _BackendChoice | None:
@@ -306,7 +306,7 @@ def _for_nvidia(config: Config, facts: Mapping[str, NodeFacts], strategy: Strate
     without = _without_gpus(config, facts, names)
     if without or strategy == "pipeline":
         why = f"not known to have an NVIDIA GPU for each rank: {without}" if without else _NO_SEND
-        return _BackendChoice("gloo" if torch else "ring", (why,))
+        return _BackendChoice(config.job.kind.framework.tcp_backend, (why,))
     return _BackendChoice("nccl", ("every rank has an NVIDIA GPU", _infiniband(config.nodes, facts)))
 
 
@@ -315,7 +315,7 @@ def _refuse_shared_gpus(config: Config, facts: Mapping[str, NodeFacts]) -> None:
     nvidia-smi lists no GPU, or a divided one (MIG), may have enough all the same. Raises LaunchError."""
     listed = [name for name, fact in facts.items() if fact.gpus and not any(gpu.mig for gpu in fact.gpus)]
     if without := _without_gpus(config, facts, listed):
-        other = "gloo" if config.job.framework == "torch" else "ring"
+        other = config.job.kind.framework.tcp_backend
         todo = f'plan fewer ranks on that machine, or set backend = "{other}" in [cluster]'
         raise LaunchError("nccl is not possible", why=f"it needs a GPU for each rank: {without}", todo=todo)
 

@@ -41,35 +41,49 @@ _UNTRAINED = (
 
 def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
     rationale.refusals += context.inputs.obstacles
-    nested = nested_in_command(context.job.command or (), context.job.framework)
+    nested = nested_in_command(context.job.words, context.job.framework)
     if nested is not None and context.ranks > 1:
         (rationale.refuse if nested.certain else rationale.warn)("command", str(nested))
     _refuse_mixed_devices(context, rationale)
     config = context.inputs.model
     if config is None or not context.settings:
         return
+    architecture, has_experts = _architecture(config), _expert_count(config) > 1
+    if architecture is not None:
+        has_experts = any(matrix.copies > 1 for layer in architecture.layers for matrix in layer.matrices)
+    _MODEL_OBSTACLES[context.job.framework](context, config, rationale, has_experts)
+    # Where transformers has one array for all experts, peft finds no matrices of theirs.
+    if not context.full and not (has_experts and context.job.kind.framework.adapters == "peft"):
+        _check_adapters(context, architecture, rationale, has_experts=has_experts)
+
+
+def _torch_obstacles(context: PlanContext, config: Mapping[str, Any], rationale: Rationale, _: bool) -> None:
     packed = quantized_as(config)
-    if context.torch and isinstance(config.get("quantization"), Mapping):
+    if isinstance(config.get("quantization"), Mapping):
         text = f"PyTorch cannot load the weights that MLX has quantized ({packed})"
         rationale.refuse("model", text, todo='name the original model, or set framework = "mlx"')
     elif context.full and packed is not None:
-        why = "it has no gradients" if context.torch else "MLX has no gradients for quantized weights"
-        text = f'fine_tune_type = "full" cannot train a quantized model ({packed}): {why}'
-        rationale.refuse("fine_tune_type", text, todo=f"{_LORA}, or name the unquantized model")
-    if not context.torch:
-        _refuse_untrained(context, str(config.get("model_type")).removesuffix("_text"), packed, rationale)
-    architecture = _architecture(config)
-    has_experts = _expert_count(config) > 1
-    if architecture is not None:
-        has_experts = any(matrix.copies > 1 for layer in architecture.layers for matrix in layer.matrices)
-    # Where transformers has one array for all experts, peft finds no matrices of theirs.
-    if not context.full and not (context.torch and has_experts):
-        _check_adapters(context, architecture, rationale, has_experts=has_experts)
+        _refuse_quantized(packed, "it has no gradients", rationale)
+
+
+def _mlx_obstacles(context: PlanContext, config: Mapping[str, Any], rationale: Rationale, has_experts: bool) -> None:
+    packed = quantized_as(config)
+    if context.full and packed is not None:
+        _refuse_quantized(packed, "MLX has no gradients for quantized weights", rationale)
+    _refuse_untrained(context, str(config.get("model_type")).removesuffix("_text"), packed, rationale)
     on_cpu = [name for name in context.names if (fact := context.inputs.facts.get(name)) and fact.gpu == "cpu"]
-    if has_experts and packed is None and on_cpu and not context.torch and trained_element_bytes(config, "full") < 4:
+    if has_experts and packed is None and on_cpu and trained_element_bytes(config, "full") < 4:
         why = f"the model has experts in 16 bits, which MLX computes on a GPU alone, and {', '.join(on_cpu)} has none"
         todo = "use the model in float32 or quantized there (`mlx_lm.convert`), or nodes with a GPU"
         rationale.refuse("model", why, todo=todo)
+
+
+_MODEL_OBSTACLES = {"mlx": _mlx_obstacles, "torch": _torch_obstacles}
+
+
+def _refuse_quantized(packed: str, why: str, rationale: Rationale) -> None:
+    text = f'fine_tune_type = "full" cannot train a quantized model ({packed}): {why}'
+    rationale.refuse("fine_tune_type", text, todo=f"{_LORA}, or name the unquantized model")
 
 
 def _refuse_mixed_devices(context: PlanContext, rationale: Rationale) -> None:

@@ -3,10 +3,10 @@ here: performance_targets, hardware_calibration, coordinator_chunking, data, dat
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Final
 
-from engine.config.models import PARTITIONED
 from engine.errors import spans
 from engine.plan import document
 from engine.plan.advice import advice_section, without_validation
@@ -15,27 +15,32 @@ from engine.plan.checkpoints import checkpoint_section
 from engine.plan.context import PlanContext, PlanInputs, make_context
 from engine.plan.distributed import distributed_section, rdma_section, verification_steps
 from engine.plan.fingerprint import age_days
-from engine.plan.memory.fit import memory_fit
+from engine.plan.memory.fit import MemoryFit, memory_fit
 from engine.plan.obstacles import refuse_obstacles
 from engine.plan.preflight import consistency_section, sync_section
-from engine.plan.shares import MISSING, OF_TORCH
+from engine.plan.shares import MISSING
 from engine.plan.strategy import strategy_section
 from engine.plan.torch.fit import TorchFit, torch_fit
 from engine.plan.torch.section import torch_section
-from engine.protocol.job import AUTO
+from engine.protocol.job import AUTO, Framework
 from engine.protocol.partition import chunk_plan, progress_text
 
+_PREDICTED = {
+    "data": "the slowest node's measured step at its micro-batch, and the part of the exchange that nothing hides",
+    "local": "the slowest node's measured step at its micro-batch, and its part of the messages and of an averaging",
+}
+_FREES = {"mlx": "gc.collect() and mx.clear_cache()", "torch": "gc.collect()"}
+FITS: Final[Mapping[Framework, Callable[[PlanContext, document.Rationale], MemoryFit]]] = {
+    "mlx": memory_fit,
+    "torch": torch_fit,
+}
 _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 
 
 def performance_section(context: PlanContext, rationale: document.Rationale) -> document.PerformanceSection:
     predicted = context.throughput
     source = document.Source.CALIBRATION
-    reason = "the slowest node's measured step at its micro-batch, and the part of the exchange that nothing hides"
-    if context.strategy in PARTITIONED or context.torch:
-        reason = "real iterations of all ranks together, measured by calibrate"
-    if context.strategy == "local":
-        reason = "the slowest node's measured step at its micro-batch, and its part of the messages and of an averaging"
+    reason = _PREDICTED.get(context.strategy, "real iterations of all ranks together, measured by calibrate")
     if predicted.examples_per_s is None:
         source, reason = document.Source.UNKNOWN, predicted.why_not or "not predicted"
     rationale.explain("performance_targets.throughput", source, reason)
@@ -61,8 +66,8 @@ def calibration_section(
     if calibration is None or not inputs.config.calibration.enabled:
         reason = MISSING if inputs.config.calibration.enabled else "[calibration] enabled = false"
         hints = ["flightdeck calibrate measures the job's step on every node, and the links"]
-        if context.torch:
-            reason, hints = OF_TORCH, []
+        if (unmeasured := context.job.kind.framework.unmeasured) is not None:
+            reason, hints = unmeasured, []
         return document.NoCalibrationSection(
             reason=reason,
             workload_distribution=shares,
@@ -115,7 +120,7 @@ def chunking_section(
         dataset_size=size,
         chunk_size=chunking.chunk_size,
         num_chunks=chunking.num_chunks,
-        memory_management="gc.collect()" + ("" if context.torch else " and mx.clear_cache()") + " after each chunk",
+        memory_management=f"{_FREES[context.job.framework]} after each chunk",
         progress_reporting=progress_text(1, chunking.num_chunks),
     )
 
@@ -150,7 +155,7 @@ def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
     if unused := context.job.unused:
         rationale.warn("job", f'with framework = "{context.job.framework}" these keys are unused: {", ".join(unused)}')
     refuse_obstacles(context, rationale)
-    needed = torch_fit(context, rationale) if context.torch else memory_fit(context, rationale)
+    needed = FITS[context.job.framework](context, rationale)
     if isinstance(needed, TorchFit):
         # The other sections are about the strategy that was chosen; "auto" is the script's own.
         scripts_own = isinstance(needed.settings, document.Disabled)

@@ -9,7 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from engine.config.mlx_lm_keys import DEFAULTS
-from engine.config.models import PARTITIONED, Config
+from engine.config.models import Config
+from engine.job.traits import PARTITIONED
 from engine.measurements import (
     Calibration,
     Division,
@@ -259,6 +260,6 @@ def division_of(prediction: Prediction) -> Division:
 
 def _micro_batches(config: Config, shares: Shares) -> dict[str, int] | None:
     batch = config.job.mlx_lm.get("batch_size")
-    if config.job.command is not None or not isinstance(batch, int) or batch < len(shares.parts):
+    if not isinstance(batch, int) or batch < len(shares.parts):
         return None
     return shares.micro_batches(batch)

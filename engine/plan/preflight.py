@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.config.models import PARTITIONED, Config
+from engine.config.models import Config
+from engine.job.traits import STRATEGY_TRAITS
 from engine.models import PreRdmaSync
 from engine.plan.context import PlanContext
 from engine.plan.document import ConsistencySection, Disabled, Rationale, ReplicaWatch, Source
@@ -47,10 +48,9 @@ def comparison_switched_off(config: Config) -> str | None:
 
 def command_files(config: Config) -> list[str]:
     """Arguments of a custom command that name its script and settings, as written."""
-    command = config.job.command or ()
     return [
         word
-        for number, word in enumerate(command)
+        for number, word in enumerate(config.job.words)
         if word.endswith(_CONFIGURATIONS)
         and not word.startswith("-")
         and "{rank}" not in word
@@ -61,7 +61,7 @@ def command_files(config: Config) -> list[str]:
 
 def compared_files(config: Config) -> tuple[str, ...]:
     """Descriptions of what worker_consistency compares. A custom command has its own job, model and data."""
-    return _OF_MLX_LM if config.job.command is None else (*command_files(config), "worker bundle")
+    return (*command_files(config), "worker bundle") if config.job.words else _OF_MLX_LM
 
 
 Applies = Callable[[Config], str | None]
@@ -130,14 +130,9 @@ def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch 
     settings = context.inputs.config.consistency
     if context.ranks == 1:
         return Disabled(reason="one worker: nothing to compare")
-    if context.job.command is not None:
+    if not context.settings:
         return Disabled(reason="the job runs a custom command, which does not report its parameters")
-    if context.strategy == "local":
-        return Disabled(reason="local: the ranks' weights differ between averagings")
-    if context.strategy in (*PARTITIONED, "ddp"):
-        why = "the state is partitioned, so there are no replicas to compare"
-        if context.strategy == "ddp":
-            why = "PyTorch's trainer compares the ranks' job, model and data once, before it trains"
+    if (why := STRATEGY_TRAITS[context.strategy].uncompared) is not None:
         return Disabled(reason=f"{context.strategy}: {why}")
     if not settings.enabled:
         rationale.warn("consistency", "[consistency] enabled = false: corrupted replicas are not detected")

@@ -18,7 +18,6 @@ UNEQUAL_ABOVE = 0.10
 """Coefficient of variation of the nodes' throughputs above which unequal shares pay off."""
 WARN_ABOVE = 0.20
 MISSING = "hardware calibration missing, assuming equal performance"
-OF_TORCH = "single nodes are measured with MLX alone: a PyTorch job has equal shares, unless [[node]] share sets them"
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +33,8 @@ def divide_batch(config: Config, calibration: Calibration | None, *, now: dateti
     if any(node.share is not None for node in config.nodes):
         relative = {node.name: node.share if node.share is not None else 1.0 for node in config.nodes}
         return Shares(parts=_normalised(relative), source="fixed", reason="set by share in [[node]]")
-    if config.job.framework == "torch":
-        parts = _normalised(dict.fromkeys(names, 1.0))
-        return Shares(parts=parts, source="equal", reason=OF_TORCH)
+    if (unmeasured := config.job.kind.framework.unmeasured) is not None:
+        return Shares(parts=_normalised(dict.fromkeys(names, 1.0)), source="equal", reason=unmeasured)
     if not config.calibration.enabled:
         return _equal(names, f"{MISSING} ([calibration] enabled = false)")
     if calibration is None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from engine.config.formats import split_form
 from engine.config.mlx_lm_keys import LOCAL_KEYS
-from engine.config.models import PARTITIONED, Config
+from engine.config.models import Config
 from engine.errors import InputError, memory_text, plural
+from engine.job.traits import PARTITIONED
 from engine.plan.context import PlanContext
 from engine.plan.document import Rationale, Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
@@ -64,8 +65,7 @@ def strategy_section(
     if name == AUTO:
         shown, source, origin = "the script's own", Source.USER, "see settings"
     rationale.explain("strategy.parallelism", source, f"{shown}: {origin}")
-    unit = "process" if context.torch else "[[node]]"
-    ranks = f"one rank per {unit}: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
+    ranks = f"one process for each rank: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
     of_mac = "; one process drives the GPU of a Mac" if context.platform == "apple" else ""
     rationale.explain("strategy.world_size", Source.USER, f"{ranks}{of_mac}")
     not_launchable = None
@@ -182,8 +182,8 @@ def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | 
     if strategy is None and layer_split is None:
         return config
     chosen = strategy or ("pipeline" if layer_split is not None else config.job.strategy)
-    if config.job.command is not None:
-        raise InputError("--strategy is not possible", why="the job runs a custom command")
+    if config.job.kind.own_model is not None:
+        raise InputError("--strategy is not possible", why=config.job.kind.own_model)
     has, one = STRATEGIES[config.job.framework], len(config.nodes) < 2
     of_local = [key for key in LOCAL_KEYS if key in config.job.given and chosen != "local"]
     int8 = chosen in PARTITIONED and config.job.mlx_lm.get("wire") == "int8"

@@ -70,7 +70,7 @@ class RankSpec:
     adapter_path: str | None = None
     resume_adapter_file: str | None = None
     address: str | None = None
-    """The first of its addresses for the other ranks, with framework "torch"."""
+    """The first of its addresses for the other ranks."""
     processes: int = 1
     """Workers that an elastic job's torchrun starts on the node."""
     share: float = 1.0

@@ -254,7 +254,7 @@ def attempt_spec(
         checkpoint_keep=config.checkpoint.keep,
         checkpoint_compression=config.checkpoint.compression,
         resume=attempt.number > 1,
-        rank_restarts=recovery.max_restarts if config.job.outlives_ranks else 0,
+        rank_restarts=config.job.kind.rank_restarts(recovery.max_restarts),
         elastic=config.elastic_nodes,
         needs_state=attempt.needs_state,
         accept_changed_data=attempt.accept_changed_data,
@@ -270,7 +270,7 @@ def _rank_spec(plan: RunPlan, rank: int, layout: HostLayout, decisions: LaunchDe
         rank_spec(config, rank, layout, decisions.division.parts[node.name]),
         adapter_path=path_there(config, node, layout, config.job.mlx_lm.get("adapter_path")),
         validates=node.name in decisions.validators,
-        address=next(iter(network.hosts[rank].ips), None) if network.framework == "torch" else None,
+        address=next(iter(network.hosts[rank].ips), None),
         checkpoint_folder=path_there(config, node, layout, destination) if local else destination,
     )
 

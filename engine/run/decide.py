@@ -332,27 +332,21 @@ def _place(failed: AttemptFailed) -> str:
     return f"at iteration {failed.reached}" if failed.reached else early
 
 
-_OWN_STATE = "a program of the user's own has its own state ([recovery] restart_commands is false)"
-
-
 def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> FailedRun:
     """The state to decide on after the failures of `history` and `more`."""
     config, nodes = plan.config, len(plan.nodes)
-    recovery = config.recovery
-    # A pipeline has two stages at least.
-    wanted = max(recovery.min_nodes or nodes, 2 if config.job.strategy == "pipeline" else 1)
+    recovery, kind = config.recovery, config.job.kind
+    wanted = max(recovery.min_nodes or nodes, kind.strategy.least_ranks)
     # Before its first step a run has no state that could be lost with a node.
     needs_all = history.newest_reached > 0 and needs_all_nodes(config)
     failures = (*history.failures, *more)
-    # The port of a PyTorch group is ours.
-    unlaunched = config.job.framework == "torch" and _nothing_ran(failures[-1])
-    never = config.job.command is not None and not recovery.restart_commands and not unlaunched
+    allowed, nothing_ran = recovery.restart_commands, _nothing_ran(failures[-1])
     return FailedRun(
         recovery,
         failures,
         needed=nodes if needs_all else min(wanted, nodes),
         lost_after_s=lost_after_s(config),
-        why_never=_OWN_STATE if never else None,
+        why_never=kind.why_never_restarted(restart_commands=allowed, nothing_ran=nothing_ran),
     )
 
 

@@ -157,7 +157,7 @@ class EvidenceCollector:
         self._health = health
         self._origin = origin
         config = context.plan.config
-        self._trainer = config.job.command is None
+        self._trainer = config.job.kind.reports
         # Secrets that a rank has printed must not be quoted.
         self._redactor = config.job.redactor()
 

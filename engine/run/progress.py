@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.config.models import RecoveryConfig
+from engine.job.kinds import JobKind
 from engine.protocol.events import STEP_FIELD, UPDATE_FIELD
 from engine.run.command_watch import CommandWatch
 from engine.run.consistency_watch import ConsistencyWatch
@@ -34,8 +35,6 @@ from engine.run.rank_events import PHASE_LIMIT
 from engine.security.sanitise import count_or_none, moment_or_none, number_or_none, plain
 from engine.store.layout import RunDir
 
-FIRST_STEPS = 5
-"""These may take longer than all others: nothing is compiled or cached yet."""
 STEPS_KEPT = 512
 """The newest step durations that count."""
 _ITERATION = re.compile(rb'"iteration": (\d{1,18})[,}]')
@@ -70,7 +69,7 @@ class AttemptProgress:
         """Iterations made by the foremost rank."""
         self.first_iteration: int | None = None
         """The first that was reported."""
-        self.first_steps = FIRST_STEPS
+        self.first_steps = JobKind.first_steps
         self.first_step_at: float | None = None
         """By the clock of the rank's node, s."""
         self._durations: deque[float] = deque(maxlen=STEPS_KEPT)

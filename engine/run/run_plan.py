@@ -67,8 +67,8 @@ class RunPlan(FrozenModel):
         job, backend = self.config.job, self.config.cluster.backend
         if backend == "auto" and all(node.local for node in self.config.nodes):
             # Otherwise it is decided when the nodes are probed, and the attempt's network plan has the result.
-            backend = "ring" if job.framework == "mlx" else "gloo"
-        iterations = job.mlx_lm.get("iters") if job.command is None else None
+            backend = job.kind.framework.tcp_backend
+        iterations = job.mlx_lm.get("iters")
         return RunRecord(
             id=self.run_id,
             name=job.name,

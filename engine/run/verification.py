@@ -97,11 +97,7 @@ def _loss(losses: Sequence[tuple[int, float]]) -> Verification:
 def _replicas(ranks: Sequence[RankReport], config: Config) -> Verification:
     if len(ranks) < 2:
         return Verification("replicas", None, "one rank: nothing to compare")
-    if config.job.partitioned:
-        return Verification("replicas", None, "there are none: the strategy gives every rank a part of its own")
-    if config.job.strategy != "data":
-        local, torch = "every rank trains by itself until the next averaging", "PyTorch's ranks report no checksums"
-        why = local if config.job.framework == "mlx" else torch
+    if (why := config.job.kind.strategy.uncompared) is not None:
         return Verification("replicas", None, f"not compared: {why}")
     if not config.consistency.enabled:
         return Verification("replicas", None, "not compared: [consistency] enabled = false")

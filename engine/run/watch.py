@@ -195,10 +195,11 @@ class RunWatch:
         # A file of adapters is loaded with its folder's adapter_config.json, onto the model.
         adapters = path.suffix == ".safetensors"
         options = ["--model", model, "--adapter-path", str(path.parent)] if adapters else ["--model", str(path)]
-        if config.job.framework == "torch":
-            argv = [node.python, "-c", _GENERATE.format(str(path.parent if adapters else path))]
-            return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
-        argv = [node.python, "-m", "mlx_lm", "generate", *options, "--prompt", "Hello"]
+        generate = {
+            "mlx": ["-m", "mlx_lm", "generate", *options, "--prompt", "Hello"],
+            "torch": ["-c", _GENERATE.format(str(path.parent if adapters else path))],
+        }
+        argv = [node.python, *generate[config.job.framework]]
         return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
 
     def _trackers(self) -> Iterator[TrackerStatus]:

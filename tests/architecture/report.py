@@ -11,7 +11,7 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -35,6 +35,15 @@ CHAIN = 3
 """A frontend calls an engine's part over `engine.api` and its Engine."""
 MEETING_POINTS = ("engine.protocol.", "engine.store.layout", "engine.node.")
 """Two processes, or a writer and a reader of a file, are connected where both import the form of what they exchange."""
+
+
+KIND = frozenset(
+    {"framework", "elastic", "partitioned", "outlives_ranks", "torch", "reports", "is_command", "is_torch"}
+)
+"""Attributes that say of which kind a job is; so do `command` and `strategy` of a job."""
+KIND_OWNERS = ("engine.job.", "engine.plan.torch.", "engine.trainer.", "engine.torch_trainer.", "tui.")
+"""Where the kind of a job may be asked for: its own package, what is for one framework alone. The frontends have no
+configuration."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,52 @@ class Module:
     def _docstring_lines(self) -> Iterator[int]:
         for node in _texts(self.tree):
             yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def kind_conditions(code: Code) -> Iterator[str]:
+    """The conditions outside of KIND_OWNERS on the kind of a job: each outermost test, comparison, `and`, `or`, `not`,
+    `match` or product with a truth value that mentions it, as "file:line: source"."""
+    for module in code.modules.values():
+        if not f"{module.name}.".startswith(KIND_OWNERS):
+            seen: set[ast.AST] = set()
+            for node in ast.walk(module.tree):
+                for condition in _conditions(node):
+                    if condition not in seen and _asks_kind(condition):
+                        yield f"{module.path.relative_to(code.repository)}:{condition.lineno}: {ast.unparse(condition)}"
+                    seen |= set(ast.walk(condition))
+
+
+def _conditions(node: ast.AST) -> Sequence[ast.expr]:
+    match node:
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) | ast.Assert(test=test):
+            return [test]
+        case ast.comprehension(ifs=tests):
+            return tests
+        case ast.Match(subject=subject, cases=cases):
+            return [subject, *(case.guard for case in cases if case.guard is not None)]
+        case ast.BoolOp() | ast.Compare() | ast.UnaryOp(op=ast.Not()) | ast.BinOp(op=ast.Mult()):
+            return [node]
+        case _:
+            return []
+
+
+def _asks_kind(node: ast.AST) -> bool:
+    """It mentions the kind itself, and not only what follows from it (`kind.framework.tcp_backend`)."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="fact" | "facts")) | ast.Subscript(slice=ast.Attribute(attr="framework")):
+            return False
+        case ast.Attribute(value=ast.Name(id="job" | "spec") | ast.Attribute(attr="job" | "_spec"), attr="command"):
+            return True
+        case ast.Compare(
+            left=ast.Attribute(value=ast.Name(id="job") | ast.Attribute(attr="job"), attr="strategy"),
+            comparators=[ast.Constant() | ast.Tuple() | ast.Name()],
+        ):
+            return True
+        case ast.Attribute(value=ast.Attribute(attr="framework", value=ast.Attribute(attr="kind") | ast.Name())):
+            return node.attr in ("name", "title")
+        case _:
+            itself = isinstance(node, ast.Attribute) and node.attr in KIND
+            return itself or any(map(_asks_kind, ast.iter_child_nodes(node)))
 
 
 def _texts(tree: ast.AST) -> Iterator[ast.Expr]:
@@ -256,6 +311,9 @@ def report(code: Code) -> Iterator[str]:
     yield f"public class names that occur twice: {len(code.twins())}"
     for name, modules_of in code.twins().items():
         yield f"  {name}: {', '.join(modules_of)}"
+    conditions = list(kind_conditions(code))
+    by_package = Counter("/".join(text.split("/")[:2]) for text in conditions)
+    yield f"conditions on the kind of a job: {len(conditions)}: " + ", ".join(f"{k} {n}" for k, n in by_package.items())
     counts = code.function_counts()
     yield "public function names that occur most: " + ", ".join(f"{name} {n}" for name, n in counts.most_common(12))
     yield f"functions called look: {counts['look']}"

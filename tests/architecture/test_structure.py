@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.report import Code, Module, flows
+from tests.architecture.report import Code, Module, flows, kind_conditions
 
 CODE = Code(Path(__file__).parents[2])
 TESTS = Code(CODE.repository, ("tests",))
 FLOWS = flows(CODE.repository)
-MOST_FILES, MOST_LINES = 280, 53_000
+MOST_FILES, MOST_LINES = 283, 53_000
 """Limits of the engine, lowered when it shrinks, and raised only with what an issue adds."""
 MOST_BINDING = {"found": 54, "each": 33, "known": 17, "own": 37, "it": 0}
 """Names that do not say what they hold → how many functions may have such a parameter or variable; only lowered."""
+MOST_KIND_CONDITIONS = 57
+"""Conditions on the kind of a job outside of its own types, which answer by name; only lowered."""
 DIALECT = {
     *("Flight", "FlightConfig", "fly", "bring_home", "stumble", "look", "looks", "Desk", "Scene", "survey", "Room"),
     *("face", "faces", "told", "said", "heard", "beat", "beats", "Rescue", "culprit", "judging", "Witnesses", "Signs"),
@@ -66,6 +68,11 @@ def test_the_engine_does_not_grow() -> None:
     engine = CODE.below("engine")
     assert len(engine) <= MOST_FILES
     assert sum(module.lines for module in engine) <= MOST_LINES
+
+
+def test_the_kind_of_a_job_answers_for_itself() -> None:
+    conditions = list(kind_conditions(CODE))
+    assert len(conditions) <= MOST_KIND_CONDITIONS, "\n".join(conditions)
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "tests"])

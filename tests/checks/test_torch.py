@@ -20,7 +20,6 @@ from engine.cluster.topology import topology
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
 from engine.models import CheckResult, CheckStatus, Interface, Late, NodeFacts, NvidiaGpu
-from engine.plan.distributed import torch_packages
 from engine.plan.network import LaunchHost, NetworkPlan, plan_network
 from engine.protocol.job import Framework, Strategy
 from tests.checks.conftest import make_config, run_check
@@ -54,7 +53,8 @@ def both(seen: Interpreter, second: Interpreter | None = None) -> dict[str, Inte
     ],
 )
 def test_a_job_needs_the_packages_that_its_ranks_import(job: dict[str, object], packages: tuple[str, ...]) -> None:
-    assert torch_packages(JobConfig.model_validate({"name": "job", "framework": "torch", **job})) == packages
+    read = JobConfig.model_validate({"name": "job", "framework": "torch", **job})
+    assert read.kind.packages(read.words) == packages
 
 
 def test_another_torch_is_installed_from_the_index_of_rank_0s_build() -> None:

@@ -66,10 +66,8 @@ def _choose(
 def is_open(config: Config) -> bool:
     """The job leaves a setting to the plan."""
     job = config.job
-    if job.framework == "torch":
-        asked = job.strategy, *map(job.mlx_lm.get, ChosenTorchSettings.model_fields)
-        return AUTO in asked and bool(job.mlx_lm)
-    return job.command is None and AUTO in map(job.mlx_lm.get, ChosenSettings.model_fields)
+    fields = {"mlx": ChosenSettings.model_fields, "torch": ChosenTorchSettings.model_fields}[job.framework]
+    return AUTO in (job.strategy, *map(job.mlx_lm.get, fields)) and bool(job.mlx_lm)
 
 
 def resolved(config: Config, chosen: Settings | Disabled) -> Config:

@@ -18,8 +18,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from engine.config.models import PARTITIONED, FineTuneType
+from engine.config.models import FineTuneType
 from engine.errors import InputError
+from engine.job.traits import PARTITIONED
 from engine.measurements import MemoryProbe
 from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Matrix, Sublayer

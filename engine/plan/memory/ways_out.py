@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from engine.config.models import PARTITIONED
 from engine.errors import memory_text
+from engine.job.traits import PARTITIONED
 from engine.plan.document import ChosenSettings, Settings, WayOut
 from engine.plan.memory.choice import Choice, choose, settings_of
 from engine.plan.memory.estimate import RankWorkload, Workload

@@ -36,7 +36,7 @@ def test_impossible_strategies_are_refused() -> None:
         with_strategy(config(["a", "b", "c"]), "pipeline", "0-8,8-36")
     deck = config(["a", "b"])
     command = deck.model_copy(update={"job": deck.job.model_copy(update={"command": ("x",)})})
-    with pytest.raises(InputError, match="a custom command"):
+    with pytest.raises(InputError, match="a command of its own"):
         with_strategy(command, "sharded", None)
 
 

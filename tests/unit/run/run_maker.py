@@ -66,7 +66,8 @@ class MadeRun:
         self.directory = RunDir(home / "runs" / f"{created:%Y%m%d-%H%M%S}-{name}-{number:04x}")
         self.directory.path.mkdir(parents=True)
         config = make_run_config(ranks, iters, name, strategy)
-        config = config.model_copy(update={"job": config.job.model_copy(update={"command": command})})
+        own = {"command": command, "mlx_lm": {}} if command is not None else {}
+        config = config.model_copy(update={"job": config.job.model_copy(update=own)})
         self.plan = RunPlan(nonce="n", config=config, run_id=self.directory.id, created_at=created)
         write_plan(self.directory.plan, self.plan)
         self.journal = Journal(self.directory.journal, Clock(created))

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config.models import ConsistencyConfig, RecoveryConfig
+from engine.job.kinds import JobKind
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.events import Figures, StateSaved
 from engine.run.history import MANIFESTS_KEPT
-from engine.run.progress import FIRST_STEPS, AttemptProgress, EventIntake, Watchdog
+from engine.run.progress import AttemptProgress, EventIntake, Watchdog
 from engine.run.rank_events import RankEvents
 from engine.store.layout import RunDir
 
@@ -242,7 +243,7 @@ class Training:
         self.now = 1000.0
         self.progress = AttemptProgress()
         limits = RecoveryConfig(hang_s=STALL_S if is_command else HANG_S, stall_s=STALL_S)
-        self.progress.first_steps = 0 if is_command else FIRST_STEPS
+        self.progress.first_steps = 0 if is_command else JobKind.first_steps
         self.dog = Watchdog(self.progress, watched, limits, self.now, is_command=is_command)
         self.started_at = self.now
 

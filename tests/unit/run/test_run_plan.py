@@ -41,7 +41,7 @@ def test_its_record_is_planned_and_knows_its_size() -> None:
 
 
 def test_a_command_has_no_known_iterations() -> None:
-    job = JobConfig(name="mine", command=("python", "x.py"), mlx_lm={"iters": 60})
+    job = JobConfig(name="mine", command=("python", "x.py"), mlx_lm={"report_to": "tensorboard"})
     assert plan(CONFIG.model_copy(update={"job": job})).record().iterations is None
 
 

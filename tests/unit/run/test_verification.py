@@ -84,7 +84,7 @@ def test_replicas_are_equal_only_by_the_newest_comparison() -> None:
     differ = replace(STARTED, compared_at=100, replicas_agree=False)
     assert lines(STARTED, differ)["replicas"] == Verification("replicas", False, "NOT equal at iteration 100")
     sharded = CONFIG.model_copy(update={"job": CONFIG.job.model_copy(update={"strategy": "sharded"})})
-    assert "a part of its own" in lines(config=sharded)["replicas"].text
+    assert "the state is partitioned" in lines(config=sharded)["replicas"].text
     alone = CONFIG.model_copy(update={"consistency": ConsistencyConfig(enabled=False)})
     uncompared = Verification("replicas", None, "not compared: [consistency] enabled = false")
     assert lines(config=alone)["replicas"] == uncompared

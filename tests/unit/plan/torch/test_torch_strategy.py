@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.job.traits import TORCH
 from engine.models import NvidiaGpu
 from engine.plan.document import ChosenTorchSettings, Disabled, MemorySection, NoCalibrationSection, TrainingPlan
 from engine.plan.planner import make_plan
-from engine.plan.shares import OF_TORCH
 from engine.plan.torch.strategy import choose_precision, generation_of
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B, QWEN3_32B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section, torch_inputs
@@ -236,9 +236,9 @@ def test_another_strategy_on_the_command_line_is_planned_and_not_launched() -> N
 def test_shares_are_equal_and_nobody_is_sent_to_calibrate() -> None:
     made = plan(box("a", 2, A100))
     found = made.hardware_calibration
-    assert isinstance(found, NoCalibrationSection) and found.reason == OF_TORCH
+    assert isinstance(found, NoCalibrationSection) and found.reason == TORCH.unmeasured
     assert (found.workload_distribution, found.calibration_notes) == ({"a.0": 0.5, "a.1": 0.5}, ())
-    assert reason(made, "hardware_calibration.workload_distribution") == OF_TORCH
+    assert reason(made, "hardware_calibration.workload_distribution") == TORCH.unmeasured
 
 
 def test_keys_of_the_other_framework_are_warned_of() -> None:
