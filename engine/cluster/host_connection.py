@@ -201,8 +201,6 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.2, 3.0
 
 @dataclass(frozen=True)
 class AttemptOnHost:
-    """The part of an attempt that runs on one host."""
-
     files: NodeFiles
     """The attempt's directory there; `~` is the home of the node's user."""
     nonce: str

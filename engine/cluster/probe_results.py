@@ -143,8 +143,6 @@ class AdapterReport(_Report):
 
 
 class ReporterState(FrozenModel):
-    """One service of `reporters`."""
-
     installed: bool
     key: bool
     """The node has an API key for it, or sends nothing."""
@@ -175,8 +173,6 @@ class ProgramLocation(FrozenModel):
 
 
 class PortHolder(FrozenModel):
-    """One port of `ports`."""
-
     holder: ShortText
     pid: Pid | None = None
     orphan: bool = False
@@ -265,8 +261,6 @@ class ExampleCount(_Report):
 
 
 class BusyProcess(FrozenModel):
-    """A process that keeps its node busy."""
-
     pid: Pid
     command: ShortText
     cores: Annotated[float, Field(ge=0, le=100_000)]

@@ -286,7 +286,6 @@ def with_any_nonce() -> dict[str, list[Process]]:
 
 
 def pids_of_runs() -> set[int]:
-    """The processes of every attempt on this machine."""
     return {process.pid for group in with_any_nonce().values() for process in group}
 
 
@@ -343,7 +342,6 @@ def linux_stat(pid: int) -> list[bytes]:
 
 
 def linux_stats() -> dict[int, list[bytes]]:
-    """`linux_stat` of all processes."""
     return {pid: fields for pid in linux_pids() if (fields := linux_stat(pid))}
 
 

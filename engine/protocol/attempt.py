@@ -56,8 +56,6 @@ def heartbeat_time(command: bytes) -> float | None:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """One rank: where it runs, and with which files."""
-
     rank: int
     node: str
     """Its name, for messages."""

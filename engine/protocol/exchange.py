@@ -26,8 +26,6 @@ _INT4_BYTES = 0.5 + _FLOAT32_BYTES / INT4_BLOCK
 
 @dataclass(frozen=True)
 class Exchange:
-    """How one gradient travels."""
-
     ranks: int
     gathered: bool
     """Every rank's own is gathered; else they are summed on the way."""

@@ -122,7 +122,6 @@ _NO_SECRET = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """`name` is that of a variable or key."""
     return _SECRET_NAME.search(name) is not None
 
 

@@ -36,8 +36,6 @@ CALIBRATIONS_LIMIT = 64
 
 
 class _Kind(NamedTuple):
-    """How one model is stored."""
-
     table: str
     name: str
     """The field that names an entry."""

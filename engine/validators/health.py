@@ -21,8 +21,6 @@ _MINIMUMS: Final = ("throughput", "gpu_utilization")
 
 @dataclass(frozen=True)
 class PerformanceReport:
-    """Four metrics against their thresholds."""
-
     within_thresholds: Mapping[str, bool | None]
     """By the metric's name; None where it was not measured."""
     issues: tuple[str, ...]

@@ -20,8 +20,6 @@ _UNSAFE = re.compile(rb"[^ -~]|[\\'!]")
 
 @dataclass(frozen=True)
 class Completed:
-    """How a command ended on a node."""
-
     code: int | None
     """Exit code, negative for a signal; None when the time limit ended it."""
     stdout: bytes
