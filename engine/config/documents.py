@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from engine.config.faults import key_text
-from engine.errors import ConfigFault
+from engine.errors import ConfigError, ConfigFault
 from engine.security.identifiers import safe_repr
 from engine.security.paths import MAX_PATH_LENGTH
 
@@ -29,12 +29,11 @@ _LARGEST = 2**63 - 1
 """TOML's own limit of whole numbers, far below the largest float."""
 
 
-class DocumentError(Exception):
+class DocumentError(ConfigError):
     """A file could not be read as a table."""
 
     def __init__(self, path: Path, value: str, accepted: str, key: str = "the file") -> None:
-        super().__init__(accepted)
-        self.fault = ConfigFault(file_text(path), key, value, accepted)
+        super().__init__([ConfigFault(file_text(path), key, value, accepted)])
 
 
 class _MlxLmLoader(yaml.SafeLoader):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from engine.config.documents import DocumentError, read_text, read_yaml
 from engine.config.formats import address_form, device_form, host_form, path_form
 from engine.config.mlx_lm_keys import KEYS
-from engine.errors import ConfigError, InputError, StateError
+from engine.errors import InputError, StateError
 from engine.protocol.attempt import replacing
 from engine.security.identifiers import SshTarget, make_identifier, safe_repr
 from engine.security.sanitise import sanitise
@@ -139,10 +139,7 @@ def set_job_keys(path: Path, lines: Sequence[str]) -> Path:
     or at the end of the table; all else stays as it is. What was there before is in the file whose path is returned.
     Raises InputError where [job] is written in a way that is only for a person to change, ConfigError, StateError."""
     path = path.resolve()
-    try:
-        before = read_text(path, "a flightdeck.toml")
-    except DocumentError as error:
-        raise ConfigError([error.fault]) from error
+    before = read_text(path, "a flightdeck.toml")
     text = before.splitlines()
     first = next((number for number, line in enumerate(text, 1) if _JOB.fullmatch(line)), len(text))
     end = next((number for number in range(first, len(text)) if _TABLE.match(text[number])), len(text))

@@ -42,7 +42,7 @@ def read_hostfile(faults: Faults, path: Path) -> ImportedHosts:
         else:
             imported = _from_lines(faults, file_text(path), text)
     except DocumentError as error:
-        faults.found.append(error.fault)
+        faults.found += error.faults
         return ImportedHosts()
     return replace(imported, text=text)
 

@@ -266,7 +266,7 @@ def _yaml_keys(
     try:
         keys = read_yaml(path)
     except DocumentError as error:
-        faults.found.append(error.fault)
+        faults.found += error.faults
         return location, {}
     there = Location(file_text(path))
     hints = {**mlx_lm_keys.FORMER_KEYS, **dict.fromkeys(OWN_KEYS, "no value here: this key belongs in flightdeck.toml")}

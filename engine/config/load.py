@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.config.cluster_tables import NodeTable, node_tables, read_cluster, read_defaults, read_nodes
-from engine.config.documents import DocumentError, file_text, read_toml
+from engine.config.documents import file_text, read_toml
 from engine.config.faults import Faults, Location
 from engine.config.formats import address_form, path_form, remote_path_form, resolved, split_form
 from engine.config.imported_hosts import ImportedHosts, read_hostfile
@@ -184,10 +184,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
 
 def load_config(path: Path) -> Config:
     """Raises ConfigError with all faults, and nothing else."""
-    try:
-        document, text = read_toml(path)
-    except DocumentError as error:
-        raise ConfigError([error.fault]) from error
+    document, text = read_toml(path)
     file = path.absolute()
     faults, name = Faults(), file_text(path)
     faults.unknown(Location(name), document, _TABLES, _HINTS)

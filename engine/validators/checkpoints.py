@@ -25,10 +25,6 @@ MANIFEST: Final = "manifest.json"
 _LARGEST_MANIFEST: Final = 16_000_000
 
 
-class CorruptCheckpoint(ValueError):
-    """A damaged checkpoint; the message is one line."""
-
-
 @dataclass(frozen=True)
 class CheckpointReport:
     version_consistency: bool
@@ -70,7 +66,7 @@ def validate_checkpoint_layer(
         except FileNotFoundError:
             missing.append(name)
             problems[name] = "it does not exist"
-        except CorruptCheckpoint as error:
+        except CheckpointError as error:
             problems[name] = str(error)
         except OSError as error:
             problems[name] = f"it cannot be read: {error.strerror or error}"
@@ -86,34 +82,36 @@ def validate_checkpoint_layer(
 
 
 def checkpoint_version(path: Path) -> str | None:
-    """The version of an intact checkpoint, None when it has none. Raises CorruptCheckpoint, OSError."""
+    """The version of an intact checkpoint, None when it has none. Raises CheckpointError, OSError."""
     if path.is_dir():
         return _manifest_version(path / MANIFEST)
-    return _manifest_version(path) if path.suffix == ".json" else _safetensors_version(path)
+    if path.suffix == ".json":
+        return _manifest_version(path)
+    return _version(check_header(path).metadata.get("version"))
 
 
 def _manifest_version(path: Path) -> str | None:
     if path.stat().st_size > _LARGEST_MANIFEST:
-        raise CorruptCheckpoint(f"{path.name} is too large for a manifest")
+        raise CheckpointError(f"{path.name} is too large for a manifest")
     manifest = json_or_none(read_regular(path))
     if not isinstance(manifest, dict):
-        raise CorruptCheckpoint(f"{path.name} is not a JSON object")
+        raise CheckpointError(f"{path.name} is not a JSON object")
     if "format" in manifest and isinstance(manifest.get("files"), list):
         # Written by the trainer beside its state: its version is the update.
         manifest = _convert_trainer_manifest(manifest, path.name)
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:
-        raise CorruptCheckpoint(f"{path.name}: files must be a table of names and SHA-256 sums, with at least one")
+        raise CheckpointError(f"{path.name}: files must be a table of names and SHA-256 sums, with at least one")
     for name, expected in files.items():
         if not name or "/" in name or "\0" in name or name in (".", ".."):
-            raise CorruptCheckpoint(f"{path.name} names {safe_repr(name)}, which is not a file beside it")
+            raise CheckpointError(f"{path.name} names {safe_repr(name)}, which is not a file beside it")
         try:
             with open_regular(path.parent / name) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
-            raise CorruptCheckpoint(f"{safe_repr(name)} is missing") from None
+            raise CheckpointError(f"{safe_repr(name)} is missing") from None
         if not isinstance(expected, str) or digest != expected.lower():
-            raise CorruptCheckpoint(f"{safe_repr(name)} does not have the SHA-256 that {path.name} gives")
+            raise CheckpointError(f"{safe_repr(name)} does not have the SHA-256 that {path.name} gives")
     return _version(manifest.get("version"))
 
 
@@ -123,20 +121,12 @@ def _convert_trainer_manifest(manifest: dict[str, Any], name: str) -> dict[str, 
         files = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
         return {"version": manifest["update"], "files": files}
     except (KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"{name}: its list of files is malformed") from error
-
-
-def _safetensors_version(path: Path) -> str | None:
-    try:
-        metadata = check_header(path).metadata
-    except CheckpointError as error:
-        raise CorruptCheckpoint(str(error)) from error
-    return _version(metadata.get("version"))
+        raise CheckpointError(f"{name}: its list of files is malformed") from error
 
 
 def _version(value: object) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise CorruptCheckpoint(f"its version {safe_repr(value)} is neither a number nor a string")
+        raise CheckpointError(f"its version {safe_repr(value)} is neither a number nor a string")
     return str(value)
