@@ -322,7 +322,7 @@ class EngineClient:
         facts = store.state.known_facts
         store.change(planning=True)
         try:
-            made = await self._loop.call(lambda: engine.plans.make(config, facts=facts))
+            made = await self._loop.call(lambda: engine.launches.plan(config, facts=facts))
             store.change(plan=made, now=self._clock())
         except ENGINE_ERRORS:
             # The nodes pane shows why the nodes cannot be planned for.

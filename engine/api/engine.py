@@ -11,7 +11,7 @@ from engine.api.session import Session
 if TYPE_CHECKING:
     from engine.api.calibrations import CalibrationsApi
     from engine.api.checks import ChecksApi
-    from engine.api.launches import LaunchesApi, PlansApi
+    from engine.api.launches import LaunchesApi
     from engine.api.nodes import NodesApi
     from engine.api.runs import RunsApi
     from engine.config.models import Config
@@ -55,12 +55,6 @@ class Engine(Session):
         from engine.api.calibrations import CalibrationsApi
 
         return CalibrationsApi(self, self.nodes, self.runs)
-
-    @cached_property
-    def plans(self) -> PlansApi:
-        from engine.api.launches import PlansApi
-
-        return PlansApi(self)
 
     @cached_property
     def checks(self) -> ChecksApi:

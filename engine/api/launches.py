@@ -31,13 +31,15 @@ from engine.security.paths import make_home
 from engine.store.layout import RunDir
 
 
-class PlansApi:
-    """A configuration's plan, made again each time."""
+class LaunchesApi:
+    """Plans and starts runs, their batch divided by the newest calibration."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, runs: RunsApi, calibrations: CalibrationsApi) -> None:
         self._session = session
+        self._runs = runs
+        self._calibrations = calibrations
 
-    async def make(
+    async def plan(
         self, config: Config, *, strategy: Strategy | None = None, facts: Sequence[NodeFacts] | None = None
     ) -> TrainingPlan:
         """Plan the configuration's job, with `strategy` in place of its own. Without `facts` the nodes are probed. For
@@ -50,7 +52,7 @@ class PlansApi:
             await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, seen)
         return plan
 
-    def apply(self, config: Config, plan: TrainingPlan) -> tuple[list[str], Path]:
+    def apply_plan(self, config: Config, plan: TrainingPlan) -> tuple[list[str], Path]:
         """Write the plan's suggested batch, learning rate and warm-up into the configuration's file: the lines of
         [job], and the file in which the former text is kept. Blocking. Raises InputError where there is no suggestion,
         StateError."""
@@ -60,15 +62,6 @@ class PlansApi:
             raise InputError("there is nothing to apply", why=why)
         lines = suggested.job_keys.splitlines()
         return lines, set_job_keys(config.file, lines)
-
-
-class LaunchesApi:
-    """Starts runs, their batch divided by the newest calibration."""
-
-    def __init__(self, session: Session, runs: RunsApi, calibrations: CalibrationsApi) -> None:
-        self._session = session
-        self._runs = runs
-        self._calibrations = calibrations
 
     async def launch(self, config: Config, *, skip: Iterable[str] = ()) -> RunRecord:
         """Make the run, start its supervisor, and return once that is in charge (state planned or later).

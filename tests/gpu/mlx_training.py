@@ -170,7 +170,7 @@ async def plans(
         for cell in cells:
             config = engine.load_config(configured(visit, models, cell, **tables))
             facts = facts or await engine.nodes.probe(config)
-            section = (await engine.plans.make(config, facts=facts)).memory
+            section = (await engine.launches.plan(config, facts=facts)).memory
             sections[cell.name] = section if isinstance(section, MemorySection) else section.reason
     return sections
 

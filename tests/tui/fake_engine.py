@@ -415,7 +415,7 @@ class FakeEngine:
         """Every part of the Engine at once: their methods' names differ."""
         return self
 
-    nodes = plans = checks = calibrations = launches = runs = part
+    nodes = checks = calibrations = launches = runs = part
 
     def load_config(self, path: Path) -> Config:
         return configuration()
@@ -506,7 +506,7 @@ class FakeEngine:
     def network_plan(self, config: Config, facts: Sequence[NodeFacts]) -> NetworkPlan:
         return plan_network(config, facts, topology(facts))
 
-    async def make(
+    async def plan(
         self, config: Config, *, strategy: Strategy | None = None, facts: Sequence[NodeFacts] | None = None
     ) -> TrainingPlan:
         seen = {fact.node: fact for fact in facts or () if fact.problem is None}

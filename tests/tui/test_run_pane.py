@@ -316,7 +316,7 @@ async def test_a_plan_that_cannot_be_made_leaves_the_console_as_it_is(
     async def broken(*_: object, **__: object) -> None:
         raise ValueError("no plan today")
 
-    monkeypatch.setattr(fake, "make", broken)
+    monkeypatch.setattr(fake, "plan", broken)
     async with opened(fake) as console:
         await console.until(lambda: "plan: no plan today" in console.notifications)
         await console.shows("n  launches it, after you confirm")

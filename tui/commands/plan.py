@@ -27,7 +27,7 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
 
     async def make() -> TrainingPlan:
         async with engine:
-            return await engine.plans.make(config, strategy=strategy)
+            return await engine.launches.plan(config, strategy=strategy)
 
     made = asyncio.run(make())
     written = _write(made, Path(options.write).expanduser()) if options.write is not None else []
@@ -40,7 +40,7 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
         for path in written:
             Lines().say(f"written: {path}")
     if options.apply:
-        written, kept = engine.plans.apply(config, made)
+        written, kept = engine.launches.apply_plan(config, made)
         # What the file makes run has been accepted, and is the same.
         engine.nodes.accept(engine.load_config(config_file(options)).digest)
         lines = Lines(sys.stderr if options.json or options.format is not None else sys.stdout)
