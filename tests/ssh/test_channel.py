@@ -124,7 +124,7 @@ async def test_a_program_that_has_left_is_told_to_who_writes(transport: Transpor
 async def test_a_lost_connection_is_told_at_once_to_who_reads_and_writes(
     bench: SshBench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.cluster.transport.ssh.connection.KEEPALIVE_S", 60)
+    monkeypatch.setattr("engine.cluster.transport.ssh_config.KEEPALIVE_S", 60)
     transport = bench.to(sshd)
     reading, writing = await transport.open(["sleep", "600"]), await transport.open(["sleep", "600"])
     began = time.monotonic()
@@ -152,14 +152,14 @@ async def test_a_black_hole_is_seen_by_the_keepalive(
     bench: SshBench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 1 s × 3 in place of 5 s × 3.
-    monkeypatch.setattr("engine.cluster.transport.ssh.connection.KEEPALIVE_S", 1.0)
+    monkeypatch.setattr("engine.cluster.transport.ssh_config.KEEPALIVE_S", 1.0)
     transport = bench.to(sshd)
     channel = await transport.open(["cat"])
     await channel.write(b"x")
     assert await channel.read(1) == b"x"
     began = time.monotonic()
     sshd.freeze()
-    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("engine.cluster.transport.ssh_config.CONNECT_TIMEOUT_S", 0.5)
     with pytest.raises(NodeUnreachable) as raised:
         await channel.read(1)
     assert 2.0 < time.monotonic() - began < 60
@@ -170,7 +170,7 @@ async def test_a_black_hole_is_seen_by_the_keepalive(
 
 
 async def test_a_quiet_connection_lives_on(bench: SshBench, sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cluster.transport.ssh.connection.KEEPALIVE_S", 1.0)
+    monkeypatch.setattr("engine.cluster.transport.ssh_config.KEEPALIVE_S", 1.0)
     channel = await bench.to(sshd).open(["cat"])
     # Longer than three keepalives without an answer would take.
     await asyncio.sleep(3.5)
@@ -215,7 +215,7 @@ async def test_a_session_that_is_not_opened_in_time_is_not_left_behind(
     await transport.run(["true"], timeout_s=10)
     sshd.freeze()
     with monkeypatch.context() as soon, pytest.raises(NodeUnreachable, match="no answer within"):
-        soon.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.3)
+        soon.setattr("engine.cluster.transport.ssh_config.CONNECT_TIMEOUT_S", 0.3)
         await transport.run(["touch", "~/late"], timeout_s=10)
     sshd.thaw()
     await until(lambda: not sshd.connections())

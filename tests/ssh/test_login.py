@@ -260,7 +260,7 @@ async def test_a_name_that_nobody_knows(bench: SshBench) -> None:
 async def test_a_node_that_takes_the_connection_and_says_nothing(
     bench: SshBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("engine.cluster.transport.ssh_config.CONNECT_TIMEOUT_S", 0.3)
     with socket.create_server((LOOPBACK, 0)) as silent:
         error = await login_error(bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}"))
     assert "no answer within" in str(error)
@@ -289,7 +289,7 @@ async def test_all_who_wait_for_one_node_are_told_together_why_it_is_not_there(
     bench: SshBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One after the other they would need 18 s.
-    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 1.5)
+    monkeypatch.setattr("engine.cluster.transport.ssh_config.CONNECT_TIMEOUT_S", 1.5)
     with socket.create_server((LOOPBACK, 0)) as silent:
         transport = bench.to(f"{LOOPBACK}:{silent.getsockname()[1]}")
         async with asyncio.timeout(15):
@@ -338,7 +338,7 @@ async def test_waiting_for_the_limiter_takes_nothing_from_the_time_to_connect(
 async def test_an_sshd_that_drops_all_but_one_is_asked_again(bench: SshBench, monkeypatch: pytest.MonkeyPatch) -> None:
     # A slow login of one keeps the others out for longer.
     monkeypatch.setattr("engine.cluster.transport.ssh.connection._TRIES", 10)
-    monkeypatch.setattr("engine.cluster.transport.ssh.connection.CONNECT_TIMEOUT_S", 120)
+    monkeypatch.setattr("engine.cluster.transport.ssh_config.CONNECT_TIMEOUT_S", 120)
     sshd: Sshd = bench.sshd(MaxStartups="1")
     ways = [bench.to(sshd) for _ in range(4)]
     assert len({id(way) for way in ways}) == 4
