@@ -38,12 +38,10 @@ from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import arguments, rank_ends
 from engine.launch.rank_environment import (
     RankEnvironment,
-    file_name,
     gpu_environment,
     job_command,
     network_environment,
     rank_environment,
-    rank_variables,
 )
 from engine.launch.ssh_shim import launcher_environment
 from engine.launch.start_script import RankProgram, ranks_script, run_start_script
@@ -205,7 +203,7 @@ class _Group:
         )
         files = {"start.sh": script, **self.program.files}
         if environment is not None:
-            files |= {file_name(name): content + "\n" for name, content in environment.files.items()}
+            files |= environment.files
         await self.leases.write(layout, self._folder(layout), files)
 
     def _program(self, rank: int, layout: HostLayout) -> RankProgram:
@@ -246,8 +244,7 @@ class _Group:
     async def _rank(self, rank: int, node: NodeConfig, environment: RankEnvironment) -> Completed:
         layout = await self.context.layout_of(node)
         folder = self._folder(layout)
-        variables = {NONCE_ENV: self.leases.nonce, **rank_variables(environment, self.network, rank)}
-        variables |= {name: str(folder / file_name(name)) for name in environment.files}
+        variables = {NONCE_ENV: self.leases.nonce, **environment.of_rank(rank, folder)}
         try:
             return await run_start_script(self._agent(layout), folder / "start.sh", variables, self.program.limit_s)
         except FlightDeckError as error:

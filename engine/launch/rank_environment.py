@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from engine.cluster.staging import HostLayout
@@ -28,11 +29,29 @@ NEEDED_FILE = {RING: "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "jaccl-ring": "
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The same for all ranks of an attempt, except MLX_RANK."""
+    """The variables and files of an attempt's ranks, as mlx.launch or torchrun would make them."""
 
-    variables: dict[str, str]
-    files: dict[str, str] = field(default_factory=dict)
-    """Variable → content of the file that it names."""
+    network: NetworkPlan
+    common: dict[str, str]
+    """The variables that all ranks have."""
+    named: dict[str, str] = field(default_factory=dict)
+    """Variable → content of the file that it names, in a folder of the attempt on each node."""
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Name → content."""
+        return {_file_name(variable): content + "\n" for variable, content in self.named.items()}
+
+    def of_rank(self, rank: int, folder: PurePath) -> dict[str, str]:
+        """The variables of one rank, whose files are in `folder`."""
+        by_mlx = FRAMEWORKS[self.network.framework].by_mlx_launch
+        as_torchrun = {} if by_mlx else torch_rank_variables(self.network, rank)
+        paths = {variable: str(folder / _file_name(variable)) for variable in self.named}
+        return {**self.common, "MLX_RANK": str(rank), **as_torchrun, **paths}
+
+
+def _file_name(variable: str) -> str:
+    return f"{variable.lower()}.json"
 
 
 def common_environment(
@@ -68,41 +87,27 @@ def _nccl(network: NetworkPlan | None, gradient_bytes: int | None) -> dict[str, 
 
 
 def rank_environment(network: NetworkPlan, starting_port: int, environment: Mapping[str, str]) -> RankEnvironment:
-    """The variables and files of mlx.launch with this --starting-port (and --nccl-port), when run in `environment`."""
+    """The variables and files of mlx.launch with this --starting-port (and --nccl-port), when run in `environment`; or
+    of torchrun (torch/distributed/elastic/agent/server/local_elastic_agent.py), with PyTorch's store on that port."""
     size, terminal = len(network.hosts), _terminal(environment)
     if not FRAMEWORKS[network.framework].by_mlx_launch:
-        return RankEnvironment(torch_variables(network, starting_port))
+        variables = {"MASTER_ADDR": network.hosts[0].ips[0], "MASTER_PORT": str(starting_port), "WORLD_SIZE": str(size)}
+        return RankEnvironment(network, variables)
     if network.backend == RING:
         addresses = [
             [f"{ip}:{port}" for ip, port in zip(host.ips, ports_of(rank, network, starting_port), strict=True)]
             for rank, host in enumerate(network.hosts)
         ]
-        return RankEnvironment(terminal, {"MLX_HOSTFILE": json.dumps(addresses) if size > 1 else ""})
+        return RankEnvironment(network, terminal, {"MLX_HOSTFILE": json.dumps(addresses) if size > 1 else ""})
     first = network.hosts[0].ips[0]
     if network.backend == "nccl":
         variables = {"NCCL_HOST_IP": first, "NCCL_PORT": str(starting_port), "MLX_WORLD_SIZE": str(size)}
-        return RankEnvironment(terminal | variables)
+        return RankEnvironment(network, terminal | variables)
     variables = {"MLX_JACCL_COORDINATOR": f"{first}:{starting_port}"}
     if network.backend == "jaccl-ring":
         variables["MLX_JACCL_RING"] = "1"
-    return RankEnvironment(terminal | variables, {"MLX_IBV_DEVICES": json.dumps([host.rdma for host in network.hosts])})
-
-
-def rank_variables(environment: RankEnvironment, network: NetworkPlan, rank: int) -> dict[str, str]:
-    """The variables of one rank, without those that name files."""
-    as_torchrun = {} if FRAMEWORKS[network.framework].by_mlx_launch else torch_rank_variables(network, rank)
-    return environment.variables | {"MLX_RANK": str(rank)} | as_torchrun
-
-
-def torch_variables(network: NetworkPlan, starting_port: int) -> dict[str, str]:
-    """The variables that torchrun sets for all workers (torch/distributed/elastic/agent/server/local_elastic_agent.py).
-
-    PyTorch's store listens on `starting_port` of rank 0's machine."""
-    return {
-        "MASTER_ADDR": network.hosts[0].ips[0],
-        "MASTER_PORT": str(starting_port),
-        "WORLD_SIZE": str(len(network.hosts)),
-    }
+    devices = json.dumps([host.rdma for host in network.hosts])
+    return RankEnvironment(network, terminal | variables, {"MLX_IBV_DEVICES": devices})
 
 
 def torch_rank_variables(network: NetworkPlan, rank: int) -> dict[str, str]:
@@ -124,11 +129,6 @@ def torch_rank_variables(network: NetworkPlan, rank: int) -> dict[str, str]:
         if network.backend == "nccl":
             variables["NCCL_SOCKET_IFNAME"] = interface
     return variables
-
-
-def file_name(variable: str) -> str:
-    """The file that a variable names, in the attempt's folder on a node."""
-    return f"{variable.lower()}.json"
 
 
 def _terminal(environment: Mapping[str, str]) -> dict[str, str]:

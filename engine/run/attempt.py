@@ -20,13 +20,11 @@ from engine.launch.rank_environment import (
     SECRETS,
     RankEnvironment,
     common_environment,
-    file_name,
     gpu_environment,
     job_command,
     path_there,
     rank_environment,
     rank_spec,
-    rank_variables,
     trainer_job,
 )
 from engine.launch.ssh_shim import launcher_environment
@@ -128,7 +126,7 @@ async def launch(
             return AttemptOrigin(await _with_launcher(run_dir, plan, attempt, network.backend))
     except OSError as error:
         raise _not_written("this machine", str(error.filename or here), error) from error
-    return AttemptOrigin(None, await start_ranks(fleet, _starts(plan, attempt, network, environment)))
+    return AttemptOrigin(None, await start_ranks(fleet, _starts(plan, attempt, environment)))
 
 
 async def _with_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt, backend: str) -> Launcher:
@@ -163,12 +161,11 @@ def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt, backend: s
     )
 
 
-def _starts(plan: RunPlan, attempt: Attempt, network: NetworkPlan, environment: RankEnvironment) -> list[RankStart]:
+def _starts(plan: RunPlan, attempt: Attempt, environment: RankEnvironment) -> list[RankStart]:
     starts = []
     for rank in range(len(plan.nodes)):
         files = attempt.files(plan.run_id, rank)
-        variables = {NONCE_ENV: attempt.nonce, **rank_variables(environment, network, rank)}
-        variables |= {name: str(files.directory / file_name(name)) for name in environment.files}
+        variables = {NONCE_ENV: attempt.nonce, **environment.of_rank(rank, files.directory)}
         host = plan.config.nodes[attempt.layout(rank).ranks[0]]
         starts.append(RankStart(rank, host, files, variables))
     return starts
@@ -183,7 +180,7 @@ def _host_files(
     network: NetworkPlan,
     files: Mapping[str, str],
 ) -> dict[str, str]:
-    """The files of one host by name: spec.json, start.sh, and `files`, the contents of what variables name."""
+    """The files of one host by name: spec.json, start.sh, and `files`."""
     there = attempt.files_at(layout, plan.run_id)
     here = plan.config.nodes[layout.ranks[0]].local and not plan.config.starts_directly
     script = start_script(
@@ -195,8 +192,7 @@ def _host_files(
         environment={"PATH": os.environ.get("PATH")} if here else {},
         own={rank: gpu_environment(network, rank) for rank in layout.ranks},
     )
-    contents = {there.spec.name: spec.to_json(), there.start.name: script}
-    return contents | {file_name(name): content + "\n" for name, content in files.items()}
+    return {there.spec.name: spec.to_json(), there.start.name: script, **files}
 
 
 async def _put_files(

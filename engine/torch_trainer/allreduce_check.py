@@ -1,5 +1,5 @@
 """A real all_reduce over the ranks of a PyTorch job for the preflight, and what Accelerate makes of the group: see
-engine.training.all_sum."""
+engine.training.group_bench."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from engine.protocol.job import TorchSettings, deepspeed_config
 from engine.protocol.measurements import AllSumResult
 from engine.torch_trainer.main import hide_gpus
-from engine.training.all_sum import measure_sums, run_check
+from engine.training.group_bench import measure_sums, run_check
 
 _START_LIMIT_S = 100.0
 """Importing PyTorch, Accelerate and DeepSpeed by all ranks of a machine, and connecting."""

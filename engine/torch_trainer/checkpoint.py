@@ -140,9 +140,9 @@ class StateCheckpoints:
         """Hash what this rank has written. Raises OSError."""
         entries = []
         for name in _files(folder):
-            found = _WRITER.search(name)
+            writer = _WRITER.search(name)
             # Manifests of the other ranks are perhaps being written, under other names.
-            if (int(found[1]) if found else 0) == self._origin.part and "manifest-" not in name:
+            if (int(writer[1]) if writer else 0) == self._origin.part and "manifest-" not in name:
                 digest, size = hashlib.sha256(), 0
                 with (folder / name).open("rb") as file:
                     while data := file.read(checkpoint_files.CHUNK_BYTES):
@@ -188,17 +188,17 @@ class StateCheckpoints:
                 self._refused += 1
                 self._reporter.warn(f"the state in {folder} is not used: {error}")
                 continue
-            found = manifests[0]
-            self._load(folder, found)
+            newest = manifests[0]
+            self._load(folder, newest)
             self._saved = update
             recorded = all(manifest.check_recorded(self._spec.manifests) for manifest in manifests)
-            place, ranks = (found.iteration, found.update, found.window), f" of {found.world_size} ranks"
-            yield ResumePoint(*place, "checkpoint", None, recorded, ranks, best=found.best)
+            place, ranks = (newest.iteration, newest.update, newest.window), f" of {newest.world_size} ranks"
+            yield ResumePoint(*place, "checkpoint", None, recorded, ranks, best=newest.best)
 
-    def _load(self, folder: Path, found: StateManifest) -> None:
+    def _load(self, folder: Path, manifest: StateManifest) -> None:
         """Raises JobError."""
         target = self._base / f".{folder.name}.converted"
-        same = found.world_size == self._spec.world_size and found.layout == self._strategy.layout
+        same = manifest.world_size == self._spec.world_size and manifest.layout == self._strategy.layout
         converted = self._strategy.converts and not same
 
         def convert() -> None:
@@ -211,7 +211,7 @@ class StateCheckpoints:
                 raise CheckpointError(failure)
             self._strategy.load(target if converted else folder, converted=converted)
         except CheckpointError as error:
-            saved = "" if same else f", which {found.world_size} ranks have saved as {found.layout}"
+            saved = "" if same else f", which {manifest.world_size} ranks have saved as {manifest.layout}"
             raise JobError(f"the state in {folder}{saved}, cannot be restored: {error}") from error
         # A rank that is done removes nothing that another one still reads.
         dist.barrier()
@@ -220,7 +220,7 @@ class StateCheckpoints:
 
     def _list(self) -> Listing:
         """The states on this rank's disk."""
-        found, limit = Listing(), checkpoint_files.MAX_MANIFEST_BYTES
+        listing, limit = Listing(), checkpoint_files.MAX_MANIFEST_BYTES
         for path in self._base.glob("step-*"):
             if (update := checkpoint_files.update_of(path.name)) is None or path.is_symlink():
                 continue
@@ -231,8 +231,8 @@ class StateCheckpoints:
                 with contextlib.suppress(OSError):
                     if (rank := _MANIFEST.fullmatch(name)) and (path / name).stat().st_size <= limit:
                         manifests[int(rank[1])] = read_regular(path / name).decode(errors="replace")
-            found[update] = manifests, names
-        return found
+            listing[update] = manifests, names
+        return listing
 
     def _complete(self, update: int, table: list[Listing]) -> list[StateManifest]:
         """The manifests of all ranks that wrote it. Raises CheckpointError, on all ranks."""
@@ -330,12 +330,12 @@ def _kept(errors: list[OSError]) -> Iterator[None]:
 
 def _first_failure(step: Callable[[], None]) -> str | None:
     """Take a step on every rank; why it has failed on the first of those where it has, on all of them."""
-    own = None
+    failure = None
     try:
         step()
     except (OSError, CheckpointError) as error:
-        own = first_line(error)
-    return next((each for each in all_gather_object(own) if each is not None), None)
+        failure = first_line(error)
+    return next((reported for reported in all_gather_object(failure) if reported is not None), None)
 
 
 def _newest(texts: list[str], check: Callable[[StateManifest], None]) -> tuple[list[StateManifest], str | None]:
@@ -351,17 +351,17 @@ def _newest(texts: list[str], check: Callable[[StateManifest], None]) -> tuple[l
         except CheckpointError as error:
             refused = str(error)
     for attempt, parts in sorted(attempts.items(), reverse=True):
-        found = [parts[part] for part in sorted(parts)]
-        if sorted(parts) == list(range(found[0].parts)):
-            return found, refused
+        complete = [parts[part] for part in sorted(parts)]
+        if sorted(parts) == list(range(complete[0].parts)):
+            return complete, refused
         why = f"of attempt {attempt} only the manifests of rank {', '.join(map(str, sorted(parts)))} are there"
     raise CheckpointError(refused or why)
 
 
-def all_gather_object(own: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """Every rank's value, by rank."""
     table: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(table, own)
+    dist.all_gather_object(table, value)
     return table
 
 

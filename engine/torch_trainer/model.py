@@ -1,5 +1,6 @@
 """The model on this rank: loaded from a local Hugging Face directory, frozen but for the trained part, with mlx-lm's
-meaning of num_layers and lora_parameters; and how it is saved for transformers and peft."""
+meaning of num_layers and lora_parameters; how it is saved for transformers and peft; and its loss of examples, which
+are tokenised as mlx-lm does it (mlx_lm/tuner/datasets.py and tokenizer_utils.py), token by token."""
 
 from __future__ import annotations
 
@@ -12,18 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from engine.protocol.job import Job, JobError, TorchSettings
+from engine.protocol.jsonl import THINKING, form_of
 from engine.training.checkpoint_files import replace_folder
-from engine.training.data import partly_resumed
+from engine.training.data import Batch, RowFormat, Tokens, partly_resumed
 from engine.training.reporting import first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -140,8 +143,77 @@ def _load_parameters(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Trainable parameters, and all; before fully_shard divides them."""
-    counts = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in model.parameters()]
-    return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+    counts = {p: getattr(p, "ds_numel", p.numel()) for p in model.parameters()}
+    return sum(count for parameter, count in counts.items() if parameter.requires_grad), sum(counts.values())
+
+
+def load_tokenizer(job: Job) -> Any:
+    """Raises JobError."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            job.model, local_files_only=True, trust_remote_code=job.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise JobError(f"the tokenizer in {job.model} cannot be loaded: {first_line(error)}") from error
+    if "chat_template_type" in tokenizer.init_kwargs:
+        raise JobError(f"the tokenizer in {job.model} has a chat_template_type, which only mlx-lm can render")
+    return tokenizer
+
+
+def row_format(job: Job, tokenizer: Any) -> RowFormat:
+    vocabulary = tokenizer.get_vocab()
+    thinking = any(begin in vocabulary and end in vocabulary for begin, end in THINKING)
+
+    def render(messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> list[int]:
+        tokens: list[int] = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=prompt, return_dict=False, enable_thinking=thinking
+        )
+        return tokens
+
+    def chat(messages: list[dict[str, Any]], tools: Any) -> Tokens:
+        tokens = render(messages, tools)
+        if not job.mask_prompt:
+            return tokens, 0
+        prompt = messages[-1].get("role") == "assistant"
+        return tokens, len(render(messages[:-1], tools, prompt=prompt))
+
+    def tokenise_completion(row: dict[str, Any]) -> Tokens:
+        asked = {"role": "user", "content": row[job.prompt_feature]}
+        return chat([asked, {"role": "assistant", "content": row[job.completion_feature]}], row.get("tools"))
+
+    def tokenise_chat(row: dict[str, Any]) -> Tokens:
+        return chat(row[job.chat_feature], row.get("tools"))
+
+    def tokenise_text(row: dict[str, Any]) -> Tokens:
+        tokens = tokenizer.encode(row[job.text_feature])
+        if tokens[-1] != tokenizer.eos_token_id:
+            tokens.append(tokenizer.eos_token_id)
+        return tokens, 0
+
+    def choose(first: dict[str, Any]) -> Callable[[dict[str, Any]], Tokens]:
+        form = form_of(first, job.features)
+        if form == "text" and job.mask_prompt:
+            raise ValueError("Prompt masking not supported for text dataset.")
+        return {"completions": tokenise_completion, "chat": tokenise_chat, "text": tokenise_text}[str(form)]
+
+    return choose
+
+
+EMPTY = Batch(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), 0)
+"""For a rank without examples, which takes part in every forward pass of a partitioned model all the same."""
+
+
+def loss_sum(model: Any, batch: Batch, device: torch.device) -> Tensor:
+    """The sum of the targets' cross-entropies, a float32 scalar."""
+    tokens = torch.from_numpy(batch.tokens).to(device, torch.int64)
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    position = np.arange(1, batch.tokens.shape[1])
+    mask = (position >= batch.bounds[:, :1]) & (position < batch.bounds[:, 1:])
+    # Their numbers are known here: a mask on a GPU would have the program wait for it, to count them.
+    targets = torch.from_numpy(np.flatnonzero(mask)).to(device)
+    # Only the targets' logits are made float32.
+    chosen = logits.flatten(0, 1).index_select(0, targets).float()
+    return torch.nn.functional.cross_entropy(chosen, tokens[:, 1:].flatten()[targets], reduction="sum")
 
 
 FACTS_FILE = "training.json"

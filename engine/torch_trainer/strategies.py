@@ -230,8 +230,8 @@ class TorchStrategy(ABC):
     def weights(self) -> dict[str, Tensor]:
         """The weights that model.TrainedFolder writes, on rank 0; empty on the others."""
         options = states.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=self._adapter)
-        found: dict[str, Tensor] = states.get_model_state_dict(self.module, options=options)
-        return found
+        state: dict[str, Tensor] = states.get_model_state_dict(self.module, options=options)
+        return state
 
     @property
     def _adapter(self) -> bool:
@@ -356,11 +356,11 @@ class DeepSpeedStrategy(TorchStrategy):
             whole = self.model._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=self._adapter) or {}
         else:
             whole = self.module.state_dict() if self.accelerator.process_index == 0 else {}
-        found: dict[str, Tensor] = {name: whole[name] for name in whole if not self._adapter or name in names}
+        trained: dict[str, Tensor] = {name: whole[name] for name in whole if not self._adapter or name in names}
         if self._settings.zero_stage < 3:
             # They are views of one buffer.
-            found = clone_tensors_for_torch_save(found)
-        return found
+            trained = clone_tensors_for_torch_save(trained)
+        return trained
 
     def save(self, folder: Path) -> None:
         from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO

@@ -21,8 +21,16 @@ from torch import Tensor
 
 from engine.protocol.job import TorchSettings, config_hash
 from engine.torch_trainer.checkpoint import StateCheckpoints, all_gather_object
-from engine.torch_trainer.data import EMPTY, load_tokenizer, loss_sum, row_format
-from engine.torch_trainer.model import FACTS_FILE, TrainedFolder, count_parameters, load_model
+from engine.torch_trainer.model import (
+    EMPTY,
+    FACTS_FILE,
+    TrainedFolder,
+    count_parameters,
+    load_model,
+    load_tokenizer,
+    loss_sum,
+    row_format,
+)
 from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
@@ -154,8 +162,8 @@ class TorchLoop(TrainingLoop):
         update_s = time.perf_counter() - started - waited
         communicate_s += waited
         started = time.perf_counter()
-        own = [float(iteration.loss_sum) for iteration in iterations if iteration.loss_sum is not None]
-        losses = self._sum(own)
+        loss_sums = [float(iteration.loss_sum) for iteration in iterations if iteration.loss_sum is not None]
+        losses = self._sum(loss_sums)
         communicate_s += time.perf_counter() - started
         self._check_losses(range(first, last + 1), losses)
         if not sum(tokens):
@@ -169,7 +177,7 @@ class TorchLoop(TrainingLoop):
         facts = {
             "grad_norm": norm if math.isfinite(norm) else None,
             "update": update,
-            "own_loss": sum(own) / sum(counts) if sum(counts) else None,
+            "own_loss": sum(loss_sums) / sum(counts) if sum(counts) else None,
         }
         steps = {iteration.number: iteration for iteration in iterations}
         self._report_update(steps, (losses, tokens), facts, learning_rate, _peak_memory(device))
@@ -185,13 +193,13 @@ class TorchLoop(TrainingLoop):
     def _sum(self, values: list[float]) -> list[float]:
         if self._ranks == 1:
             return values
-        own = torch.tensor(values, dtype=torch.float64, device=self._accelerator.device)
-        found: list[float] = self._accelerator.gather(own).reshape(self._ranks, -1).sum(0).tolist()
-        return found
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._accelerator.device)
+        sums: list[float] = self._accelerator.gather(tensor).reshape(self._ranks, -1).sum(0).tolist()
+        return sums
 
     def _loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        own = self.loader.validation_share(indices)
-        batch = examples.batch(own) if len(own) else EMPTY
+        share = self.loader.validation_share(indices)
+        batch = examples.batch(share) if len(share) else EMPTY
         with torch.no_grad():
             loss = float(loss_sum(self.strategy.model, batch, self._accelerator.device))
         return loss, batch.targets
@@ -235,8 +243,8 @@ class TorchLoop(TrainingLoop):
         if val_loss is None:
             return False
         try:
-            found = json.loads((target / FACTS_FILE).read_text())
-            return bool(found["run"] == self.job.home.name and found["val_loss"] < val_loss)
+            facts = json.loads((target / FACTS_FILE).read_text())
+            return bool(facts["run"] == self.job.home.name and facts["val_loss"] < val_loss)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 

@@ -30,13 +30,13 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # What has been imported, and nothing else: an import runs code, too.
-        found = getattr(sys.modules.get(module), name, None)
-        if (module, name) in _OTHERS or isinstance(found, torch.dtype):
-            return found
-        if isinstance(found, type) and found.__module__ == module:
-            data = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
-            if issubclass(found, BaseException) or (data and module.startswith(_CHECKPOINTS)):
-                return found
+        named = getattr(sys.modules.get(module), name, None)
+        if (module, name) in _OTHERS or isinstance(named, torch.dtype):
+            return named
+        if isinstance(named, type) and named.__module__ == module:
+            data = dataclasses.is_dataclass(named) or issubclass(named, enum.Enum)
+            if issubclass(named, BaseException) or (data and module.startswith(_CHECKPOINTS)):
+                return named
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours has")
 
 

@@ -1,4 +1,4 @@
-"""A real all_sum over the ranks of a cluster for the preflight: see engine.training.all_sum."""
+"""A real all_sum over the ranks of a cluster for the preflight: see engine.training.group_bench."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import time
 
 from engine.protocol.measurements import AllSumResult
-from engine.training.all_sum import measure_sums, run_check
+from engine.training.group_bench import measure_sums, run_check
 
 _HEAD_START_S = 0.2
 """The last rank of a ring connects first, to rank 0; if that does not listen yet, MLX retries only after a second."""

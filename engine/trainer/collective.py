@@ -75,13 +75,8 @@ class Collective:
         result, self._under_way = self._under_way, None
         return self._wait(lambda: result)
 
-    def send(self, array: mx.array, rank: int) -> None:
-        """Send `array` to a neighbour, which must be receiving: this may return only then. Raises PeerLost."""
-        self.start_send(array, rank)
-        self.finish()
-
     def start_send(self, array: mx.array, rank: int) -> None:
-        """Begin `send`, for whose end `finish` waits. Raises PeerLost."""
+        """Begin to send `array` to a neighbour; `finish` may return only when it is receiving. Raises PeerLost."""
         mx.eval(array)
         self._start(lambda: mx.distributed.send(array, rank, group=self._group, stream=self._stream))
 
@@ -181,11 +176,11 @@ def as_words(value: mx.array) -> mx.array:
 
 def from_words(words: mx.array, specs: Mapping[Name, TensorSpec]) -> dict[Name, mx.array]:
     """The arrays of these `specs`, whose words follow one another in `words`."""
-    found, start = {}, 0
+    arrays, start = {}, 0
     for name, spec in specs.items():
-        found[name] = words[start : start + spec.words].view(spec.dtype)[: spec.size].reshape(spec.shape)
+        arrays[name] = words[start : start + spec.words].view(spec.dtype)[: spec.size].reshape(spec.shape)
         start += spec.words
-    return found
+    return arrays
 
 
 def all_gather_object(collective: Collective, facts: Any) -> list[Any]:
@@ -214,7 +209,7 @@ def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) 
     mine = groups if collective.rank == owner else None
     described = broadcast_object(collective, describe(mine or {}), owner)
     specs = {(group, name): TensorSpec.of(shape, dtype) for group, name, shape, dtype in described}
-    found: dict[str, dict[str, mx.array]] = {}
+    received: dict[str, dict[str, mx.array]] = {}
     # Hundreds of small sums would take longer than one large one.
     for names in packed(specs, lambda name: specs[name].words, _BUCKET_WORDS):
         bucket = {name: specs[name] for name in names}
@@ -228,9 +223,9 @@ def broadcast_arrays(collective: Collective, groups: Groups | None, owner: int) 
         if mine is None:
             for (group, name), value in from_words(total, bucket).items():
                 # A copy: a slice would keep its whole bucket in memory.
-                found.setdefault(group, {})[name] = mx.contiguous(value)
-            mx.eval(found)
-    return found if mine is None else mine
+                received.setdefault(group, {})[name] = mx.contiguous(value)
+            mx.eval(received)
+    return received if mine is None else mine
 
 
 def packed(items: Iterable[Item], size: Callable[[Item], int], room: int) -> list[list[Item]]:

@@ -75,13 +75,6 @@ class Loop(TrainingLoop):
             except LeftOut as error:
                 self.reporter.warn(f"the other ranks go on without this one: {error}")
 
-    def _admit(self, iteration: int) -> None:
-        """Let ranks that were left out go on from here: between two iterations all take part in the same operations."""
-        if self.strategy.admits and not self._pending:
-            # It may take long.
-            self.reporter.phase("saving")
-            self.strategy.admit(self._snapshot(iteration))
-
     def _rejoin(self) -> None:
         self.reporter.phase("loading")
         point = self.strategy.rejoin(lambda: self.control.stop_requested, self.emergency.release)
@@ -92,7 +85,11 @@ class Loop(TrainingLoop):
         if save:
             self._check_replicas(iteration)
             self._saver.save(iteration, last=False)
-        self._admit(iteration)
+        # Ranks that were left out go on from here: between two iterations all take part in the same operations.
+        if self.strategy.admits and not self._pending:
+            # It may take long.
+            self.reporter.phase("saving")
+            self.strategy.admit(self._snapshot(iteration))
         limit_cache(self.job)
 
     def _run(self) -> Outcome:

@@ -93,12 +93,12 @@ def _load_trained(job: Job, model: nn.Module, warn: Callable[[str], None]) -> No
         weights: Any = mx.load(str(job.resume_adapter_file))
     except (RuntimeError, ValueError) as error:
         raise JobError(f"{named}: {error}") from error
-    found = {name: value.shape for name, value in weights.items()} if isinstance(weights, dict) else {}
+    loaded = {name: value.shape for name, value in weights.items()} if isinstance(weights, dict) else {}
     trained = dict(tree_flatten(model.trainable_parameters()))
     shapes = {name: value.shape for name, value in tree_flatten(model.parameters())}
-    if (why := misfit(found, shapes, trained)) is not None:
+    if (why := misfit(loaded, shapes, trained)) is not None:
         raise JobError(f"{named}: {why}")
-    if lacking := len(trained.keys() - found.keys()):
+    if lacking := len(trained.keys() - loaded.keys()):
         warn(partly_resumed(job, len(trained) - lacking, len(trained)))
     model.load_weights(list(weights.items()), strict=False)
 
@@ -115,7 +115,7 @@ def recompute_layers(layers: Sequence[nn.Module], wanted: bool | int) -> None:
 
 
 def _recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    own = layer.trainable_parameters()
+    trained = layer.trainable_parameters()
     generator: Any = mx.random.state
     start = mx.array(generator[0])
     runs = itertools.count()
@@ -128,10 +128,10 @@ def _recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = super(type(layer), layer).__call__(*args, **kwargs)
         if next(runs):
             generator[0][:] = before
-        layer.update(own)
+        layer.update(trained)
         return output
 
-    return mx.checkpoint(compute)(own, *args, **kwargs)
+    return mx.checkpoint(compute)(trained, *args, **kwargs)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

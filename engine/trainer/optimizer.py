@@ -223,8 +223,8 @@ class Updater:
         weights, squares = {}, []
         for name, gradient in gradients.items():
             step, stored = functions[self._dtypes[name]], self._stored[name]
-            own = self.masters[name], stored, self._keys[name]
-            weights[name], self.masters[name], stepped, square = step(gradient, own, self._scalars, (divisor, clip))
+            before = self.masters[name], stored, self._keys[name]
+            weights[name], self.masters[name], stepped, square = step(gradient, before, self._scalars, (divisor, clip))
             stored.update(stepped)
             squares.append(square)
         self._update_model(weights)
@@ -237,18 +237,18 @@ class Updater:
         step, stored = self._compiled[self._dtypes[name]], self._stored[name]
         old, flat, square = self.masters[name].reshape(-1), gradient.reshape(-1), mx.array(0.0)
         del gradient
-        found: dict[str, list[mx.array]] = {_WEIGHT: [], **{kind: [] for kind in stored}}
+        slices: dict[str, list[mx.array]] = {_WEIGHT: [], **{kind: [] for kind in stored}}
         for start in range(0, old.size, self._room):
             part = slice(start, start + self._room)
-            own = old[part], sliced(stored, part), self._keys[name] + mx.array([0, start], mx.uint32)
-            _, kept, stepped, part_square = step(flat[part], own, self._scalars, (divisor, clip))
+            before = old[part], sliced(stored, part), self._keys[name] + mx.array([0, start], mx.uint32)
+            _, kept, stepped, part_square = step(flat[part], before, self._scalars, (divisor, clip))
             square = square + part_square
             mx.eval(square, kept, stepped)
             for kind, value in {_WEIGHT: kept, **stepped}.items():
-                found[kind].append(value)
-            del own, kept, stepped, value, _
+                slices[kind].append(value)
+            del before, kept, stepped, value, _
         del flat, old
-        for kind, values in found.items():
+        for kind, values in slices.items():
             arrays, key = (self.masters, name) if kind == _WEIGHT else (stored, kind)
             arrays[key] = mx.concatenate(values).reshape(arrays[key].shape)
             mx.eval(arrays[key])
@@ -261,14 +261,14 @@ class Updater:
         self,
         dtype: mx.Dtype,
         gradient: mx.array,
-        own: tuple[mx.array, Mapping[str, mx.array], mx.array],
+        before: tuple[mx.array, Mapping[str, mx.array], mx.array],
         scalars: Mapping[str, mx.array],
         scaling: tuple[mx.array | None, mx.array | None],
     ) -> tuple[mx.array, mx.array, dict[str, mx.array], mx.array]:
-        """One parameter's step, a pure function of what is kept and stored of it and its key (`own`), and of the
+        """One parameter's step, a pure function of what is kept and stored of it and its key (`before`), and of the
         gradient's divisor and factor (`scaling`). The model's weight of `dtype`, what is kept and stored, and the sum
         of squares of the gradient before clipping."""
-        (kept, stored, key), (divisor, clip) = own, scaling
+        (kept, stored, key), (divisor, clip) = before, scaling
         mean = gradient if divisor is None else gradient.astype(mx.float32) / divisor
         square = _square(mean)
         parameter, moments = self._form.decode(kept, stored)

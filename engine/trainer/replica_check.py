@@ -54,14 +54,14 @@ def parameter_digests(parameters: Mapping[str, mx.array]) -> dict[str, str]:
     """16 hexadecimal digits each, which change with any of its bits: one pass over the memory, on the device."""
     pieces = {name: _pieces(parameter) for name, parameter in parameters.items()}
     mx.eval([piece for parts in pieces.values() for piece in parts])
-    found = {}
+    digests = {}
     for name, parts in pieces.items():
         parameter = parameters[name]
         digest = hashlib.blake2b(f"{name} {parameter.shape} {parameter.dtype}\n".encode(), digest_size=_DIGEST_BYTES)
         for piece in parts:
             digest.update(np.asarray(piece).tobytes())
-        found[name] = digest.hexdigest()
-    return found
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def parameter_checksum(model: nn.Module) -> str:
@@ -120,8 +120,8 @@ class ReplicaCheck:
         started = time.perf_counter()
         trained = dict(tree_flatten(self.model.trainable_parameters()))
         every = dict(tree_flatten(self.model.parameters()))
-        own = parameter_digests(every)
-        digests = [_combined({name: own[name] for name in names}) for names in (every.keys() - trained, trained)]
+        by_name = parameter_digests(every)
+        digests = [_combined({name: by_name[name] for name in names}) for names in (every.keys() - trained, trained)]
         rows = all_gather_object(self.collective, digests)
         mismatch = find_mismatch(rows, self._frozen)
         if mismatch is None:
@@ -129,7 +129,7 @@ class ReplicaCheck:
             if _size(trained) <= _KEPT_FRACTION * _size(every):
                 self._kept, self._kept_digest = trained, digests[1]
         else:
-            mismatch = replace(mismatch, parameters=self._differing_parameters(own))
+            mismatch = replace(mismatch, parameters=self._differing_parameters(by_name))
         self._compared, self.difference = update, mismatch
         self._report(iteration, update, rows, time.perf_counter() - started)
         return mismatch is None or not self.stops
@@ -160,8 +160,8 @@ class ReplicaCheck:
 
     def broadcast_trained(self, rank: int) -> Mapping[str, mx.array]:
         """The trained parameters of `rank`, bit for bit, on every rank. Raises PeerLost."""
-        own = dict(tree_flatten(self.model.trainable_parameters()))
-        return broadcast_arrays(self.collective, {"trained": own}, rank)["trained"]
+        trained = dict(tree_flatten(self.model.trainable_parameters()))
+        return broadcast_arrays(self.collective, {"trained": trained}, rank)["trained"]
 
     def restore(self) -> bool:
         """Restore the trained parameters of the last agreement; False, on all ranks, when one does not have them."""
@@ -173,26 +173,26 @@ class ReplicaCheck:
         self._restored = True
         return True
 
-    def _differing_parameters(self, own: dict[str, str]) -> tuple[str, ...]:
+    def _differing_parameters(self, by_name: dict[str, str]) -> tuple[str, ...]:
         """Their names: a single one hints at bad memory, all of them at different arithmetic."""
-        table = all_gather_object(self.collective, list(own.values()))
-        return tuple(name for name, *digests in zip(own, *table, strict=True) if len(set(digests)) > 1)
+        table = all_gather_object(self.collective, list(by_name.values()))
+        return tuple(name for name, *digests in zip(by_name, *table, strict=True) if len(set(digests)) > 1)
 
     def _report(self, iteration: int, update: int, rows: list[list[str]], seconds: float) -> None:
-        found = self.difference
-        facts: dict[str, object] = {"iteration": iteration, "update": update, "agreed": found is None}
+        mismatch = self.difference
+        facts: dict[str, object] = {"iteration": iteration, "update": update, "agreed": mismatch is None}
         facts |= {"seconds": seconds, "agreed_at": self.agreed_at}
-        if found is not None:
+        if mismatch is not None:
             facts |= {
-                "ranks": list(found.ranks),
-                "certain": found.certain,
-                "parameters": found.parameters[:_NAMED],
-                "differing": len(found.parameters),
+                "ranks": list(mismatch.ranks),
+                "certain": mismatch.certain,
+                "parameters": mismatch.parameters[:_NAMED],
+                "differing": len(mismatch.parameters),
                 "checksums": ["".join(row) for row in rows],
                 "message": self.message(),
             }
         self.reporter.event("replica_check", **facts)
-        if found is not None and not self.stops:
+        if mismatch is not None and not self.stops:
             self.reporter.warn(self.message())
 
 

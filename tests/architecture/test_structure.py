@@ -18,7 +18,7 @@ TESTS = Code(CODE.repository, ("tests",))
 FLOWS = flows(CODE.repository)
 MOST_FILES, MOST_LINES = 283, 53_000
 """Limits of the engine, lowered when it shrinks, and raised only with what an issue adds."""
-MOST_BINDING = {"found": 54, "each": 33, "known": 17, "own": 37, "it": 0}
+MOST_BINDING = {"found": 29, "each": 31, "known": 17, "own": 16, "it": 0}
 """Names that do not say what they hold → how many functions may have such a parameter or variable; only lowered."""
 MOST_KIND_CONDITIONS = 57
 """Conditions on the kind of a job outside of its own types, which answer by name; only lowered."""

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.torch_trainer.checkpoint import StateManifest, _newest
-from engine.torch_trainer.data import loss_sum
+from engine.torch_trainer.model import loss_sum
 from engine.torch_trainer.train import TorchLoop, load_training
 from engine.torch_trainer.waits import WaitTimer
 from engine.training.checkpoint_files import FileEntry

@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import Job, JobError, TorchSettings
-from engine.torch_trainer.data import load_tokenizer, row_format
-from engine.torch_trainer.model import load_model
+from engine.torch_trainer.model import load_model, load_tokenizer, row_format
 from engine.torch_trainer.optimizer import MlxOptimizer, make_optimizer, make_schedule
 from engine.torch_trainer.strategies import check_group, check_partitioned, join_group
 

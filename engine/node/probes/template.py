@@ -56,7 +56,7 @@ def _mlx_lm(model: Path, keys: Mapping[str, Any]) -> Loaded:
 
 
 def _transformers(model: Path, keys: Mapping[str, Any]) -> Loaded:
-    """As engine.torch_trainer.data."""
+    """As engine.torch_trainer.model."""
     load = importlib.import_module("transformers").AutoTokenizer.from_pretrained
     tokenizer = load(str(model), local_files_only=True, trust_remote_code=keys["trust_remote_code"])
     vocabulary = tokenizer.get_vocab()

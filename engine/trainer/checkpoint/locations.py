@@ -120,8 +120,8 @@ class Remote:
 
     def _updates(self) -> list[int]:
         """The updates of those with a manifest, oldest first. Raises OSError."""
-        found: list[Any] = self._call(self._files.glob, f"{self._root}/step-*/{checkpoint_files.MANIFEST_NAME}")
-        updates = (checkpoint_files.update_of(str(path).rsplit("/", 2)[-2]) for path in found)
+        paths: list[Any] = self._call(self._files.glob, f"{self._root}/step-*/{checkpoint_files.MANIFEST_NAME}")
+        updates = (checkpoint_files.update_of(str(path).rsplit("/", 2)[-2]) for path in paths)
         return sorted(update for update in updates if update is not None)
 
     def _size(self, path: str) -> int:
@@ -180,9 +180,9 @@ class CheckpointLocations:
     def states(self) -> StateFolders:
         """Emergency checkpoints first."""
         emergency = {
-            folder: Author(int(found[1]), int(found[2]))
+            folder: Author(int(match[1]), int(match[2]))
             for folder in sorted(emergency_folder(self.home).glob("*/rank*"))
-            if (found := _EMERGENCY.search(str(folder)))
+            if (match := _EMERGENCY.search(str(folder)))
         }
         return {**emergency, self.base: None, **dict.fromkeys(sorted(self.base.glob("part*")))}
 

@@ -56,6 +56,8 @@ class Strategy(ABC):
     """Every rank has the same, complete state; else each has a part of one."""
     any_part = False
     """Each part is enough to go on."""
+    late_loss: float | None = None
+    """The last iteration's `loss_sum`, where only `apply` computes it. Local."""
 
     @property
     def lazy(self) -> bool:
@@ -70,11 +72,6 @@ class Strategy(ABC):
         self.loader = loader
         self.collective = collective
         self._updater = Updater(job, model, elements)
-
-    @property
-    def late_loss(self) -> float | None:
-        """The last iteration's `loss_sum`, where only `apply` computes it. Local."""
-        return None
 
     @property
     def learning_rate(self) -> float:
@@ -261,26 +258,23 @@ class PartitionedStrategy(Strategy):
         for group, arrays in self._updater.own_part(state).items():
             self._found.setdefault(group, {}).update(arrays)
         if part == parts - 1:
-            found, self._found = self._found, {}
-            self._updater.restore(found)
+            whole, self._found = self._found, {}
+            self._updater.restore(whole)
 
     def trained_weights(self) -> WeightStream:
-        return self._gather_weights(self._trained)
+        return WeightStream({placed.name: placed for placed in self._trained}, self._gathered(self._trained))
 
     def all_weights(self) -> WeightStream:
         """All parameters, as `trained_weights`."""
-        return self._gather_weights(self._placed)
-
-    def _gather_weights(self, parameters: Sequence[PlacedParameter]) -> WeightStream:
-        """`parameters` bit for bit on rank 0; other ranks may get placeholders. Iteration raises PeerLost."""
-        return WeightStream({parameter.name: parameter for parameter in parameters}, self._gathered(parameters))
+        return WeightStream({placed.name: placed for placed in self._placed}, self._gathered(self._placed))
 
     def _gathered(self, parameters: Sequence[PlacedParameter]) -> Iterator[mx.array]:
-        own = dict(tree_flatten(self.model.parameters()))
+        """`parameters` bit for bit on rank 0; other ranks may get placeholders. Iteration raises PeerLost."""
+        held = dict(tree_flatten(self.model.parameters()))
         for parameter in parameters:
             if 0 in parameter.ranks:
-                yield own[parameter.name] if self.collective.rank == 0 else mx.array(0)
+                yield held[parameter.name] if self.collective.rank == 0 else mx.array(0)
                 continue
             holds = self.collective.rank == parameter.ranks[0]
-            mine = as_words(own[parameter.name]) if holds else mx.zeros(parameter.words, mx.uint32)
+            mine = as_words(held[parameter.name]) if holds else mx.zeros(parameter.words, mx.uint32)
             yield from from_words(self.collective.all_sum(mine), {parameter.name: parameter}).values()

@@ -249,13 +249,8 @@ class DataParallel(Strategy):
         self._whole_step = WholeStep.of(job, model, self._updater, ranks)
         self._batch: Batch | None = None
         """The batch of the whole step under way."""
-        self._late_loss: float | None = None
         self._norm = 0.0
         """The last update's."""
-
-    @property
-    def late_loss(self) -> float | None:
-        return self._late_loss
 
     @property
     def gradient_bytes(self) -> int:
@@ -264,7 +259,7 @@ class DataParallel(Strategy):
 
     def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:
         if self._whole_step is not None:
-            self._batch, self._late_loss = batch, None
+            self._batch, self.late_loss = batch, None
             return 0.0, batch.targets
         return self._gradients.add(batch, last=last, exact=exact), batch.targets
 
@@ -285,7 +280,7 @@ class DataParallel(Strategy):
             self._gradients.clear()
             return None
         if self._whole_step is not None and self._batch is not None:
-            self._late_loss, self._norm = self._whole_step.run(self._batch)
+            self.late_loss, self._norm = self._whole_step.run(self._batch)
         else:
             self._norm = self._gradients.apply(self._updater, tokens)
         return self._norm

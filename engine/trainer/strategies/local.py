@@ -90,10 +90,10 @@ class LocalSteps(DataParallel):
         return floats(self._group.all_sum(mx.array(counters)))
 
     def apply(self, tokens: float) -> float | None:
-        own, self._update_tokens, self._due = self._update_tokens, 0, False
-        self._norm = super().apply(own) or 0.0
+        local_tokens, self._update_tokens, self._due = self._update_tokens, 0, False
+        self._norm = super().apply(local_tokens) or 0.0
         if math.isfinite(self._norm):
-            self._averaged[_TOKENS] = mx.array(scalar(self._averaged[_TOKENS]) + own)
+            self._averaged[_TOKENS] = mx.array(scalar(self._averaged[_TOKENS]) + local_tokens)
             self._due = self._schedule.averaging_due(self._iteration)
         elif self._group.rank > 0:
             # It goes on from the others' weights; without rank 0's there would be none.
@@ -109,11 +109,11 @@ class LocalSteps(DataParallel):
         return {**super().state(), _GROUP: dict(self._averaged)}
 
     def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
-        theirs, own = (
+        theirs, ours = (
             {name: (value.shape, value.dtype) for name, value in arrays.items()}
             for arrays in (state.get(_GROUP, {}), self._averaged)
         )
-        return theirs == own and super().fits(state)
+        return theirs == ours and super().fits(state)
 
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         """Each part is a whole state: this rank's own is used, else the first."""
@@ -127,7 +127,7 @@ class LocalSteps(DataParallel):
     def agree(self) -> None:
         """Resumed states may be of both sides of an averaging, or of two attempts: then all ranks take rank 0's."""
         averaged = (value for name, value in sorted(self._averaged.items()) if name != _TOKENS)
-        checksum = reduce(lambda found, value: zlib.crc32(raw(value), found), averaged, 0)
+        checksum = reduce(lambda crc, value: zlib.crc32(raw(value), crc), averaged, 0)
         if len(set(all_gather_object(self._group, checksum))) > 1:
             self.restore(broadcast_arrays(self._group, self.state(), 0), 0, 1)
 

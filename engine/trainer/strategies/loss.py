@@ -147,7 +147,7 @@ class _ChunkedLoss:
         prefix = self._head.name + "."
         parameters = dict(tree_flatten(self._head.module.parameters()))
         names = [name for name in parameters if prefix + name in trained]
-        own = {name: parameters[name] for name in names}
+        head = {name: parameters[name] for name in names}
 
         @mx.custom_function
         def compute(*differentiated: mx.array) -> Any:
@@ -157,8 +157,8 @@ class _ChunkedLoss:
         def multiply(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             return [gradient * cotangents[0].astype(gradient.dtype) for gradient in outputs[1:]]
 
-        outputs: Any = compute(self._hidden, *own.values())
-        self._head.module.update(tree_unflatten(list(own.items())))
+        outputs: Any = compute(self._hidden, *head.values())
+        self._head.module.update(tree_unflatten(list(head.items())))
         loss: mx.array = outputs[0]
         return loss
 
@@ -166,8 +166,8 @@ class _ChunkedLoss:
         """The sum, and its gradients with respect to `hidden` and to the head's `parameters`, which have `names`."""
 
         def compute(differentiated: list[mx.array], chunk: slice) -> mx.array:
-            rows, *own = differentiated
-            self._head.module.update(tree_unflatten(list(zip(names, own, strict=True))))
+            rows, *weights = differentiated
+            self._head.module.update(tree_unflatten(list(zip(names, weights, strict=True))))
             return self._sum(rows, chunk)
 
         differentiate = mx.value_and_grad(compute)

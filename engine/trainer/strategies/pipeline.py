@@ -63,7 +63,8 @@ class StageMessages:
         self.settle()
         mx.eval(array)
         header = [_MAGIC, *tag, _DTYPES.index(array.dtype), *array.shape]
-        self._collective.send(mx.array(header, dtype=mx.int32), rank)
+        self._collective.start_send(mx.array(header, dtype=mx.int32), rank)
+        self._collective.finish()
         self._collective.start_send(array, rank)
         self._sending = True
 

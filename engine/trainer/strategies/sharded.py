@@ -79,7 +79,7 @@ class Shards:
             for section in self._tensors
         ]
         """The tensors of each rank, by section."""
-        self._widths = [[sum(v.words for v in own.values()) for own in owned] for owned in self._owned]
+        self._widths = [[sum(v.words for v in tensors.values()) for tensors in owned] for owned in self._owned]
         self._sent = [
             [
                 {name: v.gradient for name, v in section.items() if v.trained and sender not in v.ranks}
@@ -113,10 +113,10 @@ class Shards:
     def finish_gather(self, section: int) -> dict[str, mx.array]:
         """All parameters of the section. Raises PeerLost."""
         everybody = self._collective.finish()
-        found: dict[str, mx.array] = {}
+        gathered: dict[str, mx.array] = {}
         for owner, parts in enumerate(self._owned[section]):
-            found |= from_words(everybody[owner], parts)
-        return found
+            gathered |= from_words(everybody[owner], parts)
+        return gathered
 
     @contextmanager
     def with_parameters(self, section: int, parameters: Mapping[str, mx.array]) -> Iterator[Section]:
@@ -137,8 +137,8 @@ class Shards:
         sent = self._sent[section][self._collective.rank]
         if self._is_gathered(section):
             rest = mx.zeros(self._sent_words[section] - sum(spec.words for spec in sent.values()), mx.uint32)
-            own = {name: gradients[name] for name in gradients if name not in sent}
-            return Reduction(section, own, mx.concatenate([*(as_words(gradients[name]) for name in sent), rest]))
+            kept = {name: gradients[name] for name in gradients if name not in sent}
+            return Reduction(section, kept, mx.concatenate([*(as_words(gradients[name]) for name in sent), rest]))
         flat = [gradients[name].astype(mx.float32).reshape(-1) for name in self.trained_in(section)]
         return Reduction(section, {}, mx.concatenate(flat))
 
@@ -162,14 +162,14 @@ class Shards:
                 )
                 for name, mine in reduction.own.items()
             }
-        found, start = {}, 0
+        sums, start = {}, 0
         for name in self.trained_in(section):
             tensor = self._tensors[section][name]
             if rank in tensor.ranks:
                 # The sum makes it a copy: a slice would keep all of `total`.
-                found[name] = self._kept(name, [total[start : start + tensor.size].reshape(tensor.shape) + 0.0])
+                sums[name] = self._kept(name, [total[start : start + tensor.size].reshape(tensor.shape) + 0.0])
             start += tensor.size
-        return found
+        return sums
 
     def _kept(self, name: str, contributions: Sequence[mx.array]) -> mx.array:
         total = reduce(float32_sum, contributions)
@@ -196,11 +196,11 @@ def assign_owners(sections: Sequence[Mapping[str, float]], ranks: int) -> dict[s
     return owners
 
 
-def _keep_owned(model: nn.Module, own: set[str]) -> None:
-    """Evaluate `own` parameters; the others become empty and frozen."""
+def _keep_owned(model: nn.Module, owned: set[str]) -> None:
+    """Evaluate `owned` parameters; the others become empty and frozen."""
     every = dict(tree_flatten(model.parameters()))
-    mx.eval([every[name] for name in own])
-    others = [name for name in every if name not in own]
+    mx.eval([every[name] for name in owned])
+    others = [name for name in every if name not in owned]
     for name in others:
         *path, leaf = name.split(".")
         module: Any = model

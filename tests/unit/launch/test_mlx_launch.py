@@ -18,7 +18,7 @@ from engine.errors import LaunchError
 from engine.launch import mlx_launch
 from engine.launch.hostfile import write_hostfile
 from engine.launch.mlx_launch import Launcher
-from engine.launch.rank_environment import gpu_environment, rank_environment, rank_variables
+from engine.launch.rank_environment import gpu_environment, rank_environment
 from engine.launch.ssh_shim import temporary_files
 from engine.launch.start_script import RankProgram, ranks_script
 from engine.node import processes
@@ -70,7 +70,7 @@ def test_ranks_of_one_machine_have_a_gpu_each_and_else_the_same_variables_withou
     for rank, gpu in enumerate(gpus):
         lines = (tmp_path / f"env{rank}").read_text().splitlines()
         found = dict(line.split("=", 1) for line in lines if line.startswith(OF_A_GROUP))
-        direct = rank_variables(rank_environment(network, 21_000, {}), network, rank)
+        direct = rank_environment(network, 21_000, {}).of_rank(rank, tmp_path)
         assert found == direct | {"CUDA_VISIBLE_DEVICES": gpu}, "NCCL_DEBUG and a ring's hostfile among them, say"
 
 
