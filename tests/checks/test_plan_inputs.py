@@ -18,11 +18,15 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from engine.checks import plan_inputs, runner
+from engine.checks.checkpoint import save_size
 from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import (
     ClusterHistory,
+    chosen_job,
     collect_plan_inputs,
     describe_memory,
+    launch_decisions,
+    memory_needs,
     memory_share,
     shared_plan,
 )
@@ -40,7 +44,7 @@ from tests.checks.recorded import RANK
 from tests.damage import stalled
 from tests.demo_copies import made_demo
 from tests.model_files import TINY_LLAMA
-from tests.unit.plan.clusters import QWEN3_4B
+from tests.unit.plan.clusters import QWEN3_4B, inputs, ultra_and_max
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 
@@ -194,6 +198,16 @@ async def test_a_count_that_takes_long_on_one_node_is_not_waited_for(config: Con
         async with asyncio.timeout(20):
             inputs = await collected(slow)
     assert (inputs.examples, inputs.examples_source) == (40, "counted in train.jsonl on node1")
+
+
+async def test_the_checks_and_the_launch_share_one_plan(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Mock(wraps=make_plan)
+    monkeypatch.setattr(plan_inputs, "make_plan", made)
+    monkeypatch.setattr(plan_inputs, "shared_plan_inputs", AsyncMock(return_value=inputs(ultra_and_max())))
+    async with fleet_of(config) as fleet, CheckContext(config, fleet) as context:
+        asked = memory_needs(context), launch_decisions(context), save_size(context), chosen_job(context)
+        await asyncio.gather(*asked)
+    assert made.call_count == 1
 
 
 async def test_a_plan_that_cannot_be_made_is_one_line(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
