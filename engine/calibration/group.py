@@ -122,6 +122,6 @@ def _spec(config: Config, split: str | None, network: NetworkPlan, layouts: Sequ
         world_size=len(config.nodes),
         ranks=sorted(ranks, key=lambda rank: rank.rank),
         job=trainer_job(config, split),
-        framework=config.job.framework,
+        trainer=config.job.kind.framework.trainer,
         replica_check_every=0,
     )

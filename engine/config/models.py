@@ -353,9 +353,9 @@ class Config(_Section):
         return self.file.parent if self.file is not None else Path("/")
 
     @property
-    def elastic_nodes(self) -> str:
-        """The least and the most nodes of an elastic job, as torchrun takes them ("2:4"); "" for any other."""
-        return self.job.kind.torchrun_nodes(len(self.nodes), self.recovery.min_nodes)
+    def torchrun(self) -> dict[str, str | int]:
+        """Options of an elastic job's torchrun; none for any other."""
+        return self.job.kind.torchrun(len(self.nodes), self.recovery.min_nodes, self.recovery.max_restarts)
 
     @property
     def starts_directly(self) -> bool:

@@ -94,9 +94,13 @@ class JobKind:
         """The ranks that the others go on without, or would."""
         return frozenset()
 
-    def rank_restarts(self, max_restarts: int) -> int:
-        """How often a node starts its rank, or its workers, again while the others go on."""
-        return max_restarts if self.outlives_ranks else 0
+    def rank_restarts(self, rank: int, max_restarts: int) -> int:
+        """How often a node starts its rank again while the others go on."""
+        return 0
+
+    def prints_metrics(self, rank: int) -> bool:
+        """The rank's node reads them from what it prints."""
+        return False
 
     def why_never_restarted(self, *, restart_commands: bool, nothing_ran: bool) -> str | None:
         """None where another attempt may follow. `nothing_ran`: the failed one could not be launched, by chance."""
@@ -106,9 +110,9 @@ class JobKind:
         """Without mlx.launch, which ends all ranks when one has ended. `launcher`: of [cluster]."""
         return launcher == "direct" or self.outlives_ranks or not self.framework.by_mlx_launch
 
-    def torchrun_nodes(self, nodes: int, min_nodes: int | None) -> str:
-        """The least and the most nodes, as torchrun takes them ("2:4"); "" where no torchrun is started."""
-        return ""
+    def torchrun(self, nodes: int, min_nodes: int | None, max_restarts: int) -> dict[str, str | int]:
+        """Options of the torchrun that each rank is; none where it is none."""
+        return {}
 
     def state_needs_all(self, nodes: int, *, local_checkpoints: bool) -> bool:
         """Each of `nodes` has a part of the training state that exists nowhere else, so that no restart can do without
@@ -129,6 +133,9 @@ class PeriodicAveraging(JobKind):
     def watched_ranks(self, world_size: int) -> tuple[int, ...]:
         return (0,)
 
+    def rank_restarts(self, rank: int, max_restarts: int) -> int:
+        return max_restarts if rank else 0
+
     def losable(self, seen: RanksSeen) -> frozenset[int]:
         # Until the first update every rank is needed.
         return frozenset(number for number, rank in enumerate(seen.ranks) if number and rank.started and seen.stepped)
@@ -147,6 +154,9 @@ class OwnCommand(JobKind):
     def watched_ranks(self, world_size: int) -> tuple[int, ...]:
         # It alone reports.
         return (0,)
+
+    def prints_metrics(self, rank: int) -> bool:
+        return rank == 0
 
     def succeeded(self, record: ExitRecord | None, end: Mapping[str, Any] | None) -> bool:
         # One that was told to end has not done its work.
@@ -185,8 +195,12 @@ class ElasticTorchrun(OwnCommand):
                 lost += rank.failed
         return frozenset(losable)
 
-    def torchrun_nodes(self, nodes: int, min_nodes: int | None) -> str:
-        return f"{min_nodes or nodes}:{nodes}"
+    def torchrun(self, nodes: int, min_nodes: int | None, max_restarts: int) -> dict[str, str | int]:
+        # The least and the most nodes.
+        return {"--nnodes": f"{min_nodes or nodes}:{nodes}", "--max-restarts": max_restarts}
+
+    def prints_metrics(self, rank: int) -> bool:
+        return True
 
 
 @cache

@@ -18,6 +18,8 @@ class FrameworkTraits:
     """Our trainer imports these, the one that has the backends first."""
     command_packages: tuple[str, ...]
     """A command may import these."""
+    trainer: str
+    """The module that each rank of a training runs."""
     adapters: str
     """The library whose adapters it trains."""
     tcp_backend: Literal["ring", "gloo"]
@@ -43,12 +45,15 @@ class FrameworkTraits:
         return (launcher, "deepspeed") if by_accelerate else (launcher,)
 
 
-MLX: Final = FrameworkTraits("mlx", "MLX", ("mlx", "mlx-lm"), ("mlx", "mlx-lm"), "mlx-lm", "ring")
+MLX: Final = FrameworkTraits(
+    "mlx", "MLX", ("mlx", "mlx-lm"), ("mlx", "mlx-lm"), "engine.trainer.main", "mlx-lm", "ring"
+)
 TORCH: Final = FrameworkTraits(
     "torch",
     "PyTorch",
     ("torch", "accelerate", "transformers", "peft"),
     ("torch",),
+    "engine.torch_trainer.main",
     "peft",
     "gloo",
     by_mlx_launch=False,

@@ -22,7 +22,7 @@ its end, as for the head.
 With `--detach` the process that was started exits when the rank has started: with 0 when the identity is written, with
 the keeper's own code when it ended before. So the rank depends on no launcher, ssh session or pipe.
 
-Where the others go on without a rank (`rank_restarts` above 0, and not rank 0), the keeper starts a trainer that has
+Where the others go on without a rank (its `restarts` above 0), the keeper starts a trainer that has
 failed again, after 1, 2, 4 … 30 s: not before the rank's first step, until which the others need it, nor where
 `_may_restart` says so. A trainer that has run for STEADY_S begins to count its restarts anew. Log and events go on in
 the same files, the identity is the new program's, and the exit record is of the last one.
@@ -192,12 +192,12 @@ class Keeper:
         """Readers of what a command prints, and of its tracker's files, which then have the metrics; none where no
         events can be written. Of an elastic job any node may have rank 0."""
         spec = self._spec
-        if spec.command is None or (self._rank.rank != 0 and not spec.elastic):
+        if not self._rank.prints_metrics:
             return None, None
         try:
             events = self._events()
             printed = PrintedMetrics(
-                events, elastic=bool(spec.elastic), activity_only=spec.logging_dir is not None, pattern=spec.metrics
+                events, elastic=bool(spec.torchrun), activity_only=spec.logging_dir is not None, pattern=spec.metrics
             )
         except (OSError, re.error) as error:
             _log(f"no metrics: {error}")
@@ -211,7 +211,7 @@ class Keeper:
         if program.cooperative:
             return None
         # torchrun gives an elastic job's workers a group of their own.
-        grouped = self._spec.world_size > 1 and not self._spec.elastic
+        grouped = self._spec.world_size > 1 and not self._spec.torchrun
         with contextlib.suppress(OSError):
             return RankActivity(self._events(), program.pid, program.environment, grouped=grouped)
         return None
@@ -221,7 +221,7 @@ class Keeper:
 
     def _may_restart(self, code: int) -> bool:
         """The program failed by itself, and may not do so again."""
-        if self._rank.rank == 0 or self._spec.elastic or self._restarts >= self._spec.rank_restarts:
+        if self._restarts >= self._rank.restarts:
             return False
         ended = code == 0 or code in FINAL_EXITS or self._asked_to_leave or self._stopped_by is not None
         if ended or not has_stepped(self._files.events(self._rank.rank)):
@@ -236,7 +236,7 @@ class Keeper:
         delay_s = min(2.0**self._restarts, _LONGEST_BACKOFF_S)
         self._restarts += 1
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        _log(f"the program ended ({how}): start {self._restarts} of {self._spec.rank_restarts} in {delay_s:g} s")
+        _log(f"the program ended ({how}): start {self._restarts} of {self._rank.restarts} in {delay_s:g} s")
         self._restart_at = lease_clock() + delay_s
         while self._stopped_by is None and lease_clock() < self._restart_at:
             self._wait()
@@ -281,7 +281,7 @@ class Keeper:
                 self._end_lease(program)
         elif command == attempt.STOP:
             self._stop(program, "stop")
-        elif command == attempt.EMERGENCY_CHECKPOINT and self._spec.elastic:
+        elif command == attempt.EMERGENCY_CHECKPOINT and self._spec.torchrun:
             self._restart_workers()
         elif command == attempt.EMERGENCY_CHECKPOINT and program is not None and program.cooperative:
             _log("a peer is lost: asking the trainer to save its state and exit")
@@ -466,7 +466,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _keep(spec: AttemptSpec, rank: RankSpec, files: NodeFiles, notifier: StartupNotifier) -> int:
     marks = {attempt.NONCE_ENV: spec.nonce, TORCHRUN_ID_ENV: torchrun_id(spec), "MLX_RANK": str(rank.rank)}
-    reaper = GroupReaper(marks if spec.elastic else None)
+    reaper = GroupReaper(marks if spec.torchrun else None)
     try:
         return Keeper(spec, rank, files, reaper, notifier).run()
     finally:

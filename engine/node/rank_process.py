@@ -23,7 +23,6 @@ _CHUNK_BYTES = 65_536
 _BUNDLE = Path(__file__).resolve().parents[2]
 """The folder that `engine` is imported from."""
 TORCHRUN_ID_ENV = "TORCHELASTIC_RUN_ID"
-_TRAINERS = {"mlx": "engine.trainer.main", "torch": "engine.torch_trainer.main"}
 _ACCELERATE_LAUNCH = _BUNDLE / "engine" / "torch_trainer" / "accelerate_launch.py"
 
 
@@ -164,7 +163,7 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
     own_files = {attempt.SPEC_ENV: str(files.spec), attempt.EVENTS_ENV: str(files.events(rank.rank))}
     environment = {**os.environ, **spec.env, attempt.NONCE_ENV: spec.nonce, **own_files}
     environment |= {"MLX_RANK": str(rank.rank), "PYTHONUNBUFFERED": "1"}
-    if spec.framework == "torch" and spec.command is not None and not spec.elastic:
+    if spec.as_torchrun and not spec.torchrun:
         # As torchrun does for its workers, whose store its agent has.
         role = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
         environment |= {
@@ -173,18 +172,17 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
             "TORCHELASTIC_RESTART_COUNT": str(spec.attempt - 1),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), role)),  # noqa: B905  (Python 3.9)
-            "ROLE_NAME": option_value(spec.command, "--role", "default"),
+            "ROLE_NAME": option_value(spec.command or (), "--role", "default"),
         }
-    if spec.framework == "torch" and spec.command is not None and int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1:
+    if spec.as_torchrun and int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1:
         # As torchrun does: each rank would else have a thread for every core.
         environment.setdefault("OMP_NUM_THREADS", "1")
-    if spec.elastic:
+    if spec.torchrun:
         environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
         # A store of their own for the workers of each round. In the agents' common one they would find what those of
         # the last round have left: they tell rounds apart by restarts, which the agents count differently.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if spec.framework == "mlx":
-        environment.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")  # as engine/trainer/__init__.py, for commands
+    environment.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")  # as engine/trainer/__init__.py, for commands
     if spec.world_size == 1:
         # mlx.launch gives a single rank an empty hostfile, which MLX's ring rejects as broken.
         environment.pop("MLX_HOSTFILE", None)
@@ -204,9 +202,8 @@ def _torchrun(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
     its workers apart by their ranks."""
     host = os.environ["MASTER_ADDR"]
     options = {
-        "--nnodes": spec.elastic,
+        **spec.torchrun,
         "--nproc-per-node": rank.processes,
-        "--max-restarts": spec.rank_restarts,
         "--rdzv-backend": "c10d",
         "--rdzv-endpoint": f"{host}:{os.environ['MASTER_PORT']}",
         "--rdzv-id": torchrun_id(spec),
@@ -221,13 +218,13 @@ def _torchrun(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
 def _arguments(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> list[str]:
     """The program's arguments, with this node's python and paths in place of the placeholders."""
     if spec.command is None:
-        return [sys.executable, "-m", _TRAINERS[spec.framework]]
+        return [sys.executable, "-m", spec.trainer]
     given = spec.command
-    if spec.framework == "torch":
+    if spec.as_torchrun:
         given = rank_command(given, int(os.environ.get("LOCAL_RANK", "0")), str(_ACCELERATE_LAUNCH))
     if not given:
         raise ValueError("the command is empty")
-    if spec.elastic:
+    if spec.torchrun:
         script = given[1:]
         if script and script[0].startswith("-") and script[0] != "-m":
             # An option of python's, which torchrun does not know.

@@ -71,6 +71,10 @@ class RankSpec:
     """The first of its addresses for the other ranks."""
     processes: int = 1
     """Workers that an elastic job's torchrun starts on the node."""
+    restarts: int = 0
+    """How often its keeper starts its program again while the other ranks go on."""
+    prints_metrics: bool = False
+    """They are read from what its program prints."""
     share: float = 1.0
     """Relative share of the global batch, > 0."""
     validates: bool = True
@@ -93,8 +97,10 @@ class AttemptSpec:
     """mlx-lm's keys and ours; None when `command` is given."""
     command: list[str] | None = None
     """The user's own program instead of the trainer."""
-    framework: str = "mlx"
-    """"mlx" or "torch": of the trainer, and of a command, which then may begin with one of PyTorch's launchers."""
+    trainer: str = "engine.trainer.main"
+    """The module that a rank runs where there is no `command`."""
+    as_torchrun: bool = False
+    """The command gets the variables of a torchrun's worker, and its launcher's place is taken."""
     logging_dir: str | None = None
     """Folder of the TensorBoard files of a PyTorch command, below the rank's workdir; None: it prints its metrics."""
     metrics: str | None = None
@@ -120,11 +126,8 @@ class AttemptSpec:
     """"none", "gzip" or "zstd"."""
     resume: bool = False
     """Resume from the newest complete state that any rank has."""
-    rank_restarts: int = 0
-    """How often a keeper of another rank than 0 starts its program again, where the other ranks go on without it; or,
-    of an elastic job, torchrun its workers."""
-    elastic: str = ""
-    """The least and the most nodes of an elastic job, "2:4"; "" for any other."""
+    torchrun: dict[str, str | int] = field(default_factory=dict)
+    """Options of the torchrun that each rank is, with workers of its own; none where the program is the rank."""
     needs_state: str = ""
     """Why `resume` must not begin at iteration 1 where no rank has a state; "" where it may."""
     accept_changed_data: bool = False

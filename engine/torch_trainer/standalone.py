@@ -32,7 +32,6 @@ def main() -> None:
         world_size=size,
         ranks=ranks,
         job=request["job"],
-        framework="torch",
     )
     # The trainer takes the folder two above it for the run's.
     path = Path(here, "standalone", "attempts", "1", f"spec.{rank}.json")

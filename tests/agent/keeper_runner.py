@@ -89,6 +89,7 @@ def start_keeper(
     *,
     trainer: str | None = None,
     rank: int = 0,
+    restarts: int = 0,
     spec_fields: dict[str, Any] | None = None,
     workdir: Path | None = None,
     prefix: list[str] | None = None,
@@ -100,7 +101,9 @@ def start_keeper(
     files = NodeFiles.for_attempt(directory / "node", "run", 1)
     files.directory.mkdir(parents=True)
     nonce = uuid.uuid4().hex
-    own = RankSpec(rank, "n", sys.executable, str(workdir or directory))
+    own = RankSpec(
+        rank, "n", sys.executable, str(workdir or directory), restarts=restarts, prints_metrics=command is not None
+    )
     spec = AttemptSpec("run", 1, nonce, "ring", rank + 1, [own], command=command, **(spec_fields or {}))
     write_atomic(files.spec, spec.to_json())
     with files.keeper_log(rank).open("ab") as troubles:

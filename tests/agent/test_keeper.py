@@ -491,12 +491,13 @@ if start == 1:
 """
 
 
-def start_rank_1(tmp_path: Path, trainer: str, **spec_fields: Any) -> RunningKeeper:
-    return start_keeper(tmp_path, None, trainer=STEPPED + trainer, rank=1, spec_fields=spec_fields)
+def start_rank_1(tmp_path: Path, trainer: str, restarts: int, **spec_fields: Any) -> RunningKeeper:
+    source = STEPPED + trainer
+    return start_keeper(tmp_path, None, trainer=source, rank=1, restarts=restarts, spec_fields=spec_fields)
 
 
 def test_a_trainer_that_fails_is_started_again_after_its_remains_were_swept(tmp_path: Path) -> None:
-    kept = start_rank_1(tmp_path, LEAVES_ORPHAN + "while not Path('go').exists(): time.sleep(0.01)", rank_restarts=1)
+    kept = start_rank_1(tmp_path, LEAVES_ORPHAN + "while not Path('go').exists(): time.sleep(0.01)", restarts=1)
     kept.await_output(b"orphan")
     first = kept.identity()
     kept.await_output(b"start 2")
@@ -513,7 +514,7 @@ def test_a_trainer_that_fails_is_started_again_after_its_remains_were_swept(tmp_
 
 
 def test_the_agent_kills_the_program_that_was_started_last(tmp_path: Path) -> None:
-    kept = start_rank_1(tmp_path, "if start == 1: sys.exit(9)\nsignal.pause()", rank_restarts=1)
+    kept = start_rank_1(tmp_path, "if start == 1: sys.exit(9)\nsignal.pause()", restarts=1)
     watched = WatchedRank(1, kept.files, kept.identity())
     kept.await_output(b"start 2")
     wait_until(lambda: watched.identity != kept.identity())
@@ -522,7 +523,7 @@ def test_the_agent_kills_the_program_that_was_started_last(tmp_path: Path) -> No
 
 
 def test_a_trainer_is_started_again_only_so_often(tmp_path: Path) -> None:
-    kept = start_rank_1(tmp_path, "sys.exit(9)", rank_restarts=2)
+    kept = start_rank_1(tmp_path, "sys.exit(9)", restarts=2)
     assert kept.ended().code == 9
     assert kept.process.returncode == 9
     assert [line for line in kept.output().decode().splitlines() if line.startswith("start")] == [
@@ -543,35 +544,28 @@ def test_a_trainer_is_started_again_only_so_often(tmp_path: Path) -> None:
 def test_a_trainer_that_completed_or_would_fail_again_is_not_started_again(
     tmp_path: Path, ends: str, code: int
 ) -> None:
-    kept = start_rank_1(tmp_path, ends, rank_restarts=3)
+    kept = start_rank_1(tmp_path, ends, restarts=3)
     assert kept.ended().code == code
     assert kept.output() == b"start 1\n"
 
 
-def test_rank_0_is_not_started_again(tmp_path: Path) -> None:
-    kept = start_keeper(tmp_path, None, trainer=STEPPED + "sys.exit(9)", spec_fields={"rank_restarts": 3})
-    assert (kept.ended().code, kept.output()) == (9, b"start 1\n")
-
-
 def test_a_trainer_that_fails_before_its_first_step_is_not_started_again(tmp_path: Path) -> None:
     source = STARTED + "event(0, event='start'); sys.exit(9)"
-    kept = start_keeper(tmp_path, None, trainer=source, rank=1, spec_fields={"rank_restarts": 3})
+    kept = start_keeper(tmp_path, None, trainer=source, rank=1, restarts=3)
     assert (kept.ended().code, kept.output()) == (9, b"start 1\n")
 
 
 def test_a_trainer_that_ran_for_long_begins_to_count_its_restarts_anew(tmp_path: Path) -> None:
     steady_at_once = "import sys; from engine.node import keeper; keeper.STEADY_S = 0.0; keeper.main(sys.argv[4:])"
     source = STEPPED + f"sys.exit({TrainerExit.PEER_LOST:d} if start < 3 else 0)"
-    kept = start_keeper(
-        tmp_path, None, trainer=source, rank=1, spec_fields={"rank_restarts": 1}, prefix=python(steady_at_once)
-    )
+    kept = start_keeper(tmp_path, None, trainer=source, rank=1, restarts=1, prefix=python(steady_at_once))
     assert kept.ended().code == 0
     assert kept.troubles().count("start 1 of 1") == 2
 
 
 def test_a_save_of_the_program_before_gives_the_next_one_no_longer_grace(tmp_path: Path) -> None:
     source = "if start == 1: event(2, event='phase', phase='saving'); sys.exit(9)\nsignal.pause()"
-    kept = start_rank_1(tmp_path, source, rank_restarts=1, **{**QUICK, "save_grace_s": 60.0})
+    kept = start_rank_1(tmp_path, source, restarts=1, **{**QUICK, "save_grace_s": 60.0})
     kept.await_output(b"start 2")
     kept.say(STOP)
     assert kept.ended().signal == signal.SIGTERM
@@ -580,7 +574,7 @@ def test_a_save_of_the_program_before_gives_the_next_one_no_longer_grace(tmp_pat
 @pytest.mark.parametrize("command", [STOP, EMERGENCY_CHECKPOINT])
 def test_a_trainer_that_was_asked_to_leave_is_not_started_again(tmp_path: Path, command: bytes) -> None:
     leaves = "os.read(int(os.environ['FLIGHTDECK_CONTROL_FD']), 100); sys.exit(5)"
-    kept = start_rank_1(tmp_path, leaves, rank_restarts=3, stop_grace_s=60.0)
+    kept = start_rank_1(tmp_path, leaves, restarts=3, stop_grace_s=60.0)
     kept.await_output(b"start 1")
     kept.say(command)
     assert (kept.ended().code, kept.output()) == (5, b"start 1\n")
@@ -593,7 +587,7 @@ def test_a_trainer_that_was_asked_to_leave_is_not_started_again(tmp_path: Path, 
 def test_a_rank_that_waits_to_be_started_again_ends_at_a_command(
     tmp_path: Path, command: bytes | signal.Signals, reason: str
 ) -> None:
-    kept = start_rank_1(tmp_path, "sys.exit(9)", rank_restarts=100)
+    kept = start_rank_1(tmp_path, "sys.exit(9)", restarts=100)
     # The second wait is 2 s long.
     wait_until(lambda: "start 2 of 100" in kept.troubles())
     if isinstance(command, signal.Signals):
@@ -606,13 +600,13 @@ def test_a_rank_that_waits_to_be_started_again_ends_at_a_command(
 
 
 def test_a_rank_that_waits_to_be_started_again_ends_with_its_lease(tmp_path: Path) -> None:
-    kept = start_rank_1(tmp_path, "sys.exit(9)", rank_restarts=100, lease_s=3.0)
+    kept = start_rank_1(tmp_path, "sys.exit(9)", restarts=100, lease_s=3.0)
     assert kept.ended().stopped_by == "lease"
 
 
 def test_a_fenced_attempt_starts_no_program_again(tmp_path: Path) -> None:
     fences = "Path(os.environ['FLIGHTDECK_SPEC']).with_name('fenced').touch(); sys.exit(9)"
-    kept = start_rank_1(tmp_path, fences, rank_restarts=3)
+    kept = start_rank_1(tmp_path, fences, restarts=3)
     assert (kept.ended().code, kept.output()) == (9, b"start 1\n")
 
 
@@ -626,7 +620,7 @@ def test_pytorch_ranks_on_one_machine_have_a_thread_each(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     show = ["python", "-c", "import os; print(os.environ.get('OMP_NUM_THREADS'))"]
-    fields = {"framework": "torch", "env": {"OMP_NUM_THREADS": given} if given else {}}
+    fields = {"as_torchrun": True, "env": {"OMP_NUM_THREADS": given} if given else {}}
     keeper = start_keeper(tmp_path, show, spec_fields=fields)
     keeper.ended()
     assert keeper.output().strip() == threads
@@ -643,6 +637,6 @@ def test_a_pytorch_command_has_the_variables_of_torchruns_workers(
         "-c",
         f"import os; print(*[os.environ[name] for name in {names}], os.environ['TORCHELASTIC_RUN_ID'])",
     ]
-    keeper = start_keeper(tmp_path, show, spec_fields={"framework": "torch"})
+    keeper = start_keeper(tmp_path, show, spec_fields={"as_torchrun": True})
     keeper.ended()
     assert keeper.output().split() == [b"0", b"False", b"default", b"3", b"8", b"run.1"]

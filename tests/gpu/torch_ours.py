@@ -17,7 +17,7 @@ def main() -> None:
     request = read_request()
     home = Path(request["folder"])
     ranks = [RankSpec(0, "n0", sys.executable, str(home))]
-    spec = AttemptSpec("run", 1, "", request["backend"], 1, ranks, request["job"], framework="torch")
+    spec = AttemptSpec("run", 1, "", request["backend"], 1, ranks, request["job"])
     reporter = Reporter(EventWriter(home / "events.jsonl", 0, 1))
     load = import_trainer(request["backend"]).load_training
     loop = load(TrainingProcess(spec, home, 0, Control(), reporter))

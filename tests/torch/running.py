@@ -105,7 +105,15 @@ def start_torch(
     directory.mkdir(parents=True, exist_ok=True)
     specs = [RankSpec(rank, f"n{rank}", str(TORCH), str(directory)) for rank in range(ranks)]
     spec = AttemptSpec(
-        "run", attempt, uuid.uuid4().hex, backend, ranks, specs, dict(job), framework="torch", **(fields or {})
+        "run",
+        attempt,
+        uuid.uuid4().hex,
+        backend,
+        ranks,
+        specs,
+        dict(job),
+        trainer="engine.torch_trainer.main",
+        **(fields or {}),
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -140,7 +140,7 @@ def test_without_rank_0_the_others_save_and_any_one_of_them_is_enough(tiny: Tiny
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again_by_its_keeper_and_joins(tiny: Tiny, tmp_path: Path) -> None:
     job = local_job(tiny, iters=4000, val_batches=0, save_every=4000)
-    run = launch(tmp_path, job, shares=(1.0, 1.0), spec_fields={"rank_restarts": 1})
+    run = launch(tmp_path, job, shares=(1.0, 1.0), overrides={rank: {"restarts": rank} for rank in range(2)})
     try:
         wait_until(lambda: len(steps(run, 0)) > 5, LIMIT_S)
         run.kill(1)

@@ -71,7 +71,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
     nodes = inputs.config.nodes
     counts = Counter[SshTarget]()
     for node in nodes:
-        counts[SshTarget.parse(node.ssh)] += node.processes if job.elastic else 1
+        counts[SshTarget.parse(node.ssh)] += node.processes
     first, paths = next(iter(counts)), {"model": nodes[0].model or job.model, "data": nodes[0].data or job.data}
     memory = [fit.choice.chosen.memory] if fit.choice is not None else []
     needed = [estimated.host_bytes if fit.on_gpu else estimated.needed_bytes for estimated in memory]
@@ -98,7 +98,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         planned=not isinstance(fit.settings, Disabled),
         launcher=launcher,
         options=tuple(option for option in joined_options(options) if option != "--module"),
-        elastic=inputs.config.elastic_nodes,
+        elastic=str(inputs.config.torchrun.get("--nnodes", "")),
         restarts=recovery.max_restarts,
         job=_resolved(context, fit) if context.settings else None,
     )

@@ -105,7 +105,14 @@ def test_a_command_may_be_silent_for_longer_and_gets_term_at_once() -> None:
 
 
 def test_only_ranks_that_the_others_go_on_without_are_started_again_by_their_node() -> None:
-    assert [kind.rank_restarts(3) for kind in (LOCKSTEP, COMMAND, LOCAL, ELASTIC)] == [0, 0, 3, 3]
+    kinds = (LOCKSTEP, COMMAND, LOCAL, ELASTIC)
+    assert [[kind.rank_restarts(rank, 3) for rank in (0, 1)] for kind in kinds] == [[0, 0], [0, 0], [0, 3], [0, 0]]
+
+
+def test_metrics_are_read_from_the_output_of_rank_0_and_of_any_node_of_an_elastic_job() -> None:
+    kinds = (LOCKSTEP, LOCAL, COMMAND, ELASTIC)
+    read = [[kind.prints_metrics(rank) for rank in (0, 1)] for kind in kinds]
+    assert read == [[False, False], [False, False], [True, False], [True, True]]
 
 
 @pytest.mark.parametrize(
@@ -138,12 +145,9 @@ def test_mlx_launch_starts_what_does_not_outlive_its_ranks(kind: JobKind, *, by_
     assert kind.starts_directly("direct")
 
 
-def test_only_an_elastic_job_has_nodes_for_torchrun() -> None:
-    assert (ELASTIC.torchrun_nodes(4, 2), ELASTIC.torchrun_nodes(4, None), COMMAND.torchrun_nodes(4, 2)) == (
-        "2:4",
-        "4:4",
-        "",
-    )
+def test_only_an_elastic_job_starts_a_torchrun_on_each_node() -> None:
+    assert ELASTIC.torchrun(4, 2, 3) == {"--nnodes": "2:4", "--max-restarts": 3}
+    assert (ELASTIC.torchrun(4, None, 0)["--nnodes"], COMMAND.torchrun(4, 2, 3)) == ("4:4", {})
 
 
 def test_only_a_partitioned_state_on_the_nodes_alone_needs_all_of_them() -> None:
