@@ -86,8 +86,12 @@ class NodeUnreachable(FlightDeckError):
 class HostKeyUnknown(NodeUnreachable):
     """The node's host key is in no known_hosts. Only a user who has compared the fingerprint may accept it."""
 
-    def __init__(self, what: str, *, target: str, key: str, fingerprint: str, where: str = "", todo: str = "") -> None:
+    def __init__(
+        self, what: str, *, target: str, key: str, fingerprint: str, name: str = "", where: str = "", todo: str = ""
+    ) -> None:
         super().__init__(what, where=where, todo=todo)
+        self.name = name
+        """By which known_hosts would hold the key."""
         self.target = target
         """`[user@]host[:port]`."""
         self.key = key

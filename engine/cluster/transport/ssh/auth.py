@@ -19,12 +19,6 @@ PLAIN_HOST_KEY_ALGORITHMS = ("ssh-ed25519", *_NIST, "rsa-sha2-512")
 """Host key algorithms without certificates."""
 
 
-class NamedHostKeyUnknown(HostKeyUnknown):
-    """`name` is the one under which known_hosts would hold the key."""
-
-    name: str
-
-
 class HostKeyRecorder(asyncssh.SSHClient):
     """Remembers the host key that no known_hosts vouches for."""
 
@@ -99,16 +93,15 @@ def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: s
             expected=expected,
             found=fingerprint,
         )
-    unknown = NamedHostKeyUnknown(
+    return HostKeyUnknown(
         "the host key is not known",
         where=where,
+        name=recorder.name,
         target=target,
         key=" ".join(recorder.offered.export_public_key().decode().split()[:2]),
         fingerprint=fingerprint,
         todo=f"compare it with the node's own, then accept it: flightdeck nodes --trust {fingerprint}",
     )
-    unknown.name = recorder.name
-    return unknown
 
 
 LOCKED = "locked by a passphrase, and not in the agent"

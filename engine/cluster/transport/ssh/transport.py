@@ -16,12 +16,11 @@ import asyncssh
 
 from engine.cluster.transport.base import Completed, for_any_shell
 from engine.cluster.transport.ssh import ConnectionLimiter
-from engine.cluster.transport.ssh.auth import NamedHostKeyUnknown
 from engine.cluster.transport.ssh.channel import ShellCommand, SshChannel
 from engine.cluster.transport.ssh.connection import OpenConnection, dial
 from engine.cluster.transport.ssh.errors import SSH_ERRORS, SessionRefused, connection_lost, unreachable_error
 from engine.cluster.transport.ssh_config import add_known_host
-from engine.errors import HostKeyChanged, NodeUnreachable
+from engine.errors import HostKeyChanged, HostKeyUnknown, NodeUnreachable
 from engine.security.identifiers import SshTarget
 
 _KILL_LIMIT_S = 5.0
@@ -90,7 +89,7 @@ class SshTransport:
         where = str(self.target)
         try:
             connection = await dial(self.target, self._home, self._limiter)
-        except NamedHostKeyUnknown as offered:
+        except HostKeyUnknown as offered:
             if offered.target != where:
                 raise
             if offered.fingerprint != fingerprint:
