@@ -71,9 +71,15 @@ class Loop(TrainingLoop):
             try:
                 if self.strategy.left_out:
                     self._rejoin()
-                return self._run()
+                done = self.point.iteration
+                self.emergency.hold(self._snapshot(done))
+                self._check_replicas(done)
+                return super().run()
             except LeftOut as error:
                 self.reporter.warn(f"the other ranks go on without this one: {error}")
+            except _ReplicasDiffer:
+                break
+        return self._stop_on_mismatch()
 
     def _rejoin(self) -> None:
         self.reporter.phase("loading")
@@ -91,16 +97,6 @@ class Loop(TrainingLoop):
             self.reporter.phase("saving")
             self.strategy.admit(self._snapshot(iteration))
         limit_cache(self.job)
-
-    def _run(self) -> Outcome:
-        done = self.point.iteration
-        self.emergency.hold(self._snapshot(done))
-        try:
-            self._check_replicas(done)
-            return self._finish(self._train_and_validate())
-        except _ReplicasDiffer:
-            pass
-        return self._stop_on_mismatch()
 
     def _loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         return self.strategy.loss(examples, indices)

@@ -149,7 +149,7 @@ class SingleNodeTrainer:
                 self._accumulate(batch, last=False)
             self._accumulate(batch, last=True)
             self._strategy.exchange([])
-            states.append(before + self._strategy.gradient_bytes)
+            states.append(before + self._strategy.gradients.nbytes)
             self._apply()
             on_step()
         return states[0], mx.get_peak_memory()

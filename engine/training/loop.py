@@ -92,14 +92,21 @@ class TrainingLoop(ABC):
 
     def run(self) -> Outcome:
         """Train until the last iteration, the end of the job's patience or an agreed stop, and save."""
-        return self._finish(self._train_and_validate())
+        outcome = self._train_and_validate()
+        if outcome.completed:
+            self._window.require_targets()
+        # What was never trained must not replace what an earlier run has left.
+        if outcome.iteration > 0:
+            self._save_at_end(outcome)
+        return outcome
 
     def _train_and_validate(self) -> Outcome:
         self.strategy.model.train()
         done = self.point.iteration
         while done < self.job.iters:
             last = self.last_of_step(done + 1)
-            due = next(filter(self._validation_due, range(done + 1, last + 1)), None)
+            iterations = range(done + 1, last + 1) if len(self.valid) else ()
+            due = next(filter(self.job.validates_before, iterations), None)
             if due is not None and not self._patience_over:
                 self._validate(due - 1)
                 if self.stopping:
@@ -113,14 +120,6 @@ class TrainingLoop(ABC):
             self._between(last, save=last // self.job.save_every > done // self.job.save_every)
             done = last
         return Outcome(True, self.stopping, self.job.iters)
-
-    def _finish(self, outcome: Outcome) -> Outcome:
-        if outcome.completed:
-            self._window.require_targets()
-        # What was never trained must not replace what an earlier run has left.
-        if outcome.iteration > 0:
-            self._save_at_end(outcome)
-        return outcome
 
     def run_and_test(self) -> None:
         """Run, and report the end."""
@@ -146,9 +145,6 @@ class TrainingLoop(ABC):
                 break
         self.strategy.model.train()
         return None if self.stopping or not tokens else loss / tokens
-
-    def _validation_due(self, iteration: int) -> bool:
-        return len(self.valid) > 0 and self.job.validates_before(iteration)
 
     def _validate(self, iteration: int) -> None:
         self.reporter.phase("validating")

@@ -44,7 +44,7 @@ def gradients(training: Any, job: Job, tokens: float) -> dict[str, mx.array]:
     """This rank's mean gradients, between exchange and apply."""
     if job.strategy != "data":
         return {name: value / tokens for name, value in training.sums.items()}
-    held, sums = training._gradients, list(training._gradients._sums)
+    held, sums = training.gradients, list(training.gradients._sums)
     found = {name: value for piece in held.pieces() for name, value in piece.items()}
     # Back to where they were taken from.
     held._sums, held._unevaluated = sums, {} if sums else dict(found)

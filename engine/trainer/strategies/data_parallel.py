@@ -245,31 +245,26 @@ class DataParallel(Strategy):
         ranks = ranks or collective.size
         self._exchanges = ranks > 1
         wire = GradientWire(collective, job.wire) if self._exchanges else None
-        self._gradients = Gradients(model, wire, held=job.max_grad_norm is not None, summed=StateForm.of(job).summed)
+        self.gradients = Gradients(model, wire, held=job.max_grad_norm is not None, summed=StateForm.of(job).summed)
         self._whole_step = WholeStep.of(job, model, self._updater, ranks)
         self._batch: Batch | None = None
         """The batch of the whole step under way."""
         self._norm = 0.0
         """The last update's."""
 
-    @property
-    def gradient_bytes(self) -> int:
-        """The sums that are held."""
-        return self._gradients.nbytes
-
     def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:
         if self._whole_step is not None:
             self._batch, self.late_loss = batch, None
             return 0.0, batch.targets
-        return self._gradients.add(batch, last=last, exact=exact), batch.targets
+        return self.gradients.add(batch, last=last, exact=exact), batch.targets
 
     def local_norm(self, tokens: int) -> float | None:
         if not tokens:
             return None
-        return self._gradients.own_norm(tokens) if self._exchanges else self._norm
+        return self.gradients.own_norm(tokens) if self._exchanges else self._norm
 
     def exchange(self, counters: list[float]) -> list[float]:
-        self._gradients.finish()
+        self.gradients.finish()
         if self.collective.size == 1:
             return counters
         # float32 counts up to 16 million tokens per iteration exactly.
@@ -277,16 +272,16 @@ class DataParallel(Strategy):
 
     def apply(self, tokens: float) -> float | None:
         if not tokens:
-            self._gradients.clear()
+            self.gradients.clear()
             return None
         if self._whole_step is not None and self._batch is not None:
             self.late_loss, self._norm = self._whole_step.run(self._batch)
         else:
-            self._norm = self._gradients.apply(self._updater, tokens)
+            self._norm = self.gradients.apply(self._updater, tokens)
         return self._norm
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
-        return self._gradients.share_loss(examples, self.loader.validation_share(indices))
+        return self.gradients.share_loss(examples, self.loader.validation_share(indices))
 
     def trained_weights(self) -> WeightStream:
         return WeightStream.of(dict(tree_flatten(self.model.trainable_parameters())))

@@ -148,7 +148,7 @@ class LocalSteps(DataParallel):
         text, contents = self._group.join(stopped)
         release()
         header = json.loads(text)
-        self._gradients.clear()
+        self.gradients.clear()
         self._update_tokens = 0
         for (group, name, shape, dtype), content in zip(header.pop("arrays"), contents, strict=False):
             value = read_array(content, TensorSpec.of(shape, dtype))
