@@ -51,7 +51,7 @@ async def telemetry(
         arrived.set()
 
     hosts = [[config.nodes[rank] for rank in ranks] for ranks in hosts_of(config.nodes).values()]
-    by_gpu = not config.job.elastic and "CUDA_VISIBLE_DEVICES" not in config.job.env
+    by_gpu = not config.torchrun and "CUDA_VISIBLE_DEVICES" not in config.job.env
     streams = [_HostStream(fleet.agent(nodes[0]), nodes, put, clock, interval_s, by_gpu) for nodes in hosts]
     watches = [asyncio.create_task(stream.watch()) for stream in streams]
     for watch in watches:

@@ -172,7 +172,7 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
             "TORCHELASTIC_RESTART_COUNT": str(spec.attempt - 1),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             **dict(zip(("ROLE_RANK", "ROLE_WORLD_SIZE"), role)),  # noqa: B905  (Python 3.9)
-            "ROLE_NAME": option_value(spec.command or (), "--role", "default"),
+            "ROLE_NAME": option_value(spec.command, "--role", "default"),
         }
     if spec.as_torchrun and int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1:
         # As torchrun does: each rank would else have a thread for every core.

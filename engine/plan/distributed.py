@@ -9,7 +9,6 @@ import shlex
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
 from engine.errors import ENABLE_RDMA
-from engine.job.traits import MLX
 from engine.plan import network
 from engine.plan.addresses import setup_commands
 from engine.plan.context import PlanContext, usable_calibration
@@ -142,13 +141,14 @@ _MLX_VERSIONS = "import mlx.core as mx, mlx_lm; print(mx.__version__, mlx_lm.__v
 _PARSES = "from mlx._distributed_utils.common import Hostfile; print(Hostfile.from_file({path}).hosts)"
 
 
-def _versions(context: PlanContext) -> str:
-    """A program that prints them, and what the framework computes on."""
-    if context.job.kind.framework is MLX:
-        return _MLX_VERSIONS
+def _torch_versions(context: PlanContext) -> str:
     packages = context.job.model_copy(update={"strategy": context.strategy}).kind.packages(context.job.words)
     versions = ", ".join(f"{name}.__version__" for name in packages)
     return f"import {', '.join(packages)}; print({versions}, torch.version.cuda, torch.cuda.device_count())"
+
+
+_VERSIONS = {"mlx": lambda _: _MLX_VERSIONS, "torch": _torch_versions}
+"""Programs that print the packages' versions, and what the framework computes on."""
 
 
 def verification_steps(context: PlanContext) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def verification_steps(context: PlanContext) -> tuple[str, ...]:
     hostfile = inputs.launching.hostfile
     if hostfile is not None and (path := hostfile.path) is not None:
         steps.append(f"{shlex.quote(inputs.tools.python)} -c {shlex.quote(_PARSES.format(path=json.dumps(path)))}")
-    versions = _versions(context)
+    versions = _VERSIONS[context.job.framework](context)
     for node in inputs.config.nodes:
         steps.append(_on(node, f"{quoted(node.python)} -c {shlex.quote(versions)}"))
     hosts = {node.ssh: node for node in inputs.config.nodes}.values()

@@ -179,7 +179,7 @@ class RunWatch:
         return [RankEvents(self._rundir.events(rank)) for rank in range(len(self._plan.nodes))]
 
     def _verification(self, reports: Sequence[RankReport], record: RunRecord) -> tuple[Verification, ...]:
-        if self._plan.config.job.command is not None or not record.attempts:
+        if not (self._plan.config.job.kind.reports and record.attempts):
             return ()
         current = [each if each.attempt == record.attempts else RankReport() for each in reports]
         checkpoint = max(self._ranks[0].checkpoints[-1:], default=None)

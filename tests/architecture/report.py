@@ -11,7 +11,7 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -41,6 +41,7 @@ KIND = frozenset(
     {"framework", "elastic", "partitioned", "outlives_ranks", "torch", "reports", "is_command", "is_torch"}
 )
 """Attributes that say of which kind a job is; so do `command` and `strategy` of a job."""
+ANSWERS = re.compile(r"\bjob\.(kind|words)\b|\bFRAMEWORKS\b|\b(context|self)\.kind\b|\b(config|spec)\.(as_)?torchrun\b")
 KIND_OWNERS = ("engine.job.", "engine.plan.torch.", "engine.trainer.", "engine.torch_trainer.", "tui.")
 """Where the kind of a job may be asked for: its own package, what is for one framework alone. The frontends have no
 configuration."""
@@ -139,15 +140,15 @@ class Module:
             yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def kind_conditions(code: Code) -> Iterator[str]:
-    """The conditions outside of KIND_OWNERS on the kind of a job: each outermost test, comparison, `and`, `or`, `not`,
-    `match` or product with a truth value that mentions it, as "file:line: source"."""
+def kind_conditions(code: Code, asks: Callable[[ast.AST], bool] | None = None) -> Iterator[str]:
+    """The conditions outside of KIND_OWNERS for which `asks` holds, by default those on a job's kind: each outermost
+    test, comparison, `and`, `or`, `not`, `match` or product with a truth value, as "file:line: source"."""
     for module in code.modules.values():
         if not f"{module.name}.".startswith(KIND_OWNERS):
             seen: set[ast.AST] = set()
             for node in ast.walk(module.tree):
                 for condition in _conditions(node):
-                    if condition not in seen and _asks_kind(condition):
+                    if condition not in seen and (asks or _asks_kind)(condition):
                         yield f"{module.path.relative_to(code.repository)}:{condition.lineno}: {ast.unparse(condition)}"
                     seen |= set(ast.walk(condition))
 
@@ -183,6 +184,11 @@ def _asks_kind(node: ast.AST) -> bool:
         case _:
             itself = isinstance(node, ast.Attribute) and node.attr in KIND
             return itself or any(map(_asks_kind, ast.iter_child_nodes(node)))
+
+
+def _asks_answer(node: ast.AST) -> bool:
+    """It mentions a property of the kind, of its framework or strategy, or the words of its command."""
+    return ANSWERS.search(ast.unparse(node)) is not None
 
 
 def _texts(tree: ast.AST) -> Iterator[ast.Expr]:
@@ -314,6 +320,7 @@ def report(code: Code) -> Iterator[str]:
     conditions = list(kind_conditions(code))
     by_package = Counter("/".join(text.split("/")[:2]) for text in conditions)
     yield f"conditions on the kind of a job: {len(conditions)}: " + ", ".join(f"{k} {n}" for k, n in by_package.items())
+    yield f"conditions on what a kind answers by name: {len(list(kind_conditions(code, _asks_answer)))}"
     counts = code.function_counts()
     yield "public function names that occur most: " + ", ".join(f"{name} {n}" for name, n in counts.most_common(12))
     yield f"functions called look: {counts['look']}"
