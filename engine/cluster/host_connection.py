@@ -238,7 +238,7 @@ class HostConnection:
         self._task: asyncio.Task[None] | None = None
         self._session: AgentSession | None = None
         self._answered_at = lease_clock()
-        self._answered = False
+        self._answered = self._watching = False
         self._problem: str | None = None
         self._observations = {rank: RankObservation(identity=part.known.get(rank)) for rank in self.ranks}
         self._exit_outputs: dict[int, ExitOutput] = {}
@@ -254,7 +254,10 @@ class HostConnection:
     @property
     def state(self) -> ConnectionState:
         session = self._session
-        answered_at = max(self._answered_at, session.received_at) if session is not None else self._answered_at
+        # Before it has reported what there is of its ranks, an agent's word is no answer to where they are.
+        answered_at = self._answered_at
+        if session is not None and self._watching:
+            answered_at = max(answered_at, session.received_at)
         return ConnectionState(self.clock.silence_s(lease_clock() - answered_at), self._answered, self._problem)
 
     def observe(self, rank: int) -> RankObservation:
@@ -363,7 +366,9 @@ class HostConnection:
             return await session.ended()
         finally:
             self._session = None
-            self._answered_at = max(self._answered_at, session.received_at)
+            if self._watching:
+                self._answered_at = max(self._answered_at, session.received_at)
+            self._watching = False
             await session.aclose()
 
     def _send_state(self, home: str) -> None:
@@ -404,7 +409,7 @@ class HostConnection:
             and message.rank not in self._observations
         ):
             raise ValueError(f"it reports a rank {message.rank}, which it does not have")
-        self._answered, self._problem = True, None
+        self._problem = None
         if isinstance(message, messages.FileData):
             self._agent_files[message.file].take(message.begin, message.data, end=message.end)
         elif isinstance(message, messages.FileError):
@@ -413,6 +418,8 @@ class HostConnection:
             self._take_ack(message)
         elif isinstance(message, messages.Hello):
             self._take_hello(message)
+        elif isinstance(message, messages.Watching):
+            self._answered = self._watching = True
         elif isinstance(message, messages.RankStarted):
             self._update(message.rank, identity=message.identity)
         elif isinstance(message, messages.RankEnded):

@@ -172,6 +172,10 @@ class OwnCommand(JobKind):
         return None if restart_commands or (nothing_ran and self.framework.picks_port) else OWN_STATE
 
 
+class AveragingCommand(PeriodicAveraging, OwnCommand):
+    """A program of the user's own whose ranks go on without one another, as it does with strategy `local`."""
+
+
 class ElasticTorchrun(OwnCommand):
     """One torchrun on each node, which is a rank here. Each starts workers, of which any may report."""
 
@@ -206,6 +210,10 @@ class ElasticTorchrun(OwnCommand):
 @cache
 def job_kind(framework: Framework, strategy: Strategy, *, command: bool, elastic: bool) -> JobKind:
     """`command`: the job runs a program of the user's own."""
-    training: type[JobKind] = PeriodicAveraging if strategy == "local" else Lockstep
-    kind = (ElasticTorchrun if elastic else OwnCommand) if command else training
+    if elastic:
+        kind: type[JobKind] = ElasticTorchrun
+    elif strategy == "local":
+        kind = AveragingCommand if command else PeriodicAveraging
+    else:
+        kind = OwnCommand if command else Lockstep
     return kind(FRAMEWORKS[framework], STRATEGY_TRAITS[strategy])

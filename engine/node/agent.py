@@ -191,6 +191,7 @@ class Agent:
             messages.ListProcesses: watch.list_processes,
             messages.ExitOutputRequest: watch.send_exit_output,
         })  # fmt: skip
+        self._send(messages.Watching())
         self._renew_leases()
 
     def _send(self, message: Message) -> None:

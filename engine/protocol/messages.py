@@ -133,6 +133,11 @@ class HeartbeatAck:
 
 
 @dataclass(frozen=True)
+class Watching:
+    """Each rank that had started or ended when the watch began has been reported."""
+
+
+@dataclass(frozen=True)
 class RankStarted:
     rank: int
     identity: Identity
@@ -195,8 +200,8 @@ class RequestEnded:
 
 
 _FromAgent = Union[  # noqa: UP007  (evaluated on nodes with python 3.9)
-    Hello, HeartbeatAck, RankStarted, RankEnded, ExitOutputReply, FileData, FileError, ProcessList, RequestOutput,
-    RequestEnded,
+    Hello, HeartbeatAck, Watching, RankStarted, RankEnded, ExitOutputReply, FileData, FileError, ProcessList,
+    RequestOutput, RequestEnded,
 ]  # fmt: skip
 Message = Union[  # noqa: UP007
     Watch, Heartbeat, RankCommand, KillRanks, ReadFile, ListProcesses, ExitOutputRequest, ProbeRequest, CommandRequest,

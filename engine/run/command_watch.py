@@ -12,7 +12,8 @@ from typing import Any
 
 from engine.config.models import RecoveryConfig
 from engine.node.rank_activity import REPEAT_S
-from engine.run.events import Hang
+from engine.run.events import Hang, Resumed
+from engine.run.observation import CommandView
 
 RANKS_APART = "RANKS_APART"
 STOPPED, IDLE = "stopped", "idle"
@@ -112,6 +113,19 @@ class CommandWatch:
         elsewhere = any(each.own_rank is not None for each in signs)
         self._apart_s = self._apart_s + elapsed if self.apart else 0.0
         self._unjoined_s = self._unjoined_s + elapsed if stepped and unjoined and not elsewhere else 0.0
+
+    def view(
+        self, running: Collection[int], iteration: int, *, stepped: bool, resumption: Resumed | None
+    ) -> CommandView:
+        """`running`: the ranks that have not ended. `iteration`: the last one that any rank finished."""
+        return CommandView(
+            outputs=self.outputs,
+            apart=self.apart,
+            trains_apart=self.trains_apart(stepped=stepped),
+            alarm=self.alarm(),
+            hang=self.hang(running, iteration),
+            resumption=resumption,
+        )
 
     def alarm(self) -> str | None:
         """The fault of the ranks' group, in one line; None for none."""

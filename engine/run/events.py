@@ -1,7 +1,7 @@
 """The events of a run's journal, one class per kind (discriminator `event`), and the models that they carry.
 
-`at` is set by the journal when the event is appended. A change that an older reader would misread needs a higher
-JOURNAL_VERSION."""
+`at` is set by the step that records the event, or else by the journal when it is appended. A change that an older
+reader would misread needs a higher JOURNAL_VERSION."""
 
 from __future__ import annotations
 
@@ -118,8 +118,11 @@ class Hang:
     rank: int | None = None
 
 
+UNSTAMPED = datetime.min.replace(tzinfo=UTC)
+
+
 class Event(FrozenModel):
-    at: datetime = datetime.min.replace(tzinfo=UTC)
+    at: datetime = UNSTAMPED
 
 
 class SyncedEvent(Event):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from engine.protocol.events import tail
 from engine.protocol.exit_codes import ShellExit, TrainerExit
 from engine.run.attempt import AttemptOrigin
 from engine.run.decide import Trigger
+from engine.run.effects import Judge, Standing
 from engine.run.events import Hang
-from engine.run.node_health import NodeHealth
-from engine.run.ranks import AttemptContext, Rank
+from engine.run.observation import RankView
+from engine.run.run_context import AttemptContext
 from engine.security.sanitise import text_or_none
 
 _FINAL_LINES = 15
@@ -34,7 +35,7 @@ _CANNOT_LISTEN = re.compile(BY_ID["c10d.port_in_use"].pattern)
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """How one rank ended; what is not explained is as in `Rank`."""
+    """How one rank ended; what is not explained is as in RankView and Standing."""
 
     rank: int
     node: str
@@ -152,41 +153,42 @@ _POLL_S = 0.02
 class EvidenceCollector:
     """Collects the evidence of one attempt. It reads the nodes' own files: the head's disk may be full."""
 
-    def __init__(self, context: AttemptContext, health: NodeHealth, origin: AttemptOrigin) -> None:
+    def __init__(self, context: AttemptContext) -> None:
+        self.origin = AttemptOrigin(adopted=True)
         self._context = context
-        self._health = health
-        self._origin = origin
         config = context.plan.config
-        self._trainer = config.job.kind.reports
+        self._kind = config.job.kind
         # Secrets that a rank has printed must not be quoted.
         self._redactor = config.job.redactor()
 
-    def succeeded(self, rank: Rank) -> bool:
-        return succeeded(rank.record, self._end(rank), trainer=self._trainer)
+    def succeeded(self, rank: RankView, completed: Collection[int]) -> bool:
+        """`completed`: the ranks whose trainer has reported that it has done its work."""
+        return self._kind.succeeded(rank.record, self._end(rank, completed))
 
-    def _end(self, rank: Rank) -> dict[str, Any] | None:
+    def _end(self, rank: RankView, completed: Collection[int]) -> dict[str, Any] | None:
         """The trainer's last event; without an exit record the head's copy of its events has it before its node's own
         answer comes. A node that is away may have a record that tells more."""
         connection = self._connection(rank.number)
-        copied = rank.completed and rank.record is None and connection.state.answering
+        copied = rank.number in completed and rank.record is None and connection.state.answering
         return connection.exit_output(rank.number).end or ({"completed": True} if copied else None)
 
-    def rank_evidence(self, rank: Rank) -> RankEvidence:
+    def rank_evidence(self, rank: RankView, completed: Collection[int], standing: Standing) -> RankEvidence:
         connection = self._connection(rank.number)
         output, state = connection.exit_output(rank.number), connection.state
-        config = self._context.plan.config
+        config, record = self._context.plan.config, rank.record
+        ended = (rank.end_known or rank.refused) and not standing.lost
         return RankEvidence(
             rank=rank.number,
             node=rank.node,
             python=config.nodes[rank.number].python,
             started=rank.started,
-            record=rank.record,
+            record=record,
             vanished=rank.vanished,
             restarted=rank.restarted,
-            unreachable_s=None if state.answering or (rank.ended and not rank.lost) else state.silent_s,
+            unreachable_s=None if state.answering or ended else state.silent_s,
             unreachable_why=state.problem,
-            cut_off_s=self._health.silence_s(connection),
-            head_slept_s=rank.head_slept_s,
+            cut_off_s=standing.cut_off_s,
+            head_slept_s=standing.head_slept_s,
             lease_s=config.recovery.lease_s,
             clock_ahead_s=connection.facts.clock_ahead_s if connection.facts and not connection.local else 0.0,
             remote=not connection.local,
@@ -195,26 +197,25 @@ class EvidenceCollector:
             tail=self._quotable(output.log),
             keeper_tail=self._quotable(output.keeper),
             failure=self._quotable_event(output.failure),
-            end=self._quotable_event(self._end(rank)),
-            left_for_peers=self._trainer and rank.record is not None and rank.record.code == TrainerExit.PEER_LOST,
-            dispensable=rank.dispensable,
+            end=self._quotable_event(self._end(rank, completed)),
+            left_for_peers=self._kind.reports and record is not None and record.code == TrainerExit.PEER_LOST,
+            dispensable=standing.dispensable,
             memory_killed=self._memory_killed(rank),
         )
 
-    def collect(
-        self, ranks: Sequence[Rank], trigger: Trigger, hang: Hang | None = None, *, over: bool = True
-    ) -> FailureEvidence:
-        """All evidence. Port holders are only looked up once the attempt is `over`, when they cannot be our own
-        ranks."""
-        launcher, found = self._origin.launcher, [self.rank_evidence(rank) for rank in ranks]
+    def collect(self, ranks: Sequence[RankView], completed: Collection[int], request: Judge) -> FailureEvidence:
+        """All evidence. Port holders are only looked up once the attempt is over, when they cannot be our own ranks."""
+        launcher = self.origin.launcher
+        views = zip(ranks, request.standings, strict=True)
+        evidence = [self.rank_evidence(rank, completed, standing) for rank, standing in views]
         return FailureEvidence(
-            ranks=self._with_ports(found) if over else found,
-            trigger=trigger,
-            trainer=self._trainer,
+            ranks=self._with_ports(evidence) if request.over else evidence,
+            trigger=request.trigger,
+            trainer=self._kind.reports,
             launcher_tail=self._quotable(launcher.tail()) if launcher is not None else "",
-            adopted=self._origin.adopted,
-            rebooted=self._origin.rebooted,
-            hang=hang,
+            adopted=self.origin.adopted,
+            rebooted=self.origin.rebooted,
+            hang=request.hang,
         )
 
     def _connection(self, rank: int) -> HostConnection:
@@ -227,10 +228,10 @@ class EvidenceCollector:
         return dict(self._redactor.document(event)) if event is not None else None
 
     def _start_output(self, rank: int) -> str:
-        message = next((failed.message for failed in self._origin.start_failures if failed.rank == rank), "")
+        message = next((failed.message for failed in self.origin.start_failures if failed.rank == rank), "")
         return message or tail(ssh_log_path(self._context.run_dir.attempt(self._context.attempt.number), rank))
 
-    def _memory_killed(self, rank: Rank) -> bool:
+    def _memory_killed(self, rank: RankView) -> bool:
         connection = self._connection(rank.number)
         if connection.local:
             return (oom_kill_count() or 0) > (self._context.attempt.memory_kills or 0)

@@ -126,6 +126,18 @@ class RunHistory:
         """The newest for exactly these nodes, in the order of their ranks."""
         return next((made for made in reversed(self.decisions) if made.nodes == tuple(nodes)), None)
 
+    def plan(self, launched: RunPlan) -> RunPlan:
+        """The plan of the run without the nodes that preflight has excluded, and with what was decided. `launched`: as
+        it was launched."""
+        return self._decided(launched.without(self.record.excluded))
+
+    def plan_on(self, launched: RunPlan, nodes: Sequence[str]) -> RunPlan:
+        """The same of these nodes alone, which preflight may have excluded since; of all when none is named."""
+        return self._decided(launched.among(nodes))
+
+    def _decided(self, plan: RunPlan) -> RunPlan:
+        return plan.decided(self.decisions_for(plan.nodes) or next(iter(self.decisions), None))
+
     def attempt(self, number: int) -> AttemptHistory:
         """The attempt of this number, which was planned."""
         return next(attempt for attempt in reversed(self.attempts) if attempt.number == number)

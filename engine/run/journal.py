@@ -21,6 +21,7 @@ from engine.protocol.attempt import open_regular
 from engine.run.events import (
     EVENTS,
     JOURNAL_VERSION,
+    UNSTAMPED,
     Event,
     Figures,
     Note,
@@ -57,12 +58,12 @@ class Journal:
         self._file = LineFile(path)
 
     def append(self, event: E) -> E:
-        """Append `event`, stamped with the time, by one write; a synced one is on the disk when this returns. Its words
-        have no secrets, and an end.
+        """Append `event`, stamped with the time unless it has one, by one write; a synced one is on the disk when this
+        returns. Its words have no secrets, and an end.
 
         On a full disk the event waits in memory and is written with the next one (or by `flush`), so that training is
         not stopped for it. Raises OSError for any other fault."""
-        stamped = event.model_copy(update={"at": self._clock()})
+        stamped = event if event.at != UNSTAMPED else event.model_copy(update={"at": self._clock()})
         fields = stamped.model_dump(mode="json", exclude_none=True)
         if (shown := self._shown(fields)) != fields:
             fields, stamped = shown, type(event).model_validate(shown)
@@ -222,21 +223,22 @@ class RunRecorder:
         figures: Figures | None = None,
         unconfirmed: tuple[str, ...] = (),
     ) -> None:
-        """Go over to `state`; the other arguments describe the end. Raises ValueError when `state` may not follow."""
-        if state is not self.state and state not in FOLLOWERS[self.state]:
-            raise ValueError(f"a run that is {self.state} does not become {state}")
+        """Go over to `state`; the other arguments describe the end. Raises as `append`."""
         self.append(StateChanged(state=state, verdict=verdict, figures=figures or Figures(), unconfirmed=unconfirmed))
-        if state.ended:
-            # On a full disk the end goes into room that was reserved; its supervisor may stay for the rest of the logs.
-            self._reserve.unlink(missing_ok=True)
-            self._journal.flush()
 
     def append(self, event: Event) -> None:
+        """Raises ValueError for a state that may not follow, OSError for a fault of the disk that is not a full one."""
         before = self.history.record
+        if isinstance(event, StateChanged) and event.state not in (before.state, *FOLLOWERS[before.state]):
+            raise ValueError(f"a run that is {before.state} does not become {event.state}")
         self.history = fold([self._journal.append(event)], self.history)
         if self.history.record is not before:
             self._store.submit(self._put_newest, self.history.record)
         self._note_problems()
+        if isinstance(event, StateChanged) and event.state.ended:
+            # On a full disk the end goes into room that was reserved; its supervisor may stay for the rest of the logs.
+            self._reserve.unlink(missing_ok=True)
+            self._journal.flush()
 
     def close(self) -> None:
         """Returns when journal and store have everything: on a full disk it waits for room."""

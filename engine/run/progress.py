@@ -1,10 +1,7 @@
 """How far an attempt has come, from the trainers' mirrored events; rank 0's reports become the head's metrics.
 
-The watchdog finds a hang: no step for max(`hang_s`, 5 x the 99th percentile of the updates so far). Loading,
-validating, saving and the first steps have their own limit, `stall_s`. Arrival times are by the head's clock;
-step durations come from each rank's monotonic clock. So neither a clock that is set nor events that arrive late in one
-burst look like slow steps. Time counts only while events could come: some node of the attempt answers, and the head
-takes what it sends. A node whose disk is full loses its events; as long as one rank's events come, that is no hang."""
+Arrival times are by the head's clock; step durations come from each rank's monotonic clock. So neither a clock that is
+set nor events that arrive late in one burst look like slow steps."""
 
 from __future__ import annotations
 
@@ -22,15 +19,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.models import RecoveryConfig
 from engine.job.kinds import JobKind
 from engine.protocol.events import STEP_FIELD, UPDATE_FIELD
 from engine.run.command_watch import CommandWatch
 from engine.run.consistency_watch import ConsistencyWatch
-from engine.run.events import Figures, Hang, Resumed, StateSaved
+from engine.run.events import Figures, Resumed, StateSaved
 from engine.run.history import MANIFESTS_KEPT
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
 from engine.run.metrics import figures
+from engine.run.observation import ProgressView
 from engine.run.rank_events import PHASE_LIMIT
 from engine.security.sanitise import count_or_none, moment_or_none, number_or_none, plain
 from engine.store.layout import RunDir
@@ -40,8 +37,45 @@ STEPS_KEPT = 512
 _ITERATION = re.compile(rb'"iteration": (\d{1,18})[,}]')
 _MONOTONIC = re.compile(rb'"t": (\d{1,15}(?:\.\d{1,20})?)[,}]')
 _WALL = re.compile(rb'"at": (\d{1,15}(?:\.\d{1,20})?)[,}]')
-SLOW_PHASES = frozenset({"loading", "validating", "saving"})
-_TIMES = 5.0
+
+
+class UpdateDurations:
+    """How long the updates of an attempt take, by the ranks' own monotonic clocks."""
+
+    def __init__(self) -> None:
+        self.first_steps = JobKind.first_steps
+        self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._updated_at: dict[int, float] = {}
+        """Rank → its own time of its last update, until it does something else, s."""
+        self._reports_updates = False
+        self._timed = 0
+        """Updates made by the foremost rank; iterations, where no line reports updates."""
+
+    def long_step_s(self) -> float | None:
+        """The 99th percentile of the updates' durations, by their nearest rank, without the first ones; None while
+        there are none."""
+        steps = sorted(self._durations)
+        return steps[(99 * len(steps) - 1) // 100] if steps else None
+
+    def step(self, rank: int, line: bytes, at: float, *, foremost: bool) -> None:
+        """One line of a `step` event, not parsed; `at` by its rank's clock, s."""
+        if UPDATE_FIELD in line:
+            if not self._reports_updates:
+                # What came before the first update's end were micro-batches.
+                self._reports_updates, self._timed = True, 0
+                self._durations.clear()
+                self._updated_at.clear()
+        elif self._reports_updates:
+            # All lines of an update come at its end, in one burst.
+            return
+        self._timed += foremost
+        if rank in self._updated_at and self._timed > self.first_steps:
+            self._durations.append(max(0.0, at - self._updated_at[rank]))
+        self._updated_at[rank] = at
+
+    def interrupt(self, rank: int) -> None:
+        """The time until its next update is none of an update."""
+        self._updated_at.pop(rank, None)
 
 
 class AttemptProgress:
@@ -69,31 +103,42 @@ class AttemptProgress:
         """Iterations made by the foremost rank."""
         self.first_iteration: int | None = None
         """The first that was reported."""
-        self.first_steps = JobKind.first_steps
         self.first_step_at: float | None = None
         """By the clock of the rank's node, s."""
-        self._durations: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._updated_at: dict[int, float] = {}
-        """Rank → its own monotonic time of its last update, until it does something else."""
-        self._reports_updates = False
-        self._timed = 0
-        """Updates made by the foremost rank; iterations, where no line reports updates."""
+        self.updates = UpdateDurations()
+        self._view: ProgressView | None = None
+        """None when something has been read since."""
+
+    @property
+    def view(self) -> ProgressView:
+        if self._view is None:
+            self._view = ProgressView(
+                steps=self.steps,
+                furthest=self.furthest,
+                reached=dict(self.reached),
+                phases=dict(self.phases),
+                checkpoint_phases=dict(self.checkpoint_phases),
+                checkpoint_bytes=dict(self.checkpoint_bytes),
+                moved_at=dict(self.moved_at),
+                starts=dict(self.starts),
+                completed=frozenset(self.completed),
+                long_step_s=self.updates.long_step_s(),
+                first_step_at=self.first_step_at,
+                resumed=self.resumed,
+            )
+        return self._view
 
     @property
     def furthest(self) -> int:
         """The last iteration that any rank finished, or that the attempt went on from; 0 when none."""
         return max((*self.reached.values(), self.resumed.iteration if self.resumed is not None else 0), default=0)
 
-    @property
-    def saving(self) -> bool:
-        return "saving" in self.phases.values()
-
     def step(self, rank: int, line: bytes, now: float) -> None:
         """One line of a `step` event, not parsed."""
         found, clock = _ITERATION.search(line), _MONOTONIC.search(line)
         if found is None:
             return
-        iteration = int(found[1])
+        iteration, self._view = int(found[1]), None
         if self.first_iteration is None:
             self.first_iteration = iteration
         foremost = iteration > max(self.reached.values(), default=0)
@@ -102,11 +147,12 @@ class AttemptProgress:
             self.first_step_at = float(wall[1])
         self.reached[rank] = max(iteration, self.reached.get(rank, 0))
         self.moved_at[rank] = now
-        if clock is not None and self._ends_an_update(line):
-            self._time(rank, float(clock[1]), foremost=foremost)
+        if clock is not None:
+            self.updates.step(rank, line, float(clock[1]), foremost=foremost)
 
     def take(self, rank: int, event: Mapping[str, Any], now: float) -> None:
         """Any other event."""
+        self._view = None
         match event.get("event"):
             case "start":
                 self.starts[rank] += 1
@@ -135,36 +181,13 @@ class AttemptProgress:
             # What it fetches or validates may be large: as long as it reports anything, it makes progress.
             self.moved_at[rank] = now
 
-    def long_step_s(self) -> float | None:
-        """The 99th percentile of the updates' durations, by their nearest rank, without the first ones; None while
-        there are none."""
-        steps = sorted(self._durations)
-        return steps[(99 * len(steps) - 1) // 100] if steps else None
-
-    def _ends_an_update(self, line: bytes) -> bool:
-        # All lines of an update come at its end, in one burst.
-        if UPDATE_FIELD not in line:
-            return not self._reports_updates
-        if not self._reports_updates:
-            # What came before the first update's end were micro-batches.
-            self._reports_updates, self._timed = True, 0
-            self._durations.clear()
-            self._updated_at.clear()
-        return True
-
-    def _time(self, rank: int, at: float, *, foremost: bool) -> None:
-        self._timed += foremost
-        if rank in self._updated_at and self._timed > self.first_steps:
-            self._durations.append(max(0.0, at - self._updated_at[rank]))
-        self._updated_at[rank] = at
-
     def _enter(self, rank: int, phase: str, now: float) -> None:
         if self.phases.get(rank) != phase:
             self.phases[rank] = phase
             self.moved_at[rank] = now
             if phase != "training":
                 # The time between two steps is then no step time.
-                self._updated_at.pop(rank, None)
+                self.updates.interrupt(rank)
 
 
 def _resumed(event: Mapping[str, Any]) -> Resumed:
@@ -174,68 +197,6 @@ def _resumed(event: Mapping[str, Any]) -> Resumed:
         update=count_or_none(event.get("update")),
         from_rank=count_or_none(event.get("from_rank")),
     )
-
-
-class Watchdog:
-    """The watchdog of one attempt. Call `check` at every tick."""
-
-    def __init__(
-        self,
-        progress: AttemptProgress,
-        ranks: Sequence[int],
-        recovery: RecoveryConfig,
-        now: float,
-        *,
-        is_command: bool = False,
-    ) -> None:
-        """`ranks`: those whose steps count, all unless the others can do without some. `is_command`: a user's own
-        program, which may report as rarely as it likes, and of which one rank alone reports."""
-        self._progress = progress
-        self._ranks = ranks
-        self._hang_s, self._stall_s = recovery.hang_s, recovery.stall_s
-        self._is_command = is_command
-        self._since = self._checked_at = now
-
-    def check(self, now: float, *, receiving: bool, started_at: float | None = None) -> Hang | None:
-        """`receiving`: events could have come since the last check. `started_at`: the start of a command, by its node's
-        clock, s."""
-        if not receiving:
-            # What happened meanwhile is not known: that time does not count.
-            self._since += now - self._checked_at
-        # Before the first update these wait for all others.
-        moved = self._progress.moved_at.items()
-        counted = (at for rank, at in moved if rank in self._ranks or not self._progress.steps)
-        self._since = max([self._since, *counted])
-        self._checked_at = now
-        doing, limit = self._limit(started_at)
-        silent = now - self._since
-        if silent <= limit:
-            return None
-        return Hang(silent, limit, doing, self._progress.furthest, self._behind())
-
-    def _limit(self, started_at: float | None) -> tuple[str, float]:
-        phases = {phase for rank, phase in self._progress.phases.items() if rank in self._ranks}
-        slow = sorted(phases & SLOW_PHASES)
-        if slow:
-            return slow[0], self._stall_s
-        long_step = self._progress.long_step_s()
-        first = self._progress.first_step_at
-        if long_step is None and self._is_command and first is not None and started_at is not None:
-            # Until the second report, the time to the first one tells how rare they are.
-            return "training", max(self._stall_s, _TIMES * (first - started_at))
-        if long_step is None:
-            return ("training" if self._progress.steps else "starting"), self._stall_s
-        return "training", max(self._hang_s, _TIMES * long_step)
-
-    def _behind(self) -> int | None:
-        """The one rank that is behind all others whose steps count, if there are others at all."""
-        if self._is_command:
-            return None
-        reached = {rank: self._progress.reached.get(rank, 0) for rank in self._ranks}
-        last = min(reached.values())
-        behind = [rank for rank, iteration in reached.items() if iteration == last]
-        single = len(reached.keys() | self._progress.reached.keys()) == 1
-        return behind[0] if len(behind) == 1 and not single else None
 
 
 _METRICS = {"report": "train", "validation": "val", "test": "test"}

@@ -1,5 +1,5 @@
-"""Ends everything of an attempt, in stages, and proves on every host that nothing is left. Driven by the supervisor's
-clock.
+"""Ends everything of an attempt, in stages, and proves on every host that nothing is left: pure functions of what is
+seen.
 
     stop                    every keeper receives a request for a cooperative stop (skipped by a fence, and by "now")
     emergency_checkpoint    only after a failure that leaves the state sound: END to the rank that failed first; the
@@ -19,21 +19,19 @@ import asyncio
 import contextlib
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from engine.cluster.agent_client import TransportProvider
-from engine.cluster.host_connection import HostConnection
 from engine.cluster.staging import HostLayout
 from engine.config.models import NodeConfig, RecoveryConfig
 from engine.errors import FlightDeckError
-from engine.launch.mlx_launch import Launcher
 from engine.node import processes
 from engine.node.processes import Process
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP
+from engine.run.effects import Effect, KillPrograms, RequestProcesses, Send, SignalLauncher
 from engine.run.events import StopStage
-from engine.run.progress import AttemptProgress
-from engine.run.ranks import Ranks
+from engine.run.observation import HostView, ProgressView, RankView
 
 UNCONFIRMED_S = 10.0
 """After the first KILL."""
@@ -51,14 +49,31 @@ _LEAVES_S = 1.0
 """A trainer that has written its state."""
 _LAUNCHER_LEAVES_S = 0.3
 """After the last rank; the launcher would take up to a second, and nothing of it is needed any more."""
+_NEVER = float("-inf")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class CleanupProof:
+    """The proof that nothing of an attempt is left on one host."""
+
+    requested_at: float = _NEVER
+    left: tuple[Process, ...] = ()
+    """The processes of the last answer."""
+    found: bool = False
+
+    def seek(self, host: HostView, now: float) -> tuple[CleanupProof, list[Effect]]:
+        """Take in the last answer, and ask again when it was not the proof. Kills what is left."""
+        if self.found:
+            return self, []
+        answer = host.processes if self.requested_at > _NEVER else None
+        proof = self if answer is None else replace(self, left=answer, found=not answer)
+        if proof.found or not (answer is not None or now - self.requested_at > _REQUEST_AGAIN_S):
+            return proof, []
+        return replace(proof, requested_at=now), [RequestProcesses(host.key)]
+
+
+@dataclass(frozen=True, slots=True)
 class StopPlan:
-    recovery: RecoveryConfig
-    """Its grace periods."""
-    progress: AttemptProgress
-    """Shows whether a trainer saves, as far as its events have come."""
     cooperative: bool = False
     """Begin with a cooperative stop."""
     save_state: bool = False
@@ -66,179 +81,211 @@ class StopPlan:
     first_failure: int | None = None
     """The rank that is ended at once meanwhile; None when it is not known which."""
 
-
-@dataclass
-class CleanupProof:
-    """The proof that nothing of the attempt is left on one host."""
-
-    connection: HostConnection
-    requested_at: float = float("-inf")
-    left: list[Process] = field(default_factory=list)
-    """The processes of the last answer."""
-    found: bool = False
-
-    def seek(self, now: float) -> None:
-        """Take in the last answer, and ask again when it was not the proof. Kills what is left."""
-        if self.found:
-            return
-        answer = self.connection.processes() if self.requested_at > float("-inf") else None
-        if answer is not None:
-            self.left = answer
-            self.found = not answer
-        if not self.found and (answer is not None or now - self.requested_at > _REQUEST_AGAIN_S):
-            self.requested_at = now
-            self.connection.request_processes(kill=True)
-            if (at_once := self.connection.processes()) is not None:
-                self.left, self.found = at_once, not at_once
+    @property
+    def first_stage(self) -> StopStage:
+        if self.save_state:
+            return StopStage.EMERGENCY_CHECKPOINT
+        return StopStage.STOP if self.cooperative else StopStage.TERM
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """An attempt as it is seen while it is ended."""
+
+    now: float
+    ranks: Sequence[RankView]
+    ended: frozenset[int]
+    """The ranks of which nothing more will come."""
+    hosts: Sequence[HostView]
+    progress: ProgressView
+    launched: bool
+    """A launcher is known, whose group may outlive it."""
+    launcher_alive: bool
+    recovery: RecoveryConfig
+    """Its grace periods."""
+
+    def host_of(self, rank: int) -> HostView:
+        return next(host for host in self.hosts if rank in host.ranks)
+
+    def command(self, command: bytes, ranks: Iterable[int] | None = None) -> list[Effect]:
+        """`command` for every keeper that may still take it, or for those of `ranks`."""
+        wanted = [rank for rank in self.ranks if not rank.end_known and (ranks is None or rank.number in ranks)]
+        return [Send(self.host_of(rank.number).key, rank.number, command) for rank in wanted]
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The end of one attempt. Call `advance` at every tick until `done`; everything in it may happen twice."""
+    """The end of one attempt, as far as it has come. Everything in it may happen twice."""
 
-    def __init__(
-        self, ranks: Ranks, launcher: Launcher | None, plan: StopPlan, on_stage: Callable[[StopStage], None]
-    ) -> None:
-        self._ranks = ranks
-        self._connections = ranks.connections
-        self._launcher = launcher
-        self._plan = plan
-        self._recovery = plan.recovery
-        self._on_stage = on_stage
-        self._wanted = StopStage.STOP if plan.cooperative else StopStage.TERM
-        if plan.save_state:
-            self._wanted = StopStage.EMERGENCY_CHECKPOINT
-        # A trainer may be in the middle of a step before it starts to save.
-        self._save_start_s = max(self._recovery.stop_grace_s, 2 * (plan.progress.long_step_s() or 0.0))
-        self._written_at: float | None = None
-        self._killing_since: float | None = None
-        self._others_proved_at: float | None = None
-        self._since = self._started_at = self._last_saving = 0.0
-        self.stage: StopStage | None = None
-        self.proofs = [CleanupProof(connection) for connection in ranks.connections]
+    plan: StopPlan
+    wanted: StopStage
+    save_start_s: float = 0.0
+    """A trainer may be in the middle of a step before it starts to save."""
+    stage: StopStage | None = None
+    started_at: float = 0.0
+    since: float = 0.0
+    """When its stage began."""
+    last_saving: float = _NEVER
+    written_at: float | None = None
+    killing_since: float | None = None
+    others_proved_at: float | None = None
+    proofs: Mapping[str, CleanupProof] = field(default_factory=dict)
+    """Host → its proof."""
 
     @property
     def done(self) -> bool:
         return self.stage in (StopStage.STOPPED, StopStage.UNCONFIRMED)
 
-    def skip_grace(self) -> None:
-        """Skip what is left of the cooperative stop, or of the emergency checkpoint."""
-        if self.stage in (None, StopStage.STOP, StopStage.EMERGENCY_CHECKPOINT):
-            self._wanted = StopStage.TERM
 
-    def advance(self, now: float) -> None:
-        """Do what is due at `now` (monotonic seconds)."""
-        if self.done:
-            return
-        if self.stage is None:
-            self._started_at = now
-            self._last_saving = float("-inf")
-        if self._all_ended() and self.stage not in (StopStage.VERIFYING, StopStage.KILL):
-            if self.stage is None and not all(connection.state.answering for connection in self._connections):
-                # A host that is away must get the command when it is back.
-                self._ranks.send_command(END)
-            self._enter(StopStage.VERIFYING, now)
-        elif self.stage is None or (
-            self._wanted is StopStage.TERM and self.stage in (StopStage.STOP, StopStage.EMERGENCY_CHECKPOINT)
-        ):
-            self._enter(self._wanted, now)
-        match self.stage:
-            case StopStage.STOP:
-                self._while_stopping(now)
-            case StopStage.EMERGENCY_CHECKPOINT if self._checkpoint_is_over(now):
-                self._enter(StopStage.TERM, now)
-            case StopStage.TERM if now - self._since > self._recovery.term_grace_s + _KEEPER_MARGIN_S:
-                self._enter(StopStage.KILL, now)
-            case StopStage.VERIFYING | StopStage.KILL:
-                self._while_verifying(now)
+Action = Effect | StopStage
+"""An effect that is due, or a stage that begins: that is recorded after its commands."""
 
-    def _while_stopping(self, now: float) -> None:
-        """The keepers end their ranks by themselves; only one that does not has to be killed from here."""
-        if self._plan.progress.saving:
-            self._last_saving = now
-        stop_s, save_s = self._recovery.stop_grace_s, self._recovery.save_grace_s
-        limit = max(self._started_at + stop_s, min(self._last_saving + stop_s, self._started_at + save_s))
-        if now > limit + self._recovery.term_grace_s + _KEEPER_MARGIN_S:
-            # TERM and KILL were due long ago: the keepers themselves do not respond.
-            self._enter(StopStage.KILL, now)
 
-    def _checkpoint_is_over(self, now: float) -> bool:
-        """Each rank has ended, has written its state, or has had its time."""
-        waited, phases = now - self._since, self._plan.progress.checkpoint_phases
-        first_failure, sizes = self._plan.first_failure, self._plan.progress.checkpoint_bytes
-        awaited = [
-            rank.number
-            for rank in self._ranks.all
-            if not (rank.ended or rank.number == first_failure or self._gone(self._connections.to(rank.number)))
-        ]
-        if all(phases.get(rank) == "committed" for rank in awaited):
-            # What has written its state is on its way out.
-            self._written_at = self._written_at or now
-            return not awaited or now - self._written_at > _LEAVES_S
-        if not any(phases.get(rank) == "begin" for rank in awaited):
-            return waited > min(self._save_start_s, self._recovery.save_grace_s)
-        # The ranks of one host share its disk.
-        largest = max(sum(sizes.get(rank, 0) for rank in each.ranks) for each in self._connections)
-        return waited > self._recovery.save_grace_s + largest / CHECKPOINT_BYTES_PER_S
+def begin_shutdown(plan: StopPlan, view: AttemptView) -> Shutdown:
+    save_start_s = max(view.recovery.stop_grace_s, 2 * (view.progress.long_step_s or 0.0))
+    return Shutdown(plan, plan.first_stage, save_start_s, proofs={host.key: CleanupProof() for host in view.hosts})
 
-    def _while_verifying(self, now: float) -> None:
-        if self.stage is StopStage.VERIFYING and now - self._since < _LAUNCHER_LEAVES_S and self._launcher_alive():
-            return
-        if self.stage is StopStage.KILL and now - self._since < _KEEPER_MARGIN_S and not self._all_ended():
-            # Their ranks are dead: the keepers have a moment to write that down.
-            return
-        for proof in self.proofs:
-            proof.seek(now)
-        if all(proof.found for proof in self.proofs) and not self._launcher_alive():
-            self._enter(StopStage.STOPPED, now)
-            return
-        self._signal_launcher(signal.SIGKILL)
-        self._killing_since = self._killing_since or now
-        if now - self._killing_since > UNCONFIRMED_S or self._only_silent_ones_are_missing(now):
-            self._enter(StopStage.UNCONFIRMED, now)
 
-    def _only_silent_ones_are_missing(self, now: float) -> bool:
-        """Every host that answers is proved, and the others have had their time to answer."""
-        missing = [proof.connection for proof in self.proofs if not proof.found]
-        if self._launcher_alive() or any(connection.state.answering for connection in missing):
-            self._others_proved_at = None
-            return False
-        self._others_proved_at = self._others_proved_at or now
-        return now - self._others_proved_at > SILENT_S
+def skip_grace(stop: Shutdown) -> Shutdown:
+    """Skip what is left of the cooperative stop, or of the emergency checkpoint."""
+    skippable = (None, StopStage.STOP, StopStage.EMERGENCY_CHECKPOINT)
+    return replace(stop, wanted=StopStage.TERM) if stop.stage in skippable else stop
 
-    def _enter(self, stage: StopStage, now: float) -> None:
-        self.stage, self._since = stage, now
-        match stage:
-            case StopStage.STOP:
-                self._ranks.send_command(STOP)
-            case StopStage.EMERGENCY_CHECKPOINT:
-                first_failure = self._plan.first_failure
-                self._ranks.send_command(EMERGENCY_CHECKPOINT, but=first_failure)
-                if first_failure is not None:
-                    self._ranks.send_command(END, only=first_failure)
-            case StopStage.TERM:
-                self._ranks.send_command(END)
-                self._signal_launcher(signal.SIGTERM)
-            case StopStage.KILL:
-                self._ranks.send_command(END)
-                for connection in self._connections:
-                    connection.kill_ranks()
-        self._on_stage(stage)
 
-    def _all_ended(self) -> bool:
-        """Every rank on a host that answers has ended."""
-        return all(rank.ended or self._gone(self._connections.to(rank.number)) for rank in self._ranks.all)
+def advance(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[Action]]:
+    """The stop as it goes on now, and the actions that are due."""
+    if stop.done:
+        return stop, []
+    stop, effects = _enter_due(stop, view)
+    match stop.stage:
+        case StopStage.STOP:
+            stop, more = _while_stopping(stop, view)
+        case StopStage.EMERGENCY_CHECKPOINT:
+            over, stop = _checkpoint_is_over(stop, view)
+            stop, more = _enter(stop, StopStage.TERM, view) if over else (stop, [])
+        case StopStage.TERM if view.now - stop.since > view.recovery.term_grace_s + _KEEPER_MARGIN_S:
+            stop, more = _enter(stop, StopStage.KILL, view)
+        case StopStage.VERIFYING | StopStage.KILL:
+            stop, more = _while_verifying(stop, view)
+        case _:
+            more = []
+    return stop, effects + more
 
-    def _gone(self, connection: HostConnection) -> bool:
-        """The host is not waited for now."""
-        asking = self._wanted is StopStage.STOP and self.stage in (None, StopStage.STOP)
-        return connection.state.silent_s > _AWAY_S if asking else not connection.state.answering
 
-    def _launcher_alive(self) -> bool:
-        return self._launcher is not None and self._launcher.alive()
+def _enter_due(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[Action]]:
+    """The stage that begins whatever the one before has come to."""
+    effects: list[Action] = []
+    if stop.stage is None:
+        stop = replace(stop, started_at=view.now)
+    if _all_ended(stop, view) and stop.stage not in (StopStage.VERIFYING, StopStage.KILL):
+        if stop.stage is None and not all(host.answering for host in view.hosts):
+            # A host that is away must get the command when it is back.
+            effects += view.command(END)
+        stop, more = _enter(stop, StopStage.VERIFYING, view)
+        return stop, effects + more
+    skipped = stop.wanted is StopStage.TERM and stop.stage in (StopStage.STOP, StopStage.EMERGENCY_CHECKPOINT)
+    return _enter(stop, stop.wanted, view) if stop.stage is None or skipped else (stop, effects)
 
-    def _signal_launcher(self, number: signal.Signals) -> None:
-        if self._launcher is not None:
-            self._launcher.signal_group(number)
+
+def _while_stopping(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[Action]]:
+    """The keepers end their ranks by themselves; only one that does not has to be killed from here."""
+    if "saving" in view.progress.phases.values():
+        stop = replace(stop, last_saving=view.now)
+    stop_s, save_s = view.recovery.stop_grace_s, view.recovery.save_grace_s
+    limit = max(stop.started_at + stop_s, min(stop.last_saving + stop_s, stop.started_at + save_s))
+    if view.now <= limit + view.recovery.term_grace_s + _KEEPER_MARGIN_S:
+        return stop, []
+    # TERM and KILL were due long ago: the keepers themselves do not respond.
+    return _enter(stop, StopStage.KILL, view)
+
+
+def _checkpoint_is_over(stop: Shutdown, view: AttemptView) -> tuple[bool, Shutdown]:
+    """Each rank has ended, has written its state, or has had its time."""
+    waited, phases, sizes = view.now - stop.since, view.progress.checkpoint_phases, view.progress.checkpoint_bytes
+    awaited = [
+        rank.number
+        for rank in view.ranks
+        if not (
+            rank.number in view.ended
+            or rank.number == stop.plan.first_failure
+            or _is_gone(stop, view.host_of(rank.number))
+        )
+    ]
+    if all(phases.get(rank) == "committed" for rank in awaited):
+        # What has written its state is on its way out.
+        written_at = view.now if stop.written_at is None else stop.written_at
+        return not awaited or view.now - written_at > _LEAVES_S, replace(stop, written_at=written_at)
+    if not any(phases.get(rank) == "begin" for rank in awaited):
+        return waited > min(stop.save_start_s, view.recovery.save_grace_s), stop
+    # The ranks of one host share its disk.
+    largest = max(sum(sizes.get(rank, 0) for rank in host.ranks) for host in view.hosts)
+    return waited > view.recovery.save_grace_s + largest / CHECKPOINT_BYTES_PER_S, stop
+
+
+def _while_verifying(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[Action]]:
+    waited = view.now - stop.since
+    if stop.stage is StopStage.VERIFYING and waited < _LAUNCHER_LEAVES_S and view.launcher_alive:
+        return stop, []
+    if stop.stage is StopStage.KILL and waited < _KEEPER_MARGIN_S and not _all_ended(stop, view):
+        # Their ranks are dead: the keepers have a moment to write that down.
+        return stop, []
+    effects: list[Action] = []
+    proofs = dict(stop.proofs)
+    for host in view.hosts:
+        proofs[host.key], requests = proofs[host.key].seek(host, view.now)
+        effects += requests
+    stop = replace(stop, proofs=proofs)
+    if all(proof.found for proof in proofs.values()) and not view.launcher_alive:
+        stop, more = _enter(stop, StopStage.STOPPED, view)
+        return stop, effects + more
+    if view.launched:
+        effects.append(SignalLauncher(signal.SIGKILL))
+    killing_since = view.now if stop.killing_since is None else stop.killing_since
+    only_silent, stop = _only_silent_ones_are_missing(replace(stop, killing_since=killing_since), view)
+    if only_silent or view.now - killing_since > UNCONFIRMED_S:
+        stop, more = _enter(stop, StopStage.UNCONFIRMED, view)
+        effects += more
+    return stop, effects
+
+
+def _only_silent_ones_are_missing(stop: Shutdown, view: AttemptView) -> tuple[bool, Shutdown]:
+    """Every host that answers is proved, and the others have had their time to answer."""
+    if view.launcher_alive or any(host.answering and not stop.proofs[host.key].found for host in view.hosts):
+        return False, replace(stop, others_proved_at=None)
+    proved_at = view.now if stop.others_proved_at is None else stop.others_proved_at
+    return view.now - proved_at > SILENT_S, replace(stop, others_proved_at=proved_at)
+
+
+def _enter(stop: Shutdown, stage: StopStage, view: AttemptView) -> tuple[Shutdown, list[Action]]:
+    stop = replace(stop, stage=stage, since=view.now)
+    return stop, [*_commands(stop, view), stage]
+
+
+def _commands(stop: Shutdown, view: AttemptView) -> list[Effect]:
+    """The commands with which its stage begins."""
+    match stop.stage:
+        case StopStage.STOP:
+            return view.command(STOP)
+        case StopStage.EMERGENCY_CHECKPOINT:
+            first = stop.plan.first_failure
+            others = [rank.number for rank in view.ranks if rank.number != first]
+            return view.command(EMERGENCY_CHECKPOINT, others) + view.command(END, [first] if first is not None else [])
+        case StopStage.TERM:
+            return [*view.command(END), *([SignalLauncher(signal.SIGTERM)] if view.launched else [])]
+        case StopStage.KILL:
+            return view.command(END) + [KillPrograms(host.key) for host in view.hosts]
+    return []
+
+
+def _all_ended(stop: Shutdown, view: AttemptView) -> bool:
+    """Every rank on a host that answers has ended."""
+    return all(rank.number in view.ended or _is_gone(stop, view.host_of(rank.number)) for rank in view.ranks)
+
+
+def _is_gone(stop: Shutdown, host: HostView) -> bool:
+    """The host is not waited for now."""
+    asking = stop.wanted is StopStage.STOP and stop.stage in (None, StopStage.STOP)
+    return host.silent_s > _AWAY_S if asking else not host.answering
 
 
 _KILL_LIMIT_S = 10.0

@@ -240,13 +240,14 @@ def request_abort(run_dir: RunDir, *, now: bool = False, by: str = "") -> None:
     write_atomic(run_dir.requests / name, request.model_dump_json(exclude={"at"}))
 
 
-def take_requests(run_dir: RunDir) -> Iterator[RequestReceived]:
-    """All waiting requests, oldest first. Each one's file goes when the next is taken: a supervisor that is killed
-    before it has recorded a request leaves it for the next. A file that is no request is dropped; one that cannot be
-    read now is left."""
+def read_requests(run_dir: RunDir) -> Iterator[tuple[Path, RequestReceived]]:
+    """All waiting requests, oldest first, each with its file, which goes when it is recorded. A file that is no request
+    is dropped; one that cannot be read now is left."""
     for path in sorted(run_dir.requests.glob("[!.]*")):
         with contextlib.suppress(OSError):
-            text = read_regular(path)
-            with contextlib.suppress(ValidationError):
-                yield RequestReceived.model_validate_json(text)
-            path.unlink(missing_ok=True)
+            try:
+                request = RequestReceived.model_validate_json(read_regular(path))
+            except ValidationError:
+                path.unlink(missing_ok=True)
+                continue
+            yield path, request

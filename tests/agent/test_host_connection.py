@@ -36,6 +36,7 @@ from engine.protocol.messages import (
     RankEnded,
     RankStarted,
     ReadFile,
+    Watching,
     encode,
 )
 from engine.run.logs.mirror import Gap, Mirror
@@ -207,9 +208,10 @@ class LineTransport(LocalTransport):
 
     def __init__(self) -> None:
         self.channels: list[FakeChannel] = []
+        self.greeting = STARTED + encode(hello()) + encode(Watching())
 
     async def open(self, argv: Sequence[str]) -> Channel:
-        self.channels.append(FakeChannel(lambda request: [], STARTED + encode(hello()), acknowledges=False))
+        self.channels.append(FakeChannel(lambda request: [], self.greeting, acknowledges=False))
         return self.channels[-1]
 
 
@@ -265,6 +267,20 @@ async def test_a_restart_of_the_host_is_known_from_its_boot_id(line: tuple[Line,
     agent.send(Hello("another boot", 0, time.time()))
     await until(lambda: link.observe(0).restarted)
     assert not link.observe(0).vanished, "it may have ended, and left its record, before"
+
+
+async def test_before_an_agent_has_reported_its_ranks_it_has_not_answered(
+    line: tuple[Line, HostConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has not been reported yet has not failed to start."""
+    agent, link = line
+    silent = STARTED + encode(hello())
+    monkeypatch.setattr(agent.transport, "greeting", silent)
+    await agent.transport.channels[-1].close()
+    await until(lambda: len(agent.transport.channels) == 2)
+    await until(lambda: len(agent.transport.channels[-1].received) > 1 and link.state.silent_s > 0.2)
+    agent.send(Watching())
+    await until(lambda: link.state.silent_s < 0.2)
 
 
 async def test_a_flood_that_holds_up_the_acknowledgements_is_an_answer(line: tuple[Line, HostConnection]) -> None:

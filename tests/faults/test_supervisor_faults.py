@@ -13,22 +13,22 @@ from tests.faults.local_runs import Run, plan_run
 FAULTY = """
 import sys
 from pathlib import Path
-from engine.run import attempt_runner, supervisor
-from engine.run.attempt_monitor import AttemptMonitor
+from engine.run import driver, supervisor
+from engine.run.journal import RunRecorder
+from engine.run.state import Phase
 from engine.run.supervisor_process import take_lock
 from engine.store.layout import RunDir
 
-left = int(sys.argv[2])
+left, step = int(sys.argv[2]), driver.step
 
-class Faulty(AttemptMonitor):
-    async def run(self, abort):
-        global left
-        if left:
-            left -= 1
-            raise RuntimeError("boom")
-        return await super().run(abort)
+def faulty(state, seen):
+    global left
+    if left and state.phase is Phase.RUNNING:
+        left -= 1
+        raise RuntimeError("boom")
+    return step(state, seen)
 
-attempt_runner.AttemptMonitor = Faulty
+driver.step = faulty
 sys.exit(supervisor.main([sys.argv[1], "--lock", str(take_lock(RunDir(Path(sys.argv[1]))))]))
 """
 
@@ -61,8 +61,8 @@ def test_a_journal_that_takes_nothing_more_keeps_nobody_alive(home: Path, tmp_pa
     broken = FAULTY.replace(
         'raise RuntimeError("boom")',
         """def refused(*_, **__): raise OSError(28, "No space left on device")
-            self._recorder.append = refused
-            raise RuntimeError("boom")""",
+        RunRecorder.append = refused
+        raise RuntimeError("boom")""",
     )
     assert broken != FAULTY
     argv = [sys.executable, "-c", broken, str(run.dir.path), "2"]

@@ -21,7 +21,7 @@ from engine.protocol.attempt import open_regular, regular_descriptor
 from engine.run.json_lines import DescriptorOwner
 from engine.run.logs.index_writer import IndexFile, SourceIndex, reconcile
 from engine.run.logs.line_index import HEADER, LAST_CENTISECOND, read_header
-from engine.run.ranks import AttemptContext
+from engine.run.run_context import AttemptContext
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 CHUNK_BYTES: Final = 1 << 20

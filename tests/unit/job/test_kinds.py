@@ -9,6 +9,7 @@ import pytest
 
 from engine.job.kinds import (
     OWN_STATE,
+    AveragingCommand,
     ElasticTorchrun,
     JobKind,
     Lockstep,
@@ -63,7 +64,8 @@ def test_every_strategy_of_a_framework_has_its_kind(
 ) -> None:
     for strategy in STRATEGIES[framework]:
         kind = job_kind(framework, strategy, command=command, elastic=elastic)
-        assert type(kind) is (PeriodicAveraging if strategy == "local" and not command else expected)
+        averaging = AveragingCommand if command else PeriodicAveraging
+        assert type(kind) is (averaging if strategy == "local" else expected)
         assert (kind.framework.name, kind.strategy.name) == (framework, strategy)
 
 

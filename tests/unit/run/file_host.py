@@ -28,6 +28,9 @@ class FileHost(HostConnection):
         super().__init__(node, LocalTransport(), AttemptOnHost(files, "nonce", dict(zip(ranks, names, strict=True))))
         self.left: list[Process] | None = []
         self.commands: list[tuple[int, bytes]] = []
+        self.requests: list[str] = []
+        """What else was asked of it, in its order."""
+        self.closed = False
         self.shown = ConnectionState(silent_s=0.0, answered=True)
 
     @property
@@ -45,6 +48,21 @@ class FileHost(HostConnection):
 
     def send_command(self, rank: int, command: bytes) -> None:
         self.commands.append((rank, command))
+
+    def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def kill_ranks(self) -> None:
+        self.requests.append("kill ranks")
+
+    def request_exit_output(self) -> None:
+        self.requests.append("exit output")
+
+    def request_processes(self, *, kill: bool) -> None:
+        self.requests.append("kill processes" if kill else "list processes")
 
     def processes(self) -> list[Process] | None:
         return self.left

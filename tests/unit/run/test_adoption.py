@@ -15,15 +15,14 @@ from engine.cluster.agent_client import TransportProvider
 from engine.cluster.host_connection import HostConnection, RankObservation
 from engine.cluster.staging import HostLayout
 from engine.cluster.transport.base import Completed
-from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
 from engine.node import processes
 from engine.node.processes import Process
-from engine.run.attempt_runner import RunContext, find_launcher
+from engine.run.attempt_hosts import any_rank_started, find_launcher
 from engine.run.events import LauncherStarted
-from engine.run.journal import RunRecorder, read_journal
-from engine.run.ranks import HostConnections, any_rank_started
+from engine.run.journal import RunRecorder
+from engine.run.run_context import HostConnections
 from engine.run.shutdown import kill_everywhere
 from tests.machine import NOBODY
 from tests.unit.run.run_maker import MadeRun
@@ -78,7 +77,6 @@ def test_a_launcher_that_ps_does_not_show_in_time_is_left_to_the_proof_of_the_en
     monkeypatch.setattr(processes, "with_nonce", lambda _nonce: [Process(os.getpgrp(), "mlx.launch")])
     monkeypatch.setattr(processes, late, Mock(side_effect=fault))
     assert found_launcher(run, 1) is None
-    assert not any(isinstance(event, LauncherStarted) for event in read_journal(run.directory.journal))
 
 
 def test_a_launcher_whose_start_is_not_known_cannot_be_told_from_another_process(tmp_path: Path) -> None:
@@ -89,12 +87,8 @@ def test_a_launcher_whose_start_is_not_known_cannot_be_told_from_another_process
 def found_launcher(run: MadeRun, number: int) -> int | None:
     """The pid of the launcher that an adopter takes for the attempt's."""
     recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
-    try:
-        fleet = Fleet(run.home)
-        context = RunContext(run.directory, run.plan, recorder, fleet, run.home / "node")
-        launcher = find_launcher(context, recorder.history.attempt(number))
-    finally:
-        recorder.close()
+    launcher = find_launcher(run.directory, recorder.history.attempt(number))
+    recorder.close()
     return launcher.pid if launcher is not None else None
 
 

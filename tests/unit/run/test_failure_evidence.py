@@ -14,13 +14,13 @@ from engine.failures.signatures import BY_ID
 from engine.protocol.attempt import NodeFiles
 from engine.protocol.events import EventWriter
 from engine.run import failure_evidence
-from engine.run.attempt import AttemptOrigin
 from engine.run.decide import Trigger
+from engine.run.effects import Judge, Standing
 from engine.run.events import Attempt, AttemptPlanned, LaunchDecided
-from engine.run.failure_evidence import EvidenceCollector
+from engine.run.failure_evidence import EvidenceCollector, FailureEvidence
 from engine.run.journal import RunRecorder
-from engine.run.node_health import NodeHealth
-from engine.run.ranks import AttemptContext, HostConnections, Rank
+from engine.run.observation import RankView
+from engine.run.run_context import AttemptContext, HostConnections
 from engine.run.run_plan import RunPlan
 from engine.store.layout import RunDir
 from tests.unit.run.file_host import FileHost
@@ -70,12 +70,15 @@ def collector(directory: Path, hosts: Sequence[FileHost], ranks: int = 1) -> Ite
         layouts=(),
         nodes=plan.nodes,
     )
-    connections = HostConnections(hosts)
     with contextlib.closing(RunRecorder(directory / "journal.jsonl", plan, print)) as recorder:
         recorder.append(LaunchDecided(decisions=made_decisions(plan)))
         recorder.append(AttemptPlanned(attempt=attempt))
-        context = AttemptContext(RunDir(directory), plan, attempt, connections, recorder)
-        yield EvidenceCollector(context, NodeHealth(connections, print, None), AttemptOrigin())
+        yield EvidenceCollector(AttemptContext(RunDir(directory), plan, attempt, HostConnections(hosts), recorder))
+
+
+def collect(evidence: EvidenceCollector, ranks: int = 1) -> FailureEvidence:
+    views = [RankView(rank, f"node{rank}") for rank in range(ranks)]
+    return evidence.collect(views, (), Judge(Trigger.ENDED, (Standing(),) * ranks, over=True))
 
 
 def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: Path) -> None:
@@ -83,7 +86,7 @@ def test_a_failure_is_read_though_its_message_holds_a_line_separator(tmp_path: P
     message = "no such word: raven\u2028\x85 or crow"
     EventWriter(files.events(0), 0, 1).write("failure", error_type="ValueError", message=message)
     with collector(tmp_path, [FileHost(files, (0,), ("node0",))]) as evidence:
-        failure = evidence.rank_evidence(Rank(0, "node0")).failure
+        failure = evidence.rank_evidence(RankView(0, "node0"), (), Standing()).failure
     assert failure is not None and failure["message"] == message
 
 
@@ -98,7 +101,7 @@ def test_ranks_that_cannot_bind_share_one_wait_and_each_host_is_asked_once(
     shared = PortHost(files, (0, 1, 2), {20_001: "nginx"})
     silent = [PortHost(files, (rank,), None) for rank in (3, 4, 5)]
     with collector(tmp_path, [shared, *silent], ranks=6) as evidence:
-        found = evidence.collect([Rank(rank, f"node{rank}") for rank in range(6)], Trigger.ENDED)
+        found = collect(evidence, ranks=6)
     free, held = "port 20000 was in use; it is free again", "port 20001 is in use by nginx"
     assert [rank.port for rank in found.ranks] == [free, held, None, None, None, None]
     assert [host.asked for host in (shared, *silent)] == [[[20_000, 20_001]], [[20_003]], [[20_004]], [[20_005]]]
@@ -110,5 +113,5 @@ def test_who_holds_pytorchs_port_is_asked_for_the_port_that_could_not_be_listene
     files.log(0).write_text(BY_ID["c10d.port_in_use"].example)
     host = PortHost(files, (0,), {29_500: "nginx"})
     with collector(tmp_path, [host]) as evidence:
-        found = evidence.collect([Rank(0, "node0")], Trigger.ENDED)
+        found = collect(evidence)
     assert [rank.port for rank in found.ranks] == ["port 29500 is in use by nginx"]

@@ -26,7 +26,7 @@ from engine.plan.document import ChosenSettings
 from engine.plan.network import NetworkPlan
 from engine.plan.planner import make_plan
 from engine.protocol.attempt import AttemptSpec
-from engine.run import attempt_runner, supervisor
+from engine.run import performer, preparation, supervisor
 from engine.run.attempt import attempt_spec
 from engine.run.events import Attempt, AttemptFailed, LaunchDecided, NodesExcluded, StateChanged, Verdict
 from engine.run.journal import RunRecorder, read_journal
@@ -131,8 +131,8 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(plan_inputs, "make_plan", counted)
     monkeypatch.setattr(CheckContext, "network_plan", network)
     monkeypatch.setattr(CheckContext, "layouts", layouts)
-    monkeypatch.setattr(attempt_runner, "fresh_ports", AsyncMock(return_value=20_000))
-    monkeypatch.setattr(attempt_runner, "launch", launch)
+    monkeypatch.setattr(preparation, "fresh_ports", AsyncMock(return_value=20_000))
+    monkeypatch.setattr(performer, "launch", launch)
     return made
 
 
@@ -155,7 +155,7 @@ async def test_one_plan_is_made_and_launched_whatever_becomes_of_its_file(
         damage(run_dir)
         return report
 
-    monkeypatch.setattr(supervisor, "run_preflight", preflight)
+    monkeypatch.setattr(preparation, "run_preflight", preflight)
     await launches.supervise()
     assert len(launches.plans_made) == 1
     [decided] = launches.decided

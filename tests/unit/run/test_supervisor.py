@@ -13,9 +13,9 @@ import pytest
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunRecord, RunState
 from engine.node.processes import boot_id
 from engine.protocol.attempt import AttemptSpec, ExitRecord, Identity, NodeFiles, write_atomic
-from engine.run import supervisor
+from engine.run import preparation, supervisor
 from engine.run.attempt import attempt_spec, new_attempt
-from engine.run.events import StateChanged, SupervisorStarted, Verdict
+from engine.run.events import StateChanged, SupervisorStarted
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.run_plan import read_plan, write_plan
 from engine.run.supervisor import Supervisor
@@ -32,7 +32,7 @@ async def test_a_run_of_which_each_node_has_a_part_is_not_taken_up_without_one(
         )
         return PreflightReport(checks=[stale], overall_status=CheckStatus.WARN, finished_at=datetime.now(UTC))
 
-    monkeypatch.setattr(supervisor, "run_preflight", differs)
+    monkeypatch.setattr(preparation, "run_preflight", differs)
     run = MadeRun(tmp_path).attempt().state("preflight", "launching", "running", "finishing", "failed").close()
     job = run.plan.config.job.model_copy(update={"strategy": "sharded"})
     plan = run.plan.model_copy(update={"config": run.plan.config.model_copy(update={"job": job})})
@@ -73,13 +73,14 @@ async def adopted(run: MadeRun) -> RunRecord:
 
 
 async def test_secrets_stay_while_the_end_of_a_rank_may_become_known(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path).state("preflight", "launching").attempt().state("running").close()
+    run = MadeRun(tmp_path).state("preflight", "launching").attempt().state("running")
+    run.state("finishing", "completed", reason="completed", unconfirmed=("node0",)).close()
     run.directory.secrets.write_text("{}")
     recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
-    supervisor = Supervisor(run.directory, run.plan, recorder, tmp_path / "node")
-    supervisor._record_end(Verdict(RunState.FAILED, Reason.NODE_LOST))
+    await Supervisor(run.directory, run.plan, recorder, tmp_path / "node").supervise(adopt=True)
     assert run.directory.secrets.exists(), "what an adopter finds out of it has to be redacted"
-    await supervisor.supervise(adopt=True)
+    recorder.change(RunState.FAILED)
+    await Supervisor(run.directory, run.plan, recorder, tmp_path / "node").supervise(adopt=True)
     recorder.close()
     assert not run.directory.secrets.exists()
 

@@ -15,7 +15,7 @@ from engine.errors import InputError, StateError
 from engine.run import supervisor_process
 from engine.run.events import CleanupConfirmed, LogsMissing
 from engine.run.journal import read_history
-from engine.run.supervisor_process import adopt_orphans, orphans, request_abort, resume_run, take_requests
+from engine.run.supervisor_process import adopt_orphans, orphans, read_requests, request_abort, resume_run
 from engine.run.watch import supervisor_alive
 from engine.store.layout import RunDir
 from engine.store.store import Store
@@ -69,21 +69,22 @@ def test_each_is_taken_once_and_in_order(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     request_abort(run_dir, by="cli")
     request_abort(run_dir, now=True, by="console")
-    taken = list(take_requests(run_dir))
-    assert [(request.now, request.by) for request in taken] == [(False, "cli"), (True, "console")]
-    assert list(take_requests(run_dir)) == []
+    requests = [request for _, request in read_requests(run_dir)]
+    assert [(request.now, request.by) for request in requests] == [(False, "cli"), (True, "console")]
 
 
 def test_one_whose_taker_dies_before_it_is_recorded_is_there_for_the_next(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     request_abort(run_dir, by="cli")
-    next(take_requests(run_dir))
-    assert [request.by for request in take_requests(run_dir)] == ["cli"]
-    assert list(take_requests(run_dir)) == []
+    for _ in range(2):
+        [(path, request)] = read_requests(run_dir)
+        assert request.by == "cli"
+    path.unlink()
+    assert list(read_requests(run_dir)) == []
 
 
 def test_without_requests_nothing_is_taken(tmp_path: Path) -> None:
-    assert list(take_requests(RunDir(tmp_path))) == []
+    assert list(read_requests(RunDir(tmp_path))) == []
 
 
 def test_what_is_no_request_is_dropped_and_does_not_come_again(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_what_is_no_request_is_dropped_and_does_not_come_again(tmp_path: Path) -
         "d.json": "\xff",
     }.items():
         (run_dir.requests / name).write_text(content, encoding="latin-1")
-    assert list(take_requests(run_dir)) == []
+    assert list(read_requests(run_dir)) == []
     assert list(run_dir.requests.iterdir()) == []
 
 
@@ -105,7 +106,7 @@ def test_a_half_written_one_is_left_alone(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.requests.mkdir()
     (run_dir.requests / ".x.json.123").write_text("{")
-    assert list(take_requests(run_dir)) == []
+    assert list(read_requests(run_dir)) == []
     assert len(list(run_dir.requests.iterdir())) == 1
 
 

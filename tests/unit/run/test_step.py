@@ -1,0 +1,478 @@
+"""The life of a run by its steps, from the launch to the proof of its end, on observations that the test makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
+from engine.protocol.attempt import END, ExitRecord, Identity
+from engine.run import events
+from engine.run.effects import (
+    Cancel,
+    Connect,
+    ConnectUnknown,
+    Effect,
+    EndTrackers,
+    Find,
+    Judge,
+    PlanAttempt,
+    Reconnect,
+    Record,
+    RequestProcesses,
+    RunPreflight,
+    Send,
+    Settle,
+    Start,
+)
+from engine.run.history import run_history
+from engine.run.observation import (
+    Cancelled,
+    Checked,
+    Found,
+    HostView,
+    Judged,
+    Observation,
+    Planned,
+    ProgressView,
+    RankView,
+    Result,
+    Settled,
+    Started,
+)
+from engine.run.state import Phase
+from engine.run.step import begin, step
+from tests.unit.launch.host_layouts import local_layout
+from tests.unit.run.run_maker import START, MadeRun, planned_attempt
+
+SUCCEEDED = events.Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
+KILLED = events.Verdict(RunState.FAILED, Reason.RANK_KILLED, "killed", rank=1, host="node1", signal=9)
+ABORT = events.RequestReceived(request="abort", by="a test")
+PASSED = PreflightReport(checks=[], overall_status=CheckStatus.PASS)
+LAUNCHER = events.LauncherStarted(pid=7, start="then")
+
+
+class Life:
+    """A run of two ranks, each on a node of its own that answers at once; the test performs the effects."""
+
+    def __init__(self, home: Path, *recorded: events.Event, adopting: bool = False, newest_attempt: int = 0) -> None:
+        self.made = MadeRun(home).close()
+        self.plan = self.made.plan
+        first = events.RunPlanned(run=self.plan.record(), nonce="n")
+        history = run_history([first, *recorded], self.plan)
+        self.state = begin(self.plan, history, newest_attempt, adopting=adopting)
+        self.seen = Observation(100.0, START)
+        self.effects: list[Effect] = []
+
+    @property
+    def phase(self) -> Phase:
+        return self.state.phase
+
+    @property
+    def run_state(self) -> RunState:
+        return self.state.history.record.state
+
+    def step(self, *finished: Result, after_s: float = 0.1, **changes: Any) -> list[Effect]:
+        """One step with what has changed; the effects that are no events."""
+        at = self.seen.at + timedelta(seconds=after_s)
+        self.seen = replace(self.seen, now=self.seen.now + after_s, at=at, finished=finished, news=(), **changes)
+        return self._step()
+
+    def request_abort(self, *, now: bool = False) -> list[Effect]:
+        self.seen = replace(self.seen, finished=(), news=(ABORT.model_copy(update={"now": now}),))
+        return self._step()
+
+    def _step(self) -> list[Effect]:
+        self.state, effects = step(self.state, self.seen)
+        self.effects += effects
+        return [effect for effect in effects if not isinstance(effect, Record)]
+
+    def attempt(self, number: int = 1) -> events.Attempt:
+        layouts = [local_layout(self.made.home / "node", 2)]
+        return planned_attempt(self.made.directory, self.plan, layouts, number)
+
+    def rank(self, number: int, **changes: Any) -> None:
+        ranks = list(self.seen.ranks)
+        ranks[number] = replace(ranks[number], **changes)
+        self.seen = replace(self.seen, ranks=tuple(ranks))
+
+    def host(self, number: int, **changes: Any) -> None:
+        hosts = list(self.seen.hosts)
+        hosts[number] = replace(hosts[number], **changes)
+        self.seen = replace(self.seen, hosts=tuple(hosts))
+
+    def connect(self, number: int = 1) -> None:
+        """The hosts and ranks of an attempt, as they are seen once they are connected."""
+        ranks = tuple(RankView(rank, f"node{rank}") for rank in (0, 1))
+        hosts = tuple(HostView(f"{number}:node{rank}", (f"node{rank}",), (rank,), boot_id="b") for rank in (0, 1))
+        self.seen = replace(self.seen, ranks=ranks, hosts=hosts, progress=ProgressView())
+
+    def start_ranks(self) -> None:
+        for rank in (0, 1):
+            self.rank(rank, identity=identity(rank))
+
+    def exit(self, rank: int, code: int | None = 0, **how: Any) -> None:
+        record = ExitRecord(rank, 1, code, how.pop("signal", None), 0.0, 0, **how)
+        self.rank(rank, record=record, succeeded=code == 0)
+
+    def run(self, number: int = 1) -> None:
+        """Launch, up to ranks that run."""
+        if self.state.phase is Phase.BEGINNING:
+            assert self.step() == [RunPreflight()]
+            assert self.step(Checked(PASSED)) == [PlanAttempt(self.plan.nodes)]
+        attempt = self.attempt(number)
+        assert self.step(Planned(attempt)) == [Connect(attempt), Start(attempt)]
+        self.connect(number)
+        self.step(Started(LAUNCHER), launcher_alive=True)
+        self.start_ranks()
+        self.step()
+        assert self.run_state is RunState.RUNNING
+
+    def end(self, verdict: events.Verdict) -> None:
+        """From the verdict that ends it on: nothing is left anywhere, and all files come."""
+        self.step(Judged(verdict, 2), launcher_alive=False)
+        for rank in (0, 1):
+            self.host(rank, processes=())
+        while self.state.phase is Phase.STOPPING:
+            self.step()
+        self.step(Settled(tuple(host.key for host in self.seen.hosts)))
+        self.step(Judged(verdict, 2))
+
+    def kill(self, number: int = 1) -> None:
+        """An attempt that has come to iteration 5 x `number` is ended by the death of rank 1."""
+        self.seen = replace(self.seen, progress=ProgressView(steps=5, furthest=5 * number))
+        self.exit(1, None, signal=9)
+        assert Judge in map(type, self.step())
+        self.exit(0, 6)
+        self.end(KILLED)
+
+
+def identity(rank: int) -> Identity:
+    return Identity(rank, "run", 1, "n.1", "b", 1, "", 1, 1, "", 1.0)
+
+
+def recorded(life: Life) -> list[events.Event]:
+    return [effect.event for effect in life.effects if isinstance(effect, Record)]
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Iterator[Life]:
+    yield Life(tmp_path)
+
+
+def test_a_run_succeeds_and_is_proved_to_be_gone(life: Life) -> None:
+    life.run()
+    for rank in (0, 1):
+        life.exit(rank)
+    judge = life.step()[-1]
+    assert isinstance(judge, Judge) and not judge.over
+    life.end(SUCCEEDED)
+    assert (life.run_state, life.state.history.record.reason) == (RunState.SUCCEEDED, Reason.COMPLETED)
+    assert isinstance(life.effects[-1], EndTrackers)
+    life.step()
+    assert life.phase is Phase.OVER
+    changes = [event for event in recorded(life) if isinstance(event, events.StateChanged)]
+    states = [change.state for change in changes]
+    assert states == ["preflight", "launching", "running", "finishing", "succeeded"]
+
+
+def test_every_host_is_asked_for_what_is_left_before_an_attempt_has_ended(life: Life) -> None:
+    life.run()
+    for rank in (0, 1):
+        life.exit(rank)
+    life.step()
+    effects = life.step(Judged(SUCCEEDED, 2), launcher_alive=False)
+    assert {RequestProcesses("1:node0"), RequestProcesses("1:node1")} <= set(effects)
+    life.host(0, processes=())
+    life.step()
+    assert life.phase is Phase.STOPPING
+    life.host(1, processes=())
+    assert life.step() == [Settle(("1:node0", "1:node1"))]
+
+
+def test_a_failed_attempt_is_followed_by_another_on_the_same_placement(life: Life) -> None:
+    life.run()
+    life.kill()
+    assert (life.run_state, life.state.phase) == (RunState.RECOVERING, Phase.DECIDING)
+    life.step()
+    assert life.phase is Phase.BACKING_OFF
+    first = life.state.planned
+    assert life.step(after_s=5.0) == [PlanAttempt(("node0", "node1"), first)]
+    life.run(2)
+    assert life.state.watch is not None and life.state.watch.number == 2
+    for rank in (0, 1):
+        life.exit(rank)
+    life.step()
+    life.end(SUCCEEDED)
+    assert (life.run_state, life.state.history.record.attempts) == (RunState.SUCCEEDED, 2)
+
+
+def failed_with_node1_away(life: Life) -> None:
+    """It waits for the proof that nothing is left there."""
+    life.run()
+    life.seen = replace(life.seen, progress=ProgressView(steps=5, furthest=5))
+    life.exit(0, None, signal=9)
+    life.host(1, silent_s=5.0)
+    life.step()
+    life.step(Judged(KILLED, 1), launcher_alive=False)
+    life.host(0, processes=())
+    while life.phase is Phase.STOPPING:
+        life.step()
+    life.step(Settled(("1:node0",)))
+    life.step(Judged(KILLED, 1))
+
+
+def test_no_other_attempt_begins_while_a_node_may_still_run_the_last(life: Life) -> None:
+    failed_with_node1_away(life)
+    for _ in range(20):
+        assert not any(isinstance(effect, PlanAttempt) for effect in life.step(after_s=1.0))
+    assert life.state.history.restart_pending == "waits for node1"
+    life.host(1, silent_s=0.0)
+    assert [Send("1:node1", 1, END), RequestProcesses("1:node1")] == life.step()
+    life.host(1, processes=())
+    assert life.step() == [Settle(("1:node1",))]
+    life.step(Settled(("1:node1",)))
+    assert any(isinstance(event, events.CleanupConfirmed) for event in recorded(life))
+    assert any(isinstance(effect, PlanAttempt) for effect in life.step(after_s=5.0))
+
+
+def test_a_node_that_goes_away_in_the_middle_of_its_log_is_asked_again(life: Life) -> None:
+    failed_with_node1_away(life)
+    life.host(1, silent_s=0.0)
+    life.step()
+    life.host(1, processes=())
+    life.step()
+    life.host(1, silent_s=10.0)
+    life.step(Settled(("1:node1",)))
+    assert not any(isinstance(event, events.CleanupConfirmed) for event in recorded(life))
+    life.host(1, silent_s=0.0)
+    assert RequestProcesses("1:node1") in life.step()
+
+
+def check(status: CheckStatus, **fields: Any) -> PreflightReport:
+    result = CheckResult(name="disk", status=status, summary="no room", **fields)
+    return PreflightReport(checks=[result], overall_status=status)
+
+
+def test_a_check_that_fails_ends_the_run(life: Life) -> None:
+    life.step()
+    life.step(Checked(check(CheckStatus.FAIL)))
+    assert (life.run_state, life.state.history.record.cause) == (RunState.FAILED, "disk: no room")
+
+
+def test_an_error_of_preflight_ends_the_run(life: Life) -> None:
+    life.step()
+    life.step(Checked(error="it cannot be checked"))
+    assert (life.run_state, life.state.history.record.cause) == (RunState.FAILED, "it cannot be checked")
+
+
+def test_the_nodes_that_preflight_leaves_are_checked_again(life: Life) -> None:
+    life.step()
+    excluding = check(CheckStatus.WARN, excludes=("node1",))
+    assert life.step(Checked(excluding)) == [RunPreflight({"node1": "disk: no room"})]
+    assert life.step(Checked(PASSED)) == [PlanAttempt(("node0",))]
+
+
+def test_a_run_without_any_node_ends(life: Life) -> None:
+    life.step()
+    life.step(Checked(check(CheckStatus.WARN, excludes=("node0", "node1"))))
+    assert (life.run_state, life.state.history.record.reason) == (RunState.FAILED, Reason.PREFLIGHT_FAILED)
+
+
+def test_an_abort_before_the_launch_ends_the_run_at_once(life: Life) -> None:
+    life.step()
+    assert life.request_abort() == [Cancel()]
+    life.step(Cancelled())
+    assert (life.run_state, life.state.phase) == (RunState.ABORTED, Phase.AFTERMATH)
+    assert life.state.history.record.cause == "stopped as requested, before anything was launched"
+
+
+def test_a_result_that_was_faster_than_its_cancellation_counts(life: Life) -> None:
+    life.step()
+    life.request_abort()
+    assert life.step(Checked(PASSED)) == [PlanAttempt(life.plan.nodes)]
+    assert life.step() == [Cancel()]
+    life.step(Cancelled())
+    assert life.run_state is RunState.ABORTED
+
+
+def test_an_abort_while_ranks_are_started_ends_what_has_started(life: Life) -> None:
+    life.step()
+    life.step(Checked(PASSED))
+    life.step(Planned(life.attempt()))
+    life.connect()
+    assert life.request_abort() == [Cancel()]
+    life.step(Cancelled())
+    assert life.phase.name == "RUNNING"
+    life.step()
+    assert life.phase is Phase.STOPPING
+    assert life.state.history.stop is not None
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_an_abort_of_a_run_asks_its_keepers_unless_it_is_to_be_now(life: Life, now: bool) -> None:
+    life.run()
+    sent = [effect.command for effect in life.request_abort(now=now) if isinstance(effect, Send)]
+    assert sent == [END if now else b"stop\n"] * 2
+    for rank in (0, 1):
+        life.exit(rank, 0, stopped_by="stop")
+        life.rank(rank, succeeded=False)
+        life.host(rank, processes=())
+    aborted = events.Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
+    while life.phase is Phase.STOPPING:
+        life.step(launcher_alive=False)
+    life.step(Settled(("1:node0", "1:node1")))
+    life.step(Judged(aborted, 2))
+    assert life.run_state is RunState.ABORTED
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_abort_between_two_attempts_ends_the_run(life: Life, steps: int) -> None:
+    life.run()
+    life.kill()
+    for _ in range(steps):
+        life.step()
+    life.request_abort()
+    life.step()
+    assert life.run_state is RunState.ABORTED
+    assert "while it recovered from rank 1's death" in (life.state.history.record.cause or "")
+
+
+def test_a_launch_that_fails_at_first_ends_the_run_and_later_counts_as_a_failure(life: Life, tmp_path: Path) -> None:
+    life.step()
+    life.step(Checked(PASSED))
+    life.step(Planned(error="no port is free"))
+    assert (life.run_state, life.state.history.record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
+    later = Life(tmp_path / "later")
+    later.run()
+    later.kill()
+    later.step()
+    later.step(after_s=5.0)
+    later.step(Planned(error="no port is free"))
+    assert (later.run_state, len(later.state.history.failures)) == (RunState.RECOVERING, 2)
+
+
+PLANNED = [events.StateChanged(state=RunState(state)) for state in ("preflight", "launching")]
+
+
+def launched(life: Life, *more: events.Event) -> list[events.Event]:
+    """The events of a run that an earlier supervisor has launched."""
+    return [*PLANNED, events.AttemptPlanned(attempt=life.attempt(), at=START), *more]
+
+
+def adopted(home: Path, *more: events.Event) -> Life:
+    first = Life(home / "first")
+    return Life(home / "adopted", *launched(first, *more), adopting=True, newest_attempt=1)
+
+
+def test_an_adopter_goes_on_with_the_ranks_that_it_finds(tmp_path: Path) -> None:
+    life = adopted(tmp_path, LAUNCHER, events.StateChanged(state=RunState.RUNNING))
+    attempt = life.state.history.attempts[-1].plan
+    assert life.step() == [Connect(attempt), Find(attempt)]
+    life.connect()
+    life.start_ranks()
+    life.step(Found(LAUNCHER), launcher_alive=True)
+    life.step()
+    assert life.phase.name == "RUNNING"
+    life.kill()
+    assert life.phase is Phase.DECIDING
+
+
+def test_an_adopter_that_finds_nothing_of_a_first_launch_ends_the_run(tmp_path: Path) -> None:
+    life = adopted(tmp_path)
+    life.step()
+    life.connect()
+    life.step(Found(anything=False))
+    record = life.state.history.record
+    assert (record.state, record.cause) == (RunState.FAILED, "its supervisor was lost in the middle of the launch")
+
+
+def test_an_adopter_remembers_an_abort_that_was_requested(tmp_path: Path) -> None:
+    life = adopted(tmp_path, LAUNCHER, events.StateChanged(state=RunState.RUNNING), ABORT)
+    life.step()
+    life.connect()
+    life.start_ranks()
+    life.step(Found(LAUNCHER), launcher_alive=True)
+    life.step()
+    assert life.phase is Phase.STOPPING
+
+
+def test_an_adopter_launches_nothing_by_surprise(tmp_path: Path) -> None:
+    for before, cause in ((PLANNED[:1], "lost before anything"), ([*PLANNED[:1], ABORT], "stopped as requested")):
+        life = Life(tmp_path / cause.split()[0], *before, adopting=True)
+        life.step()
+        assert cause in (life.state.history.record.cause or "")
+        assert life.run_state.ended
+
+
+def test_an_adopter_ends_an_attempt_that_the_journal_does_not_know(tmp_path: Path) -> None:
+    life = Life(tmp_path, *PLANNED, adopting=True, newest_attempt=1)
+    assert life.step() == [ConnectUnknown()]
+    life.seen = replace(life.seen, hosts=(HostView("unknown:node0", ("node0",), (0,), current=False),))
+    assert life.step() == [RequestProcesses("unknown:node0")]
+    life.host(0, processes=())
+    life.step()
+    assert life.run_state is RunState.LOST
+
+
+def test_an_adopter_of_a_failed_attempt_decides_what_follows_once_it_is_gone(tmp_path: Path) -> None:
+    failed = events.AttemptFailed(attempt=1, verdict=KILLED, reached=5, failed_at=datetime.now(UTC))
+    states = [events.StateChanged(state=state) for state in (RunState.RUNNING, RunState.RECOVERING)]
+    life = adopted(tmp_path, *states, failed)
+    life.step()
+    life.connect()
+    life.step()
+    assert (life.state.phase, life.state.history.restart_pending) == (Phase.DECIDING, "waits for node0, node1")
+    for rank in (0, 1):
+        life.host(rank, processes=())
+    life.step()
+    life.step(Settled(("1:node0",)), Settled(("1:node1",)))
+    life.step(Judged(KILLED, 0))
+    assert life.phase is Phase.BACKING_OFF
+
+
+def test_a_run_that_is_taken_up_again_begins_once_its_last_attempt_is_gone(tmp_path: Path) -> None:
+    first = Life(tmp_path / "first")
+    ended = events.StateChanged(state=RunState.FAILED, verdict=KILLED, unconfirmed=("node1",))
+    life = Life(tmp_path / "again", *launched(first, ended, events.RunReopened()), newest_attempt=1)
+    assert life.step() == [RunPreflight()]
+    attempt = life.state.history.attempts[-1].plan
+    assert life.step(Checked(PASSED)) == [Connect(attempt)]
+    life.connect()
+    life.step()
+    for rank in (0, 1):
+        life.host(rank, processes=())
+    life.step()
+    assert life.step(Settled(("1:node0",)), Settled(("1:node1",))) == [PlanAttempt(life.plan.nodes)]
+
+
+def test_a_run_is_not_taken_up_while_a_node_does_not_show_that_nothing_is_left(tmp_path: Path) -> None:
+    first = Life(tmp_path / "first")
+    ended = events.StateChanged(state=RunState.FAILED, verdict=KILLED, unconfirmed=("node1",))
+    life = Life(tmp_path / "again", *launched(first, ended, events.RunReopened()), newest_attempt=1)
+    life.step()
+    life.step(Checked(PASSED))
+    life.connect()
+    life.host(1, silent_s=50.0)
+    life.step(after_s=31.0)
+    record = life.state.history.record
+    assert (record.state, record.reason) == (RunState.FAILED, Reason.LAUNCH_FAILED)
+    assert "node1" in (record.cause or "")
+
+
+def test_a_run_that_goes_on_without_a_node_seeks_the_proof_there(tmp_path: Path) -> None:
+    life = adopted(tmp_path, LAUNCHER, events.StateChanged(state=RunState.RUNNING))
+    alone = life.attempt(2).model_copy(update={"nodes": ("node0",)})
+    second = Life(
+        tmp_path / "second",
+        *launched(Life(tmp_path / "x"), LAUNCHER, events.AttemptPlanned(attempt=alone, at=START)),
+        adopting=True,
+        newest_attempt=2,
+    )
+    earlier = second.state.history.attempts[0].plan
+    assert second.step() == [Connect(alone), Reconnect(earlier, ("node1",)), Find(alone)]
