@@ -16,7 +16,7 @@ from engine.run.decide import SETTLE_S, RankState, RunningAttempt
 from engine.run.effects import DropPipes, Send, Standing
 from engine.run.node_health import HostHealth, lost_after_s, next_health, recorded_health
 from engine.run.observation import HostView, ProgressView, RankView
-from engine.run.state import AttemptWatch, Transition, current_hosts, has_ended
+from engine.run.state import Phase, Transition, WatchState, current_hosts, has_ended
 
 NODE_LOST = "its node is lost"
 """The end of a rank whose exit record has not been read yet."""
@@ -24,9 +24,14 @@ SLOW_PHASES = frozenset({"loading", "validating", "saving"})
 _TIMES = 5.0
 
 
-def begin_watch(number: int, now: float, *, ranks: int, slept_s: float, launched: bool = False) -> AttemptWatch:
+def begin_watch(number: int, now: float, *, ranks: int, slept_s: float, launched: bool = False) -> WatchState:
     standings = (Standing(),) * ranks
-    return AttemptWatch(number, now, launched, standings, slept_s=slept_s, quiet_since=now, looked_at=now)
+    return WatchState(number, now, launched, standings, slept_s=slept_s, quiet_since=now, looked_at=now)
+
+
+def begin_running(t: Transition, *, launched: bool) -> None:
+    t.set_watch(launched=launched, began=t.seen.now, quiet_since=t.seen.now, looked_at=t.seen.now)
+    t.enter(Phase.RUNNING)
 
 
 def take_in(t: Transition, *, live: bool) -> None:
@@ -281,11 +286,7 @@ def _overdue(t: Transition) -> events.Hang | None:
 
 
 def hang_limit(
-    progress: ProgressView,
-    watched: tuple[int, ...],
-    recovery: RecoveryConfig,
-    hang_s: float,
-    started_at: float | None,
+    progress: ProgressView, watched: tuple[int, ...], recovery: RecoveryConfig, hang_s: float, started_at: float | None
 ) -> tuple[str, float]:
     """Doing what, and for how long that may take without a step, seconds. `started_at`: of a command, which may report
     as rarely as it likes, by its node's wall clock."""

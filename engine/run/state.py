@@ -24,7 +24,7 @@ R = TypeVar("R", bound=Result)
 
 
 class Phase(Enum):
-    """A run's life, in order. What each does: the function of engine.run.step with its name."""
+    """The phases of a run's life, in order; engine.run.step.PHASES has what each does."""
 
     BEGINNING = auto()
     PREFLIGHT = auto()
@@ -51,7 +51,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptWatch:
+class WatchState:
     """The volatile part of the attempt that is watched. Times are as in Observation."""
 
     number: int
@@ -112,7 +112,7 @@ class State:
     since: float = 0.0
     """When the phase began."""
     adopting: bool = False
-    watch: AttemptWatch | None = None
+    watch: WatchState | None = None
     ending: Ending = Ending()
     proofs: Mapping[str, CleanupProof] = field(default_factory=dict)
     """By host, also of attempts before the one that is watched. While this is being ended, its own are in `ending`."""
@@ -155,7 +155,7 @@ class Transition:
         return self.state.history
 
     @property
-    def watch(self) -> AttemptWatch:
+    def watch(self) -> WatchState:
         assert self.state.watch is not None
         return self.state.watch
 

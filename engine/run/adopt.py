@@ -1,0 +1,136 @@
+"""The part of a step that takes up what earlier supervisors have left, by the journal alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.errors import LaunchError
+from engine.models import Reason, RunState
+from engine.run import events
+from engine.run.effects import Connect, ConnectUnknown, Find, Reconnect
+from engine.run.history import AttemptHistory
+from engine.run.observation import Found
+from engine.run.outcome import ABORTED_EARLY, end_run, judge_again, judged, launch_failed
+from engine.run.proofs import seek_proofs, unproved
+from engine.run.recovery import fail_again, plan_attempt, recover
+from engine.run.running import begin_running, begin_watch
+from engine.run.state import Ending, Phase, Transition
+
+_PROOF_LIMIT_S = 30.0
+"""For every node to show that nothing is left of a run that is taken up again."""
+_SHORT_AFTERMATH_S = 30.0
+"""For a run that has waited for its nodes before."""
+_LOST_IN_LAUNCH = "its supervisor was lost in the middle of the launch"
+_RESUME = "`flightdeck resume` goes on from the newest state that the nodes have"
+
+
+def take_up(t: Transition) -> None:
+    """Nothing of a run that is taken up again may be left anywhere."""
+    t.enter(Phase.TAKING_UP)
+    if (attempt := t.history.last_attempt) is not None:
+        _connect_again(t, attempt, t.state.launched_plan.nodes)
+    if t.state.unknown_attempt is not None:
+        t.do(ConnectUnknown())
+
+
+def taking_up(t: Transition) -> None:
+    if t.history.abort is not None:
+        end_run(t, ABORTED_EARLY)
+        return
+    seek_proofs(t)
+    left = unproved(t)
+    if left and t.waited_s <= _PROOF_LIMIT_S:
+        return
+    known = t.seen.unknown if t.state.unknown_attempt is not None else judged(t)
+    if left:
+        error = LaunchError(
+            "the run cannot be taken up yet",
+            where=", ".join(left),
+            why="its last attempt is not proved to be gone there",
+            todo="see that the node answers",
+        )
+        end_run(t, launch_failed(str(error)))
+    elif known is not None and known.state is RunState.SUCCEEDED:
+        end_run(t, known)
+    elif t.state.unknown_attempt is not None or not judge_again(t):
+        plan_attempt(t, t.state.plan.nodes)
+
+
+def adopt(t: Transition) -> None:
+    attempt = t.history.last_attempt
+    if t.state.unknown_attempt is not None:
+        # Nothing of it can be watched: it must not train on unseen.
+        t.enter(Phase.ENDING_UNKNOWN)
+        t.do(ConnectUnknown())
+    elif attempt is None or not t.history.launched:
+        # Nobody waits for it any more, and what was checked then is not true now: it is not launched by surprise.
+        lost = events.Verdict(
+            RunState.FAILED, Reason.SUPERVISOR_LOST, "its supervisor was lost before anything was launched"
+        )
+        end_run(t, lost if t.history.abort is None else ABORTED_EARLY)
+    elif attempt.status.reason is not None and t.run_state in (RunState.RECOVERING, RunState.LAUNCHING):
+        _connect_again(t, attempt, attempt.plan.nodes)
+        recover(t)
+        t.enter(Phase.DECIDING)
+    else:
+        _connect_again(t, attempt, ())
+        t.enter(Phase.FINDING)
+        t.do(Find(attempt.plan))
+
+
+def finding(t: Transition) -> None:
+    """Go on with the last attempt of an earlier supervisor."""
+    result = t.result(Found)
+    if result is None:
+        return
+    if result.launcher is not None and t.state.attempt.launcher is None:
+        t.record(result.launcher)
+    if result.launcher is not None or result.rebooted or result.anything:
+        begin_running(t, launched=result.launcher is not None)
+    elif not t.history.failures:
+        end_run(t, events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_IN_LAUNCH))
+    else:
+        # It had been running before: it goes on.
+        fail_again(t, launch_failed(_LOST_IN_LAUNCH))
+
+
+def ending_unknown(t: Transition) -> None:
+    seek_proofs(t)
+    if unproved(t) and t.waited_s <= _PROOF_LIMIT_S:
+        return
+    cause = f"{t.state.unknown_attempt}: what was left of it has been ended, and how far it came is not known"
+    if t.seen.unknown is not None:
+        end_run(t, t.seen.unknown)
+    elif t.history.abort is not None:
+        end_run(t, events.Verdict(RunState.ABORTED, Reason.USER_ABORT, cause))
+    else:
+        end_run(t, events.Verdict(RunState.LOST, Reason.SUPERVISOR_LOST, cause, fix=_RESUME))
+
+
+def _connect_again(t: Transition, attempt: AttemptHistory, nodes: Iterable[str]) -> None:
+    """An earlier supervisor's attempt. On `nodes` it is not proved that nothing of it is left; of the run's nodes that
+    it went on without, the proof is sought anew."""
+    watch = begin_watch(attempt.number, t.seen.now, ranks=len(attempt.plan.nodes), slept_s=t.seen.slept_s)
+    t.set(watch=watch, ending=Ending(), sought=frozenset(nodes))
+    t.do(Connect(attempt.plan))
+    for node in t.state.plan.nodes:
+        earlier = next((one for one in reversed(t.history.attempts) if node in one.plan.nodes), None)
+        if node not in attempt.plan.nodes and earlier is not None:
+            t.do(Reconnect(earlier.plan, (node,)))
+
+
+def prove_end(t: Transition) -> None:
+    """The run has ended: go on with the nodes on which an earlier supervisor could not prove that."""
+    record, attempt = t.history.record, t.history.last_attempt
+    t.enter(Phase.AFTERMATH)
+    if t.state.unknown_attempt is not None:
+        t.do(ConnectUnknown())
+        return
+    # The verdict that may follow needs the ends of all ranks.
+    nodes = attempt.plan.nodes if attempt is not None and t.history.end_unseen else record.unconfirmed
+    if attempt is None or not (nodes or attempt.missing):
+        return
+    _connect_again(t, attempt, nodes)
+    if record.ended_at is not None:
+        age_s = (t.seen.at - record.ended_at).total_seconds()
+        t.set(aftermath_s=max(t.state.aftermath_s - age_s, _SHORT_AFTERMATH_S))

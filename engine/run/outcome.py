@@ -1,0 +1,114 @@
+"""The outcome of an attempt and of its run: verdicts, failures, the end, and what is waited for after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+
+from engine.models import Reason, RunState
+from engine.run import events
+from engine.run.decide import describe_failure
+from engine.run.effects import EndTrackers, Judge
+from engine.run.journal import FOLLOWERS
+from engine.run.observation import Judged
+from engine.run.proofs import seek_proofs, unproved
+from engine.run.state import Phase, Transition, current_hosts
+
+ABORTED_EARLY = events.Verdict(
+    RunState.ABORTED, Reason.USER_ABORT, "stopped as requested, before anything was launched"
+)
+
+
+def end_run(t: Transition, verdict: events.Verdict) -> None:
+    if verdict.state not in FOLLOWERS[t.run_state]:
+        # Adopted while it ran, and nothing of it is left that could be monitored to its end.
+        t.change(RunState.FINISHING)
+    t.record(
+        events.StateChanged(
+            state=verdict.state, verdict=verdict, figures=t.seen.figures, unconfirmed=tuple(unproved(t))
+        )
+    )
+    t.do(EndTrackers())
+    t.enter(Phase.AFTERMATH)
+
+
+def aftermath(t: Transition) -> None:
+    seek_proofs(t)
+    missing = t.state.watch is not None and t.state.attempt.missing
+    if (unproved(t) or missing) and t.waited_s < t.state.aftermath_s:
+        return
+    # The ends of all ranks may be known only now.
+    verdict = t.seen.unknown if t.state.unknown_attempt is not None else judged(t)
+    if t.history.end_unseen and verdict is None and judge_again(t):
+        return
+    if t.history.end_unseen and verdict is not None and verdict.state in FOLLOWERS[t.run_state]:
+        end_run(t, verdict)
+    t.enter(Phase.OVER)
+
+
+def judge(t: Transition, *, over: bool) -> None:
+    hosts = {rank: host.key for host in current_hosts(t.seen) for rank in host.ranks}
+    health = t.watch.health
+    standings = tuple(
+        replace(standing, cut_off_s=health[hosts[rank]].longest_silence_s if hosts[rank] in health else 0.0)
+        for rank, standing in enumerate(t.watch.standings)
+    )
+    t.do(Judge(t.ending.trigger, standings, t.state.attempt.hang, over))
+    t.set_ending(verdict_pending=True)
+
+
+def judge_again(t: Transition) -> bool:
+    """Where the end of another rank is known that was not known before: a node that was away may have the record of one
+    that completed. A verdict is awaited."""
+    if not t.ending.verdict_pending and sum(rank.end_known for rank in t.seen.ranks) != t.ending.ends_judged:
+        judge(t, over=False)
+    return t.ending.verdict_pending
+
+
+def judged(t: Transition) -> events.Verdict | None:
+    result = t.result(Judged)
+    if result is None:
+        return None
+    t.set_ending(verdict_pending=False, ends_judged=result.ends_known)
+    return result.verdict
+
+
+def record_failure(t: Transition, number: int, verdict: events.Verdict, reached: int = 0) -> None:
+    t.record(attempt_failure(t, number, verdict, reached))
+
+
+def attempt_failure(t: Transition, number: int, verdict: events.Verdict, reached: int) -> events.AttemptFailed:
+    """An attempt that never got going (`reached` 0) leaves the run where it was."""
+    failures, watch = t.history.failures, t.state.watch
+    watched = watch is not None and watch.number == number
+    failed_at = (watch.failed_at if watch is not None and watched else None) or t.seen.at
+    ran_s = _ran_s(t, number, failed_at)
+    outputs = t.seen.command.outputs if t.seen.command is not None and watched else 0
+    return events.AttemptFailed(
+        attempt=number,
+        verdict=verdict,
+        reached=reached or (failures[-1].reached if failures else 0),
+        failed_at=failed_at,
+        ran_long=not reached and (ran_s > t.state.plan.config.recovery.stall_s or outputs > events.LONG_OUTPUT_S),
+        outputs=0 if reached else outputs,
+        unconfirmed=tuple(unproved(t)),
+    )
+
+
+def _ran_s(t: Transition, number: int, until: datetime) -> float:
+    """For how long all ranks of a command had run in an attempt, seconds; 0 for a trainer, which reports."""
+    attempt = next((one for one in t.history.attempts if one.number == number), None)
+    if attempt is None or t.state.plan.config.job.kind.reports or not attempt.started:
+        return 0.0
+    return (until - max(event.at for event in attempt.started.values())).total_seconds()
+
+
+def launch_failed(error: str | None) -> events.Verdict:
+    return events.Verdict(RunState.FAILED, Reason.LAUNCH_FAILED, error)
+
+
+def aborted(t: Transition) -> events.Verdict:
+    failure = describe_failure(t.history.failures[-1])
+    return events.Verdict(
+        RunState.ABORTED, Reason.USER_ABORT, f"stopped as requested, while it recovered from {failure}"
+    )
