@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.transport.fleet import Fleet
 from engine.models import RunState
 from engine.node.processes import boot_id, start_time
@@ -27,7 +28,7 @@ from tests.unit.run.run_maker import MadeRun
 
 
 class LiveAttempt:
-    """Attempt 1 of a run of two nodes with a rank each, planned; each node is a host of its own."""
+    """Attempt 1 of a run whose nodes have a rank each, planned; each node is a host of its own."""
 
     def __init__(
         self,
@@ -36,30 +37,43 @@ class LiveAttempt:
         strategy: Strategy = "data",
         command: tuple[str, ...] | None = None,
         ssh: Sequence[str] = (LOCAL, LOCAL),
+        **config: Any,
     ) -> None:
-        made = MadeRun(home, strategy=strategy, command=command).attempt().state("preflight", "launching").close()
-        self.directory, self.plan = made.directory, made.plan
-        self.recorder = RunRecorder(made.directory.journal, made.plan, lambda _record: None)
+        """`ssh`: of each node. `config`: sections other than the configuration's own."""
+        made = MadeRun(home, ranks=len(ssh), strategy=strategy, command=command)
+        made.attempt().state("preflight", "launching").close()
+        self.directory = made.directory
+        self.plan = made.plan.model_copy(update={"config": made.plan.config.model_copy(update=config)})
+        self.recorder = RunRecorder(made.directory.journal, self.plan, lambda _record: None)
         self.attempt = self.recorder.history.attempts[-1].plan
         self.files = self.attempt.files(made.id, 0)
         self.files.directory.mkdir(parents=True)
         self.connected: list[FileHost] = []
         """All that were ever made."""
         self._ssh = ssh
-        self.context = RunContext(made.directory, made.plan, self.recorder, Fleet(home), home / "node")
+        self.node_root = home / "node"
+        self.supervise()
+
+    def supervise(self, clock: AwakeClock | None = None) -> None:
+        """By another supervisor from here on."""
+        fleet, clock = Fleet(self.directory.home), clock or AwakeClock()
+        self.context = RunContext(self.directory, self.plan, self.recorder, fleet, self.node_root, clock)
         self.run = LiveRun(self.context, self.connect)
 
     def connect(self, _run: RunContext, plan: RunPlan, attempt: Attempt) -> HostConnections:
         files = attempt.files(plan.run_id, 0)
         ranks = range(len(plan.nodes))
         hosts = [FileHost(files, (rank,), (f"node{rank}",), ssh=self._ssh[rank]) for rank in ranks]
+        for host, before in zip(hosts, self.hosts, strict=False):
+            # The machines are as they were.
+            host.shown, host.left = before.shown, before.left
         self.connected += hosts
         return HostConnections(hosts)
 
     @property
     def hosts(self) -> list[FileHost]:
         """Those that were connected last."""
-        return self.connected[-2:]
+        return self.connected[-len(self._ssh) :]
 
     def start(self, *ranks: int) -> None:
         pid, run = os.getpid(), self.plan.run_id
