@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,18 @@ from engine.cluster.host_connection import AttemptOnHost, HostConnection
 from engine.cluster.transport.base import Transport
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
-from engine.models import RunState
+from engine.models import CheckStatus, PreflightReport, Reason, RunRecord, RunState
 from engine.protocol.attempt import END, ExitRecord, NodeFiles, write_atomic
 from engine.protocol.job import Strategy
-from engine.run import attempt_hosts
+from engine.run import attempt_hosts, preparation
 from engine.run.attempt_hosts import UnknownAttempt
+from engine.run.driver import drive
 from engine.run.effects import ConnectUnknown, RequestProcesses
-from engine.run.journal import RunRecorder
+from engine.run.events import CleanupConfirmed, NodesExcluded, RunReopened, Verdict
+from engine.run.journal import RunRecorder, read_journal
 from engine.run.performer import LiveRun
 from engine.run.run_context import RunContext
+from engine.run.step import begin
 from engine.security.identifiers import LOCAL
 from tests.unit.run.file_host import FileHost
 from tests.unit.run.run_maker import MadeRun
@@ -126,3 +130,42 @@ async def test_all_of_it_is_ended_and_what_comes_of_it_is_seen(tmp_path: Path) -
     assert seen.unknown is not None and seen.unknown.state is RunState.SUCCEEDED
     await live.close()
     unknown.recorder.close()
+
+
+async def test_a_known_attempt_does_not_hide_the_success_of_a_later_one_that_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def passes(*_: Any) -> PreflightReport:
+        return PreflightReport(checks=[], overall_status=CheckStatus.PASS)
+
+    monkeypatch.setattr(preparation, "run_preflight", passes)
+    unknown = Unknown(tmp_path).hosts(LOCAL, LOCAL).exits(0, 0)
+    lost = Verdict(RunState.FAILED, Reason.NODE_LOST, "no answer")
+    unknown.recorder.change(RunState.FINISHING)
+    unknown.recorder.change(RunState.FAILED, lost)
+    unknown.recorder.append(RunReopened())
+    record = await driven(unknown.context, newest_attempt=2, adopting=False)
+    assert record.state is RunState.SUCCEEDED
+    assert "attempt 2 is not in journal.jsonl" in (record.cause or "")
+
+
+async def test_an_attempt_on_a_node_that_preflight_has_excluded_since_is_proved_to_be_gone(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).attempt().state("preflight")
+    run.append(NodesExcluded(nodes=("node0",), why="it differs", world_size=1))
+    run.state("failed", reason="node_lost", unconfirmed=("node0", "node1")).close()
+    recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
+    fleet = Fleet(tmp_path)
+    context = RunContext(run.directory, run.plan, recorder, fleet, tmp_path / "node")
+    record = await driven(context, newest_attempt=1, adopting=True)
+    assert (record.state, record.unconfirmed) == (RunState.FAILED, [])
+    confirmed = [event.node for event in read_journal(run.directory.journal) if isinstance(event, CleanupConfirmed)]
+    assert confirmed == ["node0", "node1"]
+
+
+async def driven(run: RunContext, *, newest_attempt: int, adopting: bool) -> RunRecord:
+    """Its record once nothing is left to do."""
+    live = LiveRun(run)
+    await drive(begin(run.whole_plan, run.history, newest_attempt, adopting=adopting), live)
+    await live.close()
+    run.recorder.close()
+    return run.history.record
