@@ -12,6 +12,7 @@ from functools import cached_property
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.host_connection import HostConnection
 from engine.protocol.attempt import size_of
+from engine.protocol.events import ExitOutput
 from engine.run import events
 from engine.run.command_watch import CommandWatch
 from engine.run.consistency_watch import ConsistencyWatch
@@ -172,7 +173,11 @@ class WatchedAttempt:
             return rank
         self._bases[rank.number] = basis
         succeeded = self.evidence.succeeded(rank, completed)
-        consequence = not succeeded and is_consequence(self.evidence.rank_evidence(rank, completed, Standing()))
+        # The signatures are only compiled where there is something to read.
+        silent = rank.record is None and output == ExitOutput()
+        consequence = not (succeeded or silent) and is_consequence(
+            self.evidence.rank_evidence(rank, completed, Standing())
+        )
         return replace(rank, succeeded=succeeded, consequence=consequence)
 
     def _observe_command(self, command: CommandWatch) -> CommandView:
