@@ -126,11 +126,13 @@ def prove_end(t: Transition) -> None:
     if t.state.unknown_attempt is not None:
         t.do(ConnectUnknown())
         return
-    # The verdict that may follow needs the ends of all ranks.
-    nodes = attempt.plan.nodes if attempt is not None and t.history.end_unseen else record.unconfirmed
-    if attempt is None or not (nodes or attempt.missing):
+    if attempt is None:
         return
-    _connect_again(t, attempt, nodes)
+    nodes = {*record.unconfirmed, *(attempt.plan.nodes[rank] for rank in attempt.ranks_with_missing_files)}
+    # The verdict that may follow needs the ends of all ranks.
+    if not (nodes or t.history.end_unseen):
+        return
+    _connect_again(t, attempt, attempt.plan.nodes if t.history.end_unseen else nodes)
     if record.ended_at is not None:
         age_s = (t.seen.at - record.ended_at).total_seconds()
         t.set(aftermath_s=max(t.state.aftermath_s - age_s, _SHORT_AFTERMATH_S))

@@ -64,6 +64,8 @@ class Standing:
     """Its node has been away for longer than its lease."""
     dispensable: bool = False
     """The others go on without it."""
+    outlived: bool = False
+    """It had not ended when the attempt began to be ended."""
     head_slept_s: float = 0.0
     """The longest sleep of the head before its end was known."""
     cut_off_s: float = 0.0

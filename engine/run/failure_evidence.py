@@ -71,6 +71,7 @@ class RankEvidence:
     left_for_peers: bool = False
     """The trainer's exit code means that it left because a peer was lost."""
     dispensable: bool = False
+    outlived: bool = False
     memory_killed: bool = False
     """Its system has killed processes for lack of memory since the attempt began."""
 
@@ -136,6 +137,8 @@ class FailureEvidence:
     hang: Hang | None = None
     apart: tuple[int, ...] = ()
     """The ranks of a command that trained in groups of their own."""
+    over: bool = True
+    """Nothing of the attempt runs any more."""
 
 
 def succeeded(record: ExitRecord | None, end: Mapping[str, Any] | None, *, trainer: bool) -> bool:
@@ -200,6 +203,7 @@ class EvidenceCollector:
             end=self._quotable_event(self._end(rank, completed)),
             left_for_peers=self._kind.reports and record is not None and record.code == TrainerExit.PEER_LOST,
             dispensable=standing.dispensable,
+            outlived=standing.outlived,
             memory_killed=self._memory_killed(rank),
         )
 
@@ -216,6 +220,7 @@ class EvidenceCollector:
             adopted=self.origin.adopted,
             rebooted=self.origin.rebooted,
             hang=request.hang,
+            over=request.over,
         )
 
     def _connection(self, rank: int) -> HostConnection:

@@ -44,6 +44,10 @@ class AttemptHistory:
         return self.plan.number
 
     @property
+    def ranks_with_missing_files(self) -> frozenset[int]:
+        return frozenset(int(name.removeprefix("rank").split(".")[0]) for name in self.missing)
+
+    @property
     def hosts(self) -> dict[int, str]:
         """Rank → node, of the ranks that were seen."""
         started = {rank: event.node for rank, event in self.started.items()}

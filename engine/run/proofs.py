@@ -9,7 +9,7 @@ from engine.run.effects import Send, Settle
 from engine.run.observation import HostView, Settled
 from engine.run.running import take_in
 from engine.run.shutdown import CleanupProof
-from engine.run.state import Transition
+from engine.run.state import Transition, current_hosts
 
 
 def proof_of(t: Transition, host: HostView) -> CleanupProof:
@@ -44,6 +44,11 @@ def seek_proofs(t: Transition) -> None:
     for host in t.seen.hosts:
         if host.answering and host.key not in t.ending.settling and not proof_of(t, host).found:
             _seek_proof(t, host)
+    if t.state.watch is not None:
+        lacking = t.state.attempt.ranks_with_missing_files
+        if any(not host.unsent and not lacking.isdisjoint(host.ranks) for host in current_hosts(t.seen)):
+            # They have come by now, or it has not been looked for them yet.
+            t.do(Settle(()))
 
 
 def _seek_proof(t: Transition, host: HostView) -> None:

@@ -31,6 +31,7 @@ from engine.run.run_context import RunContext
 from engine.run.run_plan import RunPlan, read_plan_and_damage, write_plan
 from engine.run.shutdown import kill_everywhere
 from engine.run.step import begin
+from engine.run.supervisor_process import read_requests
 from engine.store.layout import RunDir, node_root
 from engine.store.store import Store
 
@@ -133,6 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
             write_plan(run_dir.plan, plan)
             recorder.append(events.Note(message=damage))
         if options.resume is not None:
+            for path, _ in read_requests(run_dir):
+                # Of the life that has ended.
+                path.unlink(missing_ok=True)
             reopen(recorder, **dict.fromkeys(options.resume, True))
         supervisor = Supervisor(run_dir, plan, recorder, node_root())
         supervisor.take_charge(adopted=options.adopt)

@@ -71,8 +71,17 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
     explained = first is not None and _explains_the_end(first, evidence.trigger)
     of_attempt = None if explained else _of_attempt(evidence)
     if of_attempt is None and first is not None:
-        return _of_rank(first, evidence)
+        return _of_unseen_end(first, evidence) or _of_rank(first, evidence)
     return of_attempt or _unexplained(evidence)
+
+
+def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
+    """All that is known follows from another rank's end, and there is one alone of which the end is not known."""
+    unseen = [rank for rank in evidence.ranks if rank.started and rank.record is None and not rank.vanished]
+    if fault.weight is not Weight.CONSEQUENCE or len(unseen) != 1 or not evidence.over:
+        return None
+    cause = "the other ranks lost their connection to it, and its node has shown no exit record"
+    return _failed(Reason.RANK_FAILED, cause, unseen[0])
 
 
 def _awaited(needed: Sequence[RankEvidence], evidence: FailureEvidence) -> Sequence[RankEvidence]:
@@ -151,6 +160,8 @@ def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
         return Weight.OWN if rank.launcher_code not in (0, -signal.SIGTERM) else None
     if rank.restarted or rank.unreachable_s is not None:
         return Weight.LOST
+    if rank.vanished and rank.outlived:
+        return Weight.CONSEQUENCE
     # `rebooted` is this machine alone.
     return Weight.OWN if rank.vanished and (rank.remote or not rebooted) else None
 

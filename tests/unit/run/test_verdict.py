@@ -786,3 +786,20 @@ def test_whatever_a_node_reports_the_verdict_can_be_written(
         journal.close()
         assert len(read_journal(Path(folder) / "journal.jsonl")) == 1
         assert (Path(folder) / "journal.jsonl").stat().st_size < 20_000
+
+
+PEER_LOST = {"error_type": "PeerLost", "message": "rank 1 is gone"}
+
+
+def test_a_rank_that_was_killed_while_the_attempt_was_ended_is_not_the_cause() -> None:
+    killed = RankEvidence(0, "left", "/py", started=True, vanished=True, outlived=True)
+    assert verdict_on(evidence(killed, rank(1, 1, at=5.0, tail="ValueError: no"))).rank == 1
+    assert verdict_on(evidence(replace(killed, outlived=False), rank(1, 1, at=5.0, tail="ValueError: no"))).rank == 0
+
+
+def test_the_one_rank_whose_end_is_not_known_is_named_before_those_that_lost_it() -> None:
+    lost = [rank(number, 5, failure=PEER_LOST, left_for_peers=True) for number in (0, 2)]
+    unseen = RankEvidence(1, "right", "/py", started=True)
+    verdict = verdict_on(evidence(lost[0], unseen, lost[1]))
+    assert (verdict.reason, verdict.rank, verdict.host) == (Reason.RANK_FAILED, 1, "right")
+    assert verdict_on(evidence(lost[0], unseen, lost[1], over=False)).rank == 0, "it may be sound, and save its state"
