@@ -16,12 +16,15 @@ from engine.run.events import AttemptPlanned, AttemptResumed, RestartRefused
 from engine.run.watch import RunWatch, supervisor_alive
 from tests.demo_copies import demo_below
 from tests.faults.local_runs import Run, start_config
-from tests.faults.test_recovery import ITERATIONS, losses, signal_rank, with_recovery
+from tests.faults.test_recovery import losses, signal_rank, with_recovery
 from tests.faults.test_training import await_iteration, trained, with_keys
 from tests.needs import TORCH
 from tui.formatting import attempt_summary
 
 pytestmark = pytest.mark.busy
+
+ITERATIONS, EVERY = 22, 20
+"""Of a training, and from one checkpoint to the next: its ranks are killed long before the first."""
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def demo(tmp_path: Path) -> Config:
     """Two ranks of the demo, with a first checkpoint soon before the end."""
     config = demo_config(demo_below(tmp_path / "demo"), ranks=2, iters=ITERATIONS)
     keys = {"batch_size": 4, "max_seq_length": 64, "save_every": 1000, "val_batches": 1, "steps_per_eval": 5}
-    updates = {"recovery": RecoveryConfig(), "checkpoint": CheckpointConfig(every=10)}
+    updates = {"recovery": RecoveryConfig(), "checkpoint": CheckpointConfig(every=EVERY)}
     return with_keys(config, **keys).model_copy(update=updates)
 
 
@@ -76,13 +79,17 @@ def test_a_run_that_lost_all_its_ranks_early_begins_anew(home: Path, demo: Confi
     assert undisturbed.ended().state is RunState.SUCCEEDED, undisturbed.troubles()
     expected = weights(undisturbed)
     run = start_config(home, config)
-    kill_all(run, after=7)
+    kill_all(run, after=5)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 2), run.troubles()
     assert losses(run, 2) == losses(undisturbed) and weights(run) == expected
     (resumed,) = run.events_of(AttemptResumed)
     reached = resumed.repeated
-    assert reached is not None and reached >= 7 and (resumed.resumed.source, resumed.resumed.iteration) == ("none", 0)
+    assert (
+        reached is not None
+        and EVERY > reached >= 5
+        and (resumed.resumed.source, resumed.resumed.iteration) == ("none", 0)
+    )
     summary = attempt_summary(run.history.attempts[1].status)
     assert f"at iteration {reached}, begins anew: no state was saved up to iteration {reached}, " in summary
     series = RunWatch(run.dir).poll().series
@@ -96,7 +103,7 @@ async def test_a_run_that_must_not_begin_anew_by_itself_does_when_it_is_told_to(
     home: Path, demo: Config, strategy: str
 ) -> None:
     run = start_config(home, with_recovery(dividing(demo, strategy), without_state="fail"))
-    kill_all(run, after=7)
+    kill_all(run, after=5)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.RANK_KILLED, 2), run.troubles()
     reached = run.history.reached
