@@ -35,7 +35,7 @@ _JACCL = ("jaccl", "jaccl-ring")
 async def run(context: CheckContext) -> CheckResult:
     facts, needed, held = await asyncio.gather(context.facts(), memory_needs(context), ports.held_ports(context))
     refusals = [refusal for refusal in (await shared_plan(context)).refusals if refusal.name != _NETWORK]
-    torch: Mapping[str, Interpreter] = {}
+    torch: Mapping[str, Interpreter] | None = None
     network: NetworkPlan | None = None
     if context.config.job.framework == "torch":
         torch = await versions.node_versions(context)
@@ -63,8 +63,8 @@ def evaluate(  # noqa: PLR0913
         if seen.problem is not None:
             on_node.warn(f"its hardware is not known: {seen.problem}")
         else:
-            if config.job.framework == "torch":
-                _check_torch(config, node, (torch or {}).get(node.name), network, on_node)
+            if torch is not None:
+                _check_torch(config, node, torch.get(node.name), network, on_node)
             else:
                 _check_gpu(node, seen, on_node)
             _check_memory(config, needed[node.name], on_node)

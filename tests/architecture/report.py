@@ -176,7 +176,7 @@ def _asks_kind(node: ast.AST) -> bool:
             return True
         case ast.Compare(
             left=ast.Attribute(value=ast.Name(id="job") | ast.Attribute(attr="job"), attr="strategy"),
-            comparators=[ast.Constant() | ast.Tuple() | ast.Name()],
+            comparators=[ast.Constant() | ast.Tuple() | ast.Name(id="PARTITIONED")],
         ):
             return True
         case ast.Attribute(value=ast.Attribute(attr="framework", value=ast.Attribute(attr="kind") | ast.Name())):
