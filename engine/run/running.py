@@ -54,7 +54,8 @@ def _take_in_nodes(t: Transition) -> frozenset[int]:
         health[host.key], changes = next_health(host, before, limit_s, t.seen.at)
         for change in changes:
             t.record(change)
-    t.set_watch(health=health)
+    if health != watch.health:
+        t.set_watch(health=health)
     return frozenset(
         rank for host in current_hosts(t.seen) if health[host.key].condition == "lost" for rank in host.ranks
     )
@@ -113,7 +114,8 @@ def _update_standings(t: Transition, lost: frozenset[int]) -> None:
         for number, standing in enumerate(standings):
             if standing.dispensable != (number in losable):
                 standings[number] = replace(standing, dispensable=number in losable)
-    t.set_watch(standings=tuple(standings), ended=ended)
+    if ended != watch.ended or tuple(standings) != watch.standings:
+        t.set_watch(standings=tuple(standings), ended=ended)
     # An earlier supervisor has done so for those that it recorded.
     if kind.loss_restarts_workers and any(number not in t.state.attempt.ended for number in newly_lost):
         for rank in ranks:
