@@ -186,14 +186,6 @@ class JobConfig(_Section):
     def kind(self) -> JobKind:
         return job_kind(self.framework, self.strategy, command=self.command is not None, elastic=self.elastic)
 
-    @property
-    def partitioned(self) -> bool:
-        return self.kind.strategy.partitioned
-
-    @property
-    def outlives_ranks(self) -> bool:
-        return self.kind.outlives_ranks
-
 
 CheckName = Literal[
     "ssh_connectivity", "pre_rdma_sync", "versions_match", "hostfile_valid", "ports_free", "model_present",

@@ -24,8 +24,7 @@ def lost_after_s(config: Config) -> float | None:
     recovery = config.recovery
     if recovery.on_lease_expiry != "end":
         return None
-    # A command gets no cooperative stop; our trainer may be in the middle of saving.
-    grace_s = 0.0 if config.job.command is not None else max(recovery.stop_grace_s, recovery.save_grace_s)
+    grace_s = config.job.kind.grace_s(recovery.stop_grace_s, recovery.save_grace_s)
     return recovery.lease_s + MAX_UNANSWERED_HEARTBEATS + grace_s + recovery.term_grace_s + _MARGIN_S
 
 
