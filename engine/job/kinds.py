@@ -188,9 +188,11 @@ class ElasticTorchrun(OwnCommand):
         return tuple(range(world_size))
 
     def losable(self, seen: RanksSeen) -> frozenset[int]:
-        """All but rank 0, as long as the least number remains. One whose torchrun gave up is none of them: it has
-        closed the rendezvous, and all others end with it."""
+        """All but rank 0, as long as the least number remains, or once rank 0 has done its work. One whose torchrun
+        gave up before that is none of them: it has closed the rendezvous, and all others end with it."""
         ranks, by_end = seen.ranks, {number: place for place, number in enumerate(seen.ends)}
+        if ranks[0].ended and not ranks[0].failed:
+            return frozenset(range(1, len(ranks)))
         spare, lost, losable = len(ranks) - (seen.min_nodes or len(ranks)), 0, set[int]()
         for number in sorted(range(len(ranks)), key=lambda n: (not ranks[n].ended, by_end.get(n, len(ranks)))):
             rank = ranks[number]

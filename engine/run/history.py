@@ -143,8 +143,11 @@ class RunHistory:
         return plan.decided(self.decisions_for(plan.nodes) or next(iter(self.decisions), None))
 
     def attempt(self, number: int) -> AttemptHistory:
-        """The attempt of this number, which was planned."""
-        return next(attempt for attempt in reversed(self.attempts) if attempt.number == number)
+        """The attempt of this number. Raises LookupError when it was not planned."""
+        for attempt in reversed(self.attempts):
+            if attempt.number == number:
+                return attempt
+        raise LookupError(f"attempt {number} was not planned")
 
 
 def run_history(recorded: Sequence[events.Event], plan: RunPlan) -> RunHistory:

@@ -107,7 +107,8 @@ def _update_standings(t: Transition, lost: frozenset[int]) -> None:
     ]
     newly_lost = [number for number in lost if standings[number] is not watch.standings[number]]
     ended = frozenset(rank.number for rank, standing in zip(ranks, standings, strict=True) if has_ended(rank, standing))
-    if kind.outlives_ranks:
+    # Whether the others can do without a rank is settled when they are to end.
+    if kind.outlives_ranks and t.ending.stop is None and not t.ending.verdict_pending:
         seen = [_seen(rank, ended=rank.number in ended) for rank in ranks]
         ends, stepped = list(t.state.attempt.ended), t.seen.progress.steps > 0
         losable = kind.losable(RanksSeen(seen, ends, stepped, t.state.plan.config.recovery.min_nodes))

@@ -37,6 +37,8 @@ class Weight(Enum):
     LEASE = 3
     OUTSIDE = 4
     CONSEQUENCE = 5
+    FENCED = 6
+    """It was killed when the attempt was ended."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
     if rank.restarted or rank.unreachable_s is not None:
         return Weight.LOST
     if rank.vanished and rank.outlived:
-        return Weight.CONSEQUENCE
+        return Weight.FENCED
     # `rebooted` is this machine alone.
     return Weight.OWN if rank.vanished and (rank.remote or not rebooted) else None
 

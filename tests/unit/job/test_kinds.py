@@ -230,3 +230,11 @@ def test_a_trainer_reports_that_it_has_completed_and_a_command_exits_with_0(
     end: dict[str, Any] | None, exit_record: ExitRecord | None, *, trained: bool, commanded: bool
 ) -> None:
     assert (LOCKSTEP.succeeded(exit_record, end), COMMAND.succeeded(exit_record, end)) == (trained, commanded)
+
+
+def test_once_rank_0_of_an_elastic_job_has_done_its_work_no_other_node_is_needed() -> None:
+    kind = job_kind("torch", "auto", command=True, elastic=True)
+    gave_up = RankSeen(started=True, ended=True, failed=True, gave_up=True)
+    running = RankSeen(started=True)
+    assert kind.losable(RanksSeen([running, gave_up, running], min_nodes=2)) == {2}
+    assert kind.losable(RanksSeen([RankSeen(True, ended=True), gave_up, running], min_nodes=2)) == {1, 2}

@@ -803,3 +803,11 @@ def test_the_one_rank_whose_end_is_not_known_is_named_before_those_that_lost_it(
     verdict = verdict_on(evidence(lost[0], unseen, lost[1]))
     assert (verdict.reason, verdict.rank, verdict.host) == (Reason.RANK_FAILED, 1, "right")
     assert verdict_on(evidence(lost[0], unseen, lost[1], over=False)).rank == 0, "it may be sound, and save its state"
+
+
+def test_a_rank_that_was_killed_when_the_attempt_was_ended_makes_no_other_end_too_early() -> None:
+    fenced = RankEvidence(0, "left", "/py", started=True, vanished=True, outlived=True)
+    done = [rank(number, 0, end=None) for number in (1, 2)]
+    hang = Hang(400.0, 60.0, "stopped", 7, 0)
+    verdict = verdict_on(evidence(fenced, *done, trigger=Trigger.HUNG, trainer=False, hang=hang))
+    assert (verdict.reason, verdict.rank) == (Reason.HUNG, 0)
