@@ -95,6 +95,31 @@ class AgentHome:
     free_bytes: int | None = None
 
 
+class Heartbeats:
+    """The heartbeats of one connection, and when anything came back."""
+
+    def __init__(self) -> None:
+        self.received_at = lease_clock()
+        self.sent_at: dict[int, float] = {}
+        """Heartbeat under way -> when it was sent (wall clock)."""
+        self.acknowledged = asyncio.Event()
+        self._number = self._answered = self._acknowledged_number = 0
+
+    def next(self) -> messages.Heartbeat:
+        self._number += 1
+        self.sent_at[self._number] = time.time()
+        return messages.Heartbeat(self._number, self._answered, self._acknowledged_number)
+
+    def take(self, message: messages.Message) -> None:
+        if isinstance(message, messages.HeartbeatAck):
+            self.sent_at.pop(message.number, None)
+            self._acknowledged_number = message.number
+            self.acknowledged.set()
+        # Whatever it was: on a slow line the acknowledgements come late, behind a megabyte of somebody's log.
+        self.received_at = lease_clock()
+        self._answered = self._number
+
+
 class AgentSession:
     """One connection to an agent, from its start to its end. Close with `aclose()`."""
 
@@ -109,9 +134,7 @@ class AgentSession:
         """`started` is the agent's home and what it has sent so far, from its Hello on. `on_message` receives what is
         no reply to a request, and first the Hello."""
         self.home, received = started
-        self.sent_at: dict[int, float] = {}
-        """Heartbeat under way -> when it was sent (wall clock)."""
-        self.received_at = lease_clock()
+        self.heartbeats = Heartbeats()
         self.ending = False
         """No request is to begin any more: it was idle, or its connection has ended."""
         self.why_ended: str | None = None
@@ -123,10 +146,8 @@ class AgentSession:
         self._decoder = messages.Decoder()
         self._outgoing = bytearray()
         self._to_write = asyncio.Event()
-        self._acknowledged = asyncio.Event()
         self._numbers = itertools.count(1)
         self._pending: dict[int, AgentRequest] = {}
-        self._heartbeat = self._answered = self._acknowledged_number = 0
         self._idle_since = time.monotonic()
         self._take(received)
         self._ended = asyncio.create_task(self._run(), name=f"agent of {where}")
@@ -156,12 +177,12 @@ class AgentSession:
     async def round_trip_s(self) -> float:
         """Seconds of one heartbeat and its acknowledgement. Raises AgentLost."""
         self._idle_since = time.monotonic()
-        began = time.perf_counter()
-        number = self._send_heartbeat()
-        while number in self.sent_at:
+        began, heartbeat = time.perf_counter(), self.heartbeats.next()
+        self.send(heartbeat)
+        while heartbeat.number in self.heartbeats.sent_at:
             self.check()
-            self._acknowledged.clear()
-            await self._acknowledged.wait()
+            self.heartbeats.acknowledged.clear()
+            await self.heartbeats.acknowledged.wait()
         return time.perf_counter() - began
 
     def forget(self, request: AgentRequest) -> None:
@@ -198,7 +219,7 @@ class AgentSession:
     async def _close(self, why: str) -> None:
         if self.why_ended is None:
             self.why_ended = why
-            self._acknowledged.set()
+            self.heartbeats.acknowledged.set()
             for request in self._pending.values():
                 request.changed.set()
             await _close_quietly(self._channel)
@@ -216,13 +237,7 @@ class AgentSession:
                 self._take_reply(message)
             else:
                 self._on_message(message)
-            if isinstance(message, messages.HeartbeatAck):
-                self.sent_at.pop(message.number, None)
-                self._acknowledged_number = message.number
-                self._acknowledged.set()
-            # Whatever it was: on a slow line the acknowledgements come late, behind a megabyte of somebody's log.
-            self.received_at = lease_clock()
-            self._answered = self._heartbeat
+            self.heartbeats.take(message)
 
     def _take_reply(self, message: messages.RequestOutput | messages.RequestEnded) -> None:
         request = self._pending.get(message.request)
@@ -247,22 +262,16 @@ class AgentSession:
             await self._channel.write(data)
 
     async def _send_heartbeats(self) -> str:
-        while lease_clock() - self.received_at < SILENCE_LIMIT_S:
+        while lease_clock() - self.heartbeats.received_at < SILENCE_LIMIT_S:
             if self._pending:
                 self._idle_since = time.monotonic()
             elif time.monotonic() - self._idle_since > self._limits.idle_s:
                 # At once: a request that comes while it is being closed is another agent's.
                 self.ending = True
                 return "it was idle"
-            self._send_heartbeat()
+            self.send(self.heartbeats.next())
             await asyncio.sleep(self._limits.heartbeat_interval_s)
         return f"no answer for {SILENCE_LIMIT_S:.0f} s"
-
-    def _send_heartbeat(self) -> int:
-        self._heartbeat += 1
-        self.sent_at[self._heartbeat] = time.time()
-        self.send(messages.Heartbeat(self._heartbeat, self._answered, self._acknowledged_number))
-        return self._heartbeat
 
 
 class AgentRequest:

@@ -14,7 +14,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -210,6 +210,126 @@ class AttemptOnHost:
     """Identities that an earlier supervisor has seen, also of ranks on other hosts."""
 
 
+class AgentConnection:
+    """A host's agent, connected again whenever the connection ends. `send` and `call` are for any thread; all else runs
+    on the loop that `start` was called on."""
+
+    def __init__(
+        self,
+        node: NodeConfig,
+        transport: Transport,
+        opening: Callable[[str], Iterable[messages.Message]],
+        on_message: Callable[[messages.Message], None],
+    ) -> None:
+        """`opening`: the messages that a new agent must get first, given its user's home."""
+        self.session: AgentSession | None = None
+        self.answered = False
+        """It has answered at least once."""
+        self.problem: str | None = None
+        """Why it is not connected, in one line."""
+        self._node = node
+        self._transport = transport
+        self._opening = opening
+        self._on_message = on_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._answered_at = lease_clock()
+        self._watching = False
+
+    @property
+    def answered_at(self) -> float:
+        """By the lease clock. Before it has reported what there is of its ranks, an agent's word is no answer to where
+        they are."""
+        session = self.session
+        if session is None or not self._watching:
+            return self._answered_at
+        return max(self._answered_at, session.heartbeats.received_at)
+
+    def send(self, message: messages.Message) -> None:
+        """Nothing while there is no agent: what must reach it is sent again then."""
+        self.call(self._put, message)
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """On the loop, unless it is closing: then nothing will be sent any more."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+    def start(self) -> None:
+        """On the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._answered_at = lease_clock()
+        self._task = asyncio.create_task(self._stay_connected(), name=f"connection to {self._node.ssh}")
+
+    async def close(self) -> None:
+        while self._task is not None and not self._task.done():
+            # Again: a cancellation that meets the end of a wait within it is lost.
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=_CLOSE_LIMIT_S)
+
+    def _put(self, message: messages.Message) -> None:
+        if self.session is not None:
+            self.session.send(message)
+
+    async def _stay_connected(self) -> None:
+        """Connect, and again whenever the connection ends, until cancelled."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            started = time.monotonic()
+            try:
+                self.problem = await self._connect_once()
+            except Exception as fault:
+                # Whatever it is, ours or the node's: without this task the node's ranks get no heartbeats, and end.
+                traceback.print_exception(fault, chain=False)
+                self.problem = f"{type(fault).__name__}: {fault}"
+            retry_s = FIRST_RETRY_S if time.monotonic() - started > LAST_RETRY_S else min(2 * retry_s, LAST_RETRY_S)
+            await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
+
+    async def _connect_once(self) -> str:
+        """One connection from its beginning to its end; why it has ended."""
+        limits = SessionLimits(CONNECT_LIMIT_S, START_LIMIT_S, HEARTBEAT_INTERVAL_S, idle_s=float("inf"))
+        try:
+            session = await open_session(self._node, self._transport, limits, self._take)
+        except (FlightDeckError, OSError) as error:
+            return str(error) or "no answer"
+        try:
+            self.session = session
+            for message in self._opening(session.home.home):
+                session.send(message)
+            return await session.ended()
+        finally:
+            self._answered_at, self._watching, self.session = self.answered_at, False, None
+            await session.aclose()
+
+    def _take(self, message: messages.Message) -> None:
+        self.problem = None
+        if isinstance(message, messages.Watching):
+            self.answered = self._watching = True
+        self._on_message(message)
+
+
+class ProcessListing:
+    """The newest request for the processes of the attempt, and its answer."""
+
+    def __init__(self) -> None:
+        self.unanswered: messages.ListProcesses | None = None
+        self.processes: list[Process] | None = None
+        """None until there is an answer."""
+        self.number = 0
+
+    def request(self, *, kill: bool) -> messages.ListProcesses:
+        if self.unanswered is None or self.unanswered.kill != kill:
+            # The same request, sent again before it was answered, keeps its number: an answer that takes longer than
+            # the time between two requests is an answer all the same.
+            self.number += 1
+            self.unanswered = messages.ListProcesses(self.number, kill)
+        self.processes = None
+        return self.unanswered
+
+    def take(self, processes: list[Process]) -> None:
+        self.unanswered, self.processes = None, processes
+
+
 class HostConnection:
     """One host of the attempt. No method waits for the host or for the network; none raises for what they do. Once it
     has been started, it passes a heartbeat to its ranks' keepers every second, until it is closed.
@@ -230,35 +350,20 @@ class HostConnection:
         """Called when a rank has started or ended, or no process is left."""
         self.port_holders: dict[int, str] | None = None
         """Port -> who holds it, as the host last answered `request_port_holders`; None until it has answered."""
-        self._node = node
-        self._transport = transport
         self._attempt = part
-        self._rng = random.Random()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._session: AgentSession | None = None
-        self._answered_at = lease_clock()
-        self._answered = self._watching = False
-        self._problem: str | None = None
+        self._agent = AgentConnection(node, transport, self._opening, self._take)
         self._observations = {rank: RankObservation(identity=part.known.get(rank)) for rank in self.ranks}
         self._exit_outputs: dict[int, ExitOutput] = {}
         self._standing: dict[int, bytes] = {}
         """The last STOP, EMERGENCY_CHECKPOINT or END to each rank, sent again after each reconnect."""
         self._agent_files: dict[str, AgentFile] = {}
-        self._files_lock = threading.Lock()
-        self._list_number = 0
-        self._unanswered: messages.ListProcesses | None = None
-        self._processes: list[Process] | None = None
+        self._listing = ProcessListing()
         self._port_request: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> ConnectionState:
-        session = self._session
-        # Before it has reported what there is of its ranks, an agent's word is no answer to where they are.
-        answered_at = self._answered_at
-        if session is not None and self._watching:
-            answered_at = max(answered_at, session.received_at)
-        return ConnectionState(self.clock.silence_s(lease_clock() - answered_at), self._answered, self._problem)
+        silent_s = self.clock.silence_s(lease_clock() - self._agent.answered_at)
+        return ConnectionState(silent_s, self._agent.answered, self._agent.problem)
 
     def observe(self, rank: int) -> RankObservation:
         return self._observations[rank]
@@ -269,126 +374,64 @@ class HostConnection:
 
     def request_exit_output(self) -> None:
         for rank in self.ranks:
-            self._send(messages.ExitOutputRequest(rank))
+            self._agent.send(messages.ExitOutputRequest(rank))
 
     def send_command(self, rank: int, command: bytes) -> None:
         """STOP, EMERGENCY_CHECKPOINT or END to a keeper; while the host is away it is kept for its return."""
         # An END stays an END: STOP and EMERGENCY_CHECKPOINT come before it if at all.
         self._standing[rank] = command
-        self._send(_rank_command(rank, command))
+        self._agent.send(_rank_command(rank, command))
 
     def kill_ranks(self) -> None:
         """KILL to the groups of its ranks' programs."""
-        self._send(messages.KillRanks())
+        self._agent.send(messages.KillRanks())
 
     def request_processes(self, *, kill: bool) -> None:
         """Request the processes of the attempt, all that carry its nonce. With `kill`, they are killed after they were
         listed, and nothing of the attempt can start there any more."""
-        request = self._unanswered
-        if request is None or request.kill != kill:
-            # The same request, sent again before it was answered, keeps its number: an answer that takes longer than
-            # the time between two requests is an answer all the same.
-            self._list_number += 1
-            request = messages.ListProcesses(self._list_number, kill)
-        self._processes, self._unanswered = None, request
-        self._send(request)
+        self._agent.send(self._listing.request(kill=kill))
 
     def processes(self) -> list[Process] | None:
         """The answer to the last `request_processes`; None until there is one."""
-        return self._processes
+        return self._listing.processes
 
     def request_port_holders(self, ports: Sequence[int]) -> None:
         """Request who holds these TCP ports there."""
         self.port_holders = None
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._begin_port_request, tuple(ports))
+        self._agent.call(self._begin_port_request, tuple(ports))
 
     def file(self, name: str) -> NodeFile:
         """A file of the attempt's directory, by its name there."""
         if self.local:
             return LocalFile(self._attempt.files.directory / name)
-        with self._files_lock:
-            if name not in self._agent_files:
-                self._agent_files[name] = AgentFile(name, self._send)
-            return self._agent_files[name]
+        return self._agent_files.setdefault(name, AgentFile(name, self._agent.send))
 
     def start(self) -> None:
         """On the running loop."""
-        self._loop = asyncio.get_running_loop()
-        self._answered_at = lease_clock()
-        self._task = asyncio.create_task(self._stay_connected(), name=f"connection to {self._node.ssh}")
+        self._agent.start()
 
     async def close(self) -> None:
         if self._port_request is not None:
             self._port_request.cancel()
             await asyncio.wait({self._port_request})
-        while self._task is not None and not self._task.done():
-            # Again: a cancellation that meets the end of a wait within it is lost.
-            self._task.cancel()
-            await asyncio.wait({self._task}, timeout=_CLOSE_LIMIT_S)
+        await self._agent.close()
 
-    def _send(self, message: messages.Message) -> None:
-        """To the agent, from any thread; nothing while there is none: what must reach it is sent again then."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):
-                # The loop may be closing: then nothing will be sent any more.
-                self._loop.call_soon_threadsafe(self._put, message)
-
-    def _put(self, message: messages.Message) -> None:
-        if self._session is not None:
-            self._session.send(message)
-
-    async def _stay_connected(self) -> None:
-        """Connect, and again whenever the connection ends, until cancelled."""
-        retry_s = FIRST_RETRY_S
-        while True:
-            started = time.monotonic()
-            try:
-                self._problem = await self._connect_once()
-            except Exception as fault:
-                # Whatever it is, ours or the node's: without this task the node's ranks get no heartbeats, and end.
-                traceback.print_exception(fault, chain=False)
-                self._problem = f"{type(fault).__name__}: {fault}"
-            retry_s = FIRST_RETRY_S if time.monotonic() - started > LAST_RETRY_S else min(2 * retry_s, LAST_RETRY_S)
-            await asyncio.sleep(retry_s * self._rng.uniform(0.5, 1.0))
-
-    async def _connect_once(self) -> str:
-        """One connection from its beginning to its end; why it has ended."""
-        limits = SessionLimits(CONNECT_LIMIT_S, START_LIMIT_S, HEARTBEAT_INTERVAL_S, idle_s=float("inf"))
-        try:
-            session = await open_session(self._node, self._transport, limits, self._take)
-        except (FlightDeckError, OSError) as error:
-            return str(error) or "no answer"
-        try:
-            self._session = session
-            self._send_state(session.home.home)
-            return await session.ended()
-        finally:
-            self._session = None
-            if self._watching:
-                self._answered_at = max(self._answered_at, session.received_at)
-            self._watching = False
-            await session.aclose()
-
-    def _send_state(self, home: str) -> None:
+    def _opening(self, home: str) -> Iterator[messages.Message]:
         """Everything that a new agent must know, in the order in which it is to answer."""
         identities = [seen.identity for seen in self._observations.values() if seen.identity is not None]
         directory = expanded(str(self._attempt.files.directory), home)
-        self._put(messages.Watch(directory, self._attempt.nonce, list(self.ranks), identities))
+        yield messages.Watch(directory, self._attempt.nonce, list(self.ranks), identities)
         for rank, command in list(self._standing.items()):
-            self._put(_rank_command(rank, command))
-        with self._files_lock:
-            files = list(self._agent_files.values())
-        for file in files:
+            yield _rank_command(rank, command)
+        for file in list(self._agent_files.values()):
             if (order := file.reconnect()) is not None:
-                self._put(order)
-        if self._unanswered is not None:
+                yield order
+        if self._listing.unanswered is not None:
             # Behind the files: with its answer the agent reports how long they are.
-            self._put(self._unanswered)
+            yield self._listing.unanswered
 
     def _begin_port_request(self, ports: tuple[int, ...]) -> None:
-        session = self._session
+        session = self._agent.session
         if session is not None and session.why_ended is None:
             self._port_request = asyncio.create_task(self._ask_port_holders(session, ports), name="port holders")
 
@@ -409,7 +452,6 @@ class HostConnection:
             and message.rank not in self._observations
         ):
             raise ValueError(f"it reports a rank {message.rank}, which it does not have")
-        self._problem = None
         if isinstance(message, messages.FileData):
             self._agent_files[message.file].take(message.begin, message.data, end=message.end)
         elif isinstance(message, messages.FileError):
@@ -418,15 +460,13 @@ class HostConnection:
             self._take_ack(message)
         elif isinstance(message, messages.Hello):
             self._take_hello(message)
-        elif isinstance(message, messages.Watching):
-            self._answered = self._watching = True
         elif isinstance(message, messages.RankStarted):
             self._update(message.rank, identity=message.identity)
         elif isinstance(message, messages.RankEnded):
             self._take_end(message)
         elif isinstance(message, messages.ExitOutputReply):
             self._exit_outputs[message.rank] = message.output
-        elif isinstance(message, messages.ProcessList) and message.number == self._list_number:
+        elif isinstance(message, messages.ProcessList) and message.number == self._listing.number:
             self._take_processes(message)
 
     def _take_hello(self, message: messages.Hello) -> None:
@@ -439,7 +479,8 @@ class HostConnection:
                 self._update(rank, restarted=not self.local)
 
     def _take_ack(self, message: messages.HeartbeatAck) -> None:
-        sent_at = self._session.sent_at.get(message.number) if self._session is not None else None
+        session = self._agent.session
+        sent_at = session.heartbeats.sent_at.get(message.number) if session is not None else None
         if sent_at is not None and self.facts is not None:
             self.facts = replace(self.facts, clock_ahead_s=message.at - (sent_at + time.time()) / 2)
 
@@ -456,9 +497,10 @@ class HostConnection:
     def _take_processes(self, message: messages.ProcessList) -> None:
         processes = [Process(pid, plain(command, 200)) for pid, command in message.processes]
         if not processes:
+            # Before the answer: who sees that nothing is left also sees how long the files are.
             for name, size in message.sizes.items():
                 self._agent_files[name].settle(size)
-        self._unanswered, self._processes = None, processes
+        self._listing.take(processes)
         if not processes:
             self.on_news()
 

@@ -368,7 +368,7 @@ async def test_an_agent_is_not_idle_while_a_round_trip_is_under_way(monkeypatch:
     node.channels[0].acknowledges = False
     session._idle_since -= 20
     measuring = asyncio.create_task(agent.round_trip_s())
-    while len(session.sent_at) < 4 and not session.ending:
+    while len(session.heartbeats.sent_at) < 4 and not session.ending:
         await asyncio.sleep(0)
     assert not session.ending
     await agent.aclose()
