@@ -12,7 +12,7 @@ from engine.run.history import AttemptHistory
 from engine.run.observation import Found
 from engine.run.outcome import ABORTED_EARLY, end_run, judge_again, judged, launch_failed
 from engine.run.proofs import seek_proofs, unproved
-from engine.run.recovery import fail_again, plan_attempt, recover
+from engine.run.recovery import fail_again, plan_attempt
 from engine.run.running import begin_running, begin_watch
 from engine.run.state import Ending, Phase, Transition
 
@@ -70,7 +70,7 @@ def adopt(t: Transition) -> None:
         end_run(t, lost if t.history.abort is None else ABORTED_EARLY)
     elif attempt.status.reason is not None and t.run_state in (RunState.RECOVERING, RunState.LAUNCHING):
         _connect_again(t, attempt, attempt.plan.nodes)
-        recover(t)
+        t.change(RunState.RECOVERING)
         t.enter(Phase.DECIDING)
     else:
         _connect_again(t, attempt, ())
@@ -113,10 +113,12 @@ def _connect_again(t: Transition, attempt: AttemptHistory, nodes: Iterable[str])
     watch = begin_watch(attempt.number, t.seen.now, ranks=len(attempt.plan.nodes), slept_s=t.seen.slept_s)
     t.set(watch=watch, ending=Ending(), sought=frozenset(nodes))
     t.do(Connect(attempt.plan))
-    for node in t.state.plan.nodes:
-        earlier = next((one for one in reversed(t.history.attempts) if node in one.plan.nodes), None)
-        if node not in attempt.plan.nodes and earlier is not None:
-            t.do(Reconnect(earlier.plan, (node,)))
+    sought = set(t.state.plan.nodes).difference(attempt.plan.nodes)
+    for earlier in reversed(t.history.attempts):
+        # Several may be on one host.
+        if nodes := tuple(node for node in earlier.plan.nodes if node in sought):
+            t.do(Reconnect(earlier.plan, nodes))
+            sought.difference_update(nodes)
 
 
 def prove_end(t: Transition) -> None:

@@ -187,6 +187,8 @@ def _plan_attempt(history: RunHistory, event: events.AttemptPlanned) -> RunHisto
     attempt, decisions = event.attempt, history.decisions_for(event.attempt.nodes)
     changes = {
         "attempts": attempt.number,
+        # Also where the line before is damaged.
+        "state": RunState.LAUNCHING,
         "backend": decisions.network.backend if decisions is not None else history.record.backend,
         "world_size": len(attempt.nodes) or history.record.world_size,
         "logs_missing": [],

@@ -28,13 +28,13 @@ def _reusable_placement(t: Transition, members: tuple[str, ...]) -> events.Attem
     return last if last is not None and unchanged and last.nodes == members else None
 
 
-def after_failure(t: Transition, verdict: events.Verdict) -> None:
+def after_failure(t: Transition) -> None:
     if t.run_state is RunState.RECOVERING:
         t.enter(Phase.DECIDING, restart=None, delay=None)
     elif (refused := refusal(failed_run(t.state.plan, t.history))) is not None:
         _refuse_restart(t, refused)
     else:
-        end_run(t, verdict)
+        end_run(t, t.history.failures[-1].verdict)
 
 
 def deciding(t: Transition) -> None:
@@ -87,7 +87,7 @@ def backing_off(t: Transition) -> None:
         abandon(t)
         return
     seek_proofs(t)
-    if t.waited_s >= t.state.restart.delay_s:
+    if t.waited_s >= t.state.restart.delay_s and not t.ending.settling:
         plan_attempt(t, t.state.restart.members, _reusable_placement(t, t.state.restart.members))
 
 
@@ -109,12 +109,7 @@ def abandoning(t: Transition) -> None:
 
 def fail_again(t: Transition, verdict: events.Verdict) -> None:
     """Prove once more that nothing is left of an attempt that never got going."""
-    t.set(sought=frozenset(t.state.attempt.plan.nodes), proofs={}, ending=Ending())
-    recover(t)
+    t.set(sought=frozenset(t.state.attempt.plan.nodes), ending=Ending())
+    t.change(RunState.RECOVERING)
     record_failure(t, t.watch.number, verdict)
-    after_failure(t, verdict)
-
-
-def recover(t: Transition) -> None:
-    if t.run_state is not RunState.RECOVERING:
-        t.change(RunState.RECOVERING)
+    after_failure(t)

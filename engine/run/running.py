@@ -24,9 +24,9 @@ SLOW_PHASES = frozenset({"loading", "validating", "saving"})
 _TIMES = 5.0
 
 
-def begin_watch(number: int, now: float, *, ranks: int, slept_s: float, launched: bool = False) -> WatchState:
+def begin_watch(number: int, now: float, *, ranks: int, slept_s: float) -> WatchState:
     standings = (Standing(),) * ranks
-    return WatchState(number, now, launched, standings, slept_s=slept_s, quiet_since=now, looked_at=now)
+    return WatchState(number, now, standings=standings, slept_s=slept_s, quiet_since=now, looked_at=now)
 
 
 def begin_running(t: Transition, *, launched: bool) -> None:
@@ -92,10 +92,10 @@ def _take_in_ranks(t: Transition, lost: frozenset[int]) -> None:
         elif rank.number not in known:
             note = f"rank {rank.number} on {rank.node} is lost: the others go on without it"
             t.set_watch(losses=(*t.watch.losses, (t.seen.now, note)))
-    if (changed or newly) and all(rank.started for rank in t.seen.ranks):
+    if all(rank.started for rank in t.seen.ranks):
         if t.run_state is RunState.LAUNCHING:
             t.change(RunState.RUNNING)
-        if t.watch.launched:
+        if (changed or newly) and t.watch.launched:
             t.do(DropPipes())
 
 
@@ -108,7 +108,8 @@ def _update_standings(t: Transition, lost: frozenset[int]) -> None:
     newly_lost = [number for number in lost if standings[number] is not watch.standings[number]]
     ended = frozenset(rank.number for rank, standing in zip(ranks, standings, strict=True) if has_ended(rank, standing))
     # Whether the others can do without a rank is settled when they are to end.
-    if kind.outlives_ranks and t.ending.stop is None and not t.ending.verdict_pending:
+    going_on = t.ending.stop is None and not t.ending.verdict_pending
+    if kind.outlives_ranks and going_on:
         seen = [_seen(rank, ended=rank.number in ended) for rank in ranks]
         ends, stepped = list(t.state.attempt.ended), t.seen.progress.steps > 0
         losable = kind.losable(RanksSeen(seen, ends, stepped, t.state.plan.config.recovery.min_nodes))
@@ -118,7 +119,7 @@ def _update_standings(t: Transition, lost: frozenset[int]) -> None:
     if ended != watch.ended or tuple(standings) != watch.standings:
         t.set_watch(standings=tuple(standings), ended=ended)
     # An earlier supervisor has done so for those that it recorded.
-    if kind.loss_restarts_workers and any(number not in t.state.attempt.ended for number in newly_lost):
+    if kind.loss_restarts_workers and going_on and any(number not in t.state.attempt.ended for number in newly_lost):
         for rank in ranks:
             if rank.number not in ended:
                 t.do(Send(t.seen.host_of(rank.number).key, rank.number, EMERGENCY_CHECKPOINT))

@@ -140,7 +140,7 @@ def _fail_to_plan(t: Transition, error: str | None) -> None:
     # The nodes and connections of the last attempt are what there still is.
     t.change(RunState.RECOVERING)
     record_failure(t, t.state.next_attempt, verdict)
-    after_failure(t, verdict)
+    after_failure(t)
 
 
 def _start(t: Transition, planned: Planned, attempt: events.Attempt) -> None:
@@ -301,11 +301,13 @@ def _finish_attempt(t: Transition, verdict: events.Verdict) -> None:
     if verdict.state is not RunState.FAILED:
         end_run(t, verdict)
         return
-    record_failure(t, t.watch.number, verdict, t.seen.progress.furthest)
+    if t.state.attempt.failed_at is None:
+        # Not by an earlier supervisor either.
+        record_failure(t, t.watch.number, verdict, t.seen.progress.furthest)
     if t.ending.aborted:
         end_run(t, aborted(t))
     else:
-        after_failure(t, verdict)
+        after_failure(t)
 
 
 def _cancelled(t: Transition) -> bool:

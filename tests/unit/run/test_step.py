@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from engine.config.models import RecoveryConfig
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
 from engine.protocol.attempt import END, ExitRecord, Identity
+from engine.protocol.job import Strategy
 from engine.run import events
 from engine.run.effects import (
     Cancel,
@@ -60,9 +62,18 @@ LAUNCHER = events.LauncherStarted(pid=7, start="then")
 class Life:
     """A run of two ranks, each on a node of its own that answers at once; the test performs the effects."""
 
-    def __init__(self, home: Path, *recorded: events.Event, adopting: bool = False, newest_attempt: int = 0) -> None:
-        self.made = MadeRun(home).close()
-        self.plan = self.made.plan
+    def __init__(
+        self,
+        home: Path,
+        *recorded: events.Event,
+        adopting: bool = False,
+        newest_attempt: int = 0,
+        strategy: Strategy = "data",
+        **recovery: Any,
+    ) -> None:
+        self.made = MadeRun(home, strategy=strategy).close()
+        config = self.made.plan.config.model_copy(update={"recovery": RecoveryConfig(**recovery)})
+        self.plan = self.made.plan.model_copy(update={"config": config})
         first = events.RunPlanned(run=self.plan.record(), nonce="n")
         history = run_history([first, *recorded], self.plan)
         self.state = begin(self.plan, history, newest_attempt, adopting=adopting)
@@ -476,3 +487,99 @@ def test_a_run_that_goes_on_without_a_node_seeks_the_proof_there(tmp_path: Path)
     )
     earlier = second.state.history.attempts[0].plan
     assert second.step() == [Connect(alone), Reconnect(earlier, ("node1",)), Find(alone)]
+
+
+def test_an_adopter_goes_on_to_running_where_the_starts_of_all_ranks_are_recorded(tmp_path: Path) -> None:
+    started = [events.RankLaunched(rank=rank, node=f"node{rank}", identity=identity(rank)) for rank in (0, 1)]
+    life = adopted(tmp_path, LAUNCHER, *started)
+    life.step()
+    life.connect()
+    life.start_ranks()
+    life.step(Found(LAUNCHER), launcher_alive=True)
+    life.step()
+    assert life.run_state is RunState.RUNNING
+
+
+def test_an_adopter_goes_on_where_the_line_of_the_launch_is_damaged(tmp_path: Path) -> None:
+    planned = events.AttemptPlanned(attempt=Life(tmp_path / "first").attempt(), at=START)
+    life = Life(tmp_path / "adopted", PLANNED[0], planned, LAUNCHER, adopting=True, newest_attempt=1)
+    life.step()
+    life.connect()
+    life.start_ranks()
+    life.step(Found(LAUNCHER), launcher_alive=True)
+    life.step()
+    life.kill()
+    assert life.run_state is RunState.RECOVERING
+
+
+def test_a_failure_is_recorded_once_also_over_supervisors(tmp_path: Path) -> None:
+    failed = events.AttemptFailed(attempt=1, verdict=KILLED, reached=5, failed_at=START)
+    states = [events.StateChanged(state=state) for state in (RunState.RUNNING, RunState.FINISHING)]
+    life = adopted(tmp_path, LAUNCHER, *states, failed)
+    life.step()
+    life.connect()
+    life.start_ranks()
+    for rank in (0, 1):
+        life.exit(rank, 1)
+    life.step(Found())
+    life.step()
+    life.end(replace(KILLED, cause="another"))
+    record = life.state.history.record
+    assert (record.state, record.cause, len(life.state.history.failures)) == (RunState.FAILED, "killed", 1)
+
+
+def test_who_is_needed_is_settled_when_an_attempt_is_to_end(tmp_path: Path) -> None:
+    life = Life(tmp_path, strategy="local")
+    life.run()
+    life.exit(1, 1)
+    life.step()
+    # The first step comes while the verdict is awaited: from then on rank 1 could have been lost.
+    life.seen = replace(life.seen, progress=ProgressView(steps=5, furthest=5))
+    life.end(KILLED)
+    assert [effect.standings[1].dispensable for effect in life.effects if isinstance(effect, Judge)] == [False, False]
+
+
+def test_nodes_on_one_host_that_an_attempt_leaves_out_are_connected_once(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path, ranks=3).close()
+    layouts = [local_layout(tmp_path / "node", 3)]
+    attempts = [planned_attempt(made.directory, made.plan, layouts, number) for number in (1, 2)]
+    attempts[1] = attempts[1].model_copy(update={"nodes": ("node0",)})
+    planned = [events.AttemptPlanned(attempt=attempt, at=START) for attempt in attempts]
+    history = run_history([events.RunPlanned(run=made.plan.record(), nonce="n"), *PLANNED, *planned], made.plan)
+    _, effects = step(begin(made.plan, history, 2, adopting=True), Observation(100.0, START))
+    connected = [effect for effect in effects if isinstance(effect, Reconnect)]
+    assert connected == [Reconnect(attempts[0], ("node1", "node2"))]
+
+
+def restarts_without_node1(life: Life) -> None:
+    """Up to the wait before the next attempt."""
+    failed_with_node1_away(life)
+    life.host(1, silent_s=1000.0)
+    life.step()
+    assert life.phase is Phase.BACKING_OFF
+
+
+def test_a_proof_that_is_about_to_be_found_is_awaited_before_the_next_attempt(tmp_path: Path) -> None:
+    life = Life(tmp_path, min_nodes=1)
+    restarts_without_node1(life)
+    life.host(1, silent_s=0.0)
+    life.step()
+    life.host(1, processes=())
+    assert life.step(after_s=5.0) == [Settle(("1:node1",))]
+    [planned] = life.step(Settled(("1:node1",)))
+    assert isinstance(planned, PlanAttempt)
+    assert any(isinstance(event, events.CleanupConfirmed) for event in recorded(life))
+
+
+def test_a_launch_that_fails_forgets_no_proof_of_an_attempt_before(tmp_path: Path) -> None:
+    life = Life(tmp_path, min_nodes=1)
+    life.run()
+    life.kill()
+    life.step()
+    life.step(after_s=5.0)
+    life.step(Planned(life.attempt(2).model_copy(update={"nodes": ("node0",)})))
+    left_out = replace(life.seen.hosts[1], current=False, silent_s=50.0)
+    host = HostView("2:node0", ("node0",), (0,), boot_id="b")
+    life.seen = replace(life.seen, ranks=(RankView(0, "node0"),), hosts=(left_out, host))
+    life.step(Started(error="no room"))
+    assert life.state.history.failures[-1].unconfirmed == ("node0",)
