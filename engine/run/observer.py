@@ -58,6 +58,9 @@ class Observer:
         self.attempt: WatchedAttempt | None = None
         self.unknown: UnknownAttempt | None = None
         self.news: list[events.Event] = []
+        """Not recorded yet."""
+        self._taken = 0
+        """How many of these have been shown."""
         self._run = run
         self.requests: list[Path] = []
         """The files of requests that have been shown."""
@@ -76,7 +79,7 @@ class Observer:
             at=datetime.now(UTC),
             slept_s=run.clock.slept_s,
             sleep_s=run.clock.sleep_s,
-            news=tuple(self.take_news()),
+            news=self.take_news(),
             launcher_alive=attempt is not None and attempt.launcher_alive,
             ranks=attempt.ranks if attempt is not None else (),
             hosts=hosts,
@@ -89,19 +92,22 @@ class Observer:
             finished=tuple(finished),
         )
 
-    def take_news(self) -> list[events.Event]:
-        """All that has happened since the last call."""
+    def take_news(self) -> tuple[events.Event, ...]:
+        """All that has happened and is not recorded yet."""
         for path, request in read_requests(self._run.run_dir):
             if path not in self.requests:
                 self.requests.append(path)
                 self.news.append(request)
         self.news += self.trackers.faults()
+        taken = tuple(self.news)
         # Others may add to it meanwhile.
-        return [self.news.pop(0) for _ in range(len(self.news))]
+        self._taken = len(taken)
+        return taken
 
-    def drop_requests(self) -> None:
-        """The requests that were taken have been recorded: a supervisor that was killed before leaves them for the
-        next."""
+    def drop_news(self) -> None:
+        """The news that was taken is recorded. A supervisor that was killed before leaves the requests for the next."""
+        del self.news[: self._taken]
+        self._taken = 0
         for path in list(self.requests):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple
@@ -89,8 +90,8 @@ class LiveRun:
                     self._observer.trackers.end()
                 case _:
                     await self._in_thread(self._do, effect)
-        if self._observer.requests:
-            await self._in_thread(self._observer.drop_requests)
+        if self._observer.news or self._observer.requests:
+            await self._in_thread(self._observer.drop_news)
 
     async def await_news(self, limit_s: float) -> None:
         """Until a rank has started or ended, a host has no process left, or a task has ended, but no longer than
@@ -102,15 +103,16 @@ class LiveRun:
 
     async def let_go(self) -> None:
         """Cancel what is under way, and close every connection and file: the next observation shows none. What is said
-        by then is recorded."""
+        by then is recorded, also what a step that failed has been shown. A fault is printed: another may follow it."""
         await self._cancel()
         if self._task is not None and not self._task.cancelled():
             # Nobody asks for it any more.
             self._task.exception()
         self._task = None
         self._finished.clear()
-        await self._preparation.close()
-        await self._close_hosts(())
+        closed = await asyncio.gather(self._preparation.close(), self._close_hosts(()), return_exceptions=True)
+        for fault in filter(None, closed):
+            traceback.print_exception(fault, chain=False)
         self._observer.unknown = None
         with contextlib.suppress(OSError):
             await self._in_thread(self._record_news)
@@ -246,18 +248,20 @@ class LiveRun:
         """Close the attempt's files, and all hosts but these."""
         observer = self._observer
         attempt, observer.attempt = observer.attempt, None
-        if attempt is not None:
-            await self._in_thread(attempt.close)
-        hosts, observer.hosts = observer.hosts, {key: host for key, host in observer.hosts.items() if key in kept}
-        for host in observer.hosts.values():
-            host.current = False
-        # All at once: each may wait for a host that does not answer any more.
-        await asyncio.gather(*(host.connection.close() for key, host in hosts.items() if key not in kept))
+        try:
+            if attempt is not None:
+                await self._in_thread(attempt.close)
+        finally:
+            hosts, observer.hosts = observer.hosts, {key: host for key, host in observer.hosts.items() if key in kept}
+            for host in observer.hosts.values():
+                host.current = False
+            # All at once: each may wait for a host that does not answer any more.
+            await asyncio.gather(*(host.connection.close() for key, host in hosts.items() if key not in kept))
 
     def _record_news(self) -> None:
         for event in self._observer.take_news():
             self._run.recorder.append(event)
-        self._observer.drop_requests()
+        self._observer.drop_news()
 
 
 def _end(connection: HostConnection) -> None:

@@ -22,7 +22,7 @@ from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.node import processes
 from engine.node.processes import Process
 from engine.protocol.attempt import END, read_regular
-from engine.run import attempt_hosts, observer, performer, preparation
+from engine.run import attempt_hosts, observer, performer, preparation, watched_attempt
 from engine.run.attempt import AttemptOrigin
 from engine.run.decide import Trigger
 from engine.run.effects import (
@@ -165,10 +165,11 @@ async def test_requests_are_news_once_and_their_files_go_when_they_are_recorded(
     live.run.request_abort("signal TERM")
     seen = await live.run.observe()
     assert {request.by for request in seen.news if isinstance(request, RequestReceived)} == {"cli", "signal TERM"}
-    assert (await live.run.observe()).news == ()
+    assert (await live.run.observe()).news == seen.news, "a step that fails records none"
     assert len(list(live.directory.requests.iterdir())) == 1, "a supervisor that dies now leaves it for the next"
     await live.run.perform([Record(event.model_copy(update={"at": NOW})) for event in seen.news])
     assert list(live.directory.requests.iterdir()) == []
+    assert (await live.run.observe()).news == ()
 
 
 async def test_the_manifest_of_a_state_is_news_once_also_when_it_comes_at_the_very_end(live: LiveAttempt) -> None:
@@ -444,11 +445,12 @@ async def test_what_trackers_fail_with_is_news_and_at_the_end_recorded(
     await live.close()
     assert seen.news == (failed[0],)
     assert [call[0] for call in trackers.method_calls] == ["start", "end", "faults", "faults", "close", "faults"]
-    assert live.recorder.history.trackers_failed == {"wandb": "no disk"}
+    assert live.recorder.history.trackers_failed == {"tensorboard": "no disk", "wandb": "no disk"}
 
 
+@pytest.mark.parametrize("shown", [False, True])
 async def test_what_is_left_at_a_fault_is_let_go_and_what_was_said_is_recorded(
-    live: LiveAttempt, monkeypatch: pytest.MonkeyPatch
+    live: LiveAttempt, monkeypatch: pytest.MonkeyPatch, shown: bool
 ) -> None:
     cancelled: list[bool] = []
 
@@ -462,6 +464,8 @@ async def test_what_is_left_at_a_fault_is_let_go_and_what_was_said_is_recorded(
     await live.run.perform([RunPreflight()])
     await asyncio.sleep(0)
     request_abort(live.directory, by="cli")
+    if shown:
+        assert len((await live.run.observe()).news) == 1
     await live.run.let_go()
     assert cancelled == [True]
     assert live.recorder.history.abort is not None
@@ -478,3 +482,13 @@ async def test_a_run_can_be_let_go_when_its_journal_takes_nothing_more(
     live.run.request_abort("signal TERM")
     await live.run.let_go()
     assert all(host.closed for host in live.connected)
+
+
+async def test_files_that_cannot_be_closed_keep_no_connection(
+    live: LiveAttempt, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A fault of reading them comes again when their rest is read.
+    monkeypatch.setattr(watched_attempt.WatchedAttempt, "close", Mock(side_effect=RuntimeError("odd line")))
+    await live.run.let_go()
+    assert all(host.closed for host in live.connected)
+    assert "odd line" in capfd.readouterr().err
