@@ -371,7 +371,7 @@ REPORTS: dict[type[BaseModel], Any] = {
 }  # fmt: skip
 HINTS = {"absent", "make", "orphan", "pid", "venv", "dtype", "largest", "caffeinate", "ioreg", "assertions", "free"}
 """Their want claims nothing: a fix that is not offered, or None for not known."""
-KEYS = {"hashes", "services", "entries", "configuration"}
+KEYS = {"hashes", "services", "entries", "configuration", "versions", "errors"}
 """Their keys are names of the node's own, and not the protocol's."""
 
 
