@@ -95,7 +95,8 @@ def _take_in_ranks(t: Transition, lost: frozenset[int]) -> None:
     if all(rank.started for rank in t.seen.ranks):
         if t.run_state is RunState.LAUNCHING:
             t.change(RunState.RUNNING)
-        if (changed or newly) and t.watch.launched:
+        # At the first look: an earlier supervisor may have recorded the starts, and done no more.
+        if (changed or newly or t.watch.starts is None) and t.watch.launched:
             t.do(DropPipes())
 
 

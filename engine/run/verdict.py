@@ -80,7 +80,8 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
 def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
     """All that is known follows from another rank's end, and there is one alone of which the end is not known."""
     unseen = [rank for rank in evidence.ranks if rank.started and rank.record is None and not rank.vanished]
-    if fault.weight is not Weight.CONSEQUENCE or len(unseen) != 1 or not evidence.over:
+    left = fault.evidence.left_for_peers or fault.evidence.error_type == "PeerLost"
+    if not (fault.weight is Weight.CONSEQUENCE and left and evidence.over) or len(unseen) != 1:
         return None
     cause = "the other ranks lost their connection to it, and its node has shown no exit record"
     return _failed(Reason.RANK_FAILED, cause, unseen[0])
