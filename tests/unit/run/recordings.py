@@ -14,8 +14,9 @@ the journal so far ("run"); then come its attempts ("attempt"), and their ticks:
     do     what was done, in order; a line without "k" goes on with the tick before it
 
 Within a tick all is seen at one moment: the recorder held clock, hosts and their answers still. Not recorded: reports
-of preflight, and what a step does not see (logs, metrics; exit output other than in the evidence of a verdict). In a
-test's own attempts (tests/unit) `MayRestart` is what the test answers, and no decision follows."""
+of preflight, and what a step does not see (logs, metrics; exit output other than in the evidence of a verdict). A life
+whose supervisor was killed may lack the end of what was done last. In attempts of tests/unit `MayRestart` is what the
+test answers; in those, and in those "drawn in one process", nothing is decided after the verdict."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ BUNDLE = DATA / "attempts" / "attempts.jsonl.gz"
 
 @dataclass(frozen=True)
 class MayRestart:
-    """Whether another attempt may follow, as far as the verdict is known while the last one is being ended."""
+    """The answer to whether another attempt may follow, by the verdict with which the last one is being ended."""
 
     verdict: events.Verdict
     reached: int
@@ -56,7 +57,7 @@ class MayRestart:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided after a failed attempt, and on what; the failures are the history's."""
+    """A decision after a failed attempt, and on what it was made; the failures are the history's."""
 
     nodes: tuple[NodePresence, ...]
     waited_s: float
@@ -69,7 +70,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class JudgedOn:
-    """Of a Judge, by which it was judged."""
+    """The evidence of the Judge before it."""
 
     evidence: FailureEvidence
 
