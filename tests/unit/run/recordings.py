@@ -327,7 +327,13 @@ def _effect(name: str, what: list[Any]) -> Act:
 def _judged(how: dict[str, Any], verdict: events.Verdict) -> Iterator[Act]:
     facts = how["evidence"]
     standings = tuple(
-        Standing(rank["lost"], rank["dispensable"], rank["head_slept_s"], rank["cut_off_s"]) for rank in facts["ranks"]
+        Standing(
+            lost=rank["lost"],
+            dispensable=rank["dispensable"],
+            head_slept_s=rank["head_slept_s"],
+            cut_off_s=rank["cut_off_s"],
+        )
+        for rank in facts["ranks"]
     )
     evidence = _EVIDENCE.validate_python({**facts, "trigger": Trigger[facts["trigger"]]})
     yield effects.Judge(evidence.trigger, standings, evidence.hang, how["over"])

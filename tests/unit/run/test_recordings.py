@@ -144,10 +144,15 @@ class Replay:
             self._step(replace(seen, now=over, news=(), finished=()))
 
     def _step(self, seen: Observation) -> None:
+        if self.state.phase is Phase.OVER:
+            return
         self.state, done = step(self.state, seen)
         self._effects += done
         for effect in done:
             if isinstance(effect, effects.Settle) and self.state.phase is not Phase.SETTLING:
+                if any(isinstance(result, Settled) for result in seen.finished):
+                    # What files still lack is looked for again with every look.
+                    continue
                 # It was done within the tick.
                 lists = [event.files for event in self._tick.recorded if isinstance(event, events.LogsMissing)]
                 settled = Settled(effect.hosts, lists[-1] if lists else self.state.attempt.missing)
@@ -162,7 +167,10 @@ class Replay:
     def _judge(self, how: effects.Judge, evidence: FailureEvidence, recorded: Judged) -> Judged:
         """The verdict is given anew: on what the step knows, and on the recorded evidence, which has what was read of
         the mirrors."""
-        ranks = [replace(r, dispensable=s.dispensable) for r, s in zip(evidence.ranks, how.standings, strict=True)]
+        ranks = [
+            replace(r, dispensable=s.dispensable, outlived=s.outlived)
+            for r, s in zip(evidence.ranks, how.standings, strict=True)
+        ]
         evidence = replace(evidence, ranks=ranks, trigger=how.trigger)
         redactor, no_mirrors = self.attempt.life.plan.config.job.redactor(), RunDir(Path("/nonexistent"))
         verdict = with_cause(verdict_on(evidence), evidence, no_mirrors, {}, redactor)
@@ -284,7 +292,7 @@ def _short(value: Any) -> str:
 
 def _fields(value: Any) -> dict[str, Any]:
     named = dict(value) if isinstance(value, BaseModel) else {f.name: getattr(value, f.name) for f in fields(value)}
-    return {name: one for name, one in named.items() if name != "at"}
+    return {name: one for name, one in named.items() if name not in ("at", "outlived")}
 
 
 def _apart(recorded: Any, made: Any) -> float:
