@@ -14,7 +14,7 @@ from engine.run.outcome import ABORTED_EARLY, end_run, judge_again, judged, laun
 from engine.run.proofs import seek_proofs, unproved
 from engine.run.recovery import fail_again, plan_attempt
 from engine.run.running import begin_running, begin_watch
-from engine.run.state import Ending, Phase, Transition
+from engine.run.state import HEAD, Ending, Phase, Transition
 
 _PROOF_LIMIT_S = 30.0
 """For every node to show that nothing is left of a run that is taken up again."""
@@ -28,7 +28,7 @@ def take_up(t: Transition) -> None:
     """Nothing of a run that is taken up again may be left anywhere."""
     t.enter(Phase.TAKING_UP)
     if (attempt := t.history.last_attempt) is not None:
-        _connect_again(t, attempt, t.state.launched_plan.nodes)
+        _connect_again(t, attempt, (*t.state.launched_plan.nodes, HEAD))
     if t.state.unknown_attempt is not None:
         t.do(ConnectUnknown())
 
@@ -69,7 +69,7 @@ def adopt(t: Transition) -> None:
         )
         end_run(t, lost if t.history.abort is None else ABORTED_EARLY)
     elif attempt.status.reason is not None and t.run_state in (RunState.RECOVERING, RunState.LAUNCHING):
-        _connect_again(t, attempt, attempt.plan.nodes)
+        _connect_again(t, attempt, (*attempt.plan.nodes, HEAD))
         t.change(RunState.RECOVERING)
         t.enter(Phase.DECIDING)
     else:

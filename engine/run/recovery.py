@@ -11,7 +11,7 @@ from engine.run.effects import PlanAttempt
 from engine.run.outcome import aborted, end_run, judge_again, judged, record_failure
 from engine.run.proofs import presence, seek_proofs, unproved
 from engine.run.shutdown import SILENT_S
-from engine.run.state import Ending, Phase, Transition
+from engine.run.state import HEAD, Ending, Phase, Transition
 
 
 def plan_attempt(t: Transition, members: tuple[str, ...], placement: events.Attempt | None = None) -> None:
@@ -109,7 +109,7 @@ def abandoning(t: Transition) -> None:
 
 def fail_again(t: Transition, verdict: events.Verdict) -> None:
     """Prove once more that nothing is left of an attempt that never got going."""
-    t.set(sought=frozenset(t.state.attempt.plan.nodes), ending=Ending())
+    t.set(sought=frozenset((*t.state.attempt.plan.nodes, HEAD)), ending=Ending())
     t.change(RunState.RECOVERING)
     record_failure(t, t.watch.number, verdict)
     after_failure(t)

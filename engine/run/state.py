@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from engine.cluster.agent_client import THIS_MACHINE
 from engine.models import RunState
 from engine.run import events
 from engine.run.decide import Restart, Trigger
@@ -21,6 +22,8 @@ from engine.run.run_plan import RunPlan
 from engine.run.shutdown import AttemptView, CleanupProof, Shutdown
 
 R = TypeVar("R", bound=Result)
+HEAD: Final = THIS_MACHINE.name
+"""The name of this machine's host where none of its nodes is in the attempt."""
 
 
 class Phase(Enum):
@@ -117,7 +120,8 @@ class State:
     proofs: Mapping[str, CleanupProof] = field(default_factory=dict)
     """By host, also of attempts before the one that is watched. While this is being ended, its own are in `ending`."""
     sought: frozenset[str] = frozenset()
-    """The nodes of the attempt that is watched for which a proof is needed, where nothing is known of it yet."""
+    """The nodes of the attempt that is watched, or HEAD, for which a proof is needed, where nothing is known of it
+    yet."""
     restart: Restart | None = None
     planned: events.Attempt | None = None
     """The last attempt that this supervisor planned."""

@@ -47,7 +47,7 @@ from engine.run.observation import (
     Settled,
     Started,
 )
-from engine.run.state import Phase
+from engine.run.state import HEAD, Phase
 from engine.run.step import begin, step
 from tests.unit.launch.host_layouts import local_layout
 from tests.unit.run.run_maker import START, MadeRun, planned_attempt
@@ -444,6 +444,24 @@ def test_an_adopter_of_a_failed_attempt_decides_what_follows_once_it_is_gone(tmp
     life.step()
     life.step(Settled(("1:node0",)), Settled(("1:node1",)))
     life.step(Judged(KILLED, 0))
+    assert life.phase is Phase.BACKING_OFF
+
+
+def test_an_adopter_restarts_nothing_while_a_launcher_of_the_last_attempt_may_be_alive(tmp_path: Path) -> None:
+    failed = events.AttemptFailed(attempt=1, verdict=KILLED, reached=5, failed_at=START, unconfirmed=(HEAD,))
+    states = [events.StateChanged(state=state) for state in (RunState.RUNNING, RunState.RECOVERING)]
+    life = adopted(tmp_path, *states, failed)
+    life.step()
+    life.connect()
+    hosts = (*(replace(host, processes=()) for host in life.seen.hosts), HostView(f"1:{HEAD}", (HEAD,), local=True))
+    assert RequestProcesses(f"1:{HEAD}") in life.step(hosts=hosts)
+    life.step()
+    life.step(Settled(("1:node0",)), Settled(("1:node1",)))
+    life.step(Judged(KILLED, 0))
+    assert life.phase.name == "DECIDING"
+    life.host(2, processes=())
+    life.step()
+    life.step(Settled((f"1:{HEAD}",)))
     assert life.phase is Phase.BACKING_OFF
 
 
