@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.config.models import RecoveryConfig
+from engine.config.models import JobConfig, RecoveryConfig
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
-from engine.protocol.attempt import END, ExitRecord, Identity
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, ExitRecord, Identity
 from engine.protocol.job import Strategy
 from engine.run import events
 from engine.run.effects import (
@@ -555,6 +555,22 @@ def test_who_is_needed_is_settled_when_an_attempt_is_to_end(tmp_path: Path) -> N
     life.seen = replace(life.seen, progress=ProgressView(steps=5, furthest=5))
     life.end(KILLED)
     assert [effect.standings[1].dispensable for effect in life.effects if isinstance(effect, Judge)] == [False, False]
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_workers_are_started_again_for_a_lost_node_unless_the_attempt_is_being_ended(
+    tmp_path: Path, aborted: bool
+) -> None:
+    life = Life(tmp_path, min_nodes=1)
+    job = JobConfig(name="job", framework="torch", strategy="auto", elastic=True, command=("torchrun", "train.py"))
+    life.plan = life.plan.model_copy(update={"config": life.plan.config.model_copy(update={"job": job})})
+    life.state = begin(life.plan, life.state.history, 0, adopting=False)
+    life.run()
+    if aborted:
+        life.request_abort()
+    life.host(1, silent_s=1000.0)
+    sent = [effect.command for effect in life.step() if isinstance(effect, Send)]
+    assert sent == ([] if aborted else [EMERGENCY_CHECKPOINT])
 
 
 def test_nodes_on_one_host_that_an_attempt_leaves_out_are_connected_once(tmp_path: Path) -> None:
