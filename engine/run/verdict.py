@@ -79,7 +79,8 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
 
 def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
     """All that is known follows from another rank's end, and there is one alone of which the end is not known."""
-    unseen = [rank for rank in evidence.ranks if rank.started and rank.record is None and not rank.vanished]
+    gone = [rank for rank in evidence.ranks if rank.started and rank.record is None]
+    unseen = [rank for rank in gone if rank.outlived or not rank.vanished]
     left = fault.evidence.left_for_peers or fault.evidence.error_type == "PeerLost"
     if not (fault.weight is Weight.CONSEQUENCE and left and evidence.over) or len(unseen) != 1:
         return None
