@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.node.script_metrics import PrintedMetrics
 from engine.protocol.events import EventWriter
+from engine.run.json_lines import LineTail, parse_json_line
 from engine.security.redact import redact
 from engine.security.sanitise import count_or_none, finite_or_none, number_or_none, plain, sanitise
 from engine.snapshots import Series, SeriesMark
@@ -144,6 +146,29 @@ class SeriesBuilder:
                 tuple(sorted(marks, key=lambda mark: mark.iteration)),
             )
         return self._built
+
+
+class MetricsSeries(SeriesBuilder):
+    """The series of a metrics.jsonl that grows."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.damaged = 0
+        """Lines that are no rows."""
+        self._tail = LineTail(path)
+
+    @property
+    def read(self) -> bool:
+        """It has a line."""
+        return self._tail.offset > 0
+
+    def poll(self) -> None:
+        """Take the new rows. Raises StateError when the file cannot be read."""
+        for line in self._tail.lines():
+            if (row := parse_json_line(line)) is not None:
+                self.add(row)
+            elif line.strip():
+                self.damaged += 1
 
 
 _KINDS = {"report": "train", "validation": "val"}

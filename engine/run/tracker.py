@@ -50,7 +50,7 @@ class TensorBoardFile:
     event.proto has them. TensorBoard drops what it has read at or after the step of a start of a session."""
 
     def __init__(self, run_dir: RunDir, _config: Config) -> None:
-        folder = run_dir.tensorboard
+        folder = run_dir.tracker("tensorboard")
         folder.mkdir(mode=0o700, exist_ok=True)
         for earlier in folder.glob("events.out.tfevents.*"):
             earlier.unlink()
@@ -132,7 +132,7 @@ class WandbRun:
         import wandb
 
         self._run_dir = run_dir
-        earlier = list(run_dir.wandb.glob(f"offline-run-*-{run_dir.id}"))
+        earlier = list(run_dir.tracker("wandb").glob(f"offline-run-*-{run_dir.id}"))
         quiet = {"silent": True, "console": "off", "disable_git": True, "disable_code": True}
         # This machine's own load and packages say nothing about the ranks.
         unwanted = {"x_disable_stats": True, "x_save_requirements": False}

@@ -19,8 +19,7 @@ from engine.protocol.attempt import NodeFiles, open_regular, read_regular
 from engine.run.events import RunPlanned, SupervisorStarted
 from engine.run.history import AttemptHistory, fold, run_history
 from engine.run.journal import JournalTail, describe_damage
-from engine.run.json_lines import LineTail, parse_json_line
-from engine.run.metrics import SeriesBuilder
+from engine.run.metrics import MetricsSeries
 from engine.run.rank_events import RankEvents
 from engine.run.run_plan import read_plan_and_damage
 from engine.run.verification import verify
@@ -59,21 +58,17 @@ class RunWatch:
         self._diagnosed = False
         self._journal = JournalTail(rundir.journal)
         self._history = run_history((), self._plan)
-        self._metrics = LineTail(rundir.metrics)
-        self._damaged_metrics = 0
         self._unreadable: tuple[str, ...] = ()
         """The files of figures that cannot be read, each with the reason."""
-        self._series = SeriesBuilder()
+        self._series = MetricsSeries(rundir.metrics)
         self._ranks = self._rank_events()
         self._checks: tuple[CheckResult, ...] = ()
         self._checks_seen: tuple[int, int] | None = None
-        self._supervised = False
-        self._supervisor_unknown = False
-        self._supervised_until = 0.0
+        self._supervisor = SupervisorLiveness(rundir)
 
     def poll(self) -> RunSnapshot:
         # Liveness first: a supervisor that leaves after this has written everything that is read below.
-        supervised = self._supervisor_alive()
+        supervised = self._supervisor.poll()
         # Before the journal, which has an attempt before it has a folder.
         newest_attempt = self._rundir.newest_attempt()
         for event in self._journal.events():
@@ -120,20 +115,13 @@ class RunWatch:
     def _poll_figures(self) -> list[RankReport]:
         """Read metrics and events, as far as they can be read."""
         unreadable = []
-        for poll in (self._poll_metrics, *(events.poll for events in self._ranks)):
+        for poll in (self._series.poll, *(events.poll for events in self._ranks)):
             try:
                 poll()
             except StateError as error:
                 unreadable.append(f"{PurePosixPath(error.where).name}: {error.what}: {error.why}")
         self._unreadable = tuple(unreadable)
         return [events.report for events in self._ranks]
-
-    def _poll_metrics(self) -> None:
-        for line in self._metrics.lines():
-            if (row := parse_json_line(line)) is not None:
-                self._series.add(row)
-            elif line.strip():
-                self._damaged_metrics += 1
 
     def _damage(self, newest_attempt: int) -> Iterator[str]:
         """The run's files that are missing or damaged, one line each."""
@@ -145,15 +133,15 @@ class RunWatch:
             yield lines
         if newest_attempt > self._history.record.attempts:
             yield f"journal.jsonl lacks attempt {newest_attempt}, which was launched"
-        if self._damaged_metrics:
-            yield f"metrics.jsonl: {plural(self._damaged_metrics, 'damaged line')} skipped"
+        if self._series.damaged:
+            yield f"metrics.jsonl: {plural(self._series.damaged, 'damaged line')} skipped"
         yield from self._unreadable
         for attempt in self._history.attempts:
             yield from self._missing(attempt)
         last = self._history.last_attempt
         if last is not None and last.started and not self._rundir.metrics.exists():
             yield "metrics.jsonl is missing: the next supervisor writes it again"
-        if newest_attempt and self._supervisor_unknown:
+        if newest_attempt and self._supervisor.unnamed:
             yield "supervisor.json cannot be read; its supervisor lives, since it holds supervisor.lock"
 
     def _missing(self, attempt: AttemptHistory) -> Iterator[str]:
@@ -203,7 +191,7 @@ class RunWatch:
         return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
 
     def _trackers(self) -> Iterator[TrackerStatus]:
-        for name in self._plan.config.job.trackers if self._metrics.offset else ():
+        for name in self._plan.config.job.trackers if self._series.read else ():
             yield TrackerStatus(name, _use(self._rundir, name), self._history.trackers_failed.get(name))
 
     def _record(self, reports: Sequence[RankReport]) -> RunRecord:
@@ -258,21 +246,14 @@ class RunWatch:
                 report = PreflightReport.model_validate_json(read_regular(self._rundir.preflight))
                 self._checks, self._checks_seen = tuple(report.checks), seen
 
-    def _supervisor_alive(self) -> bool:
-        now = time.monotonic()
-        if not (self._supervised and now < self._supervised_until):
-            self._supervised = supervisor_alive(self._rundir)
-            self._supervisor_unknown = self._supervised and newest_supervisor(self._rundir) is None
-            self._supervised_until = now + _IDENTITY_AGE_S
-        return self._supervised
-
 
 def _use(run_dir: RunDir, tracker: str) -> str | None:
     if tracker == "tensorboard":
-        return f"tensorboard --logdir {quoted(str(run_dir.tensorboard))}" if run_dir.tensorboard.exists() else None
+        folder = run_dir.tracker(tracker)
+        return f"tensorboard --logdir {quoted(str(folder))}" if folder.exists() else None
     with contextlib.suppress(OSError):
         return run_dir.wandb_url.read_text()
-    unsent = max(run_dir.wandb.glob("offline-run-*"), default=None)
+    unsent = max(run_dir.tracker("wandb").glob("offline-run-*"), default=None)
     return f"wandb sync {quoted(str(unsent))}" if unsent is not None else None
 
 
@@ -280,6 +261,24 @@ def _chunk(reports: Sequence[RankReport], record: RunRecord) -> ChunkProgress | 
     """The foremost rank's: all ranks go through the same chunks."""
     done = [each.chunk for each in reports if each.chunk is not None and each.attempt == record.attempts]
     return max(done, key=lambda chunk: (chunk.epoch, chunk.done), default=None)
+
+
+class SupervisorLiveness:
+    def __init__(self, rundir: RunDir) -> None:
+        self.unnamed = False
+        """It lives, and supervisor.json does not tell which process it is."""
+        self._rundir = rundir
+        self._alive = False
+        self._until = 0.0
+        """Until when it counts as alive (monotonic)."""
+
+    def poll(self) -> bool:
+        now = time.monotonic()
+        if not (self._alive and now < self._until):
+            self._alive = supervisor_alive(self._rundir)
+            self.unnamed = self._alive and newest_supervisor(self._rundir) is None
+            self._until = now + _IDENTITY_AGE_S
+        return self._alive
 
 
 def supervisor_alive(rundir: RunDir) -> bool:

@@ -41,10 +41,6 @@ class RunDir:
         """The append-only record, the truth about the run's states; written by the supervisor."""
         self.metrics = path / "metrics.jsonl"
         """mlx-lm's report dicts, one a line, with `kind` "train" or "val", `attempt`, `at`."""
-        self.tensorboard = path / "tensorboard"
-        """Event files, for `tensorboard --logdir`."""
-        self.wandb = path / "wandb"
-        """W&B's own folder, with what it has not sent in `offline-run-*`."""
         self.wandb_url = path / "wandb.url"
         """Where W&B shows the run."""
         self.preflight = path / "preflight.json"
@@ -61,6 +57,10 @@ class RunDir:
         """One JSON file per request to the supervisor."""
         self.merged_index = path / "merged.idx"
         """The line index of all logs (engine.run.logs.line_index)."""
+
+    def tracker(self, name: str) -> Path:
+        """A tracker's folder: TensorBoard's event files, or W&B's own, with what it has not sent in `offline-run-*`."""
+        return self.path / name
 
     def tracker_log(self, name: str) -> Path:
         """The output of a tracker's process."""

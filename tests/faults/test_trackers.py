@@ -54,12 +54,14 @@ def rows(run: Run) -> list[tuple[int, float]]:
 def compare(run: Run) -> None:
     """Both have what metrics.jsonl has: W&B in its order, TensorBoard without what was trained again."""
     everything = rows(run)
-    shown = [(step, value) for step, value, _ in scalars(run.dir.tensorboard)["train_loss"]]
+    shown = [(step, value) for step, value, _ in scalars(run.dir.tracker("tensorboard"))["train_loss"]]
     newest = dict(everything)
     assert [step for step, _ in shown] == sorted(newest)
     assert [value for _, value in shown] == pytest.approx([newest[step] for step in sorted(newest)])
-    assert steps(run.dir.tensorboard, "val_loss") == sorted(set(steps(run.dir.tensorboard, "val_loss")))
-    records = wandb_records(run.dir.wandb)
+    assert steps(run.dir.tracker("tensorboard"), "val_loss") == sorted(
+        set(steps(run.dir.tracker("tensorboard"), "val_loss"))
+    )
+    records = wandb_records(run.dir.tracker("wandb"))
     logged = [row for kind, row in records if kind == "history" and "train_loss" in row]
     assert [(row["iteration"], row["train_loss"]) for row in logged] == pytest.approx(everything)
     assert [fields["code"] for kind, fields in records if kind == "exit"] == [0]
@@ -73,8 +75,8 @@ def test_the_curves_of_a_training_are_in_both_trackers_after_a_restart(home: Pat
     assert run.ended().state is RunState.SUCCEEDED, run.troubles()
     assert (run.record.attempts, run.events_of(TrackerFailed)) == (2, [])
     shown = subprocess.run([FLIGHTDECK, "show", run.dir.id], capture_output=True, text=True, check=True).stdout
-    assert f"tracker    tensorboard --logdir {run.dir.tensorboard}\n" in shown
-    assert f"tracker    wandb sync {run.dir.wandb}/offline-run-" in shown
+    assert f"tracker    tensorboard --logdir {run.dir.tracker('tensorboard')}\n" in shown
+    assert f"tracker    wandb sync {run.dir.tracker('wandb')}/offline-run-" in shown
     # The trainers report to nobody.
     spec = json.loads(run.files_of(0).spec.read_text())
     assert spec["job"]["report_to"] is None

@@ -79,7 +79,7 @@ def tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def event_files(run_dir: RunDir) -> list[Path]:
-    return sorted(run_dir.tensorboard.glob("*"))
+    return sorted(run_dir.tracker("tensorboard").glob("*"))
 
 
 def test_tensorboard_reads_every_figure_and_drops_what_a_restart_repeats(tracked: Callable[..., Tracked]) -> None:
@@ -92,7 +92,7 @@ def test_tensorboard_reads_every_figure_and_drops_what_a_restart_repeats(tracked
     run.row(3, attempt=2, train_loss=9.0)
     run.row(5, attempt=2, train_loss=math.nan, tokens_per_second=1e39, note="a text", good=True)
     assert run.close() == []
-    found = scalars(run.dir.tensorboard)
+    found = scalars(run.dir.tracker("tensorboard"))
     reported = {"train_loss", "learning_rate", "peak_memory", "val_loss", "val_time", "tokens_per_second"}
     assert found.keys() == reported
     assert [point[:2] for point in found["train_loss"][:3]] == [(1, 1.0), (2, 0.5), (3, 9.0)]
@@ -111,7 +111,7 @@ def test_a_killed_tracker_is_replaced_by_one_that_writes_everything(tracked: Cal
     wait_until(lambda: run.pids("tensorboard") not in ([], [pid]) and event_files(run.dir) not in ([], [before]))
     run.row(4)
     assert run.close() == []
-    assert steps(run.dir.tensorboard, "train_loss") == [1, 2, 3, 4]
+    assert steps(run.dir.tracker("tensorboard"), "train_loss") == [1, 2, 3, 4]
 
 
 _SUPERVISOR = """
@@ -129,9 +129,9 @@ time.sleep(600)
 @contextlib.contextmanager
 def earlier_supervisor(run: Tracked) -> Iterator[list[int]]:
     """One that dies at the end; the processes of its tracker."""
-    before = list(run.dir.wandb.glob("offline-run-*/*.wandb"))
+    before = list(run.dir.tracker("wandb").glob("offline-run-*/*.wandb"))
     with subprocess.Popen([sys.executable, "-c", _SUPERVISOR, str(run.dir.path)]) as process:
-        wait_until(lambda: list(run.dir.wandb.glob("offline-run-*/*.wandb")) not in ([], before))
+        wait_until(lambda: list(run.dir.tracker("wandb").glob("offline-run-*/*.wandb")) not in ([], before))
         wait_until(lambda: len(run.pids("wandb")) == 2)  # it and W&B's service
         yield run.pids("wandb")
         process.kill()
@@ -151,11 +151,11 @@ def test_wandb_writes_an_offline_run_and_an_adopter_writes_it_anew(tracked: Call
     run.trackers.start()
     wait_until(lambda: not set(stopped) & set(run.pids("wandb")))
     assert run.close() == []
-    records = wandb_records(run.dir.wandb)
+    records = wandb_records(run.dir.tracker("wandb"))
     (made,) = [fields for kind, fields in records if kind == "run"]
     assert (made["id"], made["project"]) == (run.dir.id, "ours")
     assert (made["config"]["iters"], made["config"]["world_size"]) == (60, 2)
-    rows = history(run.dir.wandb)
+    rows = history(run.dir.tracker("wandb"))
     assert [(row["_step"], row["iteration"]) for row in rows] == [(0, 1), (1, 2), (2, 3), (3, 2)]
     assert rows[1]["train_loss"] == 0.5 and rows[1]["_timestamp"] == (START + timedelta(seconds=2)).timestamp()
 
@@ -205,7 +205,7 @@ def test_wandb_without_key_or_package_is_one_line_and_tensorboard_goes_on(
     assert fault.tracker == "wandb" and why in fault.why
     run.row(2)
     assert run.close() == []
-    assert steps(run.dir.tensorboard, "train_loss") == [1, 2]
+    assert steps(run.dir.tracker("tensorboard"), "train_loss") == [1, 2]
 
 
 def wait_for_fault(run: Tracked) -> list[TrackerFailed]:
@@ -245,7 +245,7 @@ def test_a_service_that_takes_nothing_holds_the_end_up_for_a_while_only(
 def test_a_run_that_reports_nothing_has_no_tracker(tracked: Callable[..., Tracked]) -> None:
     run = tracked("wandb, tensorboard")
     assert run.close() == []
-    assert not run.dir.wandb.exists() and not run.dir.tensorboard.exists()
+    assert not run.dir.tracker("wandb").exists() and not run.dir.tracker("tensorboard").exists()
 
 
 @pytest.mark.parametrize("validated", [False, True])
@@ -260,8 +260,8 @@ def test_an_attempt_that_begins_with_a_validation_keeps_what_was_trained_before_
     run.row(7, attempt=2, val_loss=2.0)
     run.row(8, attempt=2)
     assert run.close() == []
-    assert steps(run.dir.tensorboard, "train_loss") == list(range(1, 9))
-    assert steps(run.dir.tensorboard, "val_loss") == [7]
+    assert steps(run.dir.tracker("tensorboard"), "train_loss") == list(range(1, 9))
+    assert steps(run.dir.tracker("tensorboard"), "val_loss") == [7]
 
 
 def test_an_attempt_that_goes_back_validates_again(tracked: Callable[..., Tracked]) -> None:
@@ -273,5 +273,5 @@ def test_an_attempt_that_goes_back_validates_again(tracked: Callable[..., Tracke
         run.row(iteration, attempt=2)
     run.row(3, attempt=2, val_loss=1.5)
     assert run.close() == []
-    assert steps(run.dir.tensorboard, "train_loss") == [1, 2, 3]
-    assert [point[:2] for point in scalars(run.dir.tensorboard)["val_loss"]] == [(3, 1.5)]
+    assert steps(run.dir.tracker("tensorboard"), "train_loss") == [1, 2, 3]
+    assert [point[:2] for point in scalars(run.dir.tracker("tensorboard"))["val_loss"]] == [(3, 1.5)]
