@@ -354,7 +354,7 @@ class HostConnection:
         self._agent = AgentConnection(node, transport, self._opening, self._take)
         self._observations = {rank: RankObservation(identity=part.known.get(rank)) for rank in self.ranks}
         self._exit_outputs: dict[int, ExitOutput] = {}
-        self._standing: dict[int, bytes] = {}
+        self._standing: dict[int, messages.RankCommand] = {}
         """The last STOP, EMERGENCY_CHECKPOINT or END to each rank, sent again after each reconnect."""
         self._agent_files: dict[str, AgentFile] = {}
         self._listing = ProcessListing()
@@ -379,8 +379,8 @@ class HostConnection:
     def send_command(self, rank: int, command: bytes) -> None:
         """STOP, EMERGENCY_CHECKPOINT or END to a keeper; while the host is away it is kept for its return."""
         # An END stays an END: STOP and EMERGENCY_CHECKPOINT come before it if at all.
-        self._standing[rank] = command
-        self._agent.send(_rank_command(rank, command))
+        order = self._standing[rank] = messages.RankCommand(rank, command.decode().strip())
+        self._agent.send(order)
 
     def kill_ranks(self) -> None:
         """KILL to the groups of its ranks' programs."""
@@ -421,8 +421,7 @@ class HostConnection:
         identities = [seen.identity for seen in self._observations.values() if seen.identity is not None]
         directory = expanded(str(self._attempt.files.directory), home)
         yield messages.Watch(directory, self._attempt.nonce, list(self.ranks), identities)
-        for rank, command in list(self._standing.items()):
-            yield _rank_command(rank, command)
+        yield from list(self._standing.values())
         for file in list(self._agent_files.values()):
             if (order := file.reconnect()) is not None:
                 yield order
@@ -507,7 +506,3 @@ class HostConnection:
     def _update(self, rank: int, **seen: Any) -> None:
         self._observations[rank] = replace(self._observations[rank], **seen)
         self.on_news()
-
-
-def _rank_command(rank: int, command: bytes) -> messages.RankCommand:
-    return messages.RankCommand(rank, command.decode().strip())

@@ -155,16 +155,11 @@ class MetricsSeries(SeriesBuilder):
         super().__init__()
         self.damaged = 0
         """Lines that are no rows."""
-        self._tail = LineTail(path)
-
-    @property
-    def read(self) -> bool:
-        """It has a line."""
-        return self._tail.offset > 0
+        self.tail = LineTail(path)
 
     def poll(self) -> None:
         """Take the new rows. Raises StateError when the file cannot be read."""
-        for line in self._tail.lines():
+        for line in self.tail.lines():
             if (row := parse_json_line(line)) is not None:
                 self.add(row)
             elif line.strip():

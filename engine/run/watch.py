@@ -191,7 +191,7 @@ class RunWatch:
         return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
 
     def _trackers(self) -> Iterator[TrackerStatus]:
-        for name in self._plan.config.job.trackers if self._series.read else ():
+        for name in self._plan.config.job.trackers if self._series.tail.offset else ():
             yield TrackerStatus(name, _use(self._rundir, name), self._history.trackers_failed.get(name))
 
     def _record(self, reports: Sequence[RankReport]) -> RunRecord:
