@@ -73,23 +73,7 @@ def strategy_section(
         configured = f"the job uses strategy {context.job.strategy}"
         not_launchable = f'{configured}: set [job] strategy = "{name}" to launch this one'
         rationale.explain("strategy.launchable", Source.USER, not_launchable)
-    kind = mlx_module(str((context.inputs.model or {}).get("model_type", "")))
-    if name in ("sharded", "pipeline") and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
-        only = ", ".join(SPLITTABLE_MODULES)
-        why = f"{name} does not support model_type {plain(kind, 60)}, only {only}"
-        rationale.refuse("strategy", why, todo='set strategy = "data" or "local"')
-    if name == "pipeline" and context.ranks < 2:
-        rationale.refuse("strategy", "a pipeline needs at least two nodes")
-    if name == "local" and context.ranks < 2:
-        rationale.refuse("strategy", "local averages the weights of at least two nodes")
-    pieces = wait = None
-    if name == "pipeline" and context.settings:
-        pieces = micro_batches(int(context.settings["batch_size"]), context.ranks)
-        wait = bubble_fraction(context.ranks, pieces)
-        reason = (
-            f"(p-1)/(m+p-1) with {context.ranks} stages and {pieces} micro-batches: {wait:.0%} of a step is waiting"
-        )
-        rationale.explain("strategy.bubble", Source.RULE, reason)
+    _refuse_impossible(context, rationale)
     return StrategySection(
         approach=_APPROACH[name],
         total_gpus=context.ranks,
@@ -98,12 +82,34 @@ def strategy_section(
         parallelism=shown,
         layer_split=format_split(split) if split is not None else None,
         world_size=context.ranks,
-        bubble=wait,
-        pipeline_micro_batches=pieces,
+        **(_pipelining(context, rationale) if name == "pipeline" and context.settings else {}),
         **(_averaging(context, trained, rationale) if name == "local" and context.settings else {}),
         launchable=not_launchable is None,
         not_launchable=not_launchable,
     )
+
+
+def _refuse_impossible(context: PlanContext, rationale: Rationale) -> None:
+    name, kind = context.strategy, mlx_module(str((context.inputs.model or {}).get("model_type", "")))
+    if name in ("sharded", "pipeline") and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
+        only = ", ".join(SPLITTABLE_MODULES)
+        why = f"{name} does not support model_type {plain(kind, 60)}, only {only}"
+        rationale.refuse("strategy", why, todo='set strategy = "data" or "local"')
+    needs = {
+        "pipeline": "a pipeline needs at least two nodes",
+        "local": "local averages the weights of at least two nodes",
+    }
+    if context.ranks < 2 and name in needs:
+        rationale.refuse("strategy", needs[name])
+
+
+def _pipelining(context: PlanContext, rationale: Rationale) -> dict[str, Any]:
+    """The fields of strategy "pipeline": its micro-batches, and the share of a step that is waiting."""
+    pieces = micro_batches(int(context.settings["batch_size"]), context.ranks)
+    wait = bubble_fraction(context.ranks, pieces)
+    reason = f"(p-1)/(m+p-1) with {context.ranks} stages and {pieces} micro-batches: {wait:.0%} of a step is waiting"
+    rationale.explain("strategy.bubble", Source.RULE, reason)
+    return {"bubble": wait, "pipeline_micro_batches": pieces}
 
 
 def _averaging(context: PlanContext, trained: int | None, rationale: Rationale) -> dict[str, Any]:

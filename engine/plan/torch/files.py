@@ -215,13 +215,8 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
             "PyTorchJob have one number for all, and are left out"
         )
     per_machine = str(processes or launch.machines[0].processes)
-    rendezvous = ["--standalone"]
-    if machines > 1:
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{launch.address}:{MASTER_PORT}"]
-        rendezvous += ["--rdzv-id", _label(launch.name)]
-    rendezvous += ["--max-restarts", str(launch.restarts)] if launch.elastic else []
     size = ["--nnodes", launch.elastic or str(machines), "--nproc-per-node", per_machine]
-    lines["torchrun"] = _line(before, ["torchrun", *size, *rendezvous, *options.get("torchrun", ()), *program])
+    lines["torchrun"] = _line(before, ["torchrun", *size, *_rendezvous(launch), *options.get("torchrun", ()), *program])
     if launch.with_accelerate:
         lines["accelerate"] = _line(
             before, ["accelerate", "launch", *_accelerate_options(launch, pasted=True), *script]
@@ -251,6 +246,14 @@ def commands(launch: TorchLaunch) -> tuple[dict[str, str], tuple[str, ...]]:
         if "accelerate" in lines:
             notes.append(f"{SCRIPT} stands for a script of your own with this job's sizes and strategy")
     return lines, tuple(notes)
+
+
+def _rendezvous(launch: TorchLaunch) -> list[str]:
+    options = ["--standalone"]
+    if len(launch.machines) > 1:
+        options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{launch.address}:{MASTER_PORT}"]
+        options += ["--rdzv-id", _label(launch.name)]
+    return [*options, "--max-restarts", str(launch.restarts)] if launch.elastic else options
 
 
 def _accelerate_options(launch: TorchLaunch, *, pasted: bool) -> list[str]:

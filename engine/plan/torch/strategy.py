@@ -209,14 +209,12 @@ def choose_strategy(
     def attempt(settings: ChosenTorchSettings) -> Candidate:
         needs = {load: torch_estimate(shape, with_torch_settings(load, settings)) for load in set(workloads)}
         estimates = [needs[load] for load in workloads]
-        rows = [
-            (need, limit)
+        lacks = any(
+            limit is not None and need > limit
             for memory, here, host in zip(estimates, limits, host_limits, strict=True)
-            for need, limit in ((memory.needed_bytes, here), (memory.host_bytes, host if memory.host_bytes else None))
-        ]
-        fits: bool | None = None if None in limits else True
-        if any(limit is not None and need > limit for need, limit in rows):
-            fits = False
+            for need, limit in ((memory.needed_bytes, here), (memory.host_bytes, host))
+        )
+        fits = False if lacks else None if None in limits else True
         return Candidate(settings, max(estimates, key=lambda estimated: estimated.needed_bytes), fits)
 
     def lacks_host(trial: Candidate) -> bool:
@@ -227,16 +225,12 @@ def choose_strategy(
         return f"{label(trial.settings)} needs {memory_text(trial.memory.needed_bytes)}{host}"
 
     tried = tuple(map(attempt, options))
-    size = size_class(shape.total_parameters)
     billions = f"{shape.total_parameters / 1e9:.3g} × 10⁹ parameters"
-    comfortable = [
-        trial
-        for trial in tried
-        if trial.fits and all(limit is None or trial.memory.needed_bytes <= COMFORTABLE * limit for limit in limits)
-    ]
-    fitting = comfortable or [trial for trial in tried if trial.fits]
+    fitting = [trial for trial in tried if trial.fits]
+    room = COMFORTABLE * min((limit for limit in limits if limit is not None), default=0)
+    comfortable = [trial for trial in fitting if trial.memory.needed_bytes <= room]
     if fitting:
-        chosen = fitting[0]
+        chosen = (comfortable or fitting)[0]
         before = [trial for trial in tried[: tried.index(chosen)] if trial.fits is False]
         reason = f"{label(chosen.settings)} fits: {memory_text(chosen.memory.needed_bytes)} for each rank"
         reason = "; ".join([reason, *map(needs, before[:3])])
@@ -246,11 +240,11 @@ def choose_strategy(
         return StrategyChoice(least, tried, f"nothing fits; {needs(least)}, the least ({billions})")
     # By size alone, as nothing is known about the memory.
     undecided = [trial for trial in tried if trial.fits is None]
-    by_size = {"small": ("fsdp", "none"), "medium": ("fsdp", "none"), "large": ("deepspeed", "cpu")}[size]
+    by_size = ("deepspeed", "cpu") if size_class(shape.total_parameters) == "large" else ("fsdp", "none")
     sized = [trial for trial in undecided if (trial.settings.strategy, trial.settings.offload) == by_size]
     chosen = (sized if len(workloads) > 1 and sized else undecided)[0]
-    reason = "by the model's size, since the memory of the ranks is not known"
-    return StrategyChoice(chosen, tried, f"{reason} ({billions})")
+    reason = f"by the model's size, since the memory of the ranks is not known ({billions})"
+    return StrategyChoice(chosen, tried, reason)
 
 
 def label(settings: ChosenTorchSettings) -> str:
