@@ -45,12 +45,8 @@ async def calibrate(
 ) -> Calibration:
     """Measure the nodes and their links. `before` are the last known facts, for nodes that do not answer now. A node
     that cannot be reached is "not measured", with the reason; when none can, its error is raised."""
-    config = context.config
-    layouts = await context.on_all_nodes(context.layout_of)
-    unreachable = {name: answer for name, answer in layouts.items() if not isinstance(answer, HostLayout)}
-    if len(unreachable) == len(config.nodes):
-        raise next(iter(unreachable.values()))
-    kept = select_nodes(config, layouts.keys() - unreachable.keys())
+    config, unreachable = context.config, await _unreachable(context)
+    kept = select_nodes(config, {node.name for node in config.nodes} - unreachable.keys())
     async with CheckContext(kept, context.fleet) if unreachable else contextlib.nullcontext(context) as reachable:
         seconds = QUICK_S if quick else config.calibration.seconds
         chosen = (await shared_plan(reachable)).settings if is_open(kept) else None
@@ -65,7 +61,7 @@ async def calibrate(
         with contextlib.suppress(FlightDeckError):
             network = await reachable.network_plan()
         probed = tuple((await reachable.facts()).values())
-    measured = {measure.node: measure for measure in nodes}
+    measured = {measure.node: measure for measure in nodes} | unreachable
     if unreachable:
         why = f"{', '.join(unreachable)} was not measured"
         all_ranks = LinkMeasure(nodes=tuple(node.name for node in config.nodes), problem=why)
@@ -81,10 +77,7 @@ async def calibrate(
         synthetic_model=config.job.kind.own_model is not None,
         backend=network.backend if network is not None else None,
         connected_as=connected_as(kept, probed, network) if network is not None else (),
-        nodes=tuple(
-            measured.get(node.name) or NodeMeasure(node=node.name, host=node.ssh, problem=str(unreachable[node.name]))
-            for node in config.nodes
-        ),
+        nodes=tuple(measured[node.name] for node in config.nodes),
         links=links,
         all_ranks=all_ranks,
         group=group,
@@ -93,6 +86,16 @@ async def calibrate(
         settings=chosen.model_dump() if isinstance(chosen, ChosenSettings) else {},
         notes=_notes(config, leftovers),
     )
+
+
+async def _unreachable(context: CheckContext) -> dict[str, NodeMeasure]:
+    """Each node that cannot be reached, with the reason; raised when none can."""
+    layouts = await context.on_all_nodes(context.layout_of)
+    hosts = {node.name: node.ssh for node in context.config.nodes}
+    errors = {name: answer for name, answer in layouts.items() if not isinstance(answer, HostLayout)}
+    if len(errors) == len(hosts):
+        raise next(iter(errors.values()))
+    return {name: NodeMeasure(node=name, host=hosts[name], problem=str(error)) for name, error in errors.items()}
 
 
 def connected_as(

@@ -86,8 +86,7 @@ async def run(context: CheckContext) -> CheckResult:
 
 
 async def _check_files(context: CheckContext, findings: Findings) -> CheckResult:
-    config = context.config
-    settings = config.job.mlx_lm
+    config, settings = context.config, context.config.job.mlx_lm
     folders = {node.name: context.path(node, node.data or config.job.data or "") for node in config.nodes}
     keys = json.dumps(data_features(settings))
 
@@ -105,11 +104,8 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
         fix = None if sound else _corrected_copy(files, data_features(settings)["chat"], node.python)
         _check_node(files, settings, findings.on(node), fix)
         findings.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
-    complete = {
-        node.name: read_files[node.name]
-        for node in config.nodes
-        if node.name in read_files and not findings.on(node).faults
-    }
+    faulty = {node.name for node in findings.faulty}
+    complete = {name: files for name, files in read_files.items() if name not in faulty}
     if not complete:
         return findings.verdict()
     first = next(node for node in config.nodes if node.name in complete)

@@ -78,15 +78,10 @@ async def collect_plan_inputs(
 ) -> PlanInputs:
     """`fresh` are the facts of a probe just made, `strategy` replaces the job's. The hostfile of the manual launch is
     written below the fleet's home."""
-    config, now = context.config, datetime.now(UTC)
+    config, name, now = context.config, context.config.job.name, datetime.now(UTC)
     problems = {name: facts.problem for name, facts in fresh.items() if facts.problem is not None}
     latest = last_known_facts(config, fresh, history.facts)
-    if context.division is not None:
-        # The run's own: its calibration may be of more nodes than it has left.
-        calibration, planned, left_out = context.calibration, config, context.division.left_out
-    else:
-        calibration = latest_matching(config, latest.values(), history.calibrations)
-        planned, left_out = _participants(config, calibration, now)
+    calibration, planned, left_out = _participants(context, latest.values(), history, now)
     cabling = topology([latest[node.name] for node in planned.nodes if node.name in latest])
     network, unwired = None, None
     try:
@@ -120,9 +115,7 @@ async def collect_plan_inputs(
         report_problem=report_problem,
         calibration=calibration,
         division=context.division,
-        recoveries_s=tuple(
-            run.recovery_s for run in history.runs if run.name == config.job.name and run.recovery_s is not None
-        ),
+        recoveries_s=tuple(run.recovery_s for run in history.runs if run.name == name and run.recovery_s is not None),
         left_out=left_out,
         rank_environment=common_environment(network, redacted, gradient_bytes=gradient),
         obstacles=obstacles,
@@ -163,13 +156,21 @@ def last_known_facts(
     return latest
 
 
-def _participants(config: Config, calibration: Calibration | None, now: datetime) -> tuple[Config, tuple[str, ...]]:
-    """The configuration without the nodes that the calibration leaves out; and those."""
+def _participants(
+    context: CheckContext, facts: Iterable[NodeFacts], history: ClusterHistory, now: datetime
+) -> tuple[Calibration | None, Config, tuple[str, ...]]:
+    """The calibration to plan with, the configuration without the nodes that it leaves out, and those."""
+    config = context.config
+    if context.division is not None:
+        # The run's own: its calibration may be of more nodes than it has left.
+        return context.calibration, config, context.division.left_out
+    calibration = latest_matching(config, facts, history.calibrations)
     try:
         left_out = divide_batch(config, calibration, now=now).left_out
     except ValueError:
-        return config, ()
-    return select_nodes(config, [node.name for node in config.nodes if node.name not in left_out]), left_out
+        return calibration, config, ()
+    kept = [node.name for node in config.nodes if node.name not in left_out]
+    return calibration, select_nodes(config, kept), left_out
 
 
 async def _first_answer(
