@@ -131,10 +131,12 @@ def prove_end(t: Transition) -> None:
     if attempt is None:
         return
     nodes = {*record.unconfirmed, *(attempt.plan.nodes[rank] for rank in attempt.ranks_with_missing_files)}
-    # The verdict that may follow needs the ends of all ranks.
-    if not (nodes or t.history.end_unseen):
+    if t.history.end_unseen:
+        # The verdict that may follow needs the ends of all ranks.
+        nodes.update(attempt.plan.nodes)
+    if not nodes:
         return
-    _connect_again(t, attempt, attempt.plan.nodes if t.history.end_unseen else nodes)
+    _connect_again(t, attempt, nodes)
     if record.ended_at is not None:
         age_s = (t.seen.at - record.ended_at).total_seconds()
         t.set(aftermath_s=max(t.state.aftermath_s - age_s, _SHORT_AFTERMATH_S))

@@ -617,3 +617,14 @@ def test_a_launch_that_fails_forgets_no_proof_of_an_attempt_before(tmp_path: Pat
     life.seen = replace(life.seen, ranks=(RankView(0, "node0"),), hosts=(left_out, host))
     life.step(Started(error="no room"))
     assert life.state.history.failures[-1].unconfirmed == ("node0",)
+
+
+@pytest.mark.parametrize("reason", [Reason.RANK_KILLED, Reason.NODE_LOST])
+def test_the_proof_that_the_head_lacks_is_sought_after_the_end(tmp_path: Path, reason: Reason) -> None:
+    verdict = replace(KILLED, reason=reason)
+    states = [events.StateChanged(state=state) for state in (RunState.RUNNING, RunState.FINISHING)]
+    life = adopted(tmp_path, *states, events.StateChanged(state=RunState.FAILED, verdict=verdict, unconfirmed=(HEAD,)))
+    life.step()
+    life.connect()
+    effects = life.step(hosts=(*life.seen.hosts, HostView(f"1:{HEAD}", (HEAD,), local=True)))
+    assert (RequestProcesses(f"1:{HEAD}") in effects, life.phase) == (True, Phase.AFTERMATH)
