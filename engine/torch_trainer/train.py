@@ -147,15 +147,7 @@ class TorchLoop(TrainingLoop):
         scale = self._ranks * self.job.grad_accumulation_steps / max(sum(tokens), 1.0)
         self._waits.take()
         for iteration in iterations:
-            started = time.perf_counter()
-            torch.manual_seed(dropout_seed(self.job.seed, iteration.number, self._rank))
-            with self.strategy.accumulate(last=iteration.number == last):
-                loss = loss_sum(self.strategy.model, iteration.batch, device)
-                iteration.loss_sum = loss.detach()
-                self.strategy.backward(loss * scale)
-            waited = self._waits.take()
-            iteration.compute_s = time.perf_counter() - started - waited
-            communicate_s += waited
+            communicate_s += self._backward(iteration, scale, last=iteration.number == last)
         started = time.perf_counter()
         norm = self.strategy.step()
         waited = self._waits.take()
@@ -184,6 +176,18 @@ class TorchLoop(TrainingLoop):
         self._end_update(last)
         for iteration in iterations:
             self.loader.end_batch(iteration.number - 1)
+
+    def _backward(self, iteration: _Iteration, scale: float, *, last: bool) -> float:
+        """Add its gradients, times `scale`, to the update's; the seconds that were waited for others."""
+        started = time.perf_counter()
+        torch.manual_seed(dropout_seed(self.job.seed, iteration.number, self._rank))
+        with self.strategy.accumulate(last=last):
+            loss = loss_sum(self.strategy.model, iteration.batch, self._accelerator.device)
+            iteration.loss_sum = loss.detach()
+            self.strategy.backward(loss * scale)
+        waited = self._waits.take()
+        iteration.compute_s = time.perf_counter() - started - waited
+        return waited
 
     def _load(self, number: int) -> _Iteration:
         started = time.perf_counter()
