@@ -31,6 +31,10 @@ NO_CODE = {
 }
 STEP = re.compile(r"\d+\. `(?P<path>[\w/]+\.py)`: (?P<text>.+)")
 STARTS_PROCESS = "starts a process"
+MOST_FUNCTION_LINES, MOST_ATTRIBUTES, MOST_METHODS = 50, 15, 25
+"""Of a function from its first line to its last, and of a class of the head."""
+NODE_SIDE = ("engine.node.", "engine.protocol.", "engine.training.", "engine.trainer.", "engine.torch_trainer.")
+"""What runs on the nodes; the head is the rest."""
 CHAIN = 3
 """A frontend calls an engine's part over `engine.api` and its Engine."""
 MEETING_POINTS = ("engine.protocol.", "engine.store.layout", "engine.node.")
@@ -85,10 +89,17 @@ class Module:
         return [node.name for node in self.tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
 
     @cached_property
-    def public_functions(self) -> list[str]:
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Functions and methods."""
-        nodes = (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-        return [node.name for node in nodes if node.name[0] != "_"]
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+
+    @cached_property
+    def public_functions(self) -> list[str]:
+        return [node.name for node in self.functions if node.name[0] != "_"]
 
     @cached_property
     def docstrings(self) -> list[str]:
@@ -138,6 +149,40 @@ class Module:
     def _docstring_lines(self) -> Iterator[int]:
         for node in _texts(self.tree):
             yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Its annotated fields, and what it assigns to `self`."""
+    fields = {
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    for item in ast.walk(node):
+        match item:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                fields.add(name)
+            case _:
+                pass
+    return fields
+
+
+def long_functions(code: Code) -> Iterator[str]:
+    """The engine's functions over MOST_FUNCTION_LINES."""
+    for module in code.below("engine"):
+        for node in module.functions:
+            if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MOST_FUNCTION_LINES:
+                yield f"{module.path.relative_to(code.repository)}:{node.lineno}: {node.name}, {lines} lines"
+
+
+def large_classes(code: Code) -> Iterator[str]:
+    """The head's classes over MOST_METHODS, or over MOST_ATTRIBUTES. A record, which never changes, has as many fields
+    as its document or row has."""
+    for module in code.below("engine"):
+        for node in module.classes if not f"{module.name}.".startswith(NODE_SIDE) else []:
+            methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
+            count = 0 if code.is_record(node) else len(attributes(node))
+            if methods > MOST_METHODS or count > MOST_ATTRIBUTES:
+                where = f"{module.path.relative_to(code.repository)}:{node.lineno}"
+                yield f"{where}: {node.name}, {count} attributes, {methods} methods"
 
 
 def kind_conditions(code: Code, asks: Callable[[ast.AST], bool] | None = None) -> Iterator[str]:
@@ -216,6 +261,17 @@ class Code:
     @cached_property
     def imports(self) -> dict[str, set[str]]:
         return {name: module.imports(self.modules) for name, module in self.modules.items()}
+
+    def is_record(self, node: ast.ClassDef) -> bool:
+        """A frozen dataclass, a pydantic model with `frozen=True`, or a subclass of one."""
+        bases = {ast.unparse(base).partition("[")[0].split(".")[-1] for base in node.bases}
+        settings = [*node.decorator_list, *(item.value for item in node.body if isinstance(item, ast.Assign))]
+        frozen = any("frozen=True" in ast.unparse(setting) for setting in settings)
+        return frozen or any(map(self.is_record, (base for base in self._classes if base.name in bases)))
+
+    @cached_property
+    def _classes(self) -> list[ast.ClassDef]:
+        return [node for module in self.modules.values() for node in module.classes]
 
     def below(self, package: str) -> list[Module]:
         return [module for name, module in self.modules.items() if name.split(".")[0] == package]
@@ -317,6 +373,10 @@ def report(code: Code) -> Iterator[str]:
     yield f"public class names that occur twice: {len(code.twins())}"
     for name, modules_of in code.twins().items():
         yield f"  {name}: {', '.join(modules_of)}"
+    for name, texts in (("functions", long_functions(code)), ("classes", large_classes(code))):
+        above = list(texts)
+        yield f"{name} over the limit: {len(above)}"
+        yield from (f"  {text}" for text in above)
     conditions = list(kind_conditions(code))
     by_package = Counter("/".join(text.split("/")[:2]) for text in conditions)
     yield f"conditions on the kind of a job: {len(conditions)}: " + ", ".join(f"{k} {n}" for k, n in by_package.items())

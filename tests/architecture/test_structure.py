@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.report import Code, Module, flows, kind_conditions
+from tests.architecture.report import Code, Module, flows, kind_conditions, large_classes, long_functions
 
 CODE = Code(Path(__file__).parents[2])
 TESTS = Code(CODE.repository, ("tests",))
@@ -70,6 +69,14 @@ def test_the_engine_does_not_grow() -> None:
     assert sum(module.lines for module in engine) <= MOST_LINES
 
 
+def test_functions_are_short() -> None:
+    assert list(long_functions(CODE)) == []
+
+
+def test_classes_of_the_head_are_small() -> None:
+    assert list(large_classes(CODE)) == []
+
+
 def test_the_kind_of_a_job_answers_for_itself() -> None:
     conditions = list(kind_conditions(CODE))
     assert len(conditions) <= MOST_KIND_CONDITIONS, "\n".join(conditions)
@@ -88,15 +95,9 @@ def former_names(module: Module) -> set[str]:
 
 @pytest.mark.parametrize("name", MOST_BINDING)
 def test_variables_say_what_they_hold(name: str) -> None:
-    functions = [(package_of(module), variables(node)) for module in CODE.modules.values() for node in defined(module)]
+    functions = [(package_of(module), variables(node)) for module in CODE.modules.values() for node in module.functions]
     by_package = Counter(package for package, names in functions if name in names)
     assert by_package.total() <= MOST_BINDING[name], f"{name}, by package: {dict(by_package)}"
-
-
-def defined(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
 
 
 def variables(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
