@@ -26,7 +26,7 @@ LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ (?P<text>.+)$", re.MULTILINE)
 FORMER_WORDS = re.compile(
     r"\b(?:mend(?:s|ed|ing)?|cures?|culprit|remnants|witnesses|sighting|wiring|rescue[sd]?|judgement|"
-    r"(?:reliability|preflight|training|console|planning|product)\.md)\b",
+    r"(?:preflight|training|console|planning|product)\.md)\b",
     re.IGNORECASE,
 )
 """Words that the project no longer uses (its names are those of the field), and documents that it never had."""

@@ -1,0 +1,57 @@
+"""Histories that have violated an invariant, each by its name, in the smallest form that did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.scenario import Scenario
+from tests.simulation.simulate import simulate, virtual_engine
+
+
+@pytest.fixture(autouse=True)
+def virtual() -> Iterator[None]:
+    with virtual_engine():
+        yield
+
+
+HISTORIES = {
+    "a connection that is made anew in the launch reports its ranks before it counts as answering": (
+        '{"seed":281110979,"kind":"local","nodes":5,"local":false,"iterations":15,"every":0,"recovery":3,"faults":'
+        '[["reset",2.86,4,45.0],["abort",10.65,0,400.0]]}'
+    ),
+    "a rank whose keeper the fence has killed is not the first failure": (
+        '{"seed":478016736,"kind":"shared","nodes":4,"iterations":24,"period_s":3.0,"min_nodes":1,"faults":'
+        '[["keeper_stopped",3.42,1,110.0],["keeper_killed",62.41,2,45.0]]}'
+    ),
+    "a failed rank whose node's disk stalls is named, and not one that has lost it": (
+        '{"seed":198984410,"kind":"torch","nodes":3,"local":false,"iterations":15,"period_s":1.0,"min_nodes":1,'
+        '"recovery":3,"faults":[["disk_stalled",1.43,1,110.0],["rank_exits_0",16.52,1,45.0]]}'
+    ),
+    "an elastic job has succeeded with rank 0, whatever the others do then": (
+        '{"seed":646653421,"kind":"elastic","nodes":6,"iterations":15,"min_nodes":5,"recovery":2,"faults":'
+        '[["rank_exits_0",3.32,0,110.0]]}'
+    ),
+    "who can be lost is settled when the attempt is to end": (
+        '{"seed":414463873,"kind":"local","nodes":5,"local":false,"iterations":15,"every":3,"min_nodes":4,"recovery":1,'
+        '"faults":[["diverged",4.72,1,45.0],["node_sleeps",5.76,2,7.0]]}'
+    ),
+    "steps that come while an attempt is ended make no rank dispensable": (
+        '{"seed":862170959,"kind":"local","nodes":4,"local":false,"iterations":24,"period_s":1.0,"faults":'
+        '[["rank_killed",5.06,2,70.0]]}'
+    ),
+    "a command's last rank hangs, and those that have done their work are not blamed": (
+        '{"seed":195081560,"kind":"command","nodes":4,"iterations":24,"period_s":3.0,"every":0,"min_nodes":2,'
+        '"recovery":3,"faults":[["keeper_stopped",3.98,0,400.0]]}'
+    ),
+    "a request for an abort of a life that has ended does not end the next one": (
+        '{"seed":602237701,"kind":"local","nodes":4,"local":false,"iterations":24,"every":3,"min_nodes":2,"recovery":7,'
+        '"faults":[["abort",0.35,2,110.0],["abort",0.5,1,12.0],["resume",126.42,1,2.0]]}'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_it_is_mended(name: str) -> None:
+    assert simulate(Scenario.from_json(HISTORIES[name])).violation is None
