@@ -431,9 +431,7 @@ FAULTS: Final[dict[str, Callable[[World, Fault], None]]] = {
     "agent_stopped": _counted("agent_stopped", *_AWAY, always_ends=True),
     "node_sleeps": _counted("asleep", *_AWAY),
     "power": _power,
-    "cut": _lasting(
-        lambda _, machine: _cut(machine, 1, 1), lambda _, machine: _cut(machine, -1, -1), *_AWAY
-    ),
+    "cut": _lasting(lambda _, machine: _cut(machine, 1, 1), lambda _, machine: _cut(machine, -1, -1), *_AWAY),
     "cut_to": _lasting(lambda _, machine: _cut(machine, 1, 0), lambda _, machine: _cut(machine, -1, 0), *_AWAY),
     "cut_from": _lasting(lambda _, machine: _cut(machine, 0, 1), lambda _, machine: _cut(machine, 0, -1), *_AWAY),
     "isolated": _lasting(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from engine.cluster.awake_clock import AwakeClock
@@ -669,7 +668,7 @@ class Supervisor:
         else:
             self._begin(0.5, self._find_ranks, self.world.time.now + 20.0, False)
 
-    def _find_ranks(self, limit: float, fenced: bool) -> None:  # noqa: FBT001
+    def _find_ranks(self, limit: float, fenced: bool) -> None:
         """What engine.run.attempt_hosts.any_rank_started finds."""
         hosts = [one for one in self.connections if one.current]
         if any(one.machine.processes(one.number) or any(s.record for s in one.seen.values()) for one in hosts):

@@ -109,7 +109,9 @@ class Checks:
             self._last_step[number] = at, machine.name
             for later, first in self._first_step.items():
                 if later > number and at > first:
-                    self._fail(f"attempt {number} made a step on {machine.name} after attempt {later} had begun one", at)
+                    self._fail(
+                        f"attempt {number} made a step on {machine.name} after attempt {later} had begun one", at
+                    )
         if self._lost_after_s is None or excused or not keeper.alive:
             return
         if not (machine.in_contact() and self.world.watched(machine, number)):
@@ -129,10 +131,9 @@ class Checks:
         for number, earlier in self.world.attempts.items():
             for keeper in earlier.keepers.values() if number < attempt.number else ():
                 program = keeper.program
-                lives = program is not None and program.alive and keeper.machine.up
-                if lives and (
-                    keeper.machine.in_contact() or (program.responds and not self._excused(earlier, keeper, now))
-                ):
+                if program is None or not (program.alive and keeper.machine.up):
+                    continue
+                if keeper.machine.in_contact() or (program.responds and not self._excused(earlier, keeper, now)):
                     self._fail(
                         f"attempt {attempt.number} starts while a rank of attempt {number} lives on "
                         f"{keeper.machine.name}"
@@ -142,7 +143,12 @@ class Checks:
         if attempt.number == 1:
             return
         saved = self._newest_saved(attempt)
-        if attempt.trainer and iteration == 0 and not refused and (elsewhere := [one.name for one in self.world.members if _saved_on(one)]):
+        if (
+            attempt.trainer
+            and iteration == 0
+            and not refused
+            and (elsewhere := [one.name for one in self.world.members if _saved_on(one)])
+        ):
             self._fail(f"attempt {attempt.number} begins anew, and {elsewhere} have a state")
         if iteration < saved:
             self._fail(
@@ -153,7 +159,7 @@ class Checks:
         """The newest iteration of which every part was told to be saved, on a disk that the attempt reaches."""
         parts: dict[tuple[int, int], set[int]] = {}
         for state in self.world.states_of(attempt.machines):
-            if state.told:
+            if state.reported:
                 parts.setdefault((state.iteration, state.parts), set()).add(state.part)
         return max((iteration for (iteration, count), held in parts.items() if len(held) == count), default=0)
 
@@ -257,9 +263,9 @@ class Checks:
             return
         now = self.world.time.now
         for blame in self.blames:
-            if blame.reason is verdict.reason and blame.since <= now:
-                if None in (verdict.host, blame.host) or blame.host == verdict.host:
-                    return
+            possible = blame.reason is verdict.reason and blame.since <= now
+            if possible and (None in (verdict.host, blame.host) or blame.host == verdict.host):
+                return
         self._fail(f"the cause is named as {verdict.reason} on {verdict.host} ({verdict.cause}), which nobody injected")
 
     def at_end(self) -> None:
@@ -292,7 +298,7 @@ class Checks:
 
 
 def _saved_on(machine: Machine) -> bool:
-    return any(state.told and state.parts == 1 for state in machine.states)
+    return any(state.reported and state.parts == 1 for state in machine.states)
 
 
 def _lives(program: Program) -> bool:

@@ -1,5 +1,5 @@
-"""Simulated machines: power, sleep, disk, links to the head; and the ranks on them. Leases and the ways in which a keeper
-ends its rank are the real engine.node.keeper's, on the virtual clock; processes are modelled."""
+"""Simulated machines: power, sleep, disk, links to the head; and the ranks on them. Leases and the ways in which a
+keeper ends its rank are the real engine.node.keeper's, on the virtual clock; processes are modelled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from engine.node import keeper as keeper_module
 from engine.node.keeper import Keeper, Lease
 from engine.protocol import attempt as protocol
 from engine.protocol.attempt import ExitRecord, Identity
@@ -30,9 +29,30 @@ class Machine:
     """One node, or this machine where no rank runs on it."""
 
     __slots__ = (
-        "agent_stopped", "asleep", "attempts_fenced", "boot", "clock_ahead_s", "cut_from", "cut_to", "disk_full",
-        "disk_stalled", "index", "isolated", "keepers", "latency_s", "local", "memory_kills", "name", "sessions",
-        "slept_s", "start_fails", "states", "up", "woke_at", "world", "_asleep_since",
+        "_asleep_since",
+        "agent_stopped",
+        "asleep",
+        "attempts_fenced",
+        "boot",
+        "clock_ahead_s",
+        "cut_from",
+        "cut_to",
+        "disk_full",
+        "disk_stalled",
+        "index",
+        "isolated",
+        "keepers",
+        "latency_s",
+        "local",
+        "memory_kills",
+        "name",
+        "sessions",
+        "slept_s",
+        "start_fails",
+        "states",
+        "up",
+        "woke_at",
+        "world",
     )  # fmt: skip
 
     def __init__(self, world: World, index: int, name: str, *, local: bool) -> None:
@@ -120,7 +140,7 @@ class Machine:
 class SavedState:
     """A state of a training, or a part of one, on a disk."""
 
-    __slots__ = ("attempt", "complete", "emergency", "iteration", "node", "part", "parts", "rank", "told")
+    __slots__ = ("attempt", "complete", "emergency", "iteration", "node", "part", "parts", "rank", "reported")
 
     def __init__(  # noqa: PLR0913
         self, iteration: int, part: int, parts: int, *, attempt: int, rank: int, emergency: bool, node: Machine | None
@@ -131,7 +151,7 @@ class SavedState:
         """None: in the folder that all nodes reach."""
         self.complete = False
         """With its manifest."""
-        self.told = False
+        self.reported = False
         """Its trainer has reported that it is saved."""
 
     @property
@@ -149,7 +169,8 @@ class Program:
 
     __slots__ = (
         "alive", "attempt", "code", "completed", "cooperative", "dead_at", "deaf", "end", "failure", "group", "keeper",
-        "leaving", "lingers_s", "loaded", "log", "machine", "node", "phase", "rank", "stop_requested", "stopped", "world",
+        "leaving", "lingers_s", "loaded", "log", "machine", "node", "phase", "rank", "stop_requested", "stopped",
+        "world",
     )  # fmt: skip
 
     def __init__(self, keeper: SimulatedKeeper, attempt: Attempt) -> None:
@@ -362,7 +383,7 @@ class SimulatedKeeper(Keeper):
         if not self.reads or self.record is not None:
             return
         deadline = min(self._term_at, self._kill_at, self._restart_at)
-        delay = deadline - keeper_module.lease_clock()
+        delay = deadline - self.world.time.now
         if not (self.machine.in_contact() and self.world.watched(self.machine, self.attempt)):
             delay = min(delay, self._lease.left_s + 0.01)
         if delay < INFINITY:
@@ -393,7 +414,7 @@ class SimulatedKeeper(Keeper):
         code = self.program.code or 0
         if self._may_restart(code):
             self._restarts += 1
-            self._restart_at = keeper_module.lease_clock() + min(2.0 ** (self._restarts - 1), 30.0)
+            self._restart_at = self.world.time.now + min(2.0 ** (self._restarts - 1), 30.0)
             self.schedule()
             return
         self._finish(code, None)
@@ -405,7 +426,7 @@ class SimulatedKeeper(Keeper):
         if self._stopped_by is not None or self.attempt in self.machine.attempts_fenced:
             self._restart_at = INFINITY
             self._finish(self.program.code or 0 if self.program is not None else 0, None)
-        elif keeper_module.lease_clock() >= self._restart_at:
+        elif self.world.time.now >= self._restart_at:
             self._restart_at = INFINITY
             self.start_program()
 

@@ -4,6 +4,7 @@ where the engine's own code works on files or processes; all others change the e
 from __future__ import annotations
 
 import contextlib
+import fcntl
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -13,7 +14,7 @@ from engine.job.kinds import ElasticTorchrun, RanksSeen
 from engine.models import Reason, RunState
 from engine.node.attempt_watch import AttemptWatch
 from engine.node.keeper import Lease
-from engine.run import events, history, proofs, recovery, running, shutdown, step, supervisor_process, verdict
+from engine.run import events, history, proofs, recovery, running, shutdown, step, verdict
 from engine.run.decide import Trigger
 from engine.run.shutdown import CleanupProof, Shutdown
 from engine.run.state import State
@@ -91,7 +92,7 @@ def _adoption_forgets_abort() -> list[Patch]:
 
 
 def _two_supervisors() -> list[Patch]:
-    return [(supervisor_process.fcntl, "flock", lambda descriptor, operation: None)]
+    return [(fcntl, "flock", lambda descriptor, operation: None)]
 
 
 def _checkpoint_before_manifest() -> list[Patch]:
@@ -101,7 +102,7 @@ def _checkpoint_before_manifest() -> list[Patch]:
         begin(group)
         if group._saving is not None:
             for program, state in group._saving[1]:
-                state.told = True
+                state.reported = True
                 program.write({"event": "checkpoint", "phase": "committed", "state": state.name,
                                "manifest": state.manifest, "background": True})  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""dataclasses.replace for many small steps: the same result in a fraction of the time, without checks of its arguments."""
+"""dataclasses.replace for many small steps: the same result in a fraction of the time, its arguments not checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _copier(kind: type) -> Callable[[Any, dict[str, Any]], Any]:
     if "__slots__" not in kind.__dict__:
 
         def copy(value: Any, changes: dict[str, Any]) -> Any:
-            changed = new(kind)
+            changed: Any = new(kind)
             changed.__dict__.update(value.__dict__)
             changed.__dict__.update(changes)
             return changed
@@ -40,5 +40,6 @@ _CHANGED = (
 
 
 def quick_replace(value: T, /, **changes: Any) -> T:
-    changed: T = _copier(type(value))(value, changes)
+    kind: Any = type(value)
+    changed: T = _copier(kind)(value, changes)
     return changed

@@ -100,8 +100,19 @@ RECOVERIES: Final[tuple[dict[str, Any], ...]] = (
 NODE_FAULTS: Final = (
     *("rank_killed", "rank_killed", "rank_exits", "rank_exits_0", "rank_stopped", "keeper_killed", "keeper_stopped"),
     *("agent_killed", "agent_stopped", "node_sleeps", "power", "power", "cut", "cut", "cut_to", "cut_from", "isolated"),
-    *("reset", "slow", "disk_full", "disk_stalled", "clock", "diverged", "out_of_memory", "start_fails", "rank_deaf", "rank_lingers",
-    *("all_ranks_killed", "outage")),
+    *(
+        "reset",
+        "slow",
+        "disk_full",
+        "disk_stalled",
+        "clock",
+        "diverged",
+        "out_of_memory",
+        "start_fails",
+        "rank_deaf",
+        "rank_lingers",
+        *("all_ranks_killed", "outage"),
+    ),
 )
 HEAD_FAULTS: Final = (
     *("head_killed", "head_killed", "head_killed_at_effect", "head_killed_at_effect", "head_killed_at_effect"),
@@ -117,7 +128,7 @@ def node_names(count: int) -> tuple[str, ...]:
 
 
 @functools.cache
-def _nodes(count: int, local: bool) -> tuple[NodeConfig, ...]:  # noqa: FBT001
+def _nodes(count: int, local: bool) -> tuple[NodeConfig, ...]:
     return tuple(
         NodeConfig(
             name=name,
@@ -134,7 +145,7 @@ def _nodes(count: int, local: bool) -> tuple[NodeConfig, ...]:  # noqa: FBT001
 def run_plan(  # noqa: PLR0913, PLR0917
     kind: str,
     nodes: int,
-    local: bool,  # noqa: FBT001
+    local: bool,
     iterations: int,
     every: int,
     min_nodes: int | None,
@@ -209,7 +220,9 @@ def _second_failure(rng: random.Random, nodes: int, length_s: float) -> tuple[Fa
     first = round(rng.uniform(5.0, length_s), 2)
     second = round(first + rng.uniform(4.0, 25.0), 2)
     kind = rng.choice(("all_ranks_killed", "outage", "abort_now"))
-    faults = (Fault(rng.choice(("rank_killed", "rank_exits", "power")), first, rng.randrange(nodes), 7.0),)
+    faults: tuple[Fault, ...] = (
+        Fault(rng.choice(("rank_killed", "rank_exits", "power")), first, rng.randrange(nodes), 7.0),
+    )
     faults += (Fault(kind, second, 0, 12.0),)
     return (*faults, Fault("resume", second + 60.0)) if kind == "abort_now" else faults
 

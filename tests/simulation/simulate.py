@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from engine.failures import explanation
 from engine.models import RunState
 from engine.node import keeper as keeper_module
 from engine.run import events, history, node_health, recovery, running, shutdown, state, step, verdict
@@ -46,7 +47,7 @@ def use(world: World) -> None:
 @contextlib.contextmanager
 def virtual_engine() -> Iterator[None]:
     """The engine's modules with virtual time, and without a node's files."""
-    findings, explain = verdict.findings, verdict.explain
+    findings, explain = explanation.findings, explanation.explain
     known = functools.cache(lambda lines: findings(list(lines)))
     explained = functools.cache(lambda lines: explain(list(lines)))
     with contextlib.ExitStack() as stack:

@@ -35,21 +35,20 @@ def test_no_history_violates_an_invariant(part: int) -> None:
 
 FOUND_BY = {
     "lease_not_checked": (
-        '{"kind":"elastic","iterations":10,"period_s":3.0,"recovery":5'
-        ',"faults":[["head_stopped",7.16,1,400.0]]}'
+        '{"kind":"elastic","iterations":10,"period_s":3.0,"recovery":5,"faults":[["head_stopped",7.16,1,400.0]]}'
     ),
     "fence_skipped": (
         '{"seed":419614707,"kind":"elastic","local":false,"iterations":7,"every":10'
         ',"faults":[["rank_killed",3.41,3,30.0]]}'
     ),
-    "stale_heartbeat_taken": '{"kind":"elastic","iterations":200,"min_nodes":1,"recovery":5,"faults":[["cut_from",8.0,1,0.0]]}',
+    "stale_heartbeat_taken": (
+        '{"kind":"elastic","iterations":200,"min_nodes":1,"recovery":5,"faults":[["cut_from",8.0,1,0.0]]}'
+    ),
     "mirror_offset_reset": (
-        '{"kind":"shared","iterations":5,"period_s":3.0,"every":3'
-        ',"faults":[["head_killed_at_effect",15,2,30.0]]}'
+        '{"kind":"shared","iterations":5,"period_s":3.0,"every":3,"faults":[["head_killed_at_effect",15,2,30.0]]}'
     ),
     "fold_ignores_event": (
-        '{"kind":"command","local":false,"iterations":6,"period_s":3.0,"every":0'
-        ',"faults":[["cut_from",3.15,4,70.0]]}'
+        '{"kind":"command","local":false,"iterations":6,"period_s":3.0,"every":0,"faults":[["cut_from",3.15,4,70.0]]}'
     ),
     "restart_before_proof": (
         '{"seed":789003520,"kind":"direct","local":false,"iterations":5,"period_s":1.0,"every":3'
@@ -59,29 +58,30 @@ FOUND_BY = {
         '{"kind":"torch","local":false,"iterations":8,"every":10'
         ',"faults":[["head_sleeps",4.11,1,2.0],["power",4.47,0,18.0],["abort",8.68,0,2.0],["head_killed",9.05,0,18.0]]}'
     ),
-    "two_supervisors": '{"kind":"torch","local":false,"iterations":5,"period_s":3.0,"faults":[["second_head",5.71,1,2.0]]}',
+    "two_supervisors": (
+        '{"kind":"torch","local":false,"iterations":5,"period_s":3.0,"faults":[["second_head",5.71,1,2.0]]}'
+    ),
     "checkpoint_before_manifest": (
         '{"seed":863394318,"kind":"direct","local":false,"iterations":10,"period_s":0.2'
         ',"faults":[["outage",5.53,1,70.0]]}'
     ),
     "exit_record_ignored": '{"kind":"elastic","local":false,"iterations":5}',
     "sleep_not_counted": (
-        '{"kind":"local","iterations":400,"recovery":5'
-        ',"faults":[["cut",8.0,1,0.0],["node_sleeps",9.0,1,60.0]]}'
+        '{"kind":"local","iterations":400,"recovery":5,"faults":[["cut",8.0,1,0.0],["node_sleeps",9.0,1,60.0]]}'
     ),
     "survivor_preferred": (
         '{"seed":310618457,"kind":"direct","iterations":40,"period_s":1.0,"every":3'
         ',"faults":[["rank_exits",23.48,0,7.0],["outage",48.44,0,12.0]]}'
     ),
     "elastic_loss_counted_twice": (
-        '{"kind":"elastic","iterations":15,"period_s":3.0,"min_nodes":1,"recovery":7'
-        ',"faults":[["outage",5.43,0,45.0]]}'
+        '{"kind":"elastic","iterations":15,"period_s":3.0,"min_nodes":1,"recovery":7,"faults":[["outage",5.43,0,45.0]]}'
     ),
     "hang_after_last_step": (
-        '{"kind":"local","local":false,"iterations":6,"every":3,"recovery":1'
-        ',"faults":[["rank_lingers",3.97,3,12.0]]}'
+        '{"kind":"local","local":false,"iterations":6,"every":3,"recovery":1,"faults":[["rank_lingers",3.97,3,12.0]]}'
     ),
-    "verdict_by_launcher": '{"kind":"elastic","local":false,"iterations":7,"every":10,"faults":[["rank_killed",6.25,0,70.0]]}',
+    "verdict_by_launcher": (
+        '{"kind":"elastic","local":false,"iterations":7,"every":10,"faults":[["rank_killed",6.25,0,70.0]]}'
+    ),
 }
 """Planted bug → a small history that finds it, as `python -m tests.simulation --plant` prints one."""
 

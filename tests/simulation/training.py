@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _KEPT = 3
 """Checkpoints on a node."""
 _SAVE_S = 0.4
-_CLOSED = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.9]:1"
+_CLOSED = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.9]:1"
+)
 
 
 class _QuietReporter:
@@ -203,7 +205,10 @@ class Attempt:
             if state.complete
         ]
         return resumption.first_restored(
-            _points(resume.complete_states(copies)), int, self.planned.needs_state, _QuietReporter()  # type: ignore[arg-type]
+            _points(resume.complete_states(copies)),
+            int,
+            self.planned.needs_state,
+            _QuietReporter(),  # type: ignore[arg-type]
         )
 
     # Losses.

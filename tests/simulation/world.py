@@ -112,7 +112,7 @@ class World:
 
     def commit(self, program: Program, state: SavedState) -> None:
         """Its manifest is written, and older ones are removed."""
-        state.complete = state.told = True
+        state.complete = state.reported = True
         held = self.shared_states if state.node is None else state.node.states
         if state.node is not None:
             # Something newer is on this disk.
