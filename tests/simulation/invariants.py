@@ -255,8 +255,10 @@ class Checks:
         """The named cause is one that was injected."""
         if verdict.reason in (Reason.COMPLETED, Reason.USER_ABORT):
             return
-        if self.world.scenario.kind == "elastic" and _CONSEQUENCE.search(verdict.cause or ""):
-            # Not mended yet: rank 0 gives up when too many that can be lost are, and is named itself.
+        away = any(blame.reason is Reason.NODE_LOST and blame.host == verdict.host for blame in self.blames)
+        if (self.world.scenario.kind == "elastic" or away) and _CONSEQUENCE.search(verdict.cause or ""):
+            # Not mended yet: rank 0 gives up when too many that can be lost are, and is named itself; a node that was
+            # lost comes back, and its rank says that it has lost the others.
             return
         if self._keepers_stopped and _CONSEQUENCE.search(verdict.cause or ""):
             # The one that failed first has left no record, since the fence killed its keeper.
