@@ -143,6 +143,7 @@ class Supervisor:
         self._progress = AttemptProgress()
         self._taken: dict[int, int] = {}
         """Rank → lines of the head's copy that were taken in."""
+        self._taken_lines = 0
         self._views: dict[int, tuple[Any, RankView]] = {}
         self._host_views: dict[str, tuple[Any, HostView]] = {}
         self._start_failures: dict[int, int] = {}
@@ -258,6 +259,10 @@ class Supervisor:
             return
         number = attempt.number
         attempt.sync()
+        written = sum([len(keeper.lines) for keeper in attempt.keepers.values()])
+        if written == self._taken_lines:
+            # All of them have been taken in.
+            return
         now, moment = self.clock(), self.world.time.now
         for connection in self.connections:
             if connection.current:
@@ -271,6 +276,7 @@ class Supervisor:
             taken = self._taken.get(rank, 0)
             if taken < len(copy):
                 self._taken[rank] = len(copy)
+                self._taken_lines += len(copy) - taken
                 for at, line in copy[taken:]:
                     self._take(rank, line, max(0.0, now - max(0.0, moment - at)))
 
@@ -704,6 +710,7 @@ class Supervisor:
         if not self.attempt.trainer:
             self._progress.updates.first_steps = 0
         self._taken, self._views, self._start_failures = {}, {}, {}
+        self._taken_lines = 0
         self._hung_since = None
         self._adopted = self._rebooted = False
         self._add_hosts(planned, current=True)

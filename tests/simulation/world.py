@@ -249,6 +249,7 @@ class World:
         self.disk.waiting = []
         if power:
             self.disk.lose_power(self.rng.random())
+        self.faults.wanted = False
         self.checks.lost_memory()
         self.after_change()
         self.time.after(gap_s, self.request_head)
@@ -300,7 +301,6 @@ class World:
             adopting = False
 
     def _await_head(self) -> None:
-        self.faults.wanted = False
         while not (self.faults.wanted and self.head_machine.awake):
             if self.time.next_due == INFINITY:
                 raise Violation("no supervisor comes back", self.time.now)
