@@ -62,6 +62,8 @@ def _mirror_offset_reset() -> list[Patch]:
         connect(connection)
         for rank in connection.ranks:
             connection.world.disk.copied.pop((connection.number or 0, rank), None)
+        if connection.world.head is not None:
+            connection.world.head._taken_lines = -1
 
     return [(Connection, "hello", from_the_beginning)]
 
