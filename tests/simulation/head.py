@@ -497,7 +497,8 @@ class Supervisor:
             hang=effect.hang,
             over=effect.over,
         )
-        self.world.checks.judged(attempt, effect.trigger, stepped=self._stepped)
+        if all(rank.started for rank in self._ranks):
+            self.world.checks.judged(attempt, effect.trigger, stepped=self._stepped)
         judged = verdict.verdict_on(evidence)
         self._finished.append(Judged(judged, sum(rank.end_known for rank in ranks)))
 

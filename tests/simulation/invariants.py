@@ -240,8 +240,7 @@ class Checks:
 
     def judged(self, attempt: Attempt, trigger: Trigger, *, stepped: bool) -> None:
         """An attempt that can go on without the ranks that it has lost is not ended for their loss."""
-        whole = len(attempt.keepers) == len(attempt.machines)
-        if trigger is not Trigger.RANK or not attempt.kind.outlives_ranks or not whole or self.world.disk.full:
+        if trigger is not Trigger.RANK or not attempt.kind.outlives_ranks or self.world.disk.full:
             return
         living = [program for group in attempt.groups if not group.over for program in group.members if _lives(program)]
         stepped = stepped or attempt.elastic
