@@ -215,7 +215,7 @@ def _reopen(history: RunHistory, event: events.RunReopened) -> RunHistory:
     cleared: dict[str, Any] = {**dict.fromkeys(_CLEARED), **asdict(figures)}
     return replace(
         history,
-        record=history.record.model_copy(update={"state": RunState.PLANNED, "unconfirmed": [], **cleared}),
+        record=history.record.model_copy(update={"state": RunState.PLANNED, **cleared}),
         launched=False,
         reopened=event,
         failures=(),

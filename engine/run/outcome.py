@@ -23,11 +23,12 @@ def end_run(t: Transition, verdict: events.Verdict) -> None:
     if verdict.state not in FOLLOWERS[t.run_state]:
         # Adopted while it ran, and nothing of it is left that could be monitored to its end.
         t.change(RunState.FINISHING)
-    t.record(
-        events.StateChanged(
-            state=verdict.state, verdict=verdict, figures=t.seen.figures, unconfirmed=tuple(unproved(t))
-        )
-    )
+    connected = {name for host in t.seen.hosts for name in host.names}
+    # Those of an earlier life that has not been looked at in this one.
+    others = [node for node in t.history.record.unconfirmed if node not in connected]
+    unconfirmed = (*unproved(t), *others)
+    figures = t.seen.figures
+    t.record(events.StateChanged(state=verdict.state, verdict=verdict, figures=figures, unconfirmed=unconfirmed))
     t.do(EndTrackers())
     t.enter(Phase.AFTERMATH)
 

@@ -628,3 +628,13 @@ def test_the_proof_that_the_head_lacks_is_sought_after_the_end(tmp_path: Path, r
     life.connect()
     effects = life.step(hosts=(*life.seen.hosts, HostView(f"1:{HEAD}", (HEAD,), local=True)))
     assert (RequestProcesses(f"1:{HEAD}") in effects, life.phase) == (True, Phase.AFTERMATH)
+
+
+def test_a_node_on_which_the_end_is_not_proved_stays_so_when_the_run_cannot_be_taken_up(tmp_path: Path) -> None:
+    first = Life(tmp_path / "first")
+    ended = events.StateChanged(state=RunState.FAILED, verdict=KILLED, unconfirmed=("node1",))
+    life = Life(tmp_path / "again", *launched(first, ended, events.RunReopened()), newest_attempt=1)
+    life.step()
+    life.step(Checked(error="it cannot be checked"))
+    assert life.run_state is RunState.FAILED
+    assert life.state.history.record.unconfirmed == ["node1"]
