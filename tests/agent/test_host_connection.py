@@ -276,7 +276,7 @@ async def test_before_an_agent_has_reported_its_ranks_it_has_not_answered(
     agent, link = line
     silent = STARTED + encode(hello())
     monkeypatch.setattr(agent.transport, "greeting", silent)
-    await agent.transport.channels[-1].close()
+    agent.transport.channels[-1].end()
     await until(lambda: len(agent.transport.channels) == 2)
     await until(lambda: len(agent.transport.channels[-1].received) > 1 and link.state.silent_s > 0.2)
     agent.send(Watching())
