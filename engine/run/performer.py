@@ -94,10 +94,10 @@ class LiveRun:
             await self._in_thread(self._observer.drop_news)
 
     async def await_news(self, limit_s: float) -> None:
-        """Until a rank has started or ended, a host has no process left, or a task has ended, but no longer than
+        """Until a rank has started or ended, a host has no process left, or there is a result, but no longer than
         `limit_s`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(0.0 if self._finished else limit_s):
                 await self._news.wait()
         self._news.clear()
 

@@ -433,6 +433,12 @@ async def test_a_rank_that_starts_is_news_at_once(live: LiveAttempt) -> None:
     await asyncio.wait_for(live.run.await_news(0.01), 10.0)
 
 
+async def test_a_result_is_news_at_once(live: LiveAttempt) -> None:
+    await live.run.perform([Settle(())])
+    await asyncio.wait_for(live.run.await_news(60.0), 10.0)
+    assert (await live.run.observe()).finished
+
+
 async def test_what_trackers_fail_with_is_news_and_at_the_end_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
