@@ -73,11 +73,6 @@ class AttemptOrigin:
     """This machine was restarted since."""
 
 
-def next_attempt(run_dir: RunDir, history: RunHistory) -> int:
-    """The number of the attempt that follows: also a damaged journal has none that was launched numbered anew."""
-    return max(history.record.attempts, run_dir.newest_attempt()) + 1
-
-
 def new_attempt(
     run_dir: RunDir,
     plan: RunPlan,
@@ -87,7 +82,7 @@ def new_attempt(
     starting_port: int,
 ) -> Attempt:
     """The attempt that follows those of `history`; it begins at the end of the head's files."""
-    ranks, number = range(len(plan.nodes)), next_attempt(run_dir, history)
+    ranks, number = range(len(plan.nodes)), history.next_attempt(run_dir.newest_attempt())
     return Attempt(
         number=number,
         nonce=f"{history.nonce}.{number}",

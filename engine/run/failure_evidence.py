@@ -12,6 +12,7 @@ from typing import Any
 from engine.cluster.host_connection import HostConnection
 from engine.failures.explanation import FRAME, WORKER_FAILED, last_round
 from engine.failures.signatures import BY_ID
+from engine.job.kinds import JobKind
 from engine.launch.hostfile import ports_of
 from engine.launch.ssh_shim import ssh_log_path
 from engine.node.processes import oom_kill_count
@@ -128,8 +129,7 @@ class RankEvidence:
 class FailureEvidence:
     ranks: Sequence[RankEvidence]
     trigger: Trigger
-    trainer: bool
-    """The job runs our trainer, which ends with an `end` event; a command of the user's own has none."""
+    kind: JobKind
     launcher_tail: str = ""
     adopted: bool = False
     rebooted: bool = False
@@ -140,13 +140,13 @@ class FailureEvidence:
     over: bool = True
     """Nothing of the attempt runs any more."""
 
+    @property
+    def trainer(self) -> bool:
+        """The job runs our trainer, which ends with an `end` event; a command of the user's own has none."""
+        return self.kind.reports
 
-def succeeded(record: ExitRecord | None, end: Mapping[str, Any] | None, *, trainer: bool) -> bool:
-    """The rank has done its work. Our `trainer` reports that in its last event: its keeper may have lost its lease, or
-    been told to end it, while it left, or be gone itself. A command that was told to end has not done its work."""
-    if trainer and end is not None and end.get("completed") is True:
-        return record is None or record.code == 0 or (record.code is None and record.stopped_by is not None)
-    return not trainer and record is not None and record.code == 0 and record.stopped_by is None
+    def succeeded(self, rank: RankEvidence) -> bool:
+        return self.kind.succeeded(rank.record, rank.end)
 
 
 _ANSWER_LIMIT_S = 10.0
@@ -215,7 +215,7 @@ class EvidenceCollector:
         return FailureEvidence(
             ranks=self._with_ports(evidence) if request.over else evidence,
             trigger=request.trigger,
-            trainer=self._kind.reports,
+            kind=self._kind,
             launcher_tail=self._quotable(launcher.tail()) if launcher is not None else "",
             adopted=self.origin.adopted,
             rebooted=self.origin.rebooted,

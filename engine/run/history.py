@@ -126,6 +126,11 @@ class RunHistory:
         """The iteration that the run goes on from at best; 0 for none."""
         return (self.failures[-1].reached if self.failures else 0) or self.reached
 
+    def next_attempt(self, newest: int) -> int:
+        """The number of the attempt that follows. `newest`: of those of which there are files, so that also a damaged
+        journal has none that was launched numbered anew."""
+        return max(self.record.attempts, newest) + 1
+
     def decisions_for(self, nodes: Sequence[str]) -> LaunchDecisions | None:
         """The newest for exactly these nodes, in the order of their ranks."""
         return next((made for made in reversed(self.decisions) if made.nodes == tuple(nodes)), None)

@@ -143,7 +143,7 @@ class State:
 
     @property
     def next_attempt(self) -> int:
-        return max(self.history.record.attempts, self.newest_attempt) + 1
+        return self.history.next_attempt(self.newest_attempt)
 
 
 class Transition:

@@ -21,7 +21,7 @@ from engine.run.command_watch import APART_FIX, IDLE, STOPPED, apart_cause
 from engine.run.decide import Trigger
 from engine.run.events import Hang, Verdict
 from engine.run.failure_cause import first_cause
-from engine.run.failure_evidence import FailureEvidence, RankEvidence, succeeded
+from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.security.redact import Redactor
 from engine.security.sanitise import count_or_none, last_line, plain, sanitise, text_or_none
 from engine.store.layout import RunDir
@@ -54,7 +54,7 @@ class Fault:
 def verdict_on(evidence: FailureEvidence) -> Verdict:
     """The verdict on an attempt whose processes are all gone, or being ended."""
     needed = [rank for rank in evidence.ranks if not rank.dispensable]
-    completed = all(_succeeded(rank, evidence.trainer) for rank in needed)
+    completed = all(evidence.succeeded(rank) for rank in needed)
     if evidence.apart and (completed or evidence.trigger is Trigger.APART):
         return Verdict(RunState.FAILED, Reason.SEPARATE_GROUPS, apart_cause(evidence.apart), fix=APART_FIX)
     if completed:
@@ -91,9 +91,9 @@ def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
 def _awaited(needed: Sequence[RankEvidence], evidence: FailureEvidence) -> Sequence[RankEvidence]:
     """The needed ranks whose end is not known because their nodes do not answer, where others have completed, and none
     of the needed ones has failed."""
-    left = [rank for rank in needed if not _succeeded(rank, evidence.trainer)]
+    left = [rank for rank in needed if not evidence.succeeded(rank)]
     unknown = [rank for rank in left if rank.record is None and not rank.vanished and rank.unreachable_s is not None]
-    if unknown != left or not any(_succeeded(rank, evidence.trainer) for rank in evidence.ranks):
+    if unknown != left or not any(evidence.succeeded(rank) for rank in evidence.ranks):
         return ()
     # A command's rank may never have started; our trainers only complete together.
     return left if evidence.trainer or all(rank.started for rank in left) else ()
@@ -113,7 +113,7 @@ def _notes_on_success(evidence: FailureEvidence) -> Iterator[str]:
     """Why it ended before its last iteration, and which ranks were not there to the end."""
     ends = (rank.end or {} for rank in evidence.ranks if evidence.trainer and not rank.dispensable)
     yield from [text for end in ends if (text := text_or_none(end.get("early"), CAUSE_CHARACTERS))][:1]
-    left = [rank for rank in evidence.ranks if not _succeeded(rank, evidence.trainer)]
+    left = [rank for rank in evidence.ranks if not evidence.succeeded(rank)]
     if len(left) == 1:
         yield f"rank {left[0].rank} on {left[0].node} did not complete: the others went on without it"
     elif left:
@@ -136,18 +136,18 @@ def _explains_the_end(fault: Fault, trigger: Trigger) -> bool:
 
 def _faults_of(evidence: FailureEvidence) -> Iterator[Fault]:
     for rank in evidence.ranks:
-        weight = _weight(rank, evidence.trainer, evidence.rebooted)
+        weight = _weight(rank, evidence)
         if weight is not None:
             at = rank.record.ended_at - rank.clock_ahead_s if rank.record is not None else float("-inf")
             yield Fault(weight, at, rank)
 
 
-def _weight(rank: RankEvidence, trainer: bool, rebooted: bool) -> Weight | None:
+def _weight(rank: RankEvidence, evidence: FailureEvidence) -> Weight | None:
     record = rank.record
-    if trainer and _succeeded(rank, trainer):
+    if evidence.trainer and evidence.succeeded(rank):
         return None
     if record is None:
-        return _weight_without_record(rank, rebooted)
+        return _weight_without_record(rank, evidence.rebooted)
     if record.stopped_by is not None:
         return _weight_of_stopped(rank, record.stopped_by)
     if _lost_its_peers(rank) or _left_together(rank):
@@ -177,10 +177,6 @@ def _weight_of_stopped(rank: RankEvidence, stopped_by: str) -> Weight | None:
     if stopped_by == "lease":
         return Weight.LEASE
     return Weight.OUTSIDE if stopped_by.startswith("signal") else None
-
-
-def _succeeded(rank: RankEvidence, trainer: bool) -> bool:
-    return succeeded(rank.record, rank.end, trainer=trainer)
 
 
 def _left_together(rank: RankEvidence) -> bool:
@@ -395,7 +391,7 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
     behind = next((rank for rank in evidence.ranks if rank.rank == hang.rank), None)
     if behind is not None:
         return behind, f"rank {behind.rank} on {behind.node} was the first to stall"
-    stayed = [rank for rank in evidence.ranks if not _succeeded(rank, evidence.trainer)]
+    stayed = [rank for rank in evidence.ranks if not evidence.succeeded(rank)]
     unresponsive = [rank for rank in stayed if rank.record is None or not _lost_its_peers(rank)]
     if len(unresponsive) == 1 and len(evidence.ranks) > 1:
         (rank,) = unresponsive

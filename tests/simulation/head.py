@@ -491,7 +491,7 @@ class Supervisor:
         evidence = FailureEvidence(
             ranks=[self._evidence(rank, standing) for rank, standing in zip(ranks, effect.standings, strict=True)],
             trigger=effect.trigger,
-            trainer=attempt.trainer,
+            kind=attempt.kind,
             adopted=self._adopted,
             rebooted=self._rebooted,
             hang=effect.hang,

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from engine.job.kinds import JobKind
 from engine.run import effects, events
 from engine.run.decide import Finish, NodePresence, Restart, Trigger, Wait
 from engine.run.effects import Standing
@@ -272,7 +273,7 @@ class _Reader:
                         self._journal.append(event)
                         yield effects.Record(event)
                 case "verdict":
-                    yield from _judged(what[0], _VERDICT.validate_python(what[1]))
+                    yield from _judged(what[0], _VERDICT.validate_python(what[1]), self._life.plan.config.job.kind)
                 case "may_restart":
                     yield MayRestart(_VERDICT.validate_python(what[0]), what[1], what[2])
                 case "decide" | "refusal":
@@ -324,7 +325,7 @@ def _effect(name: str, what: list[Any]) -> Act:
     return Otherwise(name, tuple(what))
 
 
-def _judged(how: dict[str, Any], verdict: events.Verdict) -> Iterator[Act]:
+def _judged(how: dict[str, Any], verdict: events.Verdict, kind: JobKind) -> Iterator[Act]:
     facts = how["evidence"]
     standings = tuple(
         Standing(
@@ -335,7 +336,7 @@ def _judged(how: dict[str, Any], verdict: events.Verdict) -> Iterator[Act]:
         )
         for rank in facts["ranks"]
     )
-    evidence = _EVIDENCE.validate_python({**facts, "trigger": Trigger[facts["trigger"]]})
+    evidence = _EVIDENCE.validate_python({**facts, "trigger": Trigger[facts["trigger"]], "kind": kind})
     yield effects.Judge(evidence.trigger, standings, evidence.hang, how["over"])
     yield JudgedOn(evidence)
     yield Judged(verdict, how["ends_known"])

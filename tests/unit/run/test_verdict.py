@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.failures.explanation import CAUSE_CHARACTERS
 from engine.failures.signatures import BY_ID
+from engine.job.kinds import JobKind, job_kind
 from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import ExitOutput
@@ -42,10 +43,14 @@ def rank(number: int, code: int | None = 0, sig: int | None = None, at: float = 
     return RankEvidence(number, NODES[number], "/py", started=True, record=record, **more)
 
 
+def kind_of(*, trainer: bool) -> JobKind:
+    return job_kind("mlx", "data", command=not trainer, elastic=False)
+
+
 def evidence(
     *ranks: RankEvidence, trigger: Trigger = Trigger.RANK, trainer: bool = True, **more: Any
 ) -> FailureEvidence:
-    return FailureEvidence(ranks, trigger, trainer, **more)
+    return FailureEvidence(ranks, trigger, kind_of(trainer=trainer), **more)
 
 
 def test_all_records_0_and_all_completed_is_success() -> None:
@@ -567,7 +572,7 @@ def cause(tmp_path: Path, failure: dict[str, Any] | None, log: str = HANDLED) ->
     logs = RunLogs(tmp_path, (0, LAUNCHER_SOURCE))
     logs.write(0, log)
     rank = RankEvidence(rank=0, node="left", python="python", started=True, tail=log, failure=failure)
-    found = FailureEvidence(ranks=[rank], trigger=Trigger.ENDED, trainer=True)
+    found = FailureEvidence([rank], Trigger.ENDED, kind_of(trainer=True))
     return with_cause(VERDICT, found, logs.run_dir, {}, Redactor(environment={})).cause
 
 
