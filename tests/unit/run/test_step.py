@@ -376,6 +376,13 @@ def launched(life: Life, *more: events.Event) -> list[events.Event]:
     return [*PLANNED, events.AttemptPlanned(attempt=life.attempt(), at=START), *more]
 
 
+def reopened(home: Path) -> Life:
+    """Its last attempt was not proved to be gone on node1."""
+    ended = events.StateChanged(state=RunState.FAILED, verdict=KILLED, unconfirmed=("node1",))
+    before = launched(Life(home / "first"), ended, events.RunReopened())
+    return Life(home / "again", *before, newest_attempt=1)
+
+
 def adopted(home: Path, *more: events.Event) -> Life:
     first = Life(home / "first")
     return Life(home / "adopted", *launched(first, *more), adopting=True, newest_attempt=1)
@@ -466,9 +473,7 @@ def test_an_adopter_restarts_nothing_while_a_launcher_of_the_last_attempt_may_be
 
 
 def test_a_run_that_is_taken_up_again_begins_once_its_last_attempt_is_gone(tmp_path: Path) -> None:
-    first = Life(tmp_path / "first")
-    ended = events.StateChanged(state=RunState.FAILED, verdict=KILLED, unconfirmed=("node1",))
-    life = Life(tmp_path / "again", *launched(first, ended, events.RunReopened()), newest_attempt=1)
+    life = reopened(tmp_path)
     assert life.step() == [RunPreflight()]
     attempt = life.state.history.attempts[-1].plan
     assert life.step(Checked(PASSED)) == [Connect(attempt)]
@@ -481,9 +486,7 @@ def test_a_run_that_is_taken_up_again_begins_once_its_last_attempt_is_gone(tmp_p
 
 
 def test_a_run_is_not_taken_up_while_a_node_does_not_show_that_nothing_is_left(tmp_path: Path) -> None:
-    first = Life(tmp_path / "first")
-    ended = events.StateChanged(state=RunState.FAILED, verdict=KILLED, unconfirmed=("node1",))
-    life = Life(tmp_path / "again", *launched(first, ended, events.RunReopened()), newest_attempt=1)
+    life = reopened(tmp_path)
     life.step()
     life.step(Checked(PASSED))
     life.connect()
@@ -631,9 +634,7 @@ def test_the_proof_that_the_head_lacks_is_sought_after_the_end(tmp_path: Path, r
 
 
 def test_a_node_on_which_the_end_is_not_proved_stays_so_when_the_run_cannot_be_taken_up(tmp_path: Path) -> None:
-    first = Life(tmp_path / "first")
-    ended = events.StateChanged(state=RunState.FAILED, verdict=KILLED, unconfirmed=("node1",))
-    life = Life(tmp_path / "again", *launched(first, ended, events.RunReopened()), newest_attempt=1)
+    life = reopened(tmp_path)
     life.step()
     life.step(Checked(error="it cannot be checked"))
     assert life.run_state is RunState.FAILED
