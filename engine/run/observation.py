@@ -211,5 +211,9 @@ class Observation:
     finished: tuple[Result, ...] = ()
     """The results of what has ended since the last observation."""
 
+    @property
+    def current_hosts(self) -> tuple[HostView, ...]:
+        return tuple(host for host in self.hosts if host.current)
+
     def host_of(self, rank: int) -> HostView:
         return next(host for host in self.hosts if host.current and rank in host.ranks)

@@ -12,7 +12,7 @@ from engine.run.effects import EndTrackers, Judge
 from engine.run.journal import FOLLOWERS
 from engine.run.observation import Judged
 from engine.run.proofs import seek_proofs, unproved
-from engine.run.state import Phase, Transition, current_hosts
+from engine.run.state import Phase, Transition
 
 ABORTED_EARLY = events.Verdict(
     RunState.ABORTED, Reason.USER_ABORT, "stopped as requested, before anything was launched"
@@ -48,7 +48,7 @@ def aftermath(t: Transition) -> None:
 
 
 def judge(t: Transition, *, over: bool) -> None:
-    hosts = {rank: host.key for host in current_hosts(t.seen) for rank in host.ranks}
+    hosts = {rank: host.key for host in t.seen.current_hosts for rank in host.ranks}
     health = t.watch.health
     standings = tuple(
         replace(standing, cut_off_s=health[hosts[rank]].longest_silence_s if hosts[rank] in health else 0.0)

@@ -9,7 +9,7 @@ from engine.run.effects import Send, Settle
 from engine.run.observation import HostView, Settled
 from engine.run.running import take_in
 from engine.run.shutdown import CleanupProof
-from engine.run.state import Transition, current_hosts
+from engine.run.state import Transition
 
 
 def proof_of(t: Transition, host: HostView) -> CleanupProof:
@@ -46,7 +46,7 @@ def seek_proofs(t: Transition) -> None:
             _seek_proof(t, host)
     if t.state.watch is not None:
         lacking = t.state.attempt.ranks_with_missing_files
-        if any(not host.unsent and not lacking.isdisjoint(host.ranks) for host in current_hosts(t.seen)):
+        if any(not host.unsent and not lacking.isdisjoint(host.ranks) for host in t.seen.current_hosts):
             # They have come by now, or it has not been looked for them yet.
             t.do(Settle(()))
 

@@ -16,7 +16,7 @@ from engine.run.decide import SETTLE_S, RankState, RunningAttempt
 from engine.run.effects import DropPipes, Send, Standing
 from engine.run.node_health import HostHealth, lost_after_s, next_health, recorded_health
 from engine.run.observation import HostView, ProgressView, RankView
-from engine.run.state import Phase, Transition, WatchState, current_hosts, has_ended
+from engine.run.state import Phase, Transition, WatchState, has_ended
 
 NODE_LOST = "its node is lost"
 """The end of a rank whose exit record has not been read yet."""
@@ -49,7 +49,7 @@ def _take_in_nodes(t: Transition) -> frozenset[int]:
     """The ranks whose node is lost."""
     watch, limit_s = t.watch, lost_after_s(t.state.plan.config)
     health: dict[str, HostHealth] = {}
-    for host in current_hosts(t.seen):
+    for host in t.seen.current_hosts:
         before = watch.health.get(host.key) or recorded_health(host, t.state.attempt.nodes)
         health[host.key], changes = next_health(host, before, limit_s, t.seen.at)
         for change in changes:
@@ -57,7 +57,7 @@ def _take_in_nodes(t: Transition) -> frozenset[int]:
     if health != watch.health:
         t.set_watch(health=health)
     return frozenset(
-        rank for host in current_hosts(t.seen) if health[host.key].condition == "lost" for rank in host.ranks
+        rank for host in t.seen.current_hosts if health[host.key].condition == "lost" for rank in host.ranks
     )
 
 
@@ -182,7 +182,7 @@ def attempt_now(t: Transition, *, abort: bool) -> RunningAttempt:
     seen, watch = t.seen, t.watch
     if seen.launcher_alive or watch.launcher_gone_at is None:
         t.set_watch(launcher_gone_at=None if seen.launcher_alive else seen.now)
-    hosts = {rank: host for host in current_hosts(seen) for rank in host.ranks}
+    hosts = {rank: host for host in seen.current_hosts for rank in host.ranks}
     ranks = tuple(_rank_state(t, rank, hosts[rank.number]) for rank in seen.ranks)
     if watch.failing_since is None and any(rank.failed for rank in ranks):
         t.set_watch(failing_since=seen.now)

@@ -31,7 +31,7 @@ from engine.node.processes import Process
 from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP
 from engine.run.effects import Effect, KillPrograms, RequestProcesses, Send, SignalLauncher
 from engine.run.events import StopStage
-from engine.run.observation import HostView, ProgressView, RankView
+from engine.run.observation import HostView, Observation
 
 UNCONFIRMED_S = 10.0
 """After the first KILL."""
@@ -92,25 +92,18 @@ class StopPlan:
 class AttemptView:
     """An attempt as it is seen while it is ended."""
 
-    now: float
-    ranks: Sequence[RankView]
+    seen: Observation
     ended: frozenset[int]
     """The ranks of which nothing more will come."""
-    hosts: Sequence[HostView]
-    progress: ProgressView
     launched: bool
     """A launcher is known, whose group may outlive it."""
-    launcher_alive: bool
     recovery: RecoveryConfig
     """Its grace periods."""
 
-    def host_of(self, rank: int) -> HostView:
-        return next(host for host in self.hosts if rank in host.ranks)
-
     def command(self, command: bytes, ranks: Iterable[int] | None = None) -> list[Effect]:
         """`command` for every keeper that may still take it, or for those of `ranks`."""
-        wanted = [rank for rank in self.ranks if not rank.end_known and (ranks is None or rank.number in ranks)]
-        return [Send(self.host_of(rank.number).key, rank.number, command) for rank in wanted]
+        wanted = [rank for rank in self.seen.ranks if not rank.end_known and (ranks is None or rank.number in ranks)]
+        return [Send(self.seen.host_of(rank.number).key, rank.number, command) for rank in wanted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +135,9 @@ Action = Effect | StopStage
 
 
 def begin_shutdown(plan: StopPlan, view: AttemptView) -> Shutdown:
-    save_start_s = max(view.recovery.stop_grace_s, 2 * (view.progress.long_step_s or 0.0))
-    return Shutdown(plan, plan.first_stage, save_start_s, proofs={host.key: CleanupProof() for host in view.hosts})
+    save_start_s = max(view.recovery.stop_grace_s, 2 * (view.seen.progress.long_step_s or 0.0))
+    proofs = {host.key: CleanupProof() for host in view.seen.current_hosts}
+    return Shutdown(plan, plan.first_stage, save_start_s, proofs=proofs)
 
 
 def skip_grace(stop: Shutdown) -> Shutdown:
@@ -163,7 +157,7 @@ def advance(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[Action]]:
         case StopStage.EMERGENCY_CHECKPOINT:
             over, stop = _checkpoint_is_over(stop, view)
             stop, more = _enter(stop, StopStage.TERM, view) if over else (stop, [])
-        case StopStage.TERM if view.now - stop.since > view.recovery.term_grace_s + _KEEPER_MARGIN_S:
+        case StopStage.TERM if view.seen.now - stop.since > view.recovery.term_grace_s + _KEEPER_MARGIN_S:
             stop, more = _enter(stop, StopStage.KILL, view)
         case StopStage.VERIFYING | StopStage.KILL:
             stop, more = _while_verifying(stop, view)
@@ -176,9 +170,9 @@ def _enter_due(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[Action
     """The stage that begins whatever the one before has come to."""
     effects: list[Action] = []
     if stop.stage is None:
-        stop = replace(stop, started_at=view.now)
+        stop = replace(stop, started_at=view.seen.now)
     if _all_ended(stop, view) and stop.stage not in (StopStage.VERIFYING, StopStage.KILL):
-        if stop.stage is None and not all(host.answering for host in view.hosts):
+        if stop.stage is None and not all(host.answering for host in view.seen.current_hosts):
             # A host that is away must get the command when it is back.
             effects += view.command(END)
         stop, more = _enter(stop, StopStage.VERIFYING, view)
@@ -189,11 +183,11 @@ def _enter_due(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[Action
 
 def _while_stopping(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[Action]]:
     """The keepers end their ranks by themselves; only one that does not has to be killed from here."""
-    if "saving" in view.progress.phases.values():
-        stop = replace(stop, last_saving=view.now)
+    if "saving" in view.seen.progress.phases.values():
+        stop = replace(stop, last_saving=view.seen.now)
     stop_s, save_s = view.recovery.stop_grace_s, view.recovery.save_grace_s
     limit = max(stop.started_at + stop_s, min(stop.last_saving + stop_s, stop.started_at + save_s))
-    if view.now <= limit + view.recovery.term_grace_s + _KEEPER_MARGIN_S:
+    if view.seen.now <= limit + view.recovery.term_grace_s + _KEEPER_MARGIN_S:
         return stop, []
     # TERM and KILL were due long ago: the keepers themselves do not respond.
     return _enter(stop, StopStage.KILL, view)
@@ -201,48 +195,49 @@ def _while_stopping(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[A
 
 def _checkpoint_is_over(stop: Shutdown, view: AttemptView) -> tuple[bool, Shutdown]:
     """Each rank has ended, has written its state, or has had its time."""
-    waited, phases, sizes = view.now - stop.since, view.progress.checkpoint_phases, view.progress.checkpoint_bytes
+    waited, progress = view.seen.now - stop.since, view.seen.progress
+    phases, sizes = progress.checkpoint_phases, progress.checkpoint_bytes
     awaited = [
         rank.number
-        for rank in view.ranks
+        for rank in view.seen.ranks
         if not (
             rank.number in view.ended
             or rank.number == stop.plan.first_failure
-            or _is_gone(stop, view.host_of(rank.number))
+            or _is_gone(stop, view.seen.host_of(rank.number))
         )
     ]
     if all(phases.get(rank) == "committed" for rank in awaited):
         # What has written its state is on its way out.
-        written_at = view.now if stop.written_at is None else stop.written_at
-        return not awaited or view.now - written_at > _LEAVES_S, replace(stop, written_at=written_at)
+        written_at = view.seen.now if stop.written_at is None else stop.written_at
+        return not awaited or view.seen.now - written_at > _LEAVES_S, replace(stop, written_at=written_at)
     if not any(phases.get(rank) == "begin" for rank in awaited):
         return waited > min(stop.save_start_s, view.recovery.save_grace_s), stop
     # The ranks of one host share its disk.
-    largest = max(sum(sizes.get(rank, 0) for rank in host.ranks) for host in view.hosts)
+    largest = max(sum(sizes.get(rank, 0) for rank in host.ranks) for host in view.seen.current_hosts)
     return waited > view.recovery.save_grace_s + largest / CHECKPOINT_BYTES_PER_S, stop
 
 
 def _while_verifying(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[Action]]:
-    waited = view.now - stop.since
-    if stop.stage is StopStage.VERIFYING and waited < _LAUNCHER_LEAVES_S and view.launcher_alive:
+    waited = view.seen.now - stop.since
+    if stop.stage is StopStage.VERIFYING and waited < _LAUNCHER_LEAVES_S and view.seen.launcher_alive:
         return stop, []
     if stop.stage is StopStage.KILL and waited < _KEEPER_MARGIN_S and not _all_ended(stop, view):
         # Their ranks are dead: the keepers have a moment to write that down.
         return stop, []
     effects: list[Action] = []
     proofs = dict(stop.proofs)
-    for host in view.hosts:
-        proofs[host.key], requests = proofs[host.key].seek(host, view.now)
+    for host in view.seen.current_hosts:
+        proofs[host.key], requests = proofs[host.key].seek(host, view.seen.now)
         effects += requests
     stop = replace(stop, proofs=proofs)
-    if all(proof.found for proof in proofs.values()) and not view.launcher_alive:
+    if all(proof.found for proof in proofs.values()) and not view.seen.launcher_alive:
         stop, more = _enter(stop, StopStage.STOPPED, view)
         return stop, effects + more
     if view.launched:
         effects.append(SignalLauncher(signal.SIGKILL))
-    killing_since = view.now if stop.killing_since is None else stop.killing_since
+    killing_since = view.seen.now if stop.killing_since is None else stop.killing_since
     only_silent, stop = _only_silent_ones_are_missing(replace(stop, killing_since=killing_since), view)
-    if only_silent or view.now - killing_since > UNCONFIRMED_S:
+    if only_silent or view.seen.now - killing_since > UNCONFIRMED_S:
         stop, more = _enter(stop, StopStage.UNCONFIRMED, view)
         effects += more
     return stop, effects
@@ -250,14 +245,16 @@ def _while_verifying(stop: Shutdown, view: AttemptView) -> tuple[Shutdown, list[
 
 def _only_silent_ones_are_missing(stop: Shutdown, view: AttemptView) -> tuple[bool, Shutdown]:
     """Every host that answers is proved, and the others have had their time to answer."""
-    if view.launcher_alive or any(host.answering and not stop.proofs[host.key].found for host in view.hosts):
+    if view.seen.launcher_alive or any(
+        host.answering and not stop.proofs[host.key].found for host in view.seen.current_hosts
+    ):
         return False, replace(stop, others_proved_at=None)
-    proved_at = view.now if stop.others_proved_at is None else stop.others_proved_at
-    return view.now - proved_at > SILENT_S, replace(stop, others_proved_at=proved_at)
+    proved_at = view.seen.now if stop.others_proved_at is None else stop.others_proved_at
+    return view.seen.now - proved_at > SILENT_S, replace(stop, others_proved_at=proved_at)
 
 
 def _enter(stop: Shutdown, stage: StopStage, view: AttemptView) -> tuple[Shutdown, list[Action]]:
-    stop = replace(stop, stage=stage, since=view.now)
+    stop = replace(stop, stage=stage, since=view.seen.now)
     return stop, [*_commands(stop, view), stage]
 
 
@@ -268,18 +265,18 @@ def _commands(stop: Shutdown, view: AttemptView) -> list[Effect]:
             return view.command(STOP)
         case StopStage.EMERGENCY_CHECKPOINT:
             first = stop.plan.first_failure
-            others = [rank.number for rank in view.ranks if rank.number != first]
+            others = [rank.number for rank in view.seen.ranks if rank.number != first]
             return view.command(EMERGENCY_CHECKPOINT, others) + view.command(END, [first] if first is not None else [])
         case StopStage.TERM:
             return [*view.command(END), *([SignalLauncher(signal.SIGTERM)] if view.launched else [])]
         case StopStage.KILL:
-            return view.command(END) + [KillPrograms(host.key) for host in view.hosts]
+            return view.command(END) + [KillPrograms(host.key) for host in view.seen.current_hosts]
     return []
 
 
 def _all_ended(stop: Shutdown, view: AttemptView) -> bool:
     """Every rank on a host that answers has ended."""
-    return all(rank.number in view.ended or _is_gone(stop, view.host_of(rank.number)) for rank in view.ranks)
+    return all(rank.number in view.ended or _is_gone(stop, view.seen.host_of(rank.number)) for rank in view.seen.ranks)
 
 
 def _is_gone(stop: Shutdown, host: HostView) -> bool:

@@ -17,7 +17,7 @@ from engine.run.effects import Effect, Record, Standing
 from engine.run.history import AttemptHistory, RunHistory, fold
 from engine.run.journal import FOLLOWERS
 from engine.run.node_health import HostHealth
-from engine.run.observation import HostView, Observation, RankView, Result
+from engine.run.observation import Observation, RankView, Result
 from engine.run.run_plan import RunPlan
 from engine.run.shutdown import AttemptView, CleanupProof, Shutdown
 
@@ -219,18 +219,4 @@ def has_ended(rank: RankView, standing: Standing) -> bool:
 
 
 def attempt_view(t: Transition) -> AttemptView:
-    seen, watch = t.seen, t.watch
-    return AttemptView(
-        seen.now,
-        seen.ranks,
-        watch.ended,
-        current_hosts(seen),
-        seen.progress,
-        watch.launched,
-        seen.launcher_alive,
-        t.state.launched_plan.config.recovery,
-    )
-
-
-def current_hosts(seen: Observation) -> list[HostView]:
-    return [host for host in seen.hosts if host.current]
+    return AttemptView(t.seen, t.watch.ended, t.watch.launched, t.state.launched_plan.config.recovery)

@@ -46,7 +46,7 @@ from engine.run.running import (
     take_in,
 )
 from engine.run.shutdown import Shutdown, StopPlan, advance, begin_shutdown, skip_grace
-from engine.run.state import Ending, Phase, State, Transition, attempt_view, current_hosts
+from engine.run.state import Ending, Phase, State, Transition, attempt_view
 from engine.run.supervisor_process import AFTERMATH_S
 
 _PURPOSES: Final[Mapping[Trigger, Literal["abort", "fence", "end"]]] = {Trigger.ABORT: "abort", Trigger.ENDED: "end"}
@@ -273,7 +273,7 @@ def _stop(t: Transition) -> Shutdown:
 def _announce(t: Transition, stage: events.StopStage) -> None:
     if stage in (events.StopStage.KILL, events.StopStage.VERIFYING):
         # The exit output of a rank without an exit record has not been sent yet.
-        t.do(*(RequestExitOutput(host.key) for host in current_hosts(t.seen)))
+        t.do(*(RequestExitOutput(host.key) for host in t.seen.current_hosts))
     trigger = Trigger.ABORT if t.ending.aborted else t.ending.trigger
     names = {host.key: host.names[0] for host in t.seen.hosts}
     proofs = t.ending.stop.proofs if t.ending.stop is not None else {}

@@ -10,7 +10,7 @@ from engine.node.processes import Process
 from engine.protocol.attempt import ExitRecord
 from engine.run.effects import Effect, RequestProcesses, Send
 from engine.run.events import StopStage
-from engine.run.observation import HostView, ProgressView, RankView
+from engine.run.observation import HostView, Observation, RankView
 from engine.run.shutdown import (
     CHECKPOINT_BYTES_PER_S,
     SILENT_S,
@@ -22,6 +22,7 @@ from engine.run.shutdown import (
     skip_grace,
 )
 from tests.machine import NOBODY
+from tests.unit.run.run_maker import START
 
 GRACES = RecoveryConfig(stop_grace_s=2.5, save_grace_s=30.0, term_grace_s=0.8)
 
@@ -32,26 +33,29 @@ class Ending:
     def __init__(self, plan: StopPlan, left: Sequence[Process] = ()) -> None:
         """`left`: processes on the host of rank 0, which outlive every KILL."""
         self.there = {"0": list(left), "1": []}
-        hosts = [HostView(str(rank), (f"n{rank}",), (rank,)) for rank in (0, 1)]
-        ranks = [RankView(rank, f"n{rank}") for rank in (0, 1)]
-        self.view = AttemptView(
-            100.0, ranks, frozenset(), hosts, ProgressView(), launched=False, launcher_alive=False, recovery=GRACES
-        )
+        hosts = tuple(HostView(str(rank), (f"n{rank}",), (rank,)) for rank in (0, 1))
+        ranks = tuple(RankView(rank, f"n{rank}") for rank in (0, 1))
+        self.seen = Observation(100.0, START, ranks=ranks, hosts=hosts)
+        self.ended = frozenset[int]()
         self.stages: list[StopStage] = []
         self.effects: list[Effect] = []
         self.stop = begin_shutdown(plan, self.view)
 
+    @property
+    def view(self) -> AttemptView:
+        return AttemptView(self.seen, self.ended, launched=False, recovery=GRACES)
+
     def progress(self, **changes: Mapping[int, object]) -> None:
-        self.view = replace(self.view, progress=replace(self.view.progress, **changes))  # type: ignore[arg-type]
+        self.seen = replace(self.seen, progress=replace(self.seen.progress, **changes))  # type: ignore[arg-type]
 
     def save(self, saving: bool) -> None:
         """Rank 1 begins to save, or goes on."""
         self.progress(phases={1: "saving" if saving else "training"})
 
     def host(self, number: int, **changes: object) -> None:
-        hosts = list(self.view.hosts)
+        hosts = list(self.seen.hosts)
         hosts[number] = replace(hosts[number], **changes)  # type: ignore[arg-type]
-        self.view = replace(self.view, hosts=hosts)
+        self.seen = replace(self.seen, hosts=tuple(hosts))
 
     def fall_silent(self, number: int, seconds: float = 60.0) -> None:
         self.host(number, silent_s=seconds, problem="no route")
@@ -69,19 +73,20 @@ class Ending:
                 else:
                     self.effects.append(action)
                     self._answer(action)
-            self.view = replace(self.view, now=self.view.now + 0.1)
+            self.seen = replace(self.seen, now=self.seen.now + 0.1)
         return self.stages
 
     def _answer(self, effect: Effect) -> None:
         if isinstance(effect, RequestProcesses):
             number = int(effect.host)
-            answers = self.view.hosts[number].problem is None
+            answers = self.seen.hosts[number].problem is None
             self.host(number, processes=tuple(self.there[effect.host]) if answers else None)
 
     def exit(self, *ranks: int) -> None:
         record = ExitRecord(0, 1, 0, None, 0.0, 0)
-        views = [replace(rank, record=record) if rank.number in ranks else rank for rank in self.view.ranks]
-        self.view = replace(self.view, ranks=views, ended=self.view.ended | set(ranks))
+        views = tuple(replace(rank, record=record) if rank.number in ranks else rank for rank in self.seen.ranks)
+        self.seen = replace(self.seen, ranks=views)
+        self.ended |= set(ranks)
 
     def received(self, rank: int) -> bytes:
         """The commands that its keeper was sent."""
