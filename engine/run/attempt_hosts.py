@@ -90,15 +90,16 @@ class UnknownAttempt:
 
     def __init__(self, run: RunContext) -> None:
         """Its connections are not started yet."""
-        self._number = run.run_dir.newest_attempt()
-        plan, world_size = _plan_of_unknown(run, self._number)
+        number = run.run_dir.newest_attempt()
+        plan, world_size = _plan_of_unknown(run, number)
         nodes, self._kind = plan.config.nodes, plan.config.job.kind
         layouts = [
             HostLayout(ssh, ranks, "~", str(run.node_root) if nodes[ranks[0]].local else f"~/{ROOT}", "", "")
             for ssh, ranks in hosts_of(nodes).items()
         ]
-        attempt = Attempt.model_construct(number=self._number, nonce=run.history.nonce, layouts=layouts)
+        attempt = Attempt.model_construct(number=number, nonce=run.history.nonce, layouts=layouts)
         self.connections = host_connections(run, plan, attempt)
+        self._unknown = run.history.unknown_attempt(number)
         self._needed = self._kind.success_ranks(world_size)
 
     def verdict(self) -> Verdict | None:
@@ -108,7 +109,7 @@ class UnknownAttempt:
             if not self._kind.succeeded(host.observe(rank).record, host.exit_output(rank).end):
                 return None
         whose = "rank 0" if self._kind.outlives_ranks else "every rank"
-        cause = f"attempt {self._number} is not in journal.jsonl; the exit record of {whose} shows that it completed"
+        cause = f"{self._unknown}; the exit record of {whose} shows that it completed"
         return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, cause)
 
 

@@ -126,6 +126,11 @@ class RunHistory:
         """The iteration that the run goes on from at best; 0 for none."""
         return (self.failures[-1].reached if self.failures else 0) or self.reached
 
+    def unknown_attempt(self, newest: int) -> str | None:
+        """Why an attempt that was launched is not known, in one line; None when all are. `newest`: the number of the
+        newest one of which there are files."""
+        return f"attempt {newest} is not in journal.jsonl" if newest > self.record.attempts else None
+
     def next_attempt(self, newest: int) -> int:
         """The number of the attempt that follows. `newest`: of those of which there are files, so that also a damaged
         journal has none that was launched numbered anew."""

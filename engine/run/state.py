@@ -137,9 +137,7 @@ class State:
 
     @property
     def unknown_attempt(self) -> str | None:
-        """Why an attempt that was launched is not known, in one line; None when all are."""
-        number = self.newest_attempt
-        return f"attempt {number} is not in journal.jsonl" if number > self.history.record.attempts else None
+        return self.history.unknown_attempt(self.newest_attempt)
 
     @property
     def next_attempt(self) -> int:
