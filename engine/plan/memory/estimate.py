@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Literal
 
@@ -153,12 +153,12 @@ _REST_BYTES = 2
 """The rest of an element that int8 has rounded away, in bfloat16."""
 
 
-class _Rank:
-    """One rank's part of the model and of the job; what does not depend on the batch is computed once. Raises
-    InputError for layers that the model does not have."""
+class Rank:
+    """One rank's part of the model and of the job, whichever framework trains it; what does not depend on the batch is
+    computed once. Raises InputError for layers that the model does not have."""
 
-    def __init__(self, shape: ModelShape, workload: RankWorkload) -> None:
-        first, end = workload.layers if workload.layers is not None else (0, shape.layers)
+    def __init__(self, shape: ModelShape, workload: Workload, layers: tuple[int, int] | None = None) -> None:
+        first, end = layers if layers is not None else (0, shape.layers)
         if not 0 <= first < end <= shape.layers:
             raise InputError(f"the model has {shape.layers} layers, not {first}-{end}", where="layer_split")
         self.shape, self.workload = shape, workload
@@ -170,10 +170,6 @@ class _Rank:
         # mlx-lm trains the model's last layers.
         first_trained = 0 if workload.num_layers < 0 else max(0, shape.layers - workload.num_layers)
         self.trained_layers = self.layers[max(first_trained - first, 0) :]
-        whole = workload.grad_checkpoint is True or workload.strategy == "sharded"
-        count = len(self.trained_layers)
-        self.recomputed = count if whole else min(workload.grad_checkpoint, count)
-        """The first so many of `trained_layers`."""
         self.embedding_and_head: list[Matrix] = []
         """The embedding on the first stage, the head on the last; a tied matrix is on both."""
         if first == 0 or (self.is_last and shape.tied):
@@ -198,7 +194,7 @@ class _Rank:
             return TrainedParameters(tables, unquantized + sum(matrix.biases for matrix in matrices))
         if self.workload.lora_keys is not None:
             matrices += self.embedding_and_head
-        chosen, rank = _adapted(matrices, self.workload), self.workload.lora_rank
+        chosen, rank = adapted(matrices, self.workload), self.workload.lora_rank
         pairs = tuple(
             table
             for matrix in chosen
@@ -206,6 +202,17 @@ class _Rank:
         )
         magnitudes = sum(matrix.outputs for matrix in chosen) if self.workload.fine_tune_type == "dora" else 0
         return TrainedParameters(pairs, magnitudes)
+
+
+class _Rank(Rank):
+    workload: RankWorkload
+
+    def __init__(self, shape: ModelShape, workload: RankWorkload) -> None:
+        super().__init__(shape, workload, workload.layers)
+        whole = workload.grad_checkpoint is True or workload.strategy == "sharded"
+        count = len(self.trained_layers)
+        self.recomputed = count if whole else min(workload.grad_checkpoint, count)
+        """The first so many of `trained_layers`."""
 
     @property
     def element_bytes(self) -> int:
@@ -351,16 +358,18 @@ class _Rank:
         """Short-lived float32 outputs of a 16-bit layer's adapters, bytes per token."""
         if self.full or self.shape.dtype_bytes == FLOAT32_BYTES:
             return 0
-        chosen = _adapted(layer.matrices, self.workload)
+        chosen = adapted(layer.matrices, self.workload)
         return sum(matrix.outputs * matrix.active for matrix in chosen) * FLOAT32_BYTES
 
 
 def kept_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> int:
     """Bytes per token that one trained layer keeps for the backward pass."""
     one = shape.dtype_bytes
-    kept = _norms(layer, workload, one)
+    kept = norms(layer, workload, one)
+    if workload.fine_tune_type == "dora":
+        kept += sum(matrix.outputs for matrix in adapted(layer.matrices, workload)) * one
     for sublayer in layer.sublayers:
-        kept += sublayer.kept * one + sublayer.kept_float32 * FLOAT32_BYTES + _inputs(sublayer, workload, one)
+        kept += sublayer.kept * one + sublayer.kept_float32 * FLOAT32_BYTES + inputs(sublayer, workload, one)
         kept += _scores(sublayer, workload, one)
     return kept
 
@@ -371,12 +380,12 @@ def working_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -
     the largest scores once more."""
     one, full = shape.dtype_bytes, replace(workload, fine_tune_type="full")
     gradients = [
-        sublayer.backward * (sublayer.kept * one + _inputs(sublayer, full, one) + _scores(sublayer, workload, one))
+        sublayer.backward * (sublayer.kept * one + inputs(sublayer, full, one) + _scores(sublayer, workload, one))
         for sublayer in layer.sublayers
     ]
     scores = max((sublayer.backward * _scores(sublayer, workload, one) for sublayer in layer.sublayers), default=0)
     again = max(scores, _tiles_per_token(shape, layer, workload))
-    return _norms(layer, full, one) + sum(gradients) + again + _WORKING_WIDTHS * shape.hidden * one
+    return norms(layer, full, one) + sum(gradients) + again + _WORKING_WIDTHS * shape.hidden * one
 
 
 def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) -> float:
@@ -394,7 +403,7 @@ def _tiles_per_token(shape: ModelShape, layer: Layer, workload: RankWorkload) ->
     return max(heads, default=0) * side / workload.sequence
 
 
-def _norms(layer: Layer, workload: RankWorkload, one: int) -> int:
+def norms(layer: Layer, workload: Workload, one: int) -> int:
     """Bytes per token: a norm is computed in float32 and needs its input; a trained norm needs its output too."""
     normed = layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)
     return normed * (FLOAT32_BYTES + (one if workload.fine_tune_type == "full" else 0))
@@ -416,22 +425,20 @@ def _scores(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
     return sublayer.scores * min(workload.sequence, sublayer.window or workload.sequence) * one
 
 
-def _inputs(sublayer: Sublayer, workload: RankWorkload, one: int) -> int:
+def inputs(sublayer: Sublayer, workload: Workload, one: int, copied: int = FLOAT32_BYTES) -> int:
     """Bytes per token of the inputs of trained matrices; `one` is the size of an activation. Full fine-tuning keeps
-    each shared array once; with 16-bit weights each adapter makes its own float32 copy, since mlx-lm's adapters are
-    float32."""
+    each shared array once; with 16-bit weights each adapter makes its own copy, of `copied` bytes for an element:
+    adapters are float32."""
     if workload.fine_tune_type == "full":
         return sources(sublayer.matrices) * one
-    chosen = _adapted(sublayer.matrices, workload)
+    chosen = adapted(sublayer.matrices, workload)
     ranks = sum(matrix.active for matrix in chosen) * workload.lora_rank * FLOAT32_BYTES
-    if workload.fine_tune_type == "dora":
-        ranks += sum(matrix.outputs for matrix in chosen) * one
     if one < FLOAT32_BYTES:
-        return ranks + sum(matrix.inputs * matrix.active for matrix in chosen) * FLOAT32_BYTES
+        return ranks + sum(matrix.inputs * matrix.active for matrix in chosen) * copied
     return ranks + sources(chosen) * FLOAT32_BYTES
 
 
-def _adapted(matrices: Sequence[Matrix], workload: RankWorkload) -> list[Matrix]:
+def adapted(matrices: Sequence[Matrix], workload: Workload) -> list[Matrix]:
     return [matrix for matrix in matrices if workload.lora_keys is None or matrix.name in workload.lora_keys]
 
 
@@ -504,19 +511,15 @@ def _estimate(rank: _Rank, batch: int) -> MemoryEstimate:
     )
 
 
-def trained_parameters(shape: ModelShape, workload: RankWorkload) -> TrainedParameters:
-    """Raises InputError as `estimate` does."""
-    return _Rank(shape, workload).trained
+def estimates(shape: ModelShape, workload: RankWorkload) -> Callable[[int], MemoryEstimate]:
+    """As `estimate`, for any number of sequences."""
+    return partial(_estimate, _Rank(shape, workload))
 
 
-def largest_batch(shape: ModelShape, workload: RankWorkload, limit_bytes: int) -> int:
-    """Most sequences of a rank that fit `limit_bytes`, reserve included; 0 when not even one fits."""
-    rank = _Rank(shape, workload)
-
-    def needed(batch: int) -> int:
-        return _estimate(rank, batch).needed_bytes
-
-    return bisect_right(range(1, MOST_SEQUENCES + 1), limit_bytes, key=needed)
+def largest_batch(needs: Callable[[int], MemoryBreakdown], limit_bytes: int) -> int:
+    """Most sequences of a rank that fit `limit_bytes`, reserve included; 0 when not even one fits. `needs`: of so many
+    sequences."""
+    return bisect_right(range(1, MOST_SEQUENCES + 1), limit_bytes, key=lambda batch: needs(batch).needed_bytes)
 
 
 def recomputable(shape: ModelShape, workload: RankWorkload) -> int:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from engine.config.models import NodeConfig
 from engine.errors import InputError, memory_text
+from engine.models import NodeFacts
 from engine.plan.context import PlanContext, usable_calibration, version_numbers, why_unused
-from engine.plan.document import OVERRIDE, Disabled, MemorySection, RankMemory, Rationale, Settings, Source, WayOut
+from engine.plan.document import (
+    OVERRIDE,
+    Disabled,
+    MemoryBreakdown,
+    MemorySection,
+    RankMemory,
+    Rationale,
+    Settings,
+    Source,
+    WayOut,
+)
 from engine.plan.memory.choice import Choice, choose, settings_of, unresolved, with_settings
 from engine.plan.memory.estimate import (
-    MOST_SEQUENCES,
     MemoryEstimate,
     RankWorkload,
     Workload,
     estimate,
+    estimates,
     largest_batch,
     peak_from_probes,
 )
@@ -50,9 +59,9 @@ class MemoryFit:
     shape: ModelShape | None = None
     workloads: tuple[RankWorkload, ...] = ()
 
-    def billions(self, least: float, below: float = math.inf) -> bool:
+    def billions(self, least: float) -> bool:
         """True if the model is known to have that many parameters."""
-        return isinstance(self.section, MemorySection) and least <= self.section.parameters / 1e9 < below
+        return isinstance(self.section, MemorySection) and least <= self.section.parameters / 1e9
 
     @property
     def trained(self) -> int | None:
@@ -66,66 +75,65 @@ class MemoryFit:
 
 def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
-    nodes = context.inputs.config.nodes
-    sizes = [_limit(context, node)[0] for node in nodes]
-    if not context.settings:
-        why = "the job runs a custom command"
-        return MemoryFit(unknown_memory(why, rationale), Disabled(reason=why))
-    settings = unresolved(context.settings)
-    if context.inputs.model is None:
-        rationale.warn("memory", f"the memory need is unknown: {context.inputs.model_source}")
-        why = f"the model's config.json was not read: {context.inputs.model_source}"
-        return MemoryFit(unknown_memory(why, rationale), settings)
+    places = [_place(context, node) for node in context.inputs.config.nodes]
+    limits = [place.limit_bytes for place in places]
     try:
-        shape = ModelShape.from_config(context.inputs.model)
-        split = split_layers(context, shape.layers, sizes, rationale)
-        asked = _workloads(context, split)
-        choice = choose(shape, asked, sizes, context.settings)
+        shape = model_shape(context)
+        split = split_layers(context, shape.layers, limits, rationale)
+        asked = _workloads(context, split, places)
+        choice = choose(shape, asked, limits, context.settings)
         workloads = tuple(with_settings(workload, choice.settings) for workload in asked)
-        estimates = [estimate(shape, workload) for workload in workloads]
+        needs = [estimate(shape, workload) for workload in workloads]
         most = [
-            _largest_batch(context, node, shape, workload, size)
-            for node, workload, size in zip(nodes, workloads, sizes, strict=True)
-            if size is not None
+            _largest_batch(context, place.node, shape, workload, place.limit_bytes)
+            for place, workload in zip(places, workloads, strict=True)
+            if place.limit_bytes is not None
         ]
     except InputError as error:
-        rationale.warn("memory", str(error))
-        return MemoryFit(unknown_memory(str(error), rationale), settings)
+        settings = unresolved(context.settings) if context.settings else Disabled(reason=str(error))
+        return MemoryFit(unknown_memory(context, error, rationale), settings)
     _explain_choice(context, choice, rationale)
-    _warn_of_older_mlx(context, shape, workloads, estimates, rationale)
-    rows = [
-        _rank_memory(context, node, workload, estimated, rationale)
-        for node, workload, estimated in zip(nodes, workloads, estimates, strict=True)
-    ]
-    small = [row for row in rows if row.fits is False]
+    ranks = list(zip(places, workloads, needs, strict=True))
+    _warn_of_older_mlx(context, shape, ranks, rationale)
+    rows = [_rank_memory(context, place, workload, need, rationale) for place, workload, need in ranks]
     ways: tuple[WayOut, ...] = ()
-    if small:
-        kind = mlx_module(str(context.inputs.model.get("model_type", "")))
-        needs = [row.needed_bytes / estimated.needed_bytes for row, estimated in zip(rows, estimates, strict=True)]
-        places = [_place(context, node, max(1.0, need)) for node, need in zip(nodes, needs, strict=True)]
-        ways = ways_out(shape, workloads, places, context.settings, splittable=kind in SPLITTABLE_MODULES)
+    if any(row.fits is False for row in rows):
+        places = [
+            replace(place, measured=max(1.0, row.needed_bytes / need.needed_bytes))
+            for (place, _, need), row in zip(ranks, rows, strict=True)
+        ]
+        splittable = mlx_module(str((context.inputs.model or {}).get("model_type", ""))) in SPLITTABLE_MODULES
+        ways = ways_out(shape, workloads, places, context.settings, splittable=splittable)
     refuse_memory(rows, ways, rationale)
     # The ranks of a pipeline train different layers, other ranks all the same ones.
-    trained = sum(estimated.trainable_parameters for estimated in (estimates if split else estimates[:1]))
-    section = memory_section(shape, trained, (estimated.assumption for estimated in estimates), rows, ways)
+    trained = sum(need.trainable_parameters for need in (needs if split else needs[:1]))
+    section = memory_section(shape, trained, (need.assumption for need in needs), rows, ways)
     largest = min(most) if len(most) == context.ranks else None
     return MemoryFit(section, choice.settings, split, largest, shape, workloads)
+
+
+def model_shape(context: PlanContext) -> ModelShape:
+    """Raises InputError with why the memory cannot be estimated."""
+    if not context.settings:
+        raise InputError("the job runs a custom command")
+    if context.inputs.model is None:
+        raise InputError(f"the model's config.json was not read: {context.inputs.model_source}")
+    return ModelShape.from_config(context.inputs.model)
 
 
 def _warn_of_older_mlx(
     context: PlanContext,
     shape: ModelShape,
-    workloads: Sequence[RankWorkload],
-    estimates: Sequence[MemoryEstimate],
+    ranks: Iterable[tuple[RankPlace, RankWorkload, MemoryEstimate]],
     rationale: Rationale,
 ) -> None:
-    for node, workload, estimated in zip(context.names, workloads, estimates, strict=True):
-        if _fusing_device(context, node) != "":
+    for place, workload, need in ranks:
+        if place.fuses != "":
             continue
         newer = estimate(shape, replace(workload, fused_attention="metal")).needed_bytes
-        if newer < (1 - _WORTH_NAMING) * estimated.needed_bytes:
-            keeps = f"mlx {context.inputs.facts[node].mlx} on {node} keeps attention's scores"
-            needs = f"it would need {memory_text(newer)} instead of {memory_text(estimated.needed_bytes)}"
+        if newer < (1 - _WORTH_NAMING) * need.needed_bytes:
+            keeps = f"mlx {context.inputs.facts[place.node].mlx} on {place.node} keeps attention's scores"
+            needs = f"it would need {memory_text(newer)} instead of {memory_text(need.needed_bytes)}"
             grow = f"which grow with the square of {workload.sequence:,} tokens"
             rationale.warn("memory", f"{keeps}, {grow}: with mlx {NEWER_MLX} {needs}")
 
@@ -144,37 +152,35 @@ def memory_section(
     )
 
 
-def unknown_memory(reason: str, rationale: Rationale) -> Disabled:
+def unknown_memory(context: PlanContext, error: InputError, rationale: Rationale) -> Disabled:
+    reason = str(error)
+    if context.settings:
+        unread = f"the memory need is unknown: {context.inputs.model_source}"
+        rationale.warn("memory", reason if context.inputs.model is not None else unread)
     rationale.explain("memory", Source.UNKNOWN, reason)
     return Disabled(reason=reason)
 
 
-def _place(context: PlanContext, node: NodeConfig, measured: float) -> RankPlace:
-    facts = context.inputs.facts.get(node.name)
-    ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
-    total = facts.memory_total_bytes if facts is not None and facts.system == "Darwin" else None
-    older = _fusing_device(context, node.name) == ""
-    return RankPlace(node.name, _limit(context, node)[0], ranks, total, measured, older)
-
-
-def _limit(context: PlanContext, node: NodeConfig) -> tuple[int | None, str]:
-    """The rank's part of its machine's memory, bytes, and where it comes from or why it is unknown."""
-    facts = context.inputs.facts.get(node.name)
-    ranks = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
+def _place(context: PlanContext, node: NodeConfig) -> RankPlace:
+    facts, name = context.inputs.facts.get(node.name), node.name
+    ranks = on_machine = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
     if facts is None:
-        return None, "the node was never probed"
+        return RankPlace(name, None, ranks, None, limit_from="the node was never probed")
     if facts.mlx_device == "CUDA":
         # Each rank has a GPU of its own while there are enough.
         ranks = -(-ranks // max(1, len(gpus_of_ranks(context.inputs.config, facts))))
     shared = f", shared by its {ranks} ranks" if ranks > 1 else ""
+    mac, total = facts.system == "Darwin", facts.memory_total_bytes
+    limit, limit_from = total, "all memory, since there is no GPU limit"
     if facts.gpu_limit_bytes is not None:
-        return facts.gpu_limit_bytes // ranks, f"the GPU's limit{shared}"
-    if facts.memory_total_bytes is None:
-        return None, "the node did not report its memory"
-    if facts.system == "Darwin":
-        size = int(facts.memory_total_bytes * WORKING_SET) // ranks
-        return size, f"{WORKING_SET:.0%} of memory, since the GPU's limit is not known{shared}"
-    return facts.memory_total_bytes // ranks, f"all memory, since there is no GPU limit{shared}"
+        limit, limit_from = facts.gpu_limit_bytes, "the GPU's limit"
+    elif total is None:
+        limit_from, shared = "the node did not report its memory", ""
+    elif mac:
+        limit, limit_from = int(total * WORKING_SET), f"{WORKING_SET:.0%} of memory, since the GPU's limit is not known"
+    size = limit // ranks if limit is not None else None
+    fuses = _fusing_device(facts, context.job.env)
+    return RankPlace(name, size, on_machine, total if mac else None, limit_from=f"{limit_from}{shared}", fuses=fuses)
 
 
 def workload_of(context: PlanContext) -> Workload:
@@ -193,7 +199,7 @@ def workload_of(context: PlanContext) -> Workload:
     )
 
 
-def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkload]:
+def _workloads(context: PlanContext, split: LayerSplit | None, places: Sequence[RankPlace]) -> list[RankWorkload]:
     settings = context.settings
     even = max(1, int(settings["batch_size"]) // context.ranks)
     common = RankWorkload(
@@ -209,18 +215,17 @@ def _workloads(context: PlanContext, split: LayerSplit | None) -> list[RankWorkl
     else:
         batches = context.micro_batches or dict.fromkeys(context.names, even)
         ranks = [replace(common, batch=batches[name]) for name in context.names]
-    for number, name in enumerate(context.names):
-        facts, tokens = context.inputs.facts.get(name), common.sequence
+    for number, place in enumerate(places):
+        facts, tokens = context.inputs.facts.get(place.node), common.sequence
         if facts is not None and facts.mlx_device == "CUDA":
             tokens = max(tokens, cuda_width(tokens - 1))
-        ranks[number] = replace(ranks[number], sequence=tokens, fused_attention=_fusing_device(context, name) or "")
+        ranks[number] = replace(ranks[number], sequence=tokens, fused_attention=place.fuses or "")
     return ranks
 
 
-def _fusing_device(context: PlanContext, node: str) -> Literal["", "metal", "cuda"] | None:
-    """The device whose MLX computes attention's gradient in tiles; "" where a newer MLX would; None where none does."""
-    facts, env = context.inputs.facts.get(node), context.job.env
-    if facts is None or facts.mlx is None or facts.gpu != "gpu":
+def _fusing_device(facts: NodeFacts, env: Mapping[str, str]) -> Literal["", "metal", "cuda"] | None:
+    """See RankPlace.fuses."""
+    if facts.mlx is None or facts.gpu != "gpu":
         return None
     if facts.mlx_device == "CUDA":
         able = min((version_numbers(gpu.compute_capability) for gpu in facts.gpus), default=()) >= (8,)
@@ -245,46 +250,53 @@ def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[
 
 
 def _rank_memory(
-    context: PlanContext, node: NodeConfig, workload: RankWorkload, estimated: MemoryEstimate, rationale: Rationale
+    context: PlanContext, place: RankPlace, workload: RankWorkload, estimated: MemoryEstimate, rationale: Rationale
 ) -> RankMemory:
     """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
-    limit_bytes, limit_from = _limit(context, node)
-    measured = _measured_peak(context, node.name, workload, estimated)
+    measured = _measured(context, place.node, workload, estimated)
     reason = f"from two probe steps, for a batch of {workload.batch}"
     if measured is None:
         unused = f" (calibration not used: {why_not})" if (why_not := why_unused(context.inputs)) else ""
         reason = f"from config.json: {estimated.assumption}{unused}"
-    peak = estimated.peak_bytes if measured is None else measured
-    needed = peak + estimated.reserve_bytes
+    need = measured or estimated
     tokens = f"{workload.batch} × {workload.sequence:,} tokens"
-    why = f"{memory_text(needed)} with the reserve, {tokens}, {reason}; limit: {limit_from}"
-    rationale.explain(f"memory.{node.name}", Source.RULE if measured is None else Source.CALIBRATION, why)
+    why = f"{memory_text(need.needed_bytes)} with the reserve, {tokens}, {reason}; limit: {place.limit_from}"
+    rationale.explain(f"memory.{place.node}", Source.RULE if measured is None else Source.CALIBRATION, why)
+    source: Literal["estimate", "calibration"] = "estimate" if measured is None else "calibration"
+    return rank_memory(need, place.node, place.limit_bytes, place.limit_from, source)
+
+
+def rank_memory(
+    need: MemoryBreakdown,
+    node: str,
+    limit_bytes: int | None,
+    limit_from: str,
+    source: Literal["estimate", "calibration"] = "estimate",
+) -> RankMemory:
     return RankMemory(
-        **{**dict(estimated), "peak_bytes": peak},
-        node=node.name,
-        source="estimate" if measured is None else "calibration",
+        **{name: getattr(need, name) for name in MemoryBreakdown.model_fields},
+        node=node,
+        source=source,
         limit_bytes=limit_bytes,
         limit_from=limit_from,
-        fits=needed <= limit_bytes if limit_bytes is not None else None,
+        fits=need.needed_bytes <= limit_bytes if limit_bytes is not None else None,
     )
 
 
-def _largest_batch(context: PlanContext, node: NodeConfig, shape: ModelShape, workload: RankWorkload, size: int) -> int:
-    """Most sequences that fit `size` bytes, by the measured peak as `_rank_memory` has it, or else by the estimate."""
-    if _measured_peak(context, node.name, workload, estimate(shape, workload)) is None:
-        return largest_batch(shape, workload, size)
+def _largest_batch(context: PlanContext, node: str, shape: ModelShape, workload: RankWorkload, size: int) -> int:
+    """Most sequences that fit `size` bytes, by the measured peak, or else by the estimate."""
+    estimate_of = estimates(shape, workload)
 
-    def needed(batch: int) -> int:
-        asked = replace(workload, batch=batch)
-        estimated = estimate(shape, asked)
-        peak = _measured_peak(context, node.name, asked, estimated)
-        return (estimated.peak_bytes if peak is None else peak) + estimated.reserve_bytes
+    def needs(batch: int) -> MemoryEstimate:
+        return _measured(context, node, replace(workload, batch=batch), estimate_of(batch)) or estimate_of(batch)
 
-    return bisect_right(range(1, MOST_SEQUENCES + 1), size, key=needed)
+    return largest_batch(needs, size)
 
 
-def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, estimated: MemoryEstimate) -> int | None:
-    """None where the probe steps were taken with other settings."""
+def _measured(
+    context: PlanContext, node: str, workload: RankWorkload, estimated: MemoryEstimate
+) -> MemoryEstimate | None:
+    """The need with the measured peak; None where the probe steps were taken with other settings."""
     calibration = usable_calibration(context.inputs)
     # A probe's step is of one rank alone: with local it would lack the averaging, which may be the peak, and the
     # averaged weights with their momentum.
@@ -293,7 +305,8 @@ def _measured_peak(context: PlanContext, node: str, workload: RankWorkload, esti
     measured = calibration.measure_of(node)
     if measured is None or calibration.settings not in ({}, dict(settings_of(workload))):
         return None
-    return peak_from_probes(measured.probes, workload.batch, estimated.before_bytes)
+    peak = peak_from_probes(measured.probes, workload.batch, estimated.before_bytes)
+    return estimated.model_copy(update={"peak_bytes": peak}) if peak is not None else None
 
 
 def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from engine.errors import memory_text
 from engine.job.traits import PARTITIONED
@@ -42,8 +42,10 @@ class RankPlace:
     """All memory of a Mac, whose GPU limit can be raised; None elsewhere, and where it is unknown."""
     measured: float = 1.0
     """The measured need over its estimate, where it was measured and is more."""
-    older_mlx: bool = False
-    """Its MLX keeps attention's scores, and a newer one would not."""
+    limit_from: str = ""
+    """Where the limit comes from, or why it is unknown."""
+    fuses: Literal["", "metal", "cuda"] | None = None
+    """The device whose MLX computes attention's gradient in tiles; "" where a newer MLX would; None where none does."""
 
 
 def ways_out(
@@ -163,10 +165,10 @@ class _Job:
 
     def newer_mlx(self) -> Iterator[WayOut]:
         newer = [
-            replace(workload, fused_attention=workload.fused_attention or ("metal" if place.older_mlx else ""))
+            replace(workload, fused_attention=workload.fused_attention or ("metal" if place.fuses == "" else ""))
             for workload, place in zip(self.workloads, self.places, strict=True)
         ]
-        if any(place.older_mlx for place in self.places):
+        if any(place.fuses == "" for place in self.places):
             yield from self._try(f"mlx {NEWER_MLX}", newer)
 
     def changed(self, changes: Iterable[tuple[str, Sequence[RankWorkload]]]) -> Iterator[WayOut]:

@@ -11,17 +11,17 @@ from typing import Any
 from engine.errors import InputError, memory_text
 from engine.models import NvidiaGpu
 from engine.plan.context import PlanContext
-from engine.plan.document import (
-    OVERRIDE,
-    ChosenTorchSettings,
-    Disabled,
-    MemoryBreakdown,
-    RankMemory,
-    Rationale,
-    Source,
-    WayOut,
+from engine.plan.document import OVERRIDE, ChosenTorchSettings, Disabled, RankMemory, Rationale, Source, WayOut
+from engine.plan.memory.estimate import largest_batch
+from engine.plan.memory.fit import (
+    MemoryFit,
+    memory_section,
+    model_shape,
+    rank_memory,
+    refuse_memory,
+    unknown_memory,
+    workload_of,
 )
-from engine.plan.memory.fit import MemoryFit, memory_section, refuse_memory, unknown_memory, workload_of
 from engine.plan.memory.shape import ModelShape
 from engine.plan.memory.ways_out import (
     adapters,
@@ -32,7 +32,7 @@ from engine.plan.memory.ways_out import (
     settings_text,
     shorter_sequences,
 )
-from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
+from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_estimates
 from engine.plan.torch.strategy import (
     StrategyChoice,
     candidates,
@@ -73,21 +73,12 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
     on_gpu, gpus = _gpus(context)
     if (reason := _scripts_own(context)) is not None:
         rationale.explain("settings", Source.USER, reason)
-        memory = unknown_memory("the job runs a custom command", rationale)
+        memory = unknown_memory(context, InputError("the job runs a custom command"), rationale)
         return TorchFit(memory, Disabled(reason=reason), on_gpu=on_gpu, gpus=gpus)
     asked = _requested(context)
     precision = _precision(context, asked["precision"], gpus, rationale)
-    why_not = None
-    if not context.settings:
-        why_not = "the job runs a custom command"
-    elif context.inputs.model is None:
-        why_not = f"the model's config.json was not read: {context.inputs.model_source}"
-        rationale.warn("memory", f"the memory need is unknown: {context.inputs.model_source}")
-    if why_not is not None or context.inputs.model is None:
-        unknown = _unestimated(asked | {"precision": precision}, why_not or "", rationale)
-        return replace(unknown, on_gpu=on_gpu, gpus=gpus)
     try:
-        shape = ModelShape.from_config(context.inputs.model)
+        shape = model_shape(context)
         job = _Job(shape, _workloads(context, on_gpu), _limits(context, gpus, on_gpu), _host_limits(context))
         options = job.options(asked, precision)
         if not options:
@@ -98,9 +89,8 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
             options = job.options(asked, precision)
         choice = job.choose(options)
     except InputError as error:
-        rationale.warn("memory", str(error))
-        unknown = _unestimated(asked | {"precision": precision}, str(error), rationale)
-        return replace(unknown, on_gpu=on_gpu, gpus=gpus)
+        settings = _unestimated(asked | {"precision": precision}, error, rationale)
+        return TorchFit(unknown_memory(context, error, rationale), settings, on_gpu=on_gpu, gpus=gpus)
     chosen = choice.chosen.settings
     _explain(asked, choice, rationale)
     rows, short = _rows(context, job, chosen, rationale)
@@ -223,22 +213,21 @@ class _Job:
 
     def largest_batch(self, chosen: ChosenTorchSettings) -> int | None:
         sizes = [
-            torch_largest_batch(self.shape, with_torch_settings(workload, chosen), limit)
+            largest_batch(torch_estimates(self.shape, with_torch_settings(workload, chosen)), limit)
             for workload, limit in set(zip(self.workloads, self.limits, strict=True))
             if limit is not None
         ]
         return min(sizes) if sizes and None not in self.limits else None
 
 
-def _unestimated(asked: Mapping[str, Any], why: str, rationale: Rationale) -> TorchFit:
+def _unestimated(asked: Mapping[str, Any], why: InputError, rationale: Rationale) -> ChosenTorchSettings:
     """The job's settings, and the defaults for what it leaves open."""
     given = {key: asked[key] for key in ChosenTorchSettings.model_fields if asked[key] != AUTO}
     if asked["strategy"] == AUTO:
         rationale.explain("settings.strategy", Source.DEFAULT, f"DDP, since the memory is not known: {why}")
     else:
         rationale.explain("settings.strategy", Source.USER, "the job sets it")
-    settings = ChosenTorchSettings.model_validate(given)
-    return TorchFit(unknown_memory(why, rationale), settings)
+    return ChosenTorchSettings.model_validate(given)
 
 
 def _contradiction(asked: Mapping[str, Any], *, on_gpu: bool) -> str:
@@ -279,16 +268,7 @@ def _rows(
         if host is not None and memory.host_bytes > host:
             text = f"{node.name} needs {memory_text(memory.host_bytes)} of {memory_text(host)} of its machine's memory"
             short.append(f"{text} {memory.host_use}")
-        rows.append(
-            RankMemory(
-                **{name: getattr(memory, name) for name in MemoryBreakdown.model_fields},
-                node=node.name,
-                source="estimate",
-                limit_bytes=limit,
-                limit_from=source,
-                fits=None if limit is None else memory.needed_bytes <= limit,
-            )
-        )
+        rows.append(rank_memory(memory, node.name, limit, source))
     return rows, short
 
 

@@ -23,21 +23,13 @@ it is divided or moved to a GPU, unless ZeRO-3 divides it meanwhile."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Sublayer
-from engine.plan.memory.estimate import (
-    FLOAT32_BYTES,
-    MOST_SEQUENCES,
-    RankWorkload,
-    TrainedParameters,
-    Workload,
-    sources,
-    trained_parameters,
-)
+from engine.plan.memory.estimate import FLOAT32_BYTES, Rank, Workload, inputs, norms
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import BUCKET_ELEMENTS
 
@@ -110,25 +102,16 @@ class _Buffers:
     backward: int = 0
 
 
-class _TorchRank:
-    """A rank's part of the model and of the job; nothing of it depends on the batch."""
+class _TorchRank(Rank):
+    workload: TorchWorkload
 
     def __init__(self, shape: ModelShape, workload: TorchWorkload) -> None:
-        self.shape, self.workload = shape, workload
-        self.full = workload.fine_tune_type == "full"
-        layers = shape.architecture.layers
-        self.trained_layers = layers if workload.num_layers < 0 else layers[max(0, len(layers) - workload.num_layers) :]
+        super().__init__(shape, workload)
         total = shape.total_parameters
         self.frozen = total - self.trained.parameters if self.full else total
         self.zero = workload.zero_stage if workload.strategy == "deepspeed" else 0
         self.shards = max(1, workload.world_size)
         """Ranks that share what is partitioned."""
-
-    @cached_property
-    def trained(self) -> TrainedParameters:
-        workload = self.workload
-        same = RankWorkload(workload.fine_tune_type, workload.num_layers, workload.lora_rank, workload.lora_keys)
-        return trained_parameters(self.shape, same)
 
     @property
     def weights_partitioned(self) -> bool:
@@ -284,25 +267,10 @@ class _TorchRank:
         return FLOAT32_BYTES if self._autocast and self.full else self.workload.compute_bytes
 
     def _kept(self, layer: Layer) -> int:
-        one, residual = self.workload.compute_bytes, self._residual
-        # A norm computes in float32 and keeps its input so, which is the residual stream itself where that is float32;
-        # a trained weight needs the normalised input, too.
-        norm = FLOAT32_BYTES + (residual if self.full else 0)
-        kept = (layer.normed + sum(sublayer.normed for sublayer in layer.sublayers)) * norm
-        return kept + sum(_kept_by(sublayer, one) + self._inputs(sublayer) for sublayer in layer.sublayers)
-
-    def _inputs(self, sublayer: Sublayer) -> int:
-        """Bytes per token of the inputs of trained matrices: shared ones once, but each adapter converts its own."""
         one = self.workload.compute_bytes
-        if self.full:
-            return sources(sublayer.matrices) * one
-        keys = self.workload.lora_keys
-        chosen = [matrix for matrix in sublayer.matrices if keys is None or matrix.name in keys]
-        ranks = sum(matrix.active for matrix in chosen) * self.workload.lora_rank * FLOAT32_BYTES
-        if one == FLOAT32_BYTES:
-            return ranks + sources(chosen) * one
         copied = one if self._autocast else FLOAT32_BYTES
-        return ranks + sum(matrix.inputs * matrix.active for matrix in chosen) * copied
+        kept = (_kept_by(part, one) + inputs(part, self.workload, one, copied) for part in layer.sublayers)
+        return norms(layer, self.workload, self._residual) + sum(kept)
 
     def _working(self, layer: Layer) -> int:
         widest = max((matrix.outputs * matrix.active for matrix in layer.matrices), default=0)
@@ -344,16 +312,13 @@ def _kept_by(sublayer: Sublayer, one: int) -> int:
 
 
 def torch_estimate(shape: ModelShape, workload: TorchWorkload) -> TorchMemory:
-    """Raises InputError as `trained_parameters` does."""
+    """Raises InputError as `engine.plan.memory.estimate.estimate` does."""
     return _estimate(_TorchRank(shape, workload), workload.batch)
 
 
-def torch_largest_batch(shape: ModelShape, workload: TorchWorkload, limit_bytes: int) -> int:
-    """Most sequences of a rank that fit `limit_bytes`, reserve included; 0 when not even one fits."""
-    rank = _TorchRank(shape, workload)
-    return bisect_right(
-        range(1, MOST_SEQUENCES + 1), limit_bytes, key=lambda batch: _estimate(rank, batch).needed_bytes
-    )
+def torch_estimates(shape: ModelShape, workload: TorchWorkload) -> Callable[[int], TorchMemory]:
+    """As `torch_estimate`, for any number of sequences."""
+    return partial(_estimate, _TorchRank(shape, workload))
 
 
 def _estimate(rank: _TorchRank, batch: int) -> TorchMemory:

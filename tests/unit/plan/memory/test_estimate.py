@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from engine.errors import InputError
 from engine.measurements import MemoryProbe
-from engine.plan.memory.estimate import MOST_SEQUENCES, RankWorkload, estimate, largest_batch, peak_from_probes
+from engine.plan.memory.estimate import (
+    MOST_SEQUENCES,
+    RankWorkload,
+    estimate,
+    estimates,
+    largest_batch,
+    peak_from_probes,
+)
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import MOMENTS, MOST_PRECISE_FIRST, OPTIMIZER_PRECISIONS
 from tests.bench.known_sizes import QWEN3_4B
@@ -130,7 +137,7 @@ def test_the_stages_of_a_pipeline_are_the_whole(shape: ModelShape, ask: RankWork
 
 @given(shapes(), asks, st.integers(0, 2**40))
 def test_the_largest_batch_fits_and_the_next_does_not(shape: ModelShape, ask: RankWorkload, limit: int) -> None:
-    found = largest_batch(shape, ask, limit)
+    found = largest_batch(estimates(shape, ask), limit)
     if found == MOST_SEQUENCES:
         assert estimate(shape, replace(ask, batch=found)).needed_bytes <= limit
     elif found == 0:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.plan.memory.estimate import largest_batch
 from engine.plan.memory.shape import ModelShape
-from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_largest_batch
+from engine.plan.torch.memory import TorchWorkload, torch_estimate, torch_estimates
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B
 from tests.unit.plan.torch.boxes import TINY
 
@@ -172,7 +173,7 @@ def test_each_rank_loads_the_whole_model_into_its_machines_memory(
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     shape, asked = ModelShape.from_config(QWEN3_4B), TorchWorkload(precision="bf16", world_size=8)
     limit = 40 * 2**30
-    most = torch_largest_batch(shape, asked, limit)
+    most = largest_batch(torch_estimates(shape, asked), limit)
     assert most > 0
     assert torch_estimate(shape, replace(asked, batch=most)).needed_bytes <= limit
     assert torch_estimate(shape, replace(asked, batch=most + 1)).needed_bytes > limit
