@@ -48,59 +48,38 @@ def read_hostfile(faults: Faults, path: Path) -> ImportedHosts:
 
 
 def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:
-    imported = ImportedHosts()
-    hosts, repeats = document, 1
-    if isinstance(document, dict):
-        hosts = document.get("hosts")
-        imported.backend = _backend(faults, here, document.get("backend"))
-        imported.env = _environment(faults, here, document.get("envs"))
-        repeats = _repeats(faults, here, document.get("connections_per_ip", 1))
+    table = document if isinstance(document, dict) else {"hosts": document}
+    hosts, backend, repeats = (table.get(key) for key in ("hosts", "backend", "connections_per_ip"))
+    if backend not in (None, "", *_BACKENDS):
+        faults.add(here, "backend", backend, f"one of {', '.join(_BACKENDS)}")
+        backend = None
+    imported = ImportedHosts(backend=backend or None, env=_environment(faults, here, table.get("envs")))
+    # The ring makes so many connections to each address (mlx.launch's option --connections-per-ip).
+    if "connections_per_ip" in table and (type(repeats) is not int or not 1 <= repeats <= MAX_ADDRESSES):
+        faults.add(here, "connections_per_ip", repeats, f"a number of connections, 1 to {MAX_ADDRESSES}")
+        repeats = 1
     if not isinstance(hosts, list) or not hosts:
         faults.add(here, "hosts", hosts, f"a list with one entry per rank: [{_ENTRY}, …]")
     elif len(hosts) > NODE_LIMIT:
         faults.add(here, "hosts", f"{len(hosts)} hosts", f"at most {NODE_LIMIT} ranks")
     else:
         names: set[str] = set()
-        imported.tables = [_entry(faults, here, rank, entry, names) for rank, entry in enumerate(hosts)]
-        if repeats > 1:
-            imported.tables = [_repeated(table, repeats) for table in imported.tables]
+        imported.tables = [_entry(faults, here, rank, entry, names, repeats or 1) for rank, entry in enumerate(hosts)]
     return imported
 
 
-def _repeats(faults: Faults, here: Location, count: Any) -> int:
-    """How many connections the ring makes to each address (mlx.launch's option --connections-per-ip)."""
-    if isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MAX_ADDRESSES:
-        return count
-    faults.add(here, "connections_per_ip", count, f"a number of connections, 1 to {MAX_ADDRESSES}")
-    return 1
-
-
-def _repeated(table: NodeTable, repeats: int) -> NodeTable:
+def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str], repeats: int) -> NodeTable:
     """With each address as often as there are connections to it: each has a port of its own."""
-    ips = table.known.get("ips")
-    if not isinstance(ips, list):
-        return table
-    return NodeTable(table.location, {**table.known, "ips": [ip for ip in ips for _ in range(repeats)]})
-
-
-def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str]) -> NodeTable:
     location = Location(here.file, f"hosts[{rank}]")
     if not isinstance(entry, dict) or "ssh" not in entry:
         faults.add(here, f"hosts[{rank}]", entry, f"an entry such as {_ENTRY}")
         return NodeTable(location, None)
-    values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": entry.get("ips") or []}
+    ips = entry.get("ips") or []
+    ips = [ip for ip in ips for _ in range(repeats)] if isinstance(ips, list) else ips
+    values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": ips}
     if isinstance(rdma := entry.get("rdma"), list):
         rdma = [tuple(devices) if isinstance(devices, list) else devices for devices in rdma]
     return NodeTable(location, values | ({"rdma": rdma} if rdma else {}))
-
-
-def _backend(faults: Faults, here: Location, name: Any) -> str | None:
-    if name in (None, ""):
-        return None
-    if name not in _BACKENDS:
-        faults.add(here, "backend", name, f"one of {', '.join(_BACKENDS)}")
-        return None
-    return str(name)
 
 
 def _environment(faults: Faults, here: Location, lines: Any) -> dict[str, str]:

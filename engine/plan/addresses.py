@@ -56,11 +56,12 @@ def choose_addresses(
         return Addresses(_equally_many(nodes, given, ring=ring), ("the configuration sets the addresses",), warnings)
     if ring and not any(given) and (cables := _over_cables(nodes, facts, topology)) is not None:
         return Addresses(cables, ("each rank listens on the Thunderbolt cable from the previous rank",), warnings)
-    unknown = [node.name for node, ips in zip(nodes, given, strict=True) if not ips and _problem(facts.get(node.name))]
-    if unknown:
-        problems: dict[str | None, list[str]] = {}
-        for name in unknown:
-            problems.setdefault(_problem(facts.get(name)), []).append(name)
+    problems: dict[str, list[str]] = {}
+    for node, ips in zip(nodes, given, strict=True):
+        fact = facts.get(node.name)
+        if not ips and (problem := "not probed" if fact is None else fact.problem):
+            problems.setdefault(problem, []).append(node.name)
+    if problems:
         why = "; ".join(f"{spans(names)}: {problem}" for problem, names in problems.items())
         raise LaunchError("no address is known", why=why, todo=_SET_IPS)
     chosen = _shared_network(nodes, facts, topology, given, backend)
@@ -78,10 +79,6 @@ def _address_of(host: str) -> ipaddress.IPv4Address | None:
         return ipaddress.IPv4Address(host)
     except ValueError:
         return None
-
-
-def _problem(fact: NodeFacts | None) -> str | None:
-    return "not probed" if fact is None else fact.problem
 
 
 def _equally_many(
@@ -258,15 +255,9 @@ _NETMASK = "255.255.255.252"
 _BRIDGE = "bridge0"
 
 
-@dataclass(frozen=True)
-class CableAddresses:
-    cable: Cable
-    a_ip: str
-    b_ip: str
-
-
-def assign_subnets(topology: Topology, facts: Iterable[NodeFacts] = ()) -> tuple[CableAddresses, ...]:
-    """A /30 for each cable whose two interfaces are known, not overlapping any network of the nodes."""
+def assign_subnets(topology: Topology, facts: Iterable[NodeFacts] = ()) -> list[tuple[Cable, str, str]]:
+    """The two addresses, of a /30 of its own, for each cable whose two interfaces are known; not overlapping any
+    network of the nodes."""
     by_node = {fact.node: fact for fact in facts}
     taken = {
         ipaddress.IPv4Interface(text).network
@@ -276,11 +267,8 @@ def assign_subnets(topology: Topology, facts: Iterable[NodeFacts] = ()) -> tuple
     }
     free = (subnet for subnet in POOL.subnets(new_prefix=30) if not any(subnet.overlaps(other) for other in taken))
     cables = [cable for cable in topology.cables if cable.a_device and cable.b_device]
-    addressed = []
-    for cable, subnet in zip(cables, free, strict=False):
-        a, b = subnet.hosts()
-        addressed.append(CableAddresses(cable, str(a), str(b)))
-    return tuple(addressed)
+    hosts = ((cable, *map(str, subnet.hosts())) for cable, subnet in zip(cables, free, strict=False))
+    return [(cable, a, b) for cable, a, b in hosts]
 
 
 def setup_commands(topology: Topology, facts: Sequence[NodeFacts] = ()) -> dict[str, list[str]]:
@@ -291,10 +279,26 @@ def setup_commands(topology: Topology, facts: Sequence[NodeFacts] = ()) -> dict[
         return {}
     if any(fact.problem or "ifconfig" in fact.unknown for fact in facts):
         return {}
-    addresses = assign_subnets(topology, facts)
+    ends = [
+        end
+        for cable, a_ip, b_ip in assign_subnets(topology, facts)
+        for end in (
+            (cable.a, cable.b, cable.a_device, a_ip, b_ip),
+            (cable.b, cable.a, cable.b_device, b_ip, a_ip),
+        )
+    ]
     commands: dict[str, list[str]] = {}
     for node in topology.nodes:
-        lines = [line for peer in topology.nodes for line in _towards(node, peer, addresses)]
+        lines = [
+            line
+            for peer in topology.nodes
+            for here, there, device, ip, other in ends
+            if (here, there) == (node, peer)
+            for line in (
+                f"sudo ifconfig {device} inet {ip} netmask {_NETMASK}",
+                f"sudo route change {other} -interface {device}",
+            )
+        ]
         if lines:
             commands[node] = [f"sudo ifconfig {_BRIDGE} down", *lines]
     return commands
@@ -311,7 +315,12 @@ def shared_addresses(cable: Cable, facts: Iterable[NodeFacts]) -> tuple[str, str
     """Addresses of the two ends of a cable in a common network, if any."""
     by_node = {fact.node: fact for fact in facts}
     a_ends, b_ends = (
-        [ipaddress.IPv4Interface(text) for text in _of_device(by_node.get(node), device)]
+        [
+            ipaddress.IPv4Interface(text)
+            for interface in (by_node[node].interfaces if node in by_node else ())
+            if interface.name == device
+            for text in interface.ipv4
+        ]
         for node, device in ((cable.a, cable.a_device), (cable.b, cable.b_device))
     )
     for a in a_ends:
@@ -319,21 +328,3 @@ def shared_addresses(cable: Cable, facts: Iterable[NodeFacts]) -> tuple[str, str
             if a.network == b.network and a.ip != b.ip and not a.is_link_local:
                 return str(a.ip), str(b.ip)
     return None
-
-
-def _of_device(fact: NodeFacts | None, device: str | None) -> tuple[str, ...]:
-    interfaces = fact.interfaces if fact is not None and device is not None else ()
-    return next((interface.ipv4 for interface in interfaces if interface.name == device), ())
-
-
-def _towards(node: str, peer: str, addresses: Iterable[CableAddresses]) -> Iterator[str]:
-    for link in addresses:
-        ends = (link.cable.a, link.cable.b)
-        if ends == (node, peer):
-            device, ip, other = link.cable.a_device, link.a_ip, link.b_ip
-        elif ends == (peer, node):
-            device, ip, other = link.cable.b_device, link.b_ip, link.a_ip
-        else:
-            continue
-        yield f"sudo ifconfig {device} inet {ip} netmask {_NETMASK}"
-        yield f"sudo route change {other} -interface {device}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from engine.cluster import hardware
 from engine.cluster.topology import ring_order
@@ -97,7 +98,7 @@ def rdma_over_cables(
     obstacles = _cluster_obstacles(nodes, facts, ring=ring)
     for node in nodes:
         obstacles += [f"{node.name}: {fault}" for fault in node_obstacles(facts.get(node.name))]
-    pairs = _pairs(len(nodes), ring=ring)
+    pairs = [(i, j) for i, j in combinations(range(len(nodes)), 2) if not ring or j - i in (1, len(nodes) - 1)]
     given = [node.rdma for node in nodes if node.rdma is not None]
     if len(given) == len(nodes):
         unnamed = [(i, j) for i, j in pairs if not given[i][j] or not given[j][i]]
@@ -118,13 +119,6 @@ def rdma_over_cables(
         shape = "the nodes do not form a ring in their order" if ring else "the nodes do not form a full mesh"
         obstacles.append(f"{shape}: no Thunderbolt cable between {', '.join(missing)}")
     return Rdma(_rows(nodes, chosen), tuple(dict.fromkeys(obstacles)))
-
-
-def _pairs(ranks: int, *, ring: bool) -> list[tuple[int, int]]:
-    if not ring:
-        return [(i, j) for i in range(ranks) for j in range(i + 1, ranks)]
-    around = {(min(k, (k + 1) % ranks), max(k, (k + 1) % ranks)) for k in range(ranks)}
-    return sorted(pair for pair in around if pair[0] != pair[1])
 
 
 def _rows(nodes: Sequence[NodeConfig], chosen: Mapping[tuple[int, int], list[tuple[str, str]]]) -> tuple[RdmaRow, ...]:

@@ -113,9 +113,9 @@ def shuffled(macs: Macs, seed: int) -> Macs:
 
 def addressed(macs: Macs) -> Macs:
     """With the addresses that the set-up commands give, and those alone."""
-    for link in assign_subnets(topology(macs.facts())):
-        macs.addresses[f"{link.cable.a} {link.cable.a_device}"] = f"{link.a_ip}/30"
-        macs.addresses[f"{link.cable.b} {link.cable.b_device}"] = f"{link.b_ip}/30"
+    for cable, a_ip, b_ip in assign_subnets(topology(macs.facts())):
+        macs.addresses[f"{cable.a} {cable.a_device}"] = f"{a_ip}/30"
+        macs.addresses[f"{cable.b} {cable.b_device}"] = f"{b_ip}/30"
     return macs
 
 
