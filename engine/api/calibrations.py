@@ -11,7 +11,7 @@ from engine.api.nodes import NodesApi
 from engine.api.runs import RunsApi
 from engine.api.session import Session, stream
 from engine.calibration.calibrate import calibrate, is_complete
-from engine.calibration.scaling import is_worth_keeping, measure_scaling, new_scaling
+from engine.calibration.group import is_worth_keeping, measure_scaling, new_scaling
 from engine.checks.context import CheckContext
 from engine.cluster.host_locks import exclusive_hosts, host_key
 from engine.config.models import Config, select_nodes

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Literal
 
-from engine.calibration.group import measure_group
+from engine.calibration.group import GROUP_S, measure_group, nodes_too_small
 from engine.calibration.throughput import measure_nodes
 from engine.checks.context import CheckContext
 from engine.checks.gradient import AllSumOutcome, evaluate, run_all_sum
@@ -18,20 +18,17 @@ from engine.checks.plan_inputs import last_known_facts, shared_plan, shared_plan
 from engine.cluster.staging import HostLayout
 from engine.cluster.topology import topology
 from engine.config.models import Config, select_nodes
-from engine.errors import FlightDeckError, LaunchError, memory_text
+from engine.errors import FlightDeckError, LaunchError
 from engine.measurements import Calibration, CalibrationProgress, LinkMeasure, NodeMeasure
 from engine.models import CheckStatus, NodeFacts
-from engine.plan.context import PlanInputs, make_context
-from engine.plan.document import ChosenSettings, MemorySection, Rationale
+from engine.plan.context import PlanInputs
+from engine.plan.document import ChosenSettings
 from engine.plan.fingerprint import fingerprint, node_fingerprints
 from engine.plan.memory.choice import is_open, resolved
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.network import NetworkPlan, plan_network
-from engine.plan.planner import FITS
 
 QUICK_S = 10.0
-GROUP_S = 20.0
-"""At most, for the steps of all ranks together."""
 ALL_RANKS = "all ranks"
 SYNTHETIC_MODEL = "the job runs a command of its own: the same tiny Llama was trained on every node instead"
 
@@ -110,17 +107,6 @@ def connected_as(
             if (planned.backend, planned.hosts) == (network.backend, network.hosts):
                 same.append(strategy)
     return tuple(same)
-
-
-def nodes_too_small(inputs: PlanInputs) -> dict[str, str]:
-    """The nodes that the job does not fit by the estimate, each with why: loading it could bring the machine down."""
-    context = make_context(replace(inputs, calibration=None), Rationale())
-    section = FITS[context.job.framework](context, Rationale()).section
-    return {
-        rank.node: f"{memory_text(rank.needed_bytes)} by the estimate, of {memory_text(rank.limit_bytes)}"
-        for rank in (section.ranks if isinstance(section, MemorySection) else ())
-        if rank.fits is False and rank.limit_bytes is not None
-    }
 
 
 def whole_job_on_each(inputs: PlanInputs) -> PlanInputs:

@@ -64,19 +64,20 @@ def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:
         faults.add(here, "hosts", f"{len(hosts)} hosts", f"at most {NODE_LIMIT} ranks")
     else:
         names: set[str] = set()
-        imported.tables = [_entry(faults, here, rank, entry, names, repeats or 1) for rank, entry in enumerate(hosts)]
+        imported.tables = [_entry(faults, here, rank, entry, names) for rank, entry in enumerate(hosts)]
+        for ips in (node.known.get("ips") for node in imported.tables):
+            if isinstance(ips, list):
+                # Each connection to an address has a port of its own.
+                ips[:] = [ip for ip in ips for _ in range(repeats or 1)]
     return imported
 
 
-def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str], repeats: int) -> NodeTable:
-    """With each address as often as there are connections to it: each has a port of its own."""
+def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str]) -> NodeTable:
     location = Location(here.file, f"hosts[{rank}]")
     if not isinstance(entry, dict) or "ssh" not in entry:
         faults.add(here, f"hosts[{rank}]", entry, f"an entry such as {_ENTRY}")
         return NodeTable(location, None)
-    ips = entry.get("ips") or []
-    ips = [ip for ip in ips for _ in range(repeats)] if isinstance(ips, list) else ips
-    values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": ips}
+    values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": entry.get("ips") or []}
     if isinstance(rdma := entry.get("rdma"), list):
         rdma = [tuple(devices) if isinstance(devices, list) else devices for devices in rdma]
     return NodeTable(location, values | ({"rdma": rdma} if rdma else {}))

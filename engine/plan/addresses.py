@@ -65,8 +65,7 @@ def choose_addresses(
         why = "; ".join(f"{spans(names)}: {problem}" for problem, names in problems.items())
         raise LaunchError("no address is known", why=why, todo=_SET_IPS)
     chosen = _shared_network(nodes, facts, topology, given, backend)
-    ips = _equally_many(nodes, chosen.ips, ring=ring)
-    return Addresses(ips, chosen.reasons, warnings + chosen.warnings)
+    return Addresses(_equally_many(nodes, chosen.ips, ring=ring), chosen.reasons, warnings + chosen.warnings)
 
 
 def _loopback_alone(node: NodeConfig) -> bool:
@@ -267,8 +266,7 @@ def assign_subnets(topology: Topology, facts: Iterable[NodeFacts] = ()) -> list[
     }
     free = (subnet for subnet in POOL.subnets(new_prefix=30) if not any(subnet.overlaps(other) for other in taken))
     cables = [cable for cable in topology.cables if cable.a_device and cable.b_device]
-    hosts = ((cable, *map(str, subnet.hosts())) for cable, subnet in zip(cables, free, strict=False))
-    return [(cable, a, b) for cable, a, b in hosts]
+    return [(cable, str(a), str(b)) for cable, (a, b) in zip(cables, (subnet.hosts() for subnet in free), strict=False)]
 
 
 def setup_commands(topology: Topology, facts: Sequence[NodeFacts] = ()) -> dict[str, list[str]]:

@@ -53,7 +53,8 @@ class JobError(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """One training job. Sizes and counts are mlx-lm's: batch_size is global, iters counts micro-batches."""
+    """One training job: the keys of engine.config.mlx_lm_keys, which has their meanings. Sizes and counts are mlx-lm's:
+    batch_size is global, iters counts micro-batches."""
 
     model: Path
     data: Path
@@ -73,28 +74,22 @@ class Job:
     iters: int = 1000
     """With `epochs`, the trainer computes it from its dataset."""
     epochs: float | None = None
-    """Ours: in place of `iters`."""
     val_batches: int = 25
-    """-1: the whole validation set; 0: no validation."""
     learning_rate: float = 1e-5
     steps_per_report: int = 10
     steps_per_eval: int = 200
     save_best: bool = False
-    """Ours: also save the trained weights after each validation that is the best so far."""
     patience: int | None = None
-    """Ours: end the training after this many validations in a row that are not better than the best; None: never."""
     resume_adapter_file: str | None = None
     save_every: int = 100
     test: bool = False
     test_batches: int = 500
     max_seq_length: int = 2048
     grad_checkpoint: bool | int = False
-    """Layers of this rank that are computed again in the backward pass; True: all."""
     grad_accumulation_steps: int = 1
     clear_cache_threshold: int = 0
     """Bytes of freed memory that MLX may keep; 0: 1 GiB."""
     compile_on_cpu: bool = False
-    """Ours: as on a GPU, have MLX build fused kernels, with g++ where it is installed."""
     lr_schedule: dict[str, Any] | None = None
     lora_parameters: dict[str, Any] = field(default_factory=lambda: dict(_LORA))
     mask_prompt: bool = False
@@ -106,24 +101,16 @@ class Job:
     project_name: str | None = None
     trust_remote_code: bool = False
     max_grad_norm: float | None = None
-    """Ours: clip the global gradient to this norm."""
     optimizer_precision: str = AUTO
-    """Ours: one of OPTIMIZER_PRECISIONS. "auto", where no plan has resolved it: "float32"."""
+    """One of OPTIMIZER_PRECISIONS. "auto", where no plan has resolved it: "float32"."""
     moments: str = AUTO
-    """Ours: one of MOMENTS. "auto", where no plan has resolved it: "float32"."""
+    """One of MOMENTS. "auto", where no plan has resolved it: "float32"."""
     wire: str = "auto"
-    """Ours: how the ranks' results travel. Gradients of strategy "data": in their own type or float32, whichever is
-    less ("auto"), in "float32", or in "int8". Changes of weights of strategy "local": in 4 bits ("auto"), in "float32",
-    or in "int8"."""
     local_steps: int = 16
-    """Ours, of strategy "local": updates of each rank by itself from one averaging of the weights to the next."""
     outer_learning_rate: float = 0.7
-    """Ours, of strategy "local": the factor of the ranks' averaged change. 1 with `outer_momentum` 0 is plain
-    averaging."""
     outer_momentum: float = 0.5
-    """Ours, of strategy "local": the part of earlier averaged changes that is added (Nesterov)."""
     chunking: bool = True
-    """Ours: a split of chunk_size examples or more is streamed in chunks of that size."""
+    """A split of chunk_size examples or more is streamed in chunks of that size."""
     chunk_size: int = COORDINATOR_CHUNK_SIZE
 
     @classmethod

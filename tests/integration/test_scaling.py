@@ -163,7 +163,7 @@ async def test_every_number_of_ranks_has_the_backend_of_all(
         raise LaunchError("not measured")
 
     monkeypatch.setattr("engine.checks.context.probe_all", with_gpu)
-    monkeypatch.setattr("engine.calibration.scaling.time_steps", backend)
+    monkeypatch.setattr("engine.calibration.group.time_steps", backend)
     config = local(home, 2, framework="torch", strategy="ddp")
     auto = config.cluster.model_copy(update={"backend": "auto"})
     scaling, _ = await measured(engine, config.model_copy(update={"cluster": auto}))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.calibration.scaling import batch_of, is_worth_keeping, rank_counts, scaling_point
+from engine.calibration.group import batch_of, is_worth_keeping, rank_counts, scaling_point
 from engine.measurements import PAYS, Scaling, ScalingPoint
 from engine.protocol.measurements import GroupStepReport
 from tests.unit.calibration.test_throughput import step_report

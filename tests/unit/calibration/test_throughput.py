@@ -12,8 +12,8 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from engine.calibration.calibrate import nodes_too_small, ring_pairs, whole_job_on_each
-from engine.calibration.group import group_measure, reports_of
+from engine.calibration.calibrate import ring_pairs, whole_job_on_each
+from engine.calibration.group import group_measure, nodes_too_small, reports_of
 from engine.calibration.throughput import MeasureOutput, _measure, _Measurement, step_batch
 from engine.checks.gradient import GroupOutcome
 from engine.cluster.probe_results import parse_line
