@@ -6,6 +6,7 @@ import json
 import re
 import stat
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,29 +71,13 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     if (long := _LONG_KEY.search(text)) is not None:
         where = f"line {text.count(chr(10), 0, long.start()) + 1}"
         raise DocumentError(path, safe_repr(long[0]), f"keys of at most {_KEY_PARTS} parts", where)
-    try:
-        document = tomllib.loads(text)
-        _check_numbers(path, document)
-        return document, text
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at (line \d+)", str(error))
-        raise DocumentError(path, str(error), "TOML (https://toml.io)", line[1] if line else "the file") from error
-    except _SCALAR_FAULTS as error:
-        raise DocumentError(path, _unreadable(error), "TOML of plain values") from error
+    return _parsed(path, "TOML", lambda: tomllib.loads(text)), text
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
     """The keys of an mlx-lm training YAML. Raises DocumentError."""
     text = read_text(path, "the mlx-lm YAML of [job] config, relative to the folder of flightdeck.toml")
-    try:
-        document = yaml.load(text, _MlxLmLoader)
-        _check_numbers(path, document)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}" if mark else "the file"
-        raise DocumentError(path, safe_repr(error.problem or "not YAML"), "YAML", where) from error
-    except (yaml.YAMLError, *_SCALAR_FAULTS) as error:
-        raise DocumentError(path, _unreadable(error), "YAML of plain values") from error
+    document = _parsed(path, "YAML", lambda: yaml.load(text, _MlxLmLoader))
     if document is None:
         return {}
     if not isinstance(document, dict):
@@ -127,14 +112,27 @@ def read_json(path: Path, text: str) -> Any:
     def refuse(constant: str) -> None:
         raise DocumentError(path, constant, "JSON, which does not have such numbers")
 
+    return _parsed(path, "JSON", lambda: json.loads(text, parse_constant=refuse))
+
+
+def _parsed(path: Path, language: str, parse: Callable[[], Any]) -> Any:
+    """Raises DocumentError with the line of a fault, where the parser names it."""
     try:
-        document = json.loads(text, parse_constant=refuse)
+        document = parse()
         _check_numbers(path, document)
         return document
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at (line \d+)", str(error))
+        raise DocumentError(path, str(error), "TOML (https://toml.io)", line[1] if line else "the file") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}" if mark else "the file"
+        raise DocumentError(path, safe_repr(error.problem or "not YAML"), language, where) from error
     except json.JSONDecodeError as error:
-        raise DocumentError(path, safe_repr(error.msg), "JSON", f"line {error.lineno}") from error
-    except _SCALAR_FAULTS as error:
-        raise DocumentError(path, _unreadable(error), "JSON of plain values") from error
+        raise DocumentError(path, safe_repr(error.msg), language, f"line {error.lineno}") from error
+    except (yaml.YAMLError, *_SCALAR_FAULTS) as error:
+        why = "(nested too deeply)" if isinstance(error, RecursionError) else safe_repr(str(error))
+        raise DocumentError(path, why, f"{language} of plain values") from error
 
 
 def _check_numbers(path: Path, document: Any) -> None:
@@ -152,7 +150,3 @@ def _check_numbers(path: Path, document: Any) -> None:
             waiting += [(f"{key}.{key_text(name)}" if key else key_text(name), item) for name, item in value.items()]
         else:
             waiting += [(f"{key}[{number}]", item) for number, item in enumerate(value)]
-
-
-def _unreadable(error: Exception) -> str:
-    return "(nested too deeply)" if isinstance(error, RecursionError) else safe_repr(str(error))

@@ -3,7 +3,7 @@ marked as such, and what the memory estimate says about other Macs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from engine.errors import memory_text
@@ -27,11 +27,9 @@ _DISPUTED = (
 @dataclass(frozen=True)
 class Rule:
     name: str
-    applies: Callable[[PlanContext, MemoryFit], bool]
+    applies: Callable[[PlanContext, MemoryFit], bool | str | tuple[str, ...]]
+    """False, or "", where it does not; texts fill the {} of its own."""
     text: str
-    """May contain {nodes}, the M4 Max among them; {validation}, what is done about them in validation; {share}, the
-    trainable share; {sizes}, what one Mac of each size can train; {exchange}, what other forms of the exchange would
-    change; and {local}, the steps of data and local."""
     source: str
     disputed: bool = False
 
@@ -40,10 +38,10 @@ _WATCHDOG_BILLIONS = 3.5
 """Parameters of what is called a 4B model: Gemma 3 has 3.9, Qwen3 4.0."""
 
 
-def _whole_on_m4_max(plan: PlanContext, memory: MemoryFit) -> bool:
-    """Full fine-tuning of 4B or more, with the whole model on an M4 Max."""
+def _whole_on_m4_max(plan: PlanContext, memory: MemoryFit) -> str:
+    """The M4 Max that have the whole model in full fine-tuning of 4B or more."""
     whole = plan.full and plan.strategy in ("data", "local") and memory.billions(_WATCHDOG_BILLIONS)
-    return whole and bool(plan.m4_max)
+    return ", ".join(plan.m4_max) if whole else ""
 
 
 def without_validation(context: PlanContext, memory: MemoryFit, rationale: Rationale) -> tuple[str, ...]:
@@ -73,22 +71,22 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sizes",
-        lambda plan, memory: plan.full and memory.shape is not None,
-        "full fine-tuning of this model on one Mac alone, {sizes}",
+        lambda plan, memory: plan.full and _sizes(plan, memory),
+        "full fine-tuning of this model on one Mac alone, {}",
         f"the memory estimate, with {WORKING_SET:.0%} of a Mac's memory for its GPU",
     ),
     Rule(
         "gpu_watchdog_validation",
-        lambda plan, memory: plan.validates and _whole_on_m4_max(plan, memory),
-        "{nodes}: an M4 Max with 128 GB has hit the GPU watchdog while validating a 4B model in full fine-tuning. "
-        f"{{validation}}. {_DISPUTED}",
+        lambda plan, memory: plan.validates and _validation(plan, memory),
+        "{}: an M4 Max with 128 GB has hit the GPU watchdog while validating a 4B model in full fine-tuning. "
+        f"{{}}. {_DISPUTED}",
         f"{USER_REPORTS}; {MAINTAINERS}",
         disputed=True,
     ),
     Rule(
         "gpu_watchdog_training",
-        lambda plan, memory: _whole_on_m4_max(plan, memory) and memory.billions(4.6),
-        "{nodes}: an M4 Max with 128 GB has hit the GPU watchdog while training 7B in full fine-tuning, even "
+        lambda plan, memory: memory.billions(4.6) and _whole_on_m4_max(plan, memory),
+        "{}: an M4 Max with 128 GB has hit the GPU watchdog while training 7B in full fine-tuning, even "
         "with gradient checkpointing and a batch of 2. Leave it out, or give it at most 8 layers of a pipeline. "
         f"{_DISPUTED}",
         f"{USER_REPORTS}; {MAINTAINERS}",
@@ -96,8 +94,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "trained_layers",
-        lambda _, memory: memory.trainable_share is not None,
-        "{share} of the parameters are trained. mlx-lm trains the last num_layers layers (default 16; here all of them "
+        lambda _, memory: "" if memory.trainable_share is None else f"{memory.trainable_share:.2%}",
+        "{} of the parameters are trained. mlx-lm trains the last num_layers layers (default 16; here all of them "
         'for full fine-tuning), and "full" keeps embeddings, final norm and head frozen',
         "mlx-lm's lora.py",
     ),
@@ -114,24 +112,24 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "wire",
-        lambda plan, _: plan.strategy == "data" and exchange_dominates(plan),
-        'the links decide: {exchange}. wire = "int8" rounds the gradients to 8 bits and adds what it has rounded away '
+        lambda plan, _: plan.strategy == "data" and _exchange(plan),
+        'the links decide: {}. wire = "int8" rounds the gradients to 8 bits and adds what it has rounded away '
         "to the next update's: the losses differ slightly from those without, and each rank keeps 2 bytes more per "
         "trained parameter",
         "the calibrated nodes and links",
     ),
     Rule(
         "local",
-        lambda plan, _: local_pays(plan),
-        "the exchange of an update takes longer than its computation: {local}. local is another algorithm, whose "
+        lambda plan, _: local_pays(plan) and _data_and_local(plan),
+        "the exchange of an update takes longer than its computation: {}. local is another algorithm, whose "
         "result differs slightly: each rank trains by itself between two averagings of the weights. A rank keeps up to "
         "8 bytes more per trained parameter, and no sums of gradients",
         "the calibrated nodes and links",
     ),
     Rule(
         "local_gains_nothing",
-        lambda plan, _: local_gains_nothing(plan),
-        "local gains nothing here with these local_steps, save_every and steps_per_eval: {local}. The other two have "
+        lambda plan, _: local_gains_nothing(plan) and _data_and_local(plan),
+        "local gains nothing here with these local_steps, save_every and steps_per_eval: {}. The other two have "
         "the losses of one process",
         "the calibrated nodes and links",
     ),
@@ -155,15 +153,6 @@ RULES: tuple[Rule, ...] = (
 
 _MACS_GB = (64, 128, 512)
 """As Apple names them: 2^30 bytes each."""
-
-
-def exchange_dominates(context: PlanContext) -> bool:
-    """The exchange of an update takes longer than the computation of its last iteration; int8 would shorten it."""
-    predicted = context.throughput
-    if predicted.exchange_s is None or predicted.exchange_s <= max(predicted.compute_s.values()):
-        return False
-    smaller = _predicted(context, "data", "int8")
-    return smaller.exchange_s is not None and smaller.exchange_s < predicted.exchange_s
 
 
 _GAIN = 0.05
@@ -193,34 +182,22 @@ def _predicted(context: PlanContext, strategy: Strategy, wire: str | None = None
     return predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, wire, strategy)
 
 
-def advice_section(
-    context: PlanContext, memory: MemoryFit, not_validating: Collection[str]
-) -> tuple[PlannedAdvice, ...]:
+def advice_section(context: PlanContext, memory: MemoryFit) -> Iterator[PlannedAdvice]:
     """The rules that apply, in the order of the table."""
-    validating = [name for name in context.m4_max if name not in not_validating]
-    values = {
-        "nodes": ", ".join(context.m4_max),
-        "validation": _validation(context, validating),
-        "share": f"{memory.trainable_share:.2%}" if memory.trainable_share is not None else "",
-        "sizes": _sizes(context, memory) if context.full else "",
-        "exchange": _exchange(context) if exchange_dominates(context) else "",
-        "local": _data_and_local(context) if local_pays(context) or local_gains_nothing(context) else "",
-    }
-    return tuple(
-        PlannedAdvice(name=rule.name, text=rule.text.format(**values), source=rule.source, disputed=rule.disputed)
-        for rule in RULES
-        if rule.applies(context, memory)
-    )
+    for rule in RULES:
+        if texts := rule.applies(context, memory):
+            text = rule.text.format(*(texts if isinstance(texts, tuple) else (texts,)))
+            yield PlannedAdvice(name=rule.name, text=text, source=rule.source, disputed=rule.disputed)
 
 
-def _validation(context: PlanContext, validating: Sequence[str]) -> str:
-    """The sentence on an M4 Max in validation: left out already, or how to leave it out."""
-    if not validating:
-        return "It is kept out of validation"
-    off = "Turn validation off (val_batches = 0)"
-    if len(validating) == context.ranks:
-        return off
-    return f"{off}, or leave it to the others ([[node]] validate = false on {', '.join(validating)})"
+def _validation(context: PlanContext, memory: MemoryFit) -> tuple[str, str] | str:
+    """The M4 Max, and the sentence on them in validation: left out already, or how to leave them out."""
+    nodes, kept_out = _whole_on_m4_max(context, memory), without_validation(context, memory, Rationale())
+    validating = [name for name in context.m4_max if name not in kept_out]
+    how = "Turn validation off (val_batches = 0)" if validating else "It is kept out of validation"
+    if 0 < len(validating) < context.ranks:
+        how += f", or leave it to the others ([[node]] validate = false on {', '.join(validating)})"
+    return nodes and (nodes, how)
 
 
 def _sizes(context: PlanContext, memory: MemoryFit) -> str:
@@ -242,13 +219,22 @@ def _sizes(context: PlanContext, memory: MemoryFit) -> str:
 
 
 def _exchange(context: PlanContext) -> str:
-    """The step with each form of the exchange."""
-    steps = []
-    for wire in ("float32", AUTO, "int8"):
-        predicted = _predicted(context, "data", wire)
-        if predicted.exchange_s is not None and predicted.step_s is not None:
-            steps.append(f'"{wire}" {predicted.step_s:.2f} s ({predicted.exchange_s:.2f} s of exchange)')
-    compute = max(context.throughput.compute_s.values())
+    """The step with each form of the exchange, where that of an update takes longer than the computation of its last
+    iteration, and int8 would shorten it."""
+    predicted = {wire: _predicted(context, "data", wire) for wire in ("float32", AUTO, "int8")}
+    now, smaller = context.throughput.exchange_s, predicted["int8"].exchange_s
+    if (
+        now is None
+        or smaller is None
+        or now <= (compute := max(context.throughput.compute_s.values()))
+        or smaller >= now
+    ):
+        return ""
+    steps = [
+        f'"{wire}" {step.step_s:.2f} s ({step.exchange_s:.2f} s of exchange)'
+        for wire, step in predicted.items()
+        if step.exchange_s is not None and step.step_s is not None
+    ]
     return f"an iteration computes for {compute:.2f} s, and takes with wire = " + ", ".join(steps)
 
 

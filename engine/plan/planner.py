@@ -161,7 +161,6 @@ def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
         scripts_own = isinstance(needed.settings, document.Disabled)
         context = replace(context, inputs=replace(inputs, strategy=AUTO if scripts_own else needed.chosen.strategy))
     not_validating = without_validation(context, needed, rationale)
-    advised = advice_section(context, needed, not_validating)
     return document.TrainingPlan(
         strategy=strategy_section(
             context, needed.split, needed.trained, rationale, automatic=AUTO in (inputs.strategy, context.strategy)
@@ -188,7 +187,7 @@ def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
         torch=torch_section(context, needed, rationale) if isinstance(needed, TorchFit) else document.NOT_TORCH,
         data=document.DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
         data_quality=data_quality_section(context, rationale),
-        advice=advised,
+        advice=tuple(advice_section(context, needed)),
         warnings=tuple(dict.fromkeys(rationale.warnings)),
         refusals=tuple(dict.fromkeys(rationale.refusals)),
         reasons=tuple(rationale.reasons),

@@ -73,9 +73,9 @@ def ways_out(
         job.changed(adapters(workloads)),
     ]
     offered += first_of_each(kinds)
-    divided = [*islice(job.sharded(), 1)] if splittable else []
+    divided = [*islice(job.sharded(len(places)), 1)] if splittable and workloads[0].strategy not in PARTITIONED else []
     offered += divided
-    more = job.more_nodes() if splittable and not divided else ()
+    more = job.sharded(_MOST_RANKS, own=False) if splittable and not divided else ()
     return (*(offered or islice(job.together(fixed), 1)), *islice(more, 1))
 
 
@@ -185,29 +185,17 @@ class _Job:
             change += f' and strategy = "{strategy}"' if strategy != current else ""
             yield from self._try(change, [self._over(strategy, ranks)] * ranks, [place.limit_bytes for place in kept])
 
-    def sharded(self) -> Iterator[WayOut]:
-        """The state divided over the fewest of the job's nodes."""
-        largest = self._largest_first()
-        most = 0 if self.workloads[0].strategy in PARTITIONED else len(largest)
+    def sharded(self, most: int, *, own: bool = True) -> Iterator[WayOut]:
+        """The state divided over the fewest nodes: of the job's `own`, or like its largest."""
+        largest, first = self._largest_first(), self.workloads[0]
         for ranks in range(2, most + 1):
-            names = ", ".join(place.node for place in largest[:ranks])
-            limits = [place.limit_bytes for place in largest[:ranks]]
-            change = f"{self._sharding(ranks)} over {names}"
-            yield from self._try(change, [self._over("sharded", ranks)] * ranks, limits)
-
-    def more_nodes(self) -> Iterator[WayOut]:
-        """The state divided over the fewest nodes like the job's largest."""
-        largest = self._largest_first()
-        for ranks in range(2, _MOST_RANKS + 1):
-            change = f"{self._sharding(ranks)} over {ranks} nodes like {largest[0].node}"
-            yield from self._try(change, [self._over("sharded", ranks)], [largest[0].limit_bytes])
-
-    def _sharding(self, ranks: int) -> str:
-        """The settings for it: no int8, and a sequence for each rank."""
-        settings = ['strategy = "sharded"']
-        settings += ['wire = "auto"'] if self.workloads[0].wire == "int8" else []
-        settings += [f"batch_size = {ranks}"] if sum(workload.batch for workload in self.workloads) < ranks else []
-        return " and ".join(settings)
+            # There is no int8 for it, and a sequence for each rank.
+            settings = ['strategy = "sharded"', *['wire = "auto"'] * (first.wire == "int8")]
+            settings += [f"batch_size = {ranks}"] * (sum(workload.batch for workload in self.workloads) < ranks)
+            nodes = largest[:ranks] if own else largest[:1]
+            over = ", ".join(place.node for place in nodes) if own else f"{ranks} nodes like {nodes[0].node}"
+            workloads, limits = [self._over("sharded", ranks)] * len(nodes), [place.limit_bytes for place in nodes]
+            yield from self._try(f"{' and '.join(settings)} over {over}", workloads, limits)
 
     def _largest_first(self) -> list[RankPlace]:
         return sorted(self.places, key=lambda place: place.limit_bytes or 0, reverse=True)

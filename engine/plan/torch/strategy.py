@@ -164,27 +164,20 @@ def candidates(
     passes = [
         (way, place, recompute)
         for place in places
-        for recompute in (False, True)
+        for recompute in ((False, True) if recomputed == AUTO else (bool(recomputed),))
         for way in (_ORDER if place == "none" else _OFFLOADS)[size]
     ]
     for (strategy, how), offload, checkpoint in passes:
-        if recomputed != AUTO and bool(recomputed) != checkpoint:
-            continue
-        if asked.get("strategy", strategy) != strategy or asked.get("offload", offload) != offload:
-            continue
+        settings = {"strategy": strategy, **how, "offload": offload}
+        contradicts = any(asked.get(key, value) != value for key, value in settings.items())
         # DeepSpeed's documentation of offload_optimizer: nvme is for stage 3 alone.
-        if offload == "nvme" and how != {"zero_stage": 3}:
-            continue
+        wrong_stage = offload == "nvme" and how != {"zero_stage": 3}
         # `fully_shard` offloads from a GPU only.
-        if offload != "none" and strategy == "fsdp" and not on_gpu:
-            continue
-        if any(key in asked and asked[key] != value for key, value in how.items()):
-            continue
+        no_gpu = offload != "none" and strategy == "fsdp" and not on_gpu
         # One rank has nobody to share with: sharding is of use only to offload.
-        if ranks == 1 and strategy != "ddp" and offload == "none" and "strategy" not in asked:
-            continue
-        settings = {"strategy": strategy, **how, "offload": offload, "precision": precision}
-        allowed.append(ChosenTorchSettings(**settings, grad_checkpoint=checkpoint))
+        alone = ranks == 1 and strategy != "ddp" and offload == "none" and "strategy" not in asked
+        if not (contradicts or wrong_stage or no_gpu or alone):
+            allowed.append(ChosenTorchSettings(**settings, precision=precision, grad_checkpoint=checkpoint))
     return list(dict.fromkeys(allowed))
 
 
