@@ -11,8 +11,7 @@ from engine.errors import InputError, spans
 from engine.plan.context import PlanContext, version_numbers
 from engine.plan.document import Rationale
 from engine.plan.memory.architecture import Architecture, Layer, Matrix
-from engine.plan.memory.packing import OF_LAYER, quantized_as
-from engine.plan.memory.shape import ModelShape, trained_element_bytes
+from engine.plan.memory.shape import OF_LAYER, ModelShape, quantized_as, trained_element_bytes
 from engine.protocol.launchers import nested_in_command
 from engine.security.sanitise import plain
 

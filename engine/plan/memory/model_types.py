@@ -7,14 +7,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.plan.memory.architecture import Architecture, ConfigReader, Layer, Matrix, Sublayer, cannot_estimate
-from engine.plan.memory.sublayers import (
+from engine.plan.memory.architecture import (
     GATED_GELU,
     RELU_SQUARED,
     SILU,
+    Architecture,
     Attention,
+    ConfigReader,
+    Layer,
     Mamba2,
+    Matrix,
+    Sublayer,
     attention,
+    cannot_estimate,
     experts,
     gated_delta,
     mamba,
@@ -22,7 +27,7 @@ from engine.plan.memory.sublayers import (
     mlp,
     shared_expert,
     short_convolution,
-)
+)  # fmt: skip
 
 _NO_BIAS = Attention(qkv_bias=False, out_bias=False)
 _EVEN_NO_BIAS = Attention("even", qkv_bias=False, out_bias=False)

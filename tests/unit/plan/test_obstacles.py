@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.utils import MODEL_REMAPPING
 
 from engine.plan.document import PlanIssue, TrainingPlan
-from engine.plan.memory.packing import quantized_as
+from engine.plan.memory.shape import quantized_as
 from engine.plan.planner import make_plan
 from engine.protocol.partition import SPLITTABLE_MODULES, mlx_module
 from tests.bench.tiny_models import model_types

@@ -13,8 +13,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from engine.plan.memory.estimate import RankWorkload, estimate
-from engine.plan.memory.packing import quantization
-from engine.plan.memory.shape import ModelShape
+from engine.plan.memory.shape import ModelShape, quantization
 from engine.plan.planner import make_plan
 from tests.unit.plan.clusters import inputs, mac
 from tests.unit.plan.memory.tiny import TINY
