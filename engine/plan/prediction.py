@@ -91,11 +91,8 @@ def _exchange_of(
     settings = {**DEFAULTS, **config.job.mlx_lm}
     chosen, accumulation = wire or str(settings["wire"]), int(settings["grad_accumulation_steps"])
     link, size = calibration.all_ranks, calibration.gradient_bytes
-    local = strategy == "local"
-    if local:
-        seconds = averaging_s(link, size, averaging(chosen, ranks))
-    else:
-        seconds = exchange_s(link, size, exchange(chosen, ranks, calibration.element_bytes, accumulation))
+    local, summed = strategy == "local", exchange(chosen, ranks, calibration.element_bytes, accumulation)
+    seconds = exchange_s(link, size, averaging(chosen, ranks) if local else summed)
     if seconds is None:
         raise ValueError("the all_sum over all ranks was not measured")
     if ranks > 1 and (name := "local" if local else "data") not in calibration.connected_as:
@@ -188,35 +185,21 @@ def step_s(measure: NodeMeasure, batch: int) -> float:
     return overhead + (whole - overhead) * batch / measure.batch
 
 
-def exchange_s(link: LinkMeasure | None, float32_bytes: int | None, form: Exchange) -> float | None:
+def exchange_s(link: LinkMeasure | None, float32_bytes: int | None, form: Exchange | Averaging) -> float | None:
     """Seconds of an exchange of gradients, `float32_bytes` in float32: buckets · latency + sent · β, one bucket after
     the other, each on the line through the two measured sizes of an all_sum (one number, and ALL_SUM_LARGE_BYTES),
-    after Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994. 0 for one rank; None if not
-    measured."""
-    if float32_bytes is None:
-        return 0.0 if form.ranks == 1 else None
-    elements = float32_bytes / _FLOAT32_BYTES
-    return _sending_s(link, form.ranks, elements * form.sent, buckets(int(elements)))
-
-
-def averaging_s(link: LinkMeasure | None, float32_bytes: int | None, form: Averaging) -> float | None:
-    """Seconds of an averaging of strategy "local" by the same line: what all members send goes through rank 0's link,
-    and then what they get. None if not measured."""
-    if float32_bytes is None:
-        return 0.0 if form.ranks == 1 else None
-    return _sending_s(link, form.ranks, float32_bytes / _FLOAT32_BYTES * 2 * form.through_rank_0)
-
-
-def _sending_s(link: LinkMeasure | None, ranks: int, size: float, messages: int = 1) -> float | None:
-    """Seconds in which a rank sends `size` bytes to another, in so many messages; 0 for one rank."""
-    if ranks == 1:
+    after Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994. An averaging of strategy
+    "local" is one message on that line. 0 for one rank; None if not measured."""
+    if form.ranks == 1:
         return 0.0
-    if link is None or link.latency_s is None or not link.bandwidth_bytes_per_s:
+    if float32_bytes is None or link is None or link.latency_s is None or not link.bandwidth_bytes_per_s:
         return None
+    elements = float32_bytes / _FLOAT32_BYTES
+    messages = buckets(int(elements)) if isinstance(form, Exchange) else 1
     all_sum = max(0.0, 1 / link.bandwidth_bytes_per_s - link.latency_s / ALL_SUM_LARGE_BYTES)
     # An all_sum of a byte sends more than that, or less.
-    sent = exchange("float32", ranks, _FLOAT32_BYTES).sent / _FLOAT32_BYTES
-    return link.latency_s * messages + size * all_sum / sent
+    sent = exchange("float32", form.ranks, _FLOAT32_BYTES).sent / _FLOAT32_BYTES
+    return link.latency_s * messages + elements * form.sent * all_sum / sent
 
 
 def _tokens_per_s(measures: list[NodeMeasure], examples_per_s: float) -> float | None:

@@ -73,9 +73,9 @@ class Averaging:
     """Sent by a rank other than 0; it gets as many back."""
 
     @property
-    def through_rank_0(self) -> float:
-        """Bytes per element that rank 0 receives, and sends as many."""
-        return (self.ranks - 1) * self.element_bytes
+    def sent(self) -> float:
+        """Bytes per element over rank 0's link: all that the others send, and then all that they get."""
+        return 2 * (self.ranks - 1) * self.element_bytes
 
 
 def averaging(wire: str, ranks: int) -> Averaging:

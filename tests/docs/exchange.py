@@ -9,7 +9,7 @@ from engine.config.mlx_lm_keys import DEFAULTS
 from engine.measurements import LinkMeasure
 from engine.plan.memory.estimate import RankWorkload, estimate
 from engine.plan.memory.shape import ModelShape, trained_element_bytes
-from engine.plan.prediction import averaging_s, exchange_s, mean_updates
+from engine.plan.prediction import exchange_s, mean_updates
 from engine.protocol.exchange import Averaging, Exchange, averaging, exchange
 from tests.bench.known_sizes import QWEN3_4B, QWEN3_14B
 
@@ -37,7 +37,7 @@ def seconds(trained: int, form: Exchange | Averaging, bytes_per_s: float) -> flo
     latency."""
     # What a rank sends for an all_sum of two ranks is as large as its result.
     link = LinkMeasure(nodes=("a", "b"), latency_s=0.0, bandwidth_bytes_per_s=bytes_per_s)
-    found = averaging_s(link, 4 * trained, form) if isinstance(form, Averaging) else exchange_s(link, 4 * trained, form)
+    found = exchange_s(link, 4 * trained, form)
     assert found is not None
     return found
 

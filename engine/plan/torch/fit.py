@@ -3,10 +3,9 @@ with which a job that is too large would fit."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import InputError, memory_text
 from engine.models import NvidiaGpu
@@ -70,7 +69,8 @@ class TorchFit(MemoryFit):
 
 def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
     """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
-    on_gpu, gpus = _gpus(context)
+    on_gpu, places = context.backend == "nccl", [_place(context, rank) for rank in range(context.ranks)]
+    gpus = tuple(place.gpu for place in places) if on_gpu else ()
     if (reason := _scripts_own(context)) is not None:
         rationale.explain("settings", Source.USER, reason)
         memory = unknown_memory(context, InputError("the job runs a custom command"), rationale)
@@ -79,7 +79,7 @@ def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
     precision = _precision(context, asked["precision"], gpus, rationale)
     try:
         shape = model_shape(context)
-        job = _Job(shape, _workloads(context, on_gpu), _limits(context, gpus, on_gpu), _host_limits(context))
+        job = _Job(shape, _workloads(context, on_gpu), places)
         options = job.options(asked, precision)
         if not options:
             rationale.refuse(
@@ -150,33 +150,32 @@ def _requested(context: PlanContext) -> dict[str, Any]:
     return asked | ({"precision": MIXED_PRECISIONS[named]} if named in MIXED_PRECISIONS else {})
 
 
-def _gpus(context: PlanContext) -> tuple[bool, tuple[NvidiaGpu | None, ...]]:
-    """(the ranks compute on GPUs, each rank's GPU): the one of its place on its machine."""
-    on_gpu = context.backend == "nccl"
-    if not on_gpu:
-        return False, ()
-    nodes, facts = context.inputs.config.nodes, context.inputs.facts
-    hosts = [node.ssh for node in nodes]
-    gpus = []
-    for rank, node in enumerate(nodes):
-        on_host = facts[node.name].gpus if node.name in facts else ()
-        place = hosts[:rank].count(node.ssh)
-        gpus.append(on_host[place] if place < len(on_host) else None)
-    return True, tuple(gpus)
+class _Place(NamedTuple):
+    """Where a rank runs, with limits in bytes."""
+
+    gpu: NvidiaGpu | None
+    """None where it is not known, and on the CPU."""
+    limit: int | None
+    limit_from: str
+    host_limit: int | None
+    """Its part of its machine's memory."""
 
 
-def _host_limits(context: PlanContext) -> tuple[int | None, ...]:
-    """Each rank's part of its machine's memory, bytes."""
-    hosts = {node.name: node.ssh for node in context.inputs.config.nodes}
-    by_rank = (context.inputs.facts.get(name) for name in hosts)
-    sizes = (facts.memory_total_bytes if facts is not None else None for facts in by_rank)
-    ranks = Counter(hosts.values())
-    return tuple(size and size // ranks[host] for size, host in zip(sizes, hosts.values(), strict=True))
-
-
-def _limits(context: PlanContext, gpus: Sequence[NvidiaGpu | None], on_gpu: bool) -> tuple[int | None, ...]:
-    """Bytes; unknown of a GPU that is divided (MIG), since a rank then has a part of it."""
-    return tuple(gpu.memory_bytes if gpu and not gpu.mig else None for gpu in gpus) if on_gpu else _host_limits(context)
+def _place(context: PlanContext, rank: int) -> _Place:
+    hosts = [node.ssh for node in context.inputs.config.nodes]
+    facts = context.inputs.facts.get(context.names[rank])
+    memory = facts.memory_total_bytes if facts is not None else None
+    host_limit = memory and memory // hosts.count(hosts[rank])
+    if context.backend != "nccl":
+        part, unknown = "the rank's part of the machine's memory", "the node did not report its memory"
+        return _Place(None, host_limit, unknown if host_limit is None else part, host_limit)
+    gpus, number = facts.gpus if facts is not None else (), hosts[:rank].count(hosts[rank])
+    gpu = gpus[number] if number < len(gpus) else None
+    if gpu is not None and gpu.mig:
+        divided = "the GPU is divided (MIG), and the memory of the rank's part is not known"
+        return _Place(gpu, None, divided, host_limit)
+    limit = gpu.memory_bytes if gpu is not None else None
+    return _Place(gpu, limit, "the GPU was not reported" if limit is None else "the GPU's memory", host_limit)
 
 
 def _workloads(context: PlanContext, on_gpu: bool) -> tuple[TorchWorkload, ...]:
@@ -195,12 +194,9 @@ def _workloads(context: PlanContext, on_gpu: bool) -> tuple[TorchWorkload, ...]:
 
 @dataclass(frozen=True)
 class _Job:
-    """The ranks, with their limits in bytes."""
-
     shape: ModelShape
     workloads: tuple[TorchWorkload, ...]
-    limits: tuple[int | None, ...]
-    host_limits: tuple[int | None, ...]
+    places: Sequence[_Place]
 
     def options(
         self, asked: Mapping[str, Any], precision: str, *, all_of_them: bool = False
@@ -209,15 +205,18 @@ class _Job:
         return candidates(asked, precision, self.shape.total_parameters, ranks=ranks, on_gpu=on_gpu)
 
     def choose(self, options: Sequence[ChosenTorchSettings]) -> StrategyChoice:
-        return choose_strategy(self.shape, self.workloads, self.limits, options, self.host_limits)
+        limits, host_limits = [place.limit for place in self.places], [place.host_limit for place in self.places]
+        return choose_strategy(self.shape, self.workloads, limits, options, host_limits)
 
     def largest_batch(self, chosen: ChosenTorchSettings) -> int | None:
         sizes = [
             largest_batch(torch_estimates(self.shape, with_torch_settings(workload, chosen)), limit)
-            for workload, limit in set(zip(self.workloads, self.limits, strict=True))
+            for workload, limit in {
+                (load, place.limit) for load, place in zip(self.workloads, self.places, strict=True)
+            }
             if limit is not None
         ]
-        return min(sizes) if sizes and None not in self.limits else None
+        return min(sizes) if all(place.limit is not None for place in self.places) else None
 
 
 def _unestimated(asked: Mapping[str, Any], why: InputError, rationale: Rationale) -> ChosenTorchSettings:
@@ -252,23 +251,16 @@ def _rows(
 ) -> tuple[list[RankMemory], list[str]]:
     """The ranks, and which of their machines have too little memory."""
     rows, short = [], []
-    ranks = zip(context.inputs.config.nodes, job.workloads, job.limits, job.host_limits, strict=True)
-    divided = {name for name, gpu in zip(context.names, _gpus(context)[1], strict=False) if gpu and gpu.mig}
-    for node, workload, limit, host in ranks:
+    for node, workload, place in zip(context.names, job.workloads, job.places, strict=True):
         memory = torch_estimate(job.shape, with_torch_settings(workload, chosen))
-        source = "the GPU's memory" if workload.on_gpu else "the rank's part of the machine's memory"
-        if limit is None:
-            source = "the GPU was not reported" if workload.on_gpu else "the node did not report its memory"
-        if node.name in divided:
-            source = "the GPU is divided (MIG), and the memory of the rank's part is not known"
         host_need = f", and {memory_text(memory.host_bytes)} of the machine's memory {memory.host_use}"
         need = f"{memory_text(memory.needed_bytes)} with the reserve{host_need if memory.host_bytes else ''}"
         how = f"{workload.batch} × {workload.sequence:,} tokens, from config.json: {label(chosen)}, {chosen.precision}"
-        rationale.explain(f"memory.{node.name}", Source.RULE, f"{need}, {how}; limit: {source}")
-        if host is not None and memory.host_bytes > host:
-            text = f"{node.name} needs {memory_text(memory.host_bytes)} of {memory_text(host)} of its machine's memory"
-            short.append(f"{text} {memory.host_use}")
-        rows.append(rank_memory(memory, node.name, limit, source))
+        rationale.explain(f"memory.{node}", Source.RULE, f"{need}, {how}; limit: {place.limit_from}")
+        if place.host_limit is not None and memory.host_bytes > place.host_limit:
+            needs = f"{memory_text(memory.host_bytes)} of {memory_text(place.host_limit)}"
+            short.append(f"{node} needs {needs} of its machine's memory {memory.host_use}")
+        rows.append(rank_memory(memory, node, place.limit, place.limit_from))
     return rows, short
 
 
@@ -311,7 +303,7 @@ def _ways_out(job: _Job, asked: Mapping[str, Any], precision: str, context: Plan
         for ranks in powers_of_two(_MOST_RANKS):
             if ranks > len(job.workloads):
                 one = replace(job.workloads[0], world_size=ranks, batch=-(-batch // ranks))
-                larger = _Job(job.shape, (one, one), job.limits[:1] * 2, job.host_limits[:1] * 2)
+                larger = _Job(job.shape, (one, one), (job.places[0],) * 2)
                 yield from way(f"{ranks} ranks like {context.names[0]}", attempt(larger, free))
 
     fewer = changed(fewer_sequences(job.workloads, context.settings.get("iters")))

@@ -12,7 +12,6 @@ from engine.config.models import Config
 from engine.measurements import Calibration, GroupMeasure, LinkMeasure, Shares, ThroughputPrediction
 from engine.plan.prediction import (
     UpdateExchange,
-    averaging_s,
     exchange_s,
     mean_updates,
     predict_iteration,
@@ -165,7 +164,7 @@ def local(deck: Config, **keys: Any) -> Config:
 )
 def test_the_bytes_that_a_change_of_a_weight_takes(wire: str, ranks: int, element_bytes: float, through: float) -> None:
     form = averaging(wire, ranks)
-    assert (form.element_bytes, form.through_rank_0) == pytest.approx((element_bytes, through))
+    assert (form.element_bytes, form.sent) == pytest.approx((element_bytes, 2 * through))
 
 
 @given(st.integers(1, 10**10), st.integers(2, 16), st.floats(1e5, 1e10))
@@ -174,9 +173,9 @@ def test_an_averaging_of_float32_takes_as_long_as_rank_0_needs_for_all_messages(
 ) -> None:
     """In a ring each rank sends 2 (N - 1) / N times the result, so that the link is as fast as that says."""
     whole = LinkMeasure(nodes=("a", "b"), latency_s=0.0, bandwidth_bytes_per_s=bytes_per_s / (2 * (ranks - 1) / ranks))
-    found = averaging_s(whole, 4 * elements, averaging("float32", ranks))
+    found = exchange_s(whole, 4 * elements, averaging("float32", ranks))
     assert found == pytest.approx(2 * (ranks - 1) * 4 * elements / bytes_per_s)
-    small = averaging_s(whole, 4 * elements, averaging("auto", ranks))
+    small = exchange_s(whole, 4 * elements, averaging("auto", ranks))
     assert found is not None and small is not None and found / small == pytest.approx(32 / 4.5)
 
 
@@ -191,7 +190,7 @@ def test_a_local_step_is_the_slowest_ranks_and_its_part_of_an_averaging(
     whole = {"iters": 16 * steps * accumulation, "save_every": steps * accumulation, "val_batches": 0}
     deck = local(config(names, batch=64), local_steps=steps, grad_accumulation_steps=accumulation, **whole)
     found = predict_throughput(deck, taken, divide_batch(deck, taken))
-    assert found.exchange_s == averaging_s(link, taken.gradient_bytes, averaging("auto", len(names)))
+    assert found.exchange_s == exchange_s(link, taken.gradient_bytes, averaging("auto", len(names)))
     assert found.exchange_s is not None and found.step_s is not None
     update = accumulation * max(found.compute_s.values()) + found.exchange_s / steps + 1e-3
     assert found.step_s * accumulation == pytest.approx(update)
