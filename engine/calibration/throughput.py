@@ -82,8 +82,8 @@ async def measure_nodes(
         hosts = hosts_of(context.config.nodes).values()
         measured = await gather_all(measurement.host(ranks) for ranks in hosts)
     figures = {rank: figure for host in measured for rank, figure in host.items()}
-    sizes = {size for _, size in figures.values() if size is not None}
-    nodes = [figures[rank][0] for rank in sorted(figures)]
+    sizes = {figure.gradient_bytes for figure in figures.values()} - {None}
+    nodes = [_measure(node, figures[rank]) for rank, node in enumerate(context.config.nodes)]
     return nodes, sizes.pop() if len(sizes) == 1 else None, leases.leftovers
 
 
@@ -102,23 +102,23 @@ class _Measurement:
         files = {f"rank{rank}.json": json.dumps(spec) for rank, spec in specs.items()}
         await self.leases.write(layout, self._folder(layout), files)
 
-    async def host(self, ranks: tuple[int, ...]) -> dict[int, tuple[NodeMeasure, int | None]]:
-        """The measures of a machine's ranks, one after another, and the bytes of their gradients."""
+    async def host(self, ranks: tuple[int, ...]) -> dict[int, MeasureResult]:
+        """The measures of a machine's ranks, one after another."""
         return {rank: await self._rank(rank) for rank in ranks}
 
-    async def _rank(self, rank: int) -> tuple[NodeMeasure, int | None]:
+    async def _rank(self, rank: int) -> MeasureResult:
         node = self.context.config.nodes[rank]
         if (needed := self.too_large.get(node.name)) is not None:
             why = f"not measured by itself: the whole job needs {needed}"
             self._report(node, "not measured", 0.0, None, why)
-            return NodeMeasure(node=node.name, host=node.ssh, problem=why), None
+            return MeasureResult(problem=why)
         try:
             figures = await self._measured(rank, node)
         except (FlightDeckError, OSError, TimeoutError) as error:
             figures = MeasureResult(problem=plain(str(error) or "no answer in time", 300))
         phase = "not measured" if figures.examples_per_s is None else "measured"
         self._report(node, phase, figures.measured_s, figures.examples_per_s, figures.problem or "")
-        return _measure(node, figures), figures.gradient_bytes
+        return figures
 
     async def _measured(self, rank: int, node: NodeConfig) -> MeasureResult:
         layout = await self.context.layout_of(node)

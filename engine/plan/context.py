@@ -149,14 +149,9 @@ class PlanContext:
     @property
     def m4_max(self) -> list[str]:
         """The nodes that are an M4 Max, of at most 128 GB."""
-        facts = self.inputs.facts
-        return [
-            name
-            for name in self.names
-            if name in facts
-            and "M4 Max" in (facts[name].chip or "")
-            and (facts[name].memory_total_bytes or 0) <= _M4_MAX_BYTES
-        ]
+        known = ((name, fact) for name in self.names if (fact := self.inputs.facts.get(name)) is not None)
+        m4_max = ((name, fact) for name, fact in known if "M4 Max" in (fact.chip or ""))
+        return [name for name, fact in m4_max if (fact.memory_total_bytes or 0) <= _M4_MAX_BYTES]
 
     @property
     def validates(self) -> bool:
@@ -214,14 +209,10 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
             micro = shares.micro_batches(int(batch))
         except ValueError as error:
             rationale.refuse("batch_size", str(error))
-    return PlanContext(inputs, _platform(inputs), shares, micro, _throughput(inputs, shares))
-
-
-def _throughput(inputs: PlanInputs, shares: Shares) -> ThroughputPrediction:
-    why_not = (inputs.division and inputs.division.why_not) or why_unused(inputs)
-    if why_not is not None:
-        return ThroughputPrediction(why_not=why_not)
-    return predict_throughput(inputs.config, inputs.calibration, shares, strategy=inputs.strategy)
+    throughput = ThroughputPrediction(why_not=(inputs.division and inputs.division.why_not) or why_unused(inputs))
+    if throughput.why_not is None:
+        throughput = predict_throughput(config, inputs.calibration, shares, strategy=inputs.strategy)
+    return PlanContext(inputs, _platform(inputs), shares, micro, throughput)
 
 
 def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:

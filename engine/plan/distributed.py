@@ -69,6 +69,7 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
     plan, backend = inputs.network, context.backend
     infiniband = plan is not None and plan.infiniband
     enabled = backend in _OVER_RDMA or infiniband
+    network_name = None if backend is None else "InfiniBand" if infiniband else "Thunderbolt" if enabled else "TCP"
     if plan is None:
         reason = f"no backend: {inputs.network_problem}"
     elif context.ranks == 1:
@@ -96,7 +97,7 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
         enabled=enabled,
         platform=context.platform,
         backend=backend if context.ranks > 1 else "none",
-        network=_network_name(backend, infiniband=infiniband) if context.ranks > 1 else "none",
+        network=network_name if context.ranks > 1 else "none",
         expected_speedup=speed_up,
         env_vars={name: inputs.rank_environment.get(name, value) for name, value in wanted.items()} | of_mlx,
         setup=_setup(context, enabled=enabled),
@@ -104,12 +105,6 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
         latency_s=measured.latency_s if measured is not None else None,
         bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s if measured is not None else None,
     )
-
-
-def _network_name(backend: str | None, *, infiniband: bool) -> str | None:
-    if backend in _OVER_RDMA:
-        return "Thunderbolt"
-    return ("InfiniBand" if infiniband else "TCP") if backend is not None else None
 
 
 def _setup(context: PlanContext, *, enabled: bool) -> tuple[str, ...]:

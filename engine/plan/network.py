@@ -335,13 +335,10 @@ def _too_few_gpus(config: Config, fact: NodeFacts | None, ranks: int) -> str:
 
 def _for_local(backend: str) -> _BackendChoice:
     if backend not in ("auto", "ring"):
-        todo = 'set backend = "ring" in [cluster]'
-        why = 'strategy "local" has TCP connections of its own'
+        why, todo = 'strategy "local" has TCP connections of its own', 'set backend = "ring" in [cluster]'
         raise LaunchError(f"{backend} is not possible", why=why, todo=todo)
-    reason = (
-        "strategy local averages over TCP connections of its own, from each rank to rank 0: RDMA is of no use to it"
-    )
-    return _BackendChoice("ring", (reason,))
+    own = "strategy local averages over TCP connections of its own, from each rank to rank 0"
+    return _BackendChoice("ring", (f"{own}: RDMA is of no use to it",))
 
 
 _NO_SEND = "a pipeline sends activations from rank to rank, and MLX's NCCL backend has neither send nor recv"

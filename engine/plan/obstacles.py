@@ -47,7 +47,9 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
     config = context.inputs.model
     if config is None or not context.settings:
         return
-    architecture, has_experts = _architecture(config), _expert_count(config) > 1
+    architecture, text = _architecture(config), config.get("text_config")
+    counts = (table.get(key) for table in (config, text) if isinstance(table, Mapping) for key in _EXPERTS)
+    has_experts = any(isinstance(count, int) and count > 1 for count in counts)
     if architecture is not None:
         has_experts = any(matrix.copies > 1 for layer in architecture.layers for matrix in layer.matrices)
     _MODEL_OBSTACLES[context.job.framework](context, config, rationale, has_experts)
@@ -125,12 +127,6 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     with contextlib.suppress(InputError):
         return ModelShape.from_config(config).architecture
     return None
-
-
-def _expert_count(config: Mapping[str, Any]) -> int:
-    text = config.get("text_config")
-    tables = (config, text) if isinstance(text, Mapping) else (config,)
-    return max((value for table in tables for key in _EXPERTS if isinstance(value := table.get(key), int)), default=0)
 
 
 def _check_adapters(

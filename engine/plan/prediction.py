@@ -232,17 +232,11 @@ def predict(
     predicted = predict_throughput(config, calibration, shares)
     if division is not None and division.why_not is not None:
         predicted = ThroughputPrediction(compute_s=predicted.compute_s, why_not=division.why_not)
-    stale = calibration is not None and is_stale(config, calibration, now)
-    return Prediction(calibration, stale, shares, predicted, _micro_batches(config, shares))
+    stale, batch = calibration is not None and is_stale(config, calibration, now), config.job.mlx_lm.get("batch_size")
+    micro = shares.micro_batches(batch) if isinstance(batch, int) and batch >= len(shares.parts) else None
+    return Prediction(calibration, stale, shares, predicted, micro)
 
 
 def division_of(prediction: Prediction) -> Division:
     """The division that a new run stores."""
     return Division.model_validate({**vars(prediction.shares), **vars(prediction.throughput)})
-
-
-def _micro_batches(config: Config, shares: Shares) -> dict[str, int] | None:
-    batch = config.job.mlx_lm.get("batch_size")
-    if not isinstance(batch, int) or batch < len(shares.parts):
-        return None
-    return shares.micro_batches(batch)

@@ -104,7 +104,7 @@ def _refuse_impossible(context: PlanContext, rationale: Rationale) -> None:
 
 
 def _pipelining(context: PlanContext, rationale: Rationale) -> dict[str, Any]:
-    """The fields of strategy "pipeline": its micro-batches, and the share of a step that is waiting."""
+    """The fields of strategy "pipeline"."""
     pieces = micro_batches(int(context.settings["batch_size"]), context.ranks)
     wait = bubble_fraction(context.ranks, pieces)
     reason = f"(p-1)/(m+p-1) with {context.ranks} stages and {pieces} micro-batches: {wait:.0%} of a step is waiting"
@@ -152,34 +152,24 @@ def split_layers(
     strategies, and when the memory is unknown. An impossible split is refused."""
     if context.strategy != "pipeline":
         return None
-    key = "strategy.layer_split"
-    if context.job.layer_split is not None:
-        return _split_of_the_job(context.job.layer_split, layers, context.ranks, rationale)
-    sizes = [size for size in limits if size]
-    if len(sizes) < context.ranks:
+    key, given, sizes = "strategy.layer_split", context.job.layer_split, [size for size in limits if size]
+    if given is None and len(sizes) < context.ranks:
         unknown = ", ".join(name for name, size in zip(context.names, limits, strict=True) if not size)
         rationale.explain(key, Source.UNKNOWN, f"the memory of {unknown} is not known")
         return None
     most = [M4_MAX_LAYERS if context.full and name in context.m4_max else None for name in context.names]
     try:
-        split = layer_split(layers, sizes, most)
+        split = parse_split(given) if given is not None else layer_split(layers, sizes, most)
+        check_split(split, layers, context.ranks)
     except ValueError as error:
-        rationale.refuse("layer_split", str(error))
+        rationale.refuse("layer_split", str(error) if given is None else f"{given}: {error}")
         return None
+    if given is not None:
+        rationale.explain(key, Source.USER, f"the job sets layer_split = {given}")
+        return split
     shown = " : ".join(map(memory_text, sizes))
     cap = f"; at most {M4_MAX_LAYERS} on an M4 Max in full fine-tuning" if any(most) else ""
     rationale.explain(key, Source.FACT, f"{layers} layers over {shown}, nodes with less memory never get more{cap}")
-    return split
-
-
-def _split_of_the_job(given: str, layers: int, ranks: int, rationale: Rationale) -> LayerSplit | None:
-    try:
-        split = parse_split(given)
-        check_split(split, layers, ranks)
-    except ValueError as error:
-        rationale.refuse("layer_split", f"{given}: {error}")
-        return None
-    rationale.explain("strategy.layer_split", Source.USER, f"the job sets layer_split = {given}")
     return split
 
 

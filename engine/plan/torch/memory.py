@@ -113,10 +113,6 @@ class _TorchRank(Rank):
         self.shards = max(1, workload.world_size)
         """Ranks that share what is partitioned."""
 
-    @property
-    def weights_partitioned(self) -> bool:
-        return self.workload.strategy == "fsdp" or self.zero == 3
-
     @cached_property
     def frozen_bytes(self) -> int:
         """In the type of the computation, but for a base that stays packed: in integers (AWQ, GPTQ, bitsandbytes)."""
@@ -136,7 +132,7 @@ class _TorchRank(Rank):
         else:
             frozen = self.frozen * FLOAT32_BYTES if self.full else self.frozen_bytes
             whole = self.trained.parameters * FLOAT32_BYTES + frozen
-        return -(-whole // self.shards) if self.weights_partitioned else whole
+        return -(-whole // self.shards) if self.workload.strategy == "fsdp" or self.zero == 3 else whole
 
     @cached_property
     def loaded(self) -> int:
@@ -252,8 +248,11 @@ class _TorchRank(Rank):
     @cached_property
     def _per_token(self) -> list[tuple[int, int]]:
         """Bytes per token of each trained layer: what it keeps, and the working memory of its backward pass."""
-        different = {id(layer): layer for layer in self.trained_layers}
-        by_layer = {key: (self._kept(layer), self._working(layer)) for key, layer in different.items()}
+        by_layer = {}
+        for key, layer in {id(layer): layer for layer in self.trained_layers}.items():
+            widest = max((matrix.outputs * matrix.active for matrix in layer.matrices), default=0)
+            working = _WORKING_ARRAYS * (widest + self.shape.hidden) * self.workload.compute_bytes
+            by_layer[key] = self._kept(layer), working
         return [by_layer[id(layer)] for layer in self.trained_layers]
 
     @property
@@ -271,10 +270,6 @@ class _TorchRank(Rank):
         copied = one if self._autocast else FLOAT32_BYTES
         kept = (_kept_by(part, one) + inputs(part, self.workload, one, copied) for part in layer.sublayers)
         return norms(layer, self.workload, self._residual) + sum(kept)
-
-    def _working(self, layer: Layer) -> int:
-        widest = max((matrix.outputs * matrix.active for matrix in layer.matrices), default=0)
-        return _WORKING_ARRAYS * (widest + self.shape.hidden) * self.workload.compute_bytes
 
     def activations(self, batch: int) -> tuple[int, int, int]:
         """Bytes that all layers keep, those of the backward pass of one, and of the loss."""
