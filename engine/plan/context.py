@@ -149,8 +149,8 @@ class PlanContext:
     @property
     def m4_max(self) -> list[str]:
         """The nodes that are an M4 Max, of at most 128 GB."""
-        known = ((name, fact) for name in self.names if (fact := self.inputs.facts.get(name)) is not None)
-        m4_max = ((name, fact) for name, fact in known if "M4 Max" in (fact.chip or ""))
+        probed = ((name, fact) for name in self.names if (fact := self.inputs.facts.get(name)) is not None)
+        m4_max = ((name, fact) for name, fact in probed if "M4 Max" in (fact.chip or ""))
         return [name for name, fact in m4_max if (fact.memory_total_bytes or 0) <= _M4_MAX_BYTES]
 
     @property

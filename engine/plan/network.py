@@ -337,8 +337,8 @@ def _for_local(backend: str) -> _BackendChoice:
     if backend not in ("auto", "ring"):
         why, todo = 'strategy "local" has TCP connections of its own', 'set backend = "ring" in [cluster]'
         raise LaunchError(f"{backend} is not possible", why=why, todo=todo)
-    own = "strategy local averages over TCP connections of its own, from each rank to rank 0"
-    return _BackendChoice("ring", (f"{own}: RDMA is of no use to it",))
+    star = "strategy local averages over TCP connections of its own, from each rank to rank 0"
+    return _BackendChoice("ring", (f"{star}: RDMA is of no use to it",))
 
 
 _NO_SEND = "a pipeline sends activations from rank to rank, and MLX's NCCL backend has neither send nor recv"

@@ -75,7 +75,7 @@ def ways_out(
     offered += first_of_each(kinds)
     divided = [*islice(job.sharded(len(places)), 1)] if splittable and workloads[0].strategy not in PARTITIONED else []
     offered += divided
-    more = job.sharded(_MOST_RANKS, own=False) if splittable and not divided else ()
+    more = job.sharded(_MOST_RANKS, over_job=False) if splittable and not divided else ()
     return (*(offered or islice(job.together(fixed), 1)), *islice(more, 1))
 
 
@@ -185,15 +185,15 @@ class _Job:
             change += f' and strategy = "{strategy}"' if strategy != current else ""
             yield from self._try(change, [self._over(strategy, ranks)] * ranks, [place.limit_bytes for place in kept])
 
-    def sharded(self, most: int, *, own: bool = True) -> Iterator[WayOut]:
-        """The state divided over the fewest nodes: of the job's `own`, or like its largest."""
+    def sharded(self, most: int, *, over_job: bool = True) -> Iterator[WayOut]:
+        """The state divided over the fewest nodes: of the job's own (`over_job`), or like its largest."""
         largest, first = self._largest_first(), self.workloads[0]
         for ranks in range(2, most + 1):
             # There is no int8 for it, and a sequence for each rank.
             settings = ['strategy = "sharded"', *['wire = "auto"'] * (first.wire == "int8")]
             settings += [f"batch_size = {ranks}"] * (sum(workload.batch for workload in self.workloads) < ranks)
-            nodes = largest[:ranks] if own else largest[:1]
-            over = ", ".join(place.node for place in nodes) if own else f"{ranks} nodes like {nodes[0].node}"
+            nodes = largest[:ranks] if over_job else largest[:1]
+            over = ", ".join(place.node for place in nodes) if over_job else f"{ranks} nodes like {nodes[0].node}"
             workloads, limits = [self._over("sharded", ranks)] * len(nodes), [place.limit_bytes for place in nodes]
             yield from self._try(f"{' and '.join(settings)} over {over}", workloads, limits)
 
