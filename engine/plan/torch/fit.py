@@ -150,7 +150,7 @@ def _requested(context: PlanContext) -> dict[str, Any]:
     return asked | ({"precision": MIXED_PRECISIONS[named]} if named in MIXED_PRECISIONS else {})
 
 
-class _Place(NamedTuple):
+class _RankLimits(NamedTuple):
     """Where a rank runs, with limits in bytes."""
 
     gpu: NvidiaGpu | None
@@ -161,21 +161,21 @@ class _Place(NamedTuple):
     """Its part of its machine's memory."""
 
 
-def _place(context: PlanContext, rank: int) -> _Place:
+def _place(context: PlanContext, rank: int) -> _RankLimits:
     hosts = [node.ssh for node in context.inputs.config.nodes]
     facts = context.inputs.facts.get(context.names[rank])
     memory = facts.memory_total_bytes if facts is not None else None
     host_limit = memory and memory // hosts.count(hosts[rank])
     if context.backend != "nccl":
         part, unknown = "the rank's part of the machine's memory", "the node did not report its memory"
-        return _Place(None, host_limit, unknown if host_limit is None else part, host_limit)
+        return _RankLimits(None, host_limit, unknown if host_limit is None else part, host_limit)
     gpus, number = facts.gpus if facts is not None else (), hosts[:rank].count(hosts[rank])
     gpu = gpus[number] if number < len(gpus) else None
     if gpu is not None and gpu.mig:
         divided = "the GPU is divided (MIG), and the memory of the rank's part is not known"
-        return _Place(gpu, None, divided, host_limit)
+        return _RankLimits(gpu, None, divided, host_limit)
     limit = gpu.memory_bytes if gpu is not None else None
-    return _Place(gpu, limit, "the GPU was not reported" if limit is None else "the GPU's memory", host_limit)
+    return _RankLimits(gpu, limit, "the GPU was not reported" if limit is None else "the GPU's memory", host_limit)
 
 
 def _workloads(context: PlanContext, on_gpu: bool) -> tuple[TorchWorkload, ...]:
@@ -196,7 +196,7 @@ def _workloads(context: PlanContext, on_gpu: bool) -> tuple[TorchWorkload, ...]:
 class _Job:
     shape: ModelShape
     workloads: tuple[TorchWorkload, ...]
-    places: Sequence[_Place]
+    places: Sequence[_RankLimits]
 
     def options(
         self, asked: Mapping[str, Any], precision: str, *, all_of_them: bool = False
