@@ -38,10 +38,10 @@ async def examine_machine(home: Path) -> list[CheckResult]:
 
 
 async def _mlx() -> CheckResult:
-    report = await probe_here("mlx", result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
+    report = await probe_here("mlx", "import", "mlx", result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
     seen = as_interpreter(report, ["mlx"], sys.executable)
     if seen.python is not None:
-        mlx_lm = await probe_here("mlx_lm", "import", result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
+        mlx_lm = await probe_here("mlx_lm", "import", "mlx_lm", result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
         seen = with_mlx_lm(seen, mlx_lm)
     if seen.problem or not new_enough(mlx := seen.packages.get("mlx"), MLX_MINIMUM):
         summary = seen.problem or f"mlx {mlx} is older than {dotted(MLX_MINIMUM)}"

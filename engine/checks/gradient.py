@@ -23,7 +23,6 @@ from engine.checks.check import Check
 from engine.checks.context import CheckContext
 from engine.checks.interpreter import Interpreter
 from engine.checks.leases import Leases, leased
-from engine.checks.local_process import LocalProgram
 from engine.checks.plan_inputs import chosen_job
 from engine.checks.ports import fresh_block
 from engine.cluster.agent_client import AgentClient
@@ -33,9 +32,9 @@ from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import FlightDeckError
 from engine.failures.explanation import explain, explained
 from engine.failures.signature import SignatureKind
-from engine.launch import ssh_shim
+from engine.launch import mlx_launch, ssh_shim
 from engine.launch.hostfile import write_hostfile
-from engine.launch.mlx_launch import arguments, rank_ends
+from engine.launch.mlx_launch import arguments
 from engine.launch.rank_environment import (
     RankEnvironment,
     gpu_environment,
@@ -57,6 +56,7 @@ from engine.security.sanitise import plain
 START_ALLOWANCE_S = 55.0
 """For the ranks to connect; engine.trainer.allreduce_check gives up by itself a little earlier."""
 _ATTEMPT = 1
+_LAUNCHER_POLL_S = 0.1
 _RESULT_BYTES = 1 << 20
 _OUTPUT_BYTES = 16_384
 _RESULT = TypeAdapter(AllSumResult)
@@ -229,11 +229,24 @@ class _Group:
         launcher_variables = launcher_environment(
             here, nodes, self.layouts, home=home, run_id=check_id, attempt=_ATTEMPT
         )
-        program = LocalProgram(argv, directory=here, environment={**nonce, **launcher_variables}, newlines=True)
-        finished = await program.run(self.program.limit_s)
+        launcher = mlx_launch.start(
+            argv,
+            stdin=here / "launcher.in",
+            output=here / "launcher.log",
+            environment={**nonce, **launcher_variables},
+            directory=here,
+        )
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.program.limit_s):
+                    while launcher.alive():
+                        launcher.drop_pipes()
+                        await asyncio.sleep(_LAUNCHER_POLL_S)
+        finally:
+            launcher.kill()
         by_ssh = {rank: _lines(tail(ssh_shim.ssh_log_path(here, rank)).encode()) for rank in range(len(nodes))}
-        outputs = {rank: printed or _lines(finished.stderr) for rank, printed in by_ssh.items()}
-        return dict(rank_ends((finished.stderr + finished.stdout).decode(errors="replace"))), outputs
+        outputs = {rank: printed or _lines(launcher.tail().encode()) for rank, printed in by_ssh.items()}
+        return dict(launcher.rank_ends()), outputs
 
     async def _run_direct(self, environment: RankEnvironment) -> tuple[dict[int, int], dict[int, Sequence[str]]]:
         nodes = self.context.config.nodes

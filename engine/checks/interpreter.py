@@ -57,18 +57,14 @@ async def probe_interpreter(agent: AgentClient, job: JobConfig) -> Interpreter:
     """Import mlx on a node (a tenth of a second), mlx-lm not; for a PyTorch job look for its packages. Raises
     NodeUnreachable."""
     if job.framework == "torch":
-        return await _probe_torch(agent, "find", job.kind.packages(job.words))
-    return await _probe(agent, ("mlx",), "mlx")
+        return await _probe(agent, "torch", "find", job.kind.packages(job.words))
+    return await _probe(agent, "mlx", "import", ("mlx",))
 
 
-async def _probe_torch(agent: AgentClient, how: str, packages: tuple[str, ...]) -> Interpreter:
-    return await _probe(agent, packages, "torch", how, *packages)
-
-
-async def _probe(agent: AgentClient, packages: tuple[str, ...], name: str, *arguments: str) -> Interpreter:
+async def _probe(agent: AgentClient, name: str, how: str, packages: tuple[str, ...]) -> Interpreter:
     """The report of a probe of `packages`, or of the interpreter that cannot run it."""
     try:
-        report = await agent.probe(name, *arguments, result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
+        report = await agent.probe(name, how, *packages, result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
         return as_interpreter(report, packages, agent.node.python)
     except LaunchError as error:
         missing = f"no such interpreter: {agent.node.python}" if isinstance(error, InterpreterMissing) else None
@@ -99,10 +95,11 @@ async def probe_imports(agent: AgentClient, seen: Interpreter, job: JobConfig) -
     if seen.python is None:
         return seen
     if job.framework == "torch":
-        return await _probe_torch(agent, "import", job.kind.packages(job.words))
+        return await _probe(agent, "torch", "import", job.kind.packages(job.words))
     # A job with a command of its own may never import it.
     how = "import" if job.kind.reports else "find"
-    return with_mlx_lm(seen, await agent.probe("mlx_lm", how, result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S))
+    probed = agent.probe("mlx_lm", how, "mlx_lm", result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
+    return with_mlx_lm(seen, await probed)
 
 
 def with_mlx_lm(seen: Interpreter, report: PackagesReport | NoValue) -> Interpreter:

@@ -18,8 +18,8 @@ from typing import Literal
 from engine.checks import sync
 from engine.checks.check import THIS_MACHINE, this_machine
 from engine.checks.context import CheckContext
-from engine.checks.local_process import LocalProgram, last_lines
 from engine.cluster.transport.base import quoted
+from engine.cluster.transport.local import LocalTransport
 from engine.cluster.transport.ssh_config import write_openssh_config
 from engine.config.models import Config, NodeConfig
 from engine.errors import InputError, LaunchError
@@ -142,11 +142,15 @@ class _Copier:
         environment = {"PATH": f"{shim}:{os.environ.get('PATH', os.defpath)}"} if shim is not None else {}
         if target.local:
             await asyncio.to_thread(Path(target.workdir).mkdir, parents=True, exist_ok=True)
-        program = LocalProgram(argv, environment=environment)
-        ended = await program.run(COPY_LIMIT_S, lambda line: self.on_line(f"{target.name}: {line}"))
+        ended = await LocalTransport().run(
+            argv,
+            timeout_s=COPY_LIMIT_S,
+            environment=environment,
+            on_line=lambda line: self.on_line(f"{target.name}: {line}"),
+        )
         if ended.code == 0:
             return None
-        lines = last_lines(ended)
+        lines = sync.last_lines(ended)
         if any(_NO_RSYNC.search(line) for line in lines):
             return f"there is no rsync on {target.name} ({_INSTALL})"
         how = f"rsync ended with {ended.code}" if ended.code is not None else f"no end within {COPY_LIMIT_S:.0f} s"

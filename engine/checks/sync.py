@@ -13,6 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,14 +21,15 @@ from engine.checks import connectivity
 from engine.checks.check import THIS_MACHINE, Check, Findings, first_of, verdict
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, chained, copy_tree, path_fix
-from engine.checks.local_process import LocalProgram, last_lines
 from engine.cluster.probe_results import WorkdirTree
 from engine.cluster.transport.base import Completed
+from engine.cluster.transport.local import LINE_LIMIT, LocalTransport
 from engine.config.models import Config, NodeConfig
 from engine.errors import InputError, plural
 from engine.models import CheckResult, CheckStatus, PreRdmaSync
 from engine.plan.preflight import sync_not_applicable, sync_switched_off
 from engine.security.paths import state_home, validate_path
+from engine.security.sanitise import plain
 
 NAME = "pre_rdma_sync"
 EXCLUDED = (
@@ -48,6 +50,7 @@ _COPIES = (
 MAX_HASHED_BYTES = 1_000_000_000
 """Hashed per node, a second or two; the rest is compared by size."""
 SCRIPT_LIMIT_S = 300.0
+LAST_LINES = 20
 READ_LIMIT_S = 60.0
 _PROGRESS_EVERY_S = 0.25
 """Each progress message is written to the disk of a run."""
@@ -222,13 +225,20 @@ async def run_script(config: Config, on_line: Callable[[str], None]) -> SyncScri
 
 
 async def _run(script: Path, directory: Path, on_line: Callable[[str], None]) -> Completed:
+    run = partial(LocalTransport().run, timeout_s=SCRIPT_LIMIT_S, directory=directory, on_line=on_line)
     try:
-        return await LocalProgram([str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
+        return await run([str(script)])
     except OSError as error:
         if error.errno != errno.ENOEXEC:
             raise
         # A script without a #! line is read by the shell, as every shell does.
-        return await LocalProgram(["/bin/sh", str(script)], directory).run(SCRIPT_LIMIT_S, on_line)
+        return await run(["/bin/sh", str(script)])
+
+
+def last_lines(ended: Completed) -> tuple[str, ...]:
+    """The last lines of stdout, sanitised, without empty ones."""
+    lines = [line for line in ended.stdout.decode(errors="replace").splitlines() if line.strip()]
+    return tuple(plain(line, LINE_LIMIT) for line in lines[-LAST_LINES:])
 
 
 async def compare_workdirs(context: CheckContext, nodes: Sequence[NodeConfig]) -> WorkdirComparison:

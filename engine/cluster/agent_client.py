@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -132,7 +132,7 @@ class AgentSession:
         on_message: Callable[[messages.Message], None],
     ) -> None:
         """`started` is the agent's home and what it has sent so far, from its Hello on. `on_message` receives what is
-        no reply to a request, and first the Hello."""
+        no reply to a request that was begun here and is awaited, and first the Hello."""
         self.home, received = started
         self.heartbeats = Heartbeats()
         self.ending = False
@@ -233,16 +233,13 @@ class AgentSession:
 
     def _take(self, data: bytes) -> None:
         for message in self._decoder.feed(data):
-            if isinstance(message, messages.RequestOutput | messages.RequestEnded):
-                self._take_reply(message)
+            if isinstance(message, messages.RequestOutput | messages.RequestEnded) and message.request in self._pending:
+                self._take_reply(message, self._pending[message.request])
             else:
                 self._on_message(message)
             self.heartbeats.take(message)
 
-    def _take_reply(self, message: messages.RequestOutput | messages.RequestEnded) -> None:
-        request = self._pending.get(message.request)
-        if request is None:
-            return
+    def _take_reply(self, message: messages.RequestOutput | messages.RequestEnded, request: AgentRequest) -> None:
         if isinstance(message, messages.RequestEnded):
             request.ended = message
         elif len(request.output) + len(message.data) > _OUTPUT_LIMIT:
@@ -452,14 +449,6 @@ def each_of(answers: Sequence[Answer], asked: Sequence[Asked], node: NodeConfig)
     if len(answers) != len(asked):
         raise LaunchError(f"{len(answers)} answers came to {len(asked)} questions", where=node.name)
     return list(zip(asked, answers, strict=True))
-
-
-class TransportProvider(Protocol):
-    """The way to each node, and its agent: engine.cluster.transport.fleet.Fleet."""
-
-    def to(self, node: NodeConfig) -> Transport: ...
-
-    def agent(self, node: NodeConfig) -> AgentClient: ...
 
 
 async def open_session(

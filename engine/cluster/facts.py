@@ -11,9 +11,10 @@ from typing import Any
 from pydantic import Field
 
 from engine.cluster import hardware, network_interfaces, sensors
-from engine.cluster.agent_client import AgentClient, InterpreterMissing, TransportProvider
+from engine.cluster.agent_client import AgentClient, InterpreterMissing
 from engine.cluster.network_interfaces import hardware_ports, linux_interfaces, mac_interfaces, thunderbolt_devices
 from engine.cluster.topology import thunderbolt_ports
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused, NodeUnreachable
 from engine.models import Failed, FrozenModel, HostKeyChange, HostKeyOffer, Late, NodeFacts, NoValue, Unparsable
@@ -225,15 +226,13 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-async def probe_all(config: Config, fleet: TransportProvider, clock: Clock = now) -> list[NodeFacts]:
+async def probe_all(config: Config, fleet: Fleet, clock: Clock = now) -> list[NodeFacts]:
     """The facts of every node, probed at once, in the configuration's order."""
     by_name = {facts.node: facts async for facts in probe_as_completed(config, fleet, clock)}
     return [by_name[node.name] for node in config.nodes]
 
 
-async def probe_as_completed(
-    config: Config, fleet: TransportProvider, clock: Clock = now
-) -> AsyncGenerator[NodeFacts, None]:
+async def probe_as_completed(config: Config, fleet: Fleet, clock: Clock = now) -> AsyncGenerator[NodeFacts, None]:
     """The facts of each node as it answers, or has failed to. Closing the iterator ends the probes.
 
     Nodes of one host, python and workdir (ranks on one machine) are probed once."""

@@ -195,7 +195,6 @@ CONNECT_LIMIT_S = 12.0
 START_LIMIT_S = 20.0
 """The bundle is there already."""
 _CLOSE_LIMIT_S = 2.0
-_PORTS_LIMIT_S = 20.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 3.0
 
 
@@ -358,7 +357,8 @@ class HostConnection:
         """The last STOP, EMERGENCY_CHECKPOINT or END to each rank, sent again after each reconnect."""
         self._agent_files: dict[str, AgentFile] = {}
         self._listing = ProcessListing()
-        self._port_request: asyncio.Task[None] | None = None
+        self._asked_ports: tuple[int, tuple[int, ...]] = (0, ())
+        """The number of the newest `request_port_holders`, and its ports."""
 
     @property
     def state(self) -> ConnectionState:
@@ -397,8 +397,10 @@ class HostConnection:
 
     def request_port_holders(self, ports: Sequence[int]) -> None:
         """Request who holds these TCP ports there."""
-        self.port_holders = None
-        self._agent.call(self._begin_port_request, tuple(ports))
+        # Downwards: a session counts its own requests from 1.
+        number = self._asked_ports[0] - 1
+        self.port_holders, self._asked_ports = None, (number, tuple(ports))
+        self._agent.send(messages.ProbeRequest(number, "ports", [f":{port}" for port in ports]))
 
     def file(self, name: str) -> NodeFile:
         """A file of the attempt's directory, by its name there."""
@@ -411,9 +413,6 @@ class HostConnection:
         self._agent.start()
 
     async def close(self) -> None:
-        if self._port_request is not None:
-            self._port_request.cancel()
-            await asyncio.wait({self._port_request})
         await self._agent.close()
 
     def _opening(self, home: str) -> Iterator[messages.Message]:
@@ -428,22 +427,6 @@ class HostConnection:
         if self._listing.unanswered is not None:
             # Behind the files: with its answer the agent reports how long they are.
             yield self._listing.unanswered
-
-    def _begin_port_request(self, ports: tuple[int, ...]) -> None:
-        session = self._agent.session
-        if session is not None and session.why_ended is None:
-            self._port_request = asyncio.create_task(self._ask_port_holders(session, ports), name="port holders")
-
-    async def _ask_port_holders(self, session: AgentSession, ports: tuple[int, ...]) -> None:
-        with contextlib.suppress(FlightDeckError):
-            request = session.begin(
-                lambda number: messages.ProbeRequest(number, "ports", [f":{port}" for port in ports])
-            )
-            with contextlib.closing(request):
-                reply = last_json((await request.completed(_PORTS_LIMIT_S)).stdout, PortHolders)
-            if reply is not None and len(reply.ports) == len(ports):
-                pairs = zip(ports, reply.ports, strict=True)
-                self.port_holders = {port: held.holder for port, held in pairs if held is not None}
 
     def _take(self, message: messages.Message) -> None:
         if (
@@ -465,8 +448,16 @@ class HostConnection:
             self._take_end(message)
         elif isinstance(message, messages.ExitOutputReply):
             self._exit_outputs[message.rank] = message.output
+        elif isinstance(message, messages.RequestOutput) and message.request == self._asked_ports[0]:
+            self._take_port_holders(message)
         elif isinstance(message, messages.ProcessList) and message.number == self._listing.number:
             self._take_processes(message)
+
+    def _take_port_holders(self, message: messages.RequestOutput) -> None:
+        """The answer for the ports of a few ranks comes as one message."""
+        reply, ports = last_json(message.data, PortHolders), self._asked_ports[1]
+        if reply is not None and len(reply.ports) == len(ports):
+            self.port_holders = {port: held.holder for port, held in zip(ports, reply.ports, strict=True) if held}
 
     def _take_hello(self, message: messages.Hello) -> None:
         ahead = self.facts.clock_ahead_s if self.facts is not None else message.at - time.time()

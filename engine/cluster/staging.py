@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from engine.cluster.agent_client import AgentClient, AgentHome, TransportProvider, open_session
+from engine.cluster.agent_client import AgentClient, AgentHome, open_session
 from engine.cluster.bundle import node_bundle
 from engine.cluster.probe_results import FileHashes
 from engine.cluster.transport.base import expanded
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.models import NoValue
@@ -67,7 +68,7 @@ def hosts_of(nodes: Sequence[NodeConfig]) -> dict[str, tuple[int, ...]]:
     return ranks
 
 
-async def prepare(fleet: TransportProvider, nodes: Sequence[NodeConfig]) -> tuple[HostLayout, ...]:
+async def prepare(fleet: Fleet, nodes: Sequence[NodeConfig]) -> tuple[HostLayout, ...]:
     """One HostLayout for each distinct `ssh` of `nodes`, in their order, all prepared at the same time.
 
     Raises LaunchError, naming node, path and what to do, for the first host that cannot be prepared, and
@@ -75,7 +76,7 @@ async def prepare(fleet: TransportProvider, nodes: Sequence[NodeConfig]) -> tupl
     return tuple(await gather_all(_prepare_host(fleet, nodes, ranks) for ranks in hosts_of(nodes).values()))
 
 
-async def _prepare_host(fleet: TransportProvider, nodes: Sequence[NodeConfig], ranks: tuple[int, ...]) -> HostLayout:
+async def _prepare_host(fleet: Fleet, nodes: Sequence[NodeConfig], ranks: tuple[int, ...]) -> HostLayout:
     node = nodes[ranks[0]]
     agent = fleet.agent(node)
     verified_now = not agent.connected

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from engine.cluster import hardware, sensors
-from engine.cluster.agent_client import AgentClient, InterpreterMissing, TransportProvider
+from engine.cluster.agent_client import AgentClient, InterpreterMissing
 from engine.cluster.staging import hosts_of
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config, NodeConfig
 from engine.errors import FlightDeckError, HostKeyChanged, HostKeyUnknown, LoginRefused
 from engine.models import Late, NodeTelemetry, RankUse
@@ -34,7 +35,7 @@ _RANK_ROW = TypeAdapter(tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,20
 
 async def telemetry(
     config: Config,
-    fleet: TransportProvider,
+    fleet: Fleet,
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     *,
     interval_s: float = INTERVAL_S,

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.cluster.agent_client import TransportProvider, value_of
+from engine.cluster.agent_client import value_of
 from engine.cluster.probe_results import FreePorts
 from engine.cluster.staging import gather_all, hosts_of
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import LaunchError
 from engine.node.probes.network import bindable
@@ -53,7 +54,7 @@ _LIMIT_S = 30.0
 
 
 async def fresh_ports(
-    fleet: TransportProvider, nodes: Sequence[NodeConfig], network: NetworkPlan, starting_port: int | None = None
+    fleet: Fleet, nodes: Sequence[NodeConfig], network: NetworkPlan, starting_port: int | None = None
 ) -> int:
     """The first of the consecutive TCP ports that an attempt listens on, each really free where it will be listened on.
 
@@ -79,7 +80,7 @@ async def fresh_ports(
     )
 
 
-async def _free(fleet: TransportProvider, node: NodeConfig, firsts: Sequence[int], offsets: Sequence[int]) -> set[int]:
+async def _free(fleet: Fleet, node: NodeConfig, firsts: Sequence[int], offsets: Sequence[int]) -> set[int]:
     """Those of `firsts` from which on a host's ranks could listen."""
     if node.local:
         # Bound for a moment each: too quick to be worth an agent.

@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from engine.cluster.agent_client import AgentClient, TransportProvider
+from engine.cluster.agent_client import AgentClient
 from engine.cluster.staging import gather_all
 from engine.cluster.transport.base import Completed
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.launch.rank_environment import NEEDED_FILE
@@ -134,7 +135,7 @@ class RankStart:
     """Shows in `ps` on the node: nothing secret is in it."""
 
 
-async def start_ranks(fleet: TransportProvider, starts: list[RankStart]) -> tuple[StartFailure, ...]:
+async def start_ranks(fleet: Fleet, starts: list[RankStart]) -> tuple[StartFailure, ...]:
     """Start all ranks at the same time over our own connections; those that did not start, in rank order.
 
     A keeper detaches from the connection, so the call returns as soon as the rank's program runs, and a later loss of

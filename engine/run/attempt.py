@@ -10,8 +10,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import HostLayout, gather_all
+from engine.cluster.transport.fleet import Fleet
 from engine.errors import LaunchError, NodeUnreachable
 from engine.launch import mlx_launch, ssh_shim
 from engine.launch.hostfile import write_hostfile
@@ -99,7 +99,7 @@ def new_attempt(
 
 
 async def launch(
-    run_dir: RunDir, plan: RunPlan, attempt: Attempt, decisions: LaunchDecisions, fleet: TransportProvider
+    run_dir: RunDir, plan: RunPlan, attempt: Attempt, decisions: LaunchDecisions, fleet: Fleet
 ) -> AttemptOrigin:
     """Put the attempt's files in place on every host, all at the same time, and start the ranks.
 
@@ -191,7 +191,7 @@ def _host_files(
 
 
 async def _put_files(
-    plan: RunPlan, attempt: Attempt, layout: HostLayout, fleet: TransportProvider, contents: Mapping[str, str]
+    plan: RunPlan, attempt: Attempt, layout: HostLayout, fleet: Fleet, contents: Mapping[str, str]
 ) -> None:
     there, node = attempt.files_at(layout, plan.run_id), plan.config.nodes[layout.ranks[0]]
     try:

@@ -22,8 +22,8 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import HostLayout
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import NodeConfig, RecoveryConfig
 from engine.errors import FlightDeckError
 from engine.node import processes
@@ -289,7 +289,7 @@ _KILL_LIMIT_S = 10.0
 
 
 async def kill_everywhere(
-    fleet: TransportProvider, nodes: Sequence[NodeConfig], layouts: Sequence[HostLayout], nonce: str
+    fleet: Fleet, nodes: Sequence[NodeConfig], layouts: Sequence[HostLayout], nonce: str
 ) -> tuple[str, ...]:
     """KILL everything that carries `nonce`: the last resort for an attempt that cannot be monitored. The names of the
     nodes that have not done so; there the leases end it."""

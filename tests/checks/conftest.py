@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine.checks import local_process
 from engine.checks.check import CheckFunction
 from engine.checks.context import CheckContext
+from engine.cluster.transport import local
 from engine.cluster.transport.fleet import Fleet
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import CheckName, ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
@@ -152,8 +152,8 @@ def adapters_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody reaps a program's orphans, its end takes as long as these two."""
-    monkeypatch.setattr(local_process, "_TERM_GRACE_S", 0.2)
-    monkeypatch.setattr(local_process, "_KILL_WAIT_S", 0.3)
+    monkeypatch.setattr(local, "_TERM_GRACE_S", 0.2)
+    monkeypatch.setattr(local, "_KILL_WAIT_S", 0.3)
 
 
 async def run_fix(command: str | None) -> None:

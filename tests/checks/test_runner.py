@@ -11,9 +11,9 @@ import pytest
 
 from engine.checks.check import Check, verdict
 from engine.checks.context import CheckContext
-from engine.checks.local_process import LocalProgram
 from engine.checks.runner import CHECKS, run_checks, validate_skip
 from engine.cluster.transport.fleet import Fleet
+from engine.cluster.transport.local import LocalTransport
 from engine.config.models import Config
 from engine.errors import InputError
 from engine.models import CheckResult, CheckStatus
@@ -135,7 +135,7 @@ async def test_cancelling_ends_the_processes_that_a_check_started(tmp_path: Path
     )
 
     async def spawns(_: CheckContext) -> CheckResult:
-        await LocalProgram([sys.executable, "-c", script]).run(600)
+        await LocalTransport().run([sys.executable, "-c", script], timeout_s=600)
         return verdict("a", CheckStatus.PASS, "")
 
     task = asyncio.create_task(outcome(config, Check("a", "", spawns, 600)))
@@ -151,5 +151,5 @@ async def test_cancelling_ends_the_processes_that_a_check_started(tmp_path: Path
 
 @pytest.mark.usefixtures("quick_end")
 async def test_a_program_over_its_time_limit_is_ended_and_its_output_kept() -> None:
-    finished = await LocalProgram(["/bin/sh", "-c", "echo so far; exec sleep 600"]).run(2.0)
+    finished = await LocalTransport().run(["/bin/sh", "-c", "echo so far; exec sleep 600"], timeout_s=2.0)
     assert (finished.code, finished.stdout) == (None, b"so far\n")

@@ -10,10 +10,10 @@ import pytest
 
 from engine.checks import gradient, sync
 from engine.checks.context import CheckContext
-from engine.checks.local_process import LAST_LINES, LocalProgram, last_lines
 from engine.checks.runner import run_checks
-from engine.checks.sync import TreeDifference, WorkdirComparison
+from engine.checks.sync import LAST_LINES, TreeDifference, WorkdirComparison, last_lines
 from engine.cluster.probe_results import WorkdirTree
+from engine.cluster.transport.local import LocalTransport
 from engine.config.models import Config, PreflightConfig
 from engine.models import CheckResult, CheckStatus
 from engine.node.processes import start_time
@@ -227,7 +227,7 @@ async def test_a_script_outside_of_the_allowed_roots_is_not_run(
 async def test_a_script_over_its_limit_is_ended_with_its_children(tmp_path: Path) -> None:
     script = write(tmp_path / "slow.sh", f"sleep 600 & echo $! > {tmp_path}/child; echo waiting; wait")
     lines: list[str] = []
-    ran = await LocalProgram([str(script)], tmp_path).run(3.0, lines.append)
+    ran = await LocalTransport().run([str(script)], timeout_s=3.0, on_line=lines.append)
     assert (ran.code, last_lines(ran), lines) == (None, ("waiting",), ["waiting"])
     assert start_time(int((tmp_path / "child").read_text())) is None
 
@@ -236,7 +236,7 @@ async def test_a_script_over_its_limit_is_ended_with_its_children(tmp_path: Path
 async def test_cancelling_ends_the_script_with_its_children(tmp_path: Path) -> None:
     script = write(tmp_path / "slow.sh", f"sleep 600 & echo $! > {tmp_path}/child; echo waiting; wait")
     started = asyncio.Event()
-    running = asyncio.create_task(LocalProgram([str(script)], tmp_path).run(60, lambda _: started.set()))
+    running = asyncio.create_task(LocalTransport().run([str(script)], timeout_s=60, on_line=lambda _: started.set()))
     await asyncio.wait_for(started.wait(), 20)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -246,7 +246,7 @@ async def test_cancelling_ends_the_script_with_its_children(tmp_path: Path) -> N
 
 async def test_a_child_that_stays_behind_keeps_nobody_waiting(tmp_path: Path) -> None:
     script = write(tmp_path / "daemon.sh", "sleep 600 & echo $!")
-    ran = await asyncio.wait_for(LocalProgram([str(script)], tmp_path).run(60, lambda _: None), 20)
+    ran = await asyncio.wait_for(LocalTransport().run([str(script)], timeout_s=60, on_line=lambda _: None), 20)
     assert ran.code == 0
     os.kill(int(last_lines(ran)[0]), 9)
 

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine.cluster.agent_client import TransportProvider
 from engine.cluster.staging import prepare
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.launch.hostfile import fresh_ports
 from engine.launch.mlx_launch import Launcher
@@ -61,9 +61,7 @@ def plan_of(
 class StartedAttempt:
     """One attempt, launched."""
 
-    def __init__(
-        self, run_dir: RunDir, plan: RunPlan, attempt: Attempt, launched: AttemptOrigin, fleet: TransportProvider
-    ) -> None:
+    def __init__(self, run_dir: RunDir, plan: RunPlan, attempt: Attempt, launched: AttemptOrigin, fleet: Fleet) -> None:
         self.run_dir, self.plan, self.attempt, self.launched, self.fleet = run_dir, plan, attempt, launched, fleet
 
     async def read(self, rank: int, name: str) -> bytes:
@@ -101,9 +99,7 @@ class StartedAttempt:
         return log
 
 
-async def start_attempt(
-    home: Path, plan: RunPlan, fleet: TransportProvider, network: NetworkPlan | None = None
-) -> StartedAttempt:
+async def start_attempt(home: Path, plan: RunPlan, fleet: Fleet, network: NetworkPlan | None = None) -> StartedAttempt:
     """Launch `plan` with the run's directory below `home`."""
     run_dir = RunDir(home / "runs" / plan.run_id)
     run_dir.path.mkdir(parents=True)

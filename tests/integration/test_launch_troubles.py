@@ -101,7 +101,7 @@ async def test_a_node_that_is_lost_while_ranks_are_started_is_told_by_its_rank(
     nodes = on(cluster, "ana", "bea")
     for launcher in LAUNCHERS:
         plan = plan_of(nodes, ["python", "-c", ""], launcher=launcher)
-        started = await start_attempt(tmp_path / "home", plan, CutAfterFiles(fleet, cluster, "bea"))
+        started = await start_attempt(tmp_path / "home", plan, cast(Fleet, CutAfterFiles(fleet, cluster, "bea")))
         if started.launched.launcher is None:
             assert [failure.rank for failure in started.launched.start_failures] == [1]
             assert "bea" in started.launched.start_failures[0].message

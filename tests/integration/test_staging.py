@@ -77,7 +77,7 @@ async def test_a_bundle_that_is_there_costs_one_connection_and_is_left_alone(clu
     await prepare(fleet, nodes)
     before = (bundle_of(cluster, "ana") / "engine" / "node" / "keeper.py").stat().st_ino
     counted = Counted(fleet)
-    await prepare(counted, nodes)
+    await prepare(cast(Fleet, counted), nodes)
     assert counted.asked == ["target", "open"]
     assert (bundle_of(cluster, "ana") / "engine" / "node" / "keeper.py").stat().st_ino == before
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from engine.cluster.transport.base import Channel, Completed, expanded
 from engine.errors import NodeUnreachable
 from engine.node.processes import kill_group
 from engine.security.identifiers import LOCAL, SshTarget
+from engine.security.sanitise import plain
 
 _LEAVES_S = 1.0
 """For a channel's program to end by itself, once nobody writes to it any more."""
@@ -26,34 +26,71 @@ _REAP_LIMIT_S = 5.0
 _EXIT_OUTPUT_BYTES = 4096
 _PIPE_BYTES = 1 << 18
 """On Linux; a flood of log lines then wakes the head a fourth as often."""
+_OUTPUT_LIMIT = 1 << 20
+_UNREAD_LIMIT = 64_000
+"""Bytes: of a flood of output only the end is passed on."""
+LINE_LIMIT = 300
+_OUTPUT_POLL_S = 0.1
+_TERM_GRACE_S = 0.5
+_KILL_WAIT_S = 1.0
+"""For killed processes to disappear. A zombie is in its group for as long as nobody reaps it, in some containers for
+good: an abort must not wait long for one."""
+_GROUP_POLL_S = 0.01
 
 
 class LocalTransport:
     target = SshTarget(LOCAL)
 
-    async def run(self, argv: Sequence[str], *, timeout_s: float) -> Completed:
-        starting = asyncio.create_task(_start(argv, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE))
-        try:
-            process = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # asyncio would end the program itself and not what it has started by then.
-            with contextlib.suppress(OSError):
-                await _end(await starting)
-            raise
-        try:
-            async with asyncio.timeout(timeout_s):
-                stdout, stderr = await process.communicate()
-        except TimeoutError:
-            return Completed(None, b"", b"")
-        finally:
-            # Also after a good end: what it has left behind in its group goes too.
-            await _end(process)
-        return Completed(process.returncode, stdout, stderr)
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        directory: Path = Path("/"),
+        environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        """As every Transport's, with the last MiB of its output, also of a program whose time was over. `environment`
+        is added to this process's own. With `on_line`, which gets each line as it comes, stderr goes to stdout.
+
+        The output goes to unnamed files: a chatty program costs disk and not memory, and a child that stays behind and
+        holds the stream keeps nobody waiting."""
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            files = {"stdout": stdout, "stderr": stderr if on_line is None else stdout}
+            options = {
+                "stdin": asyncio.subprocess.DEVNULL,
+                "cwd": directory,
+                "env": {**os.environ, **(environment or {})},
+            }
+            starting = asyncio.create_task(_start(argv, **files, **options))
+            try:
+                process = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                # asyncio would end the program itself and not what it has started by then.
+                with contextlib.suppress(OSError):
+                    await _end(await starting)
+                raise
+            code, ended, following = None, asyncio.Event(), None
+            if on_line is not None:
+                following = asyncio.create_task(_follow(stdout.fileno(), on_line, ended))
+            try:
+                # Not wait_for: in Python 3.11 it drops a cancellation that comes just at the program's end.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        code = await process.wait()
+            finally:
+                if process.returncode is None:
+                    await _end(process, _TERM_GRACE_S)
+                ended.set()
+                if following is not None:
+                    await following
+            return Completed(code, _tail(stdout, _OUTPUT_LIMIT), _tail(stderr, _OUTPUT_LIMIT))
 
     async def open(self, argv: Sequence[str]) -> Channel:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115  (the channel closes it)
+        pipe = asyncio.subprocess.PIPE
         try:
-            process = await _start(argv, stdin=asyncio.subprocess.PIPE, stderr=stderr.fileno())
+            process = await _start(argv, stdin=pipe, stdout=pipe, stderr=stderr, cwd="/")
         except BaseException:
             stderr.close()
             raise
@@ -102,48 +139,47 @@ class LocalChannel:
     def exit_output(self) -> str:
         if self._exit_output is not None:
             return self._exit_output
-        stderr = self._stderr.fileno()
-        size = os.fstat(stderr).st_size
-        output = os.pread(stderr, _EXIT_OUTPUT_BYTES, max(0, size - _EXIT_OUTPUT_BYTES))
-        return Completed(None, b"", output).exit_output
+        return Completed(None, b"", _tail(self._stderr, _EXIT_OUTPUT_BYTES)).exit_output
 
 
-async def _start(argv: Sequence[str], *, stdin: int, stderr: int) -> asyncio.subprocess.Process:
-    start = functools.partial(
-        asyncio.create_subprocess_exec,
-        *(expanded(argument, str(Path.home())) for argument in argv),
-        stdin=stdin,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=stderr,
-        cwd="/",
-        start_new_session=True,
-        limit=_PIPE_BYTES,
-    )
+async def _start(argv: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
+    command = [expanded(argument, str(Path.home())) for argument in argv]
+    options |= {"start_new_session": True, "limit": _PIPE_BYTES}
     try:
-        return await start(pipesize=_PIPE_BYTES)
+        return await asyncio.create_subprocess_exec(*command, **options, pipesize=_PIPE_BYTES)
     except PermissionError as error:
         if error.errno != errno.EPERM:
             raise
         # A user whose pipes hold much already may make none larger (pipe-user-pages-soft).
-        return await start()
+        return await asyncio.create_subprocess_exec(*command, **options)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the process's whole group, and wait until it has left, also when that is cancelled meanwhile: nobody else
-    reaps it. Nobody in it runs on; that the children's zombies go is left to init."""
-    kill_group(process.pid, signal.SIGKILL)
-    cancelled: asyncio.CancelledError | None = None
-    leaving, ends = asyncio.create_task(_left(process)), time.monotonic() + _REAP_LIMIT_S
-    while not leaving.done() and (rest := ends - time.monotonic()) > 0:
+async def _end(process: asyncio.subprocess.Process, grace_s: float = 0.0) -> None:
+    """KILL, and before it TERM where there is a grace, to the process's whole group. Waits until the process has left,
+    also when that is cancelled meanwhile: nobody else reaps it. Nobody in the group runs on; that the children's
+    zombies go is left to init."""
+    ending, cancelled = asyncio.create_task(_end_group(process, grace_s)), None
+    while not ending.done():
         try:
-            # Not wait_for: in Python 3.11 it drops a cancellation that comes just when the task is done.
-            await asyncio.wait({leaving}, timeout=rest)
+            await asyncio.wait({ending})
         except asyncio.CancelledError as error:
             cancelled = error
-    leaving.cancel()
-    await asyncio.wait({leaving})
     if cancelled is not None:
         raise cancelled
+
+
+async def _end_group(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_WAIT_S)) if grace_s else ():
+        deadline = time.monotonic() + wait_s
+        there = kill_group(process.pid, number)
+        while there and time.monotonic() < deadline:
+            await asyncio.sleep(_GROUP_POLL_S)
+            # Signal 0 only tests whether the group has members.
+            there = kill_group(process.pid, 0)
+    kill_group(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REAP_LIMIT_S):
+            await _left(process)
 
 
 async def _left(process: asyncio.subprocess.Process) -> None:
@@ -153,3 +189,26 @@ async def _left(process: asyncio.subprocess.Process) -> None:
             while await process.stdout.read(1 << 20):
                 pass
     await process.wait()
+
+
+def _tail(file: IO[bytes], size: int) -> bytes:
+    return os.pread(file.fileno(), size, max(0, os.fstat(file.fileno()).st_size - size))
+
+
+async def _follow(descriptor: int, on_line: Callable[[str], None], ended: asyncio.Event) -> None:
+    """Pass on the lines of a file as it grows, until nobody writes to it any more."""
+    offset, partial, more = 0, b"", True
+    while more:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OUTPUT_POLL_S):
+                await ended.wait()
+        more = not ended.is_set()
+        size = os.fstat(descriptor).st_size
+        if size - offset > _UNREAD_LIMIT:
+            offset, partial = size - _UNREAD_LIMIT, b""
+        block = os.pread(descriptor, size - offset, offset)
+        offset += len(block)
+        *lines, partial = (partial + block).split(b"\n")
+        for line in lines:
+            if text := plain(line.decode(errors="replace"), LINE_LIMIT).strip():
+                on_line(text)

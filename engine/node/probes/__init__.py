@@ -4,6 +4,7 @@ them in forked children; `python -m engine.node.probes NAME ARGUMENT…` runs on
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib
@@ -78,7 +79,9 @@ def run(name: str, arguments: list[str]) -> None:
     if not probe.streams:
         end_with_parent()
     module = importlib.import_module(f"{__name__}.{probe.module}")
-    report = getattr(module, f"probe_{name}")(*arguments)
+    # Libraries print (DeepSpeed logs on stdout); the report is the only thing there.
+    with contextlib.redirect_stdout(sys.stderr):
+        report = getattr(module, f"probe_{name}")(*arguments)
     for document in report if isinstance(report, Iterator) else [report]:
         sys.stdout.write(json.dumps(document) + "\n")
         sys.stdout.flush()

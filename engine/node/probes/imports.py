@@ -71,40 +71,23 @@ def keep(packages: Sequence[str], report: dict[str, Any]) -> None:
         write_atomic(proof_file(packages), json.dumps(proof))
 
 
-def interpreter() -> dict[str, Any]:
-    linux, venv = sys.platform.startswith("linux"), sys.prefix != sys.base_prefix
-    return {"python": platform.python_version(), "linux": linux, "venv": venv, "backends": []}
-
-
-def probe_mlx() -> dict[str, Any]:
-    """As `torch`, of mlx, with its distributed `backends`, and on Linux the `builds` that it consists of."""
-    report = interpreter() | {"versions": {}, "errors": {}}
-    if report["linux"]:
-        report["builds"] = find_packages(MLX_BUILDS)["versions"]
-    try:
-        mx = importlib.import_module("mlx.core")
-        report["backends"] = [name for name in ("ring", "jaccl", "nccl") if mx.distributed.is_available(name)]
-        report["versions"]["mlx"] = mx.__version__
-    except Exception as error:
-        report["errors"]["mlx"] = f"{type(error).__name__}: {error}"
-    return report
-
-
-def probe_mlx_lm(how: str) -> dict[str, Any]:
-    """As `torch`, of mlx_lm alone."""
-    return probe_torch(how, "mlx_lm")
-
-
 def probe_torch(how: str, *packages: str) -> dict[str, Any]:
     """`python`, `linux`, `venv`; of `packages` the `versions` by name, and `errors` of the others; with `how` "import"
-    also the distributed `backends` and `build` of torch, and as `proved` when an earlier import succeeded that still
-    holds. "find" imports none."""
-    report = interpreter()
+    also the distributed `backends` of mlx or torch and the `build` of torch, and as `proved` when an earlier import
+    succeeded that still holds. "find" imports none. On Linux the `builds` that mlx consists of."""
+    linux, venv = sys.platform.startswith("linux"), sys.prefix != sys.base_prefix
+    report: dict[str, Any] = {"python": platform.python_version(), "linux": linux, "venv": venv, "backends": []}
+    if linux and "mlx" in packages:
+        report["builds"] = find_packages(MLX_BUILDS)["versions"]
     if how == "find":
         return {**report, **find_packages(packages)}
-    # What torch sees of GPUs no file proves.
-    kept = None if "torch" in packages and shutil.which("nvidia-smi") else proved(packages)
+    # What torch and MLX see of GPUs no file proves.
+    kept = None if "mlx" in packages or ("torch" in packages and shutil.which("nvidia-smi")) else proved(packages)
     return {**report, **(kept or import_packages(packages))}
+
+
+probe_mlx = probe_mlx_lm = probe_torch
+"""The names say which of them a failure is of."""
 
 
 def find_packages(packages: Sequence[str]) -> dict[str, Any]:
@@ -123,17 +106,18 @@ def import_packages(packages: Sequence[str]) -> dict[str, Any]:
         os.nice(NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     report: dict[str, Any] = {"versions": {}, "errors": {}}
-    # DeepSpeed logs on stdout; the report is the only thing there.
-    with contextlib.redirect_stdout(sys.stderr):
-        for name in packages:
-            try:
-                module = importlib.import_module(name)
-                report["versions"][name] = str(module.__version__)
-                if name == "torch":
-                    report["backends"], report["build"] = torch_backends(module), torch_build(module)
-            except Exception as error:
-                report["errors"][name] = f"{type(error).__name__}: {error}"
-    if not report["errors"]:
+    for name in packages:
+        try:
+            module = importlib.import_module("mlx.core" if name == "mlx" else name)
+            if name == "mlx":
+                usable = module.distributed.is_available
+                report["backends"] = [backend for backend in ("ring", "jaccl", "nccl") if usable(backend)]
+            report["versions"][name] = str(module.__version__)
+            if name == "torch":
+                report["backends"], report["build"] = torch_backends(module), torch_build(module)
+        except Exception as error:
+            report["errors"][name] = f"{type(error).__name__}: {error}"
+    if not report["errors"] and "mlx" not in packages:
         keep(packages, report)
     return report
 

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import pkgutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,36 +29,35 @@ def probe_adapters(model: str, settings: str) -> dict[str, Any]:
     The model is built from its config.json, but no weight is read or computed."""
     asked = json.loads(settings)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            utils = importlib.import_module("mlx_lm.utils")
-            config = utils.load_config(Path(model))
-            kind, arguments = utils._get_classes(config)
-            built = kind(arguments.from_dict(config))
-            names = [name for name, part in built.layers[-1].named_modules() if hasattr(part, "to_quantized")]
-            built.freeze()
-            layers = built.layers[-max(asked["num_layers"], 0) :]
-            paths = {path for part in (built, *layers) for path, _ in part.named_modules()}
-            report: dict[str, Any] = {
-                "names": names,
-                "unmatched": sorted({*(asked["lora_parameters"].get("keys") or ())} - paths),
-            }
-            adapt = importlib.import_module("mlx_lm.tuner.utils").linear_to_lora_layers
-            try:
-                if asked["kind"] == "full":
-                    for layer in layers:
-                        layer.unfreeze()
-                else:
-                    adapt(built, asked["num_layers"], asked["lora_parameters"], use_dora=asked["kind"] == "dora")
-            except (KeyError, TypeError, ValueError) as error:
-                return {**report, "problem": str(error)}
-            flat = importlib.import_module("mlx.utils").tree_flatten
-            trained = {name for name, _ in flat(built.trainable_parameters())}
-            report["trained"] = len(trained)
-            if asked["resume"] is not None:
-                saved = shapes(Path(asked["resume"]).expanduser())
-                parameters = {name: value.shape for name, value in flat(built.parameters())}
-                report |= {"misfit": misfit(saved, parameters, trained), "lacking": len(trained - saved.keys())}
-            return report
+        utils = importlib.import_module("mlx_lm.utils")
+        config = utils.load_config(Path(model))
+        kind, arguments = utils._get_classes(config)
+        built = kind(arguments.from_dict(config))
+        names = [name for name, part in built.layers[-1].named_modules() if hasattr(part, "to_quantized")]
+        built.freeze()
+        layers = built.layers[-max(asked["num_layers"], 0) :]
+        paths = {path for part in (built, *layers) for path, _ in part.named_modules()}
+        report: dict[str, Any] = {
+            "names": names,
+            "unmatched": sorted({*(asked["lora_parameters"].get("keys") or ())} - paths),
+        }
+        adapt = importlib.import_module("mlx_lm.tuner.utils").linear_to_lora_layers
+        try:
+            if asked["kind"] == "full":
+                for layer in layers:
+                    layer.unfreeze()
+            else:
+                adapt(built, asked["num_layers"], asked["lora_parameters"], use_dora=asked["kind"] == "dora")
+        except (KeyError, TypeError, ValueError) as error:
+            return {**report, "problem": str(error)}
+        flat = importlib.import_module("mlx.utils").tree_flatten
+        trained = {name for name, _ in flat(built.trainable_parameters())}
+        report["trained"] = len(trained)
+        if asked["resume"] is not None:
+            saved = shapes(Path(asked["resume"]).expanduser())
+            parameters = {name: value.shape for name, value in flat(built.parameters())}
+            report |= {"misfit": misfit(saved, parameters, trained), "lacking": len(trained - saved.keys())}
+        return report
     except Exception as error:
         return {"untried": f"{type(error).__name__}: {error}"}
 
@@ -70,14 +68,13 @@ def probe_loading(model: str, framework: str) -> dict[str, Any]:
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     library: Any = None
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            library = importlib.import_module("transformers" if framework == "torch" else "mlx_lm.utils")
-            if framework == "torch":
-                for part in (library.AutoConfig, library.AutoTokenizer):
-                    part.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-            else:
-                library.load_model(Path(model), lazy=True)
-                library.load_tokenizer(Path(model), {"trust_remote_code": False})
+        library = importlib.import_module("transformers" if framework == "torch" else "mlx_lm.utils")
+        if framework == "torch":
+            for part in (library.AutoConfig, library.AutoTokenizer):
+                part.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        else:
+            library.load_model(Path(model), lazy=True)
+            library.load_tokenizer(Path(model), {"trust_remote_code": False})
     except Exception as error:
         if library is None:
             return {"untried": f"{type(error).__name__}: {error}"}

@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import os
-import sys
 import time
 import types
 from collections.abc import Callable, Mapping
@@ -165,16 +164,14 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
     loader = _transformers if keys.get("framework") == "torch" else _mlx_lm
     load, fast = functools.lru_cache(None)(functools.partial(loader, Path(model), keys)), None
     try:
-        # Libraries print; the report is the only thing on stdout.
-        with contextlib.redirect_stdout(sys.stderr):
-            with contextlib.suppress(Exception):
-                fast = importlib.import_module("tokenizers").Tokenizer.from_file(f"{model}/tokenizer.json")
-            trials = [_Trial(Path(file), keys, load, fast) for file in files]
-            for trial in trials:
-                if trial.path.parent.is_file():
-                    trial.refuse(0, str(place_problem(trial.path)))
-                elif trial.path.is_file():
-                    trial.run()
+        with contextlib.suppress(Exception):
+            fast = importlib.import_module("tokenizers").Tokenizer.from_file(f"{model}/tokenizer.json")
+        trials = [_Trial(Path(file), keys, load, fast) for file in files]
+        for trial in trials:
+            if trial.path.parent.is_file():
+                trial.refuse(0, str(place_problem(trial.path)))
+            elif trial.path.is_file():
+                trial.run()
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}"}
     refused = [refusal for trial in trials for refusal in trial.refused.values()]

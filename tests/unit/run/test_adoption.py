@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 
-from engine.cluster.agent_client import TransportProvider
 from engine.cluster.host_connection import HostConnection, RankObservation
 from engine.cluster.staging import HostLayout
 from engine.cluster.transport.base import Completed
+from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.local import LocalTransport
 from engine.config.models import NodeConfig
 from engine.node import processes
@@ -98,10 +99,8 @@ class Told(LocalTransport):
     def __init__(self) -> None:
         self.argv: list[tuple[str, ...]] = []
 
-    async def run(
-        self, argv: object, *, timeout_s: float, stdin: bytes = b"", directory: PurePath | None = None
-    ) -> Completed:
-        self.argv.append(tuple(cast(list[str], argv)))
+    async def run(self, argv: Sequence[str], **options: Any) -> Completed:
+        self.argv.append(tuple(argv))
         return Completed(0, b"", b"")
 
 
@@ -124,5 +123,5 @@ async def test_a_kill_that_fails_here_is_named_and_stops_none_elsewhere(
         def to(self, node: NodeConfig) -> Told:
             return there
 
-    assert await kill_everywhere(cast(TransportProvider, OneHost()), nodes, layouts, "0badcafe") == ("head",)
+    assert await kill_everywhere(cast(Fleet, OneHost()), nodes, layouts, "0badcafe") == ("head",)
     assert there.argv == [("/python", "/bundle/engine/node/processes.py", "0badcafe")]
