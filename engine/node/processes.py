@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -129,6 +129,9 @@ _STATE_AND_START = re.compile(r" *([\w?]\S*) +(\w{3} \w{3} [ \d]?\d \d\d:\d\d:\d
 _PID = re.compile(r"[1-9]\d{0,9}|0", re.ASCII)
 _UUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 _ENVIRONMENT_IN_PS = re.compile(r" [A-Za-z_][A-Za-z0-9_]*=")
+_VALUES_IN_PS = {"FLIGHTDECK_SPEC": r".*?/spec\.json(?= |$)"}
+"""Of a variable whose value may have blanks."""
+_NO_BLANK = r"\S*"
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ def with_family(marked: Iterable[Process], leaders: Mapping[int, str | float]) -
     any program may clear its own. Such a one that has a session of its own and has outlived its parent is not found."""
     by_pid = {process.pid: process for process in marked}
     sessions = {pid for pid, start in leaders.items() if pid > 1 and _leads(pid, start)}
-    tree = _table()
+    tree = process_table()
     if any(start_time(pid) is not None for pid in sessions - tree.keys()):
         raise OSError("the list of processes has not all of them")
     members = _family(set(by_pid) | sessions, sessions, tree)
@@ -226,7 +229,7 @@ def with_family(marked: Iterable[Process], leaders: Mapping[int, str | float]) -
     return list(by_pid.values())
 
 
-def _family(pids: set[int], sessions: set[int], table: Mapping[int, _Row]) -> set[int]:
+def _family(pids: set[int], sessions: set[int], table: Mapping[int, ProcessRow]) -> set[int]:
     """`pids`, the members of `sessions` and all descendants of both."""
     members, before = set(pids), -1
     while before != len(members):
@@ -239,7 +242,7 @@ def family_activity(leader: int) -> tuple[dict[int, float], bool]:
     """The CPU time, s, of each process of the session that `leader` leads and below it, on Linux with that of children
     that have ended, and whether one is stopped, by a signal or a debugger. Raises OSError, ValueError,
     subprocess.SubprocessError."""
-    table = _table()
+    table = process_table()
     family = _family({leader}, {leader}, table) & table.keys()
     return {pid: table[pid].cpu_s for pid in family}, any(table[pid].state[:1] in "Tt" for pid in family)
 
@@ -254,13 +257,12 @@ def ps_time_s(text: str) -> float:
         return 0.0
 
 
-def variables_of(pids: Iterable[int], *names: str) -> list[dict[str, str]]:
-    """The values of these variables in each of the processes that have them all, seen as by `with_nonce`."""
+def variables_of(pids: Iterable[int], *names: str) -> dict[int, dict[str, str]]:
+    """The values of these variables in those of the processes that have them all, seen as by `with_nonce`, by pid."""
     if _LINUX:
-        environments = [linux_values(pid, names) for pid in pids]
-        return [values for values in environments if values is not None]
+        return {pid: values for pid in pids if (values := linux_values(pid, names)) is not None}
     wanted = set(pids)
-    return [values for process, values in _ps_carrying(names) if process.pid in wanted]
+    return {process.pid: values for process, values in _ps_carrying(names, wanted) if process.pid in wanted}
 
 
 def _leads(pid: int, start: str | float) -> bool:
@@ -341,8 +343,8 @@ def linux_stat(pid: int) -> list[bytes]:
         return []
 
 
-def linux_stats() -> dict[int, list[bytes]]:
-    return {pid: fields for pid in linux_pids() if (fields := linux_stat(pid))}
+def linux_stats(passed_over: Collection[int] = ()) -> dict[int, list[bytes]]:
+    return {pid: fields for pid in linux_pids() if pid not in passed_over and (fields := linux_stat(pid))}
 
 
 def linux_tcp() -> list[list[str]]:
@@ -400,26 +402,38 @@ def _network(pid: str) -> str | None:
         return None
 
 
-class _Row(NamedTuple):
+class ProcessRow(NamedTuple):
     parent: int
     session: int
     state: str
     cpu_s: float
+    rss_bytes: int
+    start: str
+    """As `start_time` gives it."""
 
 
-def _table() -> dict[int, _Row]:
-    """All processes by pid, zombies apart."""
-    if not _LINUX:
-        rows = (
-            (int(pid), int(parent), rest.partition(" ")) for pid, parent, rest in _ps("-ax", "pid=,ppid=,stat=,time=")
-        )
-        return {pid: _Row(parent, _session(pid), state, ps_time_s(used)) for pid, parent, (state, _, used) in rows}
-    hertz = os.sysconf("SC_CLK_TCK")
-    return {
-        pid: _Row(int(stat[1]), int(stat[3]), stat[0].decode(), sum(map(int, stat[11:15])) / hertz)
-        for pid, stat in linux_stats().items()
-        if stat[0] not in _ENDED
-    }
+def process_table(passed_over: Collection[int] = ()) -> dict[int, ProcessRow]:
+    """All processes by pid, zombies apart, and on Linux without those pids. Raises as `own_list` does."""
+    if _LINUX:
+        hertz, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+        return {
+            pid: ProcessRow(
+                int(stat[1]), int(stat[3]), stat[0].decode(), sum(map(int, stat[11:15])) / hertz, int(stat[21]) * page,
+                stat[19].decode(),
+            )
+            for pid, stat in linux_stats(passed_over).items()
+            if stat[0] not in _ENDED
+        }  # fmt: skip
+    table = {}
+    for line in own_list("ps", "-ax", "-o", "pid=,ppid=,stat=,rss=,time=,lstart="):
+        try:
+            pid, parent, state, rss, used, start = line.split(None, 5)
+            row = ProcessRow(int(parent), _session(int(pid)), state, ps_time_s(used), int(rss) * 1024, start.strip())
+        except ValueError as error:
+            raise OSError("ps -ax has not listed all processes: columns are missing") from error
+        if not state.startswith("Z"):
+            table[int(pid)] = row
+    return table
 
 
 def _session(pid: int) -> int:
@@ -430,22 +444,17 @@ def _session(pid: int) -> int:
         return 0
 
 
-def _ps_carrying(names: tuple[str, ...]) -> Iterator[tuple[Process, dict[str, str]]]:
-    for pid, _, words in _ps("-axEww", "pid=,stat=,command="):
-        process, words = Process(int(pid), _ENVIRONMENT_IN_PS.split(words, maxsplit=1)[0]), " " + words
-        values = {name: match[1] for name in names if (match := re.search(rf" {name}=(\S*)", words))}
-        if len(values) == len(names):
-            yield process, values
-
-
-def _ps(options: str, columns: str) -> list[list[str]]:
-    """The rows of `ps` with these columns, of which the third has the rest; `stat` is the second or begins the third.
-    Zombies are left out. Raises as `own_list` does."""
-    listed = [line.split(None, 2) for line in own_list("ps", options, "-o", columns)]
-    if not columns.endswith("command=") and any(len(row) < 3 or not row[1].isdecimal() for row in listed):
-        raise OSError(f"ps {options} has not listed all processes: columns are missing")
-    state = columns.split(",").index("stat=")
-    return [row for row in listed if len(row) == 3 and not row[state].startswith("Z")]
+def _ps_carrying(names: tuple[str, ...], pids: Iterable[int] | None = None) -> Iterator[tuple[Process, dict[str, str]]]:
+    """As `_carrying`, of all processes or of `pids` alone. Raises as `own_list` does."""
+    which = ["-axEww"] if pids is None else ["-Eww", "-p", ",".join(map(str, {*pids, os.getpid()}))]
+    for row in (line.split(None, 2) for line in own_list("ps", *which, "-o", "pid=,stat=,command=")):
+        if len(row) < 3 or row[1].startswith("Z"):
+            continue
+        # The command comes first, and may name such a variable itself.
+        found = {name: re.findall(f" {name}=({_VALUES_IN_PS.get(name, _NO_BLANK)})", f" {row[2]}") for name in names}
+        if all(found.values()):
+            command = _ENVIRONMENT_IN_PS.split(row[2], maxsplit=1)[0]
+            yield Process(int(row[0]), command), {name: values[-1] for name, values in found.items()}
 
 
 def own_list(*command: str) -> list[str]:

@@ -83,7 +83,8 @@ class RankActivity:
         if self._own_rank is not None or self._joined:
             return
         for names, given in self._given.items():
-            differing = [values for values in processes.variables_of(pids, *names) if list(values.values()) != given]
+            seen = processes.variables_of(pids, *names).values()
+            differing = [values for values in seen if list(values.values()) != given]
             if ranks := [int(values[names[0]]) for values in differing if values[names[0]].isdecimal()]:
                 self._own_rank = min(ranks)
                 self._events.write("group", own_rank=self._own_rank)

@@ -413,7 +413,7 @@ async def test_an_agent_in_memory_finds_the_packages_that_a_rank_would(
     (tmp_path / "path" / "mlx_lm" / "__init__.py").write_text("__version__ = '0.99.1'")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
     agent = AgentClient(HERE, LocalTransport())
-    found = await agent.probe("mlx_lm", "import", result_type=probe_results.PackagesReport, timeout_s=30)
+    found = await agent.probe("mlx_lm", "import", "mlx_lm", result_type=probe_results.PackagesReport, timeout_s=30)
     assert isinstance(found, probe_results.PackagesReport) and found.versions == {"mlx_lm": "0.99.1"}
     await agent.aclose()
 

@@ -237,7 +237,13 @@ ENVIRONMENTS = (
     f"    1 Ss   /sbin/launchd\n{ALIVE:5} S+   /opt/python -m engine.node.keeper {MARKED}\n"
     f"{HIDDEN:5} S    /bin/bash train.sh\n{OWN:5} S    python -m engine.node.agent HOME=/Users/ana\n"
 )
-TREE = f"    1     0 Ss\n{ALIVE:5}     1 S+\n{HIDDEN:5} {ALIVE:5} S\n{OWN:5}     1 S\n"
+TREE = "".join(
+    f"{pid:5} {parent:5} {state} {rss:8} {used} {START}\n"
+    for pid, parent, state, rss, used in (
+        *((1, 0, "Ss", 1024, "12:01:35.00"), (ALIVE, 1, "S+", 1048576, "12:01:35.00")),
+        *((HIDDEN, ALIVE, "S", 1024, "0:00.01"), (OWN, 1, "S", 20480, "1:35.69")),
+    )
+)
 BOOT = "6D1C1A6C-9E1B-4A39-9B31-0D1C2F1D6A11"
 UNKNOWN = (OSError, ValueError, subprocess.SubprocessError)
 """The probes' own errors: the agent reports them, and each is a reason why nothing is known."""
@@ -291,8 +297,8 @@ def other_load() -> Claims:
 
 
 TELEMETRY: dict[str, str | bytes] = {
-    "ps -xo": f"{ALIVE:5} 1048576 12:01:35.00 {START}\n{OWN:5}   20480    1:35.69 {START}\n",
-    "ps -Eww": f"{ALIVE:5} /opt/python -m engine.trainer.main {MARKED}\n{OWN:5} python -m engine.node.agent A=b\n",
+    "ps -ax": TREE,
+    "ps -Eww": ENVIRONMENTS,
     "vm_stat": recording("vm_stat__real-16gb.txt"),
     "sysctl": recording("sysctl-vm.swapusage__machealth.txt"),
     "ioreg": '      "PerformanceStatistics" = {"Device Utilization %"=93,"Renderer Utilization %"=90}\n',
@@ -302,7 +308,7 @@ TELEMETRY: dict[str, str | bytes] = {
 
 @reads(TELEMETRY)
 def telemetry_of_tools() -> Claims:
-    sample = {"system": "Darwin"} | telemetry.MacRanks().read() | telemetry.Mac(2.0).tools() | telemetry.thermal()
+    sample = {"system": "Darwin"} | telemetry.Ranks().read() | telemetry.Mac(2.0).tools() | telemetry.thermal()
     return wrong_values(TelemetryParser().read(json.dumps(sample).encode()), "tools")
 
 

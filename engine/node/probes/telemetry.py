@@ -20,11 +20,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from engine.node.probes import mac_gpu_statistics
-from engine.node.processes import linux_pids, linux_stat, linux_values, own_list, ps_time_s, tool_output
+from engine.node.processes import ProcessRow, process_table, tool_output, variables_of
 
 BUDGET = 0.008
 """Share of a core, for this process, what it runs, and the pipe that it reads; the promise to the outside is 0.01."""
@@ -43,7 +43,6 @@ NVIDIA_FIELDS = "index,utilization.gpu,clocks.sm,power.draw,temperature.gpu,memo
 
 
 class ProcessOwner(NamedTuple):
-    start: str
     run: str
     rank: int
 
@@ -146,120 +145,59 @@ class Stream:
         self.process = None
 
 
-class LinuxRanks:
-    """Memory of each rank's processes, from /proc. What a process is, is remembered; only new ones are read whole."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, ProcessOwner | None] = {}
-        self.scans = 0
-        self.page = os.sysconf("SC_PAGE_SIZE")
-
-    def read(self) -> dict[str, object]:
-        present = set(linux_pids())
-        for pid in self.known.keys() - present:
-            del self.known[pid]
-        self.scans += 1
-        used: list[tuple[ProcessOwner, int]] = []
-        for pid in present:
-            if pid not in self.known or (self.known[pid] is None and (pid + self.scans) % RESCAN_EVERY == 0):
-                values = linux_values(pid, (NONCE, SPEC, RANK))
-                self.known[pid] = process_owner(values, self.stat(pid)[0]) if values is not None else None
-            if (mark := self.known[pid]) is None:
-                continue
-            start, pages = self.stat(pid)
-            if start == mark.start:
-                used.append((mark, pages * self.page))
-            else:
-                # Another process by now: looked at in the next scan.
-                del self.known[pid]
-        return by_rank(used)
-
-    def stat(self, pid: int) -> tuple[str, int]:
-        """Start time and resident pages; ("", 0) when it is gone."""
-        fields = linux_stat(pid)
-        return (fields[19].decode(), int(fields[21])) if fields else ("", 0)
-
-
-class MacRanks:
-    """The same by ps: one list of the user's processes, and the environment of those that are new in it."""
+class Ranks:
+    """Memory of each rank's processes. What a process is, is remembered; only new ones are read whole."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, str], ProcessOwner | None] = {}
+        """By pid and start."""
         self.scans = 0
-        self.cpu_s: dict[int, float] = {}
-        """CPU seconds by pid, in the last list."""
+        self.table: dict[int, ProcessRow] = {}
+        """The last list."""
 
     def read(self) -> dict[str, object]:
         self.scans += 1
+        others = {key for key, owner in self.known.items() if owner is None and (key[0] + self.scans) % RESCAN_EVERY}
         try:
-            present = ps_list(own_list("/bin/ps", "-xo", "pid=,rss=,time=,lstart="))
+            table = process_table({pid for pid, _ in others})
+            present = {(pid, row.start): row.rss_bytes for pid, row in table.items()}
+            known = {key: owner for key, owner in self.known.items() if key in (present if owner else others)}
+            unknown = present.keys() - known.keys()
+            values = variables_of([pid for pid, _ in unknown], NONCE, SPEC, RANK) if unknown else {}
         except (OSError, ValueError, subprocess.SubprocessError):
             return {"ranks": None}
-        self.known = {key: mark for key, mark in self.known.items() if key in present}
-        unknown = [
-            key
-            for key in present
-            if key not in self.known or (self.known[key] is None and (key[0] + self.scans) % RESCAN_EVERY == 0)
-        ]
-        for begin in range(0, len(unknown), 200):
-            some = unknown[begin : begin + 200]
-            pids = ",".join(str(pid) for pid, _ in some)
-            environments = ps_environments(tool_output("/bin/ps", "-Eww", "-o", "pid=,command=", "-p", pids))
-            for pid, start in some:
-                # One that was not listed is asked for again.
-                if pid in environments:
-                    self.known[pid, start] = process_owner(environments[pid], start)
-        self.cpu_s = {pid: cpu_s for (pid, _), (_, cpu_s) in present.items()}
-        return by_rank((mark, rss) for key, (rss, _) in present.items() if (mark := self.known.get(key)) is not None)
+        self.table, self.known = table, known | {key: process_owner(values.get(key[0], {})) for key in unknown}
+        return by_rank((owner, present[key]) for key, owner in self.known.items() if owner is not None)
+
+    def cpu_s(self, process: subprocess.Popen[bytes] | None) -> float:
+        """CPU seconds of one of ours; 0 where the last list does not have it."""
+        row = self.table.get(process.pid) if process is not None else None
+        return row.cpu_s if row is not None else 0.0
 
 
 def by_rank(used: Iterable[tuple[ProcessOwner, int]]) -> dict[str, object]:
     """The bytes of each rank's processes together."""
-    sums = collections.Counter[tuple[str, int]]()
+    sums = collections.Counter[ProcessOwner]()
     for owner, rss in used:
-        sums[owner.run, owner.rank] += rss
+        sums[owner] += rss
     return {"ranks": [[run, rank, rss] for (run, rank), rss in sorted(sums.items()) if rss]}
 
 
-def process_owner(environment: dict[str, str], start: str) -> ProcessOwner | None:
+def process_owner(environment: Mapping[str, str]) -> ProcessOwner | None:
     """Whose the process with this environment is; None for one of no rank."""
     spec = SPEC_PATH.search(environment.get(SPEC, ""))
     rank = environment.get(RANK, "")
-    if not environment.get(NONCE) or spec is None or not re.fullmatch(r"[0-9]{1,6}", rank) or not start:
+    if not environment.get(NONCE) or spec is None or not re.fullmatch(r"[0-9]{1,6}", rank):
         return None
-    return ProcessOwner(start, spec.group(1), int(rank))
-
-
-def ps_list(rows: list[str]) -> dict[tuple[int, str], tuple[int, float]]:
-    """`ps -o pid=,rss=,time=,lstart=`: (pid, start) → (bytes, CPU seconds). Raises ValueError."""
-    processes = {}
-    for row in rows:
-        pid, rss, cpu, start = row.split(None, 3)
-        if len(rss) > 12:
-            raise ValueError(f"ps printed {row[:80]!r}")
-        processes[int(pid), start.strip()] = (int(rss) * 1024, ps_time_s(cpu))
-    return processes
-
-
-def ps_environments(text: str) -> dict[int, dict[str, str]]:
-    """`ps -Eww -o pid=,command=`: the three variables that matter, of each process as far as it has them."""
-    environments: dict[int, dict[str, str]] = {}
-    # A line that does not end has been cut off.
-    for line in text.split("\n")[:-1]:
-        pid, _, rest = line.strip().partition(" ")
-        if pid.isdecimal() and len(pid) <= 10:
-            values = {name: re.findall(rf" {name}=(\S*)", rest) for name in (NONCE, RANK)}
-            values[SPEC] = re.findall(rf" {SPEC}=(.*?/spec\.json)(?: |$)", rest)
-            # The command comes first, and may name such a variable itself.
-            environments[int(pid)] = {name: value[-1] for name, value in values.items() if value}
-    return environments
+    return ProcessOwner(spec.group(1), int(rank))
 
 
 class Linux:
     """Values that Linux reports without root: /proc, /sys, and nvidia-smi where there is one."""
 
     def __init__(self, interval: float) -> None:
-        self.readings = [Paced(self.quick, interval, BUDGET / 4), Paced(LinuxRanks().read, interval, BUDGET / 2)]
+        self.ranks = Ranks()
+        self.readings = [Paced(self.quick, interval, BUDGET / 4), Paced(self.ranks.read, interval, BUDGET / 2)]
         self.thermometer = cpu_thermometer()
         smi = shutil.which("nvidia-smi")
         fields = [f"--query-gpu={NVIDIA_FIELDS}", "--format=csv,noheader,nounits"]
@@ -279,8 +217,6 @@ class Linux:
         millidegrees = content(self.thermometer, 64).strip()
         if millidegrees.isdigit():
             report["cpu_temperature_c"] = int(millidegrees) / 1000
-        if self.stream.process is not None and (ticks := linux_stat(self.stream.process.pid)):
-            self.stream.settle((int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK"))
         return report
 
     def sample(self, now: float) -> dict[str, object]:
@@ -312,7 +248,7 @@ class Mac:
         self.ticks = MacTicks()
         self.own = Paced(self.tools, interval, BUDGET / 2)
         self.interval = interval
-        self.ranks = MacRanks()
+        self.ranks = Ranks()
         self.slow = [Paced(self.ranks.read, SLOW_S, BUDGET / 4), Paced(thermal, SLOW_S, BUDGET / 8)]
         self.read: collections.deque[dict[str, object]] = collections.deque()
         """Reports of the tools since the last sample."""
@@ -347,8 +283,6 @@ class Mac:
         self.reader.join(TOOLS_WAIT_S)
         while self.read:
             report.update(self.read.popleft())
-        if self.stream.process is not None:
-            self.stream.settle(self.ranks.cpu_s.get(self.stream.process.pid, 0.0))
         return report
 
     def take(self, readings: list[Paced], now: float) -> None:
@@ -400,6 +334,7 @@ def stream_samples(machine: Linux | Mac, interval: float) -> None:
         # What could not be sent is not piled up: the next sample waits until the reader has taken the last one.
         if now >= due and not unsent:
             unsent = json.dumps(machine.sample(now)).encode() + b"\n"
+            stream.settle(machine.ranks.cpu_s(stream.process))
             due = now + machine.rest_s(now)
         if unsent or writable:
             try:

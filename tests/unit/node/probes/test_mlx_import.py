@@ -31,7 +31,7 @@ class FakeNode:
 
     def asked(self, how: str = "import") -> dict[str, Any]:
         done = subprocess.run(
-            [sys.executable, "-m", "engine.node.probes", "mlx_lm", how],
+            [sys.executable, "-m", "engine.node.probes", "mlx_lm", how, "mlx_lm"],
             cwd=self.bundle,
             env={**os.environ, "HOME": str(self.home), "PYTHONPATH": str(self.packages)},
             capture_output=True,

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from engine.node import processes
 from engine.node.probes import telemetry
 from tests.machine import WATCHED
 
@@ -234,24 +235,29 @@ def test_on_a_slow_mac_a_line_is_at_most_five_seconds_from_the_last(monkeypatch:
     assert mac.own.take(1004.0) == {}, "the tools are paid for later"
 
 
-PS = "  301   20480   1:35.69 Fri Nov 21 10:00:00 2026\n  302 1048576 12:01:35 Fri Nov 21 10:00:01 2026\n"
-PS_E = (
-    "  301 /bin/zsh -l TERM=xterm MLX_RANK=9\n"
-    "  302 /opt/python -m engine.trainer.main HOME=/Users/ana b FLIGHTDECK_NONCE=ab12 MLX_RANK=1"
-    " FLIGHTDECK_SPEC=/Users/ana b/.flightdeck/runs/r-1/attempts/2/spec.json SHELL=/bin/zsh\n"
-)
+PS = """\
+  301    1 Ss     20480   1:35.69 Fri Nov 21 10:00:00 2026
+  302  301 R+   1048576  12:01:35 Fri Nov 21 10:00:01 2026
+"""
+PS_E = """\
+  301 Ss   /bin/zsh -l TERM=xterm MLX_RANK=9
+  302 R+   /opt/python -m engine.trainer.main MLX_RANK=7 HOME=/Users/ana b FLIGHTDECK_NONCE=ab12 MLX_RANK=1 \
+FLIGHTDECK_SPEC=/Users/ana b/.flightdeck/runs/r-1/attempts/2/spec.json SHELL=/bin/zsh
+"""
 
 
-def test_ps_on_a_mac() -> None:
-    listed = telemetry.ps_list(PS.splitlines())
-    assert listed == {
-        (301, "Fri Nov 21 10:00:00 2026"): (20 * 2**20, 95.69),
-        (302, "Fri Nov 21 10:00:01 2026"): (2**30, 43295.0),
-    }
-    environments = telemetry.ps_environments(PS_E)
-    assert list(environments) == [301, 302]
-    assert telemetry.process_owner(environments[301], "Fri") is None
-    assert telemetry.process_owner(environments[302], "Fri") == ("Fri", "r-1", 1)
+def test_ps_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_LINUX", False)
+    listed = {"-ax": PS, "-Eww": PS_E}
+    monkeypatch.setattr(processes, "own_list", lambda _, which, *options: listed[which].splitlines())
+    ranks = telemetry.Ranks()
+    assert ranks.read() == {"ranks": [["r-1", 1, 2**30]]}
+    assert ranks.table[302].cpu_s == 43295.0
+    listed["-ax"] = PS.replace("10:00:01", "10:00:02")
+    listed["-Eww"] = PS_E.replace("r-1", "r-2")
+    assert ranks.read() == {"ranks": [["r-2", 1, 2**30]]}, "another process has its pid"
+    listed["-ax"] = "  302  301 R+\n"
+    assert ranks.read() == {"ranks": None}
 
 
 def test_a_reading_waits_until_its_share_has_paid_for_it() -> None:
