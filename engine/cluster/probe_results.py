@@ -1,6 +1,6 @@
-"""Validated results of the probes of engine.node.probes, and the one place where what a program or probe prints becomes
-a value, or the reason why it is none: the caller names both the probe and its result. A node is not trusted: no part of
-a report is used before it is bounded and safe to show."""
+"""Validated results of the probes of engine.node.probes, described here alone, and the one place where what a program
+or probe prints becomes a value, or the reason why it is none: the caller names both the probe and its result. A node is
+not trusted: no part of a report is used before it is bounded and safe to show."""
 
 from __future__ import annotations
 
@@ -226,11 +226,14 @@ class LeaseReleased(FrozenModel):
 class WorkdirTree(_Report):
     tells = (("home",), ("problem",), ("entries", "left"))
     home: bool = False
+    """The folder is the user's home, of which nothing is read."""
     problem: ShortText | None = None
+    """Why it cannot be read."""
     absent: bool = False
     permit: PathText | None = None
     """Path that may not be read."""
     cut: bool = False
+    """There are more entries."""
     left: list[WholeText] = Field(default_factory=list, max_length=10_000)
     """Folders that were left out for what they are: environments, and what the request set apart."""
     entries: dict[WholeText, tuple[Annotated[int, Field(ge=-1)], WholeText | None]] = Field(
@@ -300,9 +303,11 @@ class AdapterWeights(FrozenModel):
 
 class CheckpointStorage(FrozenModel):
     directory: ShortText
+    """Resolved."""
     fault: ShortText | None
     make: PathText | None = None
     permit: PathText | None = None
+    """Folders that are missing, and that may not be written or entered."""
     own: PathText | None = None
     """A folder of another user's."""
     not_durable: ShortText | None
@@ -313,7 +318,7 @@ class CheckpointStorage(FrozenModel):
     resume: AdapterWeights | None
     resume_fault: ShortText | None
     largest: list[tuple[ShortText, Count]] = Field(default_factory=list, max_length=100)
-    """(folder of an earlier run, bytes)."""
+    """(folder of an earlier run, bytes), where less is free than is needed."""
 
 
 class FreePorts(FrozenModel):
@@ -328,7 +333,7 @@ class TorchBuild(FrozenModel):
     """The build of one python's torch, and the GPUs that it can use."""
 
     cuda: Annotated[str, Field(pattern=r"^[0-9]{1,3}(\.[0-9]{1,3}){0,3}$")] | None
-    """None for a build without CUDA."""
+    """The version that it was built with; None for a build without CUDA."""
     nccl: ShortText | None
     gpus: Annotated[int, Field(ge=0, le=1024)]
     cuda_problem: ShortText | None

@@ -72,9 +72,8 @@ def _count(tally: dict[str, list[int]], row: DataRow, trained: set[int], in_file
 
 
 def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None) -> dict[str, Any]:
-    """`lines` (as sed counts them), `examples` (lines that are not blank: the trainer skips those), `sha256`, `form`,
-    `tally`, and `faults` as [line number from 1, what is wrong and how the line begins], at most FAULT_LIMIT of
-    `fault_count`; `foreign`: a key of WAYS. `trained`: hashes of the rows of train.jsonl, which fills it."""
+    """A JsonlSummary of the head's: `lines` are counted as sed does, `examples` without blank ones, which the trainer
+    skips, and a fault shows how its line begins. `trained`: hashes of the rows of train.jsonl, which fills it."""
     digest, tally = hashlib.sha256(), dict[str, list[int]]()
     faults: list[tuple[int, str]] = []
     number = examples = fault_count = 0

@@ -82,47 +82,30 @@ LINUX_FILES = {
 
 
 class Query(threading.Thread):
-    """One question in a thread of its own, so that one without an answer holds up nothing else."""
+    """The value of a function, or the output of a program, None when there is no such program: in a thread of its own,
+    so that one without an answer holds up nothing else."""
 
-    def __init__(self, name: str, function: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
+    def __init__(self, name: str, asked: Callable[[], Any] | list[str], limit_s: float = LIMIT_S) -> None:
         super().__init__(name=name, daemon=True)
-        self.function = function
+        self.asked = asked
         self.limit_s = limit_s
-        self.command = name
+        self.command = " ".join(asked) if isinstance(asked, list) else name
         self.answer: Any = None
         self.failure: dict[str, Any] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
         try:
-            self.answer = self.function()
+            self.answer = self.output(self.asked) if isinstance(self.asked, list) else self.asked()
         except Exception as error:
             self.failure = {"exit_code": 1, "stderr": f"{type(error).__name__}: {error}"}
 
-    def give_up(self) -> None:
-        """Nothing can end a thread that waits for a disk; the process ends without it."""
-
-    def unknown(self) -> dict[str, Any] | None:
-        """How it ended without an answer; None when it answered, or there is no such thing on this node."""
-        if self.is_alive():
-            return {"command": self.command, "late_s": self.limit_s}
-        return {"command": self.command, **self.failure} if self.failure is not None else None
-
-
-class CommandQuery(Query):
-    """The output of a program; None when there is no such program."""
-
-    def __init__(self, name: str, argv: list[str], limit_s: float = LIMIT_S) -> None:
-        super().__init__(name, self.output, limit_s)
-        self.argv = argv
-        self.command = " ".join(argv)
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def output(self) -> str | None:
-        program = shutil.which(self.argv[0], path=TOOLS)
+    def output(self, argv: list[str]) -> str | None:
+        program = shutil.which(argv[0], path=TOOLS)
         if program is None:
             return None
         self.process = subprocess.Popen(
-            [program, *self.argv[1:]],
+            [program, *argv[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -135,9 +118,16 @@ class CommandQuery(Query):
         return out[:TEXT_LIMIT].decode(errors="replace")
 
     def give_up(self) -> None:
+        """End its program. Nothing can end a thread that waits for a disk; the process ends without it."""
         if self.process is not None:
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+    def unknown(self) -> dict[str, Any] | None:
+        """How it ended without an answer; None when it answered, or there is no such thing on this node."""
+        if self.is_alive():
+            return {"command": self.command, "late_s": self.limit_s}
+        return {"command": self.command, **self.failure} if self.failure is not None else None
 
 
 def content(path: str) -> str | None:
@@ -224,7 +214,7 @@ def addresses() -> list[dict[str, Any]]:
 
 def queries(system: str, directory: str, framework: str) -> list[Query]:
     # MLX in a process of its own: one that crashes on import, or hangs, must not take the rest with it.
-    importing = CommandQuery("mlx_import", [sys.executable, "-c", MLX], MLX_LIMIT_S)
+    importing = Query("mlx_import", [sys.executable, "-c", MLX], MLX_LIMIT_S)
     importing.command = "import mlx"
     of_mlx = {"mlx": "mlx", "mlx_lm": "mlx-lm", **{name: name for name in MLX_CUDA}}
     versions = of_mlx if framework == "mlx" else {"torch": "torch"}
@@ -236,13 +226,13 @@ def queries(system: str, directory: str, framework: str) -> list[Query]:
         Query("versions", lambda: {name: version(package) for name, package in versions.items()}),
     ]
     if system == "Darwin":
-        return [*common, *(CommandQuery(name, argv) for name, argv in MAC_COMMANDS.items())]
+        return [*common, *(Query(name, argv) for name, argv in MAC_COMMANDS.items())]
     if system != "Linux":
         return common
     power_files = ["type", "online", "capacity", "status", "scope"]
     return [
         *common,
-        *(CommandQuery(name, argv) for name, argv in LINUX_COMMANDS.items()),
+        *(Query(name, argv) for name, argv in LINUX_COMMANDS.items()),
         *(Query(name, functools.partial(content, path)) for name, path in LINUX_FILES.items()),
         Query("addresses", addresses),
         Query("zones", zones),

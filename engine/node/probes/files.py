@@ -45,12 +45,8 @@ ENVIRONMENT = "pyvenv.cfg"
 def probe_tree(folder_path: str, request_text: str) -> dict[str, Any]:
     """The manifest of a folder. The JSON request has `without`, names (or patterns) that are left out wherever they
     are; `apart`, paths that are left out; `files`, how many are read at most; `whole_bytes`, up to which size a file is
-    hashed; `all_bytes`, how much is hashed in all.
-
-    `home` says that the folder is the user's home, of which nothing is read; `problem` why it cannot be read (`absent`:
-    there is none; `permit`: what may not be read); `entries` has path -> [size, SHA-256 or None], of a symlink [-1, its
-    target], in the paths' order; `cut` whether there are more; `left` the folders that were left out for what they are.
-    """
+    hashed; `all_bytes`, how much is hashed in all. The answer is a WorkdirTree of the head's, its entries in the paths'
+    order."""
     folder, request = Path(folder_path), json.loads(request_text)
     try:
         if not folder.is_dir():
@@ -152,8 +148,7 @@ _LOCKS = 20
 
 
 def probe_program(workdir_path: str, python: str, *words: str) -> dict[str, Any]:
-    """`program`, what would be run, where its Python `script` really lies, and `roots`, where it may; or its `fault`,
-    with a folder to `make` or a file to `permit` the execution of; and `locks`, of builds that were killed."""
+    """The answer is a ProgramLocation of the head's."""
     return {**_program(workdir_path, python, *words), "locks": abandoned_locks()[:_LOCKS]}
 
 

@@ -128,8 +128,7 @@ def torch_backends(torch: Any) -> list[str]:
 
 
 def torch_build(torch: Any) -> dict[str, Any]:
-    """`cuda`, the version that it was built with, and `nccl`'s; `gpus` that it can use, and why there are none as
-    `cuda_problem`; `nvidia_smi`, the head of what that prints."""
+    """A TorchBuild of the head's."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()

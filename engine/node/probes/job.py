@@ -23,10 +23,8 @@ _KEY_FILES = {"wandb": ("api.wandb.ai", "~/.netrc", "~/_netrc"), "swanlab": ("sw
 
 
 def probe_adapters(model: str, settings: str) -> dict[str, Any]:
-    """`trained`, how many tensors would be; `names` of the last layer's matrices; `unmatched` keys, which name nothing;
-    `problem` if mlx-lm cannot adapt it; `misfit` of the weights in the file `resume`, and how many it is `lacking`;
-    `untried` if that is not known. `settings` is JSON: {"num_layers": …, "lora_parameters": …, "kind": …, "resume": …}.
-    The model is built from its config.json, but no weight is read or computed."""
+    """`settings` is JSON: {"num_layers": …, "lora_parameters": …, "kind": …, "resume": a file of weights or null}; the
+    answer an AdapterReport of the head's. The model is built from its config.json, and no weight is read."""
     asked = json.loads(settings)
     try:
         utils = importlib.import_module("mlx_lm.utils")

@@ -34,9 +34,7 @@ _Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def probe_model(path: str) -> dict[str, Any]:
-    """`kind` (model_type), `bytes`, `shards`, `faults`, `warnings`, `doubts` (reasons to let the framework try whether
-    it loads), `repository` (ORG/NAME that config.json names), `quantized` (by MLX) and `hashes`: SHA-256 of the small
-    files that decide what is trained, and the sizes of the shards."""
+    """The answer is a ModelFiles of the head's; of the small files, those are hashed that decide what is trained."""
     directory = Path(path)
     report: dict[str, Any] = {"kind": "?", "bytes": 0, "shards": 0, "repository": None, "hashes": {}}
     report.update({name: [] for name in ("faults", "warnings", "doubts")})

@@ -122,12 +122,7 @@ _LARGEST = 3
 def probe_storage(request: str) -> dict[str, Any]:
     """The JSON request has `directory`; `roots`, one of which must hold it; `states`, another folder for states, or
     null; `runs`, where earlier runs' folders lie; `resume`, a file of trained weights to go on with, or null; `needed`,
-    bytes.
-
-    Reports `directory` resolved; `fault`, with a folder to `make`, to `permit` or to `own`; `not_durable`, a folder
-    on a volume that cannot be flushed to the disk itself; `free`, bytes; `damaged`, [file, why] of what lies there;
-    `resume`, what its weights are, or `resume_fault`; `largest`, [folder, bytes] of earlier runs, when less than
-    `needed` is free."""
+    bytes. The answer is a CheckpointStorage of the head's."""
     question = json.loads(request)
     directory = Path(question["directory"]).expanduser()
     nothing = ("fault", "make", "permit", "own", "free", "not_durable", "resume", "resume_fault")

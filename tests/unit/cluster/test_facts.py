@@ -214,7 +214,7 @@ def test_what_hangs_or_fails_is_reported_with_its_command_and_killed_with_its_ch
 import json, os, sys, time
 from engine.node.probes import facts
 facts.LIMIT_S = 3.0
-facts.Query.__init__.__defaults__ = facts.CommandQuery.__init__.__defaults__ = (3.0,)
+facts.Query.__init__.__defaults__ = (3.0,)
 name = os.uname()
 os.uname = lambda: os.uname_result(("Linux", *name[1:]))
 facts.disk = lambda directory: time.sleep(600)
