@@ -79,11 +79,13 @@ class LocalTransport:
                     async with asyncio.timeout(timeout_s):
                         code = await process.wait()
             finally:
-                if process.returncode is None:
-                    await _end(process, _TERM_GRACE_S)
-                ended.set()
-                if following is not None:
-                    await following
+                try:
+                    if process.returncode is None:
+                        await _end(process, _TERM_GRACE_S)
+                finally:
+                    ended.set()
+                    if following is not None:
+                        await following
             return Completed(code, _tail(stdout, _OUTPUT_LIMIT), _tail(stderr, _OUTPUT_LIMIT))
 
     async def open(self, argv: Sequence[str]) -> Channel:

@@ -87,6 +87,15 @@ def run(name: str, arguments: list[str]) -> None:
         sys.stdout.flush()
 
 
+def content(path: str, limit: int = 16_384) -> str:
+    """The first `limit` bytes of a file as text; "" where it cannot be read."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123  (as cheap as can be: this runs beside the training)
+            return file.read(limit).decode(errors="replace").strip("\0")
+    except OSError:
+        return ""
+
+
 def nearest(path: Path) -> Path:
     """The path, or what there is of the way to it."""
     # Path.exists raises PermissionError below a folder that may not be entered (before Python 3.14).

@@ -19,13 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes import nearest
+from engine.node.probes import content, nearest
 
 LIMIT_S = 4.0
 MLX_LIMIT_S = 8.0
 """A Mac that wakes, or one whose disk is cold, takes seconds to import mlx."""
 TEXT_LIMIT = 262144
-FILE_LIMIT = 16384
 TOOLS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/bin", "/bin", "/usr/sbin", "/sbin"])
 MLX = """
 import sys
@@ -130,12 +129,8 @@ class Query(threading.Thread):
         return {"command": self.command, **self.failure} if self.failure is not None else None
 
 
-def content(path: str) -> str | None:
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123  (as short as can be: this runs on the node)
-            return file.read(FILE_LIMIT).decode(errors="replace").strip("\0")
-    except OSError:
-        return None
+def text_or_none(path: str) -> str | None:
+    return content(path) or None
 
 
 def listed(directory: str) -> list[str]:
@@ -186,7 +181,7 @@ def infiniband() -> list[dict[str, Any]]:
     devices = []
     for device in listed(root):
         port = f"{root}/{device}/ports/1"
-        gids = [content(f"{port}/gids/{number}") or "" for number in listed(f"{port}/gids")]
+        gids = [content(f"{port}/gids/{number}") for number in listed(f"{port}/gids")]
         devices.append({"name": device, "state": content(f"{port}/state"), "gids": [gid.strip() for gid in gids]})
     return devices
 
@@ -199,7 +194,7 @@ def addresses() -> list[dict[str, Any]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            entry: dict[str, Any] = {"ifname": name, "operstate": (content(f"/sys/class/net/{name}/operstate") or "").strip().upper()}  # noqa: E501  # fmt: skip
+            entry: dict[str, Any] = {"ifname": name, "operstate": content(f"/sys/class/net/{name}/operstate").strip().upper()}  # noqa: E501  # fmt: skip
             master = f"/sys/class/net/{name}/master"
             if os.path.islink(master):  # noqa: PTH114
                 entry["master"] = os.path.basename(os.readlink(master))  # noqa: PTH115, PTH119
@@ -233,7 +228,7 @@ def queries(system: str, directory: str, framework: str) -> list[Query]:
     return [
         *common,
         *(Query(name, argv) for name, argv in LINUX_COMMANDS.items()),
-        *(Query(name, functools.partial(content, path)) for name, path in LINUX_FILES.items()),
+        *(Query(name, functools.partial(text_or_none, path)) for name, path in LINUX_FILES.items()),
         Query("addresses", addresses),
         Query("zones", zones),
         Query("infiniband", infiniband),

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH123, PTH207
+# ruff: noqa: PTH207
 # As short and as cheap as can be: this runs on the node, beside the training.
 """The `telemetry` probe: what a node uses, one JSON line an interval, until its stdin ends. The system's own output is
 parsed on the head. Every reading is repeated no more often than its own cost allows, so that all of them together stay
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from engine.node.probes import mac_gpu_statistics
+from engine.node.probes import content, mac_gpu_statistics
 from engine.node.processes import ProcessRow, process_table, tool_output, variables_of
 
 BUDGET = 0.008
@@ -51,14 +51,6 @@ def spent_s() -> float:
     """CPU seconds of this process and of the commands that it has waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
-
-
-def content(path: str, limit: int = 1 << 20) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read(limit)
-    except OSError:
-        return b""
 
 
 class Paced:
@@ -211,10 +203,10 @@ class Linux:
 
     def quick(self) -> dict[str, object]:
         report: dict[str, object] = {
-            "cpu": content("/proc/stat", 1024).split(b"\n", 1)[0].decode(errors="replace"),
-            "meminfo": content("/proc/meminfo", 8192).decode(errors="replace"),
+            "cpu": content("/proc/stat", 1024).split("\n", 1)[0],
+            "meminfo": content("/proc/meminfo"),
         }
-        millidegrees = content(self.thermometer, 64).strip()
+        millidegrees = content(self.thermometer).strip()
         if millidegrees.isdigit():
             report["cpu_temperature_c"] = int(millidegrees) / 1000
         return report
@@ -232,7 +224,7 @@ class Linux:
 def cpu_thermometer() -> str:
     """A file of millidegrees; "" where the machine has none."""
     for name in sorted(glob.glob("/sys/class/hwmon/*/name")):
-        if content(name, 64).strip() in (b"coretemp", b"k10temp", b"zenpower", b"cpu_thermal"):
+        if content(name).strip() in ("coretemp", "k10temp", "zenpower", "cpu_thermal"):
             return name.replace("/name", "/temp1_input")
     return ""
 
