@@ -451,10 +451,10 @@ def _ps_carrying(names: tuple[str, ...], pids: Iterable[int] | None = None) -> I
         if len(row) < 3 or row[1].startswith("Z"):
             continue
         # The command comes first, and may name such a variable itself.
-        found = {name: re.findall(f" {name}=({_VALUES_IN_PS.get(name, _NO_BLANK)})", f" {row[2]}") for name in names}
-        if all(found.values()):
+        values = {name: re.findall(f" {name}=({_VALUES_IN_PS.get(name, _NO_BLANK)})", f" {row[2]}") for name in names}
+        if all(values.values()):
             command = _ENVIRONMENT_IN_PS.split(row[2], maxsplit=1)[0]
-            yield Process(int(row[0]), command), {name: values[-1] for name, values in found.items()}
+            yield Process(int(row[0]), command), {name: matches[-1] for name, matches in values.items()}
 
 
 def own_list(*command: str) -> list[str]:

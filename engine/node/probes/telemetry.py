@@ -153,12 +153,12 @@ class Ranks:
         try:
             table = process_table({pid for pid, _ in others})
             present = {(pid, row.start): row.rss_bytes for pid, row in table.items()}
-            known = {key: owner for key, owner in self.known.items() if key in (present if owner else others)}
-            unknown = present.keys() - known.keys()
+            kept = {key: owner for key, owner in self.known.items() if key in (present if owner else others)}
+            unknown = present.keys() - kept.keys()
             values = variables_of([pid for pid, _ in unknown], NONCE, SPEC, RANK) if unknown else {}
         except (OSError, ValueError, subprocess.SubprocessError):
             return {"ranks": None}
-        self.table, self.known = table, known | {key: process_owner(values.get(key[0], {})) for key in unknown}
+        self.table, self.known = table, kept | {key: process_owner(values.get(key[0], {})) for key in unknown}
         return by_rank((owner, present[key]) for key, owner in self.known.items() if owner is not None)
 
     def cpu_s(self, process: subprocess.Popen[bytes] | None) -> float:
