@@ -130,7 +130,7 @@ _PID = re.compile(r"[1-9]\d{0,9}|0", re.ASCII)
 _UUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 _ENVIRONMENT_IN_PS = re.compile(r" [A-Za-z_][A-Za-z0-9_]*=")
 _VALUES_IN_PS = {"FLIGHTDECK_SPEC": r".*?/spec\.json(?= |$)"}
-"""Of a variable whose value may have blanks."""
+"""A variable whose value may have blanks, and how that ends."""
 _NO_BLANK = r"\S*"
 
 
