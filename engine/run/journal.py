@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from engine.errors import StateError
 from engine.models import ENDED, RunRecord, RunState
-from engine.protocol.attempt import open_regular
 from engine.run.events import (
     EVENTS,
     JOURNAL_VERSION,
@@ -138,14 +137,6 @@ def read_history(run_dir: RunDir) -> RunHistory:
         return fold(events)
     except StateError:
         return run_history(events, read_plan(run_dir.plan))
-
-
-def read_journal_end(path: Path, size: int) -> list[Event]:
-    """The whole events in the last `size` bytes. Raises FileNotFoundError."""
-    with open_regular(path) as file:
-        file.seek(max(0, file.seek(0, 2) - size))
-        lines = file.read().split(b"\n")[:-1]
-    return [event for line in lines if (event := _event(parse_json_line(line))) is not None]
 
 
 def describe_damage(lines: Sequence[int]) -> str | None:

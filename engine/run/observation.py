@@ -96,7 +96,7 @@ class ProgressView:
     """Rank → "begin" or "committed", of its emergency checkpoint."""
     checkpoint_bytes: Mapping[int, int] = field(default_factory=dict)
     moved_at: Mapping[int, float] = field(default_factory=dict)
-    """Rank → when its last step or change of phase came."""
+    """Rank → when its last step or change of phase came, or any event while it loads or validates."""
     starts: Mapping[int, int] = field(default_factory=dict)
     """Rank → how often its trainer was started."""
     completed: frozenset[int] = frozenset()

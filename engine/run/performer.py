@@ -184,13 +184,13 @@ class LiveRun:
 
     async def _plan(self, request: effects.PlanAttempt) -> Planned:
         try:
-            placement = await self._preparation.place(request)
+            make, decided = await self._preparation.place(request)
         except FlightDeckError as error:
             return Planned(error=str(error))
         if self._observer.attempt is not None:
             # Only now: until then its nodes may have sent more.
             await self._in_thread(self._observer.attempt.stop_copying)
-        return Planned(await self._in_thread(placement.attempt, self._run), placement.decided)
+        return Planned(await self._in_thread(make, self._run.history), decided)
 
     async def _start_ranks(self, attempt: events.Attempt) -> Started:
         run, evidence = self._run, self._attempt.evidence

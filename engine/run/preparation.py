@@ -1,38 +1,38 @@
-"""Preparation of an attempt: preflight, and what is found out on its nodes to plan it."""
+"""Preparation of an attempt: preflight, with its report and the training plan for the frontends, and what is found out
+on the nodes to plan the attempt."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from engine.checks.context import CheckContext
-from engine.checks.plan_inputs import launch_decisions
-from engine.cluster.staging import HostLayout
+from engine.checks.plan_inputs import launch_decisions, shared_plan
+from engine.checks.runner import plan_with_results, planned_checks, run_checks
+from engine.cluster.transport.fleet import Fleet
 from engine.errors import FlightDeckError, LaunchError
 from engine.launch.hostfile import fresh_ports
+from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
 from engine.plan.decisions import LaunchDecisions
+from engine.plan.document import VERSION
+from engine.protocol.attempt import write_atomic
 from engine.run import events
 from engine.run.attempt import new_attempt
 from engine.run.effects import PlanAttempt, RunPreflight
+from engine.run.history import RunHistory
 from engine.run.observation import Checked
-from engine.run.preflight import preflight_context, replan, run_preflight
 from engine.run.run_context import RunContext
 from engine.run.run_plan import RunPlan
+from engine.security.audit import audit_log
+from engine.store.layout import RunDir
 
-
-@dataclass(frozen=True)
-class Placement:
-    """Where an attempt can run now, and what was decided anew for it."""
-
-    plan: RunPlan
-    layouts: Sequence[HostLayout]
-    starting_port: int
-    decided: tuple[events.Event, ...] = ()
-
-    def attempt(self, run: RunContext) -> events.Attempt:
-        """It begins at the end of the head's files."""
-        return new_attempt(run.run_dir, self.plan, run.history, layouts=self.layouts, starting_port=self.starting_port)
+MakeAttempt = Callable[[RunHistory], events.Attempt]
 
 
 @dataclass
@@ -42,21 +42,26 @@ class Preparation:
     """With the facts that preflight has collected, until an attempt is planned with them."""
 
     async def check(self, request: RunPreflight) -> Checked:
-        run, plan = self.run, self.run.plan
+        run, plan, excluded = self.run, self.run.plan, request.excluded
         await self.close()
-        if request.excluded:
-            replan(run.run_dir, plan, request.excluded)
+        if excluded:
+            _write(run.run_dir.training_plan, _no_plan(f"it is made again without {', '.join(excluded)}"))
+            ranks, why = len(plan.nodes), [*excluded.values()]
+            details = {"run": plan.run_id, "excluded": list(excluded), "ranks": ranks, "why": why}
+            audit_log("replan", "excluded", details, home=run.run_dir.home)
         self.checks = preflight_context(plan, run.fleet)
         try:
             return Checked(await run_preflight(run.run_dir, plan, self.checks))
         except FlightDeckError as error:
             return Checked(error=str(error))
 
-    async def place(self, request: PlanAttempt) -> Placement:
-        """Raises FlightDeckError."""
+    async def place(self, request: PlanAttempt) -> tuple[MakeAttempt, tuple[events.Event, ...]]:
+        """Where an attempt can run now: what makes it, at the end of the head's files, and what was decided anew for
+        it. Raises FlightDeckError."""
         run, plan = self.run, self.run.plan_on(request.members)
         recorded, last = run.history.decisions_for(plan.nodes), request.placement
-        async with self._checks_of(plan) as checks:
+        preflight, self.checks = self.checks, None
+        async with preflight or preflight_context(plan, run.fleet) as checks:
             if recorded is not None and last is not None:
                 decisions, layouts = recorded, last.layouts
             else:
@@ -64,11 +69,7 @@ class Preparation:
         wanted = plan.config.cluster.starting_port
         port = await fresh_ports(run.fleet, plan.config.nodes, decisions.network, wanted)
         new = (events.LaunchDecided(decisions=decisions),) if decisions != recorded else ()
-        return Placement(plan, layouts, port, new)
-
-    def _checks_of(self, plan: RunPlan) -> CheckContext:
-        preflight, self.checks = self.checks, None
-        return preflight or preflight_context(plan, self.run.fleet)
+        return functools.partial(new_attempt, run.run_dir, plan, layouts=layouts, starting_port=port), new
 
     async def _decide(self, plan: RunPlan, checks: CheckContext) -> LaunchDecisions:
         """As recorded for the nodes of `plan`, with the addresses that they have now; else by a plan, with the settings
@@ -87,3 +88,69 @@ class Preparation:
         checks, self.checks = self.checks, None
         if checks is not None:
             await checks.close()
+
+
+def preflight_context(plan: RunPlan, fleet: Fleet) -> CheckContext:
+    planned = planned_checks(plan.config, plan.skip)
+    return CheckContext(plan.config, fleet, division=plan.division, calibration=plan.calibration, planned=planned)
+
+
+async def run_preflight(run_dir: RunDir, plan: RunPlan, context: CheckContext) -> PreflightReport:
+    """Run the checks that `plan` does not skip, and write the training plan of what passes them, for people and other
+    programs. When it is cancelled, the report shows that; what the checks started is gone when this returns or
+    raises."""
+    results: dict[str, CheckResult] = {}
+
+    def write(checks: Iterable[CheckResult], status: CheckStatus) -> None:
+        report = PreflightReport(checks=list(checks), overall_status=status, overridden=list(plan.skip))
+        _write(run_dir.preflight, report.model_dump_json(indent=1))
+
+    def keep(result: CheckResult) -> None:
+        results[result.name] = result
+        write(results.values(), CheckStatus.RUNNING)
+
+    audit = functools.partial(audit_log, home=run_dir.home)
+    try:
+        report = await run_checks(context, skip=plan.skip, on_result=keep, audit=audit)
+    except asyncio.CancelledError:
+        write(map(_cut_short, results.values()), CheckStatus.SKIP)
+        raise
+    _write(run_dir.preflight, report.model_dump_json(indent=1))
+    training_plan = _no_plan("preflight has failed")
+    if report.overall_status is not CheckStatus.FAIL:
+        try:
+            training_plan = _json(plan_with_results(await shared_plan(context), report).document())
+        except LaunchError as error:
+            training_plan = _no_plan(str(error))
+    _write(run_dir.training_plan, training_plan)
+    return report
+
+
+def _cut_short(result: CheckResult) -> CheckResult:
+    unfinished = {"status": CheckStatus.SKIP, "summary": "not finished: the run was aborted"}
+    return result.model_copy(update=unfinished) if result.status is CheckStatus.RUNNING else result
+
+
+def _no_plan(reason: str) -> str:
+    return _json({"version": VERSION, "enabled": False, "reason": reason})
+
+
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    """For the frontends; a full disk must not end the run."""
+    with contextlib.suppress(OSError):
+        write_atomic(path, text)
+
+
+def excluded_nodes(report: PreflightReport) -> dict[str, str]:
+    """Nodes that the launch leaves out → why."""
+    return {node: f"{result.name}: {result.summary}" for result in report.checks for node in result.excludes}
+
+
+def preflight_verdict(failed: CheckResult) -> events.Verdict:
+    rank, node = failed.blames if failed.blames is not None else (None, None)
+    cause = "; its fix ".join(filter(None, (f"{failed.name}: {failed.summary}", failed.fix_effect)))
+    return events.Verdict(RunState.FAILED, Reason.PREFLIGHT_FAILED, cause, rank, node, fix=failed.fix_command)

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
@@ -82,81 +82,48 @@ class AttemptProgress:
     """How far one attempt has come. Takes its events in the order of their arrival."""
 
     def __init__(self) -> None:
-        self.reached: dict[int, int] = {}
-        """Rank → the last iteration that it reported."""
-        self.phases: dict[int, str] = {}
-        self._announced: dict[int, str] = {}
-        """Rank → the last phase that its trainer reported."""
-        self.checkpoint_phases: dict[int, str] = {}
-        """Rank → "begin" or "committed", of its emergency checkpoint."""
-        self.checkpoint_bytes: dict[int, int] = {}
-        """Rank → size of its emergency checkpoint."""
-        self.resumed: Resumed | None = None
-        self.moved_at: dict[int, float] = {}
-        """Rank → when its last step or change of phase came, or any event while loading or validating, by the head's
-        clock, s."""
-        self.starts: Counter[int] = Counter()
-        """Rank → how often its trainer was started."""
-        self.completed: set[int] = set()
-        """The ranks whose trainer, as it was last started, has reported that it has done its work."""
-        self.steps = 0
-        """Iterations made by the foremost rank."""
         self.first_iteration: int | None = None
         """The first that was reported."""
-        self.first_step_at: float | None = None
-        """By the clock of the rank's node, s."""
         self.updates = UpdateDurations()
-        self._view: ProgressView | None = None
-        """None when something has been read since."""
+        self._announced: dict[int, str] = {}
+        """Rank → the last phase that its trainer reported."""
+        self._view = ProgressView()
+        self._has_changed = False
 
     @property
     def view(self) -> ProgressView:
-        if self._view is None:
-            self._view = ProgressView(
-                steps=self.steps,
-                furthest=self.furthest,
-                reached=dict(self.reached),
-                phases=dict(self.phases),
-                checkpoint_phases=dict(self.checkpoint_phases),
-                checkpoint_bytes=dict(self.checkpoint_bytes),
-                moved_at=dict(self.moved_at),
-                starts=dict(self.starts),
-                completed=frozenset(self.completed),
-                long_step_s=self.updates.long_step_s(),
-                first_step_at=self.first_step_at,
-                resumed=self.resumed,
-            )
+        if self._has_changed:
+            self._view = replace(self._view, long_step_s=self.updates.long_step_s())
+            self._has_changed = False
         return self._view
-
-    @property
-    def furthest(self) -> int:
-        """The last iteration that any rank finished, or that the attempt went on from; 0 when none."""
-        return max((*self.reached.values(), self.resumed.iteration if self.resumed is not None else 0), default=0)
 
     def step(self, rank: int, line: bytes, now: float) -> None:
         """One line of a `step` event, not parsed."""
-        found, clock = _ITERATION.search(line), _MONOTONIC.search(line)
-        if found is None:
+        number, clock = _ITERATION.search(line), _MONOTONIC.search(line)
+        if number is None:
             return
-        iteration, self._view = int(found[1]), None
+        view, iteration = self._view, int(number[1])
         if self.first_iteration is None:
             self.first_iteration = iteration
-        foremost = iteration > max(self.reached.values(), default=0)
-        self.steps += foremost
-        if self.first_step_at is None and (wall := _WALL.search(line)) is not None:
-            self.first_step_at = float(wall[1])
-        self.reached[rank] = max(iteration, self.reached.get(rank, 0))
-        self.moved_at[rank] = now
+        foremost = iteration > max(view.reached.values(), default=0)
+        wall = _WALL.search(line) if view.first_step_at is None else None
+        self._change(
+            steps=view.steps + foremost,
+            first_step_at=view.first_step_at if wall is None else float(wall[1]),
+            reached={**view.reached, rank: max(iteration, view.reached.get(rank, 0))},
+            furthest=max(iteration, view.furthest),
+            moved_at={**view.moved_at, rank: now},
+        )
         if clock is not None:
             self.updates.step(rank, line, float(clock[1]), foremost=foremost)
 
     def take(self, rank: int, event: Mapping[str, Any], now: float) -> None:
         """Any other event."""
-        self._view = None
+        view = self._view
         match event.get("event"):
             case "start":
-                self.starts[rank] += 1
-                self.completed.discard(rank)
+                starts = {**view.starts, rank: view.starts.get(rank, 0) + 1}
+                self._change(starts=starts, completed=view.completed - {rank})
             case "phase":
                 self._announced[rank] = plain(event.get("phase"), PHASE_LIMIT)
                 self._enter(rank, self._announced[rank], now)
@@ -167,27 +134,37 @@ class AttemptProgress:
             case "end" | "failure":
                 self._enter(rank, "ended", now)
                 if event.get("completed") is True:
-                    self.completed.add(rank)
+                    self._change(completed=view.completed | {rank})
             case "emergency_checkpoint":
-                self.checkpoint_phases[rank] = plain(event.get("phase"), PHASE_LIMIT)
-                if (size := count_or_none(event.get("bytes"))) is not None:
-                    self.checkpoint_bytes[rank] = size
-            case "resumed" if self.resumed is None:
-                self.resumed = _resumed(event)
-                self.moved_at[rank] = now
+                phase, size = plain(event.get("phase"), PHASE_LIMIT), count_or_none(event.get("bytes"))
+                sizes = {rank: size} if size is not None else {}
+                self._change(
+                    checkpoint_phases={**view.checkpoint_phases, rank: phase},
+                    checkpoint_bytes={**view.checkpoint_bytes, **sizes},
+                )
+            case "resumed" if view.resumed is None:
+                resumed = _resumed(event)
+                self._change(resumed=resumed, furthest=max(resumed.iteration, view.furthest))
+                self._move(rank, now)
             case "activity":
-                self.moved_at[rank] = now
-        if self.phases.get(rank) in ("loading", "validating"):
+                self._move(rank, now)
+        if self._view.phases.get(rank) in ("loading", "validating"):
             # What it fetches or validates may be large: as long as it reports anything, it makes progress.
-            self.moved_at[rank] = now
+            self._move(rank, now)
 
     def _enter(self, rank: int, phase: str, now: float) -> None:
-        if self.phases.get(rank) != phase:
-            self.phases[rank] = phase
-            self.moved_at[rank] = now
+        if self._view.phases.get(rank) != phase:
+            self._change(phases={**self._view.phases, rank: phase})
+            self._move(rank, now)
             if phase != "training":
                 # The time between two steps is then no step time.
                 self.updates.interrupt(rank)
+
+    def _move(self, rank: int, now: float) -> None:
+        self._change(moved_at={**self._view.moved_at, rank: now})
+
+    def _change(self, **changes: Any) -> None:
+        self._view, self._has_changed = replace(self._view, **changes), True
 
 
 def _resumed(event: Mapping[str, Any]) -> Resumed:

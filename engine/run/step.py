@@ -31,7 +31,7 @@ from engine.run.outcome import (
     launch_failed,
     record_failure,
 )
-from engine.run.preflight import excluded_nodes, preflight_verdict
+from engine.run.preparation import excluded_nodes, preflight_verdict
 from engine.run.proofs import proof_of, record_missing
 from engine.run.recovery import abandon, abandoning, after_failure, backing_off, deciding, fail_again, plan_attempt
 from engine.run.run_plan import RunPlan

@@ -25,8 +25,8 @@ from engine.errors import InputError, LaunchError, StateError
 from engine.models import ENDED, RunState
 from engine.node.processes import start_session
 from engine.protocol.attempt import read_regular, write_atomic
-from engine.run.events import AttemptPlanned, CleanupConfirmed, LogsMissing, RequestReceived, RunReopened, StateChanged
-from engine.run.journal import read_history, read_journal_end
+from engine.run.events import RequestReceived
+from engine.run.journal import read_history
 from engine.run.run_plan import copy_of
 from engine.run.watch import newest_supervisor, supervisor_alive
 from engine.security.paths import check_private
@@ -142,14 +142,13 @@ AFTERMATH_S = 3600.0
 for."""
 _AWAITED_S = 30 * 86_400.0
 """The same for the exit records of a run that has completed, which each command looks for again."""
-_TAIL_BYTES = 65_536
 _SAME_MOMENT_S = 2.0
 """Between the time of a run's end and that of the write of its journal."""
 
 
 def orphans(home: Path) -> list[RunDir]:
     """The runs below `home` that are not ended and have no supervisor. Of those whose end the store knows, only the
-    time of the journal's last write is read; of others its end."""
+    time of the journal's last write is read."""
     ended_at, runs = _ended(home), home / "runs"
     names = (name for name in run_names(home) if not _unchanged(f"{runs}/{name}/journal.jsonl", ended_at.get(name)))
     with contextlib.suppress(FileNotFoundError):
@@ -206,30 +205,19 @@ def _is_orphan(run_dir: RunDir) -> bool:
     nothing_yet = not run_dir.journal.exists() and run_dir.newest_attempt() == 0
     if not written or (nothing_yet and time.time() - max(written) < _BEING_LAUNCHED_S):
         return False
-    return not _is_done(run_dir) and not supervisor_alive(run_dir)
+    with contextlib.suppress(StateError):
+        return not _is_done(run_dir) and not supervisor_alive(run_dir)
+    # That it cannot be read is said where the run is shown.
+    return False
 
 
 def _is_done(run_dir: RunDir) -> bool:
-    """The journal's last state is an end, and nothing is left to do after it; or it cannot be read, which is said where
-    the run is shown."""
-    try:
-        events = read_journal_end(run_dir.journal, _TAIL_BYTES)
-    except OSError as error:
-        return not isinstance(error, FileNotFoundError)
-    copied = next((event for event in reversed(events) if isinstance(event, LogsMissing | AttemptPlanned)), None)
-    unsent = isinstance(copied, LogsMissing) and bool(copied.files)
-    confirmed = set()
-    for event in reversed(events):
-        if isinstance(event, CleanupConfirmed):
-            confirmed.add(event.node)
-        elif isinstance(event, RunReopened):
-            return False
-        elif isinstance(event, StateChanged):
-            missing = unsent or event.state is RunState.COMPLETED or set(event.unconfirmed) - confirmed
-            limit_s = _AWAITED_S if event.state is RunState.COMPLETED else AFTERMATH_S
-            age_s = (datetime.now(UTC) - event.at).total_seconds()
-            return event.state.ended and not (missing and age_s < limit_s)
-    return False
+    """The run has ended, and nothing is left to do after that. Raises StateError when it cannot be read."""
+    history = read_history(run_dir)
+    record, age_s = history.record, (datetime.now(UTC) - history.state_since).total_seconds()
+    completed = record.state is RunState.COMPLETED
+    awaited = completed or record.unconfirmed or record.logs_missing
+    return record.state.ended and not (awaited and age_s < (_AWAITED_S if completed else AFTERMATH_S))
 
 
 def request_abort(run_dir: RunDir, *, now: bool = False, by: str = "") -> None:

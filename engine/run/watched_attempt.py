@@ -92,7 +92,7 @@ class WatchedAttempt:
     def judge(self, request: Judge) -> Judged:
         """With the failure signature that explains the end: whether a restart can fix it depends on that."""
         context, redactor = self.context, self.context.plan.config.job.redactor()
-        evidence = self.evidence.collect(self.ranks, self.intake.progress.completed, request)
+        evidence = self.evidence.collect(self.ranks, self.intake.progress.view.completed, request)
         if self.intake.command is not None:
             evidence = replace(evidence, apart=self.intake.command.apart)
         verdict = verdict_on(evidence)
@@ -165,7 +165,7 @@ class WatchedAttempt:
 
     def _concluded(self, rank: RankView) -> RankView:
         """With what follows from its end, which is only found out when something of it has changed."""
-        host, completed = self.context.connections.to(rank.number), self.intake.progress.completed
+        host, completed = self.context.connections.to(rank.number), self.intake.progress.view.completed
         output, answering = host.exit_output(rank.number), host.state.answering
         seen = rank.identity, rank.record, rank.vanished, rank.restarted, rank.launcher_code
         basis = (*seen, output, answering, rank.number in completed)
@@ -181,7 +181,7 @@ class WatchedAttempt:
         return replace(rank, succeeded=succeeded, consequence=consequence)
 
     def _observe_command(self, command: CommandWatch) -> CommandView:
-        context, progress = self.context, self.intake.progress
+        context, progress = self.context, self.intake.progress.view
         # Also without those that count as ended because their nodes are lost.
         ended = context.history.ended
         running = [rank.number for rank in self.ranks if rank.started and not (rank.end_known or rank.number in ended)]

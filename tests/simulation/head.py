@@ -184,12 +184,12 @@ class Supervisor:
                 self._news.append(request)
         news, self._news = tuple(self._news), []
         finished, self._finished = tuple(self._finished), []
-        if not quiet or self._completed != len(self._progress.completed):
-            self._completed = len(self._progress.completed)
+        if not quiet or self._completed != len(self._progress.view.completed):
+            self._completed = len(self._progress.view.completed)
             self._ranks = self._rank_views()
         ranks = self._ranks
         launcher = self.launcher
-        self._stepped = self._progress.steps > 0
+        self._stepped = self._progress.view.steps > 0
         return Observation(
             now=now,
             at=world.head_wall(),
@@ -202,7 +202,7 @@ class Supervisor:
             progress=self._progress.view,
             command=self._command_view(now),
             receiving=not disk.full,
-            figures=events.Figures(iteration=self._progress.furthest or None),
+            figures=events.Figures(iteration=self._progress.view.furthest or None),
             unknown=self._unknown(),
             jitter=world.rng.uniform(0.5, 1.0),
             finished=finished,
@@ -314,7 +314,7 @@ class Supervisor:
         connections = {rank: one for one in self.connections if one.current for rank in one.ranks}
         for rank, machine in enumerate(self.attempt.machines):
             connection = connections[rank]
-            completed = rank in self._progress.completed
+            completed = rank in self._progress.view.completed
             answering = self._silent_s(connection) < SILENCE_S
             basis = (connection.version, answering, completed, failed.get(rank))
             cached = self._views.get(rank)
@@ -344,7 +344,7 @@ class Supervisor:
 
     def _end_of(self, rank: RankView, connection: Connection) -> dict[str, Any] | None:
         answering = self._silent_s(connection) < SILENCE_S
-        copied = rank.number in self._progress.completed and rank.record is None and answering
+        copied = rank.number in self._progress.view.completed and rank.record is None and answering
         end: dict[str, Any] | None = connection.seen[rank.number].output.end
         return end or ({"completed": True} if copied else None)
 
@@ -394,9 +394,9 @@ class Supervisor:
     def _command_view(self, now: float) -> CommandView | None:
         if self.attempt is None or self.attempt.trainer:
             return None
-        progress, attempt = self._progress, self.attempt
+        progress, attempt = self._progress.view, self.attempt
         hang = self._command_hang(attempt)
-        first = progress.first_iteration or 0
+        first = self._progress.first_iteration or 0
         resumption = events.Resumed("command", 0 if first <= 1 else first - 1) if progress.steps else None
         return CommandView(outputs=min(progress.steps, 100), hang=hang, resumption=resumption)
 
@@ -416,7 +416,7 @@ class Supervisor:
         if silent_s <= limit_s:
             return None
         rank = stopped[0].rank if len(stopped) == 1 else None
-        return events.Hang(silent_s, limit_s, doing, self._progress.furthest, rank)
+        return events.Hang(silent_s, limit_s, doing, self._progress.view.furthest, rank)
 
     def _unknown(self) -> events.Verdict | None:
         hosts = [one for one in self.connections if one.key.startswith("unknown:")]

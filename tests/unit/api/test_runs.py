@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,13 @@ def test_a_run_without_a_record_is_found_by_its_folder(home: Path) -> None:
 def test_the_journal_of_an_ended_run_is_not_read_until_it_is_written_again(
     many: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = counted(monkeypatch, supervisor_process, "read_journal_end")
+    read = counted(monkeypatch, supervisor_process, "read_history")
     assert orphans(many) == []
     assert read == []
+    plan = MadeRun(many, name="planned").directory.plan
+    for number in (7, 9):
+        shutil.copy(plan, many / "runs" / f"run-{number:05d}" / "plan.json")
+    shutil.rmtree(plan.parent)
     # Taken up again by a supervisor that was killed before it could change the record.
     os.utime(many / "runs" / "run-00007" / "journal.jsonl")
     assert [run.id for run in orphans(many)] == ["run-00007"]

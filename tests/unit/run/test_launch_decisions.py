@@ -30,7 +30,7 @@ from engine.run import performer, preparation, supervisor
 from engine.run.attempt import attempt_spec
 from engine.run.events import Attempt, AttemptFailed, LaunchDecided, NodesExcluded, StateChanged, Verdict
 from engine.run.journal import RunRecorder, read_journal
-from engine.run.preflight import run_preflight
+from engine.run.preparation import run_preflight
 from engine.run.run_plan import RunPlan, write_plan
 from engine.run.supervisor import Supervisor
 from engine.store.layout import RunDir

@@ -237,16 +237,16 @@ def test_one_file_of_several_does_not_end_a_phase_of_saving() -> None:
     progress.take(0, {"event": "phase", "phase": "saving"}, 1.0)
     for phase in ("begin", "committed"):
         progress.take(0, {"event": "checkpoint", "phase": phase}, 2.0)
-        assert progress.phases == {0: "saving"}
+        assert progress.view.phases == {0: "saving"}
     progress.take(0, {"event": "phase", "phase": "training"}, 3.0)
-    assert progress.phases == {0: "training"}
+    assert progress.view.phases == {0: "training"}
 
 
 def test_a_file_that_is_saved_outside_any_phase_leaves_it_training() -> None:
     progress = AttemptProgress()
     for phase, found in (("begin", "saving"), ("committed", "training")):
         progress.take(0, {"event": "checkpoint", "phase": phase}, 2.0)
-        assert progress.phases == {0: found}
+        assert progress.view.phases == {0: found}
 
 
 def test_events_that_come_late_and_all_at_once_are_not_quick_steps() -> None:
@@ -262,10 +262,14 @@ def test_what_an_attempt_went_on_from_and_what_its_ranks_save() -> None:
     progress.take(0, {"event": "resumed", "source": "emergency", "iteration": 37, "update": 36, "from_rank": 1}, 1000.0)
     progress.take(0, {"event": "emergency_checkpoint", "phase": "begin", "iteration": 40, "bytes": 512}, 1000.0)
     progress.take(1, {"event": "emergency_checkpoint", "phase": "committed", "iteration": 40, "seconds": 0.1}, 1000.0)
-    assert progress.resumed is not None
-    assert (progress.resumed.source, progress.resumed.from_rank, progress.furthest) == ("emergency", 1, 37)
-    assert progress.checkpoint_phases == {0: "begin", 1: "committed"}
-    assert progress.checkpoint_bytes == {0: 512}
+    assert progress.view.resumed is not None
+    assert (progress.view.resumed.source, progress.view.resumed.from_rank, progress.view.furthest) == (
+        "emergency",
+        1,
+        37,
+    )
+    assert progress.view.checkpoint_phases == {0: "begin", 1: "committed"}
+    assert progress.view.checkpoint_bytes == {0: 512}
 
 
 NAMES = ["start", "phase", "step", "report", "validation", "test", "checkpoint", "emergency_checkpoint",

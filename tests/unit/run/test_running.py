@@ -222,7 +222,7 @@ def test_activity_is_life_and_no_step() -> None:
     for _ in range(4):
         assert training.wait(0.9 * STALL_S) is None
         training.event(0, event="activity")
-    assert training.progress.furthest == 2
+    assert training.progress.view.furthest == 2
     assert training.wait(1.1 * STALL_S) is not None
 
 

@@ -6,15 +6,19 @@ import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from engine.checks.runner import CHECKS
 from engine.cluster.transport.fleet import Fleet
 from engine.measurements import Calibration, Division, NodeMeasure
-from engine.models import CheckResult, CheckStatus
-from engine.run.preflight import preflight_context, preflight_verdict, replan, run_preflight
+from engine.models import CheckResult, CheckStatus, PreflightReport
+from engine.run import preparation
+from engine.run.effects import RunPreflight
+from engine.run.preparation import Preparation, preflight_context, preflight_verdict, run_preflight
+from engine.run.run_context import RunContext
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.store.layout import RunDir
 from tests.checks.conftest import make_config
@@ -108,13 +112,25 @@ async def test_a_count_that_does_not_end_leaves_the_plan_without_it(
     assert document["data"]["examples"] is None and "not counted: " in document["data"]["source"]
 
 
-async def test_a_run_without_a_node_has_the_plan_of_the_others(run_dir: RunDir, plan: RunPlan, home: Path) -> None:
+async def test_a_run_without_a_node_has_the_plan_of_the_others(
+    run_dir: RunDir, plan: RunPlan, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_plan(run_dir.plan, plan)
     await checked(run_dir, plan, home)
-    made = replan(run_dir, plan, {"node0": "worker_consistency: node0 differs"})
-    assert training_plan(run_dir)["reason"] == "it is made again without node0"
+    without, meanwhile = plan.without(["node0"]), list[str]()
+
+    async def preflight(*which: Any) -> PreflightReport:
+        meanwhile.append(training_plan(run_dir)["reason"])
+        return await run_preflight(*which)
+
+    monkeypatch.setattr(preparation, "run_preflight", preflight)
+    async with Fleet(home) as fleet:
+        again = Preparation(cast(RunContext, SimpleNamespace(run_dir=run_dir, plan=without, fleet=fleet)))
+        await again.check(RunPreflight({"node0": "worker_consistency: node0 differs"}))
+        await again.close()
+    assert meanwhile == ["it is made again without node0"]
     assert read_plan(run_dir.plan) == plan, "what was launched stays as it was"
-    document = await checked(run_dir, made, home)
+    document = training_plan(run_dir)
     assert {node["node"]: node["share"] for node in document["nodes"]} == pytest.approx(
         {"node1": 1 / 3, "node2": 2 / 3}
     )
