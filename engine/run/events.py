@@ -1,4 +1,4 @@
-"""The events of a run's journal, one class per kind (discriminator `event`), and the models that they carry.
+"""The events of a run's journal, one class per kind (the field `event` of its line), and the models that they carry.
 
 `at` is set by the step that records the event, or else by the journal when it is appended. A change that an older
 reader would misread needs a higher JOURNAL_VERSION."""
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool
 
@@ -122,34 +122,42 @@ UNSTAMPED = datetime.min.replace(tzinfo=UTC)
 
 
 class Event(FrozenModel):
+    kind: ClassVar[str]
     at: datetime = UNSTAMPED
+
+    def __init_subclass__(cls, kind: str = "", **config: Any) -> None:
+        super().__init_subclass__(**config)
+        if kind:
+            cls.kind = kind
+            EVENTS[kind] = cls
+
+
+EVENTS: dict[str, type[Event]] = {}
+"""By their kind."""
 
 
 class SyncedEvent(Event):
     """On the disk before the supervisor acts on it."""
 
 
-class RunPlanned(SyncedEvent):
+class RunPlanned(SyncedEvent, kind="planned"):
     """The first event of every journal, before anything starts."""
 
-    event: Literal["planned"] = "planned"
     version: int = JOURNAL_VERSION
     run: RunRecord
     nonce: str
 
 
-class SupervisorStarted(Event):
+class SupervisorStarted(Event, kind="supervisor"):
     """This process supervises the run from here on."""
 
-    event: Literal["supervisor"] = "supervisor"
     pid: int
     start: str
     boot_id: str
     adopted: bool = False
 
 
-class StateChanged(SyncedEvent):
-    event: Literal["state"] = "state"
+class StateChanged(SyncedEvent, kind="state"):
     state: RunState
     verdict: Verdict | None = None
     """At the end of the run."""
@@ -159,57 +167,50 @@ class StateChanged(SyncedEvent):
     """Nodes on which it is not proved that nothing of the run is left."""
 
 
-class RunReopened(SyncedEvent):
+class RunReopened(SyncedEvent, kind="reopened"):
     """The run had ended and goes on from the state that it saved; preflight comes next."""
 
-    event: Literal["reopened"] = "reopened"
     accept_changed_data: bool = False
     """Although the data or the base model are others than those of the saved state."""
     without_state: bool = False
     """Where no state is left it begins anew, however far it had come."""
 
 
-class NodesExcluded(SyncedEvent):
+class NodesExcluded(SyncedEvent, kind="nodes_excluded"):
     """Preflight left these nodes out: the run goes on without them."""
 
-    event: Literal["nodes_excluded"] = "nodes_excluded"
     nodes: tuple[str, ...]
     why: str
     world_size: int
 
 
-class LaunchDecided(SyncedEvent):
+class LaunchDecided(SyncedEvent, kind="decided"):
     """For the attempts that follow on these nodes. The settings are the first ones for the whole run, so that every
     attempt trains alike."""
 
-    event: Literal["decided"] = "decided"
     decisions: LaunchDecisions
 
 
-class AttemptPlanned(SyncedEvent):
+class AttemptPlanned(SyncedEvent, kind="attempt"):
     """The next attempt, before anything of it starts."""
 
-    event: Literal["attempt"] = "attempt"
     attempt: Attempt
 
 
-class LauncherStarted(SyncedEvent):
+class LauncherStarted(SyncedEvent, kind="launcher"):
     """mlx.launch's process, leader of its group."""
 
-    event: Literal["launcher"] = "launcher"
     pid: int
     start: str
 
 
-class RankLaunched(Event):
-    event: Literal["rank_started"] = "rank_started"
+class RankLaunched(Event, kind="rank_started"):
     rank: int
     node: str
     identity: Identity
 
 
-class RankExited(Event):
-    event: Literal["rank_ended"] = "rank_ended"
+class RankExited(Event, kind="rank_ended"):
     rank: int
     node: str
     code: int | None = None
@@ -218,10 +219,9 @@ class RankExited(Event):
     error: str | None = None
 
 
-class NodeConditionChanged(Event):
+class NodeConditionChanged(Event, kind="node"):
     """A node other than this machine answers again, or no longer does."""
 
-    event: Literal["node"] = "node"
     node: str
     condition: Literal["connected", "unreachable", "lost"]
     since: datetime | None = None
@@ -234,10 +234,9 @@ class NodeConditionChanged(Event):
     """Processes that it had killed for lack of memory when it first answered."""
 
 
-class AlarmRaised(Event):
+class AlarmRaised(Event, kind="alarm"):
     """An inconsistency between the ranks, found while they train."""
 
-    event: Literal["alarm"] = "alarm"
     alarm: str
     ranks: tuple[int, ...] = ()
     workers: tuple[str, ...] = ()
@@ -245,30 +244,26 @@ class AlarmRaised(Event):
     message: str
 
 
-class TrackerFailed(Event):
+class TrackerFailed(Event, kind="tracker_failed"):
     """Nothing more is written for this tracker; the run goes on."""
 
-    event: Literal["tracker_failed"] = "tracker_failed"
     tracker: str
     why: str
 
 
-class HangDetected(Event):
-    event: Literal["hung"] = "hung"
+class HangDetected(Event, kind="hung"):
     hang: Hang
     node: str | None = None
 
 
-class RequestReceived(SyncedEvent):
-    event: Literal["request"] = "request"
+class RequestReceived(SyncedEvent, kind="request"):
     request: Literal["abort"]
     now: StrictBool = False
     """Skip the cooperative stop."""
     by: str = Field(default="", max_length=100)
 
 
-class StopStageReached(SyncedEvent):
-    event: Literal["stop"] = "stop"
+class StopStageReached(SyncedEvent, kind="stop"):
     stage: StopStage
     purpose: Literal["abort", "fence", "end"] = "abort"
     acknowledged: tuple[int, ...] = ()
@@ -280,8 +275,7 @@ class StopStageReached(SyncedEvent):
 LONG_OUTPUT_S = 30
 
 
-class AttemptFailed(SyncedEvent):
-    event: Literal["attempt_failed"] = "attempt_failed"
+class AttemptFailed(SyncedEvent, kind="attempt_failed"):
     attempt: int
     verdict: Verdict
     reached: int = 0
@@ -301,16 +295,14 @@ class AttemptFailed(SyncedEvent):
         return self.reached > 0 or self.ran_long or self.outputs > 2
 
 
-class RestartDelayed(Event):
+class RestartDelayed(Event, kind="restart_delayed"):
     """The run waits, for a node for example, before it can restart."""
 
-    event: Literal["restart_delayed"] = "restart_delayed"
     after: int
     why: str
 
 
-class RestartPlanned(SyncedEvent):
-    event: Literal["restart"] = "restart"
+class RestartPlanned(SyncedEvent, kind="restart"):
     attempt: int
     after: int
     members: tuple[str, ...]
@@ -319,10 +311,9 @@ class RestartPlanned(SyncedEvent):
     why: str
 
 
-class AttemptResumed(Event):
+class AttemptResumed(Event, kind="resumed"):
     """The attempt has made its first step."""
 
-    event: Literal["resumed"] = "resumed"
     attempt: int
     resumed: Resumed
     repeated: int | None = None
@@ -331,48 +322,35 @@ class AttemptResumed(Event):
     """From the failure to the first step."""
 
 
-class StateSaved(Event):
+class StateSaved(Event, kind="state_saved"):
     """A rank has committed a state (Manifest.journal_entry). Whoever changes its files later cannot change this."""
 
-    event: Literal["state_saved"] = "state_saved"
     rank: int
     state: str = Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,4}(@[0-9]{1,9}\.[0-9]{1,9})?$")
     manifest: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class RestartRefused(Event):
-    event: Literal["restart_refused"] = "restart_refused"
+class RestartRefused(Event, kind="restart_refused"):
     after: int
     why: str
 
 
-class CleanupConfirmed(SyncedEvent):
+class CleanupConfirmed(SyncedEvent, kind="cleanup_confirmed"):
     """Nothing of the run is left on this node; at the run's end that was not proved yet."""
 
-    event: Literal["cleanup_confirmed"] = "cleanup_confirmed"
     node: str
 
 
-class LogsMissing(Event):
+class LogsMissing(Event, kind="logs_missing"):
     """Logs and events of an attempt that is over which the head lacks, as its disk was full or a node away; none once
     they have come."""
 
-    event: Literal["logs_missing"] = "logs_missing"
     attempt: int
     files: dict[str, int | None]
     """Name on the head → bytes; None where that is not known."""
 
 
-class Note(Event):
+class Note(Event, kind="note"):
     """Anything else worth knowing, a full disk for example."""
 
-    event: Literal["note"] = "note"
     message: str
-
-
-EVENTS: dict[str, type[Event]] = {
-    kind.model_fields["event"].default: kind
-    for kind in (*Event.__subclasses__(), *SyncedEvent.__subclasses__())
-    if kind is not SyncedEvent
-}
-"""By the value of `event`."""

@@ -66,7 +66,7 @@ class Journal:
         fields = stamped.model_dump(mode="json", exclude_none=True)
         if (shown := self._shown(fields)) != fields:
             fields, stamped = shown, type(event).model_validate(shown)
-        line = json.dumps({"event": fields["event"], **fields}, ensure_ascii=False)
+        line = json.dumps({"event": event.kind, **fields}, ensure_ascii=False)
         self._file.append(line.encode(errors="backslashreplace"), sync=isinstance(event, SyncedEvent))
         return stamped
 

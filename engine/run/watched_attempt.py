@@ -214,5 +214,5 @@ class WatchedAttempt:
     def _raise_alarm(self, alarm: events.AlarmRaised) -> None:
         self._report(alarm)
         run_dir = self.context.run_dir
-        fields = alarm.model_dump(mode="json", exclude={"event", "at"})
+        fields = alarm.model_dump(mode="json", exclude={"at"})
         audit_log("worker_consistency", "alarm", {"run": run_dir.id, **fields}, home=run_dir.home)

@@ -219,7 +219,7 @@ class Run:
 
     def troubles(self) -> str:
         """Everything that explains why a test failed."""
-        texts = ["", *(event.model_dump_json(exclude_none=True) for event in self.events)]
+        texts = ["", *(f"{event.kind} {event.model_dump_json(exclude_none=True)}" for event in self.events)]
         logs = [self.dir.supervisor_log, self.dir.log(LAUNCHER_SOURCE)]
         for rank in range(len(self.plan.nodes)):
             files = self.files_of(rank)

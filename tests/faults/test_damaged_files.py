@@ -63,7 +63,7 @@ def in_first_line(run: RunDir) -> None:
 
 
 def in_attempt(run: RunDir) -> None:
-    lines_of(run.journal, lambda _number, line: AttemptPlanned.model_fields["event"].default.encode() in line[:20])
+    lines_of(run.journal, lambda _number, line: AttemptPlanned.kind.encode() in line[:20])
 
 
 def emptied(run: RunDir) -> None:

@@ -13,7 +13,7 @@ from unittest import mock
 from engine.failures import explanation
 from engine.models import RunState
 from engine.node import keeper as keeper_module
-from engine.run import events, history, node_health, recovery, running, shutdown, state, step, verdict
+from engine.run import events, history, node_health, progress, recovery, running, shutdown, state, step, verdict
 from tests.simulation import nodes
 from tests.simulation.invariants import Violation
 from tests.simulation.quick_replace import quick_replace
@@ -61,7 +61,7 @@ def virtual_engine() -> Iterator[None]:
             (verdict, "explain", lambda lines: explained(tuple(lines))),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
-        for module in (history, node_health, recovery, running, shutdown, state, step, verdict):
+        for module in (history, node_health, progress, recovery, running, shutdown, state, step, verdict):
             stack.enter_context(mock.patch.object(module, "replace", quick_replace))
         yield
 
@@ -73,7 +73,7 @@ def written(log: tuple[tuple[float, str | events.Event], ...]) -> str:
 def _line(what: str | events.Event) -> str:
     if isinstance(what, str):
         return what
-    fields = what.model_dump(exclude={"at", "event", "run", "attempt", "identity", "figures", "manifest", "decisions"})
+    fields = what.model_dump(exclude={"at", "run", "attempt", "identity", "figures", "manifest", "decisions"})
     shown = " ".join(f"{name}={value}" for name, value in fields.items() if value not in (None, (), {}, "", [], False))
     return f"{type(what).__name__} {shown}"[:300]
 

@@ -138,7 +138,7 @@ JOURNAL = (
 )
 
 
-@pytest.mark.parametrize("event", JOURNAL, ids=lambda event: event.event)
+@pytest.mark.parametrize("event", JOURNAL, ids=lambda event: event.kind)
 def test_a_hostile_line_of_the_journal_is_an_event_or_damage(run: MadeRun, event: Event) -> None:
     before = run.directory.journal.read_bytes()
     run.append(event)

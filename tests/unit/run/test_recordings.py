@@ -307,12 +307,15 @@ def _short(value: Any) -> str:
         return f"[{', '.join(map(_short, value))}]"
     if isinstance(value, effects.Record):
         value = value.event
-    return type(value).__name__ if is_dataclass(value) else str(getattr(value, "event", value))
+    return (
+        type(value).__name__ if is_dataclass(value) else str(value.kind if isinstance(value, events.Event) else value)
+    )
 
 
 def _fields(value: Any) -> dict[str, Any]:
     named = dict(value) if isinstance(value, BaseModel) else {f.name: getattr(value, f.name) for f in fields(value)}
-    return {name: one for name, one in named.items() if name not in ("at", *SINCE_THEN)}
+    kind = {"event": value.kind} if isinstance(value, events.Event) else {}
+    return kind | {name: one for name, one in named.items() if name not in ("at", *SINCE_THEN)}
 
 
 def _apart(recorded: Any, made: Any) -> float:
