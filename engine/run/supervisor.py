@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine.cluster.bundle import node_bundle
@@ -28,7 +29,7 @@ from engine.run.driver import drive
 from engine.run.journal import FOLLOWERS, RunRecorder
 from engine.run.performer import LiveRun
 from engine.run.run_context import RunContext
-from engine.run.run_plan import RunPlan, read_plan_and_damage, write_plan
+from engine.run.run_plan import read_plan_and_damage, write_plan
 from engine.run.shutdown import kill_everywhere
 from engine.run.step import begin
 from engine.run.supervisor_process import read_requests
@@ -36,68 +37,12 @@ from engine.store.layout import RunDir, node_root
 from engine.store.store import Store
 
 
-class Supervisor:
-    def __init__(self, run_dir: RunDir, plan: RunPlan, recorder: RunRecorder, nodes: Path) -> None:
-        """`nodes` is this machine's own node root."""
-        self._run = RunContext(run_dir, plan, recorder, Fleet(run_dir.home), nodes)
-        self._recorder = recorder
-        self._live = LiveRun(self._run)
-
-    def take_charge(self, *, adopted: bool) -> None:
-        """Record who supervises from here on; with supervisor.json there, the launch has been accepted."""
-        pid, boot_id = os.getpid(), processes.boot_id()
-        who = events.SupervisorStarted(pid=pid, start=processes.known_start(pid), boot_id=boot_id, adopted=adopted)
-        self._recorder.append(who)
-        write_atomic(self._run.run_dir.supervisor, who.model_dump_json(include={"pid", "start", "boot_id"}))
-
-    def abort(self, by: str) -> None:
-        """Request an abort from a signal handler."""
-        self._live.request_abort(by)
-
-    async def supervise(self, *, adopt: bool) -> None:
-        """Take the run to its end, also when a fault of ours comes in between: what was launched is then adopted from
-        the journal, once; after a second fault everything of the run is killed, and that is how it ended."""
-        async with self._run.fleet:
-            self._live.start()
-            try:
-                await self._supervise_twice(adopt=adopt)
-            finally:
-                await self._live.close()
-        if self._recorder.state is not RunState.COMPLETED:
-            # Nothing comes any more that has to be redacted.
-            with contextlib.suppress(OSError):
-                self._run.run_dir.secrets.unlink(missing_ok=True)
-
-    async def _supervise_twice(self, *, adopt: bool) -> None:
-        run = self._run
-        for adopting in (adopt, True):
-            state = begin(run.whole_plan, self._recorder.history, run.run_dir.newest_attempt(), adopting=adopting)
-            try:
-                await drive(state, self._live)
-                return
-            except Exception as fault:
-                self._record_fault(fault)
-                cause = f"the supervisor failed: {type(fault).__name__}: {fault}"
-                await self._live.let_go()
-        unconfirmed = await self._kill_everywhere()
-        if not self._recorder.state.ended:
-            if RunState.FAILED not in FOLLOWERS[self._recorder.state]:
-                self._recorder.change(RunState.FINISHING)
-            verdict = events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause)
-            self._recorder.change(verdict.state, verdict, unconfirmed=unconfirmed)
-
-    def _record_fault(self, fault: Exception) -> None:
-        traceback.print_exception(fault, chain=False)
-        # What comes next, a kill at the worst, must not depend on a journal that may be what has failed.
-        with contextlib.suppress(OSError):
-            self._recorder.append(events.Note(message=f"a fault in the supervisor: {type(fault).__name__}: {fault}"))
-
-    async def _kill_everywhere(self) -> tuple[str, ...]:
-        """The nodes on which that has failed."""
-        run, last = self._run, self._recorder.history.last_attempt
-        plan = run.plan_on(last.plan.nodes) if last is not None else run.plan
-        layouts = last.plan.layouts if last is not None else ()
-        return await kill_everywhere(run.fleet, plan.config.nodes, layouts, self._recorder.history.nonce)
+def take_charge(run: RunContext, *, adopted: bool) -> None:
+    """Record who supervises from here on; with supervisor.json there, the launch has been accepted."""
+    pid, boot_id = os.getpid(), processes.boot_id()
+    who = events.SupervisorStarted(pid=pid, start=processes.known_start(pid), boot_id=boot_id, adopted=adopted)
+    run.recorder.append(who)
+    write_atomic(run.run_dir.supervisor, who.model_dump_json(include={"pid", "start", "boot_id"}))
 
 
 def reopen(recorder: RunRecorder, **wishes: bool) -> None:
@@ -107,11 +52,54 @@ def reopen(recorder: RunRecorder, **wishes: bool) -> None:
     recorder.append(events.RunReopened.model_validate(wishes))
 
 
-async def _supervise(supervisor: Supervisor, *, adopt: bool) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, supervisor.abort, f"signal {number.name.removeprefix('SIG')}")
-    await supervisor.supervise(adopt=adopt)
+async def supervise(run: RunContext, *, adopt: bool, aborted_by: Iterable[signal.Signals] = ()) -> None:
+    """Take the run to its end, also when a fault of ours comes in between: what was launched is then adopted from
+    the journal, once; after a second fault everything of the run is killed, and that is how it ended."""
+    live, loop = LiveRun(run), asyncio.get_running_loop()
+    for number in aborted_by:
+        loop.add_signal_handler(number, live.request_abort, f"signal {number.name.removeprefix('SIG')}")
+    async with run.fleet:
+        live.start()
+        try:
+            for adopting in (adopt, True):
+                fault = await _drive(run, live, adopting=adopting)
+                if fault is None:
+                    break
+            else:
+                await _end_by_fault(run, f"the supervisor failed: {fault}")
+        finally:
+            await live.close()
+    if run.recorder.state is not RunState.COMPLETED:
+        # Nothing comes any more that has to be redacted.
+        with contextlib.suppress(OSError):
+            run.run_dir.secrets.unlink(missing_ok=True)
+
+
+async def _drive(run: RunContext, live: LiveRun, *, adopting: bool) -> str | None:
+    """To the run's end, or to a fault of ours, which is returned."""
+    try:
+        await drive(begin(run.whole_plan, run.history, run.run_dir.newest_attempt(), adopting=adopting), live)
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+        traceback.print_exception(error, chain=False)
+        # What comes next, a kill at the worst, must not depend on a journal that may be what has failed.
+        with contextlib.suppress(OSError):
+            run.recorder.append(events.Note(message=f"a fault in the supervisor: {fault}"))
+        await live.let_go()
+        return fault
+    return None
+
+
+async def _end_by_fault(run: RunContext, cause: str) -> None:
+    last, recorder = run.history.last_attempt, run.recorder
+    plan = run.plan_on(last.plan.nodes) if last is not None else run.plan
+    layouts = last.plan.layouts if last is not None else ()
+    unconfirmed = await kill_everywhere(run.fleet, plan.config.nodes, layouts, run.history.nonce)
+    if not recorder.state.ended:
+        if RunState.FAILED not in FOLLOWERS[recorder.state]:
+            recorder.change(RunState.FINISHING)
+        verdict = events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause)
+        recorder.change(verdict.state, verdict, unconfirmed=unconfirmed)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -138,14 +126,14 @@ def main(arguments: list[str] | None = None) -> int:
                 # Of the life that has ended.
                 path.unlink(missing_ok=True)
             reopen(recorder, **dict.fromkeys(options.resume, True))
-        supervisor = Supervisor(run_dir, plan, recorder, node_root())
-        supervisor.take_charge(adopted=options.adopt)
+        run = RunContext(run_dir, plan, recorder, Fleet(run_dir.home), node_root())
+        take_charge(run, adopted=options.adopt)
     except (FlightDeckError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     # Also where no rank runs on this machine, whose keeper would do the same.
     print(f"sleep prevented: {processes.stay_awake(os.getpid(), '-i')}", flush=True)
-    asyncio.run(_supervise(supervisor, adopt=options.adopt))
+    asyncio.run(supervise(run, adopt=options.adopt, aborted_by=(signal.SIGTERM, signal.SIGINT)))
     recorder.close()
     return 0
 

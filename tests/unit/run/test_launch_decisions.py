@@ -17,6 +17,7 @@ from engine.checks import plan_inputs
 from engine.checks.context import CheckContext
 from engine.checks.runner import CHECKS
 from engine.cluster.staging import HostLayout
+from engine.cluster.transport.fleet import Fleet
 from engine.config.models import RecoveryConfig
 from engine.errors import LaunchError
 from engine.models import Reason, RunState
@@ -31,8 +32,9 @@ from engine.run.attempt import attempt_spec
 from engine.run.events import Attempt, AttemptFailed, LaunchDecided, NodesExcluded, StateChanged, Verdict
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.preparation import run_preflight
+from engine.run.run_context import RunContext
 from engine.run.run_plan import RunPlan, write_plan
-from engine.run.supervisor import Supervisor
+from engine.run.supervisor import supervise
 from engine.store.layout import RunDir
 from tests.unit.launch.host_layouts import configured_network, local_layout
 from tests.unit.plan.clusters import inputs, mac
@@ -62,7 +64,10 @@ class Launches:
         recorder = RunRecorder(self.run.close().directory.journal, self.plan, lambda _record: None)
         if resume:
             supervisor.reopen(recorder)
-        await Supervisor(self.run.directory, self.plan, recorder, self.run.home / "node").supervise(adopt=adopt)
+        await supervise(
+            RunContext(self.run.directory, self.plan, recorder, Fleet(self.run.home), self.run.home / "node"),
+            adopt=adopt,
+        )
         recorder.close()
 
     @property

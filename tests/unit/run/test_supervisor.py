@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine.cluster.transport.fleet import Fleet
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunRecord, RunState
 from engine.node.processes import boot_id
 from engine.protocol.attempt import AttemptSpec, ExitRecord, Identity, NodeFiles, write_atomic
@@ -17,8 +18,9 @@ from engine.run import preparation, supervisor
 from engine.run.attempt import attempt_spec, new_attempt
 from engine.run.events import StateChanged, SupervisorStarted
 from engine.run.journal import RunRecorder, read_journal
+from engine.run.run_context import RunContext
 from engine.run.run_plan import read_plan, write_plan
-from engine.run.supervisor import Supervisor
+from engine.run.supervisor import supervise
 from tests.unit.launch.host_layouts import local_layout
 from tests.unit.run.run_maker import MadeRun, made_decisions
 
@@ -39,7 +41,7 @@ async def test_a_run_of_which_each_node_has_a_part_is_not_taken_up_without_one(
     write_plan(run.directory.plan, plan)
     recorder = RunRecorder(run.directory.journal, plan, lambda _record: None)
     supervisor.reopen(recorder)
-    await Supervisor(run.directory, plan, recorder, tmp_path / "node").supervise(adopt=False)
+    await supervise(RunContext(run.directory, plan, recorder, Fleet(tmp_path), tmp_path / "node"), adopt=False)
     record = recorder.history.record
     recorder.close()
     assert (record.state, record.reason) == (RunState.FAILED, Reason.PREFLIGHT_FAILED)
@@ -67,7 +69,7 @@ def test_other_data_is_accepted_in_the_life_that_was_told_so(tmp_path: Path, acc
 async def adopted(run: MadeRun) -> RunRecord:
     """The run after a supervisor has adopted it."""
     recorder = RunRecorder(run.close().directory.journal, run.plan, lambda _record: None)
-    await Supervisor(run.directory, run.plan, recorder, run.home / "node").supervise(adopt=True)
+    await supervise(RunContext(run.directory, run.plan, recorder, Fleet(run.home), run.home / "node"), adopt=True)
     recorder.close()
     return recorder.history.record
 
@@ -77,10 +79,10 @@ async def test_secrets_stay_while_the_end_of_a_rank_may_become_known(tmp_path: P
     run.state("finishing", "completed", reason="completed", unconfirmed=("node0",)).close()
     run.directory.secrets.write_text("{}")
     recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
-    await Supervisor(run.directory, run.plan, recorder, tmp_path / "node").supervise(adopt=True)
+    await supervise(RunContext(run.directory, run.plan, recorder, Fleet(tmp_path), tmp_path / "node"), adopt=True)
     assert run.directory.secrets.exists(), "what an adopter finds out of it has to be redacted"
     recorder.change(RunState.FAILED)
-    await Supervisor(run.directory, run.plan, recorder, tmp_path / "node").supervise(adopt=True)
+    await supervise(RunContext(run.directory, run.plan, recorder, Fleet(tmp_path), tmp_path / "node"), adopt=True)
     recorder.close()
     assert not run.directory.secrets.exists()
 
