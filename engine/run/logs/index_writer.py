@@ -126,41 +126,21 @@ class SourceIndex:
                 self.file.keep(count)
 
 
-def reconcile(merged: IndexFile, sources: Iterable[IndexFile]) -> IndexFile:
-    """Make the merged index hold exactly the sources' records: append what it lacks, or, when it contradicts them,
-    put one rebuilt by time of arrival in its place. The file to go on with. Raises OSError."""
-    parts = [source.records() for source in sources]
+def complete_merged(merged: IndexFile, sources: Iterable[IndexFile]) -> IndexFile:
+    """Make the merged index hold exactly the sources' records by time of arrival: append what it lacks, or, when it
+    contradicts them, put another one in its place. The file to go on with. Raises OSError."""
+    together = np.concatenate([np.empty(0, RECORD_TYPE), *(source.records() for source in sources)])
+    # A stable sort, and all records of one time are added in the order of their sources.
+    expected = together[np.argsort(together["at"], kind="stable")]
     added = merged.records()
-    kept = 0
-    lacking: list[Records] = []
-    sound = added.size == 0 or bool((added["at"][1:] >= added["at"][:-1]).all())
-    for part in parts:
-        if not part.size:
-            continue
-        own = added[added["place"] >> np.uint64(OFFSET_BITS) == part["place"][0] >> np.uint64(OFFSET_BITS)]
-        sound = sound and own.size <= part.size and bool((own == part[: own.size]).all())
-        kept += own.size
-        lacking.append(part[own.size :])
-    missing = _by_arrival(lacking)
-    if missing.size and added.size and missing["at"][0] < added["at"][-1]:
-        sound = False
-    if sound and kept == added.size:
-        merged.waiting += missing.tobytes()
-        merged.flush()
-        return merged
-    return _rebuilt(merged, _by_arrival(parts))
-
-
-def _by_arrival(parts: list[Records]) -> Records:
-    together = np.concatenate([np.empty(0, RECORD_TYPE), *parts])
-    return together[np.argsort(together["at"], kind="stable")]
-
-
-def _rebuilt(merged: IndexFile, records: Records) -> IndexFile:
-    fresh = merged.path.with_name(f".{merged.path.name}.new")
-    with fresh.open("wb") as file:
-        file.write(HEADER.pack(MAGIC, merged.began_at))
-        file.write(records.tobytes())
-    merged.close()
-    fresh.replace(merged.path)
-    return IndexFile(merged.path, merged.began_at)
+    if not np.array_equal(added, expected[: added.size]):
+        fresh = merged.path.with_name(f".{merged.path.name}.new")
+        with fresh.open("wb") as file:
+            file.write(HEADER.pack(MAGIC, merged.began_at))
+            file.write(expected.tobytes())
+        merged.close()
+        fresh.replace(merged.path)
+        return IndexFile(merged.path, merged.began_at)
+    merged.waiting += expected[added.size :].tobytes()
+    merged.flush()
+    return merged

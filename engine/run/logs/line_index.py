@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -105,11 +104,11 @@ class LogIndex:
 
     def line_at(self, offset: int) -> int:
         """In an index of one source: the line that byte `offset` of the log belongs to; -1 before the first."""
-        return self._first(lambda entry: entry.offset > offset) - 1
+        return bisect_right(range(self.count), offset, key=self._offset) - 1
 
     def first_since(self, centiseconds: int) -> int:
         """The first line that arrived at or after a time, `count` when there is none."""
-        return self._first(lambda entry: entry.centiseconds >= centiseconds)
+        return bisect_left(range(self.count), centiseconds, key=self._arrival)
 
     def position(self, entry: IndexEntry) -> int | None:
         """In a merged index: the line number of an entry, None while it is not there."""
@@ -134,12 +133,13 @@ class LogIndex:
             counted += array("H", bytes(pairs)).count(source)
         return counted
 
-    def _first(self, reached: Callable[[IndexEntry], bool]) -> int:
-        def is_there(line: int) -> bool:
-            found = self.entries(line, line + 1)
-            return not found or reached(found[0])
+    def _offset(self, line: int) -> int:
+        place = self._file.read(HEADER.size + line * RECORD.size, 8)
+        return int.from_bytes(place, "little") & OFFSET_MASK if place else OFFSET_MASK
 
-        return bisect_left(range(self.count), True, key=is_there)
+    def _arrival(self, line: int) -> int:
+        at = self._file.read(HEADER.size + line * RECORD.size + 8, 4)
+        return int.from_bytes(at, "little") if at else LAST_CENTISECOND
 
     def _read(self, start: int, stop: int) -> bytes:
         block = self._file.read(HEADER.size + start * RECORD.size, (stop - start) * RECORD.size)

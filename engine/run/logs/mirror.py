@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from engine.cluster.host_connection import HostConnection, NodeFile
 from engine.protocol.attempt import open_regular, regular_descriptor
 from engine.run.json_lines import DescriptorOwner
-from engine.run.logs.index_writer import IndexFile, SourceIndex, reconcile
+from engine.run.logs.index_writer import IndexFile, SourceIndex, complete_merged
 from engine.run.logs.line_index import HEADER, LAST_CENTISECOND, read_header
 from engine.run.run_context import AttemptContext
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
@@ -147,7 +147,8 @@ class Mirror:
         self._on_gap = on_gap
         self._clock = clock
         self._began_at = _began_at(run_dir, clock())
-        self._last_at = 0
+        self._newest = (0, 0)
+        """When the newest line arrived, centiseconds, and its source."""
         self._logs: dict[int, FileMirror | None] = {}
         self._events: dict[int, FileMirror] = {}
         self._indices: dict[int, SourceIndex] = {}
@@ -238,7 +239,7 @@ class Mirror:
             self._tell_cut(log)
             self._close_indices()
             return self._take_log(source, log)
-        at = self._now()
+        at = self._arrival(source, self._clock())
         if log is None:
             added = index.scan_log(at, CHUNK_BYTES)
         elif index.scanned + len(data) == log.size:
@@ -246,6 +247,7 @@ class Mirror:
         else:
             added = index.scan_log(at)
         if added and self._merged is not None:
+            self._newest = (at, source)
             self._merged.waiting += added
         return index.scanned - before
 
@@ -259,11 +261,11 @@ class Mirror:
     def _pull(self, file: FileMirror) -> bytes:
         return self._try(file.path, file.pull) or b""
 
-    def _now(self) -> int:
-        """Centiseconds, never less than before, whatever the wall clock does."""
-        now = int(100 * (self._clock() - self._began_at))
-        self._last_at = max(self._last_at, min(now, LAST_CENTISECOND))
-        return self._last_at
+    def _arrival(self, source: int, moment: float) -> int:
+        """Centiseconds, of lines that have come at a `moment`: never less than before, whatever the wall clock does,
+        and more than those of a later source."""
+        at, newest_source = self._newest
+        return min(max(at + (source < newest_source), int(100 * (moment - self._began_at))), LAST_CENTISECOND)
 
     def _index(self, source: int) -> SourceIndex | None:
         """The index of a source, None while the disk does not let us have one."""
@@ -285,15 +287,14 @@ class Mirror:
         for source in sources:
             if source not in self._indices:
                 self._open_index(source)
-            self._last_at = max(self._last_at, self._indices[source].last_at)
+            self._newest = max(self._newest, (self._indices[source].last_at, source))
         for source in sources:
-            changed = self._run_dir.log(source).stat().st_mtime
-            at = max(self._last_at, min(int(100 * (changed - self._began_at)), LAST_CENTISECOND))
-            self._indices[source].scan_log(at)
-            self._indices[source].file.flush()
-        self._last_at = max([self._last_at, *(index.last_at for index in self._indices.values())])
+            index = self._indices[source]
+            index.scan_log(self._arrival(source, self._run_dir.log(source).stat().st_mtime))
+            index.file.flush()
+            self._newest = max(self._newest, (index.last_at, source))
         merged = IndexFile(self._run_dir.merged_index, self._began_at)
-        self._merged = reconcile(merged, [index.file for index in self._indices.values()])
+        self._merged = complete_merged(merged, [index.file for index in self._indices.values()])
 
     def _flush(self) -> None:
         for index in self._indices.values():

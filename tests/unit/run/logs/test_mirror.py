@@ -215,6 +215,25 @@ def test_an_index_without_room_waits_and_the_log_goes_on(tmp_path: Path) -> None
     assert_true(run_dir)
 
 
+def test_the_next_mirror_keeps_the_order_of_lines_that_came_at_one_time(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    mirror = Mirror(run_dir, print, lambda: 1_000.0)
+    for source in (0, 1):
+        mirror.follow(source, LocalFile(node_log(tmp_path, source)), 0)
+    for source in (0, 1, 0, 1, 1, 0):
+        append(node_log(tmp_path, source), b"line\n")
+        mirror.pump()
+    mirror.close()
+    assert [entry.source for entry in entries(run_dir.merged_index)] == [0, 1, 0, 1, 1, 0]
+    whole = run_dir.merged_index.stat()
+    with run_dir.merged_index.open("r+b") as file:
+        file.truncate(whole.st_size - 13)
+    following(run_dir).close()
+    assert run_dir.merged_index.stat().st_ino == whole.st_ino, "only what it lacked is added"
+    assert_true(run_dir, (0, 1))
+
+
 class Memory:
     """A node's file in memory; `here` is false while nothing of it comes."""
 
