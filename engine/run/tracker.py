@@ -27,6 +27,7 @@ from engine.models import RunState
 from engine.protocol.attempt import write_atomic
 from engine.run.journal import read_history
 from engine.run.json_lines import LineTail, parse_json_line
+from engine.run.metrics import figures
 from engine.run.run_plan import read_plan
 from engine.security.sanitise import finite_or_none
 from engine.store.layout import RunDir
@@ -71,7 +72,8 @@ class TensorBoardFile:
         if validation and iteration in self._validated:
             return
         self._validated |= {iteration} if validation else set()
-        values = [_text(1, _text(1, tag.encode()) + b"\x15" + _float32(value)) for tag, value in figures(row).items()]
+        numbers = {tag.encode(): struct.pack("<f", value) for tag, value in _numbers(row).items()}
+        values = [_text(1, _text(1, tag) + b"\x15" + value) for tag, value in numbers.items()]
         self._event(at, iteration, _text(5, b"".join(values)))
 
     def close(self) -> None:
@@ -95,13 +97,6 @@ def _varint(number: int) -> bytes:
 def _text(field: int, data: bytes) -> bytes:
     """A field of a protocol buffer that is a string, bytes or a message."""
     return bytes([field << 3 | 2]) + _varint(len(data)) + data
-
-
-def _float32(value: float) -> bytes:
-    try:
-        return struct.pack("<f", value)
-    except OverflowError:
-        return struct.pack("<f", float("inf") if value > 0 else float("-inf"))
 
 
 def _crc_table() -> list[int]:
@@ -157,20 +152,15 @@ class WandbRun:
 
     def add(self, number: int, row: Mapping[str, Any], iteration: int) -> None:
         if number >= self._first:
-            self._run.log({**figures(row), "iteration": iteration, "_timestamp": _seconds(row)}, step=number)
+            self._run.log({**_numbers(row), "iteration": iteration, "_timestamp": _seconds(row)}, step=number)
 
     def close(self) -> None:
         self._run.finish(exit_code=int(read_history(self._run_dir).record.state in _FAILED))
 
 
-def figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl, under mlx-lm's names; those that are not finite, too."""
-    known = {
-        name: value if isinstance(value, float) else finite_or_none(value)
-        for name, value in row.items()
-        if name not in _ENVELOPE
-    }
-    return {name: value for name, value in known.items() if value is not None}
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Those of a row of metrics.jsonl, under mlx-lm's names."""
+    return {name: value for name, value in figures(row, _ENVELOPE).items() if value is not None}
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
