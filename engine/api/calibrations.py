@@ -17,7 +17,7 @@ from engine.cluster.host_locks import exclusive_hosts, host_key
 from engine.config.models import Config, select_nodes
 from engine.errors import InputError, NodesInUse, StateError
 from engine.measurements import Calibration, CalibrationProgress, Division, Scaling
-from engine.plan.fingerprint import latest_matching, latest_scaling, scaling_fingerprint
+from engine.plan.fingerprint import latest_matching, scaling_fingerprint
 from engine.plan.prediction import Prediction, division_of, predict
 from engine.run.run_plan import read_plan
 from engine.security.paths import make_home
@@ -93,7 +93,7 @@ class CalibrationsApi:
     def latest_scaling(self, config: Config) -> Scaling | None:
         """The newest scaling of this job on these nodes as last probed, however old. Raises StateError."""
         facts, store = self._nodes.last_facts(config), self._session.store
-        scaling = latest_scaling(config, facts, store.scalings(config.cluster.name))
+        scaling = latest_matching(config, facts, store.scalings(config.cluster.name))
         self._session.report_damage(store)
         return scaling
 

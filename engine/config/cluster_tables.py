@@ -125,8 +125,11 @@ class _NodeReader:
         if local is None:
             # The form depends on the host, whose fault is already reported.
             return given if isinstance(given, str) else "/"
+        if given is None and key == "python" and not local:
+            self.faults.missing(table.location, key, f"the interpreter that has {self.framework}: {ON_NODE}")
+            given = "/"
         if given is None:
-            return self._default_path(table, key, local=local)
+            return {"workdir": str(self.base) if local else "~", "python": sys.executable}.get(key)
         if not isinstance(given, str):
             return given
         if accepted := (path_form(given) if local else remote_path_form(given)):
@@ -135,13 +138,3 @@ class _NodeReader:
         if not local:
             return posixpath.normpath(given)
         return interpreter(given, self.base) if key == "python" else resolved(given, self.base)
-
-    def _default_path(self, table: NodeTable, key: str, *, local: bool) -> str | None:
-        if key == "workdir":
-            return str(self.base) if local else "~"
-        if key != "python":
-            return None
-        if local:
-            return sys.executable
-        self.faults.missing(table.location, key, f"the interpreter that has {self.framework}: {ON_NODE}")
-        return "/"

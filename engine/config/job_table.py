@@ -134,12 +134,8 @@ def _check_torch(
 ) -> None:
     """Values of the keys that the trainer for PyTorch does not have."""
     if (optimizer := settings.get("optimizer", "adam")) not in mlx_lm_keys.TORCH_OPTIMIZERS:
-        faults.add(
-            locations["optimizer"],
-            "optimizer",
-            optimizer,
-            f"one of {', '.join(mlx_lm_keys.TORCH_OPTIMIZERS)} with PyTorch",
-        )
+        accepted = f"one of {', '.join(mlx_lm_keys.TORCH_OPTIMIZERS)} with PyTorch"
+        faults.add(locations["optimizer"], "optimizer", optimizer, accepted)
     if "swanlab" in str(settings.get("report_to")):
         faults.add(locations["report_to"], "report_to", settings["report_to"], "no swanlab: with MLX alone")
     if settings.get("offload") == "nvme" and settings.get("nvme_path") is None:
@@ -206,13 +202,9 @@ def _command_settings(
         if key not in mlx_lm_keys.KEYS or (value := table.get(key)) is None:
             continue
         swanlab = key == "report_to" and not set(mlx_lm_keys.services(value)) <= {*mlx_lm_keys.HEAD_TRACKERS}
-        if swanlab or not mlx_lm_keys.KEYS[key].form.check(value):
-            faults.add(
-                location,
-                key,
-                value,
-                ", ".join(mlx_lm_keys.HEAD_TRACKERS) if swanlab else mlx_lm_keys.KEYS[key].form.accepted,
-            )
+        accepted = ", ".join(mlx_lm_keys.HEAD_TRACKERS) if swanlab else mlx_lm_keys.KEYS[key].form.fault(value)
+        if accepted:
+            faults.add(location, key, value, accepted)
         else:
             valid[key] = value
     return valid
@@ -237,16 +229,13 @@ def _training(
             given[key] = value.lower()
         elif key in mlx_lm_keys.SIZE_KEYS:
             given[key] = mlx_lm_keys.in_bytes(value)
-        accepted = None if mlx_lm_keys.KEYS[key].form.check(given[key]) else mlx_lm_keys.KEYS[key].form.accepted
-        if accepted := accepted or (path_form(value) if key in PATH_KEYS else None):
+        fault = mlx_lm_keys.KEYS[key].form.fault(given[key])
+        if accepted := fault or (path_form(value) if key in PATH_KEYS else None):
             faults.add(locations[key], key, value, accepted)
             invalid.add(key)
-    if _REQUIRED.keys().isdisjoint(locations):
-        faults.missing(location, "model", _EITHER)
-    else:
-        for key, accepted in _REQUIRED.items():
-            if key not in locations:
-                faults.missing(location, key, accepted)
+    required = {"model": _EITHER} if _REQUIRED.keys().isdisjoint(locations) else _REQUIRED
+    for key in [key for key in required if key not in locations]:
+        faults.missing(location, key, required[key])
     settings = mlx_lm_keys.with_defaults({key: value for key, value in given.items() if key not in invalid})
     settings["lora_parameters"] = deepcopy(mlx_lm_keys.DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
     return {key: value for key, value in settings.items() if key not in invalid}, locations

@@ -94,12 +94,13 @@ class Form:
     def _adapter(self) -> TypeAdapter[Any]:
         return TypeAdapter(self.type)
 
-    def check(self, value: object) -> bool:
+    def fault(self, value: object) -> str | None:
+        """What is accepted instead of `value`; None if it is."""
         try:
             self._adapter.validate_python(value, strict=True)
         except ValidationError:
-            return False
-        return True
+            return self.accepted
+        return None
 
 
 def one_of(*choices: str) -> Form:

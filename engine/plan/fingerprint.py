@@ -70,21 +70,12 @@ def changed_nodes(config: Config, facts: Iterable[NodeFacts], calibration: Calib
     return tuple(name for name, digest in now.items() if then.get(name, digest) != digest)
 
 
-def latest_matching(
-    config: Config, facts: Iterable[NodeFacts], calibrations: Iterable[Calibration]
-) -> Calibration | None:
-    """The newest of `calibrations` of this job on these nodes, however old."""
-    return _newest(calibrations, fingerprint(config, facts))
-
-
-def latest_scaling(config: Config, facts: Iterable[NodeFacts], scalings: Iterable[Scaling]) -> Scaling | None:
-    """The newest of `scalings` of this job on these nodes, however old."""
-    return _newest(scalings, scaling_fingerprint(config, facts))
-
-
-def _newest(taken: Iterable[Measured], wanted: str) -> Measured | None:
-    matching = (measured for measured in taken if measured.fingerprint == wanted)
-    return max(matching, key=lambda measured: measured.taken_at, default=None)
+def latest_matching(config: Config, facts: Iterable[NodeFacts], taken: Iterable[Measured]) -> Measured | None:
+    """The newest of `taken` of this job on these nodes, however old."""
+    seen = list(facts)
+    matching = {fingerprint(config, seen), scaling_fingerprint(config, seen)}
+    of_these = (measured for measured in taken if measured.fingerprint in matching)
+    return max(of_these, key=lambda measured: measured.taken_at, default=None)
 
 
 def age_days(calibration: Calibration | Scaling, now: datetime) -> float:

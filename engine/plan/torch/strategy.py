@@ -73,12 +73,11 @@ def choose_precision(gpus: Sequence[NvidiaGpu | None], *, on_gpu: bool) -> tuple
     GPU, None where it is not known."""
     if not on_gpu:
         return "fp32", "the ranks compute on the CPU"
-    generations = [generation_of(gpu) if gpu else None for gpu in gpus]
-    names = [gpu.name if gpu else "a GPU whose name is not known" for gpu in gpus]
-    by_gpu = {name: generation for name, generation in zip(names, generations, strict=True) if generation is not None}
-    if None in generations or not gpus:
-        unknown = (name for name, generation in zip(names, generations, strict=True) if generation is None)
-        named = ", ".join(dict.fromkeys(unknown)) or "no GPU known"
+    unnamed = "a GPU whose name is not known"
+    generations = {gpu.name if gpu else unnamed: generation_of(gpu) if gpu else None for gpu in gpus}
+    by_gpu = {name: generation for name, generation in generations.items() if generation is not None}
+    if not gpus or len(by_gpu) < len(generations):
+        named = ", ".join(name for name in generations if name not in by_gpu) or "no GPU known"
         return "fp32", f'{named}: float32 runs on each; set precision = "bf16" from Ampere on'
     order = ("bf16", "fp16", "fp32")
     oldest = max(by_gpu, key=lambda name: order.index(by_gpu[name].precision))

@@ -59,7 +59,7 @@ def test_defaults_are_mlx_lms_but_for_those_that_differ_on_purpose(installed: di
 
 
 def test_every_default_but_none_is_accepted() -> None:
-    assert [key for key, value in DEFAULTS.items() if value is not None and not KEYS[key].form.check(value)] == []
+    assert [key for key, value in DEFAULTS.items() if value is not None and KEYS[key].form.fault(value)] == []
 
 
 def test_defaults_of_ours_are_the_trainers() -> None:
@@ -101,7 +101,7 @@ def test_schedules_are_mlxs(installed: dict[str, Any]) -> None:
 def test_a_schedule_is_accepted_with_arguments_that_mlx_takes(
     name: str, arguments: list[float], accepted: bool
 ) -> None:
-    assert KEYS["lr_schedule"].form.check({"name": name, "arguments": arguments}) is accepted
+    assert (KEYS["lr_schedule"].form.fault({"name": name, "arguments": arguments}) is None) is accepted
 
 
 def test_sizes_are_those_of_mlx_lms_option(installed: dict[str, Any]) -> None:
