@@ -24,27 +24,24 @@ _DEVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 def path_form(text: object) -> str | None:
-    fault = path_fault(text)
-    if fault is None and isinstance(text, str):
-        if ".." in Path(text).parts:
-            return "a path without .. (absolute, below ~, or below the folder of this file)"
-        if text.startswith("~"):
-            try:
-                Path(text).expanduser()
-            except RuntimeError:
-                return "a path below the home directory of an existing user"
-    return fault
+    if (fault := path_fault(text)) is not None:
+        return fault
+    if ".." in Path(str(text)).parts:
+        return "a path without .. (absolute, below ~, or below the folder of this file)"
+    try:
+        Path(str(text)).expanduser()
+    except RuntimeError:
+        return "a path below the home directory of an existing user"
+    return None
 
 
 def remote_path_form(text: object) -> str | None:
     """Like `path_form`, for a path on another machine, which cannot be relative."""
-    fault = path_fault(text)
-    if fault is None and isinstance(text, str):
-        if ".." in text.split("/"):
-            return "a path without .. (absolute, or below ~)"
-        if text != "~" and not text.startswith(("/", "~/")):
-            return ON_NODE
-    return fault
+    if (fault := path_fault(text)) is not None:
+        return fault
+    if ".." in str(text).split("/"):
+        return "a path without .. (absolute, or below ~)"
+    return None if text == "~" or str(text).startswith(("/", "~/")) else ON_NODE
 
 
 def resolved(text: str, base: Path) -> str:

@@ -215,20 +215,17 @@ def _ago(seconds: float) -> str:
 
 def _nodes(context: PlanContext, not_validating: Collection[str]) -> tuple[document.PlannedNode, ...]:
     inputs = context.inputs
-    rows = []
-    for rank, node in enumerate(inputs.config.nodes):
-        seen = inputs.facts.get(node.name)
-        rows.append(
-            document.PlannedNode(
-                rank=rank,
-                node=node.name,
-                host=node.ssh,
-                chip=(seen.gpus[0].name if seen.mlx_device == "CUDA" and seen.gpus else seen.chip) if seen else None,
-                memory_bytes=seen.memory_total_bytes if seen else None,
-                share=context.shares.parts.get(node.name),
-                validates=node.name not in not_validating,
-                facts_age_s=max(0.0, (inputs.now - seen.probed_at).total_seconds()) if seen else None,
-                problem=inputs.problems.get(node.name),
-            )
+    return tuple(
+        document.PlannedNode(
+            rank=rank,
+            node=node.name,
+            host=node.ssh,
+            chip=(seen.gpus[0].name if seen.mlx_device == "CUDA" and seen.gpus else seen.chip) if seen else None,
+            memory_bytes=seen.memory_total_bytes if seen else None,
+            share=context.shares.parts.get(node.name),
+            validates=node.name not in not_validating,
+            facts_age_s=max(0.0, (inputs.now - seen.probed_at).total_seconds()) if seen else None,
+            problem=inputs.problems.get(node.name),
         )
-    return tuple(rows)
+        for rank, (node, seen) in enumerate((node, inputs.facts.get(node.name)) for node in inputs.config.nodes)
+    )

@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Literal
 
 from engine.config.models import Config
 from engine.measurements import Calibration, HardwareMetrics, NodeMeasure, Shares
@@ -97,8 +96,7 @@ def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
     spread, noise_level = variation(list(online.values())), noise(measures[name] for name in online)
     if spread > WARN_ABOVE:
         warnings.append(f"the nodes' throughputs vary by {spread:.0%}: the slower ones hold up the others")
-    parts = equal
-    source: Literal["calibrated", "equal"] = "equal"
+    parts, source = equal, "equal"
     if spread <= UNEQUAL_ABOVE:
         reason = f"equal: the measured throughputs vary by {spread:.0%} (limit {UNEQUAL_ABOVE:.0%})"
     elif noise_level is not None and spread <= noise_level:
@@ -111,15 +109,8 @@ def _measured(names: Sequence[str], calibration: Calibration) -> Shares:
         parts, source = _normalised(online), "calibrated"
         against = f"noise {noise_level:.0%}" if noise_level is not None else "noise unknown"
         reason = f"by the measured throughputs, which vary by {spread:.0%} (limit {UNEQUAL_ABOVE:.0%}, {against})"
-    return Shares(
-        parts=parts,
-        source=source,
-        reason=reason,
-        variation=spread,
-        noise=noise_level,
-        left_out=offline,
-        warnings=tuple(warnings),
-    )
+    figures = {"variation": spread, "noise": noise_level, "left_out": offline, "warnings": tuple(warnings)}
+    return Shares.model_validate({"parts": parts, "source": source, "reason": reason, **figures})
 
 
 def _equal(names: Sequence[str], warning: str) -> Shares:

@@ -147,17 +147,14 @@ class _Job:
     def higher_limit(self) -> Iterator[WayOut]:
         """More of a Mac's memory for its GPU."""
         raised = [
-            max(limit, (place.total_bytes - _SYSTEM_BYTES) // place.ranks)
-            if limit is not None and place.total_bytes is not None
-            else limit
+            None if limit is None else max(limit, ((place.total_bytes or 0) - _SYSTEM_BYTES) // place.ranks)
             for limit, place in zip(self.limits, self.places, strict=True)
         ]
         choice = self._choose(self.workloads, raised, dict(settings_of(self.workloads[0])))
-        needs = zip(choice.needed_bytes, self.limits, self.places, strict=True)
         megabytes = {
             place.node: math.ceil(need * place.ranks / 2**20)
-            for need, limit, place in needs
-            if limit is not None and need > limit
+            for need, place in zip(choice.needed_bytes, self.places, strict=True)
+            if place.limit_bytes is not None and need > place.limit_bytes
         }
         if choice.fits:
             set_limits = [f"iogpu.wired_limit_mb={size} on {node}" for node, size in megabytes.items()]

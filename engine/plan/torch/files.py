@@ -150,12 +150,7 @@ def deepspeed_file(launch: TorchLaunch) -> dict[str, Any] | None:
     if settings.strategy != "deepspeed":
         return None
     configuration = deepspeed_config(
-        TorchSettings(
-            zero_stage=settings.zero_stage,
-            offload=settings.offload,
-            nvme_path=launch.nvme_path,
-            precision=settings.precision,
-        ),
+        TorchSettings.from_spec({**dict(settings), "nvme_path": launch.nvme_path}),
         micro_batch=launch.micro_batch or 1,
         accumulation=launch.accumulation,
         world_size=launch.ranks,

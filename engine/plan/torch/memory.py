@@ -31,7 +31,7 @@ from engine.plan.document import MemoryBreakdown
 from engine.plan.memory.architecture import Layer, Sublayer
 from engine.plan.memory.estimate import FLOAT32_BYTES, Rank, Workload, inputs, norms
 from engine.plan.memory.shape import ModelShape
-from engine.protocol.job import BUCKET_ELEMENTS
+from engine.protocol.job import BUCKET_ELEMENTS, TorchSettings
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CUDA_RESERVE_BYTES = 2**30
@@ -55,14 +55,10 @@ _WORKING_ARRAYS = 3
 
 
 @dataclass(frozen=True)
-class TorchWorkload(Workload):
-    """That of a PyTorch job. `strategy` to `precision` are those of engine.protocol.job.TorchSettings."""
+class TorchWorkload(TorchSettings, Workload):
+    """That of a PyTorch job."""
 
     strategy: str = "ddp"
-    sharding: str = "full"
-    zero_stage: int = 2
-    offload: str = "none"
-    precision: str = "fp32"
     grad_checkpoint: bool = False
     moments: int = 2
     """Float32 arrays of the optimizer for each trained weight: 2 for Adam, 1 for SGD with momentum."""
