@@ -20,107 +20,73 @@ _NUMBER = (
 _TABLE = r"""
 nanoGPT: karpathy/nanoGPT train.py
     \biter <step>: loss <loss>,
-    iter 10: loss 3.2101, time 65.49ms, mfu 0.00%
     \bstep <step>: (?:train loss [\d.]{1,20}, )?val loss <val_loss>
-    step 250: train loss 1.9712, val loss 2.0623
 minGPT: karpathy/minGPT projects/chargpt/chargpt.py
     \biter_dt [\d.]{1,20}ms; iter <step>: train loss <loss>
-    iter_dt 12.05ms; iter 100: train loss 1.85123
 nanochat: karpathy/nanochat scripts/base_train.py, chat_sft.py
     \bstep <step>(?:/<total>)?(?: \([\d.]{1,8}%\))? \| loss: <loss> \|
-    step 00020/21400 (0.09%) | loss: 9.123456 | grad norm: 0.52 | lrm: 1.00 | dt: 512.10ms | tok/sec: 1,024,000
     \bStep <step>(?:/<total>)? \| (?:Training loss: <loss>\||Validation loss: <val_loss>)
-    Step 00200 | Validation loss: 1.201234
 torchtitan: pytorch/torchtitan torchtitan/components/metrics.py
     (?<!validate )\bstep: {1,8}<step> {2}loss: {1,8}<loss> {2}
-    root - INFO - step: 10  loss:  7.32101  grad_norm:  1.2005  memory: 40.20GiB(42.32%)  tps: 6,112  mfu: 35.79%
     \bvalidate step: {1,8}<step> {2}loss: {1,8}<val_loss> {2}
-    root - INFO - validate step: 20  loss:  6.9123  memory:  1.20GiB(2.1%)
 torchtune: meta-pytorch/torchtune recipes/full_finetune_distributed.py, torchtune/training/metric_logging.py
     ^Step <step> \| (?:.{1,400} )?loss:<loss>(?: |$)
-    Step 20 | loss:1.2345678 lr:2e-05 tokens_per_second_per_gpu:512.25 grad_norm:0.75
     ^(?:<epoch>\|)?<step>\|Loss: <loss>:
-    1|20|Loss: 1.2345678806304932:  10%|#         | 20/200 [00:40<06:00,  2.00s/it]
 DeepSpeed: deepspeedai/DeepSpeed deepspeed/runtime/pipe/engine.py, runtime/engine.py, utils/timer.py
     \bsteps: <step> loss: <loss> .{0,200}?iter time \(s\):
-    steps: 200 loss: 5.5508 lm loss: 5.5103 moe loss: 0.0405 iter time (s): 0.936 samples/sec: 136.706
     \bstep=<step>, skipped=\d{1,12}, lr=\[<lr>
-    [2026-08-01 10:00:00,123] [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=0, lr=[0.001], mom=[0.9]
     /global_step=<step>, RunningAvgSamplesPerSec=
-    [INFO] [timer.py:260:stop] epoch=0/micro_step=10/global_step=10, RunningAvgSamplesPerSec=123.4
 Megatron-LM: NVIDIA/Megatron-LM megatron/training/training.py
     \biteration {1,12}<step>/ {0,12}<total> \|.{1,300}?\bloss: <loss> \|
-    iteration     10/    500 | consumed samples:     320 | learning rate: 1.500E-05 | lm loss: 1.034512E+01 |
     \bvalidation loss at iteration <step> .{0,80}?\| lm loss value: <val_loss>
-    validation loss at iteration 100 | lm loss value: 6.512345E+00 | lm loss PPL: 6.734021E+02 |
 mlx-lm: ml-explore/mlx-lm mlx_lm/tuner/trainer.py to 0.31, and mlx-examples; mlx_lm/cli_ui.py from 0.32
     \bIter <step>: Train loss <loss>,
-    Iter 10: Train loss 2.345, Learning Rate 1.000e-05, It/sec 3.100, Tokens/sec 302.100, Trained Tokens 1345
     \bIter <step>: Val loss <val_loss>, (?:Val ppl [\d.]{1,30}, )?Val took <val_time>
-    Iter 20: Val loss 2.100, Val took 1.200s
     ^Starting training\.\.\., iters: <total>
-    Starting training..., iters: 600
     ^ {2,8}<step> {4}<loss> [▲▼] {4,12}<tokens_per_second>\s
-         5    5.815 ▼        8      1.1k
     ^ {2,8}<step> {4}val <val_loss> {4,8}<val_time>s
-        10    val 5.473    2.23s
     ^│ {1,8}batch · iters {1,8}\d{1,9} · <total>\s
-    │    batch · iters   4 · 30                                          │
 Lightning: Lightning-AI/pytorch-lightning src/lightning/pytorch/callbacks/progress/rich_progress.py
     ^Epoch <epoch>/\d{1,9} {1,4}[━╸╺]{1,300} <epoch_step>/<total> .{1,200}?\b(?:train_)?loss: <loss>
-    Epoch 2/2  ━━━━━━━━━━━━ 40/40 0:00:00 • 0:00:00 121.16it/s train_loss: 0.006
 PyTorch MNIST: pytorch/examples mnist/main.py; its steps are examples
     \bTrain Epoch: <epoch> \[<epoch_step>/<total> \([\d.]{1,6}%\)\]\s{1,8}Loss: <loss>
-    Train Epoch: 1 [640/60000 (1%)] Loss: 2.298765
     \bTest set: Average loss: <val_loss>,
-    Test set: Average loss: 0.0559, Accuracy: 9815/10000 (98%)
 PyTorch ImageNet: pytorch/examples imagenet/main.py; pytorch/vision references
     \bEpoch: \[<epoch>\] {0,2}\[ {0,12}<epoch_step>/ {0,12}<total>\].{0,200}?\b[Ll]oss:? <loss> \(
-    Epoch: [0][ 10/391] Time  0.101 ( 0.203) Data  0.001 ( 0.010) Loss 6.9012e+00 (6.9523e+00) Acc@1   0.00
 PyTorch CIFAR-10: pytorch/tutorials cifar10_tutorial.py; deepspeedai/DeepSpeedExamples training/cifar
     ^\s{0,8}\[ {0,8}<epoch>, {0,12}<epoch_step>\] loss: {1,4}<loss>
-    [1,  2000] loss: 2.213
 PyTorch word_language_model: pytorch/examples word_language_model/main.py
     \| epoch {1,4}<epoch> \| {1,6}<epoch_step>/ {0,6}<total> batches \|.{1,100}?\| loss {1,3}<loss> \|
-    | epoch   1 |   200/ 2983 batches | lr 20.00 | ms/batch 10.21 | loss  7.65 | ppl  2100.64
 timm: huggingface/pytorch-image-models train.py
     \bTrain: <epoch> \[ {0,8}<epoch_step>/<total> \([ \d]{1,4}%\)\] {1,4}Loss: {1,4}<loss> \(
-    Train: 0 [  50/1251 (  4%)]  Loss: 6.95 (6.94)  Time: 0.400s,  640.00/s  LR: 1.000e-05  Data: 0.010 (0.012)
 fairseq: facebookresearch/fairseq fairseq/logging/progress_bar.py
     \bepoch \d{1,6}: {1,8}\d{1,9} / \d{1,9} loss=<loss>,.{1,400}?\bnum_updates=<step>(?:,|$)
-    INFO | train_inner | epoch 002:    100 / 1500 loss=12.5, ppl=5792.6, wps=3000, num_updates=1600, lr=1e-05
 MLX CIFAR-10: ml-explore/mlx-examples cifar/main.py
     \bEpoch <epoch> \[<epoch_step>\] \| Train loss <loss> \|
-    Epoch 01 [010] | Train loss 2.105 | Train acc 0.211 | Throughput: 5120.00 images/second
 MLX MNIST: ml-explore/mlx-examples mnist/main.py; its steps are epochs
     \bEpoch <step>: Test accuracy [\d.]{1,12}
-    Epoch 3: Test accuracy 0.921, Time 0.512 (s)
 """
-"""Program and source, then each of its forms: a regular expression, and a line that it matches, without its colours.
-`<name>` stands for a group that is a number. Such groups are `step`, from the training's beginning on, or `epoch_step`,
-`total` of the same, and figures by their names. What else is in the line is read by its names (`named_numbers`), and so
-is a line of no form that has a step or an epoch, and a loss."""
+"""Program and source, then each of its forms: a regular expression for lines without their colours. `<name>` stands for
+a group that is a number. Such groups are `step`, from the training's beginning on, or `epoch_step`, `total` of the
+same, and figures by their names. What else is in the line is read by its names (`named_numbers`), and so is a line of
+no form that has a step or an epoch, and a loss."""
 
 
 class MetricForm(NamedTuple):
     program: str
-    source: str
     regex: re.Pattern[str]
-    example: str
     literal: str
     """In every line that it matches: most lines need not be tried."""
 
 
 def _forms() -> Iterator[MetricForm]:
-    head = ""
-    lines = iter(_TABLE.strip().split("\n"))
-    for line in lines:
-        if not line.startswith(" "):
-            head = line
-            continue
-        program, _, source = head.partition(": ")
-        named = re.sub(r"(?<!\?P)<([a-z_]+)>", lambda name: f"(?P{name[0]}{_NUMBER})", line[4:])
-        yield MetricForm(program, source, re.compile(named), next(lines)[4:], _literal(line[4:]))
+    program = ""
+    for line in _TABLE.strip().split("\n"):
+        if line.startswith(" "):
+            named = re.sub(r"(?<!\?P)<([a-z_]+)>", lambda name: f"(?P{name[0]}{_NUMBER})", line[4:])
+            yield MetricForm(program, re.compile(named), _literal(line[4:]))
+        else:
+            program = line.partition(": ")[0]
 
 
 def _literal(regex: str) -> str:
