@@ -198,7 +198,8 @@ class MemoryRow:
 
     @property
     def state_error(self) -> float:
-        return self.expected(1).state_bytes / self.state - 1
+        need = self.expected(1)
+        return (need.weights_bytes + need.gradients_bytes + need.optimizer_bytes) / self.state - 1
 
     def peak_error(self, batch: int) -> float:
         return self.expected(batch).peak_bytes / self.peaks[batch] - 1

@@ -461,11 +461,6 @@ class MemoryEstimate(MemoryBreakdown):
     trainable_parameters: int
     assumption: str
 
-    @property
-    def state_bytes(self) -> int:
-        """Weights, optimizer state and the gradients held until the update, which do not depend on the batch."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-
 
 def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
     """Raises InputError for layers that the model does not have, and for what MLX cannot train."""
