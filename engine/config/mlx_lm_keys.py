@@ -95,7 +95,7 @@ class Form:
         return TypeAdapter(self.type)
 
     def fault(self, value: object) -> str | None:
-        """What is accepted instead of `value`; None if it is."""
+        """The description of what is accepted instead of `value`; None if that is."""
         try:
             self._adapter.validate_python(value, strict=True)
         except ValidationError:
