@@ -27,7 +27,6 @@ from engine.plan.memory.choice import is_open, resolved
 from engine.plan.network import NetworkPlan
 from engine.plan.planner import FITS
 from engine.protocol.attempt import AttemptSpec
-from engine.protocol.job import Framework
 from engine.protocol.measurements import GROUP_LIMIT_S, STEP_PARTS, GroupStepReport
 from engine.security.sanitise import plain
 
@@ -37,8 +36,6 @@ QUICK_GROUP_S = 5.0
 _SHARED = "some ranks share a machine: they divide what it can do, and the speed-up is less than of machines"
 _EVERY_RANK = 8
 """Up to so many ranks every number is measured; of more, four between a number and its double."""
-_BENCHES: Mapping[Framework, str] = {"mlx": "engine.trainer.group_bench", "torch": "engine.torch_trainer.bench"}
-"""The programs that time iterations: equal arguments, equal results."""
 TOGETHER = "all ranks' steps"
 _REPORT = TypeAdapter(GroupStepReport)
 
@@ -97,7 +94,7 @@ async def time_steps(
     def program(network: NetworkPlan, layouts: Sequence[HostLayout]) -> GroupProgram:
         spec = _spec(config, split, network, layouts)
         return GroupProgram(
-            _BENCHES[job.framework],
+            "engine.training.group_bench",
             ["{folder}/spec.json", "--seconds", str(seconds)],
             GROUP_LIMIT_S + 5 * seconds + 60,
             common_environment(network, job.env),

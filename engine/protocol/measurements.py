@@ -11,7 +11,7 @@ ALL_SUM_LARGE_BYTES = 4 * 2**20
 
 
 GROUP_LIMIT_S = 900.0
-"""For the ranks of `engine.trainer.group_bench` to load a large model from a slow disk."""
+"""For the ranks of `engine.training.group_bench` to load a large model from a slow disk."""
 
 
 @dataclass
@@ -59,8 +59,8 @@ class RoundTimes:
 
 @dataclass
 class GroupStepReport:
-    """One rank's result of `engine.trainer.group_bench`, or of its counterpart for PyTorch; seconds are means over the
-    iterations that count, see `summarise`."""
+    """One rank's result of `engine.training.group_bench`; seconds are means over the iterations that count, see
+    `summarise`."""
 
     rank: int
     steps: int = 0

@@ -11,9 +11,12 @@ import os
 import sys
 import warnings
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from engine.training.process import run_rank
+from engine.training.process import TrainingProcess, run_rank
+
+if TYPE_CHECKING:
+    from engine.torch_trainer.train import TorchLoop
 
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _M_MMAP_THRESHOLD = -3
@@ -28,6 +31,12 @@ def main() -> NoReturn:
     # The interpreter's own end now and then aborts a rank that has completed, by a thread of the group that is still
     # there: "terminate called without an active exception".
     os._exit(code)
+
+
+def load_training(process: TrainingProcess) -> TorchLoop:
+    """As `train.load_training`."""
+    loop: TorchLoop = import_trainer(process.spec.backend).load_training(process)
+    return loop
 
 
 def import_trainer(backend: str) -> ModuleType:

@@ -120,6 +120,10 @@ class TorchLoop(TrainingLoop):
         self._waits = WaitTimer(self.strategy.model, self._accelerator.device)
         self._begin(self.start)
 
+    def reset_peak_memory(self) -> None:
+        if self._accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._accelerator.device)
+
     def last_of_step(self, first: int) -> int:
         """The end of its update."""
         return min(-(-first // self.job.grad_accumulation_steps) * self.job.grad_accumulation_steps, self.job.iters)

@@ -52,6 +52,9 @@ class Loop(TrainingLoop):
         self._pending: dict[int, LocalStep] = {}
         """The iterations of the update under way."""
 
+    def reset_peak_memory(self) -> None:
+        mx.reset_peak_memory()
+
     def run_and_test(self) -> None:
         if self.collective.rank == 0:
             self._saver.save_config()

@@ -1,19 +1,21 @@
-"""The frame of what is measured on a job's real group of ranks, for each framework's own programs:
+"""What is measured on a job's real group of ranks, with either framework:
 
-    cd <bundle> && exec <python> -m <program> SPEC --seconds 10 --out <dir>/rank{rank}.json
+    cd <bundle> && exec <python> -m engine.training.group_bench SPEC --seconds 10 --out <dir>/rank{rank}.json
 
 times short real iterations. SPEC is the path of an AttemptSpec, the rank is MLX_RANK. The steps are the training loop's
 own. Nothing is saved. Always writes one JSON object, a GroupStepReport. Exit code 0 when iterations were timed, else 1.
 
     cd <bundle> && exec <python> -m <program> --seconds 2 --world-size 2 --backend ring --out <dir>/rank{rank}.json
 
-sums over the ranks, for the preflight, in the environment of a rank. Always writes an AllSumResult. Exit code 0 when
-the sums are exact and nothing failed, else 1. Nothing here imports NumPy, which would take as long as all of it."""
+sums over the ranks, for the preflight, in the environment of a rank: each framework's allreduce_check. Always writes an
+AllSumResult. Exit code 0 when the sums are exact and nothing failed, else 1. Nothing here imports NumPy, which would
+take as long as all of it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -70,7 +72,7 @@ class _Clock(Control):
         return self.over
 
 
-def run_bench(load_training: Callable[[TrainingProcess], TrainingLoop]) -> None:
+def run_bench() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("spec", type=Path)
     parser.add_argument("--seconds", type=float, required=True, help="about how long to measure")
@@ -86,7 +88,9 @@ def run_bench(load_training: Callable[[TrainingProcess], TrainingLoop]) -> None:
         os.chdir(spec.rank(result.rank).workdir)
         reporter, clock = _Steps(result.rank), _Clock()
         # The folder is for what is indexed.
-        loop = load_training(TrainingProcess(spec, Path(options.out).parent, result.rank, clock, reporter))
+        process = TrainingProcess(spec, Path(options.out).parent, result.rank, clock, reporter)
+        loop: TrainingLoop = importlib.import_module(spec.trainer).load_training(process)
+        loop.reset_peak_memory()
         rounds = timed_rounds(loop, clock, reporter, options.seconds)
         result.summarise(rounds, len(reporter.steps))
         result.peak_bytes = max(step["peak_memory_bytes"] for step in reporter.steps)
@@ -197,3 +201,7 @@ def measure_sums(
 
     result.latency_s = median_s(1, connected + seconds / 2)
     result.bandwidth_bytes_per_s = ALL_SUM_LARGE_BYTES / median_s(_LARGE, connected + seconds)
+
+
+if __name__ == "__main__":
+    run_bench()

@@ -57,6 +57,10 @@ class TrainingLoop(ABC):
         update, window = self.point.update + 1, asdict(self._window)
         self.point = TrainingPoint(iteration, update, window, best=self._best.state())
 
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Loading may have taken more than a step. On the CPU PyTorch's is the process's own, and stays."""
+
     def last_of_step(self, first: int) -> int:
         """The last of the iterations that one call of `train` takes together."""
         return first

@@ -68,7 +68,7 @@ async def measured(engine: Engine, config: Config, **how: Any) -> tuple[Scaling,
 
 
 def benches(node: Node) -> list[str]:
-    return [process.command for process in node.processes() if "engine.trainer.group_bench" in process.command]
+    return [process.command for process in node.processes() if "engine.training.group_bench" in process.command]
 
 
 def assert_adds_up(scaling: Scaling) -> None:
