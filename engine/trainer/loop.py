@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 import mlx.core as mx
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
-from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
-from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
+from engine.trainer.checkpoint.saving import EmergencyCheckpoint, PeriodicCheckpoints
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.elastic_group import LeftOut

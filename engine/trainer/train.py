@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -14,10 +13,8 @@ from mlx.utils import tree_flatten
 
 from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
-from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
-from engine.trainer.checkpoint.locations import CheckpointLocations
-from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
-from engine.trainer.checkpoint.resume import Resume
+from engine.trainer.checkpoint.resume import CheckpointLocations, Resume
+from engine.trainer.checkpoint.saving import EmergencyCheckpoint, PeriodicCheckpoints
 from engine.trainer.checkpoint.store import PACKAGES
 from engine.trainer.collective import Collective, all_gather_object
 from engine.trainer.elastic_group import ElasticGroup
@@ -94,31 +91,26 @@ def _make_loop(
     PeerLost, Corrupted."""
     spec, reporter, collective = process.spec, process.reporter, strategy.collective
     rank, size = collective.rank, collective.size
-    node, stop_on_corruption = spec.rank(rank), spec.on_corruption == "stop"
     part, parts = (0, 1) if strategy.replicated else (rank, size)
     origin = Origin(config_hash(spec.job or {}), size, part, parts, inputs)
-    locations = CheckpointLocations.of(job.home, Path(node.workdir), spec.run_id, node.checkpoint_folder)
-    locations = replace(locations, recorded=spec.manifests)
-    policy = CheckpointPolicy(spec.checkpoint_every, spec.checkpoint_keep, spec.checkpoint_compression)
+    locations = CheckpointLocations(spec, rank, job.home)
     start = ResumePoint()
     if spec.resume and not strategy.left_out:
-        locations.fetch(collective, policy.kept(origin.parts), reporter, replicated=strategy.replicated)
-        resume = Resume(collective, strategy, origin, reporter, stop_on_corruption=stop_on_corruption)
-        resume.accept_changed_data, resume.recorded = spec.accept_changed_data, spec.manifests
-        adapter = job.resume_adapter_file is not None
-        start = resume.run(locations.states(), adapter=adapter, needs_state=spec.needs_state)
+        locations.fetch(collective, reporter, replicated=strategy.replicated)
+        resume = Resume(collective, strategy, origin, reporter, spec)
+        start = resume.run(locations.states(), adapter=job.resume_adapter_file is not None)
         if isinstance(strategy, LocalSteps):
             strategy.agree()
-    destination = None
-    if policy.every > 0 and (origin.part > 0 or rank == 0):
-        packer(policy.compression)  # raises JobError
-        destination = locations.destination(origin.part, origin.parts)
+    folder = None
+    if spec.checkpoint_every > 0 and (part > 0 or rank == 0):
+        packer(spec.checkpoint_compression)  # raises JobError
+        folder = locations.folder(part, parts)
     emergency = EmergencyCheckpoint(job.home, spec.attempt, rank, origin, reporter)
     emergency.useful |= strategy.any_part
     process.control.save_and_exit = emergency.save_and_exit
     every = spec.replica_check_every if strategy.replicated else 0
-    replicas = ReplicaCheck(strategy.model, collective, reporter, every, stop_on_corruption)
-    periodic = PeriodicCheckpoints(destination, policy, origin, reporter)
+    replicas = ReplicaCheck(strategy.model, collective, reporter, every, spec.on_corruption == "stop")
+    periodic = PeriodicCheckpoints(folder, spec, origin, reporter)
     common = job, strategy, splits[0], process.control, reporter
     return Loop(*common, collective, replicas, periodic, emergency, start, test=splits[1])
 

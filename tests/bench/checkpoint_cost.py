@@ -25,11 +25,11 @@ import numpy as np
 from mlx_lm.models.llama import Model, ModelArgs
 
 from engine.plan.checkpoints import save_every
+from engine.protocol.attempt import AttemptSpec
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
-from engine.trainer.checkpoint.locations import Destination
-from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
-from engine.trainer.checkpoint.store import Snapshot
+from engine.trainer.checkpoint.saving import PeriodicCheckpoints
+from engine.trainer.checkpoint.store import CheckpointFolder, Snapshot
 from engine.trainer.optimizer import Updater
 from engine.trainer.single_node_bench import SYNTHETIC_LENGTH, SYNTHETIC_VOCABULARY, SyntheticData
 from engine.trainer.strategies.data_parallel import Gradients
@@ -105,7 +105,8 @@ def measure(home: Path, every: int, width: int, layers: int) -> Iterator[Figure]
         training.step()
     quiet = Reporter(EventWriter(None, 0, 1))
     origin = Origin("bench", world_size=1, part=0, parts=1, inputs={})
-    ours = PeriodicCheckpoints(Destination(home / "ours"), CheckpointPolicy(every), origin, quiet)
+    spec = AttemptSpec("bench", 1, "", "ring", 1, [], None, checkpoint_every=every)
+    ours = PeriodicCheckpoints(CheckpointFolder(home / "ours"), spec, origin, quiet)
     kinds = {"without": Window(), "beside": Window(), "in line": Window()}
     written: list[float] = []
     for _ in range(ROUNDS):

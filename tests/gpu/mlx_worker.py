@@ -23,7 +23,7 @@ from engine.demo_model import make
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.events import EventWriter
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.saving import EmergencyCheckpoint
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.train import load_training

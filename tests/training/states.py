@@ -11,11 +11,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.events import EventWriter
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.locations import Destination, Remote
-from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
-from engine.trainer.checkpoint.store import Snapshot
+from engine.trainer.checkpoint.resume import CheckpointLocations
+from engine.trainer.checkpoint.saving import PeriodicCheckpoints
+from engine.trainer.checkpoint.store import CheckpointFolder, Snapshot
 from engine.trainer.weights import State
 from engine.training.checkpoint_files import MANIFEST_NAME, Origin
 from engine.training.reporting import Reporter
@@ -88,11 +89,21 @@ def tamper(folder: Path, file: str = "weights.safetensors", manifest: str = MANI
     (folder / manifest).write_text(json.dumps(document, indent=1, sort_keys=True))
 
 
-def periodic(home: Path, *, part: int = 0, parts: int = 1, remote: Remote | None = None) -> PeriodicCheckpoints:
+def spec(checkpoint_folder: str | None = None, workdir: Path = Path(), **fields: Any) -> AttemptSpec:
+    """Of one rank; `fields`: more of its."""
+    rank = RankSpec(0, "n0", "python", str(workdir), checkpoint_folder=checkpoint_folder)
+    return AttemptSpec("run", 2, "", "ring", 1, [rank], None, **fields)
+
+
+def locations(home: Path, checkpoint_folder: str | None = None, **fields: Any) -> CheckpointLocations:
+    """Of a run in `home`."""
+    return CheckpointLocations(spec(checkpoint_folder, home, **fields), 0, home)
+
+
+def periodic(home: Path, *, part: int = 0, parts: int = 1, url: str | None = None) -> PeriodicCheckpoints:
     """One every two updates, of a rank of two; its events are in `home`/e<part>."""
-    destination = Destination(home / f"p{part}", remote)
-    policy = CheckpointPolicy(2, keep=2)
-    return PeriodicCheckpoints(destination, policy, origin(part, parts), reporter(home / f"e{part}", part))
+    folder, every = CheckpointFolder(home / f"p{part}", url), spec(checkpoint_every=2, checkpoint_keep=2)
+    return PeriodicCheckpoints(folder, every, origin(part, parts), reporter(home / f"e{part}", part))
 
 
 def names(folder: Path) -> list[int]:

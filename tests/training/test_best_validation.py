@@ -14,8 +14,7 @@ import pytest
 
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import check_header
-from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
-from engine.trainer.checkpoint.periodic import PeriodicCheckpoints
+from engine.trainer.checkpoint.saving import EmergencyCheckpoint, PeriodicCheckpoints
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.loop import Loop
 from engine.trainer.replica_check import ReplicaCheck, ReplicaMismatch

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.protocol.job import JobError
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.locations import CheckpointLocations, Remote
+from engine.trainer.checkpoint.store import CheckpointFolder
 from engine.training.checkpoint_files import MANIFEST_NAME
-from tests.training.states import corrupt, events, names, origin, periodic, reporter, snapshot, tamper
+from tests.training.states import corrupt, events, locations, names, origin, periodic, reporter, snapshot, tamper
 from tests.training.together import together
 
 
 def test_a_url_holds_complete_copies_and_the_newest_is_fetched(tmp_path: Path) -> None:
-    remote = Remote(f"file://{tmp_path}/elsewhere/run")
-    checkpoints = periodic(tmp_path, remote=remote)
+    url = f"file://{tmp_path}/elsewhere/run"
+    checkpoints = periodic(tmp_path, url=url)
     for update in (2, 4, 6):
         checkpoints.begin(snapshot(update))
         checkpoints.finish(None)
@@ -27,7 +26,7 @@ def test_a_url_holds_complete_copies_and_the_newest_is_fetched(tmp_path: Path) -
     assert events(tmp_path / "e0")[-1]["path"] == f"file://{tmp_path}/elsewhere/run/step-000000006"
 
     def fetch(name: str, count: int) -> list[int]:
-        assert remote.fetch(tmp_path / name, count, reporter(tmp_path / "e"))
+        assert CheckpointFolder(tmp_path / name, url).fetch(count, reporter(tmp_path / "e"))
         return names(tmp_path / name)
 
     def fetched() -> int:
@@ -54,9 +53,9 @@ def test_a_damaged_copy_does_not_hide_the_one_before(tmp_path: Path, message: st
         (last.path / "weights.safetensors").write_bytes(b"short")
     else:
         corrupt(last)
-    locations = CheckpointLocations.of(tmp_path / "home", tmp_path, "run", f"file://{tmp_path}/elsewhere")
-    together(1, lambda rank: locations.fetch(rank, 2, reporter(tmp_path / "e"), replicated=True))
-    assert names(locations.base) == [2, 4]
+    here = locations(tmp_path / "home", f"file://{tmp_path}/elsewhere", checkpoint_keep=2)
+    together(1, lambda rank: here.fetch(rank, reporter(tmp_path / "e"), replicated=True))
+    assert names(here.base) == [2, 4]
     reported = events(tmp_path / "e")
     (warning,) = [event["message"] for event in reported if event["event"] == "warning"]
     assert message in warning and "step-000000006" in warning
@@ -67,20 +66,19 @@ def test_a_copy_that_is_not_what_the_journal_recorded_is_fetched_anew_or_refused
     there = tmp_path / "elsewhere" / "run"
     written = [store.write(there, snapshot(update), origin()) for update in (2, 4)]
     recorded = [tuple(each.manifest.journal_entry().values()) for each in written]
-    locations = CheckpointLocations.of(tmp_path / "home", tmp_path, "run", f"file://{tmp_path}/elsewhere")
-    locations = replace(locations, recorded=recorded)
+    here = locations(tmp_path / "home", f"file://{tmp_path}/elsewhere", checkpoint_keep=1, manifests=recorded)
 
-    def fetch(count: int) -> list[int]:
-        together(1, lambda rank: locations.fetch(rank, count, reporter(tmp_path / "e"), replicated=True))
-        return names(locations.base)
+    def fetch() -> list[int]:
+        together(1, lambda rank: here.fetch(rank, reporter(tmp_path / "e"), replicated=True))
+        return names(here.base)
 
-    assert fetch(1) == [4]
-    tamper(locations.base / "step-000000004")
-    assert fetch(1) == [4]
-    store.verify(locations.base / "step-000000004").manifest.check_recorded(recorded)
-    shutil.rmtree(locations.base)
+    assert fetch() == [4]
+    tamper(here.base / "step-000000004")
+    assert fetch() == [4]
+    store.verify(here.base / "step-000000004").manifest.check_recorded(recorded)
+    shutil.rmtree(here.base)
     tamper(written[1].path)
-    assert fetch(1) == [2]
+    assert fetch() == [2]
     (warning,) = [event["message"] for event in events(tmp_path / "e") if event["event"] == "warning"]
     assert warning.startswith("the copy of step-000000004 is not used: its manifest is not the one")
 
@@ -89,13 +87,13 @@ def test_a_missing_part_at_the_url_leaves_the_state_before_it(tmp_path: Path) ->
     for part, updates in enumerate([(4, 6), (4,)]):
         for update in updates:
             store.write(tmp_path / "elsewhere" / "run" / f"part{part}", snapshot(update), origin(part, 2))
-    locations = CheckpointLocations.of(tmp_path / "home", tmp_path, "run", f"file://{tmp_path}/elsewhere")
-    together(1, lambda rank: locations.fetch(rank, 2, reporter(tmp_path / "e"), replicated=False))
-    assert [names(locations.destination(part, 2).folder) for part in (0, 1)] == [[4, 6], [4]]
+    here = locations(tmp_path / "home", f"file://{tmp_path}/elsewhere", checkpoint_keep=2)
+    together(1, lambda rank: here.fetch(rank, reporter(tmp_path / "e"), replicated=False))
+    assert [names(here.folder(part, 2).path) for part in (0, 1)] == [[4, 6], [4]]
 
 
 def test_a_copy_has_no_manifest_while_it_is_replaced(tmp_path: Path) -> None:
-    remote = Remote(f"file://{tmp_path}/elsewhere")
+    remote = CheckpointFolder(tmp_path / "here", f"file://{tmp_path}/elsewhere")
     remote.put(store.write(tmp_path / "a", snapshot(4), origin()))
     other = store.write(tmp_path / "b", snapshot(4, value=9.0), origin())
     (other.path / "weights.safetensors").unlink()
@@ -105,7 +103,7 @@ def test_a_copy_has_no_manifest_while_it_is_replaced(tmp_path: Path) -> None:
 
 
 def test_copies_of_a_complete_state_are_kept_until_a_newer_one_is_complete(tmp_path: Path) -> None:
-    checkpoints = periodic(tmp_path, parts=2, remote=Remote(f"file://{tmp_path}/elsewhere"))
+    checkpoints = periodic(tmp_path, parts=2, url=f"file://{tmp_path}/elsewhere")
     for update in (2, 4, 6, 8):
         checkpoints.sync(2.0, 1.0, 2)
         checkpoints.begin(snapshot(update))
@@ -118,7 +116,7 @@ def test_a_new_checkpoint_is_kept_and_later_updates_are_removed_here_and_at_the_
     for folder in (tmp_path / "p0", there):
         for update in (20, 30, 40):
             store.write(folder, snapshot(update), origin(job="another"))
-    checkpoints = periodic(tmp_path, remote=Remote(f"file://{there}"))
+    checkpoints = periodic(tmp_path, url=f"file://{there}")
     for update in (2, 4):
         checkpoints.begin(snapshot(update))
         checkpoints.finish(None)
@@ -129,7 +127,6 @@ def test_a_new_checkpoint_is_kept_and_later_updates_are_removed_here_and_at_the_
 
 @pytest.mark.parametrize("url", ["s3://bucket/folder", "nonsense://x"])
 def test_an_unreachable_url_is_an_error_of_one_line(tmp_path: Path, url: str) -> None:
-    locations = CheckpointLocations.of(tmp_path, tmp_path, "run", url)
     with pytest.raises(JobError, match=r"^\[checkpoint\] destination: ") as refused:
-        locations.destination(0, 1)
+        locations(tmp_path, url).folder(0, 1)
     assert "\n" not in str(refused.value)

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
+from engine.trainer.checkpoint.saving import EmergencyCheckpoint
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.optimizer import Updater
 from engine.trainer.single_node_bench import synthetic_model

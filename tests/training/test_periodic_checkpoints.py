@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import attempt
-from engine.trainer.checkpoint import periodic as periodic_checkpoints
-from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint import saving, store
 from engine.trainer.checkpoint.store import Checkpoint, Snapshot
 from tests.training.states import events, names, periodic, snapshot
 from tests.waiting import wait_until
@@ -120,7 +119,7 @@ def test_what_the_background_thread_reads_is_made_for_it_before_the_training_goe
     """On CUDA the host's reading of an array frees memory that kernels may be reading."""
     before = snapshot(2)
     made = {kind: dict(group) for kind, group in before.state.items()}
-    monkeypatch.setattr(periodic_checkpoints, "for_other_threads", lambda state: made if state is before.state else {})
+    monkeypatch.setattr(saving, "for_other_threads", lambda state: made if state is before.state else {})
     written: list[Snapshot] = []
     whole = store.write
 

@@ -15,15 +15,26 @@ from hypothesis import strategies as st
 from engine.protocol.job import JobError, config_hash
 from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint import store
-from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
-from engine.trainer.checkpoint.locations import CheckpointLocations
 from engine.trainer.checkpoint.resume import Resume, StateCopy, complete_states
+from engine.trainer.checkpoint.saving import EmergencyCheckpoint
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
 from engine.training.checkpoint_files import MANIFEST_NAME, FileEntry, Manifest
 from engine.training.resumption import ResumePoint
-from tests.training.states import INPUTS, WINDOW, FakeStrategy, corrupt, events, origin, reporter, snapshot, tamper
+from tests.training.states import (
+    INPUTS,
+    WINDOW,
+    FakeStrategy,
+    corrupt,
+    events,
+    locations,
+    origin,
+    reporter,
+    snapshot,
+    spec,
+    tamper,
+)
 from tests.training.together import together
 
 
@@ -31,12 +42,11 @@ def resume(
     home: Path,
     folders: list[list[Path]],
     unfit: set[float] | None = None,
-    needs_state: str = "",
     others: set[float] | None = None,
     **fields: Any,
 ) -> tuple[list[ResumePoint], list[FakeStrategy], str]:
     """Resume on a rank for each of `folders`: the points, the restored strategies, and the warnings. `fields`: of
-    Resume."""
+    AttemptSpec."""
     strategies = [FakeStrategy() for _ in folders]
     for one in strategies:
         one.unfit, one.others = unfit or set(), others or set()
@@ -44,8 +54,7 @@ def resume(
     def run(collective: Collective) -> ResumePoint:
         rank = collective.rank
         reports, strategy = reporter(home / f"e{rank}", rank), cast("Strategy", strategies[rank])
-        search = Resume(collective, strategy, origin(), reports, **fields)
-        return search.run(dict.fromkeys(folders[rank]), needs_state=needs_state)
+        return Resume(collective, strategy, origin(), reports, spec(**fields)).run(dict.fromkeys(folders[rank]))
 
     starts = together(len(folders), run)
     messages = "\n".join(
@@ -113,12 +122,12 @@ def test_a_state_that_was_changed_together_with_its_manifest_is_refused_by_what_
     raw = (written[1].path / MANIFEST_NAME).read_bytes()
     assert entries[1]["manifest"] == hashlib.sha256(raw).hexdigest()
     recorded = [tuple(entry.values()) for entry in entries]
-    starts, _, messages = resume(tmp_path / "one", [[tmp_path / "a"], []], recorded=recorded)
+    starts, _, messages = resume(tmp_path / "one", [[tmp_path / "a"], []], manifests=recorded)
     assert starts == [ResumePoint(4, 2, WINDOW, "checkpoint", 0, recorded=True)] * 2 and messages == ""
     assert "not recorded" not in capsys.readouterr().out
     tamper(written[1].path)
     changed = hashlib.sha256((written[1].path / MANIFEST_NAME).read_bytes()).hexdigest()
-    starts, strategies, messages = resume(tmp_path / "two", [[tmp_path / "a"], []], recorded=recorded)
+    starts, strategies, messages = resume(tmp_path / "two", [[tmp_path / "a"], []], manifests=recorded)
     assert [start.update for start in starts] == [1, 1] and strategies[1].restored == {0: 1.0}
     assert f"the state in {written[1].path} is not used: its manifest is not the one that it was saved with" in messages
     assert changed[:12] in messages and entries[1]["manifest"][:12] in messages
@@ -131,7 +140,7 @@ def test_a_state_that_the_journal_does_not_know_is_used_and_said_to_be_unrecorde
     known = store.write(tmp_path / "a", snapshot(1), origin())
     store.write(tmp_path / "a", snapshot(2), origin())
     for number, recorded in enumerate([[tuple(known.manifest.journal_entry().values())], []]):
-        starts, _, messages = resume(tmp_path / str(number), [[tmp_path / "a"]], recorded=recorded)
+        starts, _, messages = resume(tmp_path / str(number), [[tmp_path / "a"]], manifests=recorded)
         assert starts == [ResumePoint(4, 2, WINDOW, "checkpoint", 0)] and messages == ""
         assert "its manifest is not recorded in the run's journal" in capsys.readouterr().out
 
@@ -141,9 +150,10 @@ def test_a_run_whose_state_is_lost_does_not_silently_start_again(tmp_path: Path)
 
     def run(collective: Collective) -> None:
         rank = collective.rank
-        search = Resume(collective, cast("Strategy", FakeStrategy()), origin(), reporter(tmp_path / f"e{rank}", rank))
+        reports, needed = reporter(tmp_path / f"e{rank}", rank), spec(needs_state="that of update 40 was saved")
+        search = Resume(collective, cast("Strategy", FakeStrategy()), origin(), reports, needed)
         with pytest.raises(JobError) as error:
-            search.run({tmp_path / "none": None}, adapter=rank == 0, needs_state="that of update 40 was saved")
+            search.run({tmp_path / "none": None}, adapter=rank == 0)
         raised.append(str(error.value))
 
     together(2, run)
@@ -164,8 +174,8 @@ def test_a_state_of_other_data_or_another_base_model_is_used_only_when_told(tmp_
 
     def run(collective: Collective, *, accept: bool) -> ResumePoint | str:
         rank = collective.rank
-        search = Resume(collective, cast("Strategy", FakeStrategy()), origin(), reporter(tmp_path / f"e{rank}", rank))
-        search.accept_changed_data = accept
+        reports, accepting = reporter(tmp_path / f"e{rank}", rank), spec(accept_changed_data=accept)
+        search = Resume(collective, cast("Strategy", FakeStrategy()), origin(), reports, accepting)
         try:
             return search.run({tmp_path / "a": None} if rank == 0 else {})
         except JobError as error:
@@ -184,7 +194,7 @@ def test_a_state_of_other_data_or_another_base_model_is_used_only_when_told(tmp_
 
 
 def resume_runs(
-    home: Path, runs: list[Path], *, stop_on_corruption: bool = True
+    home: Path, runs: list[Path], on_corruption: str = "stop"
 ) -> tuple[list[ResumePoint | Corrupted], list[FakeStrategy], str]:
     """Resume on a rank for each folder of a run: the points or errors, the restored strategies, and the warnings."""
     strategies = [FakeStrategy() for _ in runs]
@@ -192,11 +202,10 @@ def resume_runs(
     def run(collective: Collective) -> ResumePoint | Corrupted:
         rank = collective.rank
         reported = reporter(home / f"e{rank}", rank)
-        search = Resume(
-            collective, cast("Strategy", strategies[rank]), origin(), reported, stop_on_corruption=stop_on_corruption
-        )
+        acting = spec(on_corruption=on_corruption)
+        search = Resume(collective, cast("Strategy", strategies[rank]), origin(), reported, acting)
         try:
-            return search.run(CheckpointLocations.of(runs[rank], runs[rank], "run", None).states())
+            return search.run(locations(runs[rank]).states())
         except Corrupted as error:
             return error
 
@@ -235,7 +244,7 @@ def test_emergency_checkpoints_that_differ_without_a_majority_are_not_used(tmp_p
         assert isinstance(error, Corrupted) and error.facts == {"ranks": [0, 1], "certain": False}
         assert "ranks 0, 1 disagree" in str(error) and "\n" not in str(error)
     assert [one.restored for one in strategies] == [{}, {}]
-    found, strategies, messages = resume_runs(tmp_path / "warn", runs, stop_on_corruption=False)
+    found, strategies, messages = resume_runs(tmp_path / "warn", runs, "warn")
     assert [one.restored for one in strategies] == [
         {0: 9.0}
     ] * 2 and "no majority that tells which is right" in messages

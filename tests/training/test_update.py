@@ -23,8 +23,7 @@ from engine.protocol import exchange
 from engine.protocol.attempt import CONTROL_FD_ENV, STOP
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
-from engine.trainer.checkpoint.emergency import EmergencyCheckpoint
-from engine.trainer.checkpoint.periodic import CheckpointPolicy, PeriodicCheckpoints
+from engine.trainer.checkpoint.saving import EmergencyCheckpoint, PeriodicCheckpoints
 from engine.trainer.checkpoint.store import Snapshot
 from engine.trainer.collective import Collective
 from engine.trainer.loop import Loop
@@ -40,6 +39,7 @@ from engine.training.data import Batch, DataLoader, InMemoryExamples, load_split
 from engine.training.process import Control
 from engine.training.reporting import Diverged, Outcome, Reporter
 from engine.training.resumption import ResumePoint
+from tests.training.states import spec
 from tests.training.tiny import SCHEDULE, Tiny, make_job, write_rows
 from tests.unit.trainer.checkpoint.latest import latest
 from tests.waiting import wait_until
@@ -112,7 +112,7 @@ def train_rank(
         control=control or Control(),
         reporter=reporter,
         replicas=ReplicaCheck(model, collective, reporter, every=every, stops=True),
-        periodic=PeriodicCheckpoints(None, CheckpointPolicy(0), ORIGIN, reporter),
+        periodic=PeriodicCheckpoints(None, spec(checkpoint_every=0), ORIGIN, reporter),
         emergency=EmergencyCheckpoint(home, 1, collective.rank, ORIGIN, reporter),
         start=point,
     )

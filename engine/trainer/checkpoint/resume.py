@@ -1,4 +1,4 @@
-"""Where a training resumes: the newest complete state that any rank has, restored on all of them.
+"""Where the states of a run are, and where it resumes: the newest complete state that any rank has, restored on all.
 
 Every rank lists the states on its disk (emergency checkpoints of earlier attempts, periodic checkpoints), all ranks
 see all lists, and take the same decision from them. A state is used only when every byte has been compared with its
@@ -10,24 +10,31 @@ another order."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.trainer.checkpoint import store
+from engine.trainer.checkpoint.saving import emergency_folder, kept
+from engine.trainer.checkpoint.store import CheckpointFolder
 from engine.trainer.collective import Collective, Groups, all_gather_object, broadcast_arrays, broadcast_object
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.weights import State
-from engine.training.checkpoint_files import FileEntry, Manifest, Origin, Recorded
+from engine.training.checkpoint_files import FileEntry, Manifest, Origin
 from engine.training.reporting import Reporter
 from engine.training.resumption import ResumePoint, check_inputs, check_manifest, first_restored
 
 Result = TypeVar("Result")
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+_EMERGENCY = re.compile(r"/([0-9]+)/rank([0-9]+)$")
 
 _MAX_STATES = 32
 """Per rank."""
@@ -41,6 +48,54 @@ class Author(NamedTuple):
     """In that attempt: the ranks of this one may be others."""
 
 
+StateFolders = Mapping[Path, Author | None]
+"""Folders that may hold states, with the author of an emergency checkpoint."""
+
+
+@dataclass(frozen=True)
+class CheckpointLocations:
+    """The locations of a run's states. A partitioned state has a folder for each part."""
+
+    spec: AttemptSpec
+    rank: int
+    home: Path
+    """The run's folder on the node."""
+
+    @property
+    def base(self) -> Path:
+        """The checkpoints' folder on the node."""
+        node = self.spec.rank(self.rank)
+        if node.checkpoint_folder is None or _URL.fullmatch(node.checkpoint_folder):
+            return self.home / "checkpoints"
+        return Path(node.workdir) / Path(node.checkpoint_folder).expanduser() / self.spec.run_id
+
+    def folder(self, part: int, parts: int) -> CheckpointFolder:
+        """That of one part. Raises JobError when this node cannot reach the URL."""
+        name, url = f"part{part}" if parts > 1 else "", self.spec.rank(self.rank).checkpoint_folder
+        copies = f"{url.rstrip('/')}/{self.spec.run_id}/{name}" if url and _URL.fullmatch(url) else None
+        return CheckpointFolder(self.base / name, copies, self.spec.manifests)
+
+    def states(self) -> StateFolders:
+        """Emergency checkpoints first."""
+        emergency = {
+            folder: Author(int(match[1]), int(match[2]))
+            for folder in sorted(emergency_folder(self.home).glob("*/rank*"))
+            if (match := _EMERGENCY.search(str(folder)))
+        }
+        return {**emergency, self.base: None, **dict.fromkeys(sorted(self.base.glob("part*")))}
+
+    def fetch(self, collective: Collective, reporter: Reporter, *, replicated: bool) -> None:
+        """Download the newest checkpoints that are not on this node, as many as are kept: all of them on rank 0, or on
+        each rank the parts assigned to it. Failures are reported as warnings. Raises JobError."""
+        if replicated:
+            if collective.rank == 0:
+                self.folder(0, 1).fetch(kept(self.spec, 1), reporter)
+            return
+        part = collective.rank
+        while self.folder(part, 2).fetch(kept(self.spec, 2), reporter):
+            part += collective.size
+
+
 class StateCopy(NamedTuple):
     """A state, or a part of one, on a rank's disk, complete by names and sizes."""
 
@@ -52,8 +107,6 @@ class StateCopy(NamedTuple):
     """The author of an emergency checkpoint."""
 
 
-StateFolders = Mapping[Path, Author | None]
-"""Folders that may hold states, with the author of an emergency checkpoint."""
 CompleteState = list[list[StateCopy]]
 """A state of which every part is on some node. Per part: all copies, that of the rank of the part's number first."""
 
@@ -97,22 +150,20 @@ class Resume:
     origin: Origin
     """Job and inputs of the states that this rank saves."""
     reporter: Reporter
-    stop_on_corruption: bool = True
-    """Raise Corrupted when emergency checkpoints differ and no majority tells which is right."""
-    accept_changed_data: bool = False
-    """Go on from a state of other data or another base model."""
-    recorded: Recorded = ()
+    spec: AttemptSpec
     _refused: int = 0
     _paths: list[Path] = field(default_factory=list)
     """This rank's copies, by number."""
 
-    def run(self, folders: StateFolders, *, adapter: bool = False, needs_state: str = "") -> ResumePoint:
+    def run(self, folders: StateFolders, *, adapter: bool = False) -> ResumePoint:
         """Restore the newest complete state and report it. `adapter`: the model has the weights of an adapter file,
         where there is no state. Raises PeerLost; on all ranks JobError, Corrupted."""
-        states, start = self._restored(folders), ResumePoint(source="adapter" if adapter else "none")
-        return first_restored(
-            states, lambda: sum(all_gather_object(self.collective, self._refused)), needs_state, self.reporter, start
-        )
+        start, needs_state = ResumePoint(source="adapter" if adapter else "none"), self.spec.needs_state
+
+        def refused() -> int:
+            return sum(all_gather_object(self.collective, self._refused))
+
+        return first_restored(self._restored(folders), refused, needs_state, self.reporter, start)
 
     def _restored(self, folders: StateFolders) -> Iterator[ResumePoint | None]:
         """The complete states, the newest first, each restored when it is asked for; None where that fails."""
@@ -125,7 +176,7 @@ class Resume:
         states = complete_states(copies, any_part=self.strategy.any_part)
         if states:
             present = all_gather_object(self.collective, dict(self.origin.inputs))
-            check_inputs(states[0][0][0].manifest, present, self.reporter, accept=self.accept_changed_data)
+            check_inputs(states[0][0][0].manifest, present, self.reporter, accept=self.spec.accept_changed_data)
         yield from map(self._restore, states)
 
     def _own_copies(self, folders: StateFolders) -> list[tuple[str, Author | None]]:
@@ -147,7 +198,7 @@ class Resume:
 
     def _manifest(self, path: Path, author: Author | None) -> Manifest:
         manifest = store.verify(path, check_hashes=False).manifest
-        check_manifest(manifest, self.origin.config_hash, self.recorded, author)
+        check_manifest(manifest, self.origin.config_hash, self.spec.manifests, author)
         return manifest
 
     def _read(self, path: Path, read: Callable[[Path], Result]) -> Result | None:
@@ -209,7 +260,7 @@ class Resume:
                 outvoted |= {Author(attempt, rank) for rank in mismatch.ranks}
                 continue
             message += f"ranks {ranks} disagree, and there is no majority that tells which is right"
-            if self.stop_on_corruption:
+            if self.spec.on_corruption == "stop":
                 raise Corrupted(f"{message}; remove the wrong one, and resume again", mismatch)
             self.reporter.warn(message)
         return outvoted
@@ -250,6 +301,6 @@ class Resume:
                 "resume again"
             )
         source = "checkpoint" if chosen[0].author is None else "emergency"
-        recorded = all(copy.manifest.check_recorded(self.recorded, copy.author) for copy in chosen)
+        recorded = all(copy.manifest.check_recorded(self.spec.manifests, copy.author) for copy in chosen)
         whose = ", every rank's own part of it" if rank is None else f", rank {rank}'s"
         return ResumePoint(found.iteration, found.update, found.window, source, rank, recorded, whose, best=found.best)

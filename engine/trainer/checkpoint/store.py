@@ -8,20 +8,23 @@ Each checkpoint is written completely or not at all, by one writer."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 
-from engine.protocol.attempt import sync_folder
+from engine.protocol.attempt import read_regular, sync_folder
+from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.trainer.weights import State
 from engine.training import checkpoint_files
+from engine.training.reporting import Reporter
 from engine.training.resumption import TrainingPoint
 
 PACKAGES = ("mlx", "mlx_lm")
@@ -160,3 +163,120 @@ def _write_group(
         except RuntimeError as error:
             raise OSError(f"{file.name} could not be written: {error}") from error
         return file.commit()
+
+
+class CheckpointFolder:
+    """One rank's checkpoints on this node, and their copies behind an fsspec URL (s3://, gs://, file://), if there is
+    one: uploaded whole, the manifest last, and fetched when needed."""
+
+    def __init__(self, path: Path, url: str | None = None, recorded: checkpoint_files.Recorded = ()) -> None:
+        """Raises JobError when this node cannot reach such a URL."""
+        self.path, self.url, self._recorded = path, url and url.rstrip("/"), recorded
+        if not self.url:
+            return
+        try:
+            # mlx-lm depends on it; only jobs with a URL need it.
+            self._files, self._root = importlib.import_module("fsspec.core").url_to_fs(self.url)
+        except ImportError as error:
+            why = f"{self.url.split('://', 1)[0]}:// needs a package that this node does not have: {error}"
+            raise JobError(f"[checkpoint] destination: {why}") from error
+        except Exception as error:  # each kind of storage has errors of its own
+            raise JobError(f"[checkpoint] destination: {self.url}: {error}") from error
+
+    def location(self, name: str) -> str:
+        """Where the checkpoint of this name can be found."""
+        return f"{self.url or self.path}/{name}"
+
+    def put(self, checkpoint: Checkpoint) -> None:
+        """Copy a verified checkpoint to the URL, if any. Raises OSError."""
+        if not self.url:
+            return
+        target = f"{self._root}/{checkpoint.path.name}"
+        names = [entry.name for entry in checkpoint.manifest.files]
+        self._call(self._files.makedirs, target, exist_ok=True)
+        # Files of an earlier one of this name must not be replaced while its manifest is there.
+        with contextlib.suppress(FileNotFoundError):
+            self._call(self._files.rm_file, f"{target}/{checkpoint_files.MANIFEST_NAME}")
+        for name in [*names, checkpoint_files.MANIFEST_NAME]:
+            self._call(self._files.put_file, str(checkpoint.path / name), f"{target}/{name}")
+
+    def retain(self, count: int, committed: int) -> list[str]:
+        """As the function `retain`, here and at the URL. Raises OSError."""
+        updates, problems = self._updates(), retain(self.path, count, committed)
+        kept = [update for update in updates if update <= committed][-count:]
+        for update in updates:
+            if update in kept:
+                continue
+            try:
+                self._call(self._files.rm, f"{self._root}/{checkpoint_files.folder_name(update)}", recursive=True)
+            except OSError as error:
+                problems.append(f"the checkpoint {checkpoint_files.folder_name(update)} cannot be removed: {error}")
+        return problems
+
+    def fetch(self, count: int, reporter: Reporter) -> bool:
+        """Download the newest `count` checkpoints that verify, unless they are here already; True when the URL has any.
+        One that cannot be downloaded or verified is reported and does not count."""
+        try:
+            updates = self._updates()
+        except OSError as error:
+            reporter.warn(f"{self.url} cannot be read, so only states on this node are used: {error}")
+            return False
+        verified = 0
+        for update in reversed(updates):
+            if verified == count:
+                break
+            name = checkpoint_files.folder_name(update)
+            try:
+                if not self._is_valid(self.path / name):
+                    self._download(name, reporter)
+            except (CheckpointError, OSError) as error:
+                reporter.warn(f"the copy of {name} is not used: {error}")
+            else:
+                verified += 1
+        return bool(updates)
+
+    def _download(self, name: str, reporter: Reporter) -> None:
+        source = f"{self._root}/{name}"
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self.path, ignore_cleanup_errors=True) as temporary:
+            copy = Path(temporary) / name
+            copy.mkdir(mode=0o700)
+            manifest = checkpoint_files.MANIFEST_NAME
+            if self._size(f"{source}/{manifest}") > checkpoint_files.MAX_MANIFEST_BYTES:
+                raise CheckpointError("its manifest is too long")
+            self._call(self._files.get_file, f"{source}/{manifest}", str(copy / manifest))
+            for entry in checkpoint_files.Manifest.from_json(read_regular(copy / manifest)).files:
+                size = self._size(f"{source}/{entry.name}")
+                entry.check_size(size)
+                self._call(self._files.get_file, f"{source}/{entry.name}", str(copy / entry.name))
+                # The head sees progress, however long all of it takes.
+                reporter.event("fetched", path=f"{name}/{entry.name}", bytes=size)
+            verify(copy).manifest.check_recorded(self._recorded)
+            checkpoint_files.replace_folder(copy, self.path / name)
+
+    def _is_valid(self, path: Path) -> bool:
+        try:
+            verify(path).manifest.check_recorded(self._recorded)
+        except (CheckpointError, OSError):
+            return False
+        return True
+
+    def _updates(self) -> list[int]:
+        """The updates of those with a manifest at the URL, if any, oldest first. Raises OSError."""
+        if not self.url:
+            return []
+        paths: list[Any] = self._call(self._files.glob, f"{self._root}/step-*/{checkpoint_files.MANIFEST_NAME}")
+        updates = (checkpoint_files.update_of(str(path).rsplit("/", 2)[-2]) for path in paths)
+        return sorted(update for update in updates if update is not None)
+
+    def _size(self, path: str) -> int:
+        return int(self._call(self._files.size, path) or 0)
+
+    def _call(self, operation: Callable[..., Any], *arguments: object, **options: object) -> Any:
+        """Raises OSError for whatever a storage's own package raises."""
+        try:
+            return operation(*arguments, **options)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {error}") from error
