@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from engine.protocol.attempt import open_regular, read_regular, replacing, sync_file, sync_folder, write_atomic
@@ -30,6 +29,7 @@ from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.strategies import TorchStrategy
 from engine.training import checkpoint_files
+from engine.training.checkpoint_files import FileEntry, hashed
 from engine.training.process import TrainingProcess
 from engine.training.reporting import first_line
 from engine.training.resumption import ResumePoint, TrainingPoint, check_inputs, check_manifest, first_restored
@@ -143,13 +143,10 @@ class StateCheckpoints:
             writer = _WRITER.search(name)
             # Manifests of the other ranks are perhaps being written, under other names.
             if (int(writer[1]) if writer else 0) == self._origin.part and "manifest-" not in name:
-                digest, size = hashlib.sha256(), 0
                 with (folder / name).open("rb") as file:
-                    while data := file.read(checkpoint_files.CHUNK_BYTES):
-                        digest.update(data)
-                        size += len(data)
+                    size = os.fstat(file.fileno()).st_size
+                    entries.append(FileEntry(name, hashed(file, size), size, size, "none"))
                     sync_file(file.fileno())
-                entries.append(checkpoint_files.FileEntry(name, digest.hexdigest(), size, size, "none"))
         manifest = StateManifest(
             **asdict(self._origin),
             **asdict(point),
@@ -277,7 +274,7 @@ class StateCheckpoints:
         if (failure := _first_failure(write_manifests)) is not None:
             raise CheckpointError(failure)
 
-    def _verified(self, folder: Path, entries: Mapping[str, checkpoint_files.FileEntry]) -> Iterator[str]:
+    def _verified(self, folder: Path, entries: Mapping[str, FileEntry]) -> Iterator[str]:
         for name, entry in entries.items():
             try:
                 checkpoint_files.verify_file(folder, entry, check_hash=True)
@@ -288,44 +285,46 @@ class StateCheckpoints:
                 yield name
             self._reporter.going_on()
 
-    def _send(self, folder: Path, entry: checkpoint_files.FileEntry, source: int, lacking: bool) -> None:
+    def _send(self, folder: Path, entry: FileEntry, source: int, lacking: bool) -> None:
         """From the disk of rank `source` to those of the ranks that are `lacking`. Every rank takes part to the end;
         then raises CheckpointError, OSError, where it has failed."""
-        path, left, digest = folder / entry.name, entry.stored_bytes, hashlib.sha256()
-        errors: list[OSError] = []
-        with contextlib.ExitStack() as stack:
-            read = write = None
-            with _kept(errors):
-                if self._rank == source:
-                    read = stack.enter_context(open_regular(path))
-                elif lacking:
-                    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    write = stack.enter_context(replacing(path, 0o600))
-            while left:
-                data = bytearray(min(checkpoint_files.CHUNK_BYTES, left))
-                with _kept(errors):
-                    if read is not None:
-                        read.readinto(data)
-                dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), source)
-                left -= len(data)
-                with _kept(errors):
-                    if write is not None and not errors:
+        path, digest = folder / entry.name, hashlib.sha256()
+        pieces = _broadcast_file(path, entry.stored_bytes, source)
+        try:
+            if lacking:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                with replacing(path, 0o600) as file:
+                    for data in pieces:
                         digest.update(data)
-                        write.write(data)
-            if errors:
-                raise errors[0]
-            if write is not None and digest.hexdigest() != entry.sha256:
-                raise CheckpointError("it has arrived damaged")
-        if lacking:
-            self._reporter.event("fetched", path=f"{folder.name}/{entry.name}", bytes=entry.stored_bytes)
+                        file.write(data)
+                    if digest.hexdigest() != entry.sha256:
+                        raise CheckpointError("it has arrived damaged")
+                self._reporter.event("fetched", path=f"{folder.name}/{entry.name}", bytes=entry.stored_bytes)
+        finally:
+            # Whose disk is full, too.
+            for _ in pieces:
+                pass
 
 
-@contextlib.contextmanager
-def _kept(errors: list[OSError]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        errors.append(error)
+def _broadcast_file(path: Path, size: int, source: int) -> Iterator[bytes]:
+    """The content of rank `source`'s file on every rank, piece by piece. Raises CheckpointError, on all of them, where
+    it cannot be read."""
+    with contextlib.ExitStack() as stack:
+        file = None
+        while size:
+            piece: list[bytes | str] = [b""]
+            if dist.get_rank() == source:
+                try:
+                    file = file or stack.enter_context(open_regular(path))
+                    piece = [file.read(min(checkpoint_files.CHUNK_BYTES, size)) or "it has become shorter"]
+                except OSError as error:
+                    piece = [str(error)]
+            dist.broadcast_object_list(piece, source)
+            (data,) = piece
+            if isinstance(data, str):
+                raise CheckpointError(data)
+            size -= len(data)
+            yield data
 
 
 def _first_failure(step: Callable[[], None]) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.sgd import sgd
 
 from engine.protocol.job import Job, JobError
 
@@ -84,18 +85,11 @@ class MlxOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         torch._fused_adamw_(weights, *others, [], steps, beta1=beta1, beta2=beta2, **settings)
 
     def _advance_sgd(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Any]) -> None:
-        momentum = group["momentum"]
-        if group["weight_decay"]:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
-        if momentum > 0:
-            velocities = self._kept("exp_avg", parameters)
-            torch._foreach_mul_(velocities, momentum)
-            torch._foreach_add_(velocities, gradients, alpha=1 - group["dampening"])
-            if group["nesterov"]:
-                gradients = list(torch._foreach_add(gradients, velocities, alpha=momentum))
-            else:
-                gradients = velocities
-        torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
+        """By the functions of torch.optim.SGD(foreach=True)."""
+        names = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
+        velocities = self._kept("exp_avg", parameters) if group["momentum"] > 0 else [None] * len(parameters)
+        settings = {name: group[name] for name in names} | {"maximize": False, "foreach": True}
+        sgd(parameters, gradients, velocities, **settings)
 
 
 def make_optimizer(job: Job, parameters: Iterable[Tensor]) -> MlxOptimizer:

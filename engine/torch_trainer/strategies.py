@@ -184,7 +184,7 @@ class TorchStrategy(ABC):
         self.accelerator = accelerator
         self.module = module
         """The model as it was loaded, which saves itself."""
-        self._job, self._settings = job, settings
+        self._job, self.settings = job, settings
         self.model, self.optimizer = self._prepare(module)
         check_partitioned(self.model, self.partitioned)
 
@@ -212,15 +212,6 @@ class TorchStrategy(ABC):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """A gradient was not finite. With fp16 the scale of the loss has been made smaller."""
-        return bool(self.accelerator.optimizer_step_was_skipped)
-
-    @property
-    def scales_loss(self) -> bool:
-        return self._settings.precision == "fp16"
 
     @property
     def layout(self) -> str:
@@ -307,7 +298,7 @@ class FsdpStrategy(TorchStrategy):
         # Late: it imports transformers, which the check of a group does not need.
         from engine.torch_trainer.model import DTYPES, decoder_layers
 
-        settings = self._settings
+        settings = self.settings
         mixed = settings.precision != "fp32"
         options: dict[str, Any] = {
             "reshard_after_forward": settings.sharding == "full",
@@ -333,10 +324,10 @@ class DeepSpeedStrategy(TorchStrategy):
 
     @property
     def layout(self) -> str:
-        return f"{self.format} ZeRO-{self._settings.zero_stage} {self._settings.precision}"
+        return f"{self.format} ZeRO-{self.settings.zero_stage} {self.settings.precision}"
 
     def _prepare(self, module: Any) -> tuple[Any, Any]:
-        stage = self._settings.zero_stage
+        stage = self.settings.zero_stage
         self.partitioned = FsdpStrategy.partitioned[:stage]
         self._own = make_optimizer(self._job, self.trained)
         model, optimizer = self.accelerator.prepare(module, self._own)
@@ -351,13 +342,13 @@ class DeepSpeedStrategy(TorchStrategy):
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
         names = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        if self._settings.zero_stage == 3:
+        if self.settings.zero_stage == 3:
             # On rank 0; every rank takes part.
             whole = self.model._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=self._adapter) or {}
         else:
             whole = self.module.state_dict() if self.accelerator.process_index == 0 else {}
         trained: dict[str, Tensor] = {name: whole[name] for name in whole if not self._adapter or name in names}
-        if self._settings.zero_stage < 3:
+        if self.settings.zero_stage < 3:
             # They are views of one buffer.
             trained = clone_tensors_for_torch_save(trained)
         return trained
@@ -365,7 +356,7 @@ class DeepSpeedStrategy(TorchStrategy):
     def save(self, folder: Path) -> None:
         from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
 
-        if self._settings.offload == "nvme":
+        if self.settings.offload == "nvme":
             raise CheckpointError(_NVME)
         failures: list[OSError] = []
 
@@ -391,7 +382,7 @@ class DeepSpeedStrategy(TorchStrategy):
         from deepspeed.checkpoint import ds_to_universal
 
         divided = any((folder / _STATE).glob("zero_pp_rank_*_model_states.pt"))
-        if divided != (self._settings.zero_stage == 3):
+        if divided != (self.settings.zero_stage == 3):
             raise CheckpointError("DeepSpeed converts no state between ZeRO-3 and the others: set zero_stage back")
 
         folders = {"input_folder": str(folder / _STATE), "output_folder": str(target / _STATE)}
@@ -406,7 +397,7 @@ class DeepSpeedStrategy(TorchStrategy):
 
     def load(self, folder: Path, *, converted: bool) -> None:
         self.model._config.load_universal_checkpoint = converted
-        if self._settings.zero_stage < 3:
+        if self.settings.zero_stage < 3:
             self.model.optimizer.load_universal = converted
         try:
             path, _ = self.model.load_checkpoint(str(folder), _STATE, load_module_strict=False)

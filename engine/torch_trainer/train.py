@@ -164,8 +164,8 @@ class TorchLoop(TrainingLoop):
         self._check_losses(range(first, last + 1), losses)
         if not sum(tokens):
             self.reporter.warn(f"iteration {last}: no token is a target, so nothing was learned from it")
-        skipped = self.strategy.step_was_skipped
-        if skipped and self.strategy.scales_loss:
+        skipped = self._accelerator.optimizer_step_was_skipped
+        if skipped and self.strategy.settings.precision == "fp16":
             self.reporter.warn(f"iteration {last}: float16 overflowed, so nothing was learned from it")
         elif skipped or not math.isfinite(norm):
             raise Diverged(f"gradient is not finite at iteration {last}")

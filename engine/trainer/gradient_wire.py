@@ -59,24 +59,16 @@ class GradientWire:
 
     def __init__(self, collective: Collective, kind: str) -> None:
         """`kind`: the job's `wire`."""
-        self._collective = collective
+        self.collective = collective
         self._kind = kind
         self._rests: dict[int, mx.array] = {}
         """By bucket: what int8 has rounded away, in bfloat16."""
         self._read: Callable[[mx.array], mx.array] | None = None
 
-    @property
-    def rank(self) -> int:
-        return self._collective.rank
-
-    def gather_scales(self, scale: float) -> mx.array:
-        """Every rank's `scale`, [ranks]. Raises PeerLost."""
-        return self._collective.gather_arrays(mx.array(scale))
-
     def start(self, number: int, bucket: mx.array, scales: mx.array | None, *, exact: bool) -> None:
         """Begin the sum of every rank's `number`-th bucket (flat, evaluated). `scales`: [ranks], factors by which each
         is too large, if any. `exact`: nothing is rounded away, and what was before is added. Raises PeerLost."""
-        size, scale = bucket.size, None if scales is None else scales[self._collective.rank]
+        size, scale = bucket.size, None if scales is None else scales[self.collective.rank]
         if self._kind == "int8":
             values = unscaled(bucket, scale)
             if (rest := self._rests.pop(number, None)) is not None:
@@ -89,7 +81,7 @@ class GradientWire:
             # Beside the exchange.
             self._rests[number] = (values - INT8.decode(encoded, size)).astype(mx.bfloat16)
             mx.eval(self._rests[number])
-        elif exchange(self._kind, self._collective.size, bucket.dtype.size).gathered:
+        elif exchange(self._kind, self.collective.size, bucket.dtype.size).gathered:
             self._start_gather(bucket, lambda row, rank: unscaled(row, None if scales is None else scales[rank]))
         else:
             self._start_sum(unscaled(bucket, scale))
@@ -99,16 +91,16 @@ class GradientWire:
         if self._read is None:
             return None
         read, self._read = self._read, None
-        total = read(self._collective.finish())
+        total = read(self.collective.finish())
         mx.eval(total)
         return total
 
     def _start_sum(self, values: mx.array) -> None:
-        self._collective.start_sum(values)
+        self.collective.start_sum(values)
         self._read = lambda total: total
 
     def _start_gather(self, mine: mx.array, value: Callable[[mx.array, int], mx.array]) -> None:
-        self._collective.start_gather(mine)
+        self.collective.start_gather(mine)
         self._read = lambda rows: reduce(add, (value(row, rank) for rank, row in enumerate(rows)))
 
 

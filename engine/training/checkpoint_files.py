@@ -18,17 +18,16 @@ import os
 import platform
 import re
 import shutil
-import stat
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
-from io import FileIO, UnsupportedOperation
+from io import BufferedIOBase, FileIO, RawIOBase, UnsupportedOperation
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.protocol.attempt import sync_file
+from engine.protocol.attempt import regular_descriptor, sync_file
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 
@@ -283,14 +282,17 @@ def move_aside(path: Path) -> Path:
 def verify_file(folder: Path, entry: FileEntry, *, check_hash: bool) -> None:
     """Check the kind and size of the file, and with `check_hash` its hash. Raises CheckpointError, OSError."""
     with _opened(folder, entry) as file:
-        if not check_hash:
-            return
-        digest, left = hashlib.sha256(), entry.stored_bytes
-        while left and (data := file.read(min(CHUNK_BYTES, left))):
-            left -= len(data)
-            digest.update(data)
-    if digest.hexdigest() != entry.sha256:
-        raise CheckpointError(f"{entry.name} is damaged: its hash is not the manifest's")
+        if check_hash and hashed(file, entry.stored_bytes) != entry.sha256:
+            raise CheckpointError(f"{entry.name} is damaged: its hash is not the manifest's")
+
+
+def hashed(file: BufferedIOBase | RawIOBase, size: int) -> str:
+    """The SHA-256 of the next `size` bytes, or of what is there of them. Raises OSError."""
+    digest = hashlib.sha256()
+    while size and (data := file.read(min(CHUNK_BYTES, size))):
+        size -= len(data)
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def unpacked(folder: Path, entry: FileEntry) -> Iterator[bytes]:
@@ -323,15 +325,17 @@ def _read_packed(file: Any) -> bytes:
 @contextlib.contextmanager
 def _opened(folder: Path, entry: FileEntry) -> Iterator[FileIO]:
     try:
-        descriptor = os.open(folder / entry.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open_stored(folder / entry.name)
     except FileNotFoundError as error:
         raise CheckpointError(f"{entry.name} is missing") from error
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{entry.name} is not a regular file")
-        entry.check_size(status.st_size)
+    with file:
+        entry.check_size(os.fstat(file.fileno()).st_size)
         yield file
+
+
+def open_stored(path: Path) -> FileIO:
+    """A file, to be read, but no link to one. Raises OSError as `regular_descriptor`."""
+    return os.fdopen(regular_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0)
 
 
 def packer(compression: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -93,12 +92,10 @@ def verify(path: Path, *, check_hashes: bool = True) -> Checkpoint:
     if path.is_symlink() or not path.is_dir():
         raise CheckpointError("it is not a folder")
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(path / checkpoint_files.MANIFEST_NAME, flags)
+        with checkpoint_files.open_stored(path / checkpoint_files.MANIFEST_NAME) as file:
+            raw = file.read(checkpoint_files.MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError as error:
         raise CheckpointError("it has no manifest: it was never finished") from error
-    with os.fdopen(descriptor, "rb") as file:
-        raw = file.read(checkpoint_files.MAX_MANIFEST_BYTES + 1)
     if len(raw) > checkpoint_files.MAX_MANIFEST_BYTES:
         raise CheckpointError("its manifest is too long")
     manifest = checkpoint_files.Manifest.from_json(raw)

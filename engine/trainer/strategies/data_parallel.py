@@ -82,7 +82,9 @@ class Gradients:
         rows = Rows.of(batch, half=self._half)
         scale = mx.array(rows.scale) if self._half else None
         loss, gradients = self._forward_backward(*rows.inputs)
-        scales = self._wire.gather_scales(rows.scale) if self._wire and only and self._half else None
+        scales = None
+        if self._wire and only and self._half:
+            scales = self._wire.collective.gather_arrays(mx.array(rows.scale))
         before, self._own = self._own[::-1], []
         self._own_squares = []
         for number, names in enumerate(self._buckets):
@@ -106,7 +108,7 @@ class Gradients:
             self._sums.append(bucket)
             self._squares.append(square)
             return
-        self._own_squares.append(square if scales is None else square / mx.square(scales[self._wire.rank]))
+        self._own_squares.append(square if scales is None else square / mx.square(scales[self._wire.collective.rank]))
         self.finish()
         self._wire.start(number, bucket, scales, exact=exact)
 

@@ -137,7 +137,7 @@ def test_scaled_gradients_of_each_rank_are_divided_by_its_own_scale() -> None:
         found = []
         for kind in ("auto", "float32", "int8"):
             wire = GradientWire(collective, kind)
-            scales = wire.gather_scales(2.0 ** -(collective.rank + 1))
+            scales = collective.gather_arrays(mx.array(2.0 ** -(collective.rank + 1)))
             wire.start(0, mx.full(2, 1.0, mx.float16), scales, exact=False)
             total = wire.finish()
             assert total is not None
