@@ -73,7 +73,7 @@ class Collective:
         """Wait for the operation that was started. Raises PeerLost."""
         assert self._under_way is not None
         result, self._under_way = self._under_way, None
-        return self._wait(lambda: result)
+        return self._wait(result)
 
     def start_send(self, array: mx.array, rank: int) -> None:
         """Begin to send `array` to a neighbour; `finish` may return only when it is receiving. Raises PeerLost."""
@@ -86,7 +86,7 @@ class Collective:
 
     def receive(self, expected: mx.array) -> mx.array:
         """Wait for `expected`, of recv_lazy. Raises PeerLost."""
-        return self._wait(lambda: expected)
+        return self._wait(expected)
 
     def barrier(self) -> None:
         """Return when all ranks have called it. Raises PeerLost."""
@@ -102,11 +102,10 @@ class Collective:
             self._under_way = operation()
             mx.async_eval(self._under_way)  # type: ignore[no-untyped-call]  # mlx has no types for it
 
-    def _wait(self, operation: Callable[[], mx.array]) -> mx.array:
+    def _wait(self, result: mx.array) -> mx.array:
         assert self._under_way is None, "another operation is under way"
         started = time.perf_counter()
         with _peer_loss():
-            result = operation()
             mx.eval(result)
         self.waited_s += time.perf_counter() - started
         return result

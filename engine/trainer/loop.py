@@ -173,7 +173,7 @@ class Loop(TrainingLoop):
             applied = time.perf_counter() - summed - waited
             self._pending[last] = step.with_update(summed - started + waited, applied, lazy=self.strategy.lazy)
             facts = {**self._own_facts(), "grad_norm": norm}
-            rate, peak = self.strategy.learning_rate, mx.get_peak_memory()
+            rate, peak = self.strategy.updater.learning_rate, mx.get_peak_memory()
             self._report_update(self._pending, (losses, tokens), facts, rate, peak)
             self.emergency.hold(self._snapshot(last))
         self._pending = {}

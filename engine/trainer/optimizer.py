@@ -76,6 +76,7 @@ class Updater:
 
     @property
     def learning_rate(self) -> float:
+        """The last update's."""
         return scalar(self._scalars["learning_rate"])
 
     def update(self, pieces: Iterable[Mapping[str, mx.array]], divisor: float, norm: float | None = None) -> float:

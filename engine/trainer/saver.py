@@ -24,26 +24,23 @@ from engine.trainer.weights import WeightStream, scalar, write_safetensors
 from engine.training.checkpoint_files import replace_folder
 from engine.training.reporting import Reporter
 
+BEST_FILE = "best_adapters.safetensors"
+
 
 def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> tuple[Path, int]:
     """Write trained `weights` as adapters.safetensors, and as the numbered file of `iteration` if any; returns the last
     path and its bytes. A reader sees a complete file or the previous one. Raises OSError."""
-    latest = job.adapter_path / "adapters.safetensors"
-    write_safetensors(latest, weights.entries, weights.arrays)
-    if iteration is None:
-        return latest, latest.stat().st_size
-    numbered = job.adapter_path / f"{iteration:07d}_adapters.safetensors"
-    with latest.open("rb") as source, replacing(numbered) as copy:
-        shutil.copyfileobj(source, copy)
-    return numbered, numbered.stat().st_size
-
-
-BEST_FILE = "best_adapters.safetensors"
+    path = job.adapter_path / "adapters.safetensors"
+    write_safetensors(path, weights.entries, weights.arrays)
+    if iteration is not None:
+        latest, path = path, job.adapter_path / f"{iteration:07d}_adapters.safetensors"
+        with latest.open("rb") as source, replacing(path) as copy:
+            shutil.copyfileobj(source, copy)
+    return path, path.stat().st_size
 
 
 def save_best_adapters(job: Job, weights: WeightStream, iteration: int, val_loss: float) -> tuple[Path, int]:
-    """Write trained `weights` as BEST_FILE, whose metadata has the run, `iteration` and `val_loss`; returns its path
-    and bytes. A reader sees a complete file or the previous one. Raises OSError."""
+    """Likewise as BEST_FILE, whose metadata has the run, `iteration` and `val_loss`."""
     path = job.adapter_path / BEST_FILE
     metadata = {"run": job.home.name, "iteration": str(iteration), "val_loss": repr(val_loss)}
     write_safetensors(path, weights.entries, weights.arrays, metadata)

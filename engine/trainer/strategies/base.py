@@ -71,12 +71,7 @@ class Strategy(ABC):
         self.model = model
         self.loader = loader
         self.collective = collective
-        self._updater = Updater(job, model, elements)
-
-    @property
-    def learning_rate(self) -> float:
-        """The last update's rate. Local."""
-        return self._updater.learning_rate
+        self.updater = Updater(job, model, elements)
 
     def accumulate(self, position: int, *, last: bool, exact: bool = False) -> LocalStep:
         """Forward and backward of the `position`-th global batch, from 0, added to the update under way, whose `last`
@@ -121,11 +116,11 @@ class Strategy(ABC):
     def state(self) -> State:
         """This rank's trained parameters at the optimizer's precision, and the optimizer's state, after the last
         update: the same groups, names, shapes and types at every update. Local."""
-        return self._updater.state()
+        return self.updater.state()
 
     def fits(self, state: Mapping[str, Mapping[str, mx.array]]) -> bool:
         """`state` is exactly this rank's. Local."""
-        return self._updater.fits(state)
+        return self.updater.fits(state)
 
     @abstractmethod
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
@@ -245,7 +240,7 @@ class PartitionedStrategy(Strategy):
             self.sums = {}
             return None
         pieces = ({name: self.sums.pop(name) for name in names} for names in self._pieces(list(self.sums)))
-        return self._updater.update(pieces, tokens, self._norm / tokens)
+        return self.updater.update(pieces, tokens, self._norm / tokens)
 
     def _pieces(self, names: Iterable[str]) -> list[list[str]]:
         """The `names` that this rank has sums of, in pieces."""
@@ -255,11 +250,11 @@ class PartitionedStrategy(Strategy):
         """This rank's own is collected from all parts, and restored with the last."""
         if part == 0:
             self._found = {}
-        for group, arrays in self._updater.own_part(state).items():
+        for group, arrays in self.updater.own_part(state).items():
             self._found.setdefault(group, {}).update(arrays)
         if part == parts - 1:
             whole, self._found = self._found, {}
-            self._updater.restore(whole)
+            self.updater.restore(whole)
 
     def trained_weights(self) -> WeightStream:
         return WeightStream({placed.name: placed for placed in self._trained}, self._gathered(self._trained))

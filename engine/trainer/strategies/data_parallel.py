@@ -248,7 +248,7 @@ class DataParallel(Strategy):
         self._exchanges = ranks > 1
         wire = GradientWire(collective, job.wire) if self._exchanges else None
         self.gradients = Gradients(model, wire, held=job.max_grad_norm is not None, summed=StateForm.of(job).summed)
-        self._whole_step = WholeStep.of(job, model, self._updater, ranks)
+        self._whole_step = WholeStep.of(job, model, self.updater, ranks)
         self._batch: Batch | None = None
         """The batch of the whole step under way."""
         self._norm = 0.0
@@ -279,7 +279,7 @@ class DataParallel(Strategy):
         if self._whole_step is not None and self._batch is not None:
             self.late_loss, self._norm = self._whole_step.run(self._batch)
         else:
-            self._norm = self.gradients.apply(self._updater, tokens)
+            self._norm = self.gradients.apply(self.updater, tokens)
         return self._norm
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
@@ -291,4 +291,4 @@ class DataParallel(Strategy):
     def restore(self, state: Mapping[str, Mapping[str, mx.array]], part: int, parts: int) -> None:
         if (part, parts) != (0, 1):
             raise ValueError(f"it is part {part} of {parts}, and this strategy's state has only one")
-        self._updater.restore(state)
+        self.updater.restore(state)

@@ -65,17 +65,17 @@ class LocalSteps(DataParallel):
         """As `_GROUP` of the state."""
         for name, dtype in self._dtypes.items():
             kept = mx.float32 if precise else dtype
-            self._averaged[name + _ANCHOR] = self._updater.weight(name).astype(kept)
+            self._averaged[name + _ANCHOR] = self.updater.weight(name).astype(kept)
             if job.outer_momentum > 0:
                 # In float16 a small change would be subnormal.
                 wide = mx.float32 if kept == mx.float16 else kept
-                self._averaged[name + _MOMENTUM] = mx.zeros(self._updater.masters[name].shape, wide)
+                self._averaged[name + _MOMENTUM] = mx.zeros(self.updater.masters[name].shape, wide)
         mx.eval(self._averaged)
         self._iteration = 0
         self._update_tokens = 0
         self._due = False
         """The last update ended with an averaging."""
-        self._pieces = packed(self._dtypes, lambda name: self._updater.masters[name].size, AVERAGING_PIECE)
+        self._pieces = packed(self._dtypes, lambda name: self.updater.masters[name].size, AVERAGING_PIECE)
 
     def accumulate(self, position: int, *, last: bool, exact: bool = False) -> LocalStep:
         self._iteration = position + 1
@@ -119,9 +119,9 @@ class LocalSteps(DataParallel):
         """Each part is a whole state: this rank's own is used, else the first."""
         if part != (self._group.rank if self._group.rank < parts else 0):
             return
-        if self._updater.fits(state) and not self.fits(state):
+        if self.updater.fits(state) and not self.fits(state):
             raise ValueError("what is saved of the last averaging is of another job")
-        self._updater.restore(state)
+        self.updater.restore(state)
         self._averaged = dict(state[_GROUP])
 
     def agree(self) -> None:
@@ -156,7 +156,7 @@ class LocalSteps(DataParallel):
             if group == _GROUP:
                 self._averaged[name] = value
             else:
-                self._updater.restore_one(group, name, value)
+                self.updater.restore_one(group, name, value)
         return Snapshot(**header, state={})
 
     def _anchor(self, name: str) -> mx.array:
@@ -174,7 +174,7 @@ class LocalSteps(DataParallel):
         """How far this rank's weights have moved since the last averaging, with the tokens that it was trained on."""
         encoded = [pack(_WEIGHT, scalar(self._averaged[_TOKENS]))]
         for name in names:
-            change = self._anchor(name) - self._updater.weight(name).astype(mx.float32)
+            change = self._anchor(name) - self.updater.weight(name).astype(mx.float32)
             encoded.append(raw(self._encode(change.reshape(-1))))
         return b"".join(encoded)
 
@@ -197,13 +197,13 @@ class LocalSteps(DataParallel):
                 outer = {} if momentum is None else {"v": momentum.astype(mx.float32)}
                 anchor = self._anchor(name)
                 weight = self._outer.apply_single(change.reshape(anchor.shape), anchor, outer)
-                self._updater.replace(name, weight, self._iteration)
+                self.updater.replace(name, weight, self._iteration)
                 kept = self._averaged[name + _ANCHOR].dtype
                 # In 16 bits, where the weights' own rounding has put it.
-                self._averaged[name + _ANCHOR] = weight if kept == mx.float32 else self._updater.masters[name]
+                self._averaged[name + _ANCHOR] = weight if kept == mx.float32 else self.updater.masters[name]
                 if momentum is not None:
                     self._averaged[name + _MOMENTUM] = outer["v"].astype(momentum.dtype)
-                mx.eval(self._updater.arrays, self._averaged)
+                mx.eval(self.updater.arrays, self._averaged)
         mx.eval(self.model.trainable_parameters())
         self._averaged[_TOKENS] = mx.array(0.0)
 
@@ -214,7 +214,7 @@ class LocalSteps(DataParallel):
         """The flat changes, one parameter at a time."""
         start, form = 0, self._quantization
         for name in names:
-            size = self._updater.masters[name].size
+            size = self.updater.masters[name].size
             end = start + (4 * size if form is None else form.nbytes(size))
             encoded = mx.array(np.frombuffer(content[start:end], np.uint8))
             yield name, encoded.view(mx.float32) if form is None else form.decode(encoded, size)
