@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,17 @@ from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
 from engine.torch_trainer.strategies import TorchStrategy
 from engine.training import checkpoint_files
-from engine.training.checkpoint_files import FileEntry, hashed
+from engine.training.checkpoint_files import (
+    FileEntry,
+    ResumePoint,
+    TrainingPoint,
+    check_inputs,
+    check_manifest,
+    first_restored,
+    hashed,
+)
 from engine.training.process import TrainingProcess
 from engine.training.reporting import first_line
-from engine.training.resumption import ResumePoint, TrainingPoint, check_inputs, check_manifest, first_restored
 
 _MANIFEST = re.compile(r"manifest-(\d{1,6})\.json")
 _WRITER = re.compile(r"(?:zero_pp_rank_|__)(\d+)_")
@@ -41,6 +48,7 @@ _WRITER = re.compile(r"(?:zero_pp_rank_|__)(\d+)_")
 
 @dataclass(frozen=True)
 class StateManifest(checkpoint_files.Manifest):
+    _: KW_ONLY
     attempt: int
     """The attempt that wrote it: parts of two attempts are no state, though they are of one update."""
     layout: str
@@ -149,7 +157,7 @@ class StateCheckpoints:
                     sync_file(file.fileno())
         manifest = StateManifest(
             **asdict(self._origin),
-            **asdict(point),
+            **point.facts(),
             versions=self._versions,
             files=tuple(entries),
             attempt=self._spec.attempt,
@@ -189,8 +197,8 @@ class StateCheckpoints:
             self._load(folder, newest)
             self._saved = update
             recorded = all(manifest.check_recorded(self._spec.manifests) for manifest in manifests)
-            place, ranks = (newest.iteration, newest.update, newest.window), f" of {newest.world_size} ranks"
-            yield ResumePoint(*place, "checkpoint", None, recorded, ranks, best=newest.best)
+            ranks = f" of {newest.world_size} ranks"
+            yield ResumePoint(**newest.facts(), source="checkpoint", recorded=recorded, saved_by=ranks)
 
     def _load(self, folder: Path, manifest: StateManifest) -> None:
         """Raises JobError."""

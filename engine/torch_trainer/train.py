@@ -34,12 +34,11 @@ from engine.torch_trainer.model import (
 from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
-from engine.training.checkpoint_files import Origin, package_versions
+from engine.training.checkpoint_files import Origin, TrainingPoint, package_versions
 from engine.training.data import Batch, DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
 from engine.training.loop import TrainingLoop, report_start
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Diverged, Outcome, PeerLost, check_equal
-from engine.training.resumption import TrainingPoint
 from engine.training.sampler import Indices, dropout_seed
 
 _PACKAGES = ("torch", "accelerate", "transformers", "peft", "deepspeed")

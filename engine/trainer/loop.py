@@ -19,10 +19,10 @@ from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.saver import Saver
 from engine.trainer.strategies.base import LocalStep, Strategy
 from engine.trainer.weights import floats
+from engine.training.checkpoint_files import ResumePoint, TrainingPoint
 from engine.training.data import Split
 from engine.training.loop import TrainingLoop
 from engine.training.reporting import Diverged, Outcome, PeerLost
-from engine.training.resumption import ResumePoint, TrainingPoint
 from engine.training.sampler import Indices, dropout_seed
 
 

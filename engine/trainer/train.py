@@ -26,11 +26,10 @@ from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.local import LocalSteps
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
-from engine.training.checkpoint_files import Origin, package_versions, packer
+from engine.training.checkpoint_files import Origin, ResumePoint, package_versions, packer
 from engine.training.data import DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
 from engine.training.loop import report_start
 from engine.training.process import TrainingProcess
-from engine.training.resumption import ResumePoint
 
 _MIB = 2**20
 

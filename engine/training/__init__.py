@@ -1,1 +1,1 @@
-"""Shared by both trainers: examples and their order, loop, resumption, checkpoint files, reports. No framework."""
+"""Shared by both trainers: examples and their order, loop, checkpoint files, resumption, reports. No framework."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from engine.protocol.job import Job, config_hash
 from engine.protocol.measurements import STEP_PARTS
+from engine.training.checkpoint_files import TrainingPoint
 from engine.training.data import Split
 from engine.training.process import Control, TrainingProcess
 from engine.training.reporting import BestValidation, Diverged, Outcome, Reporter, ReportWindow
-from engine.training.resumption import TrainingPoint
 from engine.training.sampler import Indices
 
 

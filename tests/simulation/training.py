@@ -1,5 +1,5 @@
 """The simulated programs of an attempt: how they load, step together, save, lose one another, stop and end. Which state
-they go on from is decided by the real engine.trainer.checkpoint.resume and engine.training.resumption."""
+they go on from is decided by the real engine.trainer.checkpoint.resume and engine.training.checkpoint_files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.protocol.job import JobError
 from engine.run import events
 from engine.run.run_plan import RunPlan
 from engine.trainer.checkpoint import resume
-from engine.training import resumption
-from engine.training.resumption import ResumePoint
+from engine.training import checkpoint_files
+from engine.training.checkpoint_files import ResumePoint
 from tests.simulation.nodes import INFINITY, Machine, Program, SavedState, SimulatedKeeper
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Attempt:
             for number, state in enumerate(states)
             if state.complete
         ]
-        return resumption.first_restored(
+        return checkpoint_files.first_restored(
             _points(resume.complete_states(copies)),
             int,
             self.planned.needs_state,

@@ -20,8 +20,7 @@ from engine.trainer.checkpoint.saving import EmergencyCheckpoint
 from engine.trainer.collective import Collective
 from engine.trainer.replica_check import Corrupted
 from engine.trainer.strategies.base import Strategy
-from engine.training.checkpoint_files import MANIFEST_NAME, FileEntry, Manifest
-from engine.training.resumption import ResumePoint
+from engine.training.checkpoint_files import MANIFEST_NAME, FileEntry, Manifest, ResumePoint
 from tests.training.states import (
     INPUTS,
     WINDOW,
@@ -76,7 +75,7 @@ def test_a_state_is_complete_when_every_part_is_on_some_rank() -> None:
     # Of each rank: update, part, parts.
     rows = [[(7, 0, 2), (5, 0, 2), (3, 0, 1)], [(5, 1, 2), (3, 0, 1)], [(6, 1, 3)]]
     found = complete_states(
-        StateCopy(rank, index, Manifest("job", 2, part, parts, {}, update, 2 * update, {}, {}, {}, ()), None)
+        StateCopy(rank, index, Manifest("job", 2, part, parts, {}, 2 * update, update, versions={}, files=()), None)
         for rank, copies in enumerate(rows)
         for index, (update, part, parts) in enumerate(copies)
     )

@@ -34,11 +34,10 @@ from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel, Gradients
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import scalar
-from engine.training.checkpoint_files import Origin
+from engine.training.checkpoint_files import Origin, ResumePoint
 from engine.training.data import Batch, DataLoader, InMemoryExamples, load_split
 from engine.training.process import Control
 from engine.training.reporting import Diverged, Outcome, Reporter
-from engine.training.resumption import ResumePoint
 from tests.training.states import spec
 from tests.training.tiny import SCHEDULE, Tiny, make_job, write_rows
 from tests.unit.trainer.checkpoint.latest import latest

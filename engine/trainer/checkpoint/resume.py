@@ -27,9 +27,16 @@ from engine.trainer.collective import Collective, Groups, all_gather_object, bro
 from engine.trainer.replica_check import Corrupted, ReplicaMismatch, find_mismatch
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.weights import State
-from engine.training.checkpoint_files import FileEntry, Manifest, Origin
+from engine.training.checkpoint_files import (
+    FileEntry,
+    Manifest,
+    Origin,
+    ResumePoint,
+    check_inputs,
+    check_manifest,
+    first_restored,
+)
 from engine.training.reporting import Reporter
-from engine.training.resumption import ResumePoint, check_inputs, check_manifest, first_restored
 
 Result = TypeVar("Result")
 
@@ -303,4 +310,4 @@ class Resume:
         source = "checkpoint" if chosen[0].author is None else "emergency"
         recorded = all(copy.manifest.check_recorded(self.spec.manifests, copy.author) for copy in chosen)
         whose = ", every rank's own part of it" if rank is None else f", rank {rank}'s"
-        return ResumePoint(found.iteration, found.update, found.window, source, rank, recorded, whose, best=found.best)
+        return ResumePoint(**found.facts(), source=source, rank=rank, recorded=recorded, saved_by=whose)

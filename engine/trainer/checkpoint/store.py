@@ -23,8 +23,8 @@ from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.trainer.weights import State
 from engine.training import checkpoint_files
+from engine.training.checkpoint_files import TrainingPoint
 from engine.training.reporting import Reporter
-from engine.training.resumption import TrainingPoint
 
 PACKAGES = ("mlx", "mlx_lm")
 """That a training is computed with."""
@@ -61,13 +61,10 @@ def write(folder: Path, snapshot: Snapshot, origin: checkpoint_files.Origin, com
         scratch.mkdir(mode=0o700)
         entries = [_write_group(scratch, stem, arrays, compression) for stem, arrays in snapshot.state.items()]
         manifest = checkpoint_files.Manifest(
-            update=snapshot.update,
-            iteration=snapshot.iteration,
-            window=dict(snapshot.window),
-            best=dict(snapshot.best),
+            **asdict(origin),
+            **snapshot.facts(),
             versions=checkpoint_files.package_versions(*PACKAGES),
             files=tuple(entries),
-            **asdict(origin),
         )
         with contextlib.closing(checkpoint_files.HashedFile(scratch, checkpoint_files.MANIFEST_NAME, "none")) as file:
             file.write(manifest.to_json())

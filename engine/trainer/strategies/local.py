@@ -140,8 +140,7 @@ class LocalSteps(DataParallel):
         return self._due and self._group.awaited
 
     def admit(self, snapshot: Snapshot) -> None:
-        facts = {name: getattr(snapshot, name) for name in ("iteration", "update", "window", "best")}
-        header = json.dumps({**facts, "arrays": describe(snapshot.state)})
+        header = json.dumps({**snapshot.facts(), "arrays": describe(snapshot.state)})
         self._group.admit(header, lambda: (value for group in snapshot.state.values() for value in group.values()))
 
     def rejoin(self, stopped: Callable[[], bool], release: Callable[[], None]) -> Snapshot:

@@ -118,7 +118,7 @@ def of_node(kind: type[Any], read: Callable[[Path], object], *values: object) ->
 
 def manifest(home: Path) -> Damaged:
     entry = FileEntry("weights.safetensors", "0" * 64, 9, 9, "none")
-    whole = Manifest("job", 2, 0, 1, {"train.jsonl": "0" * 64}, 3, 6, {}, {}, {"mlx": "0.32"}, (entry,))
+    whole = Manifest("job", 2, 0, 1, {"train.jsonl": "0" * 64}, 6, 3, versions={"mlx": "0.32"}, files=(entry,))
     (home / "manifest.json").write_bytes(whole.to_json())
     return Damaged(
         home / "manifest.json", lambda: Manifest.from_json((home / "manifest.json").read_bytes()), CheckpointError
