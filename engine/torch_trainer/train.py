@@ -140,7 +140,7 @@ class TorchLoop(TrainingLoop):
         iterations = [self._load(number) for number in range(first, last + 1)]
         counts = [float(iteration.batch.targets) for iteration in iterations]
         started = time.perf_counter()
-        *tokens, stop = self._sum([*counts, float(self.control.stop_requested)])
+        *tokens, stop = self._sum([*counts, float(self.control.stop.is_set())])
         communicate_s = time.perf_counter() - started
         self.stopping = stop > 0
         update = self.point.update + 1

@@ -85,7 +85,7 @@ class Loop(TrainingLoop):
 
     def _rejoin(self) -> None:
         self.reporter.phase("loading")
-        point = self.strategy.rejoin(lambda: self.control.stop_requested, self.emergency.release)
+        point = self.strategy.rejoin(self.control.stop.is_set, self.emergency.release)
         self._begin(point)
         self.reporter.print(f"joins again after iteration {point.iteration} (update {point.update})")
 
@@ -144,7 +144,7 @@ class Loop(TrainingLoop):
         started = time.perf_counter()
         counters = [step.loss_sum for step in self._pending.values()]
         counters += [float(step.tokens) for step in self._pending.values()]
-        counters += [float(self.control.stop_requested), *self.periodic.counters()]
+        counters += [float(self.control.stop.is_set()), *self.periodic.counters()]
         *counted, stop, idle, settled = self.strategy.exchange(counters)
         losses, tokens = counted[: len(self._pending)], counted[len(self._pending) :]
         self.stopping = stop > 0

@@ -60,13 +60,10 @@ class Updater:
         # One function for all parameters of a type: those of equal shape share what it is compiled to.
         self._compiled = {dtype: mx.compile(step) for dtype, step in self._functions.items()}
 
-    def evaluate(self) -> None:
-        """Allocate masters and moments, as the first update would: until then they are lazy."""
-        mx.eval(self.arrays)
-
     @property
     def arrays(self) -> list[Any]:
-        """The containers of everything that an update changes beside the model, for mx.compile's inputs and outputs."""
+        """The containers of everything that an update changes beside the model, for mx.compile's inputs and outputs.
+        Lazy, and so not allocated, until the first update."""
         return [self._scalars, self.masters, self._stored]
 
     @property

@@ -62,16 +62,6 @@ class _Steps(Reporter):
             self.steps.append(fields)
 
 
-class _Clock(Control):
-    """Asks for the end of the measurement as a person asks for a stop."""
-
-    over = False
-
-    @property
-    def stop_requested(self) -> bool:
-        return self.over
-
-
 def run_bench() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("spec", type=Path)
@@ -86,17 +76,17 @@ def run_bench() -> None:
     with reported(result, options.out, limit_s, f"no result within {limit_s:g} s"):
         spec = replace(AttemptSpec.from_json(options.spec.read_text()), nonce=os.environ.get(NONCE_ENV, ""))
         os.chdir(spec.rank(result.rank).workdir)
-        reporter, clock = _Steps(result.rank), _Clock()
+        reporter = _Steps(result.rank)
         # The folder is for what is indexed.
-        process = TrainingProcess(spec, Path(options.out).parent, result.rank, clock, reporter)
+        process = TrainingProcess(spec, Path(options.out).parent, result.rank, Control(), reporter)
         loop: TrainingLoop = importlib.import_module(spec.trainer).load_training(process)
         loop.reset_peak_memory()
-        rounds = timed_rounds(loop, clock, reporter, options.seconds)
+        rounds = timed_rounds(loop, reporter, options.seconds)
         result.summarise(rounds, len(reporter.steps))
         result.peak_bytes = max(step["peak_memory_bytes"] for step in reporter.steps)
 
 
-def timed_rounds(loop: TrainingLoop, clock: _Clock, reporter: _Steps, seconds: float) -> list[RoundTimes]:
+def timed_rounds(loop: TrainingLoop, reporter: _Steps, seconds: float) -> list[RoundTimes]:
     """Rounds for about `seconds` after a first one, which is left out. All ranks make the same number: rank 0 asks for
     the end as for a stop."""
     loop.strategy.model.train()
@@ -106,7 +96,8 @@ def timed_rounds(loop: TrainingLoop, clock: _Clock, reporter: _Steps, seconds: f
     # A job's schedules know of no iteration beyond its last, which may end an incomplete update.
     iterations = job.iters - job.iters % job.grad_accumulation_steps or job.iters
     while not loop.stopping:
-        clock.over = reporter.rank == 0 and len(rounds) >= _LEAST and time.perf_counter() >= until
+        if reporter.rank == 0 and len(rounds) >= _LEAST and time.perf_counter() >= until:
+            loop.control.stop.set()
         reporter.steps.clear()
         started, end = time.perf_counter(), loop.point.update + updates
         while loop.point.update < end:

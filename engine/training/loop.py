@@ -141,7 +141,7 @@ class TrainingLoop(ABC):
         for indices in examples.fixed_batches(self.job.batch_size, self.job.seed, limit):
             # A whole validation may take longer than a stop has time: every batch carries the request.
             own_loss, own_tokens = self._loss(examples, indices)
-            total = self._sum([own_loss, float(own_tokens), float(self.control.stop_requested)])
+            total = self._sum([own_loss, float(own_tokens), float(self.control.stop.is_set())])
             self.reporter.going_on()
             loss, tokens = loss + total[0], tokens + total[1]
             if total[2]:

@@ -25,16 +25,12 @@ class Control:
     received in the middle of a step."""
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
+        self.stop = threading.Event()
         self.save_and_exit: Callable[[int], object] = os._exit
         """Called in the reading thread with the exit code; until there is a state to save, it only exits."""
         descriptor = os.environ.get(CONTROL_FD_ENV)
         if descriptor is not None:
             threading.Thread(target=self._read, args=(int(descriptor),), name="control", daemon=True).start()
-
-    @property
-    def stop_requested(self) -> bool:
-        return self._stop.is_set()
 
     def _read(self, descriptor: int) -> None:
         received = b""
@@ -43,7 +39,7 @@ class Control:
             *commands, received = received.split(b"\n")
             for command in commands:
                 if command + b"\n" == STOP:
-                    self._stop.set()
+                    self.stop.set()
                 elif command + b"\n" == EMERGENCY_CHECKPOINT:
                     self.save_and_exit(TrainerExit.PEER_LOST)
         # Without its keeper the rank has no lease, no log and no exit record.

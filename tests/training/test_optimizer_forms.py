@@ -60,7 +60,7 @@ def make(
         moments=moments,
     )
     updater = Updater(job, model, elements)
-    updater.evaluate()
+    mx.eval(updater.arrays)
     return updater, model
 
 

@@ -68,7 +68,7 @@ def stopped_control(monkeypatch: pytest.MonkeyPatch) -> Control:
     monkeypatch.setenv(CONTROL_FD_ENV, str(read_end))
     control = Control()
     os.write(write_end, STOP)
-    wait_until(lambda: control.stop_requested)
+    wait_until(control.stop.is_set)
     return control
 
 

@@ -19,7 +19,7 @@ READS = (
     "from engine.training.process import Control\n"
     "control = Control()\n"
     "print('up', flush=True)\n"
-    "while not control.stop_requested: time.sleep(0.01)\n"
+    "while not control.stop.is_set(): time.sleep(0.01)\n"
     "print('stopping', flush=True)\n"
     "time.sleep(60)\n"
 )
