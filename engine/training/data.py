@@ -1,15 +1,13 @@
 """Training examples, tokenised by the trainer's framework, padded into batches, and loaded rank by rank; and
 the checksums by which ranks and attempts see that they have the same inputs.
 
-A small split is held in memory and tokenised once. A large one is streamed in chunks: examples are read from the file
-when their batch is due, so that memory use is that of one chunk."""
+A large split is streamed in chunks: examples are read from the file when their batch is due, so that memory use is that
+of one chunk."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.attempt import AttemptSpec, RankSpec, open_regular, read_regular
+from engine.protocol.attempt import AttemptSpec, RankSpec, open_regular
 from engine.protocol.job import Job, JobError, config_hash
-from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank
+from engine.protocol.jsonl import fault_of, form_of, half_pair
 from engine.protocol.partition import (
     ChunkPlan,
     chunk_plan,
@@ -31,7 +29,7 @@ from engine.protocol.partition import (
     share_counts_among,
     share_slice,
 )
-from engine.training.jsonl import JsonlIndex, has_examples, line_number, parse_row
+from engine.training.jsonl import JsonlIndex, JsonlRows, has_examples, line_number
 from engine.training.reporting import Reporter
 from engine.training.sampler import Indices, Sampler, fixed_batches
 
@@ -50,19 +48,29 @@ class Batch:
     targets: int
 
 
-class Split(ABC):
-    """One file of examples."""
+class Split:
+    """One file of examples: streamed if it has [job] chunk_size examples or more, unless chunking is off. Then an
+    example is read and tokenised each time it is used; else all are in memory, each tokenised once."""
 
-    plan: ChunkPlan
-    checksum: int
-    """CRC-32 of the file."""
-    _tokenise: Callable[[dict[str, Any]], Tokens]
-
-    def __init__(self, path: Path, job: Job, on_truncate: Callable[[int], None]) -> None:
-        self._path = path
+    def __init__(self, job: Job, name: str, row_format: RowFormat, on_truncate: Callable[[int], None]) -> None:
+        """`name`: train, valid or test, of the job's data directory; a missing file is an empty split. Raises JobError
+        for what cannot be read."""
+        self._path = path = job.data / f"{name}.jsonl"
         self._features = job.features
         self._max_length = job.max_seq_length
         self._on_truncate = on_truncate
+        self._tokenised: dict[int, Tokens] = {}
+        try:
+            large = job.chunking and path.exists() and has_examples(path, job.chunk_size)
+            self._rows: JsonlRows | JsonlIndex = JsonlIndex.of(path, job.home / "index") if large else JsonlRows(path)
+        except OSError as error:
+            raise JobError(f"{path} cannot be read: {error}") from error
+        size = len(self._rows)
+        self.plan = chunk_plan(size, job.chunk_size) if large else ChunkPlan.whole(size)
+        self.checksum = self._rows.checksum
+        """CRC-32 of the file."""
+        if size:
+            self._tokenise = self._choose_format(row_format, self._rows.rows([0])[0])
 
     def __len__(self) -> int:
         return self.plan.dataset_size
@@ -74,7 +82,7 @@ class Split(ABC):
     def sampler(self, batch_size: int, seed: int) -> Sampler:
         """Endless global batches. Raises JobError for fewer examples than a batch."""
         try:
-            return Sampler(self.plan, self._lengths, batch_size, seed)
+            return Sampler(self.plan, self._rows.lengths, batch_size, seed)
         except ValueError as error:
             raise JobError(f"[job] batch_size = {batch_size}: {error}") from error
 
@@ -82,19 +90,19 @@ class Split(ABC):
         """Batches for validation and test, at most `limit`: the same every time."""
         return fixed_batches(self.plan, batch_size, seed, limit)
 
-    @abstractmethod
     def _examples(self, indices: list[int]) -> list[Tokens]:
         """Raises JobError."""
+        tokenised = {} if self.plan.enabled else self._tokenised
+        lacking = [index for index in dict.fromkeys(indices) if index not in tokenised]
+        for index, row in zip(lacking, self._rows.rows(lacking), strict=True):
+            tokenised[index] = self._tokens(index, row)
+        return [tokenised[index] for index in indices]
 
-    @abstractmethod
-    def _lengths(self, start: int, end: int) -> Indices:
-        """Those of a half-open range of examples, for sorting: of their text, since tokenising all would take long."""
-
-    def _choose_format(self, row_format: RowFormat, first: dict[str, Any]) -> None:
+    def _choose_format(self, row_format: RowFormat, first: dict[str, Any]) -> Callable[[dict[str, Any]], Tokens]:
         if form_of(first, self._features) is None:
             raise JobError(f"{self._path}: line {line_number(self._path, 0)} {fault_of(first, None, self._features)}")
         try:
-            self._tokenise = row_format(first)
+            return row_format(first)
         except ValueError as error:
             raise JobError(f"{self._path}: {str(error).splitlines()[0]}") from error
 
@@ -106,64 +114,9 @@ class Split(ABC):
             raise JobError(f"{self._path}: line {line_number(self._path, index)} {why}") from error
 
 
-class InMemoryExamples(Split):
-    """A split in memory, each example tokenised once."""
-
-    def __init__(self, path: Path, row_format: RowFormat, job: Job, on_truncate: Callable[[int], None]) -> None:
-        """Read `path`; a missing file is an empty split. Raises JobError for what cannot be read."""
-        super().__init__(path, job, on_truncate)
-        raw = read_regular(path) if path.exists() else b""
-        self.checksum = zlib.crc32(raw)
-        numbered = enumerate(raw.splitlines(), 1)
-        self._rows = [parse_row(path, number, line) for number, line in numbered if not is_blank(line)]
-        self._tokenised: dict[int, Tokens] = {}
-        self.plan = ChunkPlan.whole(len(self._rows))
-        if self._rows:
-            self._choose_format(row_format, self._rows[0])
-        self._characters = np.asarray([_length(row) for row in self._rows], dtype=np.int64)
-
-    def _examples(self, indices: list[int]) -> list[Tokens]:
-        for index in indices:
-            if index not in self._tokenised:
-                self._tokenised[index] = self._tokens(index, self._rows[index])
-        return [self._tokenised[index] for index in indices]
-
-    def _lengths(self, start: int, end: int) -> Indices:
-        return self._characters[start:end]
-
-
-class StreamedExamples(Split):
-    """A split on disk: an example is read and tokenised each time it is used."""
-
-    def __init__(self, path: Path, row_format: RowFormat, job: Job, on_truncate: Callable[[int], None]) -> None:
-        """Index `path`, which has at least one example. Raises JobError for what cannot be read."""
-        super().__init__(path, job, on_truncate)
-        self._index = JsonlIndex.of(path, job.home / "index")
-        self.plan = chunk_plan(len(self._index), job.chunk_size)
-        self.checksum = self._index.checksum
-        self._choose_format(row_format, self._index.rows([0])[0])
-
-    def _examples(self, indices: list[int]) -> list[Tokens]:
-        return [self._tokens(*pair) for pair in zip(indices, self._index.rows(indices), strict=True)]
-
-    def _lengths(self, start: int, end: int) -> Indices:
-        return self._index.lengths(start, end)
-
-
-def load_split(job: Job, name: str, row_format: RowFormat, on_truncate: Callable[[int], None]) -> Split:
-    """The split `name` (train, valid or test) of the job's data directory: streamed if it has [job] chunk_size examples
-    or more, unless chunking is off. Raises JobError."""
-    path = job.data / f"{name}.jsonl"
-    try:
-        large = job.chunking and path.exists() and has_examples(path, job.chunk_size)
-    except OSError as error:
-        raise JobError(f"{path} cannot be read: {error}") from error
-    return (StreamedExamples if large else InMemoryExamples)(path, row_format, job, on_truncate)
-
-
 def load_train_split(job: Job, row_format: RowFormat, on_truncate: Callable[[int], None]) -> Split:
     """Raises JobError, also when there is no example."""
-    train = load_split(job, "train", row_format, on_truncate)
+    train = Split(job, "train", row_format, on_truncate)
     if not len(train):
         raise JobError(f"{job.data / 'train.jsonl'} is missing or empty: there is nothing to train on")
     return train
@@ -181,17 +134,6 @@ def _padded(examples: list[Tokens], max_length: int, on_truncate: Callable[[int]
         array[row, :end] = tokens[:end]
     targets = sum(max(0, end - start) for start, end in bounds)
     return Batch(array, np.asarray(bounds, np.int32), targets)
-
-
-def _length(value: Any) -> int:
-    """Characters of text in an example."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_length, value.values()))
-    if isinstance(value, list):
-        return sum(map(_length, value))
-    return 0
 
 
 class DataLoader:
@@ -268,13 +210,13 @@ def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Jo
         )
 
     train = load_train_split(job, row_format, truncated)
-    valid = load_split(job, "valid", row_format, truncated)
+    valid = Split(job, "valid", row_format, truncated)
     wants_validation = "patience" if job.patience is not None else "save_best" if job.save_best else None
     if not len(valid) and wants_validation is not None:
         raise JobError(f"{job.data / 'valid.jsonl'} is missing or empty, and {wants_validation} needs it")
     if not len(valid):
         reporter.warn(f"{job.data / 'valid.jsonl'} is missing or empty: training continues without validation")
-    test = load_split(job, "test", row_format, truncated) if job.test else None
+    test = Split(job, "test", row_format, truncated) if job.test else None
     if test is not None and not len(test):
         raise JobError(f"{job.data / 'test.jsonl'} is missing or empty, and test = true needs it")
     if job.epochs is not None:

@@ -50,6 +50,39 @@ def _stamp(file: BinaryIO) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
 
 
+class JsonlRows:
+    """The examples of a file, in memory."""
+
+    def __init__(self, path: Path) -> None:
+        """A missing file has none. Raises JobError for a bad line; OSError."""
+        raw = read_regular(path) if path.exists() else b""
+        self.checksum = zlib.crc32(raw)
+        numbered = enumerate(raw.splitlines(), 1)
+        self._rows = [parse_row(path, number, line) for number, line in numbered if not is_blank(line)]
+        self._characters = np.asarray([_length(row) for row in self._rows], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self._rows[index] for index in indices]
+
+    def lengths(self, start: int, end: int) -> NDArray[np.int64]:
+        """Characters of text in each example, from `start` to before `end`: tokenising all would take long."""
+        return self._characters[start:end]
+
+
+def _length(value: Any) -> int:
+    """Characters of text in an example."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_length, value.values()))
+    if isinstance(value, list):
+        return sum(map(_length, value))
+    return 0
+
+
 class JsonlIndex:
     """The offset of each example in a file, 8 bytes each on disk, not in memory. A file that changes afterwards is
     detected by its size, time and inode, and then by its CRC-32."""

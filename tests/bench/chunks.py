@@ -25,7 +25,7 @@ from mlx_lm.utils import load_tokenizer
 from engine.protocol.events import EventWriter
 from engine.protocol.job import Job
 from engine.trainer.model import row_format
-from engine.training.data import DataLoader, load_split
+from engine.training.data import DataLoader, Split
 from engine.training.reporting import Reporter
 
 SIZES: Final = (50_000, 500_000, 5_000_000)
@@ -84,7 +84,7 @@ def stream(home: Path, examples: int, *, chunked: bool) -> Epoch:
     start = memory("VmRSS")
 
     started = time.perf_counter()
-    train = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
+    train = Split(job, "train", row_format(job, tokenizer), lambda _: None)
     if train.plan.enabled != chunked:
         raise SystemExit(f"{examples} examples: chunked is {not chunked}, not {chunked}")
     loader, order = (

@@ -27,7 +27,7 @@ from engine.trainer.optimizer import Updater
 from engine.trainer.optimizer_state import COMPENSATION, compensated
 from engine.trainer.strategies.data_parallel import Gradients
 from engine.trainer.weights import scalar
-from engine.training.data import Split, load_split
+from engine.training.data import Split
 from tests.bench.figures import Figure, machine, report
 
 STEPS: Final = 300
@@ -76,9 +76,7 @@ def train(job: Job, weights: dict[str, mx.array], dtype: mx.Dtype, steps: int) -
     model, tokenizer = load_model(job)
     model.update(tree_unflatten([(name, value.astype(dtype)) for name, value in weights.items()]))
     mx.eval(model.parameters())
-    train_split, valid = (
-        load_split(job, name, row_format(job, tokenizer), lambda _: None) for name in ("train", "valid")
-    )
+    train_split, valid = (Split(job, name, row_format(job, tokenizer), lambda _: None) for name in ("train", "valid"))
     sampler = train_split.sampler(job.batch_size, job.seed)
     gradients, updater = Gradients(model), Updater(job, model)
     start = exact(updater)

@@ -21,7 +21,7 @@ from engine.protocol import exchange
 from engine.protocol.job import Job
 from engine.trainer.collective import Collective
 from engine.trainer.model import load_model, row_format
-from engine.training.data import load_split
+from engine.training.data import Split
 from engine.training.reporting import PeerLost
 from tests.training.partitioned_program import strategy
 
@@ -44,9 +44,7 @@ def main(directory: Path) -> None:
     rank = int(os.environ["MLX_RANK"])
     collective = Collective("ring", int(os.environ["RANKS"]), rank)
     model, tokenizer = load_model(job)
-    training = strategy(
-        job, model, load_split(job, "train", row_format(job, tokenizer), lambda _: None), collective, case
-    )
+    training = strategy(job, model, Split(job, "train", row_format(job, tokenizer), lambda _: None), collective, case)
     training.model.train()
     done, last = 0, digest(training)
     try:

@@ -27,7 +27,7 @@ from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import floats, write_safetensors
-from engine.training.data import DataLoader, load_split
+from engine.training.data import DataLoader, Split
 from engine.training.reporting import Reporter
 
 
@@ -61,7 +61,7 @@ def run(case: dict[str, Any], collective: Collective, directory: Path) -> dict[s
     model, tokenizer = load_model(job)
     if case.get("embeddings"):
         model.model.embed_tokens.unfreeze()
-    train, valid = (load_split(job, name, row_format(job, tokenizer), lambda _: None) for name in ("train", "valid"))
+    train, valid = (Split(job, name, row_format(job, tokenizer), lambda _: None) for name in ("train", "valid"))
     if "bucket" in case:
         exchange.LEAST_BUCKET = case["bucket"]
     training = strategy(job, model, train, collective, case)

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from engine.protocol.events import EventWriter
 from engine.protocol.job import Job, JobError
 from engine.protocol.partition import progress_text
 from engine.trainer.model import load_model, row_format
-from engine.training.data import Batch, DataLoader, InMemoryExamples, Split, StreamedExamples, load_split
+from engine.training.data import Batch, DataLoader, Split
 from engine.training.reporting import Reporter
 from tests.training.launching import launch
 from tests.training.tiny import Tiny, make_job, sentence, write_rows
@@ -46,7 +47,7 @@ def chunked_job(tiny: Tiny, data: Path, home: Path, **keys: Any) -> Job:
 
 
 def load(job: Job, name: str = "train") -> Split:
-    return load_split(job, name, row_format(job, load_model(job)[1]), lambda _: None)
+    return Split(job, name, row_format(job, load_model(job)[1]), lambda _: None)
 
 
 def feed(job: Job, counts: tuple[int, ...] = (BATCH,), rank: int = 0) -> DataLoader:
@@ -84,12 +85,15 @@ def test_two_ranks_train_on_chunks_as_one_does(tiny: Tiny, large: Path, tmp_path
 
 def test_only_a_large_split_is_streamed(tiny: Tiny, tmp_path: Path) -> None:
     """The split has 61 examples."""
-    for keys, kind in (
-        ({"chunk_size": 61}, StreamedExamples),
-        ({"chunk_size": 62}, InMemoryExamples),
-        ({"chunk_size": 61, "chunking": False}, InMemoryExamples),
+    for keys, streams in (
+        ({"chunk_size": 61}, True),
+        ({"chunk_size": 62}, False),
+        ({"chunk_size": 61, "chunking": False}, False),
     ):
-        assert type(load(chunked_job(tiny, tiny.text, tmp_path, **keys))) is kind
+        shutil.rmtree(tmp_path / "index", ignore_errors=True)
+        split = load(chunked_job(tiny, tiny.text, tmp_path, **keys))
+        assert split.plan.enabled is streams
+        assert (tmp_path / "index").exists() is streams, "a large file is indexed on disk"
     assert len(load(chunked_job(tiny, tmp_path, tmp_path))) == 0
 
 
@@ -201,7 +205,7 @@ def test_memory_is_freed_after_a_chunk(tiny: Tiny, large: Path, tmp_path: Path) 
 
 def test_a_streamed_validation_is_the_same_every_time(tiny: Tiny, large: Path, tmp_path: Path) -> None:
     valid = load(chunked_job(tiny, large, tmp_path), "valid")
-    assert isinstance(valid, StreamedExamples)
+    assert valid.plan.enabled
     for limit, examples in ((-1, 200), (3, 24), (100, 200)):
         batches = [list(valid.fixed_batches(BATCH, 1, limit)) for _ in range(2)]
         assert all(np.array_equal(*pair) for pair in zip(*batches, strict=True))

@@ -24,7 +24,7 @@ from engine.trainer.strategies.base import PartitionedStrategy, PlacedParameter
 from engine.trainer.strategies.pipeline import MessageKind, MessageTag, Pipeline, StageMessages
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import State, WeightStream, scalar, write_safetensors
-from engine.training.data import Batch, DataLoader, Split, files_checksum, load_split
+from engine.training.data import Batch, DataLoader, Split, files_checksum
 from engine.training.reporting import GroupError, Reporter
 from engine.training.sampler import Indices
 from tests.training.tiny import Tiny, make_job, write_weights
@@ -43,7 +43,7 @@ def test_a_pipeline_of_one_rank_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     job = make_job(tiny, tmp_path, strategy="pipeline")
     model, tokenizer = load_model(job)
     loader = DataLoader(
-        load_split(job, "train", row_format(job, tokenizer), lambda _: None),
+        Split(job, "train", row_format(job, tokenizer), lambda _: None),
         job,
         [1.0],
         0,
@@ -58,7 +58,7 @@ def test_the_gradient_has_the_same_dropout_as_the_loss(tiny: Tiny, tmp_path: Pat
     lora = {"rank": 4, "scale": 4.0, "dropout": 0.4}
     job = make_job(tiny, tmp_path, strategy="sharded", fine_tune_type="lora", num_layers=2, lora_parameters=lora)
     model, tokenizer = load_model(job)
-    train = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
+    train = Split(job, "train", row_format(job, tokenizer), lambda _: None)
     reporter = Reporter(EventWriter(None, 0, 1))
     training = Sharded(job, model, DataLoader(train, job, [1.0], 0, reporter), Collective("ring", 1, 0))
     training.model.train()

@@ -35,14 +35,14 @@ from engine.trainer.single_node_bench import (
 )
 from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import WholeStep
-from engine.training.data import Batch, load_split
+from engine.training.data import Batch, Split
 from tests.training.test_update import train
 from tests.training.tiny import Tiny, make_job
 
 
 def alone(job: Job, ranks: int = 1) -> tuple[SingleNodeTrainer, Any]:
     model, tokenizer = load_model(job)
-    data = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
+    data = Split(job, "train", row_format(job, tokenizer), lambda _: None)
     return SingleNodeTrainer(job, model, data, data.sampler(job.batch_size, job.seed).batch, ranks), model
 
 

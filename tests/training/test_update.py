@@ -35,7 +35,7 @@ from engine.trainer.strategies.data_parallel import DataParallel, Gradients
 from engine.trainer.strategies.sharded import Sharded
 from engine.trainer.weights import scalar
 from engine.training.checkpoint_files import Origin, ResumePoint
-from engine.training.data import Batch, DataLoader, InMemoryExamples, load_split
+from engine.training.data import Batch, DataLoader, Split
 from engine.training.process import Control
 from engine.training.reporting import Diverged, Outcome, Reporter
 from tests.training.states import spec
@@ -95,7 +95,7 @@ def train_rank(
     path = home / "events.jsonl"
     reporter = Reporter(EventWriter(path, collective.rank, 1))
     model, tokenizer = load_model(job)
-    splits = [load_split(job, name, row_format(job, tokenizer), lambda _: None) for name in ("train", "valid")]
+    splits = [Split(job, name, row_format(job, tokenizer), lambda _: None) for name in ("train", "valid")]
     loader = DataLoader(splits[0], job, shares, collective.rank, reporter)
     strategy = (Sharded if job.strategy == "sharded" else DataParallel)(job, model, loader, collective)
     point = ResumePoint()
@@ -127,7 +127,7 @@ def test_accumulated_iterations_make_one_update_and_the_last_partial_one_counts(
 
     job = trained.job
     model, tokenizer = load_model(job)
-    examples = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
+    examples = Split(job, "train", row_format(job, tokenizer), lambda _: None)
     sampler = examples.sampler(4, job.seed)
     gradients, updater = Gradients(model, held=True), Updater(job, model)
     losses = []
@@ -186,7 +186,7 @@ def test_the_prompt_is_masked_as_mlx_lm_masks_it(tiny: Tiny, tmp_path: Path, for
     job = make_job(tiny, tmp_path, data=str(getattr(tiny, form)), mask_prompt=True)
     _, tokenizer = load_model(job)
     stock, _, _ = load_local_dataset(job.data, tokenizer, job)
-    examples = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
+    examples = Split(job, "train", row_format(job, tokenizer), lambda _: None)
     for index in (0, 7):
         tokens, offset = stock.process(stock[index])
         batch = examples.batch([index])
@@ -381,7 +381,7 @@ def test_each_recomputed_layer_lowers_the_peak(tiny: Tiny, monkeypatch: pytest.M
 def test_validation_is_the_token_mean_over_the_whole_set(tiny: Tiny, tmp_path: Path) -> None:
     job = make_job(tiny, tmp_path / "job", val_batches=-1, iters=1)
     model, tokenizer = load_model(job)
-    valid = load_split(job, "valid", row_format(job, tokenizer), lambda _: None)
+    valid = Split(job, "valid", row_format(job, tokenizer), lambda _: None)
     gradients = Gradients(model)
     batches = [valid.batch([index]) for index in range(len(valid))]
     expected = sum(gradients.loss(batch) for batch in batches) / sum(batch.targets for batch in batches)
@@ -403,7 +403,7 @@ def test_gradients_of_many_buckets_are_those_of_one(
 
 
 def load_batch(trained: Trained) -> Batch:
-    return load_split(trained.job, "train", row_format(trained.job, load_model(trained.job)[1]), lambda _: None).batch(
+    return Split(trained.job, "train", row_format(trained.job, load_model(trained.job)[1]), lambda _: None).batch(
         [0, 1]
     )
 
@@ -514,14 +514,14 @@ def test_data_that_cannot_be_read_is_named(tiny: Tiny, tmp_path: Path, content: 
     (tmp_path / "train.jsonl").write_bytes(content)
     job = make_job(tiny, tmp_path, data=str(tmp_path))
     with pytest.raises(JobError, match=output) as caught:
-        InMemoryExamples(tmp_path / "train.jsonl", row_format(job, load_model(job)[1]), job, lambda _: None)
+        Split(job, "train", row_format(job, load_model(job)[1]), lambda _: None)
     assert "\n" not in str(caught.value) and "train.jsonl" in str(caught.value)
 
 
 def test_an_example_of_another_format_is_named_by_its_number(tiny: Tiny, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"text": "tower"}, {"prompt": "hold"}])
     job = make_job(tiny, tmp_path, data=str(tmp_path))
-    examples = InMemoryExamples(tmp_path / "train.jsonl", row_format(job, load_model(job)[1]), job, lambda _: None)
+    examples = Split(job, "train", row_format(job, load_model(job)[1]), lambda _: None)
     with pytest.raises(JobError, match="line 2 does not have the format of the first one"):
         examples.batch([1])
 
@@ -530,7 +530,7 @@ def test_half_of_a_surrogate_pair_is_named_with_its_line(tiny: Tiny, tmp_path: P
     (tmp_path / "train.jsonl").write_bytes(b'{"text": "tower"}\n\n{"text": "hold \\ud83d"}\n')
     for streams in (False, True):
         job = make_job(tiny, tmp_path, data=str(tmp_path), chunking=streams, chunk_size=2)
-        split = load_split(job, "train", row_format(job, load_model(job)[1]), lambda _: None)
+        split = Split(job, "train", row_format(job, load_model(job)[1]), lambda _: None)
         with pytest.raises(JobError, match=r"train\.jsonl: line 3 has half of a surrogate pair \(\\ud83d\)"):
             split.batch([1])
 
@@ -539,9 +539,7 @@ def test_long_examples_are_truncated_and_reported(tiny: Tiny, tmp_path: Path) ->
     write_rows(tmp_path / "train.jsonl", [{"text": "tower " * 100}])
     job = make_job(tiny, tmp_path, data=str(tmp_path), max_seq_length=20)
     output: list[int] = []
-    batch = InMemoryExamples(tmp_path / "train.jsonl", row_format(job, load_model(job)[1]), job, output.append).batch(
-        [0]
-    )
+    batch = Split(job, "train", row_format(job, load_model(job)[1]), output.append).batch([0])
     assert batch.tokens.shape == (1, 20) and batch.targets == 19 and output[0] > 20
 
 
@@ -567,7 +565,7 @@ def test_a_validation_is_computed_in_pieces_that_are_halved_after_a_late_one(
 ) -> None:
     job = make_job(tiny, tmp_path)
     model, tokenizer = load_model(job)
-    examples = load_split(job, "train", row_format(job, tokenizer), lambda _: None)
+    examples = Split(job, "train", row_format(job, tokenizer), lambda _: None)
     gradients, rows = Gradients(model), list[int]()
     compute = gradients.loss
 
