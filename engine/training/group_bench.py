@@ -1,4 +1,4 @@
-"""What is measured on a job's real group of ranks, with either framework:
+"""Measurements on a job's real group of ranks, with either framework:
 
     cd <bundle> && exec <python> -m engine.training.group_bench SPEC --seconds 10 --out <dir>/rank{rank}.json
 
