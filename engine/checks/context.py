@@ -15,7 +15,7 @@ from engine.cluster.staging import HostLayout, gather_all, hosts_of, prepare
 from engine.cluster.topology import topology
 from engine.cluster.transport.fleet import Fleet
 from engine.config.models import Config, NodeConfig, on_node
-from engine.errors import FlightDeckError, NodeUnreachable
+from engine.errors import FlightDeckError, LaunchError
 from engine.measurements import Calibration, Division
 from engine.models import FrozenModel, NodeFacts
 from engine.plan.document import PlannedCheck
@@ -73,10 +73,17 @@ class CheckContext:
         facts = list((await self.facts()).values())
         return plan_network(self.config, facts, topology(facts))
 
+    async def possible_network(self) -> NetworkPlan | None:
+        """None where the ranks cannot be connected, which hostfile_valid reports."""
+        try:
+            return await self.network_plan()
+        except LaunchError:
+            return None
+
     @once
     async def interpreters(self) -> dict[str, Interpreter]:
         """Node name → Interpreter, without what takes seconds to import."""
-        return await self.of_interpreters(self._interpreter)
+        return await self.of_interpreters(lambda node: probe_interpreter(self.agent(node), self.config.job))
 
     @once
     async def layouts(self) -> tuple[HostLayout, ...]:
@@ -147,9 +154,3 @@ class CheckContext:
         for task in self._shared.values():
             task.cancel()
         await asyncio.gather(*self._shared.values(), return_exceptions=True)
-
-    async def _interpreter(self, node: NodeConfig) -> Interpreter:
-        try:
-            return await probe_interpreter(self.agent(node), self.config.job)
-        except NodeUnreachable as error:
-            return Interpreter(problem=str(error))

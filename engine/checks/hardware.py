@@ -4,7 +4,6 @@ temperature, and the ports of the ring."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
 
 from engine.checks import connectivity, ports, sync, versions
@@ -18,7 +17,7 @@ from engine.checks.ports import HeldPorts
 from engine.cluster.probe_results import PortHolder
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError, LaunchError, plural
+from engine.errors import FlightDeckError, plural
 from engine.models import CheckResult, NodeFacts
 from engine.plan.document import PlanIssue
 from engine.plan.network import NetworkPlan, node_obstacles, ranks_of_host
@@ -39,9 +38,7 @@ async def run(context: CheckContext) -> CheckResult:
     network: NetworkPlan | None = None
     if context.config.job.framework == "torch":
         torch = await versions.node_versions(context)
-        # Without a plan, hostfile_valid says why.
-        with contextlib.suppress(LaunchError):
-            network = await context.network_plan()
+        network = await context.possible_network()
     return evaluate(context.config, facts, needed, held, refusals, torch=torch, network=network)
 
 

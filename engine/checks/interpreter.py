@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from engine.cluster.agent_client import AgentClient, InterpreterBroken, InterpreterMissing
 from engine.cluster.probe_results import PackagesReport, TorchBuild
 from engine.config.models import JobConfig
-from engine.errors import LaunchError
+from engine.errors import LaunchError, NodeUnreachable
 from engine.failures.explanation import explained
 from engine.models import NoValue
 
@@ -54,11 +54,13 @@ class Interpreter:
 
 
 async def probe_interpreter(agent: AgentClient, job: JobConfig) -> Interpreter:
-    """Import mlx on a node (a tenth of a second), mlx-lm not; for a PyTorch job look for its packages. Raises
-    NodeUnreachable."""
-    if job.framework == "torch":
-        return await _probe(agent, "torch", "find", job.kind.packages(job.words))
-    return await _probe(agent, "mlx", "import", ("mlx",))
+    """Import mlx on a node (a tenth of a second), mlx-lm not; for a PyTorch job look for its packages."""
+    try:
+        if job.framework == "torch":
+            return await _probe(agent, "torch", "find", job.kind.packages(job.words))
+        return await _probe(agent, "mlx", "import", ("mlx",))
+    except NodeUnreachable as error:
+        return Interpreter(problem=str(error))
 
 
 async def _probe(agent: AgentClient, name: str, how: str, packages: tuple[str, ...]) -> Interpreter:

@@ -13,7 +13,7 @@ from engine.checks.fixes import ENDS, Fix
 from engine.cluster.agent_client import each_of
 from engine.cluster.probe_results import PortHolder, PortHolders
 from engine.config.models import NodeConfig
-from engine.errors import FlightDeckError, LaunchError
+from engine.errors import FlightDeckError
 from engine.launch.hostfile import fresh_ports, port_count, ports_of
 from engine.models import CheckResult, CheckStatus
 from engine.plan.network import NetworkPlan
@@ -26,9 +26,8 @@ HeldPorts = Mapping[str, Mapping[str, PortHolder] | FlightDeckError]
 
 
 async def run(context: CheckContext) -> CheckResult:
-    try:
-        network = await context.network_plan()
-    except LaunchError:
+    network = await context.possible_network()
+    if network is None:
         return verdict(NAME, CheckStatus.SKIP, "there is no network plan to take the ports from: see hostfile_valid")
     first = context.config.cluster.starting_port
     if first is None:
@@ -57,12 +56,8 @@ async def fresh_block(context: CheckContext, network: NetworkPlan) -> int:
 @once
 async def held_ports(context: CheckContext) -> HeldPorts:
     """Empty where each attempt takes ports that are free then, and without a network plan (see hostfile_valid)."""
-    first = context.config.cluster.starting_port
-    if first is None:
-        return {}
-    try:
-        network = await context.network_plan()
-    except LaunchError:
+    first, network = context.config.cluster.starting_port, await context.possible_network()
+    if first is None or network is None:
         return {}
     endpoints = {node.name: _endpoints(rank, network, first) for rank, node in enumerate(context.config.nodes)}
 

@@ -23,7 +23,6 @@ from engine.checks.mlx_cuda import MlxNode
 from engine.checks.plan_inputs import chosen_job
 from engine.cluster.transport.base import quoted
 from engine.config.models import Config, JobConfig, NodeConfig
-from engine.errors import LaunchError
 from engine.models import CheckResult, NodeFacts
 from engine.plan.context import version_numbers
 
@@ -82,10 +81,8 @@ async def node_versions(context: CheckContext) -> dict[str, Interpreter]:
 
 async def planned_backend(context: CheckContext) -> str:
     """The network plan's backend; the framework's over TCP where there is none, which hostfile_valid reports."""
-    try:
-        return (await context.network_plan()).backend
-    except LaunchError:
-        return context.config.job.kind.framework.tcp_backend
+    network = await context.possible_network()
+    return network.backend if network is not None else context.config.job.kind.framework.tcp_backend
 
 
 def backend_name(backend: str) -> str:

@@ -210,8 +210,8 @@ class AttemptOnHost:
 
 
 class AgentConnection:
-    """A host's agent, connected again whenever the connection ends. `send` and `call` are for any thread; all else runs
-    on the loop that `start` was called on."""
+    """A host's agent, connected again whenever the connection ends. `send` is for any thread; all else runs on the loop
+    that `start` was called on."""
 
     def __init__(
         self,
@@ -246,13 +246,10 @@ class AgentConnection:
 
     def send(self, message: messages.Message) -> None:
         """Nothing while there is no agent: what must reach it is sent again then."""
-        self.call(self._put, message)
-
-    def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """On the loop, unless it is closing: then nothing will be sent any more."""
         if self._loop is not None:
+            # One that is closing sends nothing any more.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(function, *arguments)
+                self._loop.call_soon_threadsafe(self._put, message)
 
     def start(self) -> None:
         """On the running loop."""

@@ -428,7 +428,8 @@ def process_table(passed_over: Collection[int] = ()) -> dict[int, ProcessRow]:
     for line in own_list("ps", "-ax", "-o", "pid=,ppid=,stat=,rss=,time=,lstart="):
         try:
             pid, parent, state, rss, used, start = line.split(None, 5)
-            row = ProcessRow(int(parent), _session(int(pid)), state, ps_time_s(used), int(rss) * 1024, start.strip())
+            start = " ".join(start.split())
+            row = ProcessRow(int(parent), _session(int(pid)), state, ps_time_s(used), int(rss) * 1024, start)
         except ValueError as error:
             raise OSError("ps -ax has not listed all processes: columns are missing") from error
         if not state.startswith("Z"):

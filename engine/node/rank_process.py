@@ -183,9 +183,6 @@ def _environment(spec: AttemptSpec, rank: RankSpec, files: NodeFiles) -> dict[st
         # the last round have left: they tell rounds apart by restarts, which the agents count differently.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     environment.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")  # as engine/trainer/__init__.py, for commands
-    if spec.world_size == 1:
-        # mlx.launch gives a single rank an empty hostfile, which MLX's ring rejects as broken.
-        environment.pop("MLX_HOSTFILE", None)
     paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(_BUNDLE))]
     if paths:
         environment["PYTHONPATH"] = os.pathsep.join(paths)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import tempfile
@@ -24,8 +23,6 @@ _LEAVES_S = 1.0
 _REAP_LIMIT_S = 5.0
 """For a killed program to go: one that waits for a stalled disk may never."""
 _EXIT_OUTPUT_BYTES = 4096
-_PIPE_BYTES = 1 << 18
-"""On Linux; a flood of log lines then wakes the head a fourth as often."""
 _OUTPUT_LIMIT = 1 << 20
 _UNREAD_LIMIT = 64_000
 """Bytes: of a flood of output only the end is passed on."""
@@ -145,15 +142,8 @@ class LocalChannel:
 
 
 async def _start(argv: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
-    command = [expanded(argument, str(Path.home())) for argument in argv]
-    options |= {"start_new_session": True, "limit": _PIPE_BYTES}
-    try:
-        return await asyncio.create_subprocess_exec(*command, **options, pipesize=_PIPE_BYTES)
-    except PermissionError as error:
-        if error.errno != errno.EPERM:
-            raise
-        # A user whose pipes hold much already may make none larger (pipe-user-pages-soft).
-        return await asyncio.create_subprocess_exec(*command, **options)
+    command = (expanded(argument, str(Path.home())) for argument in argv)
+    return await asyncio.create_subprocess_exec(*command, **options, start_new_session=True)
 
 
 async def _end(process: asyncio.subprocess.Process, grace_s: float = 0.0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import sys
 import time
@@ -230,36 +229,6 @@ async def test_a_cancellation_in_the_moment_of_the_end_is_not_lost(
                 await running
         await channel.close()
     assert running.done() and not running.cancelled(), "the last one came too late"
-
-
-async def test_programs_start_where_no_pipe_may_be_made_larger(
-    local: Transport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = asyncio.create_subprocess_exec
-
-    async def refusing(*argv: str, **options: Any) -> asyncio.subprocess.Process:
-        if "pipesize" in options:
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-        return await start(*argv, **options)
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", refusing)
-    assert (await local.run(["echo", "here"], timeout_s=20)).stdout == b"here\n"
-
-
-async def test_a_program_that_may_not_be_executed_is_tried_once(
-    local: Transport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    start, tries = asyncio.create_subprocess_exec, list[str]()
-
-    async def counting(*argv: str, **options: Any) -> asyncio.subprocess.Process:
-        tries.append(argv[0])
-        return await start(*argv, **options)
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", counting)
-    (tmp_path / "program").write_text("")
-    with pytest.raises(PermissionError):
-        await local.run([str(tmp_path / "program")], timeout_s=20)
-    assert len(tries) == 1
 
 
 async def test_a_command_has_no_input() -> None:
