@@ -65,10 +65,6 @@ class InterpreterMissing(InterpreterBroken):
     """The node has no such python."""
 
 
-class AgentLost(NodeUnreachable):
-    """The agent on a host has ended, or its connection."""
-
-
 @dataclass(frozen=True)
 class SessionLimits:
     """All in seconds. The defaults are far above the 0.2 s of a node that is awake: a Mac that wakes, or one whose disk
@@ -161,7 +157,7 @@ class AgentSession:
         return await asyncio.shield(self._ended)
 
     def begin(self, request: Callable[[int], messages.Message]) -> AgentRequest:
-        """Send a request made with its number. Raises AgentLost."""
+        """Send a request made with its number. Raises NodeUnreachable."""
         self.check()
         number = next(self._numbers)
         begun = self._pending[number] = AgentRequest(self, number)
@@ -170,12 +166,12 @@ class AgentSession:
         return begun
 
     def check(self) -> None:
-        """Raises AgentLost when the connection has ended."""
+        """Raises NodeUnreachable when the connection has ended."""
         if self.why_ended is not None:
-            raise AgentLost("its agent has ended", where=self._where, why=self.why_ended)
+            raise NodeUnreachable("its agent has ended", where=self._where, why=self.why_ended)
 
     async def round_trip_s(self) -> float:
-        """Seconds of one heartbeat and its acknowledgement. Raises AgentLost."""
+        """Seconds of one heartbeat and its acknowledgement. Raises NodeUnreachable."""
         self._idle_since = time.monotonic()
         began, heartbeat = time.perf_counter(), self.heartbeats.next()
         self.send(heartbeat)
@@ -283,12 +279,12 @@ class AgentRequest:
         self._session = session
 
     def send(self, data: bytes) -> None:
-        """More stdin for a probe that goes on. Raises AgentLost."""
+        """More stdin for a probe that goes on. Raises NodeUnreachable."""
         self._session.check()
         self._session.send(messages.RequestInput(self.number, data))
 
     async def completed(self, timeout_s: float) -> Completed:
-        """Its end, exit code None when that does not come in time. Raises AgentLost."""
+        """Its end, exit code None when that does not come in time. Raises NodeUnreachable."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.ended is None:
@@ -297,7 +293,7 @@ class AgentRequest:
         return Completed(code, bytes(self.output), stderr.encode(errors="replace"))
 
     async def next_line(self, timeout_s: float) -> bytes | Late | messages.RequestEnded:
-        """The next line of its output, or its end. Raises AgentLost."""
+        """The next line of its output, or its end. Raises NodeUnreachable."""
         try:
             async with asyncio.timeout(timeout_s):
                 while b"\n" not in self.output:
@@ -310,7 +306,7 @@ class AgentRequest:
         return bytes(line)
 
     async def next_result(self, name: str, result_type: type[Result], timeout_s: float) -> Result | NoValue:
-        """The next document of a probe that goes on. Raises AgentLost."""
+        """The next document of a probe that goes on. Raises NodeUnreachable."""
         line = await self.next_line(timeout_s)
         if isinstance(line, Late):
             return line.model_copy(update={"command": f"the {name} probe"})
@@ -321,7 +317,7 @@ class AgentRequest:
         return parse_output(f"the {name} probe", done, result_type, after_s=timeout_s)
 
     async def cancel(self) -> None:
-        """End it on the node, and wait until it has ended there. Raises AgentLost."""
+        """End it on the node, and wait until it has ended there. Raises NodeUnreachable."""
         self._session.send(messages.CancelRequest(self.number))
         await self.completed(_CANCEL_LIMIT_S)
 

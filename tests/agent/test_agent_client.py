@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from engine.cluster import agent_client, probe_results
 from engine.cluster.agent_client import (
     AgentClient,
-    AgentLost,
     AgentSession,
     InterpreterBroken,
     InterpreterMissing,
@@ -187,7 +186,7 @@ async def test_closing_leaves_nothing(agent: AgentClient) -> None:
     await own_address(agent)
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     await agent.aclose()
-    with pytest.raises(AgentLost):
+    with pytest.raises(NodeUnreachable):
         await running
     for each in (pid, *map(int, children)):
         wait_until(lambda each=each: start_time(each) is None, within_s=10)  # type: ignore[misc]
@@ -201,7 +200,7 @@ async def test_when_the_agent_is_killed_all_who_wait_fail_and_the_next_request_s
     await own_address(agent)
     os.kill(pid, signal.SIGKILL)
     for each in waiting:
-        with pytest.raises(AgentLost, match="ended with -9"):
+        with pytest.raises(NodeUnreachable, match="ended with -9"):
             await asyncio.wait_for(each, 20)
     assert await own_address(agent) == AddressProblems(problems=[None])
     assert await agent_pid(agent) != pid
@@ -355,7 +354,7 @@ async def test_a_round_trip_that_does_not_end_is_no_answer(monkeypatch: pytest.M
     waiting = asyncio.create_task(agent.round_trip_s())
     await asyncio.sleep(0)
     node.channels[0].end()
-    with pytest.raises(AgentLost):
+    with pytest.raises(NodeUnreachable):
         await waiting
     await agent.aclose()
 
@@ -372,7 +371,7 @@ async def test_an_agent_is_not_idle_while_a_round_trip_is_under_way(monkeypatch:
         await asyncio.sleep(0)
     assert not session.ending
     await agent.aclose()
-    with pytest.raises(AgentLost):
+    with pytest.raises(NodeUnreachable):
         await measuring
 
 

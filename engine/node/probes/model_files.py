@@ -101,7 +101,7 @@ def _examine(directory: Path, report: dict[str, Any]) -> None:
     if not faults:
         report["doubts"] += _doubts(directory, configuration, tensors)
         with contextlib.suppress(*_INVALID):
-            _check_tokens(directory, configuration, tensors, report)
+            _check_tokens(directory, tensors, report)
     report["shards"], report["bytes"] = len(shards), sum(shard.stat().st_size for shard in shards)
     report["hashes"] = {name: value for name in HASHED if (value := file_hash(directory / name)) is not None}
     report["hashes"].update({shard.name: f"{shard.stat().st_size} bytes" for shard in shards})
@@ -185,7 +185,7 @@ def _are_of_size(tensors: _Tensors, text: dict[str, Any]) -> bool:
     return True
 
 
-def _check_tokens(directory: Path, configuration: dict[str, Any], tensors: _Tensors, report: dict[str, Any]) -> None:
+def _check_tokens(directory: Path, tensors: _Tensors, report: dict[str, Any]) -> None:
     """Tokens beyond the embedding, of which MLX reads whatever lies behind it. An added one that neither ends a text
     nor is in the chat template does no harm: some models have such a one for their images. Raises _INVALID."""
     embeddings = [shape[0] for name, (_, shape) in tensors.items() if _EMBEDDING.search(name) and shape]
