@@ -115,21 +115,18 @@ class GroupReaper:
 
     def set_group(self, pgid: int) -> None:
         """From now on, process group `pgid`, and no other, does not outlive this process; 0: none."""
-        self._send(pgid)
+        # Without its reaper the watched process goes on.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._write_end, b"%d\n" % pgid)
 
     def release(self) -> None:
         """The group has ended, or is to be left alone; the reaper leaves."""
-        self._send(0)
+        self.set_group(0)
         os.close(self._write_end)
 
     def has_left(self, *, wait: bool = False) -> bool:
         """True once."""
         return os.waitpid(self.pid, 0 if wait else os.WNOHANG)[0] == self.pid
-
-    def _send(self, pgid: int) -> None:
-        # Without its reaper the watched process goes on.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._write_end, b"%d\n" % pgid)
 
 
 def _watch(pipe: int, marks: dict[str, str]) -> None:

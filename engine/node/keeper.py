@@ -273,7 +273,7 @@ class Keeper:
         if program is not None and now >= self._kill_at:
             self._kill_at = float("inf")
             _log("KILL to the group")
-            program.signal_group(signal.SIGKILL)
+            processes.kill_group(program.pid, signal.SIGKILL)
 
     def _handle_command(self, command: bytes, program: RankProcess | None) -> None:
         if (renewed_at := attempt.heartbeat_time(command)) is not None:
@@ -340,12 +340,12 @@ class Keeper:
         _log(f"TERM to the group: {self._stopped_by}")
         self._term_at = float("inf")
         self._kill_at = min(now, self._stop_limit) + self._spec.term_grace_s
-        program.signal_group(signal.SIGTERM)
+        processes.kill_group(program.pid, signal.SIGTERM)
 
     def _sweep(self, program: RankProcess) -> None:
         """Kill what the program left behind: its group, its session, processes with the rank's environment variables,
         and their descendants."""
-        program.signal_group(signal.SIGKILL)
+        processes.kill_group(program.pid, signal.SIGKILL)
         # The process in front has the rank's variables too, until it has exited.
         ours = {self._reaper.pid, os.getppid(), self._notifier.front_pid}
         try:

@@ -151,9 +151,6 @@ class RankProcess:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._control, command)
 
-    def signal_group(self, number: int) -> None:
-        processes.kill_group(self.pid, number)
-
     def close(self) -> None:
         """It has ended."""
         os.close(self._control)
