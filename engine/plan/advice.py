@@ -49,7 +49,7 @@ def without_validation(context: PlanContext, memory: MemoryFit, rationale: Ratio
     fine-tuning of 4B or more, as long as another node takes part."""
     if not context.validates or context.strategy in PARTITIONED:
         return ()
-    nodes = context.inputs.config.nodes
+    nodes = context.config.nodes
     named = tuple(node.name for node in nodes if node.validates is False)
     ruled = context.m4_max if _whole_on_m4_max(context, memory) else []
     ruled = [node.name for node in nodes if node.validates is None and node.name in ruled]
@@ -179,7 +179,7 @@ def local_gains_nothing(context: PlanContext) -> bool:
 
 def _predicted(context: PlanContext, strategy: Strategy, wire: str | None = None) -> ThroughputPrediction:
     """The job with another strategy or form of the exchange."""
-    return predict_throughput(context.inputs.config, context.inputs.calibration, context.shares, wire, strategy)
+    return predict_throughput(context.config, context.calibration, context.shares, wire, strategy)
 
 
 def advice_section(context: PlanContext, memory: MemoryFit) -> Iterator[PlannedAdvice]:

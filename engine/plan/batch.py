@@ -137,7 +137,7 @@ def _peak_rate(context: PlanContext) -> float | None:
 
 def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> SuggestedBatch | None:
     """None when nothing fits."""
-    settings, examples = context.settings, context.inputs.examples
+    settings, examples = context.settings, context.examples
     if examples is not None:
         # A batch has no example twice.
         fits = max(0, min(examples // context.ranks, examples if fits is None else fits))

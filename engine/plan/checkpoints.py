@@ -45,14 +45,14 @@ _COMMAND = "the job runs a custom command, which saves by itself"
 
 
 def checkpoint_section(context: PlanContext, rationale: Rationale) -> CheckpointSection:
-    measured = context.inputs.recoveries_s[:_RECOVERIES]
+    measured = context.recoveries_s[:_RECOVERIES]
     source, reason = Source.UNKNOWN, "null: no run of this job on this cluster has recovered from a failure yet"
     if measured:
         times = ", ".join(f"{seconds:.1f} s" for seconds in measured)
         source, reason = Source.FACT, f"the median of the newest recoveries of this job on this cluster: {times}"
     rationale.explain(_KEY + "expected_recovery_time", source, reason)
     frequency = suggested = storage = None
-    checkpoint, framework = context.inputs.config.checkpoint, context.job.kind.framework
+    checkpoint, framework = context.config.checkpoint, context.job.kind.framework
     if not context.settings:
         rationale.explain(_KEY + "approach", Source.USER, _COMMAND)
         rationale.explain(_KEY + "frequency", Source.UNKNOWN, _COMMAND)
@@ -96,14 +96,14 @@ def _approach(context: PlanContext, rationale: Rationale) -> None:
     if context.ranks > 1 and context.strategy in replicas:
         rationale.explain(_KEY + "approach", Source.RULE, replicas[context.strategy])
         return
-    why = "with one rank there is no replica of the state"
-    if context.ranks > 1:
-        why = f"with strategy {context.strategy} no rank has the whole state"
-        if context.strategy == "ddp":
-            why = "the others' group ends with a lost rank, whose peers do not keep the state of the step"
+    why = f"with strategy {context.strategy} no rank has the whole state"
+    if context.ranks == 1:
+        why = "with one rank there is no replica of the state"
+    elif context.strategy == "ddp":
+        why = "the others' group ends with a lost rank, whose peers do not keep the state of the step"
     text = f"{why}; when a rank is lost, the run continues from the last periodic checkpoint"
     rationale.explain(_KEY + "approach", Source.RULE, text)
-    if not context.inputs.config.checkpoint.enabled:
+    if not context.config.checkpoint.enabled:
         rationale.warn("checkpoint_strategy", f"{why}, and [checkpoint] enabled = false: a lost rank costs all steps")
 
 
@@ -111,7 +111,7 @@ def _frequency(context: PlanContext, rationale: Rationale, frequency: int, sugge
     source, origin = Source.DEFAULT, "save_every is the default"
     if context.given("save_every"):
         source, origin = Source.USER, "the job sets save_every"
-    limit, updates = max_save_every(full=context.full), state_every(context.inputs.config)
+    limit, updates = max_save_every(full=context.full), state_every(context.config)
     state = f"the training state {f'every {updates} updates' if updates else 'never: [checkpoint] enabled = false'}"
     gives = f"gives {suggested}" if suggested is not None else "needs the number of examples, which is not known"
     rule = f"the rule, min(1000, iters/20){' and at most 500 in full fine-tuning' * context.full}, {gives}"

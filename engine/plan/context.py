@@ -104,11 +104,10 @@ def version_numbers(version: str | None) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"[0-9]{1,6}", version or "")[:3]))
 
 
-@dataclass(frozen=True)
-class PlanContext:
-    inputs: PlanInputs
-    platform: str
-    """ "apple", "cuda", "cpu" or "unknown"."""
+@dataclass(frozen=True, kw_only=True)
+class PlanContext(PlanInputs):
+    """With what several sections derive from them."""
+
     shares: Shares
     micro_batches: Mapping[str, int] | None
     """Sequences of the global batch by node; None for a custom command, for a batch that is too small, and for a
@@ -117,7 +116,7 @@ class PlanContext:
 
     @property
     def job(self) -> JobConfig:
-        return self.inputs.config.job
+        return self.config.job
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -127,7 +126,7 @@ class PlanContext:
     @property
     def backend(self) -> str | None:
         """None if the ranks cannot be connected."""
-        return self.inputs.network.backend if self.inputs.network is not None else None
+        return self.network.backend if self.network is not None else None
 
     @property
     def shares_source(self) -> Source:
@@ -136,20 +135,28 @@ class PlanContext:
     @property
     def names(self) -> list[str]:
         """Node names in rank order."""
-        return [node.name for node in self.inputs.config.nodes]
+        return [node.name for node in self.config.nodes]
 
     @property
     def ranks(self) -> int:
-        return len(self.inputs.config.nodes)
+        return len(self.config.nodes)
 
     @property
-    def strategy(self) -> Strategy:
-        return self.inputs.strategy
+    def platform(self) -> str:
+        """ "apple", "cuda", "cpu" or "unknown"."""
+        facts, of_mlx = list(self.facts.values()), self.job.framework == "mlx"
+        if any(fact.system == "Darwin" for fact in facts):
+            return "apple"
+        # To MLX an NVIDIA GPU is of use with its CUDA build alone.
+        cuda = [
+            fact.mlx_device == "CUDA" or (fact.gpus and not (of_mlx and fact.mlx_device == "CPU")) for fact in facts
+        ]
+        return "cuda" if any(cuda) else "cpu" if facts else "unknown"
 
     @property
     def m4_max(self) -> list[str]:
         """The nodes that are an M4 Max, of at most 128 GB."""
-        probed = ((name, fact) for name in self.names if (fact := self.inputs.facts.get(name)) is not None)
+        probed = ((name, fact) for name in self.names if (fact := self.facts.get(name)) is not None)
         m4_max = ((name, fact) for name, fact in probed if "M4 Max" in (fact.chip or ""))
         return [name for name, fact in m4_max if (fact.memory_total_bytes or 0) <= _M4_MAX_BYTES]
 
@@ -174,7 +181,7 @@ class PlanContext:
     @property
     def iterations(self) -> int | None:
         """None for a custom command, and for epochs over an unknown number of examples."""
-        return job_iterations(self.settings, self.inputs.examples) if self.settings else None
+        return job_iterations(self.settings, self.examples) if self.settings else None
 
     @property
     def updates(self) -> int | None:
@@ -183,9 +190,7 @@ class PlanContext:
 
     @property
     def updates_per_epoch(self) -> float | None:
-        if self.total_batch is None or self.inputs.examples is None:
-            return None
-        return self.inputs.examples / self.total_batch
+        return self.examples / self.total_batch if self.total_batch and self.examples is not None else None
 
     def given(self, *keys: str) -> bool:
         """True if the configuration sets any of these keys of [job], or one differs from its default."""
@@ -212,7 +217,7 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
     throughput = ThroughputPrediction(why_not=(inputs.division and inputs.division.why_not) or why_unused(inputs))
     if throughput.why_not is None:
         throughput = predict_throughput(config, inputs.calibration, shares, strategy=inputs.strategy)
-    return PlanContext(inputs, _platform(inputs), shares, micro, throughput)
+    return PlanContext(**vars(inputs), shares=shares, micro_batches=micro, throughput=throughput)
 
 
 def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:
@@ -223,14 +228,3 @@ def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:
     except ValueError as error:
         rationale.refuse("hardware_calibration", str(error))
         return divide_batch(inputs.config, None)
-
-
-def _platform(inputs: PlanInputs) -> str:
-    facts = list(inputs.facts.values())
-    if any(fact.system == "Darwin" for fact in facts):
-        return "apple"
-    # To MLX an NVIDIA GPU is of use with its CUDA build alone.
-    of_mlx = inputs.config.job.framework == "mlx"
-    if any(fact.mlx_device == "CUDA" or (fact.gpus and not (of_mlx and fact.mlx_device == "CPU")) for fact in facts):
-        return "cuda"
-    return "cpu" if facts else "unknown"

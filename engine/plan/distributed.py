@@ -30,15 +30,14 @@ _SYNC = {
 
 def distributed_section(context: PlanContext, rationale: Rationale) -> DistributedSection:
     """The command uses stock mlx.launch; there is none for strategies that stock mlx-lm cannot train."""
-    inputs = context.inputs
-    command, notes = inputs.launching.mlx_launch_command, inputs.launching.launch_notes
-    if inputs.network is None:
-        notes = (f"no command and no hostfile: {inputs.network_problem}",)
-        if inputs.problems:
-            text = f"the network between the ranks is not known: {inputs.network_problem}"
+    command, notes = context.launching.mlx_launch_command, context.launching.launch_notes
+    if context.network is None:
+        notes = (f"no command and no hostfile: {context.network_problem}",)
+        if context.problems:
+            text = f"the network between the ranks is not known: {context.network_problem}"
             rationale.warn("distributed_config", text)
         else:
-            rationale.refuse("distributed_config", f"the ranks cannot be connected: {inputs.network_problem}")
+            rationale.refuse("distributed_config", f"the ranks cannot be connected: {context.network_problem}")
     elif context.strategy != "data" and (command is not None or not notes):
         command, notes = None, (f"no command: stock mlx-lm does not train strategy {context.strategy}",)
     source, reason = Source.RULE, "one program for all ranks, which selects its node's python and paths by MLX_RANK"
@@ -52,8 +51,8 @@ def distributed_section(context: PlanContext, rationale: Rationale) -> Distribut
         mlx_launch_command=command,
         gradient_sync=_SYNC[context.strategy].format(device) if context.ranks > 1 else "none: one rank",
         unified_memory={"apple": True, "cuda": False, "cpu": False}.get(context.platform),
-        mlx_env_vars=dict(inputs.rank_environment),
-        hostfile=inputs.launching.hostfile,
+        mlx_env_vars=dict(context.rank_environment),
+        hostfile=context.launching.hostfile,
         launch_notes=notes,
     )
 
@@ -65,30 +64,29 @@ _DEADLOCK = "MLX documents that it can deadlock the GPU, until the Mac is restar
 
 
 def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
-    inputs = context.inputs
-    plan, backend = inputs.network, context.backend
+    plan, backend = context.network, context.backend
     infiniband = plan is not None and plan.infiniband
     enabled = backend in _OVER_RDMA or infiniband
     network_name = None if backend is None else "InfiniBand" if infiniband else "Thunderbolt" if enabled else "TCP"
     if plan is None:
-        reason = f"no backend: {inputs.network_problem}"
+        reason = f"no backend: {context.network_problem}"
     elif context.ranks == 1:
         reason = "one node needs no network"
     else:
         reason = "; ".join(plan.reasons)
         for warning in plan.warnings:
             rationale.warn("rdma_config", warning)
-    source = Source.USER if inputs.config.cluster.backend != "auto" else Source.FACT
+    source = Source.USER if context.config.cluster.backend != "auto" else Source.FACT
     rationale.explain("rdma_config.backend", source if backend else Source.UNKNOWN, reason)
     speed_up = context.throughput.speed_up if enabled else None
     source, why = Source.CALIBRATION, "all ranks compared with the fastest node alone"
     if speed_up is None:
         source, why = Source.UNKNOWN, "no RDMA" if not enabled else context.throughput.why_not or "not predicted"
     rationale.explain("rdma_config.expected_speedup", source, why)
-    calibration = usable_calibration(inputs)
+    calibration = usable_calibration(context)
     measured = calibration.all_ranks if calibration is not None else None
     # The gradient's size does not change with the calibration's age.
-    gradient = inputs.calibration.gradient_bytes if inputs.calibration is not None else None
+    gradient = context.calibration.gradient_bytes if context.calibration is not None else None
     wanted = network.nccl_environment(infiniband=infiniband, gradient_bytes=gradient) if backend == "nccl" else {}
     of_mlx = {name: value for name, value in context.job.env.items() if name.startswith("MLX_")}
     if _sets_fast_synch(context):
@@ -99,7 +97,7 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
         backend=backend if context.ranks > 1 else "none",
         network=network_name if context.ranks > 1 else "none",
         expected_speedup=speed_up,
-        env_vars={name: inputs.rank_environment.get(name, value) for name, value in wanted.items()} | of_mlx,
+        env_vars={name: context.rank_environment.get(name, value) for name, value in wanted.items()} | of_mlx,
         setup=_setup(context, enabled=enabled),
         reason=reason,
         latency_s=measured.latency_s if measured is not None else None,
@@ -108,20 +106,19 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
 
 
 def _setup(context: PlanContext, *, enabled: bool) -> tuple[str, ...]:
-    inputs = context.inputs
     if context.ranks == 1 or context.strategy == "local":
         return ()
     if context.backend == "nccl":
         steps = ["flightdeck launch sets env_vars for every rank; [job] env overrides them"]
-        if len({node.ssh for node in inputs.config.nodes}) > 1:
+        if len({node.ssh for node in context.config.nodes}) > 1:
             steps.append(f"InfiniBand for training is supported from {network.INFINIBAND_PLATFORM}")
             steps += [] if enabled else ["not every node has active InfiniBand: NCCL uses TCP"]
         return tuple(steps)
     if context.platform != "apple":
         return ()
     steps = [] if enabled else [f"once per Mac: {ENABLE_RDMA} ({_RDMA_GAIN})"]
-    facts = [fact for name in context.names if (fact := inputs.facts.get(name)) is not None]
-    for node, commands in setup_commands(inputs.topology, facts).items():
+    facts = [fact for name in context.names if (fact := context.facts.get(name)) is not None]
+    for node, commands in setup_commands(context.topology, facts).items():
         steps.append(f"{node}: {' && '.join(commands)}")
     if not _sets_fast_synch(context):
         steps.append(f"{_FAST_SYNCH}=1 is not set: {_DEADLOCK}; [job] env can set it")
@@ -148,17 +145,16 @@ _VERSIONS = {"mlx": lambda _: _MLX_VERSIONS, "torch": _torch_versions}
 
 def verification_steps(context: PlanContext) -> tuple[str, ...]:
     """Shell commands in the order to run them."""
-    inputs = context.inputs
-    deck, file = inputs.tools.flightdeck, inputs.config.file
+    deck, file = context.tools.flightdeck, context.config.file
     config = f" -c {shlex.quote(str(file))}" if file is not None else ""
     steps = [f"{deck} nodes{config}"]
-    hostfile = inputs.launching.hostfile
+    hostfile = context.launching.hostfile
     if hostfile is not None and (path := hostfile.path) is not None:
-        steps.append(f"{shlex.quote(inputs.tools.python)} -c {shlex.quote(_PARSES.format(path=json.dumps(path)))}")
+        steps.append(f"{shlex.quote(context.tools.python)} -c {shlex.quote(_PARSES.format(path=json.dumps(path)))}")
     versions = _VERSIONS[context.job.framework](context)
-    for node in inputs.config.nodes:
+    for node in context.config.nodes:
         steps.append(_on(node, f"{quoted(node.python)} -c {shlex.quote(versions)}"))
-    hosts = {node.ssh: node for node in inputs.config.nodes}.values()
+    hosts = {node.ssh: node for node in context.config.nodes}.values()
     if context.backend in _OVER_RDMA:
         for node in hosts:
             steps += [_on(node, "rdma_ctl status"), _on(node, "ibv_devices")]

@@ -39,12 +39,12 @@ _UNTRAINED = (
 
 
 def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
-    rationale.refusals += context.inputs.obstacles
+    rationale.refusals += context.obstacles
     nested = nested_in_command(context.job.words, context.job.framework)
     if nested is not None and context.ranks > 1:
         (rationale.refuse if nested.certain else rationale.warn)("command", str(nested))
     _refuse_mixed_devices(context, rationale)
-    config = context.inputs.model
+    config = context.model
     if config is None or not context.settings:
         return
     architecture, text = _architecture(config), config.get("text_config")
@@ -63,16 +63,15 @@ def _torch_obstacles(context: PlanContext, config: Mapping[str, Any], rationale:
     if isinstance(config.get("quantization"), Mapping):
         text = f"PyTorch cannot load the weights that MLX has quantized ({packed})"
         rationale.refuse("model", text, todo='name the original model, or set framework = "mlx"')
-    elif context.full and packed is not None:
-        _refuse_quantized(packed, "it has no gradients", rationale)
+    else:
+        _refuse_quantized(context, packed, "it has no gradients", rationale)
 
 
 def _mlx_obstacles(context: PlanContext, config: Mapping[str, Any], rationale: Rationale, has_experts: bool) -> None:
     packed = quantized_as(config)
-    if context.full and packed is not None:
-        _refuse_quantized(packed, "MLX has no gradients for quantized weights", rationale)
+    _refuse_quantized(context, packed, "MLX has no gradients for quantized weights", rationale)
     _refuse_untrained(context, str(config.get("model_type")).removesuffix("_text"), packed, rationale)
-    on_cpu = [name for name in context.names if (fact := context.inputs.facts.get(name)) and fact.gpu == "cpu"]
+    on_cpu = [name for name in context.names if (fact := context.facts.get(name)) and fact.gpu == "cpu"]
     if has_experts and packed is None and on_cpu and trained_element_bytes(config, "full") < 4:
         why = f"the model has experts in 16 bits, which MLX computes on a GPU alone, and {', '.join(on_cpu)} has none"
         todo = "use the model in float32 or quantized there (`mlx_lm.convert`), or nodes with a GPU"
@@ -82,15 +81,16 @@ def _mlx_obstacles(context: PlanContext, config: Mapping[str, Any], rationale: R
 _MODEL_OBSTACLES = {"mlx": _mlx_obstacles, "torch": _torch_obstacles}
 
 
-def _refuse_quantized(packed: str, why: str, rationale: Rationale) -> None:
-    text = f'fine_tune_type = "full" cannot train a quantized model ({packed}): {why}'
-    rationale.refuse("fine_tune_type", text, todo=f"{_LORA}, or name the unquantized model")
+def _refuse_quantized(context: PlanContext, packed: str | None, why: str, rationale: Rationale) -> None:
+    if context.full and packed is not None:
+        text = f'fine_tune_type = "full" cannot train a quantized model ({packed}): {why}'
+        rationale.refuse("fine_tune_type", text, todo=f"{_LORA}, or name the unquantized model")
 
 
 def _refuse_mixed_devices(context: PlanContext, rationale: Rationale) -> None:
     """Every strategy has copies that each rank updates by itself: all parameters (data), those that are not divided
     (sharded), the embeddings (pipeline), the averaged weights (local)."""
-    devices = {name: fact.mlx_device for name in context.names if (fact := context.inputs.facts.get(name)) is not None}
+    devices = {name: fact.mlx_device for name in context.names if (fact := context.facts.get(name)) is not None}
     kinds = [kind for kind in dict.fromkeys(devices.values()) if kind is not None]
     if "CUDA" not in kinds or len(kinds) == 1:
         return
@@ -101,7 +101,7 @@ def _refuse_mixed_devices(context: PlanContext, rationale: Rationale) -> None:
 
 def _refuse_untrained(context: PlanContext, kind: str, packed: str | None, rationale: Rationale) -> None:
     """Refuse what mlx-lm itself cannot train, unless all nodes have a newer one than was tried."""
-    facts = [fact for name, fact in context.inputs.facts.items() if name in context.names]
+    facts = [fact for name, fact in context.facts.items() if name in context.names]
     if facts and all(version_numbers(fact.mlx_lm) > _TRIED for fact in facts):
         return
     all_matrices = not context.full and (context.settings.get("lora_parameters") or {}).get("keys") is None

@@ -60,16 +60,14 @@ def performance_section(context: PlanContext, rationale: document.Rationale) -> 
 def calibration_section(
     context: PlanContext, rationale: document.Rationale
 ) -> document.CalibrationSection | document.NoCalibrationSection:
-    inputs, calibration, shares = context.inputs, context.inputs.calibration, dict(context.shares.parts)
+    calibration, shares = context.calibration, dict(context.shares.parts)
     qos = _QOS if context.platform == "apple" else "not on macOS"
     rationale.explain("hardware_calibration.workload_distribution", context.shares_source, context.shares.reason)
-    if calibration is None or not inputs.config.calibration.enabled:
-        reason = MISSING if inputs.config.calibration.enabled else "[calibration] enabled = false"
-        hints = ["flightdeck calibrate measures the job's step on every node, and the links"]
-        if (unmeasured := context.job.kind.framework.unmeasured) is not None:
-            reason, hints = unmeasured, []
+    if calibration is None or not context.config.calibration.enabled:
+        unmeasured = context.job.kind.framework.unmeasured
+        hints = ["flightdeck calibrate measures the job's step on every node, and the links"] * (unmeasured is None)
         return document.NoCalibrationSection(
-            reason=reason,
+            reason=unmeasured or (MISSING if context.config.calibration.enabled else "[calibration] enabled = false"),
             workload_distribution=shares,
             macos_qos_api=qos,
             calibration_notes=tuple(dict.fromkeys((*context.shares.warnings, *hints))),
@@ -86,7 +84,7 @@ def calibration_section(
         macos_qos_api=qos,
         calibration_notes=tuple(dict.fromkeys(notes)),
         taken_at=calibration.taken_at,
-        age_days=age_days(calibration, inputs.now),
+        age_days=age_days(calibration, context.now),
     )
 
 
@@ -102,9 +100,9 @@ def chunking_section(
     if not context.job.chunking:
         rationale.warn(_KEY, "[job] chunking = false: the whole dataset is kept in memory")
         return _off("[job] chunking = false", rationale)
-    size = context.inputs.examples
+    size = context.examples
     if size is None:
-        why = f"dataset_size is not known: {context.inputs.examples_source}"
+        why = f"dataset_size is not known: {context.examples_source}"
         rationale.warn(_KEY, why)
         return _off(why, rationale)
     try:
@@ -115,7 +113,7 @@ def chunking_section(
     if not chunking.enabled:
         return _off(f"{size:,} examples are fewer than one chunk of {chunking.chunk_size:,}", rationale)
     chunks = f"{chunking.num_chunks} chunks of {chunking.chunk_size:,}, streamed by offset"
-    rationale.explain(_KEY, document.Source.FACT, f"{size:,} examples ({context.inputs.examples_source}): {chunks}")
+    rationale.explain(_KEY, document.Source.FACT, f"{size:,} examples ({context.examples_source}): {chunks}")
     return document.ChunkingSection(
         dataset_size=size,
         chunk_size=chunking.chunk_size,
@@ -128,13 +126,11 @@ def chunking_section(
 def data_quality_section(
     context: PlanContext, rationale: document.Rationale
 ) -> document.DataQualitySection | document.Disabled:
-    report = context.inputs.report
+    report, problem = context.report, context.report_problem
     if report is None:
-        reason = "[job] data_quality_report is not set"
-        if context.inputs.report_problem is not None:
-            reason = context.inputs.report_problem
-            rationale.warn("data_quality", reason)
-        return document.Disabled(reason=reason)
+        if problem is not None:
+            rationale.warn("data_quality", problem)
+        return document.Disabled(reason=problem or "[job] data_quality_report is not set")
     if report.blocks:
         rationale.refuse("data_quality", report.blocks)
     if report.warns:
@@ -159,7 +155,7 @@ def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
     if isinstance(needed, TorchFit):
         # The other sections are about the strategy that was chosen; "auto" is the script's own.
         scripts_own = isinstance(needed.settings, document.Disabled)
-        context = replace(context, inputs=replace(inputs, strategy=AUTO if scripts_own else needed.chosen.strategy))
+        context = replace(context, strategy=AUTO if scripts_own else needed.chosen.strategy)
     not_validating = without_validation(context, needed, rationale)
     return document.TrainingPlan(
         strategy=strategy_section(
@@ -196,10 +192,10 @@ def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
 
 def _warn_unreachable(context: PlanContext, rationale: document.Rationale) -> None:
     by_reason: dict[tuple[str, str], list[str]] = {}
-    for name, why in context.inputs.problems.items():
-        seen, facts = context.inputs.facts.get(name), "facts are unknown"
+    for name, why in context.problems.items():
+        seen, facts = context.facts.get(name), "facts are unknown"
         if seen is not None:
-            facts = f"facts from {_ago((context.inputs.now - seen.probed_at).total_seconds())} are used"
+            facts = f"facts from {_ago((context.now - seen.probed_at).total_seconds())} are used"
         by_reason.setdefault((why, facts), []).append(name)
     for (why, facts), names in by_reason.items():
         does, its = ("does", "its") if len(names) == 1 else ("do", "their")
@@ -214,7 +210,6 @@ def _ago(seconds: float) -> str:
 
 
 def _nodes(context: PlanContext, not_validating: Collection[str]) -> tuple[document.PlannedNode, ...]:
-    inputs = context.inputs
     return tuple(
         document.PlannedNode(
             rank=rank,
@@ -224,8 +219,8 @@ def _nodes(context: PlanContext, not_validating: Collection[str]) -> tuple[docum
             memory_bytes=seen.memory_total_bytes if seen else None,
             share=context.shares.parts.get(node.name),
             validates=node.name not in not_validating,
-            facts_age_s=max(0.0, (inputs.now - seen.probed_at).total_seconds()) if seen else None,
-            problem=inputs.problems.get(node.name),
+            facts_age_s=max(0.0, (context.now - seen.probed_at).total_seconds()) if seen else None,
+            problem=context.problems.get(node.name),
         )
-        for rank, (node, seen) in enumerate((node, inputs.facts.get(node.name)) for node in inputs.config.nodes)
+        for rank, (node, seen) in enumerate((node, context.facts.get(node.name)) for node in context.config.nodes)
     )

@@ -72,7 +72,7 @@ _STALENESS_RULE = (
 
 
 def sync_section(context: PlanContext, rationale: Rationale) -> PreRdmaSync:
-    config = context.inputs.config
+    config = context.config
     settings = config.preflight
     left_out = _why_skipped(context, "pre_rdma_sync", sync_not_applicable, sync_switched_off, rationale)
     reason = left_out or "flightdeck preflight runs it"
@@ -90,7 +90,7 @@ def sync_section(context: PlanContext, rationale: Rationale) -> PreRdmaSync:
 
 def consistency_section(context: PlanContext, rationale: Rationale) -> ConsistencySection:
     """Compares hashes before the launch, and the ranks' own reports during training."""
-    config = context.inputs.config
+    config = context.config
     settings = config.preflight
     left_out = _why_skipped(
         context, "worker_consistency", comparison_not_applicable, comparison_switched_off, rationale
@@ -114,8 +114,8 @@ def _why_skipped(
     context: PlanContext, check: str, not_applicable: Applies, switched_off: Applies, rationale: Rationale
 ) -> str | None:
     """Why preflight will skip a check; a check that the user switched off is also a warning."""
-    config = context.inputs.config
-    by_name = {*config.preflight.skip, *(planned.name for planned in context.inputs.checks if planned.overridden)}
+    config = context.config
+    by_name = {*config.preflight.skip, *(planned.name for planned in context.checks if planned.overridden)}
     if check not in by_name and (reason := not_applicable(config)) is not None:
         rationale.explain(check, Source.RULE, reason)
         return reason
@@ -127,7 +127,7 @@ def _why_skipped(
 
 
 def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch | Disabled:
-    settings = context.inputs.config.consistency
+    settings = context.config.consistency
     if context.ranks == 1:
         return Disabled(reason="one worker: nothing to compare")
     if not context.settings:

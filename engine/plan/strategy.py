@@ -56,14 +56,14 @@ def strategy_section(
     """`split` is None unless the strategy is a pipeline whose layers could be split. `trained` parameters, None if
     unknown. `automatic`: the plan has chosen the strategy."""
     name = context.strategy
-    hosts = [node.ssh for node in context.inputs.config.nodes]
+    hosts = [node.ssh for node in context.config.nodes]
     per_host = {hosts.count(host) for host in hosts}
+    shown, source = str(name), Source.USER
     origin = "set by --strategy" if name != context.job.strategy else "set by the job, or its default"
-    if automatic:
-        origin = 'strategy = "auto", by the memory of the ranks: see settings.strategy'
-    shown, source = str(name), Source.RULE if automatic else Source.USER
     if name == AUTO:
-        shown, source, origin = "the script's own", Source.USER, "see settings"
+        shown, origin = "the script's own", "see settings"
+    elif automatic:
+        source, origin = Source.RULE, 'strategy = "auto", by the memory of the ranks: see settings.strategy'
     rationale.explain("strategy.parallelism", source, f"{shown}: {origin}")
     ranks = f"one process for each rank: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
     of_mac = "; one process drives the GPU of a Mac" if context.platform == "apple" else ""
@@ -90,8 +90,8 @@ def strategy_section(
 
 
 def _refuse_impossible(context: PlanContext, rationale: Rationale) -> None:
-    name, kind = context.strategy, mlx_module(str((context.inputs.model or {}).get("model_type", "")))
-    if name in ("sharded", "pipeline") and context.inputs.model is not None and kind not in SPLITTABLE_MODULES:
+    name, kind = context.strategy, mlx_module(str((context.model or {}).get("model_type", "")))
+    if name in ("sharded", "pipeline") and context.model is not None and kind not in SPLITTABLE_MODULES:
         only = ", ".join(SPLITTABLE_MODULES)
         why = f"{name} does not support model_type {plain(kind, 60)}, only {only}"
         rationale.refuse("strategy", why, todo='set strategy = "data" or "local"')
@@ -128,7 +128,7 @@ def _averaging(context: PlanContext, trained: int | None, rationale: Rationale) 
     )
     size, source, reason = None, Source.UNKNOWN, "the number of trained parameters is not known"
     if trained is not None:
-        element_bytes = trained_element_bytes(context.inputs.model, context.job.fine_tune_type)
+        element_bytes = trained_element_bytes(context.model, context.job.fine_tune_type)
         by_data = trained * exchange(wire, context.ranks, element_bytes, context.accumulation).sent
         size, source = math.ceil(trained * form.element_bytes), Source.RULE
         reason = (

@@ -75,7 +75,7 @@ class MemoryFit:
 
 def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
     """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
-    places = [_place(context, node) for node in context.inputs.config.nodes]
+    places = [_place(context, node) for node in context.config.nodes]
     limits = [place.limit_bytes for place in places]
     try:
         shape = model_shape(context)
@@ -102,7 +102,7 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
             replace(place, measured=max(1.0, row.needed_bytes / need.needed_bytes))
             for (place, _, need), row in zip(ranks, rows, strict=True)
         ]
-        splittable = mlx_module(str((context.inputs.model or {}).get("model_type", ""))) in SPLITTABLE_MODULES
+        splittable = mlx_module(str((context.model or {}).get("model_type", ""))) in SPLITTABLE_MODULES
         ways = ways_out(shape, workloads, places, context.settings, splittable=splittable)
     refuse_memory(rows, ways, rationale)
     # The ranks of a pipeline train different layers, other ranks all the same ones.
@@ -116,9 +116,9 @@ def model_shape(context: PlanContext) -> ModelShape:
     """Raises InputError with why the memory cannot be estimated."""
     if not context.settings:
         raise InputError("the job runs a custom command")
-    if context.inputs.model is None:
-        raise InputError(f"the model's config.json was not read: {context.inputs.model_source}")
-    return ModelShape.from_config(context.inputs.model)
+    if context.model is None:
+        raise InputError(f"the model's config.json was not read: {context.model_source}")
+    return ModelShape.from_config(context.model)
 
 
 def _warn_of_older_mlx(
@@ -132,7 +132,7 @@ def _warn_of_older_mlx(
             continue
         newer = estimate(shape, replace(workload, fused_attention="metal")).needed_bytes
         if newer < (1 - _WORTH_NAMING) * need.needed_bytes:
-            keeps = f"mlx {context.inputs.facts[place.node].mlx} on {place.node} keeps attention's scores"
+            keeps = f"mlx {context.facts[place.node].mlx} on {place.node} keeps attention's scores"
             needs = f"it would need {memory_text(newer)} instead of {memory_text(need.needed_bytes)}"
             grow = f"which grow with the square of {workload.sequence:,} tokens"
             rationale.warn("memory", f"{keeps}, {grow}: with mlx {NEWER_MLX} {needs}")
@@ -155,20 +155,20 @@ def memory_section(
 def unknown_memory(context: PlanContext, error: InputError, rationale: Rationale) -> Disabled:
     reason = str(error)
     if context.settings:
-        unread = f"the memory need is unknown: {context.inputs.model_source}"
-        rationale.warn("memory", reason if context.inputs.model is not None else unread)
+        unread = f"the memory need is unknown: {context.model_source}"
+        rationale.warn("memory", reason if context.model is not None else unread)
     rationale.explain("memory", Source.UNKNOWN, reason)
     return Disabled(reason=reason)
 
 
 def _place(context: PlanContext, node: NodeConfig) -> RankPlace:
-    facts, name = context.inputs.facts.get(node.name), node.name
-    ranks = on_machine = sum(other.ssh == node.ssh for other in context.inputs.config.nodes)
+    facts, name = context.facts.get(node.name), node.name
+    ranks = on_machine = sum(other.ssh == node.ssh for other in context.config.nodes)
     if facts is None:
         return RankPlace(name, None, ranks, None, limit_from="the node was never probed")
     if facts.mlx_device == "CUDA":
         # Each rank has a GPU of its own while there are enough.
-        ranks = -(-ranks // max(1, len(gpus_of_ranks(context.inputs.config, facts))))
+        ranks = -(-ranks // max(1, len(gpus_of_ranks(context.config, facts))))
     shared = f", shared by its {ranks} ranks" if ranks > 1 else ""
     mac, total = facts.system == "Darwin", facts.memory_total_bytes
     limit, limit_from = total, "all memory, since there is no GPU limit"
@@ -216,7 +216,7 @@ def _workloads(context: PlanContext, split: LayerSplit | None, places: Sequence[
         batches = context.micro_batches or dict.fromkeys(context.names, even)
         ranks = [replace(common, batch=batches[name]) for name in context.names]
     for number, place in enumerate(places):
-        facts, tokens = context.inputs.facts.get(place.node), common.sequence
+        facts, tokens = context.facts.get(place.node), common.sequence
         if facts is not None and facts.mlx_device == "CUDA":
             tokens = max(tokens, cuda_width(tokens - 1))
         ranks[number] = replace(ranks[number], sequence=tokens, fused_attention=place.fuses or "")
@@ -256,7 +256,7 @@ def _rank_memory(
     measured = _measured(context, place.node, workload, estimated)
     reason = f"from two probe steps, for a batch of {workload.batch}"
     if measured is None:
-        unused = f" (calibration not used: {why_not})" if (why_not := why_unused(context.inputs)) else ""
+        unused = f" (calibration not used: {why_not})" if (why_not := why_unused(context)) else ""
         reason = f"from config.json: {estimated.assumption}{unused}"
     need = measured or estimated
     tokens = f"{workload.batch} × {workload.sequence:,} tokens"
@@ -297,7 +297,7 @@ def _measured(
     context: PlanContext, node: str, workload: RankWorkload, estimated: MemoryEstimate
 ) -> MemoryEstimate | None:
     """The need with the measured peak; None where the probe steps were taken with other settings."""
-    calibration = usable_calibration(context.inputs)
+    calibration = usable_calibration(context)
     # A probe's step is of one rank alone: with local it would lack the averaging, which may be the peak, and the
     # averaged weights with their momentum.
     if calibration is None or calibration.synthetic_model or context.strategy != "data":

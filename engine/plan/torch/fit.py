@@ -130,7 +130,7 @@ def _precision(context: PlanContext, asked: str, gpus: Sequence[NvidiaGpu | None
     if asked == "fp16" and context.backend == "gloo":
         why = "precision = fp16 needs a GPU: on the CPU Accelerate computes in float32, and says nothing"
         todo = 'set precision = "auto", or backend = "nccl" in [cluster]'
-        if all(node.name in context.inputs.facts for node in context.inputs.config.nodes):
+        if all(node.name in context.facts for node in context.config.nodes):
             rationale.refuse("precision", why, todo=todo)
         else:
             rationale.warn("precision", f"{why}; {todo}")
@@ -138,9 +138,9 @@ def _precision(context: PlanContext, asked: str, gpus: Sequence[NvidiaGpu | None
 
 
 def _requested(context: PlanContext) -> dict[str, Any]:
-    settings, strategy = context.job.mlx_lm, context.inputs.strategy
+    settings, strategy = context.job.mlx_lm, context.strategy
     asked = {key: settings.get(key, AUTO) for key in (*_KEYS, "precision", "nvme_path")}
-    if asked["offload"] == AUTO and context.inputs.config.checkpoint.enabled and context.job.command is None:
+    if asked["offload"] == AUTO and context.config.checkpoint.enabled and context.job.command is None:
         # Of what is offloaded there, there is no checkpoint.
         asked["nvme_path"] = None
     # A layer count is MLX's alone.
@@ -162,8 +162,8 @@ class _RankLimits(NamedTuple):
 
 
 def _place(context: PlanContext, rank: int) -> _RankLimits:
-    hosts = [node.ssh for node in context.inputs.config.nodes]
-    facts = context.inputs.facts.get(context.names[rank])
+    hosts = [node.ssh for node in context.config.nodes]
+    facts = context.facts.get(context.names[rank])
     memory = facts.memory_total_bytes if facts is not None else None
     host_limit = memory and memory // hosts.count(hosts[rank])
     if context.backend != "nccl":

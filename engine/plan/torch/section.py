@@ -32,12 +32,12 @@ _SAVED = {
 
 
 def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> TorchSection:
-    chosen, inputs = fit.chosen, context.inputs
+    chosen = fit.chosen
     launch = _launch(context, fit)
     written = files(launch)
     (pasted, notes), (manifest, needed) = commands(launch), manifests(launch, written)
     notes = (*notes, *needed, *_command_notes(context))
-    hosts = inputs.network.hosts if inputs.network is not None else ()
+    hosts = context.network.hosts if context.network is not None else ()
     if not fit.on_gpu and (unprobed := _unprobed(context)):
         notes = (*notes, f"{spans(unprobed)}: not probed, a GPU for each rank is assumed; flightdeck nodes probes")
     scripts_own = fit.settings.reason if isinstance(fit.settings, Disabled) else None
@@ -57,7 +57,7 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
         checkpoint_format=_SAVED[chosen.strategy] if context.settings else "the script's own",
         backend=context.backend,
         interfaces={name: host.interface for name, host in zip(context.names, hosts, strict=False)},
-        infiniband=inputs.network is not None and inputs.network.infiniband,
+        infiniband=context.network is not None and context.network.infiniband,
         files=written | manifest,
         commands=pasted,
         notes=notes,
@@ -67,8 +67,8 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
 
 
 def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
-    inputs, job, recovery = context.inputs, context.job, context.inputs.config.recovery
-    nodes = inputs.config.nodes
+    job, recovery = context.job, context.config.recovery
+    nodes = context.config.nodes
     counts = Counter[SshTarget]()
     for node in nodes:
         counts[SshTarget.parse(node.ssh)] += node.processes
@@ -76,7 +76,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
     memory = [fit.choice.chosen.memory] if fit.choice is not None else []
     needed = [estimated.host_bytes if fit.on_gpu else estimated.needed_bytes for estimated in memory]
     name = socket.gethostname() if first.local else first.host
-    plan, command = inputs.network, [*job.shown_command]
+    plan, command = context.network, [*job.shown_command]
     launcher, options, _ = split_launcher(command)
     started = started_program(command) if command else ["python", "-m", _RECIPE, JOB]
     return TorchLaunch(
@@ -90,7 +90,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         secrets=tuple(name for name in job.env if not is_public(name)),
         inputs={name: path for name, path in paths.items() if path is not None},
         memory_bytes=needed[0] * max(counts.values()) if needed else None,
-        blocks=BLOCKS.get(str((inputs.model or {}).get("model_type", "")), ()),
+        blocks=BLOCKS.get(str((context.model or {}).get("model_type", "")), ()),
         micro_batch=max(context.micro_batches.values()) if context.micro_batches else None,
         accumulation=context.accumulation,
         max_grad_norm=context.settings.get("max_grad_norm"),
@@ -98,7 +98,7 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
         planned=not isinstance(fit.settings, Disabled),
         launcher=launcher,
         options=tuple(option for option in joined_options(options) if option != "--module"),
-        elastic=str(inputs.config.torchrun.get("--nnodes", "")),
+        elastic=str(context.config.torchrun.get("--nnodes", "")),
         restarts=recovery.max_restarts,
         job=_resolved(context, fit) if context.settings else None,
     )
@@ -106,8 +106,8 @@ def _launch(context: PlanContext, fit: TorchFit) -> TorchLaunch:
 
 def _unprobed(context: PlanContext) -> list[str]:
     """The nodes of which nothing is known, if the others have a GPU for each rank."""
-    config = context.inputs.config
-    probed = {name: fact for name, fact in context.inputs.facts.items() if fact.problem is None}
+    config = context.config
+    probed = {name: fact for name, fact in context.facts.items() if fact.problem is None}
     wanted = {node.name: network.ranks_of_host(config, node.ssh) for node in config.nodes}
     lacking = any(len(probed[name].gpus) < ranks for name, ranks in wanted.items() if name in probed)
     return [] if lacking or config.cluster.backend != "auto" else [name for name in wanted if name not in probed]
@@ -137,7 +137,7 @@ def _command_notes(context: PlanContext) -> Iterator[str]:
 
 def _environment(context: PlanContext) -> Mapping[str, str]:
     """The variables of all ranks alike: NCCL's, the job's own, and the interface if all machines call it the same."""
-    plan, variables = context.inputs.network, dict[str, str]()
+    plan, variables = context.network, dict[str, str]()
     if plan is not None and len({host.ssh for host in plan.hosts}) > 1:
         names = {host.interface for host in plan.hosts}
         name = names.pop() if len(names) == 1 else None
@@ -200,14 +200,14 @@ def _explain(context: PlanContext, section: TorchSection, rationale: Rationale) 
         rule = "batch_configuration.suggested has target batch / (batch per GPU · GPUs)"
         rationale.explain("torch.gradient_accumulation_steps", given, f"{sizes}; {rule}")
     if section.strategy == "fsdp":
-        kind = (context.inputs.model or {}).get("model_type")
+        kind = (context.model or {}).get("model_type")
         why = f"the blocks of transformers' model_type {kind}" if section.wrap_classes else "the model names its blocks"
         rationale.explain("torch.wrap_classes", Source.RULE, why)
     if context.settings:
         rationale.explain("torch.prefetch", Source.RULE, "what is sent travels beside the computation")
         rationale.explain("torch.checkpoint_format", Source.RULE, "no rank has to gather the whole state to save it")
-    plan = context.inputs.network
-    source = Source.USER if context.inputs.config.cluster.backend != "auto" else Source.FACT
+    plan = context.network
+    source = Source.USER if context.config.cluster.backend != "auto" else Source.FACT
     rationale.explain("torch.backend", source, "; ".join(plan.reasons) if plan is not None else "not known")
     if section.infiniband:
         rationale.explain("torch.infiniband", Source.FACT, "every node has an active InfiniBand device")
