@@ -22,7 +22,7 @@ from engine.failures.explanation import explained
 from engine.launch.rank_environment import common_environment, rank_spec, trainer_job
 from engine.measurements import CalibrationProgress, GroupMeasure, Scaling, ScalingPoint
 from engine.plan.context import PlanInputs, make_context
-from engine.plan.document import MemorySection, Rationale
+from engine.plan.document import MemorySection
 from engine.plan.memory.choice import is_open, resolved
 from engine.plan.network import NetworkPlan
 from engine.plan.planner import FITS
@@ -140,8 +140,8 @@ def _spec(config: Config, split: str | None, network: NetworkPlan, layouts: Sequ
 
 def nodes_too_small(inputs: PlanInputs) -> dict[str, str]:
     """The nodes that the job does not fit by the estimate, each with why: loading it could bring the machine down."""
-    context = make_context(replace(inputs, calibration=None), Rationale())
-    section = FITS[context.job.framework](context, Rationale()).section
+    context = make_context(replace(inputs, calibration=None))
+    section = FITS[context.job.framework](context).section
     return {
         rank.node: f"{memory_text(rank.needed_bytes)} by the estimate, of {memory_text(rank.limit_bytes)}"
         for rank in (section.ranks if isinstance(section, MemorySection) else ())

@@ -30,7 +30,7 @@ from engine.models import NodeFacts, RunRecord
 from engine.plan.context import PlanInputs, Tools, make_context
 from engine.plan.data_report import DataReport, read_data_report
 from engine.plan.decisions import LaunchDecisions, decide_launch
-from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemory, Rationale, TrainingPlan
+from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemory, TrainingPlan
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.choice import is_open
 from engine.plan.memory.choice import resolved as with_chosen
@@ -271,7 +271,7 @@ def _chosen(inputs: PlanInputs) -> Config:
     """The configuration with what the plan chooses: a printed launch that recomputed nothing might not fit."""
     if not is_open(inputs.config):
         return inputs.config
-    return with_chosen(inputs.config, memory_fit(make_context(inputs, Rationale()), Rationale()).settings)
+    return with_chosen(inputs.config, memory_fit(make_context(inputs)).settings)
 
 
 def _layers(model: Mapping[str, Any] | None) -> int | None:

@@ -10,7 +10,7 @@ from engine.errors import memory_text
 from engine.job.traits import PARTITIONED
 from engine.measurements import ThroughputPrediction
 from engine.plan.context import PlanContext
-from engine.plan.document import ChosenSettings, PlannedAdvice, Rationale, Source
+from engine.plan.document import ChosenSettings, PlannedAdvice, Source
 from engine.plan.memory.choice import choose
 from engine.plan.memory.fit import WORKING_SET, MemoryFit
 from engine.plan.prediction import predict_throughput
@@ -44,7 +44,7 @@ def _whole_on_m4_max(plan: PlanContext, memory: MemoryFit) -> str:
     return ", ".join(plan.m4_max) if whole else ""
 
 
-def without_validation(context: PlanContext, memory: MemoryFit, rationale: Rationale) -> tuple[str, ...]:
+def without_validation(context: PlanContext, memory: MemoryFit) -> tuple[str, ...]:
     """The nodes that are kept out of validation: those that the configuration names, and by rule an M4 Max in full
     fine-tuning of 4B or more, as long as another node takes part."""
     if not context.validates or context.strategy in PARTITIONED:
@@ -54,10 +54,10 @@ def without_validation(context: PlanContext, memory: MemoryFit, rationale: Ratio
     ruled = context.m4_max if _whole_on_m4_max(context, memory) else []
     ruled = [node.name for node in nodes if node.validates is None and node.name in ruled]
     if named:
-        rationale.explain("nodes", Source.USER, f"{', '.join(named)}: [[node]] validate = false, no validation there")
+        context.explain("nodes", Source.USER, f"{', '.join(named)}: [[node]] validate = false, no validation there")
     if ruled and len(named) + len(ruled) < len(nodes):
         text = f"{', '.join(ruled)}: no validation on an M4 Max in full fine-tuning of 4B or more; the others do it"
-        rationale.explain("nodes", Source.RULE, f"{text} ([[node]] validate = true overrides)")
+        context.explain("nodes", Source.RULE, f"{text} ([[node]] validate = true overrides)")
         named = (*named, *ruled)
     return named
 
@@ -192,7 +192,7 @@ def advice_section(context: PlanContext, memory: MemoryFit) -> Iterator[PlannedA
 
 def _validation(context: PlanContext, memory: MemoryFit) -> tuple[str, str] | str:
     """The M4 Max, and the sentence on them in validation: left out already, or how to leave them out."""
-    nodes, kept_out = _whole_on_m4_max(context, memory), without_validation(context, memory, Rationale())
+    nodes, kept_out = _whole_on_m4_max(context, memory), without_validation(replace(context, reasons=[]), memory)
     validating = [name for name in context.m4_max if name not in kept_out]
     how = "Turn validation off (val_batches = 0)" if validating else "It is kept out of validation"
     if 0 < len(validating) < context.ranks:

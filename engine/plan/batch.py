@@ -8,7 +8,7 @@ import math
 from engine.config.mlx_lm_keys import BASE_RATES, SCHEDULE_ARGUMENTS, STEPS, scaled_rate, scaling_rule
 from engine.errors import plural
 from engine.plan.context import PlanContext, job_iterations
-from engine.plan.document import BatchSection, Rationale, Source, SuggestedBatch
+from engine.plan.document import BatchSection, Source, SuggestedBatch
 
 START_PER_RANK = {"apple": 4, "cuda": 64, "cpu": 4}
 """Initial sequences per rank. On Apple silicon users report the same throughput for any batch (about 340 tokens/s at 4
@@ -38,27 +38,27 @@ def suggest_batch(*, ranks: int, start: int, fits: int | None, target: int) -> t
 _KEY = "batch_configuration."
 
 
-def batch_section(context: PlanContext, fits: int | None, rationale: Rationale) -> BatchSection:
+def batch_section(context: PlanContext, fits: int | None) -> BatchSection:
     """`fits` is the largest batch per rank that fits every node; None if unknown."""
     total, settings = context.total_batch, context.settings
     if total is None:
-        rationale.explain(_KEY + "total_batch_size", Source.UNKNOWN, "the job runs a custom command")
+        context.explain(_KEY + "total_batch_size", Source.UNKNOWN, "the job runs a custom command")
         return BatchSection.model_validate(dict.fromkeys(BatchSection.model_fields))
-    _explain_batch(context, fits, rationale)
+    _explain_batch(context, fits)
     rule = scaling_rule(str(settings["optimizer"]))
     base = BASE_RATES[rule]
     by_rule = scaled_rate(total, rule)
     warm = int((settings.get("lr_schedule") or {}).get("warmup", 0))
     per_epoch = context.updates_per_epoch
-    _explain_rate(context, rationale)
-    _check_schedule(context, rationale)
+    _explain_rate(context)
+    _check_schedule(context)
     basis = f"{rule} for {settings['optimizer']}: {base.learning_rate:g} at batch {base.batch}"
     reason = f"{basis} gives {by_rule:.2g} at batch {total} ({base.source})"
-    rationale.explain(_KEY + "rule_learning_rate", Source.RULE, reason)
+    context.explain(_KEY + "rule_learning_rate", Source.RULE, reason)
     source, reason = Source.DEFAULT, "mlx-lm warms up only if lr_schedule sets it"
     if warm:
         source, reason = Source.USER, "set by lr_schedule"
-    rationale.explain(_KEY + "warmup_steps", source, reason)
+    context.explain(_KEY + "warmup_steps", source, reason)
     per_rank = int(settings["batch_size"]) / context.ranks
     return BatchSection(
         per_gpu_batch_size=int(per_rank) if per_rank.is_integer() else per_rank,
@@ -75,28 +75,28 @@ def batch_section(context: PlanContext, fits: int | None, rationale: Rationale) 
         updates=context.updates,
         epochs=context.updates / per_epoch if context.updates is not None and per_epoch else None,
         largest_per_gpu_batch_size=fits,
-        suggested=_suggested(context, fits, rationale),
+        suggested=_suggested(context, fits),
     )
 
 
-def _explain_batch(context: PlanContext, fits: int | None, rationale: Rationale) -> None:
+def _explain_batch(context: PlanContext, fits: int | None) -> None:
     settings = context.settings
     source, origin = Source.DEFAULT, "mlx-lm's default is"
     if context.given("batch_size"):
         source, origin = Source.USER, "the job sets"
     sizes = f"batch_size = {settings['batch_size']} over all ranks, {context.accumulation} of them per update"
-    rationale.explain(_KEY + "total_batch_size", source, f"{origin} {sizes}")
+    context.explain(_KEY + "total_batch_size", source, f"{origin} {sizes}")
     if context.strategy == "pipeline":
-        rationale.explain(_KEY + "micro_batch", Source.RULE, "every stage of a pipeline processes the whole batch")
+        context.explain(_KEY + "micro_batch", Source.RULE, "every stage of a pipeline processes the whole batch")
     else:
-        rationale.explain(_KEY + "micro_batch", context.shares_source, context.shares.reason)
+        context.explain(_KEY + "micro_batch", context.shares_source, context.shares.reason)
     source, reason = Source.UNKNOWN, "the memory or its limit is not known for every node"
     if fits is not None:
         source, reason = Source.RULE, f"{fits} fit every node according to the memory estimate"
-    rationale.explain(_KEY + "largest_per_gpu_batch_size", source, reason)
+    context.explain(_KEY + "largest_per_gpu_batch_size", source, reason)
 
 
-def _explain_rate(context: PlanContext, rationale: Rationale) -> None:
+def _explain_rate(context: PlanContext) -> None:
     source, reason = Source.DEFAULT, "mlx-lm's default; the job sets none"
     if context.settings.get("lr_schedule"):
         source, reason = Source.USER, "the highest rate in lr_schedule"
@@ -104,10 +104,10 @@ def _explain_rate(context: PlanContext, rationale: Rationale) -> None:
         source, reason = Source.RULE, 'learning_rate = "auto": as rule_learning_rate'
     elif context.given("learning_rate"):
         source, reason = Source.USER, "the job sets it"
-    rationale.explain(_KEY + "learning_rate", source, reason)
+    context.explain(_KEY + "learning_rate", source, reason)
 
 
-def _check_schedule(context: PlanContext, rationale: Rationale) -> None:
+def _check_schedule(context: PlanContext) -> None:
     """Warn of a warm-up or schedule, both counted in updates, that the run ends before."""
     schedule, updates = context.settings.get("lr_schedule"), context.updates
     if not schedule or updates is None:
@@ -118,11 +118,11 @@ def _check_schedule(context: PlanContext, rationale: Rationale) -> None:
     run = f"the run has {plural(updates, 'update')}{of}"
     if warm >= updates:
         text = f"lr_schedule warms up for {plural(warm, 'update')}, and {run}"
-        rationale.warn("lr_schedule", f"{text}: the rate never gets to {arguments['rate']:g}")
+        context.warn("lr_schedule", f"{text}: the rate never gets to {arguments['rate']:g}")
     elif steps + warm > updates and arguments["rate"] != arguments.get("last rate", 0.0):
         after = f" after {warm:,} of warm-up" if warm else ""
         takes = f"{'takes its first step' if 'factor' in arguments else 'ends'} after {plural(steps, 'update')}{after}"
-        rationale.warn("lr_schedule", f"{schedule['name']} in lr_schedule {takes}, and {run}")
+        context.warn("lr_schedule", f"{schedule['name']} in lr_schedule {takes}, and {run}")
 
 
 def _peak_rate(context: PlanContext) -> float | None:
@@ -135,7 +135,7 @@ def _peak_rate(context: PlanContext) -> float | None:
     return max(rates, default=None)
 
 
-def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> SuggestedBatch | None:
+def _suggested(context: PlanContext, fits: int | None) -> SuggestedBatch | None:
     """None when nothing fits."""
     settings, examples = context.settings, context.examples
     if examples is not None:
@@ -152,7 +152,7 @@ def _suggested(context: PlanContext, fits: int | None, rationale: Rationale) -> 
     most = f", at most the {fits} that fit" if fits is not None and fits < start else ""
     reason = f"{aim}; starts with {start} per rank on {platform}{most}, and accumulates the rest"
     use = "The launch uses the job's own settings; flightdeck plan --apply writes these"
-    rationale.explain(_KEY + "suggested", Source.RULE, f"{reason}. {use}")
+    context.explain(_KEY + "suggested", Source.RULE, f"{reason}. {use}")
     per_rank, steps = suggest_batch(ranks=context.ranks, start=start, fits=fits, target=target)
     batch, total = per_rank * context.ranks, per_rank * context.ranks * steps
     rule = scaling_rule(str(settings["optimizer"]))

@@ -7,7 +7,7 @@ import statistics
 from engine.config.mlx_lm_keys import DEFAULTS
 from engine.config.models import Config
 from engine.plan.context import PlanContext
-from engine.plan.document import CheckpointSection, Rationale, Source
+from engine.plan.document import CheckpointSection, Source
 from engine.security.redact import redact
 
 MAX_SAVE_EVERY = 1000
@@ -44,24 +44,24 @@ _RECOVERIES = 5
 _COMMAND = "the job runs a custom command, which saves by itself"
 
 
-def checkpoint_section(context: PlanContext, rationale: Rationale) -> CheckpointSection:
+def checkpoint_section(context: PlanContext) -> CheckpointSection:
     measured = context.recoveries_s[:_RECOVERIES]
     source, reason = Source.UNKNOWN, "null: no run of this job on this cluster has recovered from a failure yet"
     if measured:
         times = ", ".join(f"{seconds:.1f} s" for seconds in measured)
         source, reason = Source.FACT, f"the median of the newest recoveries of this job on this cluster: {times}"
-    rationale.explain(_KEY + "expected_recovery_time", source, reason)
+    context.explain(_KEY + "expected_recovery_time", source, reason)
     frequency = suggested = storage = None
     checkpoint, framework = context.config.checkpoint, context.job.kind.framework
     if not context.settings:
-        rationale.explain(_KEY + "approach", Source.USER, _COMMAND)
-        rationale.explain(_KEY + "frequency", Source.UNKNOWN, _COMMAND)
+        context.explain(_KEY + "approach", Source.USER, _COMMAND)
+        context.explain(_KEY + "frequency", Source.UNKNOWN, _COMMAND)
     else:
-        _approach(context, rationale)
+        _approach(context)
         frequency = int(context.settings["save_every"])
         if context.iterations is not None:
             suggested = save_every(context.iterations, full=context.full)
-        _frequency(context, rationale, frequency, suggested)
+        _frequency(context, frequency, suggested)
         where = {
             "data": "the node of rank 0",
             "ddp": "each node, which stores the whole state",
@@ -69,10 +69,10 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
         }.get(context.strategy, "each node, which stores its own part")
         storage = redact(checkpoint.destination or "", {}) or f"~/.flightdeck/runs/<run>/checkpoints on {where}"
     if not context.settings and checkpoint.model_fields_set:
-        rationale.warn("checkpoint_strategy", f"[checkpoint] is unused: {_COMMAND}")
+        context.warn("checkpoint_strategy", f"[checkpoint] is unused: {_COMMAND}")
     elif not framework.compresses and checkpoint.compression != "none":
         text = f"compression = {checkpoint.compression} is unused: {framework.title}'s states are not compressed"
-        rationale.warn("checkpoint_strategy", text)
+        context.warn("checkpoint_strategy", text)
     return CheckpointSection(
         async_=bool(context.settings) and checkpoint.enabled,
         compression=checkpoint.compression if framework.compresses else "none",
@@ -84,7 +84,7 @@ def checkpoint_section(context: PlanContext, rationale: Rationale) -> Checkpoint
     )
 
 
-def _approach(context: PlanContext, rationale: Rationale) -> None:
+def _approach(context: PlanContext) -> None:
     """Replicas hold the whole state, and with local every rank one of its own; when it is partitioned, only the
     periodic checkpoint has all of it."""
     replicas = {
@@ -94,7 +94,7 @@ def _approach(context: PlanContext, rationale: Rationale) -> None:
         "rank stores its own state: any of them is enough to resume, and with all of them the resume is exact",
     }
     if context.ranks > 1 and context.strategy in replicas:
-        rationale.explain(_KEY + "approach", Source.RULE, replicas[context.strategy])
+        context.explain(_KEY + "approach", Source.RULE, replicas[context.strategy])
         return
     why = f"with strategy {context.strategy} no rank has the whole state"
     if context.ranks == 1:
@@ -102,12 +102,12 @@ def _approach(context: PlanContext, rationale: Rationale) -> None:
     elif context.strategy == "ddp":
         why = "the others' group ends with a lost rank, whose peers do not keep the state of the step"
     text = f"{why}; when a rank is lost, the run continues from the last periodic checkpoint"
-    rationale.explain(_KEY + "approach", Source.RULE, text)
+    context.explain(_KEY + "approach", Source.RULE, text)
     if not context.config.checkpoint.enabled:
-        rationale.warn("checkpoint_strategy", f"{why}, and [checkpoint] enabled = false: a lost rank costs all steps")
+        context.warn("checkpoint_strategy", f"{why}, and [checkpoint] enabled = false: a lost rank costs all steps")
 
 
-def _frequency(context: PlanContext, rationale: Rationale, frequency: int, suggested: int | None) -> None:
+def _frequency(context: PlanContext, frequency: int, suggested: int | None) -> None:
     source, origin = Source.DEFAULT, "save_every is the default"
     if context.given("save_every"):
         source, origin = Source.USER, "the job sets save_every"
@@ -115,11 +115,11 @@ def _frequency(context: PlanContext, rationale: Rationale, frequency: int, sugge
     state = f"the training state {f'every {updates} updates' if updates else 'never: [checkpoint] enabled = false'}"
     gives = f"gives {suggested}" if suggested is not None else "needs the number of examples, which is not known"
     rule = f"the rule, min(1000, iters/20){' and at most 500 in full fine-tuning' * context.full}, {gives}"
-    rationale.explain(_KEY + "frequency", source, f"{origin}; {state}; {rule}")
+    context.explain(_KEY + "frequency", source, f"{origin}; {state}; {rule}")
     if frequency > limit:
         rule = f" (the rule: {suggested})" if suggested is not None else ""
         text = f"save_every = {frequency} can lose that many iterations: use at most {limit}{rule}"
-        rationale.warn("checkpoint_strategy", text)
+        context.warn("checkpoint_strategy", text)
     if context.iterations is not None and frequency > context.iterations:
         text = f"save_every = {frequency} exceeds the {context.iterations} iterations: only the end is saved"
-        rationale.warn("checkpoint_strategy", text)
+        context.warn("checkpoint_strategy", text)

@@ -105,8 +105,8 @@ def version_numbers(version: str | None) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanContext(PlanInputs):
-    """With what several sections derive from them."""
+class PlanContext(Rationale, PlanInputs):
+    """The inputs, with what several sections derive from them, and the rationale that all sections collect."""
 
     shares: Shares
     micro_batches: Mapping[str, int] | None
@@ -197,9 +197,9 @@ class PlanContext(PlanInputs):
         return any(key in self.job.given or self.settings.get(key) != DEFAULTS.get(key) for key in keys)
 
 
-def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
-    """Divide the batch and predict the throughput. A batch that cannot be divided is refused in `rationale`."""
-    config = inputs.config
+def make_context(inputs: PlanInputs) -> PlanContext:
+    """Divide the batch and predict the throughput. A batch that cannot be divided is refused."""
+    config, rationale = inputs.config, Rationale()
     shares = _shares(inputs, rationale)
     # A division brings its own warnings about them.
     for name in inputs.left_out if inputs.division is None else ():
@@ -217,7 +217,7 @@ def make_context(inputs: PlanInputs, rationale: Rationale) -> PlanContext:
     throughput = ThroughputPrediction(why_not=(inputs.division and inputs.division.why_not) or why_unused(inputs))
     if throughput.why_not is None:
         throughput = predict_throughput(config, inputs.calibration, shares, strategy=inputs.strategy)
-    return PlanContext(**vars(inputs), shares=shares, micro_batches=micro, throughput=throughput)
+    return PlanContext(**vars(inputs), **vars(rationale), shares=shares, micro_batches=micro, throughput=throughput)
 
 
 def _shares(inputs: PlanInputs, rationale: Rationale) -> Shares:

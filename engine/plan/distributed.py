@@ -12,7 +12,7 @@ from engine.errors import ENABLE_RDMA
 from engine.plan import network
 from engine.plan.addresses import setup_commands
 from engine.plan.context import PlanContext, usable_calibration
-from engine.plan.document import DistributedSection, Rationale, RdmaSection, Source
+from engine.plan.document import DistributedSection, RdmaSection, Source
 from engine.security.identifiers import SshTarget
 
 _SYNC = {
@@ -28,24 +28,24 @@ _SYNC = {
 }
 
 
-def distributed_section(context: PlanContext, rationale: Rationale) -> DistributedSection:
+def distributed_section(context: PlanContext) -> DistributedSection:
     """The command uses stock mlx.launch; there is none for strategies that stock mlx-lm cannot train."""
     command, notes = context.launching.mlx_launch_command, context.launching.launch_notes
     if context.network is None:
         notes = (f"no command and no hostfile: {context.network_problem}",)
         if context.problems:
             text = f"the network between the ranks is not known: {context.network_problem}"
-            rationale.warn("distributed_config", text)
+            context.warn("distributed_config", text)
         else:
-            rationale.refuse("distributed_config", f"the ranks cannot be connected: {context.network_problem}")
+            context.refuse("distributed_config", f"the ranks cannot be connected: {context.network_problem}")
     elif context.strategy != "data" and (command is not None or not notes):
         command, notes = None, (f"no command: stock mlx-lm does not train strategy {context.strategy}",)
     source, reason = Source.RULE, "one program for all ranks, which selects its node's python and paths by MLX_RANK"
     if command is None:
         source, reason = Source.UNKNOWN, "; ".join(notes) or "not requested"
-    rationale.explain("distributed_config.mlx_launch_command", source, reason)
+    context.explain("distributed_config.mlx_launch_command", source, reason)
     reason = "set for every rank by flightdeck launch; secrets are not shown"
-    rationale.explain("distributed_config.mlx_env_vars", Source.RULE, reason)
+    context.explain("distributed_config.mlx_env_vars", Source.RULE, reason)
     device = "GPU's" if context.backend == "nccl" else "CPU"
     return DistributedSection(
         mlx_launch_command=command,
@@ -63,7 +63,7 @@ _FAST_SYNCH = "MLX_METAL_FAST_SYNCH"
 _DEADLOCK = "MLX documents that it can deadlock the GPU, until the Mac is restarted"
 
 
-def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
+def rdma_section(context: PlanContext) -> RdmaSection:
     plan, backend = context.network, context.backend
     infiniband = plan is not None and plan.infiniband
     enabled = backend in _OVER_RDMA or infiniband
@@ -75,14 +75,14 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
     else:
         reason = "; ".join(plan.reasons)
         for warning in plan.warnings:
-            rationale.warn("rdma_config", warning)
+            context.warn("rdma_config", warning)
     source = Source.USER if context.config.cluster.backend != "auto" else Source.FACT
-    rationale.explain("rdma_config.backend", source if backend else Source.UNKNOWN, reason)
+    context.explain("rdma_config.backend", source if backend else Source.UNKNOWN, reason)
     speed_up = context.throughput.speed_up if enabled else None
     source, why = Source.CALIBRATION, "all ranks compared with the fastest node alone"
     if speed_up is None:
         source, why = Source.UNKNOWN, "no RDMA" if not enabled else context.throughput.why_not or "not predicted"
-    rationale.explain("rdma_config.expected_speedup", source, why)
+    context.explain("rdma_config.expected_speedup", source, why)
     calibration = usable_calibration(context)
     measured = calibration.all_ranks if calibration is not None else None
     # The gradient's size does not change with the calibration's age.
@@ -90,7 +90,7 @@ def rdma_section(context: PlanContext, rationale: Rationale) -> RdmaSection:
     wanted = network.nccl_environment(infiniband=infiniband, gradient_bytes=gradient) if backend == "nccl" else {}
     of_mlx = {name: value for name, value in context.job.env.items() if name.startswith("MLX_")}
     if _sets_fast_synch(context):
-        rationale.warn("rdma_config", f"[job] env sets {_FAST_SYNCH}={of_mlx[_FAST_SYNCH]}: {_DEADLOCK}")
+        context.warn("rdma_config", f"[job] env sets {_FAST_SYNCH}={of_mlx[_FAST_SYNCH]}: {_DEADLOCK}")
     return RdmaSection(
         enabled=enabled,
         platform=context.platform,

@@ -55,7 +55,7 @@ class PlanIssue(FrozenModel):
     """The part of the text that says what would help."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rationale:
     """Reasons, warnings and refusals, collected while the sections of a plan are made, in their order."""
 

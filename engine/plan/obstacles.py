@@ -38,12 +38,12 @@ _UNTRAINED = (
 `python -m tests.bench.models` tries every one."""
 
 
-def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
-    rationale.refusals += context.obstacles
+def refuse_obstacles(context: PlanContext) -> None:
+    context.refusals.extend(context.obstacles)
     nested = nested_in_command(context.job.words, context.job.framework)
     if nested is not None and context.ranks > 1:
-        (rationale.refuse if nested.certain else rationale.warn)("command", str(nested))
-    _refuse_mixed_devices(context, rationale)
+        (context.refuse if nested.certain else context.warn)("command", str(nested))
+    _refuse_mixed_devices(context)
     config = context.model
     if config is None or not context.settings:
         return
@@ -52,42 +52,42 @@ def refuse_obstacles(context: PlanContext, rationale: Rationale) -> None:
     has_experts = any(isinstance(count, int) and count > 1 for count in counts)
     if architecture is not None:
         has_experts = any(matrix.copies > 1 for layer in architecture.layers for matrix in layer.matrices)
-    _MODEL_OBSTACLES[context.job.framework](context, config, rationale, has_experts)
+    _MODEL_OBSTACLES[context.job.framework](context, config, has_experts)
     # Where transformers has one array for all experts, peft finds no matrices of theirs.
     if not context.full and not (has_experts and context.job.kind.framework.adapters == "peft"):
-        _check_adapters(context, architecture, rationale, has_experts=has_experts)
+        _check_adapters(context, architecture, has_experts=has_experts)
 
 
-def _torch_obstacles(context: PlanContext, config: Mapping[str, Any], rationale: Rationale, _: bool) -> None:
+def _torch_obstacles(context: PlanContext, config: Mapping[str, Any], _: bool) -> None:
     packed = quantized_as(config)
     if isinstance(config.get("quantization"), Mapping):
         text = f"PyTorch cannot load the weights that MLX has quantized ({packed})"
-        rationale.refuse("model", text, todo='name the original model, or set framework = "mlx"')
+        context.refuse("model", text, todo='name the original model, or set framework = "mlx"')
     else:
-        _refuse_quantized(context, packed, "it has no gradients", rationale)
+        _refuse_quantized(context, packed, "it has no gradients")
 
 
-def _mlx_obstacles(context: PlanContext, config: Mapping[str, Any], rationale: Rationale, has_experts: bool) -> None:
+def _mlx_obstacles(context: PlanContext, config: Mapping[str, Any], has_experts: bool) -> None:
     packed = quantized_as(config)
-    _refuse_quantized(context, packed, "MLX has no gradients for quantized weights", rationale)
-    _refuse_untrained(context, str(config.get("model_type")).removesuffix("_text"), packed, rationale)
+    _refuse_quantized(context, packed, "MLX has no gradients for quantized weights")
+    _refuse_untrained(context, str(config.get("model_type")).removesuffix("_text"), packed)
     on_cpu = [name for name in context.names if (fact := context.facts.get(name)) and fact.gpu == "cpu"]
     if has_experts and packed is None and on_cpu and trained_element_bytes(config, "full") < 4:
         why = f"the model has experts in 16 bits, which MLX computes on a GPU alone, and {', '.join(on_cpu)} has none"
         todo = "use the model in float32 or quantized there (`mlx_lm.convert`), or nodes with a GPU"
-        rationale.refuse("model", why, todo=todo)
+        context.refuse("model", why, todo=todo)
 
 
 _MODEL_OBSTACLES = {"mlx": _mlx_obstacles, "torch": _torch_obstacles}
 
 
-def _refuse_quantized(context: PlanContext, packed: str | None, why: str, rationale: Rationale) -> None:
+def _refuse_quantized(context: PlanContext, packed: str | None, why: str) -> None:
     if context.full and packed is not None:
         text = f'fine_tune_type = "full" cannot train a quantized model ({packed}): {why}'
-        rationale.refuse("fine_tune_type", text, todo=f"{_LORA}, or name the unquantized model")
+        context.refuse("fine_tune_type", text, todo=f"{_LORA}, or name the unquantized model")
 
 
-def _refuse_mixed_devices(context: PlanContext, rationale: Rationale) -> None:
+def _refuse_mixed_devices(context: PlanContext) -> None:
     """Every strategy has copies that each rank updates by itself: all parameters (data), those that are not divided
     (sharded), the embeddings (pipeline), the averaged weights (local)."""
     devices = {name: fact.mlx_device for name in context.names if (fact := context.facts.get(name)) is not None}
@@ -96,10 +96,10 @@ def _refuse_mixed_devices(context: PlanContext, rationale: Rationale) -> None:
         return
     where = ", ".join(f"{kind} on {spans(name for name in devices if devices[name] == kind)}" for kind in kinds)
     text = f"MLX computes with {where}: each rounds the same update in its own way, and the ranks' copies drift apart"
-    (rationale.refuse if context.settings else rationale.warn)("nodes", f"{text}; choose nodes of one kind")
+    (context.refuse if context.settings else context.warn)("nodes", f"{text}; choose nodes of one kind")
 
 
-def _refuse_untrained(context: PlanContext, kind: str, packed: str | None, rationale: Rationale) -> None:
+def _refuse_untrained(context: PlanContext, kind: str, packed: str | None) -> None:
     """Refuse what mlx-lm itself cannot train, unless all nodes have a newer one than was tried."""
     facts = [fact for name, fact in context.facts.items() if name in context.names]
     if facts and all(version_numbers(fact.mlx_lm) > _TRIED for fact in facts):
@@ -115,7 +115,7 @@ def _refuse_untrained(context: PlanContext, kind: str, packed: str | None, ratio
     }
     for name, how, why, todo in _UNTRAINED:
         if name in (kind, packed) and applies[how]:
-            rationale.refuse("model", f"mlx-lm cannot train a model of type {name}{how and ' '}{how}: {why}", todo=todo)
+            context.refuse("model", f"mlx-lm cannot train a model of type {name}{how and ' '}{how}: {why}", todo=todo)
 
 
 def knows_matrices(config: Mapping[str, Any]) -> bool:
@@ -129,27 +129,25 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     return None
 
 
-def _check_adapters(
-    context: PlanContext, architecture: Architecture | None, rationale: Rationale, *, has_experts: bool
-) -> None:
+def _check_adapters(context: PlanContext, architecture: Architecture | None, *, has_experts: bool) -> None:
     """Refuse DoRA for experts, and keys that name no matrix."""
     keys: Sequence[str] | None = (context.settings.get("lora_parameters") or {}).get("keys")
     dora = context.job.fine_tune_type == "dora"
     if architecture is None:
         # Where the names of the matrices are not known, keys are taken at their word.
         if dora and keys is None and has_experts:
-            _refuse_dora(rationale, "self_attn.o_proj")
+            _refuse_dora(context, "self_attn.o_proj")
         return
     trained = architecture.layers[-max(int(context.settings["num_layers"]), 0) :]
     names = {matrix.name: matrix for layer in trained for matrix in layer.matrices}
     by_key = {key: _matrices(architecture, trained, key) for key in (names if keys is None else keys)}
     if dora and any(matrix.copies > 1 for matrices in by_key.values() for matrix in matrices):
-        _refuse_dora(rationale, *(name for name, matrix in names.items() if matrix.copies == 1))
+        _refuse_dora(context, *(name for name, matrix in names.items() if matrix.copies == 1))
     missing = [key for key, matrices in by_key.items() if not matrices]
     if len(missing) == len(by_key):
-        rationale.refuse("lora_parameters", *nothing_trained(missing, names))
+        context.refuse("lora_parameters", *nothing_trained(missing, names))
     elif missing:
-        rationale.warn("lora_parameters", unmatched(missing, names))
+        context.warn("lora_parameters", unmatched(missing, names))
 
 
 def unmatched(keys: Iterable[str], names: Iterable[str]) -> str:

@@ -30,22 +30,22 @@ _PREDICTED = {
     "local": "the slowest node's measured step at its micro-batch, and its part of the messages and of an averaging",
 }
 _FREES = {"mlx": "gc.collect() and mx.clear_cache()", "torch": "gc.collect()"}
-FITS: Final[Mapping[Framework, Callable[[PlanContext, document.Rationale], MemoryFit]]] = {
+FITS: Final[Mapping[Framework, Callable[[PlanContext], MemoryFit]]] = {
     "mlx": memory_fit,
     "torch": torch_fit,
 }
 _QOS = "pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE)"
 
 
-def performance_section(context: PlanContext, rationale: document.Rationale) -> document.PerformanceSection:
+def performance_section(context: PlanContext) -> document.PerformanceSection:
     predicted = context.throughput
     source = document.Source.CALIBRATION
     reason = _PREDICTED.get(context.strategy, "real iterations of all ranks together, measured by calibrate")
     if predicted.examples_per_s is None:
         source, reason = document.Source.UNKNOWN, predicted.why_not or "not predicted"
-    rationale.explain("performance_targets.throughput", source, reason)
+    context.explain("performance_targets.throughput", source, reason)
     for target in ("gpu_utilization", "checkpoint_overhead"):
-        rationale.explain(f"performance_targets.{target}", document.Source.RULE, "a target, not a measurement")
+        context.explain(f"performance_targets.{target}", document.Source.RULE, "a target, not a measurement")
     iterations = context.iterations
     return document.PerformanceSection(
         throughput=predicted.examples_per_s,
@@ -57,12 +57,10 @@ def performance_section(context: PlanContext, rationale: document.Rationale) -> 
     )
 
 
-def calibration_section(
-    context: PlanContext, rationale: document.Rationale
-) -> document.CalibrationSection | document.NoCalibrationSection:
+def calibration_section(context: PlanContext) -> document.CalibrationSection | document.NoCalibrationSection:
     calibration, shares = context.calibration, dict(context.shares.parts)
     qos = _QOS if context.platform == "apple" else "not on macOS"
-    rationale.explain("hardware_calibration.workload_distribution", context.shares_source, context.shares.reason)
+    context.explain("hardware_calibration.workload_distribution", context.shares_source, context.shares.reason)
     if calibration is None or not context.config.calibration.enabled:
         unmeasured = context.job.kind.framework.unmeasured
         hints = ["flightdeck calibrate measures the job's step on every node, and the links"] * (unmeasured is None)
@@ -91,29 +89,27 @@ def calibration_section(
 _KEY = "coordinator_chunking"
 
 
-def chunking_section(
-    context: PlanContext, rationale: document.Rationale
-) -> document.ChunkingSection | document.Disabled:
+def chunking_section(context: PlanContext) -> document.ChunkingSection | document.Disabled:
     """Datasets of one chunk or more are streamed."""
     if not context.settings:
-        return _off("the job runs a custom command, which reads its own data", rationale)
+        return _off("the job runs a custom command, which reads its own data", context)
     if not context.job.chunking:
-        rationale.warn(_KEY, "[job] chunking = false: the whole dataset is kept in memory")
-        return _off("[job] chunking = false", rationale)
+        context.warn(_KEY, "[job] chunking = false: the whole dataset is kept in memory")
+        return _off("[job] chunking = false", context)
     size = context.examples
     if size is None:
         why = f"dataset_size is not known: {context.examples_source}"
-        rationale.warn(_KEY, why)
-        return _off(why, rationale)
+        context.warn(_KEY, why)
+        return _off(why, context)
     try:
         chunking = chunk_plan(size, context.job.chunk_size)
     except ValueError as error:
-        rationale.refuse(_KEY, str(error))
-        return _off(str(error), rationale)
+        context.refuse(_KEY, str(error))
+        return _off(str(error), context)
     if not chunking.enabled:
-        return _off(f"{size:,} examples are fewer than one chunk of {chunking.chunk_size:,}", rationale)
+        return _off(f"{size:,} examples are fewer than one chunk of {chunking.chunk_size:,}", context)
     chunks = f"{chunking.num_chunks} chunks of {chunking.chunk_size:,}, streamed by offset"
-    rationale.explain(_KEY, document.Source.FACT, f"{size:,} examples ({context.examples_source}): {chunks}")
+    context.explain(_KEY, document.Source.FACT, f"{size:,} examples ({context.examples_source}): {chunks}")
     return document.ChunkingSection(
         dataset_size=size,
         chunk_size=chunking.chunk_size,
@@ -123,18 +119,16 @@ def chunking_section(
     )
 
 
-def data_quality_section(
-    context: PlanContext, rationale: document.Rationale
-) -> document.DataQualitySection | document.Disabled:
+def data_quality_section(context: PlanContext) -> document.DataQualitySection | document.Disabled:
     report, problem = context.report, context.report_problem
     if report is None:
         if problem is not None:
-            rationale.warn("data_quality", problem)
+            context.warn("data_quality", problem)
         return document.Disabled(reason=problem or "[job] data_quality_report is not set")
     if report.blocks:
-        rationale.refuse("data_quality", report.blocks)
+        context.refuse("data_quality", report.blocks)
     if report.warns:
-        rationale.warn("data_quality", report.warns)
+        context.warn("data_quality", report.warns)
     return document.DataQualitySection(**dict(report.ifd_score), **dict(report))
 
 
@@ -145,32 +139,31 @@ def _off(reason: str, rationale: document.Rationale) -> document.Disabled:
 
 def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
     """Reasons against a launch are in `refusals`; nothing is raised for them."""
-    rationale = document.Rationale()
-    context = make_context(inputs, rationale)
-    _warn_unreachable(context, rationale)
+    context = make_context(inputs)
+    _warn_unreachable(context)
     if unused := context.job.unused:
-        rationale.warn("job", f'with framework = "{context.job.framework}" these keys are unused: {", ".join(unused)}')
-    refuse_obstacles(context, rationale)
-    needed = FITS[context.job.framework](context, rationale)
+        context.warn("job", f'with framework = "{context.job.framework}" these keys are unused: {", ".join(unused)}')
+    refuse_obstacles(context)
+    needed = FITS[context.job.framework](context)
     if isinstance(needed, TorchFit):
         # The other sections are about the strategy that was chosen; "auto" is the script's own.
         scripts_own = isinstance(needed.settings, document.Disabled)
         context = replace(context, strategy=AUTO if scripts_own else needed.chosen.strategy)
-    not_validating = without_validation(context, needed, rationale)
+    not_validating = without_validation(context, needed)
     return document.TrainingPlan(
         strategy=strategy_section(
-            context, needed.split, needed.trained, rationale, automatic=AUTO in (inputs.strategy, context.strategy)
+            context, needed.split, needed.trained, automatic=AUTO in (inputs.strategy, context.strategy)
         ),
-        batch_configuration=batch_section(context, needed.largest_batch, rationale),
-        distributed_config=distributed_section(context, rationale),
-        rdma_config=rdma_section(context, rationale),
-        checkpoint_strategy=checkpoint_section(context, rationale),
-        performance_targets=performance_section(context, rationale),
+        batch_configuration=batch_section(context, needed.largest_batch),
+        distributed_config=distributed_section(context),
+        rdma_config=rdma_section(context),
+        checkpoint_strategy=checkpoint_section(context),
+        performance_targets=performance_section(context),
         verification_steps=verification_steps(context),
-        pre_rdma_sync=sync_section(context, rationale),
-        hardware_calibration=calibration_section(context, rationale),
-        worker_consistency=consistency_section(context, rationale),
-        coordinator_chunking=chunking_section(context, rationale),
+        pre_rdma_sync=sync_section(context),
+        hardware_calibration=calibration_section(context),
+        worker_consistency=consistency_section(context),
+        coordinator_chunking=chunking_section(context),
         pre_flight_checklist=document.ChecklistSection(
             validation_layers=tuple(check.name for check in inputs.checks if not check.overridden), checks=inputs.checks
         ),
@@ -180,17 +173,17 @@ def make_plan(inputs: PlanInputs) -> document.TrainingPlan:
         nodes=_nodes(context, not_validating),
         settings=needed.settings,
         memory=needed.section,
-        torch=torch_section(context, needed, rationale) if isinstance(needed, TorchFit) else document.NOT_TORCH,
+        torch=torch_section(context, needed) if isinstance(needed, TorchFit) else document.NOT_TORCH,
         data=document.DataSection(examples=inputs.examples, source=inputs.examples_source or "not counted"),
-        data_quality=data_quality_section(context, rationale),
+        data_quality=data_quality_section(context),
         advice=tuple(advice_section(context, needed)),
-        warnings=tuple(dict.fromkeys(rationale.warnings)),
-        refusals=tuple(dict.fromkeys(rationale.refusals)),
-        reasons=tuple(rationale.reasons),
+        warnings=tuple(dict.fromkeys(context.warnings)),
+        refusals=tuple(dict.fromkeys(context.refusals)),
+        reasons=tuple(context.reasons),
     )
 
 
-def _warn_unreachable(context: PlanContext, rationale: document.Rationale) -> None:
+def _warn_unreachable(context: PlanContext) -> None:
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name, why in context.problems.items():
         seen, facts = context.facts.get(name), "facts are unknown"
@@ -199,7 +192,7 @@ def _warn_unreachable(context: PlanContext, rationale: document.Rationale) -> No
         by_reason.setdefault((why, facts), []).append(name)
     for (why, facts), names in by_reason.items():
         does, its = ("does", "its") if len(names) == 1 else ("do", "their")
-        rationale.warn("nodes", f"{spans(names)} {does} not respond ({why}): {its} {facts}")
+        context.warn("nodes", f"{spans(names)} {does} not respond ({why}): {its} {facts}")
 
 
 def _ago(seconds: float) -> str:

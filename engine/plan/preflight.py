@@ -9,7 +9,7 @@ from engine.config.models import Config
 from engine.job.traits import STRATEGY_TRAITS
 from engine.models import PreRdmaSync
 from engine.plan.context import PlanContext
-from engine.plan.document import ConsistencySection, Disabled, Rationale, ReplicaWatch, Source
+from engine.plan.document import ConsistencySection, Disabled, ReplicaWatch, Source
 from engine.validators.workers import byzantine_rule
 
 _CONFIGURATIONS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
@@ -71,13 +71,13 @@ _STALENESS_RULE = (
 )
 
 
-def sync_section(context: PlanContext, rationale: Rationale) -> PreRdmaSync:
+def sync_section(context: PlanContext) -> PreRdmaSync:
     config = context.config
     settings = config.preflight
-    left_out = _why_skipped(context, "pre_rdma_sync", sync_not_applicable, sync_switched_off, rationale)
+    left_out = _why_skipped(context, "pre_rdma_sync", sync_not_applicable, sync_switched_off)
     reason = left_out or "flightdeck preflight runs it"
     if left_out is None:
-        rationale.explain("pre_rdma_sync", Source.RULE, reason)
+        context.explain("pre_rdma_sync", Source.RULE, reason)
     return PreRdmaSync(
         enabled=left_out is None,
         reason=reason,
@@ -88,17 +88,15 @@ def sync_section(context: PlanContext, rationale: Rationale) -> PreRdmaSync:
     )
 
 
-def consistency_section(context: PlanContext, rationale: Rationale) -> ConsistencySection:
+def consistency_section(context: PlanContext) -> ConsistencySection:
     """Compares hashes before the launch, and the ranks' own reports during training."""
     config = context.config
     settings = config.preflight
-    left_out = _why_skipped(
-        context, "worker_consistency", comparison_not_applicable, comparison_switched_off, rationale
-    )
+    left_out = _why_skipped(context, "worker_consistency", comparison_not_applicable, comparison_switched_off)
     if left_out is None:
         text = f"at least {settings.consistency_threshold:g} of the workers must agree"
-        rationale.explain("worker_consistency", Source.RULE, text)
-    watched = _while_training(context, rationale)
+        context.explain("worker_consistency", Source.RULE, text)
+    watched = _while_training(context)
     return ConsistencySection(
         enabled=left_out is None,
         reason=left_out,
@@ -110,23 +108,21 @@ def consistency_section(context: PlanContext, rationale: Rationale) -> Consisten
     )
 
 
-def _why_skipped(
-    context: PlanContext, check: str, not_applicable: Applies, switched_off: Applies, rationale: Rationale
-) -> str | None:
+def _why_skipped(context: PlanContext, check: str, not_applicable: Applies, switched_off: Applies) -> str | None:
     """Why preflight will skip a check; a check that the user switched off is also a warning."""
     config = context.config
     by_name = {*config.preflight.skip, *(planned.name for planned in context.checks if planned.overridden)}
     if check not in by_name and (reason := not_applicable(config)) is not None:
-        rationale.explain(check, Source.RULE, reason)
+        context.explain(check, Source.RULE, reason)
         return reason
     chosen = "skipped by name" if check in by_name else switched_off(config)
     if chosen is not None:
-        rationale.explain(check, Source.USER, chosen)
-        rationale.warn(check, chosen)
+        context.explain(check, Source.USER, chosen)
+        context.warn(check, chosen)
     return chosen
 
 
-def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch | Disabled:
+def _while_training(context: PlanContext) -> ReplicaWatch | Disabled:
     settings = context.config.consistency
     if context.ranks == 1:
         return Disabled(reason="one worker: nothing to compare")
@@ -135,7 +131,7 @@ def _while_training(context: PlanContext, rationale: Rationale) -> ReplicaWatch 
     if (why := STRATEGY_TRAITS[context.strategy].uncompared) is not None:
         return Disabled(reason=f"{context.strategy}: {why}")
     if not settings.enabled:
-        rationale.warn("consistency", "[consistency] enabled = false: corrupted replicas are not detected")
+        context.warn("consistency", "[consistency] enabled = false: corrupted replicas are not detected")
         return Disabled(reason="[consistency] enabled = false")
     return ReplicaWatch(
         every_updates=settings.every,

@@ -12,7 +12,7 @@ from engine.config.models import Config
 from engine.errors import InputError, memory_text, plural
 from engine.job.traits import PARTITIONED
 from engine.plan.context import PlanContext
-from engine.plan.document import Rationale, Source, StrategySection
+from engine.plan.document import Source, StrategySection
 from engine.plan.memory.shape import trained_element_bytes
 from engine.plan.prediction import mean_updates
 from engine.protocol.exchange import averaging, exchange
@@ -49,7 +49,6 @@ def strategy_section(
     context: PlanContext,
     split: LayerSplit | None,
     trained: int | None,
-    rationale: Rationale,
     *,
     automatic: bool = False,
 ) -> StrategySection:
@@ -64,16 +63,16 @@ def strategy_section(
         shown, origin = "the script's own", "see settings"
     elif automatic:
         source, origin = Source.RULE, 'strategy = "auto", by the memory of the ranks: see settings.strategy'
-    rationale.explain("strategy.parallelism", source, f"{shown}: {origin}")
+    context.explain("strategy.parallelism", source, f"{shown}: {origin}")
     ranks = f"one process for each rank: {context.ranks} on {plural(len(set(hosts)), 'machine')}"
     of_mac = "; one process drives the GPU of a Mac" if context.platform == "apple" else ""
-    rationale.explain("strategy.world_size", Source.USER, f"{ranks}{of_mac}")
+    context.explain("strategy.world_size", Source.USER, f"{ranks}{of_mac}")
     not_launchable = None
     if name != context.job.strategy and not automatic:
         configured = f"the job uses strategy {context.job.strategy}"
         not_launchable = f'{configured}: set [job] strategy = "{name}" to launch this one'
-        rationale.explain("strategy.launchable", Source.USER, not_launchable)
-    _refuse_impossible(context, rationale)
+        context.explain("strategy.launchable", Source.USER, not_launchable)
+    _refuse_impossible(context)
     return StrategySection(
         approach=_APPROACH[name],
         total_gpus=context.ranks,
@@ -82,43 +81,43 @@ def strategy_section(
         parallelism=shown,
         layer_split=format_split(split) if split is not None else None,
         world_size=context.ranks,
-        **(_pipelining(context, rationale) if name == "pipeline" and context.settings else {}),
-        **(_averaging(context, trained, rationale) if name == "local" and context.settings else {}),
+        **(_pipelining(context) if name == "pipeline" and context.settings else {}),
+        **(_averaging(context, trained) if name == "local" and context.settings else {}),
         launchable=not_launchable is None,
         not_launchable=not_launchable,
     )
 
 
-def _refuse_impossible(context: PlanContext, rationale: Rationale) -> None:
+def _refuse_impossible(context: PlanContext) -> None:
     name, kind = context.strategy, mlx_module(str((context.model or {}).get("model_type", "")))
     if name in ("sharded", "pipeline") and context.model is not None and kind not in SPLITTABLE_MODULES:
         only = ", ".join(SPLITTABLE_MODULES)
         why = f"{name} does not support model_type {plain(kind, 60)}, only {only}"
-        rationale.refuse("strategy", why, todo='set strategy = "data" or "local"')
+        context.refuse("strategy", why, todo='set strategy = "data" or "local"')
     needs = {
         "pipeline": "a pipeline needs at least two nodes",
         "local": "local averages the weights of at least two nodes",
     }
     if context.ranks < 2 and name in needs:
-        rationale.refuse("strategy", needs[name])
+        context.refuse("strategy", needs[name])
 
 
-def _pipelining(context: PlanContext, rationale: Rationale) -> dict[str, Any]:
+def _pipelining(context: PlanContext) -> dict[str, Any]:
     """The fields of strategy "pipeline"."""
     pieces = micro_batches(int(context.settings["batch_size"]), context.ranks)
     wait = bubble_fraction(context.ranks, pieces)
     reason = f"(p-1)/(m+p-1) with {context.ranks} stages and {pieces} micro-batches: {wait:.0%} of a step is waiting"
-    rationale.explain("strategy.bubble", Source.RULE, reason)
+    context.explain("strategy.bubble", Source.RULE, reason)
     return {"bubble": wait, "pipeline_micro_batches": pieces}
 
 
-def _averaging(context: PlanContext, trained: int | None, rationale: Rationale) -> dict[str, Any]:
+def _averaging(context: PlanContext, trained: int | None) -> dict[str, Any]:
     """The fields of strategy "local": how often the weights are averaged, and what that costs."""
     settings = context.settings
     steps, wire = int(settings["local_steps"]), str(settings["wire"])
     updates = mean_updates(settings)
     form = averaging(wire, context.ranks)
-    rationale.explain(
+    context.explain(
         "strategy.local_steps",
         Source.USER if context.given("local_steps") else Source.DEFAULT,
         "updates of each rank by itself from one averaging to the next; there is also one before each validation and "
@@ -136,18 +135,16 @@ def _averaging(context: PlanContext, trained: int | None, rationale: Rationale) 
             f"receives and sends {context.ranks - 1} times that. That is {size / updates / 1e6:,.2f} MB for each "
             f"update, where a rank sends {by_data / 1e6:,.2f} MB with data"
         )
-    rationale.explain("strategy.averaging_bytes", source, reason)
+    context.explain("strategy.averaging_bytes", source, reason)
     seconds = context.throughput.exchange_s
     source, reason = Source.CALIBRATION, "over rank 0's link, all that the others send and then all that they get"
     if seconds is None:
         source, reason = Source.UNKNOWN, context.throughput.why_not or "not predicted"
-    rationale.explain("strategy.averaging_s", source, reason)
+    context.explain("strategy.averaging_s", source, reason)
     return {"local_steps": steps, "averaging_bytes": size, "averaging_s": seconds}
 
 
-def split_layers(
-    context: PlanContext, layers: int, limits: Sequence[int | None], rationale: Rationale
-) -> LayerSplit | None:
+def split_layers(context: PlanContext, layers: int, limits: Sequence[int | None]) -> LayerSplit | None:
     """Layers of each pipeline rank, as the job sets them or else by the memory `limits` in bytes; None for other
     strategies, and when the memory is unknown. An impossible split is refused."""
     if context.strategy != "pipeline":
@@ -155,21 +152,21 @@ def split_layers(
     key, given, sizes = "strategy.layer_split", context.job.layer_split, [size for size in limits if size]
     if given is None and len(sizes) < context.ranks:
         unknown = ", ".join(name for name, size in zip(context.names, limits, strict=True) if not size)
-        rationale.explain(key, Source.UNKNOWN, f"the memory of {unknown} is not known")
+        context.explain(key, Source.UNKNOWN, f"the memory of {unknown} is not known")
         return None
     most = [M4_MAX_LAYERS if context.full and name in context.m4_max else None for name in context.names]
     try:
         split = parse_split(given) if given is not None else layer_split(layers, sizes, most)
         check_split(split, layers, context.ranks)
     except ValueError as error:
-        rationale.refuse("layer_split", str(error) if given is None else f"{given}: {error}")
+        context.refuse("layer_split", str(error) if given is None else f"{given}: {error}")
         return None
     if given is not None:
-        rationale.explain(key, Source.USER, f"the job sets layer_split = {given}")
+        context.explain(key, Source.USER, f"the job sets layer_split = {given}")
         return split
     shown = " : ".join(map(memory_text, sizes))
     cap = f"; at most {M4_MAX_LAYERS} on an M4 Max in full fine-tuning" if any(most) else ""
-    rationale.explain(key, Source.FACT, f"{layers} layers over {shown}, nodes with less memory never get more{cap}")
+    context.explain(key, Source.FACT, f"{layers} layers over {shown}, nodes with less memory never get more{cap}")
     return split
 
 

@@ -73,13 +73,13 @@ class MemoryFit:
         return self.section.trainable_share if isinstance(self.section, MemorySection) else None
 
 
-def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
+def memory_fit(context: PlanContext) -> MemoryFit:
     """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
     places = [_place(context, node) for node in context.config.nodes]
     limits = [place.limit_bytes for place in places]
     try:
         shape = model_shape(context)
-        split = split_layers(context, shape.layers, limits, rationale)
+        split = split_layers(context, shape.layers, limits)
         asked = _workloads(context, split, places)
         choice = choose(shape, asked, limits, context.settings)
         workloads = tuple(with_settings(workload, choice.settings) for workload in asked)
@@ -91,11 +91,11 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         ]
     except InputError as error:
         settings = unresolved(context.settings) if context.settings else Disabled(reason=str(error))
-        return MemoryFit(unknown_memory(context, error, rationale), settings)
-    _explain_choice(context, choice, rationale)
+        return MemoryFit(unknown_memory(context, error), settings)
+    _explain_choice(context, choice)
     ranks = list(zip(places, workloads, needs, strict=True))
-    _warn_of_older_mlx(context, shape, ranks, rationale)
-    rows = [_rank_memory(context, place, workload, need, rationale) for place, workload, need in ranks]
+    _warn_of_older_mlx(context, shape, ranks)
+    rows = [_rank_memory(context, place, workload, need) for place, workload, need in ranks]
     ways: tuple[WayOut, ...] = ()
     if any(row.fits is False for row in rows):
         places = [
@@ -104,7 +104,7 @@ def memory_fit(context: PlanContext, rationale: Rationale) -> MemoryFit:
         ]
         splittable = mlx_module(str((context.model or {}).get("model_type", ""))) in SPLITTABLE_MODULES
         ways = ways_out(shape, workloads, places, context.settings, splittable=splittable)
-    refuse_memory(rows, ways, rationale)
+    refuse_memory(rows, ways, context)
     # The ranks of a pipeline train different layers, other ranks all the same ones.
     trained = sum(need.trainable_parameters for need in (needs if split else needs[:1]))
     section = memory_section(shape, trained, (need.assumption for need in needs), rows, ways)
@@ -125,7 +125,6 @@ def _warn_of_older_mlx(
     context: PlanContext,
     shape: ModelShape,
     ranks: Iterable[tuple[RankPlace, RankWorkload, MemoryEstimate]],
-    rationale: Rationale,
 ) -> None:
     for place, workload, need in ranks:
         if place.fuses != "":
@@ -135,7 +134,7 @@ def _warn_of_older_mlx(
             keeps = f"mlx {context.facts[place.node].mlx} on {place.node} keeps attention's scores"
             needs = f"it would need {memory_text(newer)} instead of {memory_text(need.needed_bytes)}"
             grow = f"which grow with the square of {workload.sequence:,} tokens"
-            rationale.warn("memory", f"{keeps}, {grow}: with mlx {NEWER_MLX} {needs}")
+            context.warn("memory", f"{keeps}, {grow}: with mlx {NEWER_MLX} {needs}")
 
 
 def memory_section(
@@ -152,12 +151,12 @@ def memory_section(
     )
 
 
-def unknown_memory(context: PlanContext, error: InputError, rationale: Rationale) -> Disabled:
+def unknown_memory(context: PlanContext, error: InputError) -> Disabled:
     reason = str(error)
     if context.settings:
         unread = f"the memory need is unknown: {context.model_source}"
-        rationale.warn("memory", reason if context.model is not None else unread)
-    rationale.explain("memory", Source.UNKNOWN, reason)
+        context.warn("memory", reason if context.model is not None else unread)
+    context.explain("memory", Source.UNKNOWN, reason)
     return Disabled(reason=reason)
 
 
@@ -250,7 +249,7 @@ def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[
 
 
 def _rank_memory(
-    context: PlanContext, place: RankPlace, workload: RankWorkload, estimated: MemoryEstimate, rationale: Rationale
+    context: PlanContext, place: RankPlace, workload: RankWorkload, estimated: MemoryEstimate
 ) -> RankMemory:
     """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
     measured = _measured(context, place.node, workload, estimated)
@@ -261,7 +260,7 @@ def _rank_memory(
     need = measured or estimated
     tokens = f"{workload.batch} × {workload.sequence:,} tokens"
     why = f"{memory_text(need.needed_bytes)} with the reserve, {tokens}, {reason}; limit: {place.limit_from}"
-    rationale.explain(f"memory.{place.node}", Source.RULE if measured is None else Source.CALIBRATION, why)
+    context.explain(f"memory.{place.node}", Source.RULE if measured is None else Source.CALIBRATION, why)
     source: Literal["estimate", "calibration"] = "estimate" if measured is None else "calibration"
     return rank_memory(need, place.node, place.limit_bytes, place.limit_from, source)
 
@@ -309,16 +308,16 @@ def _measured(
     return estimated.model_copy(update={"peak_bytes": peak}) if peak is not None else None
 
 
-def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) -> None:
+def _explain_choice(context: PlanContext, choice: Choice) -> None:
     asked = context.settings
     for key in ("optimizer_precision", "moments"):
         if asked.get(key, "float32") != AUTO:
-            rationale.explain(f"settings.{key}", Source.USER, "the job sets it")
+            context.explain(f"settings.{key}", Source.USER, "the job sets it")
             continue
         reason = "the most precise that fits" if choice.fits else "it needs the least, and does not fit"
         if choice.fits and choice.rejected_bytes is not None:
             reason += f": the next more precise would need {memory_text(choice.rejected_bytes)}"
-        rationale.explain(f"settings.{key}", Source.RULE, reason)
+        context.explain(f"settings.{key}", Source.RULE, reason)
     source, reason = Source.RULE, "all activations fit"
     if asked.get("grad_checkpoint", False) != AUTO:
         given = context.given("grad_checkpoint")
@@ -329,7 +328,7 @@ def _explain_choice(context: PlanContext, choice: Choice, rationale: Rationale) 
         reason = "it needs the least, and does not fit"
     elif choice.settings.grad_checkpoint:
         reason = "as few layers are recomputed as must be"
-    rationale.explain("settings.grad_checkpoint", source, reason)
+    context.explain("settings.grad_checkpoint", source, reason)
 
 
 def refuse_memory(rows: Sequence[RankMemory], ways: Sequence[WayOut], rationale: Rationale) -> None:

@@ -67,39 +67,39 @@ class TorchFit(MemoryFit):
         return self.settings if isinstance(self.settings, ChosenTorchSettings) else ChosenTorchSettings()
 
 
-def torch_fit(context: PlanContext, rationale: Rationale) -> TorchFit:
+def torch_fit(context: PlanContext) -> TorchFit:
     """Choose what is "auto", estimate every rank, and refuse a job that does not fit."""
     on_gpu, places = context.backend == "nccl", [_place(context, rank) for rank in range(context.ranks)]
     gpus = tuple(place.gpu for place in places) if on_gpu else ()
     if (reason := _scripts_own(context)) is not None:
-        rationale.explain("settings", Source.USER, reason)
-        memory = unknown_memory(context, InputError("the job runs a custom command"), rationale)
+        context.explain("settings", Source.USER, reason)
+        memory = unknown_memory(context, InputError("the job runs a custom command"))
         return TorchFit(memory, Disabled(reason=reason), on_gpu=on_gpu, gpus=gpus)
     asked = _requested(context)
-    precision = _precision(context, asked["precision"], gpus, rationale)
+    precision = _precision(context, asked["precision"], gpus)
     try:
         shape = model_shape(context)
         job = _Job(shape, _workloads(context, on_gpu), places)
         options = job.options(asked, precision)
         if not options:
-            rationale.refuse(
+            context.refuse(
                 "strategy", _contradiction(asked, on_gpu=on_gpu), todo='set strategy = "auto", or remove one of them'
             )
             asked = {**asked, **dict.fromkeys(("strategy", "sharding", "zero_stage", "offload"), AUTO)}
             options = job.options(asked, precision)
         choice = job.choose(options)
     except InputError as error:
-        settings = _unestimated(asked | {"precision": precision}, error, rationale)
-        return TorchFit(unknown_memory(context, error, rationale), settings, on_gpu=on_gpu, gpus=gpus)
+        settings = _unestimated(asked | {"precision": precision}, error, context)
+        return TorchFit(unknown_memory(context, error), settings, on_gpu=on_gpu, gpus=gpus)
     chosen = choice.chosen.settings
-    _explain(asked, choice, rationale)
-    rows, short = _rows(context, job, chosen, rationale)
+    _explain(asked, choice, context)
+    rows, short = _rows(context, job, chosen)
     ways: tuple[WayOut, ...] = ()
     if choice.chosen.fits is False:
         ways = _ways_out(job, asked, precision, context)
-    refuse_memory(rows, ways, rationale)
+    refuse_memory(rows, ways, context)
     if short:
-        rationale.refuse("memory", "; ".join(short), OVERRIDE, describe_ways(ways))
+        context.refuse("memory", "; ".join(short), OVERRIDE, describe_ways(ways))
     trained = choice.chosen.memory.trainable_parameters
     section = memory_section(shape, trained, [_assumption(context, chosen)], rows, ways)
     open_to_choice = {**dict.fromkeys(_KEYS, AUTO), "grad_checkpoint": chosen.grad_checkpoint}
@@ -120,20 +120,20 @@ def _scripts_own(context: PlanContext) -> str | None:
     return "strategy and precision are the script's own"
 
 
-def _precision(context: PlanContext, asked: str, gpus: Sequence[NvidiaGpu | None], rationale: Rationale) -> str:
+def _precision(context: PlanContext, asked: str, gpus: Sequence[NvidiaGpu | None]) -> str:
     on_gpu = context.backend == "nccl"
     if asked == AUTO:
         precision, reason = choose_precision(gpus, on_gpu=on_gpu)
-        rationale.explain("settings.precision", Source.FACT if on_gpu else Source.RULE, reason)
+        context.explain("settings.precision", Source.FACT if on_gpu else Source.RULE, reason)
         return precision
-    rationale.explain("settings.precision", Source.USER, "the job sets it")
+    context.explain("settings.precision", Source.USER, "the job sets it")
     if asked == "fp16" and context.backend == "gloo":
         why = "precision = fp16 needs a GPU: on the CPU Accelerate computes in float32, and says nothing"
         todo = 'set precision = "auto", or backend = "nccl" in [cluster]'
         if all(node.name in context.facts for node in context.config.nodes):
-            rationale.refuse("precision", why, todo=todo)
+            context.refuse("precision", why, todo=todo)
         else:
-            rationale.warn("precision", f"{why}; {todo}")
+            context.warn("precision", f"{why}; {todo}")
     return asked
 
 
@@ -246,9 +246,7 @@ def _explain(asked: Mapping[str, Any], choice: StrategyChoice, rationale: Ration
         rationale.explain(f"settings.{key}", source, why)
 
 
-def _rows(
-    context: PlanContext, job: _Job, chosen: ChosenTorchSettings, rationale: Rationale
-) -> tuple[list[RankMemory], list[str]]:
+def _rows(context: PlanContext, job: _Job, chosen: ChosenTorchSettings) -> tuple[list[RankMemory], list[str]]:
     """The ranks, and which of their machines have too little memory."""
     rows, short = [], []
     for node, workload, place in zip(context.names, job.workloads, job.places, strict=True):
@@ -256,7 +254,7 @@ def _rows(
         host_need = f", and {memory_text(memory.host_bytes)} of the machine's memory {memory.host_use}"
         need = f"{memory_text(memory.needed_bytes)} with the reserve{host_need if memory.host_bytes else ''}"
         how = f"{workload.batch} × {workload.sequence:,} tokens, from config.json: {label(chosen)}, {chosen.precision}"
-        rationale.explain(f"memory.{node}", Source.RULE, f"{need}, {how}; limit: {place.limit_from}")
+        context.explain(f"memory.{node}", Source.RULE, f"{need}, {how}; limit: {place.limit_from}")
         if place.host_limit is not None and memory.host_bytes > place.host_limit:
             needs = f"{memory_text(memory.host_bytes)} of {memory_text(place.host_limit)}"
             short.append(f"{node} needs {needs} of its machine's memory {memory.host_use}")

@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import spans
 from engine.plan import network
 from engine.plan.context import PlanContext
-from engine.plan.document import Disabled, Rationale, Source, TorchCandidate, TorchSection
+from engine.plan.document import Disabled, Source, TorchCandidate, TorchSection
 from engine.plan.torch.files import JOB, Machine, TorchLaunch, commands, files, manifests
 from engine.plan.torch.fit import TorchFit
 from engine.plan.torch.strategy import BLOCKS, label
@@ -31,7 +31,7 @@ _SAVED = {
 }
 
 
-def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> TorchSection:
+def torch_section(context: PlanContext, fit: TorchFit) -> TorchSection:
     chosen = fit.chosen
     launch = _launch(context, fit)
     written = files(launch)
@@ -62,7 +62,7 @@ def torch_section(context: PlanContext, fit: TorchFit, rationale: Rationale) -> 
         commands=pasted,
         notes=notes,
     )
-    _explain(context, section, rationale)
+    _explain(context, section)
     return section
 
 
@@ -192,22 +192,22 @@ def _prefetch(fit: TorchFit) -> str:
     return f"backward: gradients are reduced in buckets of {BUCKET_ELEMENTS:,} beside it; forward: nothing to fetch"
 
 
-def _explain(context: PlanContext, section: TorchSection, rationale: Rationale) -> None:
+def _explain(context: PlanContext, section: TorchSection) -> None:
     if section.gradient_accumulation_steps is not None:
         total, in_flight = context.total_batch, context.settings["batch_size"]
         given = Source.USER if context.given("grad_accumulation_steps") else Source.DEFAULT
         sizes = f"{total} sequences per update over {in_flight} in flight ({context.ranks} ranks)"
         rule = "batch_configuration.suggested has target batch / (batch per GPU · GPUs)"
-        rationale.explain("torch.gradient_accumulation_steps", given, f"{sizes}; {rule}")
+        context.explain("torch.gradient_accumulation_steps", given, f"{sizes}; {rule}")
     if section.strategy == "fsdp":
         kind = (context.model or {}).get("model_type")
         why = f"the blocks of transformers' model_type {kind}" if section.wrap_classes else "the model names its blocks"
-        rationale.explain("torch.wrap_classes", Source.RULE, why)
+        context.explain("torch.wrap_classes", Source.RULE, why)
     if context.settings:
-        rationale.explain("torch.prefetch", Source.RULE, "what is sent travels beside the computation")
-        rationale.explain("torch.checkpoint_format", Source.RULE, "no rank has to gather the whole state to save it")
+        context.explain("torch.prefetch", Source.RULE, "what is sent travels beside the computation")
+        context.explain("torch.checkpoint_format", Source.RULE, "no rank has to gather the whole state to save it")
     plan = context.network
     source = Source.USER if context.config.cluster.backend != "auto" else Source.FACT
-    rationale.explain("torch.backend", source, "; ".join(plan.reasons) if plan is not None else "not known")
+    context.explain("torch.backend", source, "; ".join(plan.reasons) if plan is not None else "not known")
     if section.infiniband:
-        rationale.explain("torch.infiniband", Source.FACT, "every node has an active InfiniBand device")
+        context.explain("torch.infiniband", Source.FACT, "every node has an active InfiniBand device")
