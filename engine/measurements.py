@@ -261,8 +261,7 @@ class Shares(FrozenModel):
 
     def micro_batches(self, batch: int) -> dict[str, int]:
         """Sequences of the global batch by node, as in training. Raises ValueError for a batch that is too small."""
-        counts = share_counts(batch, list(self.parts.values()))
-        return dict(zip(self.parts, counts, strict=True))
+        return dict(zip(self.parts, share_counts(batch, list(self.parts.values())), strict=True))
 
 
 class ThroughputPrediction(FrozenModel):

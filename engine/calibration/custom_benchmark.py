@@ -49,8 +49,7 @@ def calibrate_node(
     code, output, errors = _run(argv, str(path), duration_s + _ALLOWANCE_S)
     if code != 0:
         raise RuntimeError(f"{path} ended with {code}: {plain(errors.decode(errors='replace'), _STDERR_LENGTH)}")
-    figures = _figures(output, str(path))
-    return HardwareMetrics(node_id, model_name, **figures, timestamp=datetime.now(UTC))
+    return HardwareMetrics(node_id, model_name, **_figures(output, str(path)), timestamp=datetime.now(UTC))
 
 
 def _run(argv: list[str], where: str, limit_s: float) -> tuple[int, bytes, bytes]:

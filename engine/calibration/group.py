@@ -183,8 +183,7 @@ async def measure_scaling(
     with contextlib.suppress(FlightDeckError):
         backend = (await context.network_plan()).backend
         scaling = scaling.model_copy(update={"backend": backend})
-        cluster = config.cluster.model_copy(update={"backend": backend})
-        config = config.model_copy(update={"cluster": cluster})
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
     seconds = QUICK_GROUP_S if scaling.quick else min(config.calibration.seconds, GROUP_S)
     counts, whole = rank_counts(len(config.nodes)), int(config.job.mlx_lm["batch_size"])
     for ranks in counts:

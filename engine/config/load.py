@@ -74,8 +74,7 @@ def _check_devices(faults: Faults, nodes: Sequence[NodeTable], backend: str) -> 
         peers = {(rank - 1) % size, (rank + 1) % size} if backend == "jaccl-ring" else set(range(size))
         missing = [str(peer) for peer in sorted(peers - {rank}) if row[peer] in ("", None)]
         if missing:
-            accepted = f"a device for rank {' and '.join(missing)} too: {backend} needs it"
-            faults.add(node.location, "rdma", row, accepted)
+            faults.add(node.location, "rdma", row, f"a device for rank {' and '.join(missing)} too: {backend} needs it")
 
 
 def _check_framework(
@@ -114,8 +113,7 @@ def _check_ports(faults: Faults, location: Location, nodes: Sequence[NodeTable],
     """Every address of a rank needs a port."""
     ports = sum(len(_listed(node, "ips")) or 1 for node in nodes)
     if first is not None and nodes and first + ports - 1 > MAX_PORT:
-        accepted = f"a port that is the first of {ports} ports up to {MAX_PORT}"
-        faults.add(location, "starting_port", first, accepted)
+        faults.add(location, "starting_port", first, f"a port that is the first of {ports} ports up to {MAX_PORT}")
 
 
 def _listed(node: NodeTable, key: str) -> list[object]:

@@ -34,8 +34,7 @@ def distributed_section(context: PlanContext) -> DistributedSection:
     if context.network is None:
         notes = (f"no command and no hostfile: {context.network_problem}",)
         if context.problems:
-            text = f"the network between the ranks is not known: {context.network_problem}"
-            context.warn("distributed_config", text)
+            context.warn("distributed_config", f"the network between the ranks is not known: {context.network_problem}")
         else:
             context.refuse("distributed_config", f"the ranks cannot be connected: {context.network_problem}")
     elif context.strategy != "data" and (command is not None or not notes):

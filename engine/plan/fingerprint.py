@@ -49,8 +49,7 @@ def scaling_fingerprint(config: Config, facts: Iterable[NodeFacts]) -> str:
             for node in config.nodes
             if (fact := seen.get((node.name, node.ssh))) is not None
         ]
-    on_nodes = fingerprint(config, seen.values())
-    return _digest({"job on nodes": on_nodes, "strategy": config.job.strategy, **settings})
+    return _digest({"job on nodes": fingerprint(config, seen.values()), "strategy": config.job.strategy, **settings})
 
 
 def node_fingerprints(config: Config, facts: Iterable[NodeFacts]) -> dict[str, str]:
