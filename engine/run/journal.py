@@ -22,12 +22,10 @@ from engine.run.events import (
     JOURNAL_VERSION,
     UNSTAMPED,
     Event,
-    Figures,
     Note,
     RunPlanned,
     StateChanged,
     SyncedEvent,
-    Verdict,
 )
 from engine.run.history import RunHistory, fold, run_history
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
@@ -206,16 +204,6 @@ class RunRecorder:
     @property
     def state(self) -> RunState:
         return self.history.record.state
-
-    def change(
-        self,
-        state: RunState,
-        verdict: Verdict | None = None,
-        figures: Figures | None = None,
-        unconfirmed: tuple[str, ...] = (),
-    ) -> None:
-        """Go over to `state`; the other arguments describe the end. Raises as `append`."""
-        self.append(StateChanged(state=state, verdict=verdict, figures=figures or Figures(), unconfirmed=unconfirmed))
 
     def append(self, event: Event) -> None:
         """Raises ValueError for a state that may not follow, OSError for a fault of the disk that is not a full one."""

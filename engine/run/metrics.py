@@ -83,10 +83,13 @@ class Curve:
         return self.points[-1][1] if self.points else None
 
 
-class SeriesBuilder:
-    """Takes the rows of metrics.jsonl in order."""
+class MetricsSeries:
+    """The series of a metrics.jsonl that grows. Takes its rows in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.damaged = 0
+        """Lines that are no rows."""
+        self.tail = LineTail(path)
         self.train, self.val, self.tokens_per_second = Curve(), Curve(), Curve()
         self.iteration: int | None = None
         self.iterations: int | None = None
@@ -98,6 +101,14 @@ class SeriesBuilder:
         self._attempt: int | None = None
         self._built: Series | None = None
         self._marked: tuple[int, ...] = ()
+
+    def poll(self) -> None:
+        """Take the new rows. Raises StateError when the file cannot be read."""
+        for line in self.tail.lines():
+            if (row := parse_json_line(line)) is not None:
+                self.add(row)
+            elif line.strip():
+                self.damaged += 1
 
     def add(self, row: dict[str, Any]) -> None:
         """One row: `kind` train, val or test, mlx-lm's names, `attempt`."""
@@ -146,24 +157,6 @@ class SeriesBuilder:
                 tuple(sorted(marks, key=lambda mark: mark.iteration)),
             )
         return self._built
-
-
-class MetricsSeries(SeriesBuilder):
-    """The series of a metrics.jsonl that grows."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.damaged = 0
-        """Lines that are no rows."""
-        self.tail = LineTail(path)
-
-    def poll(self) -> None:
-        """Take the new rows. Raises StateError when the file cannot be read."""
-        for line in self.tail.lines():
-            if (row := parse_json_line(line)) is not None:
-                self.add(row)
-            elif line.strip():
-                self.damaged += 1
 
 
 _KINDS = {"report": "train", "validation": "val"}

@@ -17,7 +17,7 @@ from engine.run.attempt_hosts import UnknownAttempt
 from engine.run.observation import HostView, Observation, ProgressView, Result
 from engine.run.run_context import RunContext
 from engine.run.supervisor_process import read_requests
-from engine.run.tracker_process import RunTrackers
+from engine.run.tracker import RunTrackers
 from engine.run.watched_attempt import WatchedAttempt
 
 

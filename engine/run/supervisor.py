@@ -97,9 +97,9 @@ async def _end_by_fault(run: RunContext, cause: str) -> None:
     unconfirmed = await kill_everywhere(run.fleet, plan.config.nodes, layouts, run.history.nonce)
     if not recorder.state.ended:
         if RunState.FAILED not in FOLLOWERS[recorder.state]:
-            recorder.change(RunState.FINISHING)
+            recorder.append(events.StateChanged(state=RunState.FINISHING))
         verdict = events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, cause)
-        recorder.change(verdict.state, verdict, unconfirmed=unconfirmed)
+        recorder.append(events.StateChanged(state=verdict.state, verdict=verdict, unconfirmed=unconfirmed))
 
 
 def main(arguments: list[str] | None = None) -> int:

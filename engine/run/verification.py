@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Final
 
 from engine.config.models import Config
-from engine.run.metrics import SeriesBuilder
+from engine.run.metrics import MetricsSeries
 from engine.run.run_plan import RunPlan
 from engine.snapshots import RankReport, Verification
 
@@ -24,7 +24,7 @@ _ENDS: Final = 5
 
 
 def verify(
-    plan: RunPlan, backend: str, ranks: Sequence[RankReport], series: SeriesBuilder, checkpoint: int | None
+    plan: RunPlan, backend: str, ranks: Sequence[RankReport], series: MetricsSeries, checkpoint: int | None
 ) -> tuple[Verification, ...]:
     """`backend`: as planned; `ranks`: the reports of the current attempt, in rank order; `checkpoint`: iteration of the
     newest one."""

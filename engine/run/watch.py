@@ -64,11 +64,12 @@ class RunWatch:
         self._ranks = self._rank_events()
         self._checks: tuple[CheckResult, ...] = ()
         self._checks_seen: tuple[int, int] | None = None
-        self._supervisor = SupervisorLiveness(rundir)
+        self._alive_until = float("-inf")
+        """Until when its supervisor counts as alive (monotonic)."""
 
     def poll(self) -> RunSnapshot:
         # Liveness first: a supervisor that leaves after this has written everything that is read below.
-        supervised = self._supervisor.poll()
+        supervised = self._is_supervised()
         # Before the journal, which has an attempt before it has a folder.
         newest_attempt = self._rundir.newest_attempt()
         for event in self._journal.events():
@@ -107,10 +108,16 @@ class RunWatch:
             given_up=history.restart_refused,
             division=self._plan.division,
             chunk=_chunk(reports, record),
-            damage=tuple(self._damage(newest_attempt)),
+            damage=tuple(self._damage(newest_attempt, supervised=supervised)),
             trained=self._trained(reports),
             trackers=tuple(self._trackers()),
         )
+
+    def _is_supervised(self) -> bool:
+        now = time.monotonic()
+        if now >= self._alive_until and supervisor_alive(self._rundir):
+            self._alive_until = now + _IDENTITY_AGE_S
+        return now < self._alive_until
 
     def _poll_figures(self) -> list[RankReport]:
         """Read metrics and events, as far as they can be read."""
@@ -123,7 +130,7 @@ class RunWatch:
         self._unreadable = tuple(unreadable)
         return [events.report for events in self._ranks]
 
-    def _damage(self, newest_attempt: int) -> Iterator[str]:
+    def _damage(self, newest_attempt: int, *, supervised: bool) -> Iterator[str]:
         """The run's files that are missing or damaged, one line each."""
         if self._plan_damage is not None:
             yield self._plan_damage
@@ -141,7 +148,7 @@ class RunWatch:
         last = self._history.last_attempt
         if last is not None and last.started and not self._rundir.metrics.exists():
             yield "metrics.jsonl is missing: the next supervisor writes it again"
-        if newest_attempt and self._supervisor.unnamed:
+        if newest_attempt and supervised and newest_supervisor(self._rundir) is None:
             yield "supervisor.json cannot be read; its supervisor lives, since it holds supervisor.lock"
 
     def _missing(self, attempt: AttemptHistory) -> Iterator[str]:
@@ -261,24 +268,6 @@ def _chunk(reports: Sequence[RankReport], record: RunRecord) -> ChunkProgress | 
     """The foremost rank's: all ranks go through the same chunks."""
     done = [each.chunk for each in reports if each.chunk is not None and each.attempt == record.attempts]
     return max(done, key=lambda chunk: (chunk.epoch, chunk.done), default=None)
-
-
-class SupervisorLiveness:
-    def __init__(self, rundir: RunDir) -> None:
-        self.unnamed = False
-        """It lives, and supervisor.json does not tell which process it is."""
-        self._rundir = rundir
-        self._alive = False
-        self._until = 0.0
-        """Until when it counts as alive (monotonic)."""
-
-    def poll(self) -> bool:
-        now = time.monotonic()
-        if not (self._alive and now < self._until):
-            self._alive = supervisor_alive(self._rundir)
-            self.unnamed = self._alive and newest_supervisor(self._rundir) is None
-            self._until = now + _IDENTITY_AGE_S
-        return self._alive
 
 
 def supervisor_alive(rundir: RunDir) -> bool:

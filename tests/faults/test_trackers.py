@@ -17,7 +17,7 @@ from engine.models import RunState
 from engine.node import processes
 from engine.run.events import TrackerFailed
 from engine.run.supervisor_process import adopt_orphans
-from engine.run.tracker_process import VARIABLE, mark
+from engine.run.tracker import VARIABLE, mark
 from tests.conftest import FLIGHTDECK
 from tests.demo_copies import demo_below
 from tests.faults.local_runs import Run, kill_and_await, start_config

@@ -21,7 +21,7 @@ from engine.run import attempt_hosts, preparation
 from engine.run.attempt_hosts import UnknownAttempt
 from engine.run.driver import drive
 from engine.run.effects import ConnectUnknown, RequestProcesses
-from engine.run.events import CleanupConfirmed, NodesExcluded, RunReopened, Verdict
+from engine.run.events import CleanupConfirmed, NodesExcluded, RunReopened, StateChanged, Verdict
 from engine.run.journal import RunRecorder, read_journal
 from engine.run.performer import LiveRun
 from engine.run.run_context import RunContext
@@ -141,8 +141,8 @@ async def test_a_known_attempt_does_not_hide_the_success_of_a_later_one_that_is_
     monkeypatch.setattr(preparation, "run_preflight", passes)
     unknown = Unknown(tmp_path).hosts(LOCAL, LOCAL).exits(0, 0)
     lost = Verdict(RunState.FAILED, Reason.NODE_LOST, "no answer")
-    unknown.recorder.change(RunState.FINISHING)
-    unknown.recorder.change(RunState.FAILED, lost)
+    unknown.recorder.append(StateChanged(state=RunState.FINISHING))
+    unknown.recorder.append(StateChanged(state=RunState.FAILED, verdict=lost))
     unknown.recorder.append(RunReopened())
     record = await driven(unknown.context, newest_attempt=2, adopting=False)
     assert record.state is RunState.SUCCEEDED

@@ -225,8 +225,8 @@ async def test_what_the_others_go_on_without_is_known_to_who_only_proves_the_end
     attempt.exit(1, 1)
     attempt.complete(0)
     lost = Verdict(RunState.FAILED, Reason.NODE_LOST, "no answer", 1, "node1")
-    attempt.recorder.change(RunState.FINISHING)
-    attempt.recorder.change(RunState.FAILED, lost, unconfirmed=("node0", "node1"))
+    attempt.recorder.append(StateChanged(state=RunState.FINISHING))
+    attempt.recorder.append(StateChanged(state=RunState.FAILED, verdict=lost, unconfirmed=("node0", "node1")))
     await drive(begin(attempt.plan, attempt.recorder.history, 1, adopting=True), attempt.run)
     record = attempt.recorder.history.record
     assert (record.state, record.cause, record.unconfirmed) == (RunState.SUCCEEDED, NOT_TO_THE_END, [])

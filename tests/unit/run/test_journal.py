@@ -170,8 +170,8 @@ COMPLETED = Verdict(RunState.SUCCEEDED, Reason.COMPLETED)
 
 def run_to_success(recorder: RunRecorder) -> None:
     for state in (RunState.PREFLIGHT, RunState.LAUNCHING, RunState.RUNNING, RunState.FINISHING):
-        recorder.change(state)
-    recorder.change(RunState.SUCCEEDED, COMPLETED, Figures(iteration=7))
+        recorder.append(StateChanged(state=state))
+    recorder.append(StateChanged(state=RunState.SUCCEEDED, verdict=COMPLETED, figures=Figures(iteration=7)))
 
 
 def test_the_store_ends_with_what_the_journal_folds_to(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_the_store_ends_with_what_the_journal_folds_to(tmp_path: Path) -> None:
 
 def test_a_successor_goes_on_from_the_same_record(tmp_path: Path) -> None:
     first = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
-    first.change(RunState.PREFLIGHT)
+    first.append(StateChanged(state=RunState.PREFLIGHT))
     first.close()
     second = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
     assert second.history == first.history
@@ -197,7 +197,7 @@ def test_a_change_that_cannot_be_is_refused_and_not_written(tmp_path: Path) -> N
     recorder = RunRecorder(tmp_path / "journal.jsonl", PLAN, lambda _: None, lambda: START)
     run_to_success(recorder)
     with pytest.raises(ValueError, match="succeeded does not become running"):
-        recorder.change(RunState.RUNNING)
+        recorder.append(StateChanged(state=RunState.RUNNING))
     recorder.close()
     last = read_journal(tmp_path / "journal.jsonl")[-1]
     assert isinstance(last, StateChanged) and last.state is RunState.SUCCEEDED
@@ -280,7 +280,7 @@ def test_every_state_leads_to_an_end() -> None:
 def test_a_journal_without_its_first_line_is_that_of_its_plan(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     recorder = RunRecorder(path, PLAN, lambda _record: None)
-    recorder.change(RunState.PREFLIGHT)
+    recorder.append(StateChanged(state=RunState.PREFLIGHT))
     recorder.close()
     first, *rest = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"x" * (len(first) - 1) + b"\n" + b"".join(rest))

@@ -81,7 +81,7 @@ async def test_secrets_stay_while_the_end_of_a_rank_may_become_known(tmp_path: P
     recorder = RunRecorder(run.directory.journal, run.plan, lambda _record: None)
     await supervise(RunContext(run.directory, run.plan, recorder, Fleet(tmp_path), tmp_path / "node"), adopt=True)
     assert run.directory.secrets.exists(), "what an adopter finds out of it has to be redacted"
-    recorder.change(RunState.FAILED)
+    recorder.append(StateChanged(state=RunState.FAILED))
     await supervise(RunContext(run.directory, run.plan, recorder, Fleet(tmp_path), tmp_path / "node"), adopt=True)
     recorder.close()
     assert not run.directory.secrets.exists()

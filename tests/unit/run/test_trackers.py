@@ -18,7 +18,7 @@ import pytest
 from engine.node import processes
 from engine.run.events import TrackerFailed
 from engine.run.run_plan import write_plan
-from engine.run.tracker_process import VARIABLE, RunTrackers, mark
+from engine.run.tracker import VARIABLE, RunTrackers, mark
 from engine.run.watch import RunWatch
 from engine.store.layout import RunDir
 from tests.unit.run.run_maker import START, MadeRun
@@ -117,7 +117,7 @@ _SUPERVISOR = """
 import sys, time
 from pathlib import Path
 from engine.run.run_plan import read_plan
-from engine.run.tracker_process import RunTrackers
+from engine.run.tracker import RunTrackers
 from engine.store.layout import RunDir
 run = RunDir(Path(sys.argv[1]))
 RunTrackers(run, read_plan(run.plan).config.job).start()
@@ -231,7 +231,7 @@ def test_a_tracker_that_is_killed_again_and_again_is_given_up(
 def test_a_service_that_takes_nothing_holds_the_end_up_for_a_while_only(
     tracked: Callable[..., Tracked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.run.tracker_process._END_LIMIT_S", 0.2)
+    monkeypatch.setattr("engine.run.tracker._SEND_LIMIT_S", 0.2)
     (tmp_path / "wandb.py").write_text("import time; open('stuck', 'w').close(); time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run = tracked("wandb")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.config.models import Config, ConsistencyConfig
 from engine.measurements import Division
-from engine.run.metrics import SeriesBuilder
+from engine.run.metrics import MetricsSeries
 from engine.run.run_plan import RunPlan
 from engine.run.verification import gpu_line, verify
 from engine.snapshots import RankReport, Verification
@@ -32,7 +33,7 @@ def lines(
 ) -> dict[str, Verification]:
     division = Division(source="calibrated", reason="", parts={}, tokens_per_s=predicted)
     plan = RunPlan(nonce="n", run_id="r", created_at=START, config=config, division=division)
-    series = SeriesBuilder()
+    series = MetricsSeries(Path("metrics.jsonl"))
     for iteration, loss in losses:
         series.add(report(iteration, loss, tokens_per_second=1840.0))
     return {line.name: line for line in verify(plan, "ring", ranks or (STARTED, STARTED), series, checkpoint)}

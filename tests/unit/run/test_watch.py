@@ -39,7 +39,7 @@ from engine.run.events import (
 )
 from engine.run.failure_cause import diagnose
 from engine.run.journal import Journal
-from engine.run.metrics import POINT_LIMIT, SeriesBuilder
+from engine.run.metrics import POINT_LIMIT, MetricsSeries
 from engine.run.run_plan import RunPlan, write_plan
 from engine.run.watch import RunWatch
 from engine.snapshots import ChunkProgress, Diagnosis, SeriesMark
@@ -243,7 +243,7 @@ def test_a_bad_end_is_diagnosed_once(run: MadeRun) -> None:
 
 
 def test_a_series_stays_bounded_and_keeps_its_extremes(tmp_path: Path) -> None:
-    builder = SeriesBuilder()
+    builder = MetricsSeries(Path("metrics.jsonl"))
     for iteration in range(1, 60_001):
         assert builder.iteration is None or builder.train.points[-1][0] == builder.iteration
         builder.add(report(iteration, 99.0 if iteration == 12_345 else -99.0 if iteration == 54_321 else 1.0))
