@@ -110,18 +110,21 @@ async def launch(
     environment = rank_environment(network, attempt.starting_port, os.environ)
     files = environment.files if plan.config.starts_directly else {}
     await gather_all(
-        _put_files(plan, attempt, layout, fleet, _host_files(plan, attempt, layout, spec, network=network, files=files))
-        for layout in attempt.layouts
+        _put_files(fleet, plan, attempt, layout, spec=spec, network=network, files=files) for layout in attempt.layouts
     )
     here = run_dir.attempt(attempt.number)
     try:
-        here.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_hostfile(here / "hostfile.json", network)
+        await asyncio.to_thread(_write_hostfile, here, network)
         if not plan.config.starts_directly:
             return AttemptOrigin(await _with_launcher(run_dir, plan, attempt, network.backend))
     except OSError as error:
         raise _not_written("this machine", str(error.filename or here), error) from error
     return AttemptOrigin(None, await start_ranks(fleet, _starts(plan, attempt, environment)))
+
+
+def _write_hostfile(here: Path, network: NetworkPlan) -> None:
+    here.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_hostfile(here / "hostfile.json", network)
 
 
 async def _with_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt, backend: str) -> Launcher:
@@ -166,18 +169,19 @@ def _starts(plan: RunPlan, attempt: Attempt, environment: RankEnvironment) -> li
     return starts
 
 
-def _host_files(
+async def _put_files(
+    fleet: Fleet,
     plan: RunPlan,
     attempt: Attempt,
     layout: HostLayout,
-    spec: AttemptSpec,
     *,
+    spec: AttemptSpec,
     network: NetworkPlan,
     files: Mapping[str, str],
-) -> dict[str, str]:
-    """The files of one host by name: spec.json, start.sh, and `files`."""
-    there = attempt.files_at(layout, plan.run_id)
-    here = plan.config.nodes[layout.ranks[0]].local and not plan.config.starts_directly
+) -> None:
+    """Write spec.json, start.sh and `files` on one host."""
+    there, node = attempt.files_at(layout, plan.run_id), plan.config.nodes[layout.ranks[0]]
+    here = node.local and not plan.config.starts_directly
     script = start_script(
         spec,
         there,
@@ -187,17 +191,11 @@ def _host_files(
         environment={"PATH": os.environ.get("PATH")} if here else {},
         own={rank: gpu_environment(network, rank) for rank in layout.ranks},
     )
-    return {there.spec.name: spec.to_json(), there.start.name: script, **files}
-
-
-async def _put_files(
-    plan: RunPlan, attempt: Attempt, layout: HostLayout, fleet: Fleet, contents: Mapping[str, str]
-) -> None:
-    there, node = attempt.files_at(layout, plan.run_id), plan.config.nodes[layout.ranks[0]]
+    # The FIFOs before the keepers make them, so that no early command is lost.
+    fifos = {there.control(rank).name: None for rank in layout.ranks}
+    contents = {there.spec.name: spec.to_json(), there.start.name: script, **files, **fifos}
     try:
-        # The FIFOs before the keepers make them, so that no early command is lost.
-        fifos = {there.control(rank).name: None for rank in layout.ranks}
-        await fleet.agent(node).write(there.directory, {**contents, **fifos})
+        await fleet.agent(node).write(there.directory, contents)
     except OSError as error:
         raise _not_written(node.name, f"{node.ssh}:{there.directory}", error) from error
     except NodeUnreachable as error:

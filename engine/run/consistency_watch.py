@@ -54,7 +54,7 @@ class ConsistencyWatch:
         self._raised = {(event.alarm, event.ranks) for event in before}
         self._count = len(before)
         self._lasting: dict[str, int] = {}
-        self._standing: set[str] = set()
+        """Issue → how many checks in a row have found it."""
         self._checked: int | None = None
         self._newest: dict[int, int] = {}
         """Rank → the newest update that it reported; 0 before its first."""
@@ -111,10 +111,7 @@ class ConsistencyWatch:
         latest = max(self._newest.values())
         behind = [rank for rank, version in self._newest.items() if latest - version > self._config.staleness]
         stale = [rank for rank in behind if now - self._newest_at[rank] >= SILENT_S]
-        if not stale:
-            self._standing.discard(STALENESS)
-        elif STALENESS not in self._standing:
-            self._standing.add(STALENESS)
+        if self._count_checks(STALENESS, found=bool(stale)) == 1:
             who = ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in stale)
             last = min(self._newest[rank] for rank in stale)
             silence = f"no update after {last}" if last else "no update yet"
@@ -125,15 +122,15 @@ class ConsistencyWatch:
     def _check_issue(
         self, issue: str, metrics: ConsistencyMetrics, iteration: int, states: Mapping[int, WorkerState]
     ) -> None:
-        found = issue in metrics.consistency_issues
-        self._lasting[issue] = self._lasting.get(issue, 0) + 1 if found else 0
-        if not found:
-            self._standing.discard(issue)
-        elif self._lasting[issue] >= LASTING and issue not in self._standing:
-            self._standing.add(issue)
+        if self._count_checks(issue, found=issue in metrics.consistency_issues) == LASTING:
             names = metrics.byzantine_workers if issue == BYZANTINE else metrics.divergent_workers
             ranks = [rank for rank, state in states.items() if state.worker_id in names]
             self._alarm(issue, ranks, iteration, self._message(issue, metrics, ranks))
+
+    def _count_checks(self, issue: str, *, found: bool) -> int:
+        """In a row that have found it, with this one."""
+        self._lasting[issue] = self._lasting.get(issue, 0) + 1 if found else 0
+        return self._lasting[issue]
 
     def _message(self, issue: str, metrics: ConsistencyMetrics, ranks: Sequence[int]) -> str:
         who = ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)

@@ -230,19 +230,20 @@ class LiveRun:
         for connection in self._connect_hosts(self._run, self._run.plan_on(attempt.nodes), attempt):
             if not connection.local and not set(request.nodes).isdisjoint(connection.names):
                 self._add(connection, attempt.number)
-                _end(connection)
 
     def _connect_unknown(self) -> None:
         self._observer.unknown = unknown = UnknownAttempt(self._run)
         for connection in unknown.connections:
             self._add(connection, "unknown")
-            _end(connection)
 
     def _add(self, connection: HostConnection, attempt: int | str, *, current: bool = False) -> None:
+        """What is left of an attempt that is not the `current` one is to end."""
         key = f"{attempt}:{connection.names[0]}"
         connection.on_news = self._news.set
         connection.start()
         self._observer.hosts[key] = LiveHost(connection, key, current)
+        for rank in connection.ranks if not current else ():
+            connection.send_command(rank, END)
 
     async def _close_hosts(self, kept: Sequence[str]) -> None:
         """Close the attempt's files, and all hosts but these."""
@@ -262,8 +263,3 @@ class LiveRun:
         for event in self._observer.take_news():
             self._run.recorder.append(event)
         self._observer.drop_news()
-
-
-def _end(connection: HostConnection) -> None:
-    for rank in connection.ranks:
-        connection.send_command(rank, END)
