@@ -147,14 +147,14 @@ def _start_launcher(run_dir: RunDir, plan: RunPlan, attempt: Attempt, backend: s
         environment={NONCE_ENV: attempt.nonce},
         backend=backend,
     )
-    own = launcher_environment(
+    variables = launcher_environment(
         here, plan.config.nodes, attempt.layouts, home=run_dir.home, run_id=plan.run_id, attempt=attempt.number
     )
     return mlx_launch.start(
         argv,
         stdin=here / "launcher.in",
         output=run_dir.log(LAUNCHER_SOURCE),
-        environment={NONCE_ENV: attempt.nonce, **own},
+        environment={NONCE_ENV: attempt.nonce, **variables},
         directory=here,
     )
 

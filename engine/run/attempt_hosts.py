@@ -76,8 +76,9 @@ def find_launcher(run_dir: RunDir, attempt: AttemptHistory) -> Launcher | None:
         pid, start = attempt.launcher.pid, attempt.launcher.start
     else:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            alive = [each.pid for each in processes.with_nonce(attempt.plan.nonce) if "mlx.launch" in each.command]
-            pid = next((pid for pid in alive if os.getpgid(pid) == pid), -1)
+            alive = processes.with_nonce(attempt.plan.nonce)
+            pids = (process.pid for process in alive if "mlx.launch" in process.command)
+            pid = next((pid for pid in pids if os.getpgid(pid) == pid), -1)
             start = processes.start_time(pid) or ""
     if not start:
         return None

@@ -54,7 +54,7 @@ class RankSigns:
     def advance(self, elapsed: float, printed: int, second: int) -> None:
         """Its log has `printed` bytes in this second of the clock."""
         self.state_s, self.confirmed_s, self.silent_s = (
-            each + elapsed for each in (self.state_s, self.confirmed_s, self.silent_s)
+            seconds + elapsed for seconds in (self.state_s, self.confirmed_s, self.silent_s)
         )
         if printed > self.printed:
             self.longest_s = max(self.longest_s, self.silent_s if self.outputs else 0.0)
@@ -68,14 +68,14 @@ class RankSigns:
             self.state, self.confirmed_s = str(state), 0.0
         if isinstance(joined := event.get("joined"), bool):
             self.joined = joined
-        if type(own := event.get("own_rank")) is int:
-            self.own_rank = own
+        if type(own_rank := event.get("own_rank")) is int:
+            self.own_rank = own_rank
 
     @property
     def still_s(self) -> float:
         """For how long it has neither printed anything nor worked."""
-        known = self.state != "busy" and self.confirmed_s < _CONFIRMED_S
-        return min(self.silent_s, self.state_s) if known else 0.0
+        reported = self.state != "busy" and self.confirmed_s < _CONFIRMED_S
+        return min(self.silent_s, self.state_s) if reported else 0.0
 
 
 class CommandWatch:
@@ -98,10 +98,10 @@ class CommandWatch:
     def apart(self) -> tuple[int, ...]:
         """The ranks of which processes have the same rank, each in a group of its own; none once any rank was seen in
         the group that it was started for."""
-        own = {rank: signs.own_rank for rank, signs in self.ranks.items() if signs.own_rank is not None}
-        count = Counter(own.values())
+        own_ranks = {rank: signs.own_rank for rank, signs in self.ranks.items() if signs.own_rank is not None}
+        count = Counter(own_ranks.values())
         joined = any(signs.joined for signs in self.ranks.values())
-        return () if joined else tuple(rank for rank, number in own.items() if count[number] > 1)
+        return () if joined else tuple(rank for rank, number in own_ranks.items() if count[number] > 1)
 
     def observe(self, now: float, printed: Mapping[int, int], *, stepped: bool) -> None:
         """`printed`: bytes of the ranks whose nodes answer. `stepped`: the program has reported a step."""
@@ -109,8 +109,8 @@ class CommandWatch:
         for rank, size in printed.items():
             self.ranks[rank].advance(elapsed, size, int(now))
         signs = self.ranks.values()
-        unjoined = {each.joined for each in signs} in ({False}, {False, None})
-        elsewhere = any(each.own_rank is not None for each in signs)
+        unjoined = {rank_signs.joined for rank_signs in signs} in ({False}, {False, None})
+        elsewhere = any(rank_signs.own_rank is not None for rank_signs in signs)
         self._apart_s = self._apart_s + elapsed if self.apart else 0.0
         self._unjoined_s = self._unjoined_s + elapsed if stepped and unjoined and not elsewhere else 0.0
 
@@ -140,7 +140,7 @@ class CommandWatch:
     def hang(self, running: Collection[int], iteration: int) -> Hang | None:
         """`running`: the ranks that have not ended."""
         ranks = {rank: signs for rank, signs in self.ranks.items() if rank in running}
-        rank = max(ranks, key=lambda each: (ranks[each].state == STOPPED, ranks[each].still_s), default=0)
+        rank = max(ranks, key=lambda number: (ranks[number].state == STOPPED, ranks[number].still_s), default=0)
         if ranks and ranks[rank].state == STOPPED and ranks[rank].still_s > self._hang_s:
             return Hang(ranks[rank].still_s, self._hang_s, STOPPED, iteration, rank)
         for rank, signs in ranks.items():

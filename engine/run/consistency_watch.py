@@ -111,7 +111,7 @@ class ConsistencyWatch:
         latest = max(self._newest.values())
         behind = [rank for rank, version in self._newest.items() if latest - version > self._config.staleness]
         stale = [rank for rank in behind if now - self._newest_at[rank] >= SILENT_S]
-        if self._count_checks(STALENESS, found=bool(stale)) == 1:
+        if self._count_checks(STALENESS, present=bool(stale)) == 1:
             who = ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in stale)
             last = min(self._newest[rank] for rank in stale)
             silence = f"no update after {last}" if last else "no update yet"
@@ -122,14 +122,14 @@ class ConsistencyWatch:
     def _check_issue(
         self, issue: str, metrics: ConsistencyMetrics, iteration: int, states: Mapping[int, WorkerState]
     ) -> None:
-        if self._count_checks(issue, found=issue in metrics.consistency_issues) == LASTING:
+        if self._count_checks(issue, present=issue in metrics.consistency_issues) == LASTING:
             names = metrics.byzantine_workers if issue == BYZANTINE else metrics.divergent_workers
             ranks = [rank for rank, state in states.items() if state.worker_id in names]
             self._alarm(issue, ranks, iteration, self._message(issue, metrics, ranks))
 
-    def _count_checks(self, issue: str, *, found: bool) -> int:
+    def _count_checks(self, issue: str, *, present: bool) -> int:
         """In a row that have found it, with this one."""
-        self._lasting[issue] = self._lasting.get(issue, 0) + 1 if found else 0
+        self._lasting[issue] = self._lasting.get(issue, 0) + 1 if present else 0
         return self._lasting[issue]
 
     def _message(self, issue: str, metrics: ConsistencyMetrics, ranks: Sequence[int]) -> str:
@@ -194,4 +194,4 @@ def _integer(event: Mapping[str, Any], name: str) -> int:
 
 
 def _whole(value: object) -> tuple[int, ...]:
-    return tuple(each for each in value if isinstance(each, int)) if isinstance(value, list) else ()
+    return tuple(number for number in value if isinstance(number, int)) if isinstance(value, list) else ()

@@ -90,13 +90,14 @@ def diagnose(run_dir: RunDir) -> Diagnosis | None:
     try:
         history = read_history(run_dir)
     except StateError:
-        found = first_cause(run_dir, None, {})
+        diagnosis = first_cause(run_dir, None, {})
     else:
         hosts = {rank: node for attempt in history.attempts for rank, node in attempt.hosts.items()}
-        found = first_cause(run_dir, history.record, _bases(history))
-    if found is None:
+        diagnosis = first_cause(run_dir, history.record, _bases(history))
+    if diagnosis is None:
         return None
-    return replace(found, cause=redactor_of(run_dir)(found.cause), host=found.host or hosts.get(found.rank))
+    cause = redactor_of(run_dir)(diagnosis.cause)
+    return replace(diagnosis, cause=cause, host=diagnosis.host or hosts.get(diagnosis.rank))
 
 
 def first_cause(
@@ -115,31 +116,31 @@ def first_cause(
     are the lines of the exception that it reported, which go before its log."""
     if not _explained_by_logs(end):
         return _from_verdict(run_dir, end, bases)
-    found = _best_finding(run_dir, end, bases)
-    if found is None and (known := explain(exit_output)) is not None:
-        found = _Found(None, None, 0, known)
-    own = explain(reported)
-    if own is not None and own.kind is SignatureKind.CAUSE and (found is None or not _is_logged(own, found.finding)):
-        found = _Found(None, None, 0, own)
-    if found is None:
+    best = _best_finding(run_dir, end, bases)
+    if best is None and (printed := explain(exit_output)) is not None:
+        best = _Explained(printed)
+    raised = explain(reported)
+    if raised is not None and raised.kind is SignatureKind.CAUSE and (best is None or not best.has(raised)):
+        best = _Explained(raised)
+    if best is None:
         return _from_verdict(run_dir, end, bases)
-    source, finding = found.source, found.finding
+    source, finding = best.source, best.finding
     rank = source if end is None or end.rank is None else end.rank
     rank = None if rank == LAUNCHER_SOURCE else rank
     cause, fix, host = finding.cause, finding.fix, None
     if end is not None:
         fix, host = fix or _fix_of(end), end.host
-        cause = end.cause if end.cause is not None and _has_more_detail(end, found) else cause
+        cause = end.cause if end.cause is not None and _has_more_detail(end, best) else cause
     signature = finding.signature.id if finding.signature is not None else None
-    return Diagnosis(cause, fix, rank, host, source, found.offset, signature)
+    return Diagnosis(cause, fix, rank, host, source, best.offset, signature)
 
 
 @dataclass(frozen=True)
-class _Found:
-    source: int | None
-    offset: int | None
-    at: int
+class _Explained:
     finding: Finding
+    source: int | None = None
+    offset: int | None = None
+    at: int = 0
 
     @property
     def order(self) -> tuple[int, bool, bool, int, int]:
@@ -147,20 +148,25 @@ class _Found:
         source = -1 if self.source is None else self.source
         return (finding.kind, finding.survived, finding.signature is None, self.at, source)
 
+    def has(self, raised: Finding) -> bool:
+        """The log has the exception too, perhaps with the name of its module."""
+        same = raised.signature is self.finding.signature
+        return same and (raised.signature is not None or self.finding.cause.endswith(raised.cause))
 
-def _best_finding(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> _Found | None:
+
+def _best_finding(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> _Explained | None:
     sources = run_dir.sources()
     if end is not None and end.rank is not None:
         sources = [source for source in sources if source in (end.rank, LAUNCHER_SOURCE)]
-    everything = (_best(run_dir, source, bases.get(source, 0)) for source in sources)
-    best = min((found for found in everything if found is not None), key=lambda found: found.order, default=None)
+    explained = (_explained(run_dir, source, bases.get(source, 0)) for source in sources)
+    best = min(filter(None, explained), key=lambda candidate: candidate.order, default=None)
     if best is None or end is None or end.rank is None:
         return best
     # The rank failed first: what it printed about others before is not why.
     return None if best.finding.kind is SignatureKind.CONSEQUENCE and best.finding.survived else best
 
 
-def _best(run_dir: RunDir, source: int, base: int) -> _Found | None:
+def _explained(run_dir: RunDir, source: int, base: int) -> _Explained | None:
     log = LogEnds.of(run_dir.log(source), base)
     finding = explain(log.lines)
     if finding is None:
@@ -169,7 +175,7 @@ def _best(run_dir: RunDir, source: int, base: int) -> _Found | None:
     index = LogIndex(run_dir.index(source))
     line = index.line_at(offset)
     entries = index.entries(line, line + 1)
-    return _Found(source, offset, entries[0].centiseconds if entries else 0, finding)
+    return _Explained(finding, source, offset, entries[0].centiseconds if entries else 0)
 
 
 def _from_verdict(run_dir: RunDir, end: Ending | None, bases: Mapping[int, int]) -> Diagnosis | None:
@@ -193,24 +199,19 @@ def _explained_by_logs(end: Ending | None) -> bool:
     return end.reason is Reason.LAUNCH_FAILED or end.reason.traits.detailed
 
 
-def _has_more_detail(end: Ending, found: _Found) -> bool:
+def _has_more_detail(end: Ending, best: _Explained) -> bool:
     if end.reason is not None and end.reason.traits.detailed:
         return True
-    if end.reason is Reason.LAUNCH_FAILED and found.source != LAUNCHER_SOURCE:
+    if end.reason is Reason.LAUNCH_FAILED and best.source != LAUNCHER_SOURCE:
         # Who holds the port, which interpreter is missing on which node.
         return True
     # An exception that it quotes already, without secrets.
-    return found.finding.signature is None and found.finding.cause.partition(":")[0] in (end.cause or "")
+    return best.finding.signature is None and best.finding.cause.partition(":")[0] in (end.cause or "")
 
 
 def _fix_of(end: Ending) -> str | None:
     signature = end.reason.traits.signature if end.reason is not None else None
     return end.fix or (BY_ID[signature].fix if signature is not None else None)
-
-
-def _is_logged(own: Finding, found: Finding) -> bool:
-    """The log has the exception too, perhaps with the name of its module."""
-    return own.signature is found.signature and (own.signature is not None or found.cause.endswith(own.cause))
 
 
 def _bases(history: RunHistory) -> Mapping[int, int]:

@@ -206,9 +206,9 @@ class EventIntake:
         self._file = LineFile(run_dir.metrics)
         lines = [parse_json_line(line) for line in LineTail(run_dir.metrics).lines() if line.strip()]
         # A damaged row was written, too.
-        own = next((place for place, row in enumerate(lines) if row and row.get("attempt") == attempt), len(lines))
+        first = next((place for place, row in enumerate(lines) if row and row.get("attempt") == attempt), len(lines))
         rows = [row for row in lines if row is not None]
-        self._written = len(lines) - own
+        self._written = len(lines) - first
         self.latest = functools.reduce(_updated, rows, Figures())
         self._anew = max(1, _first_of_a_training(rows))
         """The first report of a command that begins anew is of this iteration, at the most."""
@@ -288,7 +288,7 @@ def _first_of_a_training(rows: Sequence[Mapping[str, Any]]) -> int:
 
 def _updated(latest: Figures, row: Mapping[str, Any]) -> Figures:
     """A command of the user's own may report anything: only numbers are taken."""
-    known: dict[str, Any] = {each.name: number_or_none(row.get(each.name)) for each in fields(Figures)}
+    numbers: dict[str, Any] = {figure.name: number_or_none(row.get(figure.name)) for figure in fields(Figures)}
     for name in ("iteration", "iterations"):
-        known[name] = known[name] if isinstance(known[name], int) else None
-    return replace(latest, **{name: value for name, value in known.items() if value is not None})
+        numbers[name] = numbers[name] if isinstance(numbers[name], int) else None
+    return replace(latest, **{name: value for name, value in numbers.items() if value is not None})

@@ -83,12 +83,12 @@ class RunPlan(FrozenModel):
 
 def redactor_of(run_dir: RunDir) -> Redactor:
     """Takes the secrets of the run's job, those of its launch while they are kept, and this process's out of texts."""
-    own, kept = dict[str, str](), dict[str, Any]()
+    variables, kept = dict[str, str](), dict[str, Any]()
     with contextlib.suppress(StateError):
-        own = read_plan(run_dir.plan).config.job.env
+        variables = read_plan(run_dir.plan).config.job.env
     with contextlib.suppress(OSError):
         kept = json_object(json_or_none(read_regular(run_dir.secrets)))
-    return Redactor(own, {**os.environ, **{name: text for name, text in kept.items() if isinstance(text, str)}})
+    return Redactor(variables, {**os.environ, **{name: text for name, text in kept.items() if isinstance(text, str)}})
 
 
 def copy_of(path: Path) -> Path:
@@ -98,8 +98,8 @@ def copy_of(path: Path) -> Path:
 
 def write_plan(path: Path, plan: RunPlan) -> None:
     """Write `plan` and its copy atomically, readable by their owner alone: they hold the job's environment."""
-    for each in (copy_of(path), path):
-        write_atomic(each, plan.model_dump_json(indent=1) + "\n")
+    for file in (copy_of(path), path):
+        write_atomic(file, plan.model_dump_json(indent=1) + "\n")
 
 
 def read_plan(path: Path) -> RunPlan:

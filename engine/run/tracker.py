@@ -75,7 +75,7 @@ class TensorBoardFile:
             self._attempt = row.get("attempt")
             # An attempt may begin with a validation of what the one before had trained.
             begin = iteration + validation if number else 0
-            self._validated = {each for each in self._validated if each < begin}
+            self._validated = {validated for validated in self._validated if validated < begin}
             self._event(at, begin, _text(7, b"\x08\x01"))  # SessionLog.START
         if validation and iteration in self._validated:
             return
@@ -238,11 +238,11 @@ class TrackerThread(threading.Thread):
         self._run_dir, self._tracker, self._faults = run_dir, name, faults
         self.ending = threading.Event()
         """The run reports nothing more."""
-        own = {variable: value for variable, value in job.env.items() if variable.startswith("WANDB_")}
+        wandb = {variable: value for variable, value in job.env.items() if variable.startswith("WANDB_")}
         # Reports to W&B's own developers are for the user to turn on.
         quiet = {"WANDB_ERROR_REPORTING": "false"}
         self._mark = {VARIABLE: mark(run_dir, name)}
-        self._environment = quiet | os.environ | own | self._mark
+        self._environment = quiet | os.environ | wandb | self._mark
         self._redactor = job.redactor()
 
     def run(self) -> None:

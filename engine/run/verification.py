@@ -41,13 +41,13 @@ def verify(
 
 def gpu_line(uses: Mapping[str, float | None]) -> Verification:
     """`uses`: node → GPU use from 0 to 1, None where it is not measured; empty where nothing measures it."""
-    known = {node: use for node, use in uses.items() if use is not None}
-    if not known:
+    measured = {node: use for node, use in uses.items() if use is not None}
+    if not measured:
         return Verification(GPU, None, NOT_MEASURED)
-    text = ", ".join(f"{node} {use:.0%}" for node, use in known.items())
-    if missing := sorted(set(uses) - set(known)):
+    text = ", ".join(f"{node} {use:.0%}" for node, use in measured.items())
+    if missing := sorted(set(uses) - set(measured)):
         text += f"; not measured on {', '.join(missing)}"
-    if any(use <= GPU_USE for use in known.values()):
+    if any(use <= GPU_USE for use in measured.values()):
         return Verification(GPU, False, f"{text}: not all over {GPU_USE:.0%}")
     return Verification(GPU, True if not missing else None, text)
 
@@ -65,9 +65,9 @@ def _backend(ranks: Sequence[RankReport], backend: str) -> Verification:
         return Verification("backend", None, f"{len(reported)} of {len(ranks)} ranks have reported theirs")
     wanted = None if backend == "auto" else backend
     wrong = [
-        f"rank {number} is in a world of {size} on {found}"
-        for number, (found, size) in enumerate(reported)
-        if size != len(ranks) or (wanted is not None and found != wanted)
+        f"rank {number} is in a world of {size} on {name}"
+        for number, (name, size) in enumerate(reported)
+        if size != len(ranks) or (wanted is not None and name != wanted)
     ]
     if wrong:
         return Verification("backend", False, f"{'; '.join(wrong[:3])}; planned are {len(ranks)} on {backend}")
@@ -119,11 +119,11 @@ def _checkpoint(ranks: Sequence[RankReport], iteration: int | None) -> Verificat
 
 def _overhead(ranks: Sequence[RankReport]) -> Verification:
     """The plan's performance_targets.checkpoint_overhead."""
-    shares = [each.saving_s / each.training_s for each in ranks if each.training_s]
-    known = [each.training_s for each in ranks if each.training_s is not None and each.saved_bytes is not None]
-    if not known or not shares:
+    shares = [rank.saving_s / rank.training_s for rank in ranks if rank.training_s]
+    trained_s = [rank.training_s for rank in ranks if rank.training_s is not None and rank.saved_bytes is not None]
+    if not trained_s or not shares:
         return Verification("saving", None, "nothing saved yet")
     text = f"{max(shares):.1%} of the time so far, of less than {OVERHEAD:.0%}"
-    if max(known) < _JUDGED_AFTER_S:
+    if max(trained_s) < _JUDGED_AFTER_S:
         return Verification("saving", None, f"{text}; not judged in the first {_JUDGED_AFTER_S:.0f} s")
     return Verification("saving", max(shares) < OVERHEAD, text)

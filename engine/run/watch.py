@@ -96,13 +96,13 @@ class RunWatch:
             series=self._series.build(self._ranks[0].checkpoints),
             eta_s=self._series.seconds_left(record.iteration, record.iterations) if running else None,
             learning_rate=self._series.learning_rate,
-            grad_norm=next((norm for each in reports if (norm := each.global_grad_norm) is not None), None),
+            grad_norm=next((norm for report in reports if (norm := report.global_grad_norm) is not None), None),
             diagnosis=self._diagnosis,
             stop=history.stop,
             alarms=attempt.shown_alarms() if attempt is not None else (),
             verification=self._verification(reports, record),
             taken_at=datetime.now(UTC),
-            attempts=tuple(each.status for each in history.attempts),
+            attempts=tuple(past.status for past in history.attempts),
             most_attempts=1 + self._plan.config.recovery.max_restarts,
             recovery=history.restart_pending if not record.state.ended else None,
             given_up=history.restart_refused,
@@ -176,7 +176,7 @@ class RunWatch:
     def _verification(self, reports: Sequence[RankReport], record: RunRecord) -> tuple[Verification, ...]:
         if not (self._plan.config.job.kind.reports and record.attempts):
             return ()
-        current = [each if each.attempt == record.attempts else RankReport() for each in reports]
+        current = [report if report.attempt == record.attempts else RankReport() for report in reports]
         checkpoint = max(self._ranks[0].checkpoints[-1:], default=None)
         return verify(self._plan, record.backend, current, self._series, checkpoint)
 
@@ -204,7 +204,7 @@ class RunWatch:
     def _record(self, reports: Sequence[RankReport]) -> RunRecord:
         """The journal's record with the live figures: the journal only has those of the end."""
         record = self._history.record
-        steps = [each.iteration for each in reports if each.iteration is not None]
+        steps = [report.iteration for report in reports if report.iteration is not None]
         live: dict[str, Any] = {
             "iteration": max((*steps, self._series.iteration or 0), default=0) or None,
             "train_loss": self._series.train.last,
@@ -215,7 +215,7 @@ class RunWatch:
         if record.state.ended:
             live = {name: value for name, value in live.items() if getattr(record, name) is None}
         if record.iterations is None:
-            planned = next((each.iterations for each in reports if each.iterations), None)
+            planned = next((report.iterations for report in reports if report.iterations), None)
             live["iterations"] = planned or self._series.iterations
         return record.model_copy(update=live)
 
@@ -266,7 +266,7 @@ def _use(run_dir: RunDir, tracker: str) -> str | None:
 
 def _chunk(reports: Sequence[RankReport], record: RunRecord) -> ChunkProgress | None:
     """The foremost rank's: all ranks go through the same chunks."""
-    done = [each.chunk for each in reports if each.chunk is not None and each.attempt == record.attempts]
+    done = [report.chunk for report in reports if report.chunk is not None and report.attempt == record.attempts]
     return max(done, key=lambda chunk: (chunk.epoch, chunk.done), default=None)
 
 

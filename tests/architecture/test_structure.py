@@ -17,7 +17,7 @@ TESTS = Code(CODE.repository, ("tests",))
 FLOWS = flows(CODE.repository)
 MOST_FILES, MOST_LINES = 284, 53_187
 """Limits of the engine, lowered when it shrinks, and raised only with what an issue adds."""
-MOST_BINDING = {"found": 29, "each": 31, "known": 17, "own": 16, "it": 0}
+MOST_BINDING = {"found": 10, "each": 6, "known": 5, "own": 5, "it": 0}
 """Names that do not say what they hold → how many functions may have such a parameter or variable; only lowered."""
 MOST_KIND_CONDITIONS = 38
 """Conditions on the kind of a job outside of its own types, which answer by name; only lowered."""

@@ -116,11 +116,11 @@ class LogIndex:
         stop = self.first_since(entry.centiseconds + 1)
         for begin in range(self.first_since(entry.centiseconds), stop, _BLOCK_RECORDS):
             block = self._read(begin, min(begin + _BLOCK_RECORDS, stop))
-            found = block.find(wanted)
-            while found >= 0 and found % RECORD.size:
-                found = block.find(wanted, found + 1)
-            if found >= 0:
-                return begin + found // RECORD.size
+            place = block.find(wanted)
+            while place >= 0 and place % RECORD.size:
+                place = block.find(wanted, place + 1)
+            if place >= 0:
+                return begin + place // RECORD.size
         return None
 
     def count_of(self, source: int, start: int, stop: int) -> int:

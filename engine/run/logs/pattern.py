@@ -65,23 +65,23 @@ class LogPattern:
         at = 0
         upcoming = {needle: searched.find(needle) for needle in self.needles}
         while at < len(data):
-            found = self._next(searched, at, upcoming)
-            if found < 0:
+            place = self._next(searched, at, upcoming)
+            if place < 0:
                 return
-            start, end = data.rfind(b"\n", 0, found) + 1, data.find(b"\n", found)
+            start, end = data.rfind(b"\n", 0, place) + 1, data.find(b"\n", place)
             end = len(data) if end < 0 else end
             if self.matches(data[start:end], redactor):
-                yield found
+                yield place
             at = end + 1
 
     def _next(self, searched: bytes, at: int, upcoming: dict[bytes, int]) -> int:
         if self.raw is not None:
             match = self.raw.search(searched, at)
             return -1 if match is None or match.start() >= len(searched) else match.start()
-        for needle, found in upcoming.items():
-            if 0 <= found < at:
+        for needle, place in upcoming.items():
+            if 0 <= place < at:
                 upcoming[needle] = searched.find(needle, at)
-        return min((found for found in upcoming.values() if found >= 0), default=-1)
+        return min((place for place in upcoming.values() if place >= 0), default=-1)
 
 
 ERRORS: Final = LogPattern(

@@ -80,32 +80,32 @@ class LogReader:
 
     def line(self, number: int) -> LogLine:
         """Raises IndexError when there is no such line."""
-        found = self.lines(number, number + 1)
-        if not found or number < 0:
+        lines = self.lines(number, number + 1)
+        if not lines or number < 0:
             raise IndexError(f"line {number} of {self.line_count}")
-        return found[0]
+        return lines[0]
 
     def lines(self, start: int, stop: int) -> list[LogLine]:
         """Lines `start` to `stop`, as far as there are any."""
         start = max(0, start)
         entries = list(enumerate(self._index.entries(start, stop), start))
-        found = []
+        lines = []
         for source in {entry.source for _, entry in entries}:
-            own = [(number, entry) for number, entry in entries if entry.source == source]
-            raws = self._raw_lines(source, own[0][1], len(own))
-            keys = KeyLines(inside=self._within_key(source, own[0][1].offset))
-            for (number, entry), (raw, size, partial) in zip(own, raws, strict=False):
+            numbered = [(number, entry) for number, entry in entries if entry.source == source]
+            raws = self._raw_lines(source, numbered[0][1], len(numbered))
+            keys = KeyLines(inside=self._within_key(source, numbered[0][1].offset))
+            for (number, entry), (raw, size, partial) in zip(numbered, raws, strict=False):
                 at = self._index.at(entry.centiseconds)
-                found.append(LogLine(number, source, at, self._shown(raw, size, keys), entry.offset, partial))
-        return sorted(found, key=lambda line: line.number)
+                lines.append(LogLine(number, source, at, self._shown(raw, size, keys), entry.offset, partial))
+        return sorted(lines, key=lambda line: line.number)
 
     def number_of(self, source: int, offset: int) -> int | None:
         """The line that byte `offset` of a source's log belongs to, None while it is not in the index."""
         index = self._index_of(source)
-        found = index.entries((line := index.line_at(offset)), line + 1)
-        if not found or self.source is not None:
-            return line if found else None
-        return self._index.position(found[0])
+        entries = index.entries((line := index.line_at(offset)), line + 1)
+        if not entries or self.source is not None:
+            return line if entries else None
+        return self._index.position(entries[0])
 
     def growing(self) -> list[int]:
         """The lines whose newline is not there yet, at most one of each source."""
@@ -131,9 +131,9 @@ class LogReader:
         for begin, end in _windows(low, high, forward):
             if stop():
                 return None
-            found = self._find_within(pattern, begin, end, forward, stop)
-            if found is not None:
-                return found
+            match = self._find_within(pattern, begin, end, forward, stop)
+            if match is not None:
+                return match
         return None
 
     def matching(self, pattern: LogPattern, start: int, stop: int) -> list[int]:
@@ -145,9 +145,9 @@ class LogReader:
             positions = list(self._positions(source, first, end, pattern))
             if positions:
                 entries = entries or self._index.entries(start, stop)
-                own = [number for number, entry in enumerate(entries, start) if entry.source == source]
+                of_source = [number for number, entry in enumerate(entries, start) if entry.source == source]
                 offsets = [entry.offset for entry in self._index_of(source).entries(first, end)]
-                numbers += [own[bisect_right(offsets, position) - 1] for position in positions]
+                numbers += [of_source[bisect_right(offsets, position) - 1] for position in positions]
         return sorted(numbers)
 
     def _find_within(
@@ -158,9 +158,9 @@ class LogReader:
             first, end = self._range_of(source, start, stop)
             positions = self._positions(source, first, end, pattern)
             position = next(positions, None) if forward else max(positions, default=None)
-            found = None if position is None else self.number_of(source, position)
-            if found is not None and (best is None or (found < best) == forward):
-                best = found
+            number = None if position is None else self.number_of(source, position)
+            if number is not None and (best is None or (number < best) == forward):
+                best = number
             if stopped():
                 return None
         return best
