@@ -237,7 +237,7 @@ class LiveRun:
             self._add(connection, "unknown")
 
     def _add(self, connection: HostConnection, attempt: int | str, *, current: bool = False) -> None:
-        """What is left of an attempt that is not the `current` one is to end."""
+        """The ranks of an attempt that is not the `current` one are to end."""
         key = f"{attempt}:{connection.names[0]}"
         connection.on_news = self._news.set
         connection.start()
