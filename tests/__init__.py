@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -20,3 +21,5 @@ if IMPORTS:
     os.environ.setdefault("PYTHONPATH", str(IMPORTS[0]))
     # Nothing here multiplies with numpy: each import of it would start a thread for every core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Of use to pytest itself, too.
+    importlib.import_module("tests.imports.sitecustomize")

@@ -1,9 +1,11 @@
-"""On the path of every python that the tests start: makes imports cheaper, and changes nothing else.
+"""On the path of every python that the tests start: makes imports and mlx.launch cheaper, and changes nothing else.
 
 Each `import transformers` reads its 3,000 files, twice, for the names that they export: a second of CPU time for each
 rank and each probe of mlx-lm. The names follow from its version: the first import keeps them for all others.
 
-mlx-lm's trainer imports wandb if it is there, for reports that are not asked of it here: another half a second."""
+mlx-lm's trainer imports wandb if it is there, for reports that are not asked of it here: another half a second.
+
+mlx.launch waits until it can write to its ranks, which it always can: it keeps a core busy for as long as they run."""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ if TYPE_CHECKING:
     from typing import Any
 
 STRUCTURE, REPORTS = "transformers.utils.import_utils", "mlx_lm.tuner.callbacks"
+LAUNCHER = "mlx._distributed_utils.launch"
+PAUSE_S = 0.01
+"""Of mlx.launch, unless a rank has printed something."""
 
 
 class Finder:
-    """Finds two modules, with loaders that go round what is slow in them."""
+    """Finds three modules, with loaders that go round what is slow in them."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        loader = {STRUCTURE: StructureLoader, REPORTS: ReportsLoader}.get(name)
+        loader = {STRUCTURE: StructureLoader, REPORTS: ReportsLoader, LAUNCHER: LauncherLoader}.get(name)
         if loader is None:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -71,6 +76,19 @@ class ReportsLoader(SourceFileLoader):
             super().exec_module(module)
         finally:
             sys.meta_path.remove(LazyFinder)
+
+
+class LauncherLoader(SourceFileLoader):
+    def exec_module(self, module: Any) -> None:
+        super().exec_module(module)
+        original = module.select
+
+        def select(readable: list[int], writable: list[int], failed: list[int], limit_s: float) -> Any:
+            if writable and limit_s:
+                original(readable, [], [], PAUSE_S)
+            return original(readable, writable, failed, limit_s)
+
+        module.select = select
 
 
 def kept(models: Path, find: Callable[[], Any]) -> Any:
