@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -34,11 +35,15 @@ class ForkServer:
         atexit.register(self.close)
 
     def close(self) -> None:
-        self._socket.close()
-        self._process.wait(LIMIT_S)
+        """It kills what it has started and what has not ended."""
+        with self._lock:
+            self._socket.close()
+            self._process.wait(LIMIT_S)
 
     def ask(self, request: Mapping[str, Any], descriptors: tuple[int, ...] = ()) -> int | None:
         with self._lock:
+            if self._process.returncode is not None:
+                return -signal.SIGKILL
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
             answer: int | None = json.loads(self._socket.recv(MESSAGE_BYTES))
         return answer
@@ -67,13 +72,16 @@ class Forked:
         assert pid is not None
         self.pid = pid
         self.returncode: int | None = None
+        # One thread may wait for its end while another one polls.
+        self._polling = threading.Lock()
         self._ended = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._ended).atexit = False
 
     def poll(self) -> int | None:
-        if self.returncode is None and (code := self._server.ask({"pid": self.pid})) is not None:
-            os.close(self._ended)
-            self.returncode = code
-        return self.returncode
+        with self._polling:
+            if self.returncode is None:
+                self.returncode = self._server.ask({"pid": self.pid})
+            return self.returncode
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
         if self.returncode is None:
