@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -71,6 +72,17 @@ def pytest_sessionfinish() -> None:
     """Garbage is looked for once, and what it raises is reported: pytest's own five collections find nothing left."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files() -> Iterator[None]:
+    """What programs that the tests start leave in their TMPDIR goes with the session: torchrun's and W&B's folders, of
+    those that are killed above all. Its path is short, as W&B has a socket in it, and it is every user's."""
+    with tempfile.TemporaryDirectory(prefix="fd-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o1777)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", folder)
+            yield
 
 
 @pytest.fixture

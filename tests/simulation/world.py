@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,10 @@ _READ_CLOCK_S = 4.0
 
 @cache
 def lock_file() -> Path:
-    return Path(tempfile.mkdtemp(prefix="simulation-")) / "supervisor.lock"
+    folder = tempfile.mkdtemp(prefix="simulation-")
+    # Unlike atexit's, they are called at the end of a worker of a pool, too.
+    Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
+    return Path(folder) / "supervisor.lock"
 
 
 class World:
