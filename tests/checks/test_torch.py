@@ -175,8 +175,8 @@ def test_each_process_of_an_elastic_node_needs_a_gpu() -> None:
     assert "(nvidia-smi lists 2 GPUs for 4 ranks); fewer ranks on this machine would use them" in result.summary
 
 
-def here(tmp_path: Path, python: str, *command: str) -> Config:
-    nodes = tuple(NodeConfig(name=f"node{rank}", python=python, workdir=str(tmp_path)) for rank in range(2))
+def here(tmp_path: Path, python: str, *command: str, ranks: int = 2) -> Config:
+    nodes = tuple(NodeConfig(name=f"node{rank}", python=python, workdir=str(tmp_path)) for rank in range(ranks))
     job = JobConfig(name="job", framework="torch", command=command)
     return Config(cluster=ClusterConfig(), nodes=nodes, job=job, preflight=PreflightConfig(all_sum_s=0.2))
 
@@ -272,7 +272,7 @@ async def test_what_accelerate_replaces_silently_is_a_fault_in_words(tmp_path: P
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nuse_cpu: true\n"
     )
     command = ("accelerate", "launch", "--config_file", "fsdp.yaml", "train.py")
-    result = await run_check(gradient.run, here(tmp_path, str(TORCH), *command))
+    result = await run_check(gradient.run, here(tmp_path, str(TORCH), *command, ranks=1))
     assert result.status is CheckStatus.FAIL
     assert "Accelerate chose NO with 1 process in place of FSDP" in result.summary, result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -104,17 +105,14 @@ class Run:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        journal = JournalTail(self.dir.journal)
-        events = tuple(journal.events())
-        assert journal.damaged == []
-        return events
+        return _events(self.dir.journal, _version(self.dir.journal))
 
     def events_of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
     def history(self) -> RunHistory:
-        return fold(self.events)
+        return _history(self.dir.journal, _version(self.dir.journal))
 
     @property
     def notes(self) -> list[str]:
@@ -193,13 +191,11 @@ class Run:
     ) -> None:
         """`after_end`: the condition may become true when the run has ended; else its end is the end of waiting."""
         deadline = time.monotonic() + within_s
-        tail, history = JournalTail(self.dir.journal), None
         while True:
             # Before the condition, which may become true with the end.
-            history = fold(tail.events(), history)
+            state = self.record.state
             if condition():
                 return
-            state = history.record.state
             assert after_end or not state.ended, f"the run has ended: {state}\n{self.troubles()}"
             assert time.monotonic() < deadline, f"not within {within_s} s, but {state}\n{self.troubles()}"
             time.sleep(every_s)
@@ -228,6 +224,27 @@ class Run:
             if log.exists():
                 texts += [f"--- {log.name}", log.read_text(errors="replace")[-2000:]]
         return "\n".join(texts)
+
+
+def _version(journal: Path) -> tuple[int, ...]:
+    """Changes with each write. A test that waits asks for the events a hundred times a second."""
+    with contextlib.suppress(FileNotFoundError):
+        status = journal.stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns
+    return ()
+
+
+@functools.lru_cache(maxsize=4)
+def _events(path: Path, version: tuple[int, ...]) -> tuple[Event, ...]:
+    journal = JournalTail(path)
+    events = tuple(journal.events())
+    assert journal.damaged == []
+    return events
+
+
+@functools.lru_cache(maxsize=4)
+def _history(path: Path, version: tuple[int, ...]) -> RunHistory:
+    return fold(_events(path, version))
 
 
 def aborted(run: Run, *, now: bool = False) -> None:

@@ -24,11 +24,12 @@ from tests.faults.test_cluster_recovery import training
 from tests.faults.test_recovery import losses
 from tests.faults.test_training import await_iteration, trained, with_keys
 
-ITERATIONS = 24
-AWAY_AT = 5
-RECOVERY = RecoveryConfig(lease_s=20.0, save_grace_s=2.0, stop_grace_s=1.0, term_grace_s=0.5)
+ITERATIONS = 16
+AWAY_AT = 4
+LEASE_S = 12.0
+RECOVERY = RecoveryConfig(lease_s=LEASE_S, save_grace_s=2.0, stop_grace_s=1.0, term_grace_s=0.5)
 """Time enough for the last steps before the lease ends the ranks."""
-TOO_LONG_S = 20.0 + 5.0 + 2.0 + 0.5 + 2.0
+TOO_LONG_S = LEASE_S + 5.0 + 2.0 + 0.5 + 2.0
 """After which a silent node's ranks have ended in any case."""
 
 

@@ -23,7 +23,7 @@ from tui.formatting import attempt_summary
 
 pytestmark = pytest.mark.busy
 
-ITERATIONS, EVERY = 22, 20
+ITERATIONS, EVERY, KILLED_AFTER = 18, 16, 3
 """Of a training, and from one checkpoint to the next: its ranks are killed long before the first."""
 
 
@@ -48,11 +48,11 @@ def dividing(config: Config, strategy: str) -> Config:
     return config.model_copy(update={"job": config.job.model_copy(update=updates)})
 
 
-def kill_all(run: Run, after: int) -> None:
+def kill_all(run: Run) -> None:
     """No rank can save what another one's loss leaves."""
-    await_iteration(run, after)
+    await_iteration(run, KILLED_AFTER)
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for rank in (0, 1):
+        for rank in range(len(run.plan.nodes)):
             signal_rank(run, rank, number)
 
 
@@ -66,20 +66,26 @@ TORCH_STRATEGIES = [
     pytest.param(name, marks=[pytest.mark.slow, pytest.mark.needs("torch")]) for name in ("ddp", "fsdp")
 ]
 STRATEGIES = [
-    "data",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("sharded", "pipeline", "local")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("data", "sharded", "pipeline", "local")),
     *TORCH_STRATEGIES,
 ]
 
 
+def test_a_run_that_lost_its_rank_early_begins_anew(home: Path, demo: Config) -> None:
+    begins_anew(home, demo.model_copy(update={"nodes": demo.nodes[:1]}))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_that_lost_all_its_ranks_early_begins_anew(home: Path, demo: Config, strategy: str) -> None:
-    config = dividing(demo, strategy)
+    begins_anew(home, dividing(demo, strategy))
+
+
+def begins_anew(home: Path, config: Config) -> None:
     undisturbed = start_config(home, config)
     assert undisturbed.ended().state is RunState.SUCCEEDED, undisturbed.troubles()
     expected = weights(undisturbed)
     run = start_config(home, config)
-    kill_all(run, after=5)
+    kill_all(run)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 2), run.troubles()
     assert losses(run, 2) == losses(undisturbed) and weights(run) == expected
@@ -87,7 +93,7 @@ def test_a_run_that_lost_all_its_ranks_early_begins_anew(home: Path, demo: Confi
     reached = resumed.repeated
     assert (
         reached is not None
-        and EVERY > reached >= 5
+        and EVERY > reached >= KILLED_AFTER
         and (resumed.resumed.source, resumed.resumed.iteration) == ("none", 0)
     )
     summary = attempt_summary(run.history.attempts[1].status)
@@ -103,7 +109,7 @@ async def test_a_run_that_must_not_begin_anew_by_itself_does_when_it_is_told_to(
     home: Path, demo: Config, strategy: str
 ) -> None:
     run = start_config(home, with_recovery(dividing(demo, strategy), without_state="fail"))
-    kill_all(run, after=5)
+    kill_all(run)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.FAILED, Reason.RANK_KILLED, 2), run.troubles()
     reached = run.history.reached
