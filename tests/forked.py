@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tests import IMPORTS
 from tests.fork_server import MESSAGE_BYTES
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,8 @@ class ForkServer:
     def __init__(self, python: str, *start: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(map(str, (ROOT, *IMPORTS)))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [python, "-P", "-W", "ignore", "-m", "tests.fork_server", *start]
         with theirs:
             self._process = subprocess.Popen(command, env=environment, stdin=theirs.fileno())

@@ -4,10 +4,10 @@ their comparison with one process on the same global batches.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import quantize_model, save_model
 
 from engine.trainer.weights import scalar
+from tests.forked import Forked, ForkServer
 from tests.training.tiny import Tiny, write_weights
 from tests.unit.launch.host_layouts import ring_ports
 
@@ -60,23 +61,27 @@ def loaded(path: Path) -> dict[str, mx.array]:
     return arrays
 
 
-def start_ranks(program: str, directory: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
-    """Start a module, with `directory` as its argument, on so many ranks of a ring on this machine."""
+@functools.cache
+def fork_server() -> ForkServer:
+    """Of the programs of these tests: the second imports the first."""
+    return ForkServer(sys.executable, "tests.training.lost_peer_program")
+
+
+def start_ranks(program: str, directory: Path, ranks: int) -> list[Forked]:
+    """Start a module, with `directory` as its argument, on so many ranks of a ring on this machine. What they print is
+    in `rank<N>.log` there."""
     first = ring_ports(ranks)
     hosts = directory / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{first + rank}"] for rank in range(ranks)]))
     own = {"RANKS": str(ranks), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if ranks > 1:
         own["MLX_HOSTFILE"] = str(hosts)
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", program, str(directory)],
-            env={**os.environ, **own, "MLX_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(ranks)
-    ]
+    started = []
+    for rank in range(ranks):
+        environment = {**os.environ, **own, "MLX_RANK": str(rank)}
+        with (directory / f"rank{rank}.log").open("wb") as log:
+            started.append(Forked(fork_server(), program, str(directory), environment=environment, output=log.fileno()))
+    return started
 
 
 def run(directory: Path, cases: list[dict[str, Any]], ranks: int) -> dict[str, Ran]:
@@ -85,12 +90,12 @@ def run(directory: Path, cases: list[dict[str, Any]], ranks: int) -> dict[str, R
     (directory / "cases.json").write_text(json.dumps(cases))
     started = start_ranks("tests.training.partitioned_program", directory, ranks)
     try:
-        output = [process.communicate(timeout=LIMIT_S)[1].decode(errors="replace") for process in started]
+        codes = [process.wait(LIMIT_S) for process in started]
     finally:
         for process in started:
             process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0] * ranks, "\n".join(text[-3000:] for text in output)
+    output = [(directory / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+    assert codes == [0] * ranks, "\n".join(text[-3000:] for text in output)
     results = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return {
         case["name"]: Ran(directory, case["name"], [reported[case["name"]] for reported in results]) for case in cases

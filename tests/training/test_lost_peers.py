@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,9 @@ def lose_one(tiny: Tiny, home: Path, keys: dict[str, Any], ranks: int, seed: int
         time.sleep(delay_s)
         started[victim].kill()
         codes = [process.wait(LIMIT_S) for process in started]
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"a survivor hangs: rank {victim} was killed after {delay_s:.3f} s")
     finally:
         for process in started:
             process.kill()
-            process.communicate()
     assert codes == [-signal.SIGKILL if rank == victim else 5 for rank in range(ranks)]
     survivors = [json.loads((home / f"rank{rank}.json").read_text()) for rank in range(ranks) if rank != victim]
     assert all(survivor["kept"] and survivor["updates"] > 0 for survivor in survivors)
