@@ -20,7 +20,9 @@ from tests.faults.local_runs import DEAF, DOUBLE_FORK, aborted, kill_and_await, 
 pytestmark = pytest.mark.busy
 
 
-@pytest.mark.parametrize("launcher", ["mlx.launch", pytest.param("direct", marks=pytest.mark.slow)])
+# A recording of the first is among those of tests/unit/run/test_recordings.py; two ranks succeed in other tests.
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mlx.launch", "direct"])
 def test_four_ranks_succeed(nodes: Cluster, home: Path, launcher: str) -> None:
     run = start_on(nodes, home, ring_config(nodes, launcher=launcher))
     run.everybody_steps()

@@ -83,7 +83,9 @@ def test_a_keeper_that_slept_for_longer_than_the_lease_finds_its_heartbeats(home
     succeeded(run, attempts=1)
 
 
+# The keeper's part is in tests/agent/test_keeper.py, the head's is that of a node without network for as long.
 @pytest.mark.busy
+@pytest.mark.slow
 def test_a_node_that_slept_for_less_than_the_lease_goes_on(nodes: Cluster, home: Path) -> None:
     patient = SHORT.model_copy(update={"lease_s": 10.0})
     run = start_on(nodes, home, ring_config(nodes, recovery=patient, names=("ana", "bea")))

@@ -85,6 +85,8 @@ def test_ranks_are_started_as_by_torchrun_and_succeed(nodes: Cluster, home: Path
         assert f"rank {rank} of {len(names)} local 0 is up" in run.dir.log(rank).read_text()
 
 
+# tests/unit/run/test_recordings.py has recordings of such attempts.
+@pytest.mark.slow
 def test_the_rank_that_was_killed_is_named_and_not_the_one_that_lost_its_peer(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, torch_config(nodes, "ana", "bea"))
     run.everybody_steps()

@@ -31,7 +31,7 @@ ITERATIONS, EVERY, KILLED_AFTER = 18, 16, 3
 def demo(tmp_path: Path) -> Config:
     """Two ranks of the demo, with a first checkpoint soon before the end."""
     config = demo_config(demo_below(tmp_path / "demo"), ranks=2, iters=ITERATIONS)
-    keys = {"batch_size": 4, "max_seq_length": 64, "save_every": 1000, "val_batches": 1, "steps_per_eval": 5}
+    keys = {"batch_size": 2, "max_seq_length": 64, "save_every": 1000, "val_batches": 1, "steps_per_eval": 5}
     updates = {"recovery": RecoveryConfig(), "checkpoint": CheckpointConfig(every=EVERY)}
     return with_keys(config, **keys).model_copy(update=updates)
 

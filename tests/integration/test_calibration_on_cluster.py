@@ -198,8 +198,10 @@ async def test_while_a_run_goes_on_there_nothing_is_measured(config: Config, tmp
     await engine.close()
 
 
+# test_scaling.py times the steps of such a group on this machine, tests/unit/calibration what follows from them.
 @pytest.mark.busy
-@pytest.mark.parametrize("strategy", [pytest.param("sharded", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
 async def test_all_ranks_are_measured_together_with_a_strategy_of_which_no_node_makes_a_step(
     cluster: Cluster, config: Config, tmp_path: Path, strategy: str
 ) -> None:
