@@ -18,10 +18,9 @@ from engine.cluster.transport.base import Completed, Transport
 from engine.cluster.transport.fleet import Fleet
 from engine.cluster.transport.ssh_config import SshHost, ssh_hosts
 from engine.config.draft import checked_host
-from engine.config.faults import Faults
 from engine.config.formats import host_form
 from engine.config.imported_hosts import read_hostfile
-from engine.errors import ConfigError, HostKeyUnknown, InputError, NodeUnreachable
+from engine.errors import ConfigError, ConfigFault, HostKeyUnknown, InputError, NodeUnreachable
 from engine.models import HostKeyOffer
 from engine.security.identifiers import LOCAL, SshTarget
 from engine.security.paths import path_fault
@@ -79,13 +78,13 @@ class Hostfile:
 
 def hosts_from_hostfile(path: Path) -> Hostfile:
     """MLX's JSON, or lines of `host:slots`, one host for each rank. Raises ConfigError with all its faults."""
-    faults = Faults()
-    read = read_hostfile(faults, path)
-    for table in [] if faults.found else read.tables:
+    faults: list[ConfigFault] = []
+    read = read_hostfile(path, faults)
+    for table in [] if faults else read.tables:
         if accepted := host_form(table.known.get("ssh")):
-            faults.add(table.location, "ssh", table.known.get("ssh"), accepted)
-    if faults.found:
-        raise ConfigError(faults.found)
+            table.location.refuse("ssh", table.known.get("ssh"), accepted)
+    if faults:
+        raise ConfigError(faults)
     hosts = [
         FoundHost(
             name=table.known["name"],

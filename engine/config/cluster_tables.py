@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.faults import Faults, Location, keys_of
+from engine.config.faults import Location, keys_of
 from engine.config.formats import ON_NODE, host_form, interpreter, path_form, remote_path_form, resolved
 from engine.config.models import ClusterConfig, NodeConfig
 from engine.protocol.job import Framework
@@ -35,47 +35,46 @@ class NodeTable:
         return self.values or {}
 
 
-def read_cluster(faults: Faults, location: Location, table: Mapping[str, Any]) -> ClusterConfig | None:
-    faults.unknown(location, table, ClusterConfig.model_fields, {"nodes": "[[node]] tables, one per rank"})
-    return faults.validated(location, ClusterConfig, table)
+def read_cluster(location: Location, table: Mapping[str, Any]) -> ClusterConfig | None:
+    location.unknown(table, ClusterConfig.model_fields, {"nodes": "[[node]] tables, one per rank"})
+    return location.validated(ClusterConfig, table)
 
 
-def read_defaults(faults: Faults, location: Location, table: Mapping[str, Any]) -> NodeTable:
+def read_defaults(location: Location, table: Mapping[str, Any]) -> NodeTable:
     """Read [node_defaults]. The form of its paths is checked for each node, since it depends on the host."""
-    faults.unknown(location, table, NODE_PATHS, {})
+    location.unknown(table, NODE_PATHS, {})
     for key, value in table.items():
         if key in NODE_PATHS and not isinstance(value, str):
-            faults.add(location, key, value, "a string in quotes")
+            location.refuse(key, value, "a string in quotes")
     return NodeTable(location, {key: table[key] for key in NODE_PATHS if isinstance(table.get(key), str)})
 
 
-def node_tables(faults: Faults, file: str, tables: object) -> list[NodeTable]:
+def node_tables(here: Location, tables: object) -> list[NodeTable]:
     """The [[node]] tables in rank order; empty when there are too few or too many."""
-    here = Location(file)
     if tables is None or tables == []:
-        faults.missing(here, "node", f"at least one node, one per rank: {_EXAMPLE}")
+        here.missing("node", f"at least one node, one per rank: {_EXAMPLE}")
         return []
     if not isinstance(tables, list):
-        faults.add(here, "node", tables, f"one table per rank, in double brackets: {_EXAMPLE}")
+        here.refuse("node", tables, f"one table per rank, in double brackets: {_EXAMPLE}")
         return []
     if len(tables) > NODE_LIMIT:
-        faults.add(here, "node", f"{len(tables)} nodes", f"at most {NODE_LIMIT} nodes")
+        here.refuse("node", f"{len(tables)} nodes", f"at most {NODE_LIMIT} nodes")
         return []
     read = []
     for rank, table in enumerate(tables):
         if isinstance(table, dict):
-            read.append(NodeTable(Location(file, f"node[{rank}]"), {"name": f"node{rank}"} | table))
+            read.append(NodeTable(here.at(f"node[{rank}]"), {"name": f"node{rank}"} | table))
         else:
-            faults.add(here, f"node[{rank}]", table, f"a table: {_EXAMPLE}")
-            read.append(NodeTable(Location(file, f"node[{rank}]"), None))
+            here.refuse(f"node[{rank}]", table, f"a table: {_EXAMPLE}")
+            read.append(NodeTable(here.at(f"node[{rank}]"), None))
     return read
 
 
 def read_nodes(
-    faults: Faults, tables: Sequence[NodeTable], defaults: NodeTable, base: Path, framework: Framework
+    tables: Sequence[NodeTable], defaults: NodeTable, base: Path, framework: Framework
 ) -> tuple[NodeConfig | None, ...]:
     """All nodes, in rank order; None for one with faults, so that the others keep their ranks."""
-    reader = _NodeReader(faults, defaults, base, len(tables), framework)
+    reader = _NodeReader(defaults, base, len(tables), framework)
     nodes = tuple(reader.read(rank, table) for rank, table in enumerate(tables))
     if all(node is not None and node.local for node in nodes):
         return tuple(node and node.model_copy(update={"ips": node.ips or (LOCAL,)}) for node in nodes)
@@ -84,7 +83,6 @@ def read_nodes(
 
 @dataclass(frozen=True)
 class _NodeReader:
-    faults: Faults
     defaults: NodeTable
     base: Path
     """The folder of the configuration."""
@@ -95,8 +93,8 @@ class _NodeReader:
     def read(self, rank: int, table: NodeTable) -> NodeConfig | None:
         if table.values is None:
             return None
-        faults, location, values, before = self.faults, table.location, dict(table.values), len(self.faults.found)
-        faults.unknown(location, values, keys_of(NodeConfig), {})
+        location, values, before = table.location, dict(table.values), len(table.location.faults)
+        location.unknown(values, keys_of(NodeConfig), {})
         host = values.get("ssh", LOCAL)
         # None if its `ssh` is invalid, as NodeConfig reports.
         local = SshTarget.parse(host).local if isinstance(host, str) and host_form(host) is None else None
@@ -104,8 +102,8 @@ class _NodeReader:
         for key in NODE_PATHS:
             values[key] = self._path(table, key, local=local)
         values.setdefault("ips", [])
-        node = faults.validated(location, NodeConfig, values)
-        return node if len(faults.found) == before else None
+        node = location.validated(NodeConfig, values)
+        return node if len(location.faults) == before else None
 
     def _check_devices(self, location: Location, values: dict[str, Any], rank: int) -> None:
         row = values.get("rdma")
@@ -115,9 +113,9 @@ class _NodeReader:
         given = [None if device == "" else device for device in row]
         devices = values["rdma"] = [tuple(device) if isinstance(device, list) else device for device in given]
         if len(devices) != self.size:
-            self.faults.add(location, "rdma", row, f"{self.size} entries, {_MATRIX}")
+            location.refuse("rdma", row, f"{self.size} entries, {_MATRIX}")
         elif devices[rank] is not None:
-            self.faults.add(location, f"rdma[{rank}]", devices[rank], f'"" for the node itself, {_MATRIX}')
+            location.refuse(f"rdma[{rank}]", devices[rank], f'"" for the node itself, {_MATRIX}')
 
     def _path(self, table: NodeTable, key: str, *, local: bool | None) -> Any:
         """The path of `key`, absolute if the node is this machine; `local` is None if that is unknown."""
@@ -126,14 +124,14 @@ class _NodeReader:
             # The form depends on the host, whose fault is already reported.
             return given if isinstance(given, str) else "/"
         if given is None and key == "python" and not local:
-            self.faults.missing(table.location, key, f"the interpreter that has {self.framework}: {ON_NODE}")
+            table.location.missing(key, f"the interpreter that has {self.framework}: {ON_NODE}")
             given = "/"
         if given is None:
             return {"workdir": str(self.base) if local else "~", "python": sys.executable}.get(key)
         if not isinstance(given, str):
             return given
         if accepted := (path_form(given) if local else remote_path_form(given)):
-            self.faults.add(table.location if key in table.known else self.defaults.location, key, given, accepted)
+            (table.location if key in table.known else self.defaults.location).refuse(key, given, accepted)
             return given
         if not local:
             return posixpath.normpath(given)

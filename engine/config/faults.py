@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -38,48 +38,44 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Location:
-    """A table of a file, whose keys are reported as `<table>.<key>`; YAML files have no table."""
+    """A table of a file, whose keys are reported as `<table>.<key>`, with its faults; YAML files have no table."""
 
     file: str
     table: str = ""
+    faults: list[ConfigFault] = field(default_factory=list)
+    """All so far, of all files, in the order in which they were found."""
+
+    def at(self, table: str) -> Location:
+        return replace(self, table=table)
 
     def key(self, name: object) -> str:
         return f"{self.table}.{key_text(name)}" if self.table else key_text(name)
 
-
-@dataclass
-class Faults:
-    """The faults so far, in the order in which they were found."""
-
-    found: list[ConfigFault] = field(default_factory=list)
-
-    def add(self, location: Location, key: object, value: object, accepted: str) -> None:
+    def refuse(self, key: object, value: object, accepted: str) -> None:
         """Report a value that is not accepted, once even if many nodes take it from [node_defaults]."""
-        fault = ConfigFault(location.file, location.key(key), safe_repr(value), accepted)
-        if fault not in self.found:
-            self.found.append(fault)
+        fault = ConfigFault(self.file, self.key(key), safe_repr(value), accepted)
+        if fault not in self.faults:
+            self.faults.append(fault)
 
-    def missing(self, location: Location, key: object, accepted: str) -> None:
+    def missing(self, key: object, accepted: str) -> None:
         """Report a required key."""
-        self.found.append(ConfigFault(location.file, location.key(key), _NOT_SET, accepted))
+        self.faults.append(ConfigFault(self.file, self.key(key), _NOT_SET, accepted))
 
-    def unknown(
-        self, location: Location, table: Mapping[Any, Any], accepted: Iterable[str], hints: Mapping[Any, str]
-    ) -> None:
+    def unknown(self, table: Mapping[Any, Any], accepted: Iterable[str], hints: Mapping[Any, str]) -> None:
         """Report every key of `table` that is not in `accepted`; `hints` says what to use instead of some keys."""
         names = sorted(accepted)
         unknown = [key for key in table if key not in names]
         for key in unknown[:UNKNOWN_LIMIT]:
-            self.add(location, key, table[key], hints.get(_plain(key)) or _suggestion(_plain(key), names))
+            self.refuse(key, table[key], hints.get(_plain(key)) or _suggestion(_plain(key), names))
         if len(unknown) > UNKNOWN_LIMIT:
             more = f"({len(unknown) - UNKNOWN_LIMIT} more keys)"
-            self.found.append(ConfigFault(location.file, location.table or "the file", more, "known keys"))
+            self.faults.append(ConfigFault(self.file, self.table or "the file", more, "known keys"))
 
-    def validated(self, location: Location, kind: type[Model], values: Mapping[str, Any]) -> Model | None:
+    def validated(self, kind: type[Model], values: Mapping[str, Any]) -> Model | None:
         """`values` as a model with strict types; None if its types are wrong. A `name` must be an identifier; unknown
         keys are ignored."""
         if isinstance(name := values.get("name"), str) and not is_identifier(name):
-            self.add(location, "name", name, IDENTIFIER_FORM)
+            self.refuse("name", name, IDENTIFIER_FORM)
         accepted = keys_of(kind)
         chosen = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in accepted
@@ -91,7 +87,7 @@ class Faults:
                 first, *inner = problem["loc"]
                 key = key_text(first) + "".join(f"[{key_text(part)}]" for part in inner)
                 value = _NOT_SET if problem["type"] == "missing" else safe_repr(problem["input"])
-                self.found.append(ConfigFault(location.file, f"{location.table}.{key}", value, accepted_form(problem)))
+                self.faults.append(ConfigFault(self.file, f"{self.table}.{key}", value, accepted_form(problem)))
             return None
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from engine.config.cluster_tables import NODE_LIMIT, NodeTable
 from engine.config.documents import DocumentError, file_text, read_json, read_text
-from engine.config.faults import Faults, Location
+from engine.config.faults import Location
 from engine.config.job_table import environment_fault
 from engine.config.models import MAX_ADDRESSES, ClusterConfig
 from engine.errors import ConfigFault, InputError
@@ -33,38 +33,38 @@ class ImportedHosts:
     """The file's, as it was parsed."""
 
 
-def read_hostfile(faults: Faults, path: Path) -> ImportedHosts:
+def read_hostfile(path: Path, faults: list[ConfigFault]) -> ImportedHosts:
     """Read `path`; at most one fault is added for each of its entries."""
     try:
-        text = read_text(path, _WANTED)
+        text, here = read_text(path, _WANTED), Location(file_text(path), faults=faults)
         if text.lstrip()[:1] in ("[", "{"):
-            imported = _from_json(faults, Location(file_text(path)), read_json(path, text))
+            imported = _from_json(here, read_json(path, text))
         else:
-            imported = _from_lines(faults, file_text(path), text)
+            imported = _from_lines(here, text)
     except DocumentError as error:
-        faults.found += error.faults
+        faults += error.faults
         return ImportedHosts()
     return replace(imported, text=text)
 
 
-def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:
+def _from_json(here: Location, document: Any) -> ImportedHosts:
     table = document if isinstance(document, dict) else {"hosts": document}
     hosts, backend, repeats = (table.get(key) for key in ("hosts", "backend", "connections_per_ip"))
     if backend not in (None, "", *_BACKENDS):
-        faults.add(here, "backend", backend, f"one of {', '.join(_BACKENDS)}")
+        here.refuse("backend", backend, f"one of {', '.join(_BACKENDS)}")
         backend = None
-    imported = ImportedHosts(backend=backend or None, env=_environment(faults, here, table.get("envs")))
+    imported = ImportedHosts(backend=backend or None, env=_environment(here, table.get("envs")))
     # The ring makes so many connections to each address (mlx.launch's option --connections-per-ip).
     if "connections_per_ip" in table and (type(repeats) is not int or not 1 <= repeats <= MAX_ADDRESSES):
-        faults.add(here, "connections_per_ip", repeats, f"a number of connections, 1 to {MAX_ADDRESSES}")
+        here.refuse("connections_per_ip", repeats, f"a number of connections, 1 to {MAX_ADDRESSES}")
         repeats = 1
     if not isinstance(hosts, list) or not hosts:
-        faults.add(here, "hosts", hosts, f"a list with one entry per rank: [{_ENTRY}, …]")
+        here.refuse("hosts", hosts, f"a list with one entry per rank: [{_ENTRY}, …]")
     elif len(hosts) > NODE_LIMIT:
-        faults.add(here, "hosts", f"{len(hosts)} hosts", f"at most {NODE_LIMIT} ranks")
+        here.refuse("hosts", f"{len(hosts)} hosts", f"at most {NODE_LIMIT} ranks")
     else:
         names: set[str] = set()
-        imported.tables = [_entry(faults, here, rank, entry, names) for rank, entry in enumerate(hosts)]
+        imported.tables = [_entry(here, rank, entry, names) for rank, entry in enumerate(hosts)]
         for ips in (node.known.get("ips") for node in imported.tables):
             if isinstance(ips, list):
                 # Each connection to an address has a port of its own.
@@ -72,10 +72,10 @@ def _from_json(faults: Faults, here: Location, document: Any) -> ImportedHosts:
     return imported
 
 
-def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str]) -> NodeTable:
-    location = Location(here.file, f"hosts[{rank}]")
+def _entry(here: Location, rank: int, entry: Any, names: set[str]) -> NodeTable:
+    location = here.at(f"hosts[{rank}]")
     if not isinstance(entry, dict) or "ssh" not in entry:
-        faults.add(here, f"hosts[{rank}]", entry, f"an entry such as {_ENTRY}")
+        here.refuse(f"hosts[{rank}]", entry, f"an entry such as {_ENTRY}")
         return NodeTable(location, None)
     values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": entry.get("ips") or []}
     if isinstance(rdma := entry.get("rdma"), list):
@@ -83,43 +83,43 @@ def _entry(faults: Faults, here: Location, rank: int, entry: Any, names: set[str
     return NodeTable(location, values | ({"rdma": rdma} if rdma else {}))
 
 
-def _environment(faults: Faults, here: Location, lines: Any) -> dict[str, str]:
+def _environment(here: Location, lines: Any) -> dict[str, str]:
     if lines in (None, []):
         return {}
     if not isinstance(lines, list) or len(lines) > 1000:
-        faults.add(here, "envs", lines, 'a list of "NAME=value"')
+        here.refuse("envs", lines, 'a list of "NAME=value"')
         return {}
     variables = {}
     for number, line in enumerate(lines):
         name, equals, value = line.partition("=") if isinstance(line, str) else ("", "", "")
         accepted = environment_fault(name, value) if equals else 'a string "NAME=value"'
         if accepted:
-            faults.add(here, f"envs[{number}]", line, accepted)
+            here.refuse(f"envs[{number}]", line, accepted)
         else:
             variables[name] = value
     return variables
 
 
-def _from_lines(faults: Faults, file: str, text: str) -> ImportedHosts:
-    here, imported, names = Location(file), ImportedHosts(), set[str]()
+def _from_lines(here: Location, text: str) -> ImportedHosts:
+    imported, names = ImportedHosts(), set[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         entry = line.partition("#")[0].strip()
         if not entry:
             continue
         match = _SLOTS.fullmatch(entry)
         if match is None:
-            faults.add(here, f"line {number}", entry, "a line such as ultra.local:1, host:slots")
+            here.refuse(f"line {number}", entry, "a line such as ultra.local:1, host:slots")
             # A file of another kind is one fault, not a thousand.
             return ImportedHosts()
         slots = int(match["count"] or match["slots"] or 1)
         if not 1 <= slots <= NODE_LIMIT - len(imported.tables):
-            faults.add(here, f"line {number}", entry, f"1 slot or more, and at most {NODE_LIMIT} ranks in total")
+            here.refuse(f"line {number}", entry, f"1 slot or more, and at most {NODE_LIMIT} ranks in total")
             return ImportedHosts()
         for rank in range(len(imported.tables), len(imported.tables) + slots):
             values: dict[str, Any] = {"name": _name(match["host"], rank, names), "ssh": match["host"], "ips": []}
-            imported.tables.append(NodeTable(Location(file, f"line {number}"), values))
+            imported.tables.append(NodeTable(here.at(f"line {number}"), values))
     if not imported.tables:
-        faults.found.append(ConfigFault(file, "the file", "(no hosts)", _WANTED))
+        here.faults.append(ConfigFault(here.file, "the file", "(no hosts)", _WANTED))
     return imported
 
 

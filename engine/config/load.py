@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from engine.config.cluster_tables import NodeTable, node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import file_text, read_toml
-from engine.config.faults import Faults, Location
+from engine.config.faults import Location
 from engine.config.formats import address_form, path_form, remote_path_form, resolved, split_form
 from engine.config.imported_hosts import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
@@ -41,13 +41,13 @@ from engine.security.redact import is_public
 MAX_PORT = 65535
 
 
-def _check_nodes(faults: Faults, nodes: Sequence[NodeTable]) -> None:
+def _check_nodes(nodes: Sequence[NodeTable]) -> None:
     """Names and addresses must be unique."""
     first: dict[str, int] = {}
     for rank, node in enumerate(nodes):
         name = node.known.get("name")
         if isinstance(name, str) and first.setdefault(name, rank) != rank:
-            faults.add(node.location, "name", name, f"a unique name: node[{first[name]}] has this one")
+            node.location.refuse("name", name, f"a unique name: node[{first[name]}] has this one")
     hosts = [str(node.known.get("ssh", LOCAL)) for node in nodes]
     if len(set(hosts)) == 1:
         return
@@ -58,13 +58,13 @@ def _check_nodes(faults: Faults, nodes: Sequence[NodeTable]) -> None:
                 continue
             if ipaddress.IPv4Address(address).is_loopback:
                 accepted = "an address at which the other hosts can reach this one, or none, to have it chosen"
-                faults.add(node.location, f"ips[{number}]", address, accepted)
+                node.location.refuse(f"ips[{number}]", address, accepted)
             elif hosts[first.setdefault(address, rank)] != hosts[rank]:
                 accepted = f"a unique address: node[{first[address]}] is another host and has this one"
-                faults.add(node.location, f"ips[{number}]", address, accepted)
+                node.location.refuse(f"ips[{number}]", address, accepted)
 
 
-def _check_devices(faults: Faults, nodes: Sequence[NodeTable], backend: str) -> None:
+def _check_devices(nodes: Sequence[NodeTable], backend: str) -> None:
     """A complete matrix of RDMA devices must connect the ranks as the backend needs it."""
     size = len(nodes)
     if backend not in ("jaccl", "jaccl-ring") or not all(len(_listed(node, "rdma")) == size for node in nodes):
@@ -74,24 +74,24 @@ def _check_devices(faults: Faults, nodes: Sequence[NodeTable], backend: str) -> 
         peers = {(rank - 1) % size, (rank + 1) % size} if backend == "jaccl-ring" else set(range(size))
         missing = [str(peer) for peer in sorted(peers - {rank}) if row[peer] in ("", None)]
         if missing:
-            faults.add(node.location, "rdma", row, f"a device for rank {' and '.join(missing)} too: {backend} needs it")
+            node.location.refuse("rdma", row, f"a device for rank {' and '.join(missing)} too: {backend} needs it")
 
 
 def _check_framework(
-    faults: Faults, location: Location, cluster: ClusterConfig, nodes: Sequence[NodeTable], framework: Framework
+    location: Location, cluster: ClusterConfig, nodes: Sequence[NodeTable], framework: Framework
 ) -> None:
     """Report what belongs to the other framework."""
     of_torch = cluster.backend in ("auto", "nccl", "gloo")
     if framework == "torch" and not of_torch:
-        faults.add(location, "backend", cluster.backend, "auto, nccl or gloo: PyTorch has no other")
+        location.refuse("backend", cluster.backend, "auto, nccl or gloo: PyTorch has no other")
     elif framework == "mlx" and cluster.backend == "gloo":
         accepted = 'auto, ring, jaccl, jaccl-ring or nccl, or framework = "torch"'
-        faults.add(location, "backend", cluster.backend, accepted)
+        location.refuse("backend", cluster.backend, accepted)
     for node in nodes:
         for key in ("validate", "rdma") if framework == "torch" else ("processes",) * ("rdma" in node.known):
             if key in node.known:
                 why = "framework torch" if framework == "torch" else "rdma: one [[node]] for each rank"
-                faults.add(node.location, key, node.known[key], f"no value here, with {why}")
+                node.location.refuse(key, node.known[key], f"no value here, with {why}")
 
 
 def _by_process(
@@ -109,37 +109,37 @@ def _by_process(
     return [table for table, _ in repeated], tuple(node for _, node in repeated)
 
 
-def _check_ports(faults: Faults, location: Location, nodes: Sequence[NodeTable], first: int | None) -> None:
+def _check_ports(location: Location, nodes: Sequence[NodeTable], first: int | None) -> None:
     """Every address of a rank needs a port."""
     ports = sum(len(_listed(node, "ips")) or 1 for node in nodes)
     if first is not None and nodes and first + ports - 1 > MAX_PORT:
-        faults.add(location, "starting_port", first, f"a port that is the first of {ports} ports up to {MAX_PORT}")
+        location.refuse("starting_port", first, f"a port that is the first of {ports} ports up to {MAX_PORT}")
 
 
 def _listed(node: NodeTable, key: str) -> list[object]:
     return values if isinstance(values := node.known.get(key), list) else []
 
 
-def _check_command(faults: Faults, tables: Sequence[NodeTable]) -> None:
+def _check_command(tables: Sequence[NodeTable]) -> None:
     accepted = "no value here: the job is a command, which has its own"
     for key in ("model", "data", "share", "validate"):
         for table in tables:
             if key in table.known:
-                faults.add(table.location, key, table.known[key], accepted)
+                table.location.refuse(key, table.known[key], accepted)
 
 
-def _check_training(faults: Faults, inline: Location, tables: Sequence[NodeTable], job: ReadJob) -> None:
+def _check_training(inline: Location, tables: Sequence[NodeTable], job: ReadJob) -> None:
     nodes, settings, config = len(tables), job.settings, job.config
     batch_size = settings.get("batch_size")
     strategy = config.strategy if config is not None else None
     if strategy == "pipeline" and nodes < 2:
-        faults.add(inline, "strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
+        inline.refuse("strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
     if strategy == "local" and nodes < 2:
-        faults.add(inline, "strategy", "local", "data: local averages the weights of at least two nodes")
-    _check_validation(faults, tables, strategy, settings)
+        inline.refuse("strategy", "local", "data: local averages the weights of at least two nodes")
+    _check_validation(tables, strategy, settings)
     split = config.layer_split if config is not None else None
     if split is not None and (accepted := split_form(split, nodes)) is not None:
-        faults.add(inline, "layer_split", split, accepted)
+        inline.refuse("layer_split", split, accepted)
     # In a pipeline every node processes the whole batch.
     too_small = batch_size is not None and batch_size < nodes and strategy != "pipeline"
     int8, not_local = strategy in PARTITIONED and settings.get("wire") == "int8", strategy not in (None, "local")
@@ -156,19 +156,17 @@ def _check_training(faults: Faults, inline: Location, tables: Sequence[NodeTable
         *((key, unvalidated and settings.get(key), no_judge) for key in ("save_best", "patience")),
     ):
         if applies:
-            faults.add(job.locations.get(key, inline), key, settings[key], accepted)
+            job.locations.get(key, inline).refuse(key, settings[key], accepted)
 
 
-def _check_validation(
-    faults: Faults, tables: Sequence[NodeTable], strategy: str | None, settings: Mapping[str, Any]
-) -> None:
+def _check_validation(tables: Sequence[NodeTable], strategy: str | None, settings: Mapping[str, Any]) -> None:
     kept_out = [table for table in tables if table.known.get("validate") is False]
     if strategy in PARTITIONED and kept_out:
         accepted = f'no value here: with strategy = "{strategy}" every node computes a part of each validation'
-        faults.add(kept_out[0].location, "validate", False, accepted)
+        kept_out[0].location.refuse("validate", False, accepted)
     elif len(kept_out) == len(tables) and (settings.get("val_batches") or settings.get("test")):
         accepted = "true on one node at least, or val_batches = 0 and no test in [job]"
-        faults.add(kept_out[0].location, "validate", False, accepted)
+        kept_out[0].location.refuse("validate", False, accepted)
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {
@@ -184,42 +182,42 @@ def load_config(path: Path) -> Config:
     """Raises ConfigError with all faults, and nothing else."""
     document, text = read_toml(path)
     file = path.absolute()
-    faults, name = Faults(), file_text(path)
-    faults.unknown(Location(name), document, _TABLES, _HINTS)
-    cluster_table, job_table = _table(faults, name, document, "cluster"), _table(faults, name, document, "job")
-    cluster = read_cluster(faults, Location(name, "cluster"), cluster_table)
-    defaults = read_defaults(faults, Location(name, "node_defaults"), _table(faults, name, document, "node_defaults"))
-    imported = _read_hostfile(faults, name, cluster_table, file.parent)
-    tables = imported.tables if imported else node_tables(faults, name, document.get("node"))
+    here = Location(file_text(path))
+    here.unknown(document, _TABLES, _HINTS)
+    cluster_table, job_table = _table(here, document, "cluster"), _table(here, document, "job")
+    cluster = read_cluster(here.at("cluster"), cluster_table)
+    defaults = read_defaults(here.at("node_defaults"), _table(here, document, "node_defaults"))
+    imported = _read_hostfile(here.at("cluster"), cluster_table, file.parent)
+    tables = imported.tables if imported else node_tables(here, document.get("node"))
     if imported and document.get("node"):
         accepted = "no value here: [cluster] hostfile names the nodes; remove one of the two"
-        faults.add(Location(name), "node", document["node"], accepted)
+        here.refuse("node", document["node"], accepted)
     if cluster is not None and imported and imported.backend and "backend" not in cluster_table:
         cluster = cluster.model_copy(update={"backend": imported.backend})
     framework: Framework = "torch" if job_table.get("framework") == "torch" else "mlx"
-    nodes = read_nodes(faults, tables, defaults, file.parent, framework)
-    job = read_job(faults, Location(name, "job"), job_table, file.parent)
+    nodes = read_nodes(tables, defaults, file.parent, framework)
+    job = read_job(here.at("job"), job_table, file.parent)
     if cluster is not None:
-        _check_framework(faults, Location(name, "cluster"), cluster, tables, framework)
+        _check_framework(here.at("cluster"), cluster, tables, framework)
     if job_table.get("elastic") is not True:
         # From here on every process is a node.
         tables, nodes = _by_process(tables, nodes)
-    sections = _read_sections(faults, name, document, nodes)
-    _check_nodes(faults, tables)
+    sections = _read_sections(here, document, nodes)
+    _check_nodes(tables)
     if cluster is not None:
-        _check_devices(faults, tables, cluster.backend)
-        _check_ports(faults, Location(name, "cluster"), tables, cluster.starting_port)
+        _check_devices(tables, cluster.backend)
+        _check_ports(here.at("cluster"), tables, cluster.starting_port)
     if job.is_command:
-        _check_command(faults, [*tables, defaults])
+        _check_command([*tables, defaults])
     elif tables:
-        _check_training(faults, Location(name, "job"), tables, job)
+        _check_training(here.at("job"), tables, job)
     good = tuple(node for node in nodes if node is not None)
-    _check_job_paths(faults, job, good)
+    _check_job_paths(job, good)
     config = job.config
     if config is not None and framework == "torch":
-        _check_torch(faults, name, config, sections, len(nodes))
-    if faults.found or cluster is None or config is None:
-        raise ConfigError(faults.found)
+        _check_torch(here, config, sections, len(nodes))
+    if here.faults or cluster is None or config is None:
+        raise ConfigError(here.faults)
     if imported and imported.env:
         config = config.model_copy(update={"env": {**imported.env, **config.env}})
     placed = tuple(_with_job(node, config.model, config.data, file.parent) for node in good)
@@ -227,72 +225,68 @@ def load_config(path: Path) -> Config:
     return loaded.model_copy(update={"digest": content_digest(loaded, text, imported.text if imported else "")})
 
 
-def _read_sections(
-    faults: Faults, file: str, document: Mapping[str, Any], nodes: Sequence[NodeConfig | None]
-) -> dict[str, Any]:
+def _read_sections(here: Location, document: Mapping[str, Any], nodes: Sequence[NodeConfig | None]) -> dict[str, Any]:
     """The tables of _SECTIONS; None for one with faults."""
     sections = {}
     for name, kind in _SECTIONS.items():
-        table, location = _table(faults, file, document, name), Location(file, name)
-        faults.unknown(location, table, kind.model_fields, {})
-        section = sections[name] = faults.validated(location, kind, table)
+        table, location = _table(here, document, name), here.at(name)
+        location.unknown(table, kind.model_fields, {})
+        section = sections[name] = location.validated(kind, table)
         if isinstance(section, CheckpointConfig):
-            _check_destination(faults, location, section.destination, nodes)
+            _check_destination(location, section.destination, nodes)
         elif isinstance(section, RecoveryConfig) and (section.min_nodes or 0) > len(nodes) > 0:
-            faults.add(location, "min_nodes", section.min_nodes, f"at most {len(nodes)}, the number of nodes")
+            location.refuse("min_nodes", section.min_nodes, f"at most {len(nodes)}, the number of nodes")
     return sections
 
 
-def _check_torch(faults: Faults, file: str, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
+def _check_torch(here: Location, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
     """Check sections for values that a PyTorch job does not have."""
     checkpoint, recovery = sections["checkpoint"], sections["recovery"]
     saves = checkpoint is not None and checkpoint.enabled and job.kind.own_model is None
     if saves and "://" in (checkpoint.destination or ""):
         accepted = 'a folder with framework = "torch", no URL'
-        faults.add(Location(file, "checkpoint"), "destination", checkpoint.destination, accepted)
+        here.at("checkpoint").refuse("destination", checkpoint.destination, accepted)
     if saves and job.mlx_lm.get("offload") == "nvme":
         accepted = "false: of what is offloaded to nvme there is no checkpoint"
-        faults.add(Location(file, "checkpoint"), "enabled", True, accepted)
+        here.at("checkpoint").refuse("enabled", True, accepted)
     restarts = recovery is not None and job.kind.loss_restarts_workers
     if restarts and not recovery.max_restarts and (recovery.min_nodes or nodes) < nodes:
         accepted = "1 or more: when a node is lost, torchrun starts the others' workers again; or leave out min_nodes"
-        faults.add(Location(file, "recovery"), "max_restarts", 0, accepted)
+        here.at("recovery").refuse("max_restarts", 0, accepted)
 
 
-def _read_hostfile(faults: Faults, name: str, cluster: Mapping[str, Any], base: Path) -> ImportedHosts | None:
+def _read_hostfile(location: Location, cluster: Mapping[str, Any], base: Path) -> ImportedHosts | None:
     """The nodes of [cluster] hostfile; None if it is not set."""
     named = cluster.get("hostfile")
     if not isinstance(named, str):
         return None
     if accepted := path_form(named):
-        faults.add(Location(name, "cluster"), "hostfile", named, accepted)
+        location.refuse("hostfile", named, accepted)
         return ImportedHosts()
-    return read_hostfile(faults, Path(resolved(named, base)))
+    return read_hostfile(Path(resolved(named, base)), location.faults)
 
 
-def _check_job_paths(faults: Faults, job: ReadJob, nodes: Sequence[NodeConfig]) -> None:
+def _check_job_paths(job: ReadJob, nodes: Sequence[NodeConfig]) -> None:
     """`~user` is only valid on this machine."""
     if all(node.local for node in nodes):
         return
     for key in PATH_KEYS:
         value = job.settings.get(key)
         if isinstance(value, str) and value.startswith("~") and (accepted := remote_path_form(value)):
-            faults.add(job.locations[key], key, value, accepted)
+            job.locations[key].refuse(key, value, accepted)
 
 
-def _check_destination(
-    faults: Faults, location: Location, named: str | None, nodes: Sequence[NodeConfig | None]
-) -> None:
+def _check_destination(location: Location, named: str | None, nodes: Sequence[NodeConfig | None]) -> None:
     """The destination is a path on the node, or a URL for fsspec there."""
     if named is None:
         return
     if "://" in named:
         if not _URL.fullmatch(named):
-            faults.add(location, "destination", named, "a URL such as s3://bucket/folder, without spaces")
+            location.refuse("destination", named, "a URL such as s3://bucket/folder, without spaces")
         return
     local = all(node is None or node.local for node in nodes)
     if accepted := path_form(named) if local or not named.startswith("~") else remote_path_form(named):
-        faults.add(location, "destination", named, f"{accepted}; or a URL such as s3://bucket/folder")
+        location.refuse("destination", named, f"{accepted}; or a URL such as s3://bucket/folder")
 
 
 def _with_job(node: NodeConfig, model: str | None, data: str | None, base: Path) -> NodeConfig:
@@ -302,11 +296,11 @@ def _with_job(node: NodeConfig, model: str | None, data: str | None, base: Path)
     return node.model_copy(update=paths)
 
 
-def _table(faults: Faults, file: str, document: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _table(here: Location, document: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = document.get(name, {})
     if isinstance(table, dict):
         return table
-    faults.add(Location(file), name, table, f"a table: [{name}] on its own line, with its keys below")
+    here.refuse(name, table, f"a table: [{name}] on its own line, with its keys below")
     return {}
 
 
