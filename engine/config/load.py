@@ -24,7 +24,6 @@ from engine.config.job_table import PATH_KEYS, ReadJob, read_job
 from engine.config.mlx_lm_keys import LOCAL_KEYS
 from engine.config.models import (
     CheckpointConfig,
-    ClusterConfig,
     Config,
     JobConfig,
     NodeConfig,
@@ -77,16 +76,12 @@ def _check_devices(nodes: Sequence[NodeTable], backend: str) -> None:
             node.location.refuse("rdma", row, f"a device for rank {' and '.join(missing)} too: {backend} needs it")
 
 
-def _check_framework(
-    location: Location, cluster: ClusterConfig, nodes: Sequence[NodeTable], framework: Framework
-) -> None:
+def _check_framework(location: Location, backend: str, nodes: Sequence[NodeTable], framework: Framework) -> None:
     """Report what belongs to the other framework."""
-    of_torch = cluster.backend in ("auto", "nccl", "gloo")
-    if framework == "torch" and not of_torch:
-        location.refuse("backend", cluster.backend, "auto, nccl or gloo: PyTorch has no other")
-    elif framework == "mlx" and cluster.backend == "gloo":
-        accepted = 'auto, ring, jaccl, jaccl-ring or nccl, or framework = "torch"'
-        location.refuse("backend", cluster.backend, accepted)
+    if framework == "torch" and backend not in ("auto", "nccl", "gloo"):
+        location.refuse("backend", backend, "auto, nccl or gloo: PyTorch has no other")
+    elif framework == "mlx" and backend == "gloo":
+        location.refuse("backend", backend, 'auto, ring, jaccl, jaccl-ring or nccl, or framework = "torch"')
     for node in nodes:
         for key in ("validate", "rdma") if framework == "torch" else ("processes",) * ("rdma" in node.known):
             if key in node.known:
@@ -198,7 +193,7 @@ def load_config(path: Path) -> Config:
     nodes = read_nodes(tables, defaults, file.parent, framework)
     job = read_job(here.at("job"), job_table, file.parent)
     if cluster is not None:
-        _check_framework(here.at("cluster"), cluster, tables, framework)
+        _check_framework(here.at("cluster"), cluster.backend, tables, framework)
     if job_table.get("elastic") is not True:
         # From here on every process is a node.
         tables, nodes = _by_process(tables, nodes)

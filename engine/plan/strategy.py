@@ -46,11 +46,7 @@ _APPROACH = {
 
 
 def strategy_section(
-    context: PlanContext,
-    split: LayerSplit | None,
-    trained: int | None,
-    *,
-    automatic: bool = False,
+    context: PlanContext, split: LayerSplit | None, trained: int | None, *, automatic: bool = False
 ) -> StrategySection:
     """`split` is None unless the strategy is a pipeline whose layers could be split. `trained` parameters, None if
     unknown. `automatic`: the plan has chosen the strategy."""
@@ -196,5 +192,4 @@ def with_strategy(config: Config, strategy: Strategy | None, layer_split: str | 
         if (accepted := split_form(layer_split, len(config.nodes))) is not None:
             raise InputError(what, why=f"expected {accepted}")
     kept = layer_split or (config.job.layer_split if chosen == "pipeline" else None)
-    changed = {"strategy": chosen, "layer_split": kept}
-    return config.model_copy(update={"job": config.job.model_copy(update=changed)})
+    return config.model_copy(update={"job": config.job.model_copy(update={"strategy": chosen, "layer_split": kept})})

@@ -122,9 +122,7 @@ def model_shape(context: PlanContext) -> ModelShape:
 
 
 def _warn_of_older_mlx(
-    context: PlanContext,
-    shape: ModelShape,
-    ranks: Iterable[tuple[RankPlace, RankWorkload, MemoryEstimate]],
+    context: PlanContext, shape: ModelShape, ranks: Iterable[tuple[RankPlace, RankWorkload, MemoryEstimate]]
 ) -> None:
     for place, workload, need in ranks:
         if place.fuses != "":

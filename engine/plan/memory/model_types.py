@@ -301,8 +301,7 @@ def _lfm2(config: ConfigReader) -> Architecture:
         inner = multiple * math.ceil(inner / multiple)
     full = attention(config, replace(_EVEN_NO_BIAS, query_norms="head", out="out_proj"))
     convolution = short_convolution(config)
-    width = config.get_size("block_dim", "hidden_size")
-    network = mlp(width, inner, ("w1", "w3", "w2"), prefix="feed_forward")
+    network = mlp(config.get_size("block_dim", "hidden_size"), inner, ("w1", "w3", "w2"), prefix="feed_forward")
     mixers = [full if number in attending else convolution for number in range(config.layers)]
     return _model(config, [_layer(hidden, mixer, network) for mixer in mixers], tied=True)
 
@@ -349,8 +348,7 @@ def _nemotron_experts(config: ConfigReader) -> Sublayer:
         Matrix("mixer.switch_mlp.fc2", inner, width, copies=count, active=active, source="inner"),
     ]
     if config.get_int("n_shared_experts", default=0):
-        shared = _nemotron_mlp(config, "moe_shared_expert_intermediate_size", "mixer.shared_experts")
-        matrices += shared.matrices
+        matrices += _nemotron_mlp(config, "moe_shared_expert_intermediate_size", "mixer.shared_experts").matrices
     if latent:
         matrices.append(Matrix("mixer.fc1_latent_proj", hidden, latent, bias, source="residual"))
         matrices.append(Matrix("mixer.fc2_latent_proj", latent, hidden, bias, source="latent"))
