@@ -20,7 +20,7 @@ from engine.failures.signature import SignatureKind
 from engine.failures.signatures import BY_ID
 from engine.models import Reason
 from engine.plan.checkpoints import state_every
-from engine.run.events import AttemptFailed, Hang
+from engine.run.events import AttemptFailed
 from engine.run.history import RunHistory
 from engine.run.node_health import lost_after_s
 from engine.run.run_plan import RunPlan
@@ -99,7 +99,6 @@ class RunningAttempt:
     """This supervisor knows, or knew, a launcher."""
     launcher_gone_s: float | None = None
     """None while the launcher lives."""
-    hang: Hang | None = None
     abort: bool = False
     completed_s: float = 0.0
     """Since all ranks but the dispensable ones completed."""
@@ -151,9 +150,8 @@ STOPS: Final[Sequence[tuple[Callable[[RunningAttempt], bool], Trigger]]] = (
     (lambda state: state.nobody_else_will_start, Trigger.NOT_STARTED),
     (lambda state: state.starting and state.age_s > START_LIMIT_S, Trigger.NOT_STARTED),
     (lambda state: state.apart, Trigger.APART),
-    (lambda state: state.hang is not None, Trigger.HUNG),
 )
-"""Why a running attempt is stopped: the first row that holds."""
+"""Why a running attempt is stopped: the first row that holds; if none does, it may hang."""
 
 
 def stop_trigger(state: RunningAttempt) -> Trigger | None:

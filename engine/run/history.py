@@ -264,7 +264,7 @@ def _end(event: events.StateChanged, record: RunRecord) -> dict[str, Any]:
     if event.verdict is not None:
         changes |= {name: getattr(event.verdict, name) for name in _CLEARED if name != "ended_at"}
         changes["unconfirmed"] = list(event.unconfirmed)
-    return changes | {name: value for name, value in asdict(event.figures).items() if value is not None}
+    return changes | {name: value for name, value in vars(event.figures).items() if value is not None}
 
 
 def _attempt(attempt: AttemptHistory, event: events.Event) -> AttemptHistory:
@@ -291,7 +291,7 @@ def _attempt(attempt: AttemptHistory, event: events.Event) -> AttemptHistory:
         case events.AttemptResumed(attempt=attempt.number):
             status = replace(attempt.status, resumed_at=event.resumed.iteration, source=event.resumed.source)
             changes = {"status": replace(status, repeated=event.repeated, recovery_s=event.seconds)}
-    return replace(attempt, **changes)
+    return replace(attempt, **changes) if changes else attempt
 
 
 def _changes(history: RunHistory, event: events.Event) -> dict[str, Any]:

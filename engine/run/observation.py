@@ -213,7 +213,7 @@ class Observation:
 
     @property
     def current_hosts(self) -> tuple[HostView, ...]:
-        return tuple(host for host in self.hosts if host.current)
+        return tuple([host for host in self.hosts if host.current])
 
     def host_of(self, rank: int) -> HostView:
         return next(host for host in self.hosts if host.current and rank in host.ranks)

@@ -14,6 +14,7 @@ from engine.run import events
 from engine.run.command_watch import RANKS_APART
 from engine.run.decide import SETTLE_S, RankState, RunningAttempt
 from engine.run.effects import DropPipes, Send, Standing
+from engine.run.history import AttemptHistory
 from engine.run.node_health import HostHealth, lost_after_s, next_health, recorded_health
 from engine.run.observation import HostView, ProgressView, RankView
 from engine.run.state import Phase, Transition, WatchState, has_ended
@@ -36,29 +37,40 @@ def begin_running(t: Transition, *, launched: bool) -> None:
 
 def take_in(t: Transition, *, live: bool) -> None:
     """Record the changes of the attempt's nodes and ranks since the last step. `live`: it may still train."""
-    lost = _take_in_nodes(t)
+    seen, progress = t.seen, t.seen.progress
+    if seen.hosts != t.watch.hosts:
+        _take_in_nodes(t)
     if live:
         _note_sleep(t)
-    _take_in_ranks(t, lost if live else frozenset())
+    lost = t.watch.lost if live else frozenset()
+    came = (progress.steps > 0, progress.completed, progress.starts, progress.resumed)
+    ranks = (seen.ranks, lost, live, _goes_on(t), came)
+    if ranks == t.watch.ranks:
+        return
+    _take_in_ranks(t, lost)
     if live:
         _note_new_starts(t)
         _record_resumption(t)
+    t.set_watch(ranks=ranks, rank_states=())
 
 
-def _take_in_nodes(t: Transition) -> frozenset[int]:
-    """The ranks whose node is lost."""
+def _goes_on(t: Transition) -> bool:
+    """The attempt is not to end: whether the others can do without a rank is settled when it is."""
+    return t.ending.stop is None and not t.ending.verdict_pending
+
+
+def _take_in_nodes(t: Transition) -> None:
     watch, limit_s = t.watch, lost_after_s(t.state.plan.config)
     health: dict[str, HostHealth] = {}
+    lost: list[int] = []
     for host in t.seen.current_hosts:
         before = watch.health.get(host.key) or recorded_health(host, t.state.attempt.nodes)
         health[host.key], changes = next_health(host, before, limit_s, t.seen.at)
         for change in changes:
             t.record(change)
-    if health != watch.health:
-        t.set_watch(health=health)
-    return frozenset(
-        rank for host in t.seen.current_hosts if health[host.key].condition == "lost" for rank in host.ranks
-    )
+        if health[host.key].condition == "lost":
+            lost += host.ranks
+    t.set_watch(hosts=t.seen.hosts, health=health, lost=frozenset(lost), rank_states=())
 
 
 def _note_sleep(t: Transition) -> None:
@@ -80,16 +92,16 @@ def _note_sleep(t: Transition) -> None:
 def _take_in_ranks(t: Transition, lost: frozenset[int]) -> None:
     """Starts and ends, each once in the journal, also over supervisors; the end of a lost rank again once it is
     known."""
-    before, known = t.watch.ended, frozenset(t.state.attempt.ended)
+    before, attempt = t.watch.ended, t.state.attempt
     _update_standings(t, lost)
-    changed = [rank for rank in t.seen.ranks if _record_change(t, rank)]
+    changed = [rank for rank in t.seen.ranks if _record_change(t, attempt, rank)]
     newly = t.watch.ended - before
     for rank in t.seen.ranks:
         if rank.number not in newly or rank.succeeded:
             continue
         if not t.watch.standings[rank.number].dispensable:
             t.set_watch(failed_at=t.watch.failed_at or t.seen.at)
-        elif rank.number not in known:
+        elif rank.number not in attempt.ended:
             note = f"rank {rank.number} on {rank.node} is lost: the others go on without it"
             t.set_watch(losses=(*t.watch.losses, (t.seen.now, note)))
     if all(rank.started for rank in t.seen.ranks):
@@ -108,8 +120,7 @@ def _update_standings(t: Transition, lost: frozenset[int]) -> None:
     ]
     newly_lost = [number for number in lost if standings[number] is not watch.standings[number]]
     ended = frozenset(rank.number for rank, standing in zip(ranks, standings, strict=True) if has_ended(rank, standing))
-    # Whether the others can do without a rank is settled when they are to end.
-    going_on = t.ending.stop is None and not t.ending.verdict_pending
+    going_on = _goes_on(t)
     if kind.outlives_ranks and going_on:
         seen = [_seen(rank, ended=rank.number in ended) for rank in ranks]
         ends, stepped = list(t.state.attempt.ended), t.seen.progress.steps > 0
@@ -132,8 +143,8 @@ def _seen(rank: RankView, *, ended: bool) -> RankSeen:
     return RankSeen(rank.started, ended, ended and not rank.succeeded, gave_up)
 
 
-def _record_change(t: Transition, rank: RankView) -> bool:
-    number, node, attempt, recorded = rank.number, rank.node, t.state.attempt, False
+def _record_change(t: Transition, attempt: AttemptHistory, rank: RankView) -> bool:
+    number, node, recorded = rank.number, rank.node, False
     if rank.identity is not None and number not in attempt.started:
         t.record(events.RankLaunched(rank=number, node=node, identity=rank.identity))
         recorded = True
@@ -154,7 +165,7 @@ def _record_change(t: Transition, rank: RankView) -> bool:
 def _note_new_starts(t: Transition) -> None:
     starts = t.seen.progress.starts
     before = starts if t.watch.starts is None else t.watch.starts
-    if starts is t.watch.starts:
+    if starts == t.watch.starts:
         return
     t.set_watch(starts=starts)
     for rank, count in starts.items():
@@ -178,12 +189,14 @@ def _record_resumption(t: Transition) -> None:
 
 
 def attempt_now(t: Transition, *, abort: bool) -> RunningAttempt:
-    """The attempt as `stop_trigger` sees it, without a hang."""
+    """The attempt as `stop_trigger` sees it."""
     seen, watch = t.seen, t.watch
-    if seen.launcher_alive or watch.launcher_gone_at is None:
+    if seen.launcher_alive is (watch.launcher_gone_at is not None):
         t.set_watch(launcher_gone_at=None if seen.launcher_alive else seen.now)
-    hosts = {rank: host for host in seen.current_hosts for rank in host.ranks}
-    ranks = tuple(_rank_state(t, rank, hosts[rank.number]) for rank in seen.ranks)
+    if not watch.rank_states:
+        hosts = {rank: host for host in seen.current_hosts for rank in host.ranks}
+        t.set_watch(rank_states=tuple([_rank_state(t, rank, hosts[rank.number]) for rank in seen.ranks]))
+    ranks = t.watch.rank_states
     if watch.failing_since is None and any(rank.failed for rank in ranks):
         t.set_watch(failing_since=seen.now)
     state = RunningAttempt(ranks)

@@ -12,12 +12,12 @@ from typing import Any, Final, TypeVar
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.models import RunState
 from engine.run import events
-from engine.run.decide import Restart, Trigger
+from engine.run.decide import RankState, Restart, Trigger
 from engine.run.effects import Effect, Record, Standing
 from engine.run.history import AttemptHistory, RunHistory, fold
 from engine.run.journal import FOLLOWERS
 from engine.run.node_health import HostHealth
-from engine.run.observation import Observation, RankView, Result
+from engine.run.observation import HostView, Observation, RankView, Result
 from engine.run.run_plan import RunPlan
 from engine.run.shutdown import AttemptView, CleanupProof, Shutdown
 
@@ -67,6 +67,14 @@ class WatchState:
     """By host."""
     ended: frozenset[int] = frozenset()
     """The ranks that had ended when they were last seen."""
+    hosts: tuple[HostView, ...] = ()
+    """As last taken in: the same again change nothing."""
+    lost: frozenset[int] = frozenset()
+    """The ranks whose node is lost."""
+    ranks: tuple[object, ...] = ()
+    """The ranks, and what else was seen of them, as last taken in: the same again change nothing."""
+    rank_states: tuple[RankState, ...] = ()
+    """Of these; none while they are to be determined."""
     starts: Mapping[int, int] | None = None
     """ProgressView.starts as last seen; None before the first look: those were noted by an earlier supervisor."""
     losses: tuple[tuple[float, str], ...] = ()

@@ -192,10 +192,10 @@ def _running(t: Transition) -> None:
     trigger = stop_trigger(now)
     if trigger is None:
         note_missing_launcher(t, now)
-        trigger = stop_trigger(replace(now, hang=find_hang(t)))
-    if trigger is None:
-        note_losses(t)
-        return
+        if find_hang(t) is None:
+            note_losses(t)
+            return
+        trigger = Trigger.HUNG
     t.set_ending(trigger=trigger)
     if abort is not None and trigger is Trigger.ABORT:
         _announce(t, events.StopStage.ASKED)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
 
 from tests.simulation.plants import PLANTS, planted
 from tests.simulation.scenario import Scenario, draw
-from tests.simulation.shrinking import shrink
+from tests.simulation.shrinking import kind_of, shrink
 from tests.simulation.simulate import simulate, virtual_engine, written
+
+_BATCH = 200
+_REPORT_S = 30.0
+_MOST_SHOWN = 5
 
 
 def first_violation(histories: int, seed: int, begin: int = 0) -> tuple[int, Scenario] | None:
@@ -36,21 +44,91 @@ def _print_history(scenario: Scenario, plant: str | None) -> None:
     print(f"python -m tests.simulation{planted_as} --replay {shlex.quote(scenario.to_json())}")
 
 
-def _search(options: argparse.Namespace) -> int:
-    began, states, steps = time.process_time(), Counter[str](), 0
-    for number in range(options.begin, options.begin + options.histories):
-        scenario = draw(options.seed, number)
-        outcome = simulate(scenario)
-        states[outcome.state] += 1
-        steps += outcome.steps
+@dataclass
+class Batch:
+    """What came of some histories."""
+
+    histories: int = 0
+    steps: int = 0
+    cpu_s: float = 0.0
+    states: Counter[str] = field(default_factory=Counter)
+    violations: list[tuple[int, str]] = field(default_factory=list)
+    """The number of a history, and what it violates."""
+
+    def add(self, more: Batch) -> None:
+        self.histories += more.histories
+        self.steps += more.steps
+        self.cpu_s += more.cpu_s
+        self.states += more.states
+        self.violations += more.violations
+
+    def __str__(self) -> str:
+        violations = f"{len(self.violations)} violations" if self.violations else "no violation"
+        ends = ", ".join(f"{count} {state}" for state, count in self.states.most_common())
+        return f"{self.histories} histories, {self.steps} steps, {self.cpu_s:.1f} s of CPU: {violations}; {ends}"
+
+
+def _begin_worker(plant: str | None) -> None:
+    """The worker ends with its process, and what is patched in it, too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _patches.enter_context(virtual_engine())
+    if plant:
+        _patches.enter_context(planted(plant))
+    # Each history leaves cycles, few of which are worth an early look.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
+_patches = contextlib.ExitStack()
+
+
+def _simulate_batch(seed: int, begin: int, count: int) -> Batch:
+    began, batch = time.process_time(), Batch()
+    for number in range(begin, begin + count):
+        outcome = simulate(draw(seed, number))
+        batch.histories += 1
+        batch.steps += outcome.steps
+        batch.states[outcome.state] += 1
         if outcome.violation is not None:
-            print(f"history {number} of seed {options.seed}: {outcome.violation}; made smaller:\n")
-            _print_history(shrink(scenario, _violation_of), options.plant)
-            return 1
-    seconds = time.process_time() - began
-    ends = ", ".join(f"{count} {state}" for state, count in states.most_common())
-    print(f"{options.histories} histories, {steps} steps, {seconds:.1f} s of CPU: no violation; {ends}")
-    return 0
+            batch.violations.append((number, outcome.violation))
+    batch.cpu_s = time.process_time() - began
+    return batch
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _search(options: argparse.Namespace) -> int:
+    """All histories, also after a violation. When it is stopped, it tells how far it has come."""
+    total, reported_at = Batch(), time.monotonic()
+    signal.signal(signal.SIGTERM, _interrupt)
+    with ProcessPoolExecutor(options.workers, initializer=_begin_worker, initargs=(options.plant,)) as pool:
+        end = options.begin + options.histories
+        batches = [
+            pool.submit(_simulate_batch, options.seed, begin, min(_BATCH, end - begin))
+            for begin in range(options.begin, end, _BATCH)
+        ]
+        try:
+            for done in as_completed(batches):
+                batch = done.result()
+                total.add(batch)
+                for number, violation in batch.violations:
+                    print(f"history {number} of seed {options.seed}: {violation}", flush=True)
+                if time.monotonic() - reported_at > _REPORT_S:
+                    reported_at = time.monotonic()
+                    print(total, file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            print("stopped; so far:")
+        pool.shutdown(cancel_futures=True)
+    print(total, flush=True)
+    if not total.violations:
+        return 0
+    print("The first of each kind, made smaller:")
+    kinds = {kind_of(violation): number for number, violation in sorted(total.violations, reverse=True)}
+    for number in sorted(kinds.values())[:_MOST_SHOWN]:
+        _print_history(shrink(draw(options.seed, number), _violation_of), options.plant)
+    return 1
 
 
 def _search_plants(options: argparse.Namespace) -> int:
@@ -76,6 +154,7 @@ def main() -> None:
     parser.add_argument("--histories", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--begin", type=int, default=0, help="number of the first history")
+    parser.add_argument("--workers", type=int, default=1, help="processes that simulate at the same time")
     parser.add_argument("--replay", metavar="JSON", help="simulate this history, and print it")
     parser.add_argument("--plant", choices=PLANTS, help="with this bug")
     parser.add_argument("--plants", action="store_true", help="search with each bug, one after the other")

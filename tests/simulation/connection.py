@@ -66,7 +66,8 @@ class Connection:
         self._standing: dict[int, bytes] = {}
         self._sent: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         """Messages to the machine that wait for a way there."""
-        self._received: list[Callable[[Connection], None]] = []
+        self._received: list[tuple[float, Callable[[Connection], None]]] = []
+        """Messages from the machine, and when they are here."""
         self._generation = 0
         self._waits_for_disk = -1
         self._delivered_at = 0.0
@@ -158,9 +159,7 @@ class Connection:
 
     def _flush(self) -> None:
         if self.receives():
-            waiting, self._received = self._received, []
-            for message in waiting:
-                self._deliver(self._generation, message)
+            self._deliver(self._generation)
         if self._sends():
             commands, self._sent = self._sent, []
             for call, arguments in commands:
@@ -215,19 +214,21 @@ class Connection:
         if self.open:
             at = max(self.world.time.now + self.machine.latency_s, self._delivered_at)
             self._delivered_at = at
-            self.world.time.at(at, self._deliver, self._generation, message)
+            self._received.append((at, message))
+            self.world.time.at(at, self._deliver, self._generation)
 
-    def _deliver(self, generation: int, message: Callable[[Connection], None]) -> None:
+    def _deliver(self, generation: int) -> None:
+        """What has come at the same moment is read at once."""
         if generation != self._generation or self.closed:
             return
-        if not self.receives():
-            self._received.append(message)
-            return
-        if self.greeted:
-            self.answered_at = self.world.time.now
-        message(self)
-        self._changed()
-        self.world.news = True
+        now = self.world.time.now
+        while self._received and self._received[0][0] <= now and self.receives():
+            _, message = self._received.pop(0)
+            if self.greeted:
+                self.answered_at = now
+            message(self)
+            self._changed()
+            self.world.news = True
 
     def _send(self, call: Callable[..., None], *arguments: Any) -> None:
         if self._sends():

@@ -441,7 +441,7 @@ FAULTS: Final[dict[str, Callable[[World, Fault], None]]] = {
     "reset": _reset,
     "slow": _lasting(_slow, _fast, always_ends=True),
     "disk_full": _counted("disk_full", Reason.LAUNCH_FAILED, Reason.HUNG),
-    "disk_stalled": _counted("disk_stalled", Reason.HUNG, always_ends=True),
+    "disk_stalled": _counted("disk_stalled", Reason.HUNG, Reason.LAUNCH_FAILED, always_ends=True),
     "clock": _clock,
     "diverged": _of_program(_diverge, Reason.DIVERGED, Reason.RANK_FAILED),
     "out_of_memory": _of_program(_out_of_memory, Reason.OUT_OF_MEMORY, Reason.RANK_KILLED),

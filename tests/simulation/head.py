@@ -35,6 +35,7 @@ from engine.run.progress import AttemptProgress
 from engine.run.run_plan import RunPlan
 from tests.simulation.connection import Connection
 from tests.simulation.nodes import Machine, SimulatedKeeper
+from tests.simulation.quick_values import quick_copy
 from tests.simulation.scenario import launch_decisions
 from tests.simulation.training import Attempt
 
@@ -138,7 +139,7 @@ class Supervisor:
         self.connections: list[Connection] = []
         self.attempt: Attempt | None = None
         self.launcher: Launcher | None = None
-        self._launched_here = False
+        self._seeks_unknown = False
         self._adopted = self._rebooted = False
         self._progress = AttemptProgress()
         self._taken: dict[int, int] = {}
@@ -160,6 +161,8 @@ class Supervisor:
         """As last observed."""
         self._hosts: tuple[HostView, ...] = ()
         self._ranks: tuple[RankView, ...] = ()
+        self._ranks_seen: tuple[object, ...] = ()
+        self._figures = events.Figures()
         self.tick_s = 0.1
 
     def close(self) -> None:
@@ -184,12 +187,15 @@ class Supervisor:
                 self._news.append(request)
         news, self._news = tuple(self._news), []
         finished, self._finished = tuple(self._finished), []
-        if not quiet or self._completed != len(self._progress.view.completed):
-            self._completed = len(self._progress.view.completed)
+        progress = self._progress.view
+        if not quiet or self._completed != len(progress.completed):
+            self._completed = len(progress.completed)
             self._ranks = self._rank_views()
         ranks = self._ranks
         launcher = self.launcher
-        self._stepped = self._progress.view.steps > 0
+        self._stepped = progress.steps > 0
+        if (progress.furthest or None) != self._figures.iteration:
+            self._figures = events.Figures(iteration=progress.furthest or None)
         return Observation(
             now=now,
             at=world.head_wall(),
@@ -199,11 +205,11 @@ class Supervisor:
             launcher_alive=launcher is not None and launcher.alive,
             ranks=ranks,
             hosts=hosts,
-            progress=self._progress.view,
+            progress=progress,
             command=self._command_view(now),
             receiving=not disk.full,
-            figures=events.Figures(iteration=self._progress.view.furthest or None),
-            unknown=self._unknown(),
+            figures=self._figures,
+            unknown=self._unknown() if self._seeks_unknown else None,
             jitter=world.rng.uniform(0.5, 1.0),
             finished=finished,
         )
@@ -293,6 +299,9 @@ class Supervisor:
         key = keeper.attempt, keeper.rank
         self.world.disk.copies.setdefault(key, []).extend(lines[copied:end])
         self.world.disk.copied[key] = end
+        if connection.unsent and end == len(lines):
+            # What was missing has come.
+            self._set_unsent(connection, False)
         connection.answered_at = max(connection.answered_at, lines[end - 1][0])
 
     def _take(self, rank: int, line: Any, now: float) -> None:
@@ -301,15 +310,21 @@ class Supervisor:
             return
         self._progress.take(rank, line, now)
         if "manifest" in line:
-            saved = events.StateSaved.model_construct(rank=rank, state=line["state"], manifest=line["manifest"])
-            known = self.history.manifests.get(rank, ()) if self.history is not None else ()
-            if (saved.state, saved.manifest) not in known:
-                self._news.append(saved)
+            state, manifest = line["state"], line["manifest"]
+            if self.history is None or (state, manifest) not in self.history.manifests.get(rank, ()):
+                self._news.append(quick_copy(_SAVED, update={"rank": rank, "state": state, "manifest": manifest}))
 
     def _rank_views(self) -> tuple[RankView, ...]:
         if self.attempt is None:
             return ()
         failed = self._start_failures | (self.launcher.failed if self.launcher is not None else {})
+        seen = (
+            [(one.version, self._silent_s(one) < SILENCE_S) for one in self.connections],
+            len(failed), len(self._progress.completed),
+        )  # fmt: skip
+        if seen == self._ranks_seen:
+            return self._ranks
+        self._ranks_seen = seen
         views = []
         connections = {rank: one for one in self.connections if one.current for rank in one.ranks}
         for rank, machine in enumerate(self.attempt.machines):
@@ -513,8 +528,12 @@ class Supervisor:
             self._copy_files()
             missing = self._missing(self.attempt)
             for host in self.connections:
-                host.unsent = host.current and any(_name(rank) in missing for rank in host.ranks)
+                self._set_unsent(host, host.current and any(_name(rank) in missing for rank in host.ranks))
         self._finished.append(Settled(effect.hosts, missing))
+
+    def _set_unsent(self, host: Connection, unsent: bool) -> None:
+        if host.unsent != unsent:
+            host.unsent, self._seen_version = unsent, -1
 
     def _awaits_ends(self, hosts: list[Connection]) -> bool:
         return any(
@@ -630,7 +649,6 @@ class Supervisor:
         self.attempt = attempt
         if not plan.config.starts_directly:
             self.launcher = world.launcher = Launcher(world, attempt)
-            self._launched_here = True
             self._later(0.1, self._launched)
             return
         self._starts_confirmed = 0
@@ -706,7 +724,7 @@ class Supervisor:
         self.attempt = self.world.attempt_of(self.world.plan.among(planned.nodes), planned)
         self.launcher = None
         self._seen_version = -1
-        self._ranks = ()
+        self._ranks = self._ranks_seen = ()
         self._progress = AttemptProgress()
         if not self.attempt.trainer:
             self._progress.updates.first_steps = 0
@@ -757,6 +775,7 @@ class Supervisor:
 
     def _connect_unknown(self, effect: effects.ConnectUnknown) -> None:
         world, before = self.world, len(self.connections)
+        self._seeks_unknown = True
         attempt = world.attempts.get(world.disk.newest_attempt)
         members = attempt.machines if attempt is not None else []
         ordered = sorted(world.members, key=lambda machine: (machine not in members, machine.index))
@@ -767,6 +786,7 @@ class Supervisor:
         self._end_all(before)
 
 
+_SAVED = events.StateSaved(rank=0, state="1.0", manifest="0" * 64)
 _PASSED = PreflightReport(checks=[], overall_status=CheckStatus.PASS)
 
 

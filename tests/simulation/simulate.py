@@ -11,14 +11,45 @@ from pathlib import Path
 from unittest import mock
 
 from engine.failures import explanation
-from engine.models import RunState
+from engine.job import kinds
+from engine.models import RunRecord, RunState
 from engine.node import keeper as keeper_module
-from engine.run import events, history, node_health, progress, recovery, running, shutdown, state, step, verdict
+from engine.run import (
+    decide,
+    effects,
+    events,
+    failure_evidence,
+    history,
+    node_health,
+    observation,
+    progress,
+    recovery,
+    running,
+    shutdown,
+    state,
+    step,
+    verdict,
+)
 from tests.simulation import nodes
 from tests.simulation.invariants import Violation
-from tests.simulation.quick_replace import quick_replace
+from tests.simulation.quick_values import quick_copy, quick_init, quick_replace
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import World
+
+_MADE_OFTEN: tuple[type, ...] = (
+    *(observation.Observation, observation.HostView, observation.RankView, observation.ProgressView),
+    *(
+        observation.CommandView,
+        effects.Record,
+        effects.Send,
+        effects.Standing,
+        state.WatchState,
+        node_health.HostHealth,
+    ),
+    *(decide.RankState, decide.RunningAttempt, decide.NodePresence, kinds.RankSeen, kinds.RanksSeen),
+    *(shutdown.AttemptView, shutdown.CleanupProof, shutdown.Shutdown, failure_evidence.RankEvidence),
+    *(events.Figures, events.Verdict, history.AttemptHistory, verdict.Fault),
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +94,10 @@ def virtual_engine() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, name, value))
         for module in (history, node_health, progress, recovery, running, shutdown, state, step, verdict):
             stack.enter_context(mock.patch.object(module, "replace", quick_replace))
+        for model in (events.Event, RunRecord):
+            stack.enter_context(mock.patch.object(model, "model_copy", quick_copy))
+        for kind in _MADE_OFTEN:
+            stack.enter_context(mock.patch.object(kind, "__init__", quick_init(kind)))
         yield
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.models import RunState
 from engine.run import events
-from engine.run.history import RunHistory, run_history
+from engine.run.history import RunHistory, fold, run_history
 from engine.run.run_plan import RunPlan
 from engine.run.state import Phase, State
 from engine.run.step import begin, step
@@ -67,6 +67,8 @@ class World:
         self.effects_done = 0
         self.faults = HeadFaults()
         self.clock_steps_s = 0.0
+        self._read: tuple[list[events.Event], RunHistory | None] = [], None
+        """The journal as it was last read, and its fold."""
         self._pid = 1000
         self._lock: int | None = None
         self._awaited: list[tuple[Program, Callable[..., None], tuple[Any, ...]]] = []
@@ -90,7 +92,8 @@ class World:
 
     def head_runs(self) -> bool:
         """The supervisor's process runs now."""
-        return self.head is not None and self.head.alive and not self.head.stopped and self.head_machine.awake
+        head, machine = self.head, self.head_machine
+        return head is not None and head.alive and not head.stopped and machine.up and not machine.asleep
 
     def watched(self, machine: Machine, attempt: int) -> bool:
         return any(session.number == attempt and session.open for session in machine.sessions)
@@ -358,7 +361,13 @@ class World:
 
     def read_history(self) -> RunHistory:
         """As the next supervisor reads it from the journal."""
-        return run_history(self.disk.journal() + self.disk.waiting, self.plan)
+        journal = self.disk.journal() + self.disk.waiting
+        read, history = self._read
+        if len(read) > len(journal) or any(one is not other for one, other in zip(read, journal, strict=False)):
+            history = None
+        history = run_history(journal, self.plan) if history is None else fold(journal[len(read) :], history)
+        self._read = journal, history
+        return history
 
     def turn(self, head: Supervisor, state: State) -> State:
         """One turn of the driver's loop. Raises HeadKilled."""
