@@ -56,6 +56,8 @@ class ConnectionState:
     """It has answered at least once."""
     problem: str | None = None
     """Why it is not connected, in one line."""
+    longest_silence_s: float = 0.0
+    """Between two answers, or since the last, also of those that nobody has looked at."""
 
     @property
     def answering(self) -> bool:
@@ -348,6 +350,7 @@ class HostConnection:
         """Port -> who holds it, as the host last answered `request_port_holders`; None until it has answered."""
         self._attempt = part
         self._agent = AgentConnection(node, transport, self._opening, self._take)
+        self._longest_silence_s = 0.0
         self._observations = {rank: RankObservation(identity=part.known.get(rank)) for rank in self.ranks}
         self._exit_outputs: dict[int, ExitOutput] = {}
         self._standing: dict[int, messages.RankCommand] = {}
@@ -360,7 +363,8 @@ class HostConnection:
     @property
     def state(self) -> ConnectionState:
         silent_s = self.clock.silence_s(lease_clock() - self._agent.answered_at)
-        return ConnectionState(silent_s, self._agent.answered, self._agent.problem)
+        longest_s = max(self._longest_silence_s, silent_s)
+        return ConnectionState(silent_s, self._agent.answered, self._agent.problem, longest_s)
 
     def observe(self, rank: int) -> RankObservation:
         return self._observations[rank]
@@ -426,6 +430,8 @@ class HostConnection:
             yield self._listing.unanswered
 
     def _take(self, message: messages.Message) -> None:
+        # Until now nothing had come.
+        self._longest_silence_s = self.state.longest_silence_s
         if (
             isinstance(message, messages.RankStarted | messages.RankEnded | messages.ExitOutputReply)
             and message.rank not in self._observations

@@ -71,6 +71,7 @@ class RankEvidence:
     """Which port it could not bind, and who holds it."""
     left_for_peers: bool = False
     """The trainer's exit code means that it left because a peer was lost."""
+    lost: bool = False
     dispensable: bool = False
     outlived: bool = False
     memory_killed: bool = False
@@ -202,6 +203,7 @@ class EvidenceCollector:
             failure=self._quotable_event(output.failure),
             end=self._quotable_event(self._end(rank, completed)),
             left_for_peers=self._kind.reports and record is not None and record.code == TrainerExit.PEER_LOST,
+            lost=standing.lost,
             dispensable=standing.dispensable,
             outlived=standing.outlived,
             memory_killed=self._memory_killed(rank),

@@ -34,7 +34,6 @@ class HostHealth:
     """As last recorded."""
     silent_s: float = 0.0
     """When it was last seen."""
-    longest_silence_s: float = 0.0
 
 
 def recorded_health(host: HostView, recorded: Sequence[NodeConditionChanged]) -> HostHealth:
@@ -50,10 +49,7 @@ def next_health(
 ) -> tuple[HostHealth, list[NodeConditionChanged]]:
     """The host's health after it was seen once more, at wall-clock time `at`, and what has changed."""
     back_after_s = health.silent_s if host.silent_s < health.silent_s else 0.0
-    longest_s = max(health.longest_silence_s, host.silent_s)
-    seen = health
-    if host.silent_s != health.silent_s:
-        seen = replace(health, silent_s=host.silent_s, longest_silence_s=longest_s)
+    seen = replace(health, silent_s=host.silent_s) if host.silent_s != health.silent_s else health
     if host.local:
         return seen, []
     changes: list[tuple[Condition, dict[str, Any]]] = []

@@ -63,6 +63,7 @@ class HostView:
     """It belongs to the attempt that is watched."""
     silent_s: float = 0.0
     """Since it last answered; soon after a sleep of the head, since its end."""
+    longest_silence_s: float = 0.0
     answered: bool = True
     """It has answered at least once."""
     problem: str | None = None

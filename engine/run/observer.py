@@ -40,6 +40,7 @@ class LiveHost:
             local=connection.local,
             current=self.current,
             silent_s=state.silent_s,
+            longest_silence_s=state.longest_silence_s,
             answered=state.answered,
             problem=state.problem,
             boot_id=facts.boot_id if facts is not None else None,

@@ -48,10 +48,8 @@ def aftermath(t: Transition) -> None:
 
 
 def judge(t: Transition, *, over: bool) -> None:
-    hosts = {rank: host.key for host in t.seen.current_hosts for rank in host.ranks}
-    health = t.watch.health
     standings = tuple(
-        replace(standing, cut_off_s=health[hosts[rank]].longest_silence_s if hosts[rank] in health else 0.0)
+        replace(standing, cut_off_s=t.seen.host_of(rank).longest_silence_s)
         for rank, standing in enumerate(t.watch.standings)
     )
     t.do(Judge(t.ending.trigger, standings, t.state.attempt.hang, over))

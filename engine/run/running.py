@@ -27,11 +27,11 @@ _TIMES = 5.0
 
 def begin_watch(number: int, now: float, *, ranks: int, slept_s: float) -> WatchState:
     standings = (Standing(),) * ranks
-    return WatchState(number, now, standings=standings, slept_s=slept_s, quiet_since=now, looked_at=now)
+    return WatchState(number, now, standings=standings, slept_s=slept_s, quiet_since=now)
 
 
 def begin_running(t: Transition, *, launched: bool) -> None:
-    t.set_watch(launched=launched, began=t.seen.now, quiet_since=t.seen.now, looked_at=t.seen.now)
+    t.set_watch(launched=launched, began=t.seen.now, quiet_since=t.seen.now)
     t.enter(Phase.RUNNING)
 
 
@@ -283,11 +283,12 @@ def _overdue(t: Transition) -> events.Hang | None:
     since = watch.quiet_since
     if not (seen.receiving and any(seen.host_of(rank).answering for rank in watched)):
         # What happened meanwhile is not known: that time does not count.
-        since += seen.now - watch.looked_at
+        since += t.unseen_s
     # Before the first update these wait for all others.
     moved = seen.progress.moved_at.items()
     since = max([since, *(at for rank, at in moved if rank in watched or not seen.progress.steps)])
-    t.set_watch(quiet_since=since, looked_at=seen.now)
+    if since != watch.quiet_since:
+        t.set_watch(quiet_since=since)
     silent_s = seen.now - since
     recovery = t.state.plan.config.recovery
     if silent_s <= min(recovery.hang_s, recovery.stall_s):

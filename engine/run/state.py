@@ -90,8 +90,6 @@ class WatchState:
     completed_at: float | None = None
     quiet_since: float = 0.0
     """Since when no step came, without the time in which none could come."""
-    looked_at: float = 0.0
-    """When that was last looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +120,8 @@ class State:
     phase: Phase = Phase.BEGINNING
     since: float = 0.0
     """When the phase began."""
+    seen_at: float | None = None
+    """When the run was last seen."""
     adopting: bool = False
     watch: WatchState | None = None
     ending: Ending = Ending()
@@ -217,6 +217,11 @@ class Transition:
     def waited_s(self) -> float:
         """In this phase."""
         return self.seen.now - self.state.since
+
+    @property
+    def unseen_s(self) -> float:
+        """Since the step before."""
+        return self.seen.now - self.state.seen_at if self.state.seen_at is not None else 0.0
 
 
 def has_ended(rank: RankView, standing: Standing) -> bool:

@@ -63,6 +63,7 @@ def step(state: State, seen: Observation) -> tuple[State, list[Effect]]:
     for event in seen.news:
         t.record(event)
     PHASES[t.state.phase](t)
+    t.set(seen_at=seen.now)
     return t.state, t.effects
 
 
@@ -311,12 +312,12 @@ def _finish_attempt(t: Transition, verdict: events.Verdict) -> None:
 
 
 def _cancelled(t: Transition) -> bool:
-    """An abort that comes while something is checked or planned cancels it; that has been done."""
-    if t.result(Cancelled):
-        return True
-    if t.history.abort is not None and not t.seen.finished:
+    """An abort that comes while something is checked or planned cancels it; that has been done, or it was over."""
+    if t.history.abort is None:
+        return False
+    if not t.seen.finished:
         t.do(Cancel())
-    return False
+    return bool(t.seen.finished)
 
 
 PHASES: Final[Mapping[Phase, Callable[[Transition], None]]] = {

@@ -62,10 +62,14 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
         return Verdict(RunState.SUCCEEDED, Reason.COMPLETED, _cut("; ".join(_notes_on_success(evidence))) or None)
     if awaited := _awaited(needed, evidence):
         return _completed_but_for(awaited, evidence.trainer)
-    evidence = replace(evidence, ranks=needed)
     if evidence.trigger is Trigger.ABORT:
         return Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested")
-    faults = sorted(_faults_of(evidence), key=lambda fault: (fault.weight.value, fault.at, fault.evidence.rank))
+    whole, evidence = evidence, replace(evidence, ranks=needed)
+    faults = _faults_of(evidence)
+    follows = {fault.weight for fault in faults} == {Weight.CONSEQUENCE}
+    if follows and evidence.trigger in (Trigger.RANK, Trigger.ENDED):
+        # More were lost than could be spared: one of those is the cause.
+        faults = _faults_of(whole)
     if not evidence.trainer and not any(fault.weight is Weight.CONSEQUENCE for fault in faults):
         # A command that ends with 0 has done its part, unless another rank was lost because of it.
         faults = [fault for fault in faults if fault.weight is not Weight.EARLY]
@@ -134,12 +138,15 @@ def _explains_the_end(fault: Fault, trigger: Trigger) -> bool:
     return fault.weight in (Weight.OWN, Weight.EARLY)
 
 
-def _faults_of(evidence: FailureEvidence) -> Iterator[Fault]:
+def _faults_of(evidence: FailureEvidence) -> list[Fault]:
+    """What explains the most, and came first, first."""
+    faults = []
     for rank in evidence.ranks:
         weight = _weight(rank, evidence)
         if weight is not None:
             at = rank.record.ended_at - rank.clock_ahead_s if rank.record is not None else float("-inf")
-            yield Fault(weight, at, rank)
+            faults.append(Fault(weight, at, rank))
+    return sorted(faults, key=lambda fault: (fault.weight.value, fault.at, fault.evidence.rank))
 
 
 def _weight(rank: RankEvidence, evidence: FailureEvidence) -> Weight | None:
@@ -151,7 +158,8 @@ def _weight(rank: RankEvidence, evidence: FailureEvidence) -> Weight | None:
     if record.stopped_by is not None:
         return _weight_of_stopped(rank, record.stopped_by)
     if _lost_its_peers(rank) or _left_together(rank):
-        return Weight.CONSEQUENCE
+        # A node that comes back finds that its peers were ended because it was lost.
+        return Weight.LOST if rank.lost else Weight.CONSEQUENCE
     return Weight.EARLY if record.code == 0 else Weight.OWN
 
 
@@ -237,6 +245,8 @@ def _reason_and_cause(fault: Fault, evidence: FailureEvidence) -> tuple[Reason, 
     rank, record = fault.evidence, fault.evidence.record
     if record is None:
         return _node_lost(rank) if fault.weight is Weight.LOST else _without_record(rank)
+    if fault.weight is Weight.LOST:
+        return Reason.NODE_LOST, f"{rank.node} was cut off for {rank.cut_off_s:.0f} s, and its rank lost the others"
     if fault.weight is Weight.LEASE:
         return _lease_ended(rank)
     if fault.weight is Weight.OUTSIDE:
@@ -387,12 +397,17 @@ def _hung(evidence: FailureEvidence, hang: Hang) -> Verdict:
 
 
 def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence | None, str]:
-    """The rank that stalled, and how that is known: it was behind, or it alone did not leave with the others."""
+    """The rank that stalled, and how that is known: it was behind, or it alone did not leave with the others. A
+    rank that leaves after it was told to end does not show that the others were asked to leave."""
     behind = next((rank for rank in evidence.ranks if rank.rank == hang.rank), None)
     if behind is not None:
         return behind, f"rank {behind.rank} on {behind.node} was the first to stall"
     stayed = [rank for rank in evidence.ranks if not evidence.succeeded(rank)]
-    unresponsive = [rank for rank in stayed if rank.record is None or not _lost_its_peers(rank)]
+    unresponsive = [
+        rank
+        for rank in stayed
+        if rank.record is None or rank.record.stopped_by is not None or not _lost_its_peers(rank)
+    ]
     if len(unresponsive) == 1 and len(evidence.ranks) > 1:
         (rank,) = unresponsive
         return rank, f"rank {rank.rank} on {rank.node} did not answer when the others left"

@@ -283,6 +283,17 @@ async def test_before_an_agent_has_reported_its_ranks_it_has_not_answered(
     await until(lambda: link.state.silent_s < 0.2)
 
 
+async def test_a_silence_at_which_nobody_looked_is_known_afterwards(line: tuple[Line, HostConnection]) -> None:
+    agent, link = line
+    session = link._agent.session
+    assert session is not None and link.state.longest_silence_s < 50.0
+    link._agent._answered_at -= 50.0
+    session.heartbeats.received_at -= 50.0
+    agent.send(Watching())
+    await until(lambda: link.state.silent_s < 50.0)
+    assert link.state.longest_silence_s >= 50.0
+
+
 async def test_a_flood_that_holds_up_the_acknowledgements_is_an_answer(line: tuple[Line, HostConnection]) -> None:
     agent, link = line
     log = link.file("rank0.log")

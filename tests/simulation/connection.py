@@ -55,6 +55,7 @@ class Connection:
         self.open = self.closed = self.contact = False
         self.answered = self.greeted = False
         self.answered_at = world.time.now
+        self.longest_silence_s = 0.0
         self.boot_id: str | None = None
         self.memory_kills: int | None = None
         self.clock_ahead_s = 0.0
@@ -123,9 +124,16 @@ class Connection:
 
     def watching(self) -> None:
         """It has reported what there is of its ranks."""
-        self.answered = self.greeted = True
-        self.answered_at = self.world.time.now
+        self.answered = True
+        self._has_answered()
+        self.greeted = True
         self._changed()
+
+    def _has_answered(self) -> None:
+        if not (self.contact and self.greeted) and self.world.head is not None:
+            silent_s = self.world.head.clock.silence_s(self.world.time.now - self.answered_at)
+            self.longest_silence_s = max(self.longest_silence_s, silent_s)
+        self.answered_at = self.world.time.now
 
     def _keepers(self) -> list[SimulatedKeeper]:
         return [keeper for keeper in self.machine.keepers if keeper.attempt == self.number]
@@ -153,6 +161,8 @@ class Connection:
             for keeper in self._keepers():
                 keeper.contact_ends()
             return
+        if self.greeted:
+            self._has_answered()
         for keeper in self._keepers():
             keeper.contact_begins()
         self._flush()
@@ -225,7 +235,7 @@ class Connection:
         while self._received and self._received[0][0] <= now and self.receives():
             _, message = self._received.pop(0)
             if self.greeted:
-                self.answered_at = now
+                self._has_answered()
             message(self)
             self._changed()
             self.world.news = True

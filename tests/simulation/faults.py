@@ -343,9 +343,8 @@ def _of_head_disk(attribute: str) -> Callable[[World, Fault], None]:
             if world.head_machine in world.members:
                 name = f"disk_{attribute}"
                 setattr(world.head_machine, name, getattr(world.head_machine, name) + by)
-                # Which rank held up the others is not always known.
-                world.checks.blame(Reason.HUNG, None)
-            world.checks.unsupervised(fault.length)
+                world.checks.blame(Reason.HUNG, world.head_machine)
+            world.checks.blame(Reason.LAUNCH_FAILED, None, length=fault.length)
 
         world.time.at(fault.at, _begin, world, fault, "", lambda: change(1))
         world.time.at(fault.at + fault.length, _over, world, fault, "", lambda: change(-1))

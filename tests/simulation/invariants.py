@@ -61,7 +61,7 @@ class Checks:
         self._aborted = False
         self._abort_recorded = False
         self.failures = 0
-        self._keepers_stopped = self._was_unsupervised = False
+        self._keepers_stopped = False
         self._end_recorded = False
 
     # What is injected.
@@ -75,7 +75,6 @@ class Checks:
         self.end_by = max(self.end_by, moment + self._limit_s)
 
     def unsupervised(self, length: float) -> None:
-        self._was_unsupervised = True
         for reason in (Reason.SUPERVISOR_LOST, Reason.HEAD_SLEPT, Reason.LAUNCH_FAILED):
             self.blame(reason, None, length=length)
 
@@ -255,15 +254,9 @@ class Checks:
         """The named cause is one that was injected."""
         if verdict.reason in (Reason.COMPLETED, Reason.USER_ABORT):
             return
-        lost = [blame.host for blame in self.blames if blame.reason is Reason.NODE_LOST]
-        away = verdict.host in lost or (bool(lost) and self._was_unsupervised)
         if "has shown no exit record" in (verdict.cause or "") and any(
             blame.host == verdict.host for blame in self.blames
         ):
-            return
-        if (self.world.scenario.kind == "elastic" or away) and _CONSEQUENCE.search(verdict.cause or ""):
-            # Not mended yet: rank 0 gives up when too many that can be lost are, and is named itself; a node that was
-            # lost comes back, and its rank says that it has lost the others.
             return
         if self._keepers_stopped and _CONSEQUENCE.search(verdict.cause or ""):
             # The one that failed first has left no record, since the fence killed its keeper.

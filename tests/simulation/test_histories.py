@@ -45,6 +45,26 @@ HISTORIES = {
         '{"seed":195081560,"kind":"command","nodes":4,"iterations":24,"period_s":3.0,"every":0,"min_nodes":2,'
         '"recovery":3,"faults":[["keeper_stopped",3.98,0,400.0]]}'
     ),
+    "a silence at which the supervisor could not look was one": (
+        '{"seed":442617278,"kind":"sharded","local":false,"period_s":3.0,"every":10,"recovery":3,"faults":'
+        '[["agent_stopped",5.34,0,30.0]]}'
+    ),
+    "of more lost nodes than an elastic job can spare one is named": (
+        '{"kind":"elastic","nodes":3,"iterations":5,"period_s":1.0,"every":10,"min_nodes":2,"faults":'
+        '[["outage",7.41,0,12.0]]}'
+    ),
+    "a lost node that comes back to ended peers is named as lost": (
+        '{"seed":916559372,"kind":"command","local":false,"iterations":7,"every":3,"recovery":6,"faults":'
+        '[["node_sleeps",5.72,4,30.0]]}'
+    ),
+    "a hang names nobody who was ended before it could leave": (
+        '{"seed":129041444,"kind":"direct","iterations":24,"period_s":1.0,"every":10,"min_nodes":2,"recovery":2,"faults":'
+        '[["head_disk_stalled",2.86,1,180.0],["rank_deaf",25.41,0,0.4]]}'
+    ),
+    "an abort that comes together with the plan of an attempt ends the run": (
+        '{"seed":222924566,"kind":"sharded","iterations":6,"every":0,"faults":[["disk_stalled",1.72,0,45.0],'
+        '["abort_now",1.93,0,18.0]]}'
+    ),
     "a request for an abort of a life that has ended does not end the next one": (
         '{"seed":602237701,"kind":"local","nodes":4,"local":false,"iterations":24,"every":3,"min_nodes":2,"recovery":7,'
         '"faults":[["abort",0.35,2,110.0],["abort",0.5,1,12.0],["resume",126.42,1,2.0]]}'

@@ -22,7 +22,7 @@ from engine.run import step as step_module
 from engine.run.decide import FailedRun, Finish, Restart, Wait
 from engine.run.effects import Effect, RequestProcesses
 from engine.run.failure_evidence import FailureEvidence
-from engine.run.observation import Cancelled, Checked, Found, Judged, Observation, Planned, Settled, Started
+from engine.run.observation import Cancelled, Checked, Found, HostView, Judged, Observation, Planned, Settled, Started
 from engine.run.running import begin_watch
 from engine.run.shutdown import _REQUEST_AGAIN_S, CleanupProof
 from engine.run.state import Phase, State, Transition
@@ -116,6 +116,7 @@ class Replay:
         self._may_restart: list[MayRestart] = []
         self._decisions: list[Decision] = []
         self._results: list[Any] = []
+        self._silences: dict[str, float] = {}
         self._sent: dict[effects.Send, float] = {}
         """When, between two attempts."""
         self._waits = False
@@ -147,8 +148,8 @@ class Replay:
         seen = tick.observation
         # An attempt lets go of the hosts of earlier ones of whose nodes it has some; the recorder saw them still.
         members = set(self.attempt.nodes)
-        hosts = tuple(host for host in seen.hosts if host.current or members.isdisjoint(host.names))
-        seen = replace(seen, hosts=hosts)
+        hosts = [host for host in seen.hosts if host.current or members.isdisjoint(host.names)]
+        seen = replace(seen, hosts=tuple(replace(host, longest_silence_s=self._longest_s(host)) for host in hosts))
         for decision in tick.of(Decision)[:1]:
             seen = replace(seen, jitter=decision.jitter)
             if self.state.phase is Phase.DECIDING and not self._waits:
@@ -161,6 +162,11 @@ class Replay:
             assert self.state.restart is not None
             over = max(seen.now, self.state.since + self.state.restart.delay_s + 1e-6)
             self._step(replace(seen, now=over, news=(), finished=()))
+
+    def _longest_s(self, host: HostView) -> float:
+        """It was not recorded: by the ticks that were."""
+        self._silences[host.key] = max(self._silences.get(host.key, 0.0), host.silent_s)
+        return self._silences[host.key]
 
     def _step(self, seen: Observation) -> None:
         if self.state.phase is Phase.OVER:

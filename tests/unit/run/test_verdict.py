@@ -451,6 +451,24 @@ def test_leases_that_ended_while_the_head_slept_are_its_sleeps_and_no_ranks() ->
     assert verdict_on(evidence(*napped, adopted=True)).reason is Reason.SUPERVISOR_LOST
 
 
+def test_a_lost_node_that_comes_back_to_ended_peers_is_the_cause() -> None:
+    came_back = replace(rank(1, 1, at=40.0, tail=LOST), lost=True, cut_off_s=33.0)
+    verdict = verdict_on(evidence(rank(0, sig=15, stopped_by="end"), came_back))
+    assert (verdict.reason, verdict.rank, verdict.exit_code) == (Reason.NODE_LOST, 1, 1)
+    assert verdict.cause == "right was cut off for 33 s, and its rank lost the others"
+    own = rank(0, 3, at=50.0, tail="KeyError: 7")
+    assert verdict_on(evidence(own, came_back)).rank == 0, "a fault of its own explains more"
+
+
+@pytest.mark.parametrize("trigger", [Trigger.RANK, Trigger.ENDED, Trigger.HUNG])
+def test_of_more_lost_ranks_than_can_be_spared_one_is_the_cause(trigger: Trigger) -> None:
+    away = [replace(REMOTE, rank=number, started=True, unreachable_s=20.0, dispensable=True) for number in (1, 2)]
+    hang = Hang(61.0, 60.0, "training", 41) if trigger is Trigger.HUNG else None
+    verdict = verdict_on(evidence(rank(0, 1, tail=LOST), *away, trigger=trigger, trainer=False, hang=hang))
+    expected = (Reason.HUNG, 0) if hang else (Reason.NODE_LOST, 1)
+    assert (verdict.reason, verdict.rank) == expected, "a hang is not explained by a loss that was borne"
+
+
 def test_the_output_of_ssh_is_the_cause_of_a_start_that_failed() -> None:
     refused = replace(
         REMOTE, launcher_code=255, launcher_output="ssh: connect to host right port 22: No route to host\n"
@@ -533,6 +551,12 @@ def test_a_hang_names_the_one_that_did_not_leave_when_the_others_did() -> None:
     stuck = rank(1, sig=9, stopped_by="end")
     verdict = verdict_on(evidence(left[0], stuck, left[1], trigger=Trigger.HUNG, hang=HANG))
     assert (verdict.reason, verdict.rank, verdict.host) == (Reason.HUNG, 1, "right")
+
+
+def test_a_hang_names_nobody_who_was_ended_while_another_left_after_it_was_told_to_end() -> None:
+    told = rank(0, 5, left_for_peers=True, stopped_by="end")
+    verdict = verdict_on(evidence(told, rank(1, sig=15, stopped_by="end"), trigger=Trigger.HUNG, hang=HANG))
+    assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
 
 
 def test_a_hang_names_the_one_that_stayed_when_the_others_had_done_their_work() -> None:
