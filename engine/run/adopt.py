@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from engine.errors import LaunchError
 from engine.models import Reason, RunState
 from engine.run import events
-from engine.run.effects import Connect, ConnectUnknown, Find, Reconnect
+from engine.run.effects import Cancel, Connect, ConnectUnknown, Find, Reconnect
 from engine.run.history import AttemptHistory
-from engine.run.observation import Found
+from engine.run.observation import Cancelled, Found
 from engine.run.outcome import ABORTED_EARLY, end_run, judge_again, judged, launch_failed
 from engine.run.proofs import seek_proofs, unproved
 from engine.run.recovery import fail_again, plan_attempt
@@ -79,9 +79,15 @@ def adopt(t: Transition) -> None:
 
 
 def finding(t: Transition) -> None:
-    """Go on with the last attempt of an earlier supervisor."""
+    """Go on with the last attempt of an earlier supervisor. When an abort comes in between, what there is of it is
+    ended as an attempt that runs."""
+    if t.result(Cancelled):
+        begin_running(t, launched=False)
+        return
     result = t.result(Found)
     if result is None:
+        if t.history.abort is not None:
+            t.do(Cancel())
         return
     if result.launcher is not None and t.state.attempt.launcher is None:
         t.record(result.launcher)
@@ -110,7 +116,8 @@ def ending_unknown(t: Transition) -> None:
 def _connect_again(t: Transition, attempt: AttemptHistory, nodes: Iterable[str]) -> None:
     """An earlier supervisor's attempt. On `nodes` it is not proved that nothing of it is left; of the run's nodes that
     it went on without, the proof is sought anew."""
-    watch = begin_watch(attempt.number, t.seen.now, ranks=len(attempt.plan.nodes), slept_s=t.seen.slept_s)
+    ranks = len(attempt.plan.nodes)
+    watch = begin_watch(attempt.number, t.seen.now, ranks=ranks, slept_s=t.seen.slept_s, recorded=attempt.ended)
     t.set(watch=watch, ending=Ending(), sought=frozenset(nodes))
     t.do(Connect(attempt.plan))
     sought = set(t.state.plan.nodes).difference(attempt.plan.nodes)

@@ -146,7 +146,7 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Cancel the check, the plan or the start that is under way → Cancelled."""
+    """Cancel the check, the plan, the start or the search that is under way → Cancelled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,12 @@ SLOW_PHASES = frozenset({"loading", "validating", "saving"})
 _TIMES = 5.0
 
 
-def begin_watch(number: int, now: float, *, ranks: int, slept_s: float) -> WatchState:
-    standings = (Standing(),) * ranks
+def begin_watch(
+    number: int, now: float, *, ranks: int, slept_s: float, recorded: Mapping[int, events.RankExited] | None = None
+) -> WatchState:
+    """`recorded`: the ends that an earlier supervisor has recorded. A lost rank stays lost when its node is back."""
+    lost = {rank for rank, end in (recorded or {}).items() if end.error == NODE_LOST}
+    standings = tuple(Standing(lost=rank in lost) for rank in range(ranks))
     return WatchState(number, now, standings=standings, slept_s=slept_s, quiet_since=now)
 
 

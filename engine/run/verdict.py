@@ -54,7 +54,8 @@ class Fault:
 def verdict_on(evidence: FailureEvidence) -> Verdict:
     """The verdict on an attempt whose processes are all gone, or being ended."""
     needed = [rank for rank in evidence.ranks if not rank.dispensable]
-    completed = all(evidence.succeeded(rank) for rank in needed)
+    counted = evidence.kind.success_ranks(len(evidence.ranks))
+    completed = all(evidence.succeeded(evidence.ranks[number]) for number in counted)
     if evidence.apart and (completed or evidence.trigger is Trigger.APART):
         return Verdict(RunState.FAILED, Reason.SEPARATE_GROUPS, apart_cause(evidence.apart), fix=APART_FIX)
     if completed:

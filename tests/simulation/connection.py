@@ -125,15 +125,16 @@ class Connection:
     def watching(self) -> None:
         """It has reported what there is of its ranks."""
         self.answered = True
-        self._has_answered()
+        self.has_answered(self.world.time.now)
         self.greeted = True
         self._changed()
 
-    def _has_answered(self) -> None:
-        if not (self.contact and self.greeted) and self.world.head is not None:
-            silent_s = self.world.head.clock.silence_s(self.world.time.now - self.answered_at)
-            self.longest_silence_s = max(self.longest_silence_s, silent_s)
-        self.answered_at = self.world.time.now
+    def has_answered(self, at: float) -> None:
+        """With what was sent then; until then nothing had come, unless heartbeats passed."""
+        head = self.world.head
+        if not (self.contact and self.greeted) and head is not None:
+            self.longest_silence_s = max(self.longest_silence_s, head.clock.silence_s(at - self.answered_at))
+        self.answered_at = max(self.answered_at, at)
 
     def _keepers(self) -> list[SimulatedKeeper]:
         return [keeper for keeper in self.machine.keepers if keeper.attempt == self.number]
@@ -162,7 +163,7 @@ class Connection:
                 keeper.contact_ends()
             return
         if self.greeted:
-            self._has_answered()
+            self.has_answered(self.world.time.now)
         for keeper in self._keepers():
             keeper.contact_begins()
         self._flush()
@@ -235,7 +236,7 @@ class Connection:
         while self._received and self._received[0][0] <= now and self.receives():
             _, message = self._received.pop(0)
             if self.greeted:
-                self._has_answered()
+                self.has_answered(self.world.time.now)
             message(self)
             self._changed()
             self.world.news = True

@@ -445,6 +445,7 @@ FAULTS: Final[dict[str, Callable[[World, Fault], None]]] = {
     "diverged": _of_program(_diverge, Reason.DIVERGED, Reason.RANK_FAILED),
     "out_of_memory": _of_program(_out_of_memory, Reason.OUT_OF_MEMORY, Reason.RANK_KILLED),
     "start_fails": _counted("start_fails", Reason.LAUNCH_FAILED),
+    "unfit": _counted("unfit"),
     "head_killed": _head_killed,
     "head_killed_at_effect": _head_killed_at_effect,
     "head_stopped": _head_stopped,

@@ -292,7 +292,7 @@ class Supervisor:
         machine, lines = connection.machine, keeper.lines
         local = connection.local and machine.awake
         limit = self.world.time.now - (0.0 if local else machine.latency_s)
-        if lines[copied][0] > limit or not (local or connection.receives()):
+        if lines[copied][0] > limit or not (local or (connection.greeted and connection.receives())):
             return
         end = copied
         while end < len(lines) and lines[end][0] <= limit:
@@ -303,7 +303,8 @@ class Supervisor:
         if connection.unsent and end == len(lines):
             # What was missing has come.
             self._set_unsent(connection, False)
-        connection.answered_at = max(connection.answered_at, lines[end - 1][0])
+        if not local:
+            connection.has_answered(lines[end - 1][0])
 
     def _take(self, rank: int, line: Any, now: float) -> None:
         if isinstance(line, bytes):
@@ -590,9 +591,14 @@ class Supervisor:
         self._begin(self.world.rng.uniform(0.5, 2.5), self._checked)
 
     def _checked(self) -> None:
-        away = self._unreachable(self.world.plan)
+        assert self.history is not None
+        plan = self.history.plan(self.world.plan)
+        away = self._unreachable(plan)
         if away is None:
-            self._finish(Checked(_PASSED))
+            unfit = tuple(name for name in plan.nodes if self.world.machines[name].unfit)
+            self.world.checks.found_unfit(unfit)
+            excludes = CheckResult(name="hardware_layer", status=CheckStatus.WARN, summary="slow", excludes=unfit)
+            self._finish(Checked(_PASSED.model_copy(update={"checks": [excludes]} if unfit else {})))
             return
         failed = CheckResult(
             name="ssh_connectivity", status=CheckStatus.FAIL, summary="no answer", blames=(away.index, away.name)

@@ -84,6 +84,12 @@ class Checks:
         # It may have to be killed.
         self.blame(Reason.RANK_KILLED, keeper.machine)
 
+    def found_unfit(self, names: tuple[str, ...]) -> None:
+        """By preflight: without them too few may be left, or not what a restart needs."""
+        for _ in names[:1]:
+            self.blame(Reason.PREFLIGHT_FAILED, None)
+            self.blame(Reason.LAUNCH_FAILED, None)
+
     def abort_requested(self) -> None:
         self._aborted = True
 
@@ -223,12 +229,22 @@ class Checks:
         completed = self._completed()
         if event.state is RunState.SUCCEEDED and not completed:
             self._fail("the run is told to have succeeded, and not all that count have completed")
+        if event.state is not RunState.SUCCEEDED and completed and self._records_are_here():
+            self._fail(f"the run is told to be {event.state}, and all that count have completed, as their records show")
         if event.state is RunState.ABORTED and not self._aborted:
             self._fail("the run is told to be aborted, and nobody has requested that")
 
     def _completed(self) -> bool:
         newest = self._newest()
         return newest is not None and self.world.attempts[newest].completed
+
+    def _records_are_here(self) -> bool:
+        """The head has the exit record of every rank whose success is the newest attempt's."""
+        head, newest = self.world.head, self._newest()
+        if head is None or newest is None or head.attempt is not self.world.attempts[newest]:
+            return False
+        records = {rank: seen.record for one in head.connections if one.current for rank, seen in one.seen.items()}
+        return all(records[rank] is not None for rank in head.attempt.kind.success_ranks(len(head.attempt.machines)))
 
     def _nothing_lives(self) -> None:
         """On no node but those on which that is told not to be proved."""

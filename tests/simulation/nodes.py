@@ -50,6 +50,7 @@ class Machine:
         "slept_s",
         "start_fails",
         "states",
+        "unfit",
         "up",
         "woke_at",
         "world",
@@ -62,7 +63,7 @@ class Machine:
         """Of faults that overlap: how many hold."""
         self.cut_to = self.cut_from = self.isolated = 0
         """From the head, to the head; and from the other nodes."""
-        self.start_fails = 0
+        self.start_fails = self.unfit = 0
         self.latency_s = 0.02
         self.clock_ahead_s = 0.0
         self.memory_kills = 0

@@ -109,6 +109,7 @@ NODE_FAULTS: Final = (
         "diverged",
         "out_of_memory",
         "start_fails",
+        "unfit",
         "rank_deaf",
         "rank_lingers",
         *("all_ranks_killed", "outage"),
@@ -233,6 +234,9 @@ def _fault(rng: random.Random, nodes: int, length_s: float, *, forever: bool) ->
     at = round(rng.choice((rng.uniform(0.0, 6.0), rng.uniform(4.0, length_s), rng.uniform(4.0, 2.5 * length_s))), 2)
     if kind == "head_killed_at_effect":
         at = rng.randrange(60)
+    if kind == "unfit" and rng.random() < 0.7:
+        # Before the first preflight.
+        at = 0.0
     if kind in ("resume", "second_head"):
         at = round(rng.uniform(1.0, 400.0), 2)
     length = 0.0 if rng.random() < 0.15 else rng.choice(_LENGTHS)

@@ -29,6 +29,9 @@ def nothing_ran(outcome: Outcome) -> bool:
 FAULTS = {
     "none": (),
     "a rank is killed": (Fault("rank_killed", 9.0, 1),),
+    "a rank is killed, and its node is cut off": (Fault("rank_killed", 9.0, 1), Fault("cut", 9.05, 1, 30.0)),
+    "a node restarts while another is cut off": (Fault("power", 8.0, 2, 20.0), Fault("cut", 9.0, 1, 8.0)),
+    "preflight excludes a node, and a rank is killed": (Fault("unfit", 0.0, 2), Fault("rank_killed", 9.0, 1)),
 }
 
 

@@ -51,8 +51,8 @@ FOUND_BY = {
         '{"kind":"command","local":false,"iterations":6,"period_s":3.0,"every":0,"faults":[["cut_from",3.15,4,70.0]]}'
     ),
     "restart_before_proof": (
-        '{"seed":789003520,"kind":"direct","local":false,"iterations":5,"period_s":1.0,"every":3'
-        ',"faults":[["node_sleeps",2.34,0,0.0]]}'
+        '{"seed":774079506,"kind":"local","iterations":5,"every":0'
+        ',"faults":[["isolated",3.48,1,70.0],["out_of_memory",4.81,0,45.0]]}'
     ),
     "adoption_forgets_abort": (
         '{"kind":"torch","local":false,"iterations":8,"every":10'
@@ -62,16 +62,16 @@ FOUND_BY = {
         '{"kind":"torch","local":false,"iterations":5,"period_s":3.0,"faults":[["second_head",5.71,1,2.0]]}'
     ),
     "checkpoint_before_manifest": (
-        '{"seed":863394318,"kind":"direct","local":false,"iterations":10,"period_s":0.2'
-        ',"faults":[["outage",5.53,1,70.0]]}'
+        '{"seed":318988380,"kind":"elastic","iterations":8,"period_s":1.0,"every":3,"recovery":7'
+        ',"faults":[["all_ranks_killed",10.96,7,70.0]]}'
     ),
     "exit_record_ignored": '{"kind":"elastic","local":false,"iterations":5}',
     "sleep_not_counted": (
         '{"kind":"local","iterations":400,"recovery":5,"faults":[["cut",8.0,1,0.0],["node_sleeps",9.0,1,60.0]]}'
     ),
     "survivor_preferred": (
-        '{"seed":310618457,"kind":"direct","iterations":40,"period_s":1.0,"every":3'
-        ',"faults":[["rank_exits",23.48,0,7.0],["outage",48.44,0,12.0]]}'
+        '{"kind":"direct","local":false,"period_s":1.0,"every":10'
+        ',"faults":[["rank_killed",13.02,2,7.0],["all_ranks_killed",31.22,0,12.0]]}'
     ),
     "elastic_loss_counted_twice": (
         '{"kind":"elastic","iterations":15,"period_s":3.0,"min_nodes":1,"recovery":7,"faults":[["outage",5.43,0,45.0]]}'

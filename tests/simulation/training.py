@@ -542,7 +542,7 @@ class Group:
             program.end = {"event": "end", "completed": True, "stopped": False, "iteration": self.iteration}
             program.phase = None
             program.write(program.end)
-        program.completed = True
+            program.completed = True
         if program.lingers_s:
             self.world.time.after(program.lingers_s, program.die, TrainerExit.OK)
         else:

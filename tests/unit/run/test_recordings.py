@@ -93,9 +93,12 @@ DIFFERENCES: Mapping[tuple[str, int], tuple[tuple[str, ...], str]] = {
         "Rank 1 did not start in time; rank 2 ended with 1 when the attempt was ended for that.",
     ),
     ("tests/faults/test_cluster_completion.py::test_an_adopter_fetches_what_was_missing", 1): (
-        ("event: logs_missing is now cleanup_confirmed", "event: cleanup_confirmed is now logs_missing"),
+        (
+            *("event: logs_missing is now cleanup_confirmed", "event: cleanup_confirmed is now logs_missing"),
+            "lost: False is now True",
+        ),
         "Two hosts were proved in one look, and what their files lack was recorded before both; now it is recorded "
-        "with the first host whose files are settled.",
+        "with the first host whose files are settled. A rank whose loss was recorded stays lost for an adopter.",
     ),
 }
 """By attempt: its differences, and why the step does otherwise."""

@@ -12,7 +12,7 @@ import pytest
 
 from engine.config.models import JobConfig, RecoveryConfig
 from engine.models import CheckResult, CheckStatus, PreflightReport, Reason, RunState
-from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, ExitRecord, Identity
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP, ExitRecord, Identity
 from engine.protocol.job import Strategy
 from engine.run import events
 from engine.run.effects import (
@@ -47,6 +47,7 @@ from engine.run.observation import (
     Settled,
     Started,
 )
+from engine.run.running import NODE_LOST
 from engine.run.state import HEAD, Phase
 from engine.run.step import begin, step
 from tests.unit.launch.host_layouts import local_layout
@@ -401,6 +402,29 @@ def test_an_adopter_goes_on_with_the_ranks_that_it_finds(tmp_path: Path) -> None
     assert life.phase.name == "RUNNING"
     life.kill()
     assert life.phase is Phase.DECIDING
+
+
+def test_an_abort_that_comes_while_an_adopter_looks_for_the_attempt_ends_it_at_once(tmp_path: Path) -> None:
+    life = adopted(tmp_path, LAUNCHER, events.StateChanged(state=RunState.RUNNING))
+    life.step()
+    life.connect()
+    life.start_ranks()
+    assert life.request_abort() == [Cancel()]
+    life.step(Cancelled())
+    commands = [effect for effect in life.step() if isinstance(effect, Send)]
+    assert life.phase is Phase.STOPPING
+    assert [(send.rank, send.command) for send in commands] == [(0, STOP), (1, STOP)]
+
+
+def test_a_rank_that_an_earlier_supervisor_has_lost_is_lost_when_its_node_is_back(tmp_path: Path) -> None:
+    lost = events.RankExited(rank=1, node="node1", error=NODE_LOST)
+    life = adopted(tmp_path, LAUNCHER, events.StateChanged(state=RunState.RUNNING), lost)
+    life.step()
+    life.connect()
+    life.start_ranks()
+    life.step(Found(LAUNCHER), launcher_alive=True)
+    judged = [effect for effect in life.step() if isinstance(effect, Judge)]
+    assert [standing.lost for standing in judged[0].standings] == [False, True]
 
 
 def test_an_adopter_that_finds_nothing_of_a_first_launch_ends_the_run(tmp_path: Path) -> None:

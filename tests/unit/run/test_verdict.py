@@ -18,6 +18,7 @@ from engine.job.kinds import JobKind, job_kind
 from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import ExitOutput
+from engine.protocol.job import Strategy
 from engine.protocol.messages import Decoder, RankEnded, encode
 from engine.run.decide import Trigger
 from engine.run.events import Hang, StateChanged, Verdict
@@ -43,14 +44,15 @@ def rank(number: int, code: int | None = 0, sig: int | None = None, at: float = 
     return RankEvidence(number, NODES[number], "/py", started=True, record=record, **more)
 
 
-def kind_of(*, trainer: bool) -> JobKind:
-    return job_kind("mlx", "data", command=not trainer, elastic=False)
+def kind_of(*, trainer: bool, strategy: Strategy = "data") -> JobKind:
+    return job_kind("mlx", strategy, command=not trainer, elastic=False)
 
 
 def evidence(
     *ranks: RankEvidence, trigger: Trigger = Trigger.RANK, trainer: bool = True, **more: Any
 ) -> FailureEvidence:
-    return FailureEvidence(ranks, trigger, kind_of(trainer=trainer), **more)
+    strategy: Strategy = "local" if any(rank.dispensable for rank in ranks) else "data"
+    return FailureEvidence(ranks, trigger, kind_of(trainer=trainer, strategy=strategy), **more)
 
 
 def test_all_records_0_and_all_completed_is_success() -> None:
@@ -179,6 +181,16 @@ def test_a_training_that_completed_without_a_rank_that_it_can_do_without_is_a_su
     assert (verdict.state, verdict.reason) == (RunState.SUCCEEDED, Reason.COMPLETED)
     without = "rank 1 on right did not complete: the others went on without it"
     assert verdict.cause == f"stopped early at iteration 40; {without}"
+
+
+def test_a_failure_that_is_seen_before_the_success_of_rank_0_takes_nothing_from_it() -> None:
+    """Strategy local: until its first step was seen, no rank could be lost."""
+    own = rank(1, 3, tail="KeyError: 7")
+    verdict = verdict_on(replace(evidence(rank(0), own), kind=kind_of(trainer=True, strategy="local")))
+    assert (verdict.state, verdict.cause) == (
+        RunState.SUCCEEDED,
+        "rank 1 on right did not complete: the others went on without it",
+    )
 
 
 def test_many_ranks_that_did_not_complete_are_one_short_phrase() -> None:
@@ -465,7 +477,7 @@ def test_of_more_lost_ranks_than_can_be_spared_one_is_the_cause(trigger: Trigger
     away = [replace(REMOTE, rank=number, started=True, unreachable_s=20.0, dispensable=True) for number in (1, 2)]
     hang = Hang(61.0, 60.0, "training", 41) if trigger is Trigger.HUNG else None
     verdict = verdict_on(evidence(rank(0, 1, tail=LOST), *away, trigger=trigger, trainer=False, hang=hang))
-    expected = (Reason.HUNG, 0) if hang else (Reason.NODE_LOST, 1)
+    expected = (Reason.HUNG, None) if hang else (Reason.NODE_LOST, 1)
     assert (verdict.reason, verdict.rank) == expected, "a hang is not explained by a loss that was borne"
 
 
