@@ -83,14 +83,17 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
 
 
 def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
-    """All that is known follows from another rank's end, and there is one alone of which the end is not known."""
+    """All that is known follows from another rank's end, and there are some of which the end is not known."""
     gone = [rank for rank in evidence.ranks if rank.started and rank.record is None]
     unseen = [rank for rank in gone if rank.outlived or not rank.vanished]
     left = fault.evidence.left_for_peers or fault.evidence.error_type == "PeerLost"
-    if not (fault.weight is Weight.CONSEQUENCE and left and evidence.over) or len(unseen) != 1:
+    if not (fault.weight is Weight.CONSEQUENCE and left and evidence.over and unseen):
         return None
-    cause = "the other ranks lost their connection to it, and its node has shown no exit record"
-    return _failed(Reason.RANK_FAILED, cause, unseen[0])
+    if len(unseen) == 1:
+        cause = "the other ranks lost their connection to it, and its node has shown no exit record"
+        return _failed(Reason.RANK_FAILED, cause, unseen[0])
+    nodes = ", ".join(dict.fromkeys(rank.node for rank in unseen))
+    return _failed(Reason.RANK_FAILED, f"a rank on one of {nodes} was lost: each has shown no exit record")
 
 
 def _awaited(needed: Sequence[RankEvidence], evidence: FailureEvidence) -> Sequence[RankEvidence]:

@@ -229,7 +229,8 @@ class Checks:
         completed = self._completed()
         if event.state is RunState.SUCCEEDED and not completed:
             self._fail("the run is told to have succeeded, and not all that count have completed")
-        if event.state is not RunState.SUCCEEDED and completed and self._records_are_here():
+        unsuccessful = event.state not in (RunState.SUCCEEDED, RunState.COMPLETED)
+        if unsuccessful and completed and self._records_are_here():
             self._fail(f"the run is told to be {event.state}, and all that count have completed, as their records show")
         if event.state is RunState.ABORTED and not self._aborted:
             self._fail("the run is told to be aborted, and nobody has requested that")
@@ -237,6 +238,15 @@ class Checks:
     def _completed(self) -> bool:
         newest = self._newest()
         return newest is not None and self.world.attempts[newest].completed
+
+    def _ends_seen(self) -> dict[int, bool]:
+        """Rank of the watched attempt → the head has its exit record, or knows that there is none."""
+        connections = self.world.head.connections if self.world.head is not None else []
+        seen = {rank: seen for one in connections if one.current for rank, seen in one.seen.items()}
+        return {rank: one.record is not None or one.vanished for rank, one in seen.items()}
+
+    def _lacks_end(self) -> bool:
+        return not all(self._ends_seen().values())
 
     def _records_are_here(self) -> bool:
         """The head has the exit record of every rank whose success is the newest attempt's."""
@@ -270,9 +280,18 @@ class Checks:
         """The named cause is one that was injected."""
         if verdict.reason in (Reason.COMPLETED, Reason.USER_ABORT):
             return
-        if "has shown no exit record" in (verdict.cause or "") and any(
-            blame.host == verdict.host for blame in self.blames
+        hosts = {blame.host for blame in self.blames}
+        if "has shown no exit record" in (verdict.cause or "") and (verdict.host in hosts or verdict.host is None):
+            return
+        head = self.world.head
+        attempt = head.attempt if head is not None else None
+        if (
+            attempt is not None
+            and not attempt.trainer
+            and _CONSEQUENCE.search(verdict.cause or "")
+            and self._lacks_end()
         ):
+            # A program's words are no proof that it was well: the record of the one that it has lost may still come.
             return
         if self._keepers_stopped and _CONSEQUENCE.search(verdict.cause or ""):
             # The one that failed first has left no record, since the fence killed its keeper.

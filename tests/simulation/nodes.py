@@ -248,6 +248,9 @@ class Program:
             # A command that ends with 0 has done its work.
             self.completed = True
         self.attempt.member_ended(self)
+        if code and self.keeper.stopped_by is None:
+            # Whatever it has reported before.
+            self.completed = False
         self.keeper.program_ended()
 
     def fail(self, error_type: str, message: str, code: int) -> None:

@@ -327,6 +327,18 @@ def test_divergence_is_reported_by_the_trainer() -> None:
     )
 
 
+def test_the_one_rank_without_a_record_is_named_where_all_others_have_lost_it() -> None:
+    left: dict[str, Any] = {"code": 5, "left_for_peers": True}
+    unseen = RankEvidence(1, "right", "/py", started=True)
+    verdict = verdict_on(evidence(rank(0, **left), unseen, rank(2, **left)))
+    assert (verdict.reason, verdict.rank) == (Reason.RANK_FAILED, 1)
+    assert verdict.cause is not None and "has shown no exit record" in verdict.cause
+    assert verdict_on(evidence(rank(0, **left), unseen, over=False)).rank == 0, "its record may still come"
+    several = verdict_on(evidence(rank(0, **left), unseen, replace(unseen, rank=2, node="third")))
+    assert (several.reason, several.rank) == (Reason.RANK_FAILED, None)
+    assert several.cause == "a rank on one of right, third was lost: each has shown no exit record"
+
+
 def test_a_keeper_that_vanished_is_a_killed_rank() -> None:
     gone = RankEvidence(1, "right", "/py", started=True, vanished=True)
     verdict = verdict_on(evidence(rank(0, 1, tail=LOST), gone))
