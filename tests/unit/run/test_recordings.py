@@ -92,6 +92,10 @@ DIFFERENCES: Mapping[tuple[str, int], tuple[tuple[str, ...], str]] = {
         ),
         "Rank 1 did not start in time; rank 2 ended with 1 when the attempt was ended for that.",
     ),
+    ("drawn in one process 19", 1): (
+        ("cause: exited with code 5: PeerLost", "rank: 1 is now None", "host: node1 is now None", "exit_code: 5 is"),
+        "It had only lost the others: the ends of both are not known, and none of the three is named.",
+    ),
     ("tests/faults/test_cluster_completion.py::test_an_adopter_fetches_what_was_missing", 1): (
         (
             *("event: logs_missing is now cleanup_confirmed", "event: cleanup_confirmed is now logs_missing"),
