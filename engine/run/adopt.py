@@ -10,8 +10,7 @@ from engine.run import events
 from engine.run.effects import Cancel, Connect, ConnectUnknown, Find, Reconnect
 from engine.run.history import AttemptHistory
 from engine.run.observation import Cancelled, Found
-from engine.run.outcome import ABORTED_EARLY, end_run, judge_again, judged, launch_failed
-from engine.run.proofs import seek_proofs, unproved
+from engine.run.outcome import ABORTED_EARLY, end_run, judge_again, judged, launch_failed, seek_proofs, unproved
 from engine.run.recovery import fail_again, plan_attempt
 from engine.run.running import begin_running, begin_watch
 from engine.run.state import HEAD, Ending, Phase, Transition
@@ -91,7 +90,7 @@ def finding(t: Transition) -> None:
         return
     if result.launcher is not None and t.state.attempt.launcher is None:
         t.record(result.launcher)
-    if result.launcher is not None or result.rebooted or result.anything:
+    if result.launcher is not None or result.anything:
         begin_running(t, launched=result.launcher is not None)
     elif not t.history.failures:
         end_run(t, events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_IN_LAUNCH))

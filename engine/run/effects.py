@@ -11,15 +11,19 @@ from engine.run import events
 from engine.run.decide import Trigger
 
 
+class Effect:
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Record:
+class Record(Effect):
     """Append the event to the journal, before what follows it is done."""
 
     event: events.Event
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Effect):
     """STOP, EMERGENCY_CHECKPOINT or END to the keeper of a rank."""
 
     host: str
@@ -28,31 +32,31 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class KillPrograms:
+class KillPrograms(Effect):
     """KILL to the groups of the programs of the host's ranks."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True)
-class RequestProcesses:
+class RequestProcesses(Effect):
     """Ask for the attempt's processes on the host, and kill them; nothing of the attempt can start there any more."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True)
-class RequestExitOutput:
+class RequestExitOutput(Effect):
     host: str
 
 
 @dataclass(frozen=True, slots=True)
-class SignalLauncher:
+class SignalLauncher(Effect):
     number: signal.Signals
 
 
 @dataclass(frozen=True, slots=True)
-class DropPipes:
+class DropPipes(Effect):
     """The launcher lets go of the pipes that its ranks have left."""
 
 
@@ -73,7 +77,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class Judge(Effect):
     """Collect the evidence of the attempt's end, and give the verdict on it → Judged."""
 
     trigger: Trigger
@@ -84,14 +88,14 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(Effect):
     """Take in the ends of these hosts' ranks, and the rest of their files, and see what is missing → Settled."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RunPreflight:
+class RunPreflight(Effect):
     """Preflight of the run's nodes → Checked."""
 
     excluded: Mapping[str, str] = field(default_factory=dict)
@@ -99,7 +103,7 @@ class RunPreflight:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanAttempt:
+class PlanAttempt(Effect):
     """Decide on the next attempt, with free ports → Planned. It writes the same files as the last one: what a host of
     that has not sent by now stays there."""
 
@@ -109,7 +113,7 @@ class PlanAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Connect:
+class Connect(Effect):
     """Connect the hosts of the attempt, which is the one that is watched from here on."""
 
     attempt: events.Attempt
@@ -118,7 +122,7 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class Reconnect:
+class Reconnect(Effect):
     """Connect the hosts of an attempt before the one that is watched, of these nodes, and end what is left there."""
 
     attempt: events.Attempt
@@ -126,51 +130,29 @@ class Reconnect:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectUnknown:
+class ConnectUnknown(Effect):
     """The same for an attempt of which the journal has nothing, by the nonce of the run, on all its nodes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Start(Effect):
     """Put the files of the attempt in place, and start its ranks → Started."""
 
     attempt: events.Attempt
 
 
 @dataclass(frozen=True, slots=True)
-class Find:
+class Find(Effect):
     """Look for an earlier supervisor's launcher and ranks → Found."""
 
     attempt: events.Attempt
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Effect):
     """Cancel the check, the plan, the start or the search that is under way → Cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
-class EndTrackers:
+class EndTrackers(Effect):
     pass
-
-
-Effect = (
-    Record
-    | Send
-    | KillPrograms
-    | RequestProcesses
-    | RequestExitOutput
-    | SignalLauncher
-    | DropPipes
-    | Judge
-    | Settle
-    | RunPreflight
-    | PlanAttempt
-    | Connect
-    | Reconnect
-    | ConnectUnknown
-    | Start
-    | Find
-    | Cancel
-    | EndTrackers
-)

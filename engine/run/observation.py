@@ -156,9 +156,7 @@ class Found:
 
     launcher: events.LauncherStarted | None = None
     anything: bool = True
-    """A rank has started, or may still: a node that does not answer may have one."""
-    rebooted: bool = False
-    """This machine was restarted since."""
+    """A rank has started, or may still: a node that does not answer may have one, or this machine was restarted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The run as it is alive on its nodes: it is observed, and what the step decides is done here, which decides nothing.
+"""The supervisor's loop: a run as it is alive on its nodes is observed, one step is made, and what follows is done
+here, which decides nothing, from the launch to the proof that nothing of it is left.
 
 All that may wait for the head's disk is done in one thread, so that a disk that stalls delays no heartbeat. What takes
 long on the nodes (a check, a plan, a start, a search) is a task, of which one is under way at most."""
@@ -24,8 +25,11 @@ from engine.run.observer import LiveHost, Observer
 from engine.run.preparation import Preparation
 from engine.run.run_context import AttemptContext, HostConnections, RunContext
 from engine.run.run_plan import RunPlan
+from engine.run.state import Phase, State
+from engine.run.step import step
 from engine.run.watched_attempt import WatchedAttempt
 
+TICK_S = 0.1
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -57,6 +61,13 @@ class LiveRun:
         """From a signal handler: the step records it, since another thread may be at the journal now."""
         self._observer.news.append(events.RequestReceived(request="abort", by=by))
         self._news.set()
+
+    async def drive(self, state: State) -> None:
+        """Take the run from `state` to its end, and to the proof of that."""
+        while state.phase is not Phase.OVER:
+            state, wanted = step(state, await self.observe())
+            await self.perform(wanted)
+            await self.await_news(TICK_S)
 
     async def observe(self) -> Observation:
         """Raises what was not expected of a task."""
@@ -212,7 +223,7 @@ class LiveRun:
         watched.evidence.origin = AttemptOrigin(launcher, adopted=True, rebooted=rebooted)
         if launcher is not None:
             return Found(events.LauncherStarted(pid=launcher.pid, start=launcher.start))
-        return Found(None, rebooted or await any_rank_started(watched.context.connections), rebooted)
+        return Found(None, rebooted or await any_rank_started(watched.context.connections))
 
     async def _connect(self, request: effects.Connect) -> None:
         await self._close_hosts(request.kept)

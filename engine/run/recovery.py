@@ -8,8 +8,16 @@ from engine.models import RunState
 from engine.run import events
 from engine.run.decide import Finish, Restart, Wait, decide, failed_run, original_failure, refusal
 from engine.run.effects import PlanAttempt
-from engine.run.outcome import aborted, end_run, judge_again, judged, record_failure
-from engine.run.proofs import presence, seek_proofs, unproved
+from engine.run.outcome import (
+    aborted,
+    attempt_failure,
+    end_run,
+    judge_again,
+    judged,
+    presence,
+    seek_proofs,
+    unproved,
+)
 from engine.run.shutdown import SILENT_S
 from engine.run.state import HEAD, Ending, Phase, Transition
 
@@ -111,5 +119,5 @@ def fail_again(t: Transition, verdict: events.Verdict) -> None:
     """Prove once more that nothing is left of an attempt that never got going."""
     t.set(sought=frozenset((*t.state.attempt.plan.nodes, HEAD)), ending=Ending())
     t.change(RunState.RECOVERING)
-    record_failure(t, t.watch.number, verdict)
+    t.record(attempt_failure(t, t.watch.number, verdict))
     after_failure(t)

@@ -31,39 +31,38 @@ def begin_watch(
     """`recorded`: the ends that an earlier supervisor has recorded. A lost rank stays lost when its node is back."""
     lost = {rank for rank, end in (recorded or {}).items() if end.error == NODE_LOST}
     standings = tuple(Standing(lost=rank in lost) for rank in range(ranks))
-    return WatchState(number, now, standings=standings, slept_s=slept_s, quiet_since=now)
+    return WatchState(number, now, standings=standings, slept_s=slept_s, quiet_since=now, looked_at=now)
 
 
 def begin_running(t: Transition, *, launched: bool) -> None:
-    t.set_watch(launched=launched, began=t.seen.now, quiet_since=t.seen.now)
+    t.set_watch(launched=launched, began=t.seen.now, quiet_since=t.seen.now, looked_at=t.seen.now)
     t.enter(Phase.RUNNING)
 
 
 def take_in(t: Transition, *, live: bool) -> None:
     """Record the changes of the attempt's nodes and ranks since the last step. `live`: it may still train."""
     seen, progress = t.seen, t.seen.progress
-    if seen.hosts != t.watch.hosts:
-        _take_in_nodes(t)
+    came = (progress.steps > 0, progress.completed, progress.starts, progress.resumed)
+    taken_in = (seen.ranks, seen.hosts, seen.slept_s, live, _goes_on(t), came)
+    if taken_in == t.watch.taken_in:
+        return
+    lost = _take_in_nodes(t)
     if live:
         _note_sleep(t)
-    lost = t.watch.lost if live else frozenset()
-    came = (progress.steps > 0, progress.completed, progress.starts, progress.resumed)
-    ranks = (seen.ranks, lost, live, _goes_on(t), came)
-    if ranks == t.watch.ranks:
-        return
-    _take_in_ranks(t, lost)
+    _take_in_ranks(t, lost if live else frozenset())
     if live:
         _note_new_starts(t)
         _record_resumption(t)
-    t.set_watch(ranks=ranks, rank_states=())
+    t.set_watch(taken_in=taken_in)
 
 
 def _goes_on(t: Transition) -> bool:
-    """The attempt is not to end: whether the others can do without a rank is settled when it is."""
+    """Whether the others can do without a rank is settled when they are to end."""
     return t.ending.stop is None and not t.ending.verdict_pending
 
 
-def _take_in_nodes(t: Transition) -> None:
+def _take_in_nodes(t: Transition) -> frozenset[int]:
+    """The ranks whose node is lost."""
     watch, limit_s = t.watch, lost_after_s(t.state.plan.config)
     health: dict[str, HostHealth] = {}
     lost: list[int] = []
@@ -74,7 +73,8 @@ def _take_in_nodes(t: Transition) -> None:
             t.record(change)
         if health[host.key].condition == "lost":
             lost += host.ranks
-    t.set_watch(hosts=t.seen.hosts, health=health, lost=frozenset(lost), rank_states=())
+    t.set_watch(health=health)
+    return frozenset(lost)
 
 
 def _note_sleep(t: Transition) -> None:
@@ -197,10 +197,8 @@ def attempt_now(t: Transition, *, abort: bool) -> RunningAttempt:
     seen, watch = t.seen, t.watch
     if seen.launcher_alive is (watch.launcher_gone_at is not None):
         t.set_watch(launcher_gone_at=None if seen.launcher_alive else seen.now)
-    if not watch.rank_states:
-        hosts = {rank: host for host in seen.current_hosts for rank in host.ranks}
-        t.set_watch(rank_states=tuple([_rank_state(t, rank, hosts[rank.number]) for rank in seen.ranks]))
-    ranks = t.watch.rank_states
+    hosts = {rank: host for host in seen.current_hosts for rank in host.ranks}
+    ranks = tuple([_rank_state(t, rank, hosts[rank.number]) for rank in seen.ranks])
     if watch.failing_since is None and any(rank.failed for rank in ranks):
         t.set_watch(failing_since=seen.now)
     state = RunningAttempt(ranks)
@@ -287,12 +285,11 @@ def _overdue(t: Transition) -> events.Hang | None:
     since = watch.quiet_since
     if not (seen.receiving and any(seen.host_of(rank).answering for rank in watched)):
         # What happened meanwhile is not known: that time does not count.
-        since += t.unseen_s
+        since += seen.now - watch.looked_at
     # Before the first update these wait for all others.
     moved = seen.progress.moved_at.items()
     since = max([since, *(at for rank, at in moved if rank in watched or not seen.progress.steps)])
-    if since != watch.quiet_since:
-        t.set_watch(quiet_since=since)
+    t.set_watch(quiet_since=since, looked_at=seen.now)
     silent_s = seen.now - since
     recovery = t.state.plan.config.recovery
     if silent_s <= min(recovery.hang_s, recovery.stall_s):

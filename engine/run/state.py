@@ -12,12 +12,12 @@ from typing import Any, Final, TypeVar
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.models import RunState
 from engine.run import events
-from engine.run.decide import RankState, Restart, Trigger
+from engine.run.decide import Restart, Trigger
 from engine.run.effects import Effect, Record, Standing
 from engine.run.history import AttemptHistory, RunHistory, fold
 from engine.run.journal import FOLLOWERS
 from engine.run.node_health import HostHealth
-from engine.run.observation import HostView, Observation, RankView, Result
+from engine.run.observation import Observation, RankView, Result
 from engine.run.run_plan import RunPlan
 from engine.run.shutdown import AttemptView, CleanupProof, Shutdown
 
@@ -67,14 +67,8 @@ class WatchState:
     """By host."""
     ended: frozenset[int] = frozenset()
     """The ranks that had ended when they were last seen."""
-    hosts: tuple[HostView, ...] = ()
-    """As last taken in: the same again change nothing."""
-    lost: frozenset[int] = frozenset()
-    """The ranks whose node is lost."""
-    ranks: tuple[object, ...] = ()
-    """The ranks, and what else was seen of them, as last taken in: the same again change nothing."""
-    rank_states: tuple[RankState, ...] = ()
-    """Of these; none while they are to be determined."""
+    taken_in: tuple[object, ...] = ()
+    """What was seen of its ranks and hosts when they were last taken in: the same again changes nothing."""
     starts: Mapping[int, int] | None = None
     """ProgressView.starts as last seen; None before the first look: those were noted by an earlier supervisor."""
     losses: tuple[tuple[float, str], ...] = ()
@@ -90,6 +84,8 @@ class WatchState:
     completed_at: float | None = None
     quiet_since: float = 0.0
     """Since when no step came, without the time in which none could come."""
+    looked_at: float = 0.0
+    """When that was last looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +116,6 @@ class State:
     phase: Phase = Phase.BEGINNING
     since: float = 0.0
     """When the phase began."""
-    seen_at: float | None = None
-    """When the run was last seen."""
     adopting: bool = False
     watch: WatchState | None = None
     ending: Ending = Ending()
@@ -217,11 +211,6 @@ class Transition:
     def waited_s(self) -> float:
         """In this phase."""
         return self.seen.now - self.state.since
-
-    @property
-    def unseen_s(self) -> float:
-        """Since the step before."""
-        return self.seen.now - self.state.seen_at if self.state.seen_at is not None else 0.0
 
 
 def has_ended(rank: RankView, standing: Standing) -> bool:

@@ -29,10 +29,10 @@ from engine.run.outcome import (
     judge,
     judged,
     launch_failed,
-    record_failure,
+    proof_of,
+    record_missing,
 )
 from engine.run.preparation import excluded_nodes, preflight_verdict
-from engine.run.proofs import proof_of, record_missing
 from engine.run.recovery import abandon, abandoning, after_failure, backing_off, deciding, fail_again, plan_attempt
 from engine.run.run_plan import RunPlan
 from engine.run.running import (
@@ -63,7 +63,6 @@ def step(state: State, seen: Observation) -> tuple[State, list[Effect]]:
     for event in seen.news:
         t.record(event)
     PHASES[t.state.phase](t)
-    t.set(seen_at=seen.now)
     return t.state, t.effects
 
 
@@ -140,7 +139,7 @@ def _fail_to_plan(t: Transition, error: str | None) -> None:
         return
     # The nodes and connections of the last attempt are what there still is.
     t.change(RunState.RECOVERING)
-    record_failure(t, t.state.next_attempt, verdict)
+    t.record(attempt_failure(t, t.state.next_attempt, verdict))
     after_failure(t)
 
 
@@ -304,7 +303,7 @@ def _finish_attempt(t: Transition, verdict: events.Verdict) -> None:
         return
     if t.state.attempt.failed_at is None:
         # Not by an earlier supervisor either.
-        record_failure(t, t.watch.number, verdict, t.seen.progress.furthest)
+        t.record(attempt_failure(t, t.watch.number, verdict, t.seen.progress.furthest))
     if t.ending.aborted:
         end_run(t, aborted(t))
     else:

@@ -25,7 +25,6 @@ from engine.node import processes
 from engine.protocol.attempt import write_atomic
 from engine.run import events
 from engine.run.attempt import keep_secrets
-from engine.run.driver import drive
 from engine.run.journal import FOLLOWERS, RunRecorder
 from engine.run.performer import LiveRun
 from engine.run.run_context import RunContext
@@ -78,7 +77,7 @@ async def supervise(run: RunContext, *, adopt: bool, aborted_by: Iterable[signal
 async def _drive(run: RunContext, live: LiveRun, *, adopting: bool) -> str | None:
     """To the run's end, or to a fault of ours, which is returned."""
     try:
-        await drive(begin(run.whole_plan, run.history, run.run_dir.newest_attempt(), adopting=adopting), live)
+        await live.drive(begin(run.whole_plan, run.history, run.run_dir.newest_attempt(), adopting=adopting))
     except Exception as error:
         fault = f"{type(error).__name__}: {error}"
         traceback.print_exception(error, chain=False)

@@ -92,7 +92,7 @@ def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
     if len(unseen) == 1:
         cause = "the other ranks lost their connection to it, and its node has shown no exit record"
         return _failed(Reason.RANK_FAILED, cause, unseen[0])
-    nodes = ", ".join(dict.fromkeys(rank.node for rank in unseen))
+    nodes = ", ".join(rank.node for rank in unseen)
     return _failed(Reason.RANK_FAILED, f"a rank on one of {nodes} was lost: each has shown no exit record")
 
 

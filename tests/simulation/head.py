@@ -322,7 +322,7 @@ class Supervisor:
         failed = self._start_failures | (self.launcher.failed if self.launcher is not None else {})
         seen = (
             [(one.version, self._silent_s(one) < SILENCE_S) for one in self.connections],
-            len(failed), len(self._progress.completed),
+            len(failed), len(self._progress.view.completed),
         )  # fmt: skip
         if seen == self._ranks_seen:
             return self._ranks
@@ -697,7 +697,7 @@ class Supervisor:
             self.launcher = launcher
             self._begin(0.1, self._finish, Found(events.LauncherStarted(pid=launcher.pid, start=str(launcher.pid))))
         elif self._rebooted:
-            self._begin(0.1, self._finish, Found(rebooted=True))
+            self._begin(0.1, self._finish, Found())
         else:
             self._begin(0.5, self._find_ranks, self.world.time.now + 20.0, False)
 

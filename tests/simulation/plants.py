@@ -14,7 +14,7 @@ from engine.job.kinds import ElasticTorchrun, RanksSeen
 from engine.models import Reason, RunState
 from engine.node.attempt_watch import AttemptWatch
 from engine.node.keeper import Lease
-from engine.run import events, history, proofs, recovery, running, shutdown, step, verdict
+from engine.run import events, history, outcome, recovery, running, shutdown, step, verdict
 from engine.run.decide import Trigger
 from engine.run.shutdown import CleanupProof, Shutdown
 from engine.run.state import State
@@ -78,7 +78,7 @@ def _fold_ignores_event() -> list[Patch]:
 
 
 def _restart_before_proof() -> list[Patch]:
-    presence = proofs.presence
+    presence = outcome.presence
     return [(recovery, "presence", lambda t: tuple(replace(node, proved=True) for node in presence(t)))]
 
 

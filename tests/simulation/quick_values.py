@@ -22,7 +22,8 @@ def _function(kind: type, head: str, written: dict[str, str], ends: tuple[str, .
         lines = [f"write_{name}(changed, {value})" for name, value in written.items()]
     else:
         lines = ["held = changed.__dict__", *(f"held[{name!r}] = {value}" for name, value in written.items())]
-    exec("\n    ".join((f"def made{head}:", *lines, *ends)), scope)
+    begins = [] if head.startswith("(changed") else ["changed = new(kind)"]
+    exec("\n    ".join((f"def made{head}:", *begins, *lines, *ends)), scope)
     made: Callable[..., Any] = scope["made"]
     return made
 
@@ -37,8 +38,7 @@ def _copier(kind: type) -> Callable[[Any, dict[str, Any]], Any]:
     if "__slots__" in kind.__dict__:
         written = {field.name: f"value.{field.name}" for field in fields(kind)}
         changed = ("for name in changes:", "    writers[name](changed, changes[name])", "return changed")
-        copy_into = _function(kind, "(changed, value, changes)", written, changed)
-        return lambda value, changes: copy_into(new(kind), value, changes)
+        return _function(kind, "(value, changes)", written, changed)
 
     def copy(value: Any, changes: dict[str, Any]) -> Any:
         changed: Any = new(kind)

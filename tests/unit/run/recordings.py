@@ -115,7 +115,6 @@ class RecordedAttempt:
     number: int
     nodes: tuple[str, ...]
     adopted: bool
-    rebooted: bool
     launched: bool
     """A launcher is known."""
     start_failures: tuple[tuple[int, int, str], ...]
@@ -241,7 +240,6 @@ class _Reader:
             number=line["attempt"],
             nodes=tuple(line["nodes"]),
             adopted=line["adopted"],
-            rebooted=line["rebooted"],
             launched=line["launcher"],
             start_failures=tuple((rank, code, message) for rank, code, message in line["start_failures"]),
             began=line["began"],

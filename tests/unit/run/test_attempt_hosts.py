@@ -19,7 +19,6 @@ from engine.protocol.attempt import END, ExitRecord, NodeFiles, write_atomic
 from engine.protocol.job import Strategy
 from engine.run import attempt_hosts, preparation
 from engine.run.attempt_hosts import UnknownAttempt
-from engine.run.driver import drive
 from engine.run.effects import ConnectUnknown, RequestProcesses
 from engine.run.events import CleanupConfirmed, NodesExcluded, RunReopened, StateChanged, Verdict
 from engine.run.journal import RunRecorder, read_journal
@@ -165,7 +164,7 @@ async def test_an_attempt_on_a_node_that_preflight_has_excluded_since_is_proved_
 async def driven(run: RunContext, *, newest_attempt: int, adopting: bool) -> RunRecord:
     """Its record once nothing is left to do."""
     live = LiveRun(run)
-    await drive(begin(run.whole_plan, run.history, newest_attempt, adopting=adopting), live)
+    await live.drive(begin(run.whole_plan, run.history, newest_attempt, adopting=adopting))
     await live.close()
     run.recorder.close()
     return run.history.record

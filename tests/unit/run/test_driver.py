@@ -22,12 +22,12 @@ from engine.protocol.exit_codes import TrainerExit
 from engine.protocol.job import Strategy
 from engine.run import decide, running, shutdown, watched_attempt
 from engine.run.decide import failed_run, refusal
-from engine.run.driver import TICK_S, drive
 from engine.run.effects import Connect
 from engine.run.events import HangDetected, Note, StateChanged, StopStageReached, Verdict
 from engine.run.journal import read_journal
 from engine.run.logs import mirror
 from engine.run.observation import ProgressView
+from engine.run.performer import TICK_S
 from engine.run.running import begin_watch
 from engine.run.state import Phase, State
 from engine.run.step import begin, step
@@ -227,7 +227,7 @@ async def test_what_the_others_go_on_without_is_known_to_who_only_proves_the_end
     lost = Verdict(RunState.FAILED, Reason.NODE_LOST, "no answer", 1, "node1")
     attempt.recorder.append(StateChanged(state=RunState.FINISHING))
     attempt.recorder.append(StateChanged(state=RunState.FAILED, verdict=lost, unconfirmed=("node0", "node1")))
-    await drive(begin(attempt.plan, attempt.recorder.history, 1, adopting=True), attempt.run)
+    await attempt.run.drive(begin(attempt.plan, attempt.recorder.history, 1, adopting=True))
     record = attempt.recorder.history.record
     assert (record.state, record.cause, record.unconfirmed) == (RunState.SUCCEEDED, NOT_TO_THE_END, [])
 

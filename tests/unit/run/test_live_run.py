@@ -416,7 +416,7 @@ async def test_what_an_earlier_supervisor_started_is_looked_for(
     monkeypatch.setattr(processes, "same_boot", lambda *_: not rebooted)
     live.hosts[0].left = [Process(7, "sh start.sh")] if started else []
     found = await result_of(live, Find(live.attempt))
-    assert found == Found(None, anything=started or rebooted, rebooted=rebooted)
+    assert found == Found(None, anything=started or rebooted)
 
 
 async def test_an_earlier_supervisors_launcher_is_watched(live: LiveAttempt) -> None:

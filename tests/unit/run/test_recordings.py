@@ -269,7 +269,7 @@ def _first_state(attempt: RecordedAttempt) -> State:
     state, _ = step(state, seen)
     if state.phase is Phase.FINDING:
         launcher = state.attempt.launcher if attempt.launched else None
-        found = Found(launcher, anything=True, rebooted=attempt.rebooted)
+        found = Found(launcher)
         state, _ = step(state, replace(seen, finished=(found,)))
     return state
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ class Training:
         seen = Observation(self.now, at, ranks=self._ranks, hosts=HOSTS, progress=progress, receiving=receiving)
         transition = Transition(self.state, seen)
         hang = running._overdue(transition)
-        self.state = replace(transition.state, seen_at=self.now)
+        self.state = transition.state
         return hang
 
     def wait(self, seconds: float, *, receiving: bool = True) -> Any:
