@@ -248,8 +248,8 @@ class Program:
             # A command that ends with 0 has done its work.
             self.completed = True
         self.attempt.member_ended(self)
-        if code and self.keeper.stopped_by is None:
-            # Whatever it has reported before.
+        if code and self.keeper.alive and self.keeper.stopped_by is None:
+            # That is on record, whatever it has reported before.
             self.completed = False
         self.keeper.program_ended()
 
