@@ -578,8 +578,8 @@ def test_a_hang_names_the_one_that_did_not_leave_when_the_others_did() -> None:
 
 
 def test_a_hang_names_nobody_who_was_ended_while_another_left_after_it_was_told_to_end() -> None:
-    told = rank(0, 5, left_for_peers=True, stopped_by="end")
-    verdict = verdict_on(evidence(told, rank(1, sig=15, stopped_by="end"), trigger=Trigger.HUNG, hang=HANG))
+    left = rank(0, 5, left_for_peers=True, stopped_by="end")
+    verdict = verdict_on(evidence(left, rank(1, sig=15, stopped_by="end"), trigger=Trigger.HUNG, hang=HANG))
     assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
 
 
