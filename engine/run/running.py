@@ -57,7 +57,7 @@ def take_in(t: Transition, *, live: bool) -> None:
 
 
 def _goes_on(t: Transition) -> bool:
-    """Whether the others can do without a rank is settled when they are to end."""
+    """The attempt is not to end yet: then it is settled who can do without whom."""
     return t.ending.stop is None and not t.ending.verdict_pending
 
 

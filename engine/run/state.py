@@ -68,7 +68,7 @@ class WatchState:
     ended: frozenset[int] = frozenset()
     """The ranks that had ended when they were last seen."""
     taken_in: tuple[object, ...] = ()
-    """What was seen of its ranks and hosts when they were last taken in: the same again changes nothing."""
+    """Its ranks and hosts as they were last taken in: the same again changes nothing."""
     starts: Mapping[int, int] | None = None
     """ProgressView.starts as last seen; None before the first look: those were noted by an earlier supervisor."""
     losses: tuple[tuple[float, str], ...] = ()

@@ -143,7 +143,7 @@ def _explains_the_end(fault: Fault, trigger: Trigger) -> bool:
 
 
 def _faults_of(evidence: FailureEvidence) -> list[Fault]:
-    """What explains the most, and came first, first."""
+    """Those that explain the most, and then those that came first, first."""
     faults = []
     for rank in evidence.ranks:
         weight = _weight(rank, evidence)
