@@ -235,6 +235,8 @@ class AgentConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._answered_at = lease_clock()
+        self.longest_silence_s = 0.0
+        """Before its last message, by the clock of whoever reads them."""
         self._watching = False
 
     @property
@@ -350,7 +352,6 @@ class HostConnection:
         """Port -> who holds it, as the host last answered `request_port_holders`; None until it has answered."""
         self._attempt = part
         self._agent = AgentConnection(node, transport, self._opening, self._take)
-        self._longest_silence_s = 0.0
         self._observations = {rank: RankObservation(identity=part.known.get(rank)) for rank in self.ranks}
         self._exit_outputs: dict[int, ExitOutput] = {}
         self._standing: dict[int, messages.RankCommand] = {}
@@ -363,7 +364,7 @@ class HostConnection:
     @property
     def state(self) -> ConnectionState:
         silent_s = self.clock.silence_s(lease_clock() - self._agent.answered_at)
-        longest_s = max(self._longest_silence_s, silent_s)
+        longest_s = max(self._agent.longest_silence_s, silent_s)
         return ConnectionState(silent_s, self._agent.answered, self._agent.problem, longest_s)
 
     def observe(self, rank: int) -> RankObservation:
@@ -431,7 +432,7 @@ class HostConnection:
 
     def _take(self, message: messages.Message) -> None:
         # Until now nothing had come.
-        self._longest_silence_s = self.state.longest_silence_s
+        self._agent.longest_silence_s = self.state.longest_silence_s
         if (
             isinstance(message, messages.RankStarted | messages.RankEnded | messages.ExitOutputReply)
             and message.rank not in self._observations

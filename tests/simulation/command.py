@@ -101,7 +101,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 def _search(options: argparse.Namespace) -> int:
     """All histories, also after a violation. When it is stopped, it tells how far it has come."""
-    total, reported_at = Batch(), time.monotonic()
+    total, kinds, reported_at = Batch(), Counter[str](), time.monotonic()
     signal.signal(signal.SIGTERM, _interrupt)
     with ProcessPoolExecutor(options.workers, initializer=_begin_worker, initargs=(options.plant,)) as pool:
         end = options.begin + options.histories
@@ -114,7 +114,9 @@ def _search(options: argparse.Namespace) -> int:
                 batch = done.result()
                 total.add(batch)
                 for number, violation in batch.violations:
-                    print(f"history {number} of seed {options.seed}: {violation}", flush=True)
+                    kinds[kind_of(violation)] += 1
+                    if kinds[kind_of(violation)] <= _MOST_SHOWN:
+                        print(f"history {number} of seed {options.seed}: {violation}", flush=True)
                 if time.monotonic() - reported_at > _REPORT_S:
                     reported_at = time.monotonic()
                     print(total, file=sys.stderr, flush=True)
@@ -125,8 +127,8 @@ def _search(options: argparse.Namespace) -> int:
     if not total.violations:
         return 0
     print("The first of each kind, made smaller:")
-    kinds = {kind_of(violation): number for number, violation in sorted(total.violations, reverse=True)}
-    for number in sorted(kinds.values())[:_MOST_SHOWN]:
+    first = {kind_of(violation): number for number, violation in sorted(total.violations, reverse=True)}
+    for number in sorted(first.values())[:_MOST_SHOWN]:
         _print_history(shrink(draw(options.seed, number), _violation_of), options.plant)
     return 1
 

@@ -209,6 +209,11 @@ class Program:
         if self.alive:
             self.world.time.after(0.01, self._receive, command)
 
+    @property
+    def pid(self) -> Program:
+        """For kill_group."""
+        return self
+
     def signal_group(self, number: signal.Signals) -> None:
         if number == signal.SIGKILL:
             self.die(-number)
@@ -483,6 +488,11 @@ def last_phase(keeper: SimulatedKeeper, begin: int = 0) -> str | None:
 def has_stepped(keeper: SimulatedKeeper) -> bool:
     """In place of engine.protocol.events.has_stepped."""
     return any(isinstance(line, bytes) for _, line in keeper.lines)
+
+
+def kill_group(pid: Program, number: signal.Signals) -> None:
+    """In place of engine.node.processes.kill_group."""
+    pid.signal_group(number)
 
 
 def exit_output(files: Any, rank: int) -> ExitOutput:

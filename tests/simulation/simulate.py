@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from engine.failures import explanation
@@ -88,6 +89,7 @@ def virtual_engine() -> Iterator[None]:
             (keeper_module, "last_phase", nodes.last_phase),
             (keeper_module, "has_stepped", nodes.has_stepped),
             (keeper_module, "exit_output", nodes.exit_output),
+            (keeper_module, "processes", SimpleNamespace(kill_group=nodes.kill_group)),
             (verdict, "findings", lambda lines: known(tuple(lines))),
             (verdict, "explain", lambda lines: explained(tuple(lines))),
         ):
