@@ -55,8 +55,8 @@ class StateManifest(checkpoint_files.Manifest):
     """TorchStrategy.layout"""
 
 
-Listing = dict[int, tuple[dict[int, str], list[str]]]
-"""By update: the manifests on a disk, as JSON by the rank, and the names of all files there."""
+Listing = dict[int, dict[str, str | None]]
+"""By update: the names of all files on a disk, with the text of a manifest."""
 
 
 class StateCheckpoints:
@@ -229,19 +229,19 @@ class StateCheckpoints:
         for path in self._base.glob("step-*"):
             if (update := checkpoint_files.update_of(path.name)) is None or path.is_symlink():
                 continue
-            names = _files(path)
-            manifests = {}
-            for name in names:
+            texts: dict[str, str | None] = dict.fromkeys(_files(path))
+            listing[update] = texts
+            for name in filter(_MANIFEST.fullmatch, texts):
                 # One that cannot be read is as good as none.
                 with contextlib.suppress(OSError):
-                    if (rank := _MANIFEST.fullmatch(name)) and (path / name).stat().st_size <= limit:
-                        manifests[int(rank[1])] = read_regular(path / name).decode(errors="replace")
-            listing[update] = manifests, names
+                    if (path / name).stat().st_size <= limit:
+                        texts[name] = read_regular(path / name).decode(errors="replace")
         return listing
 
     def _complete(self, update: int, table: list[Listing]) -> list[StateManifest]:
         """The manifests of all ranks that wrote it. Raises CheckpointError, on all ranks."""
-        texts = [text for listing in table for text in listing.get(update, ({}, []))[0].values()]
+        present = [file for listing in table for file in listing.get(update, {}).items()]
+        texts = [text for _, text in present if text is not None]
         config_hash, recorded = self._origin.config_hash, self._spec.manifests
         manifests, refused = _newest(texts, partial(check_manifest, config_hash=config_hash, recorded=recorded))
         if refused is not None:
@@ -250,11 +250,11 @@ class StateCheckpoints:
         for manifest in manifests:
             if manifest.update != update:
                 raise CheckpointError(f"its manifest is of update {manifest.update}")
-        names = [entry.name for manifest in manifests for entry in manifest.files]
-        if (written := manifests[0].layout.split()[0]) != self._strategy.format:
-            raise CheckpointError(f"its format is {written}, and this strategy reads {self._strategy.format}")
-        present = {name for listing in table for name in listing.get(update, ({}, []))[1]}
-        if missing := sorted(set(names) - present):
+        names = {entry.name for manifest in manifests for entry in manifest.files}
+        written, read = (layout.split()[0] for layout in (manifests[0].layout, self._strategy.layout))
+        if written != read:
+            raise CheckpointError(f"its format is {written}, and this strategy reads {read}")
+        if missing := sorted(names - dict(present).keys()):
             raise CheckpointError(f"{', '.join(missing[:3])} is on no node that takes part")
         return manifests
 

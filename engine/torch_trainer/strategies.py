@@ -174,8 +174,6 @@ class TorchStrategy(ABC):
 
     partitioned: tuple[str, ...] = ()
     """Each rank has only a part of these: "optimizer", "gradients", "parameters"."""
-    format = "dcp"
-    """The format of its state."""
     converts = False
     """Another number of ranks can load its state only after `convert`."""
 
@@ -216,7 +214,7 @@ class TorchStrategy(ABC):
     @property
     def layout(self) -> str:
         """The format of its state, and what else must be the same to load it without `convert`; in words."""
-        return self.format
+        return "dcp"
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that model.TrainedFolder writes, on rank 0; empty on the others."""
@@ -319,12 +317,11 @@ class FsdpStrategy(TorchStrategy):
 class DeepSpeedStrategy(TorchStrategy):
     """Every rank has a part of the optimizer's state, of the gradients and of the parameters, as zero_stage says."""
 
-    format = "deepspeed"
     converts = True
 
     @property
     def layout(self) -> str:
-        return f"{self.format} ZeRO-{self.settings.zero_stage} {self.settings.precision}"
+        return f"deepspeed ZeRO-{self.settings.zero_stage} {self.settings.precision}"
 
     def _prepare(self, module: Any) -> tuple[Any, Any]:
         stage = self.settings.zero_stage

@@ -47,6 +47,11 @@ class Collective:
         self._stream = mx.new_stream(mx.gpu if chosen == "nccl" else mx.cpu)
         self._under_way: mx.array | None = None
 
+    @property
+    def left_out(self) -> bool:
+        """The other ranks are training without this one, which has to join them again first."""
+        return False
+
     def all_sum(self, array: mx.array) -> mx.array:
         """The sum of every rank's `array`, evaluated. Raises PeerLost."""
         self.start_sum(array)

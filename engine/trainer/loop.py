@@ -71,7 +71,7 @@ class Loop(TrainingLoop):
         """Raises Diverged, Corrupted, PeerLost, OSError."""
         while True:
             try:
-                if self.strategy.left_out:
+                if self.collective.left_out:
                     self._rejoin()
                 done = self.point.iteration
                 self.emergency.hold(self._snapshot(done))

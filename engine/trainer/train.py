@@ -94,7 +94,7 @@ def _make_loop(
     origin = Origin(config_hash(spec.job or {}), size, part, parts, inputs)
     locations = CheckpointLocations(spec, rank, job.home)
     start = ResumePoint()
-    if spec.resume and not strategy.left_out:
+    if spec.resume and not collective.left_out:
         locations.fetch(collective, reporter, replicated=strategy.replicated)
         resume = Resume(collective, strategy, origin, reporter, spec)
         start = resume.run(locations.states(), adapter=job.resume_adapter_file is not None)

@@ -129,11 +129,6 @@ class Strategy(ABC):
         ValueError for a state that does not fit this job, and changes nothing then. Local."""
 
     @property
-    def left_out(self) -> bool:
-        """The other ranks are training without this one, which has to `rejoin` first. Local."""
-        return False
-
-    @property
     def admits(self) -> bool:
         """After this update, ranks that were left out wait for this one to `admit` them. Local."""
         return False

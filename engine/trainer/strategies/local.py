@@ -132,10 +132,6 @@ class LocalSteps(DataParallel):
             self.restore(broadcast_arrays(self._group, self.state(), 0), 0, 1)
 
     @property
-    def left_out(self) -> bool:
-        return self._group.left_out
-
-    @property
     def admits(self) -> bool:
         return self._due and self._group.awaited
 
