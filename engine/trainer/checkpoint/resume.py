@@ -99,7 +99,7 @@ class CheckpointLocations:
                 self.folder(0, 1).fetch(kept(self.spec, 1), reporter)
             return
         part = collective.rank
-        while self.folder(part, 2).fetch(kept(self.spec, 2), reporter):
+        while self.folder(part, 2).fetch(kept(self.spec, collective.size), reporter):
             part += collective.size
 
 
