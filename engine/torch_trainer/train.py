@@ -120,8 +120,7 @@ class TorchLoop(TrainingLoop):
         self._begin(self.start)
 
     def reset_peak_memory(self) -> None:
-        if self._accelerator.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._accelerator.device)
+        """None: the figure is that of loading and steps together."""
 
     def last_of_step(self, first: int) -> int:
         """The end of its update."""

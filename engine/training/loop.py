@@ -59,7 +59,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def reset_peak_memory(self) -> None:
-        """Loading may have taken more than a step. On the CPU PyTorch's is the process's own, and stays."""
+        """Before steps are measured: loading may have taken more."""
 
     def last_of_step(self, first: int) -> int:
         """The last of the iterations that one call of `train` takes together."""
