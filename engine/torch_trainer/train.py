@@ -120,7 +120,7 @@ class TorchLoop(TrainingLoop):
         self._begin(self.start)
 
     def reset_peak_memory(self) -> None:
-        """None: the figure is that of loading and steps together."""
+        """Nothing to do: the figure is that of loading and steps together."""
 
     def last_of_step(self, first: int) -> int:
         """The end of its update."""
