@@ -42,6 +42,7 @@ FUSED_SINCE = (0, 32, 4)
 """The first MLX with attention's gradient in tiles on Metal: libmlx 0.32.3 lacks it."""
 _WORTH_NAMING = 0.1
 """Part of the need that an older MLX costs."""
+_Source = Literal["estimate", "calibration"]
 WORKING_SET = 0.75
 """Share of a Mac's memory, about Metal's recommended working set; used when a node did not report its limit."""
 
@@ -249,27 +250,20 @@ def _stages(common: RankWorkload, batch: int, split: LayerSplit | None) -> list[
 def _rank_memory(
     context: PlanContext, place: RankPlace, workload: RankWorkload, estimated: MemoryEstimate
 ) -> RankMemory:
-    """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
-    measured = _measured(context, place.node, workload, estimated)
+    need, source = _need(context, place.node, workload, estimated)
     reason = f"from two probe steps, for a batch of {workload.batch}"
-    if measured is None:
+    if source == "estimate":
         unused = f" (calibration not used: {why_not})" if (why_not := why_unused(context)) else ""
         reason = f"from config.json: {estimated.assumption}{unused}"
-    need = measured or estimated
     tokens = f"{workload.batch} × {workload.sequence:,} tokens"
     why = f"{memory_text(need.needed_bytes)} with the reserve, {tokens}, {reason}; limit: {place.limit_from}"
-    context.explain(f"memory.{place.node}", Source.RULE if measured is None else Source.CALIBRATION, why)
-    source: Literal["estimate", "calibration"] = "estimate" if measured is None else "calibration"
-    return rank_memory(need, place.node, place.limit_bytes, place.limit_from, source)
+    context.explain(f"memory.{place.node}", Source.RULE if source == "estimate" else Source.CALIBRATION, why)
+    return rank_memory(need, place.node, (place.limit_bytes, place.limit_from), source)
 
 
-def rank_memory(
-    need: MemoryBreakdown,
-    node: str,
-    limit_bytes: int | None,
-    limit_from: str,
-    source: Literal["estimate", "calibration"] = "estimate",
-) -> RankMemory:
+def rank_memory(need: MemoryBreakdown, node: str, limit: tuple[int | None, str], source: _Source) -> RankMemory:
+    """`limit`: bytes, and where they come from or why they are unknown."""
+    limit_bytes, limit_from = limit
     return RankMemory(
         **{name: getattr(need, name) for name in MemoryBreakdown.model_fields},
         node=node,
@@ -281,29 +275,27 @@ def rank_memory(
 
 
 def _largest_batch(context: PlanContext, node: str, shape: ModelShape, workload: RankWorkload, size: int) -> int:
-    """Most sequences that fit `size` bytes, by the measured peak, or else by the estimate."""
+    """Most sequences that fit `size` bytes."""
     estimate_of = estimates(shape, workload)
-
-    def needs(batch: int) -> MemoryEstimate:
-        return _measured(context, node, replace(workload, batch=batch), estimate_of(batch)) or estimate_of(batch)
-
-    return largest_batch(needs, size)
+    return largest_batch(lambda n: _need(context, node, replace(workload, batch=n), estimate_of(n))[0], size)
 
 
-def _measured(
+def _need(
     context: PlanContext, node: str, workload: RankWorkload, estimated: MemoryEstimate
-) -> MemoryEstimate | None:
-    """The need with the measured peak; None where the probe steps were taken with other settings."""
+) -> tuple[MemoryEstimate, _Source]:
+    """The peak comes from the probe steps of a usable calibration of this job, else from the estimate."""
     calibration = usable_calibration(context)
     # A probe's step is of one rank alone: with local it would lack the averaging, which may be the peak, and the
     # averaged weights with their momentum.
     if calibration is None or calibration.synthetic_model or context.strategy != "data":
-        return None
-    measured = calibration.measure_of(node)
-    if measured is None or calibration.settings not in ({}, dict(settings_of(workload))):
-        return None
-    peak = peak_from_probes(measured.probes, workload.batch, estimated.before_bytes)
-    return estimated.model_copy(update={"peak_bytes": peak}) if peak is not None else None
+        return estimated, "estimate"
+    measured, peak = calibration.measure_of(node), None
+    # With other settings the probe steps tell nothing.
+    if measured is not None and calibration.settings in ({}, dict(settings_of(workload))):
+        peak = peak_from_probes(measured.probes, workload.batch, estimated.before_bytes)
+    return (
+        (estimated, "estimate") if peak is None else (estimated.model_copy(update={"peak_bytes": peak}), "calibration")
+    )
 
 
 def _explain_choice(context: PlanContext, choice: Choice) -> None:

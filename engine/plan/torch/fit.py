@@ -258,7 +258,7 @@ def _rows(context: PlanContext, job: _Job, chosen: ChosenTorchSettings) -> tuple
         if place.host_limit is not None and memory.host_bytes > place.host_limit:
             needs = f"{memory_text(memory.host_bytes)} of {memory_text(place.host_limit)}"
             short.append(f"{node} needs {needs} of its machine's memory {memory.host_use}")
-        rows.append(rank_memory(memory, node, place.limit, place.limit_from))
+        rows.append(rank_memory(memory, node, (place.limit, place.limit_from), "estimate"))
     return rows, short
 
 
