@@ -6,14 +6,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.config.models import Config
 from engine.plan.document import ChosenSettings, ChosenTorchSettings, Disabled, Settings
-from engine.plan.memory.estimate import FLOAT32_BYTES, RankWorkload, estimate, recomputable
+from engine.plan.memory.estimate import FLOAT32_BYTES, RankWorkload, Workload, estimate, recomputable
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, MOST_PRECISE_FIRST
 
+Load = TypeVar("Load", bound=Workload)
 COMFORTABLE = 0.90
 """Share of a node's limit up to which settings are chosen, if any fit: an estimate errs, and macOS needs memory."""
 
@@ -91,7 +92,7 @@ def settings_of(workload: RankWorkload) -> ChosenSettings:
     return ChosenSettings(**{key: getattr(workload, key) for key in ChosenSettings.model_fields})
 
 
-def with_settings(workload: RankWorkload, chosen: ChosenSettings) -> RankWorkload:
+def with_settings(workload: Load, chosen: Settings) -> Load:
     return replace(workload, **dict(chosen))
 
 

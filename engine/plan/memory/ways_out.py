@@ -7,18 +7,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from engine.errors import memory_text
 from engine.job.traits import PARTITIONED
 from engine.plan.document import ChosenSettings, Settings, WayOut
-from engine.plan.memory.choice import Choice, choose, settings_of
-from engine.plan.memory.estimate import RankWorkload, Workload
+from engine.plan.memory.choice import Choice, Load, choose, settings_of
+from engine.plan.memory.estimate import RankWorkload
 from engine.plan.memory.shape import ModelShape
 from engine.protocol.job import AUTO, Strategy
 from engine.protocol.partition import share_counts
-
-Rank = TypeVar("Rank", bound=Workload)
 
 _SYSTEM_BYTES = 2**33
 """Memory left to the system and other programs when a Mac's GPU limit is raised: 8 GiB."""
@@ -83,7 +81,7 @@ def first_of_each(kinds: Iterable[Iterator[WayOut]]) -> list[WayOut]:
     return [way for ways in kinds for way in islice(ways, 1)]
 
 
-def fewer_sequences(workloads: Sequence[Rank], iterations: int | None) -> Iterator[tuple[str, list[Rank]]]:
+def fewer_sequences(workloads: Sequence[Load], iterations: int | None) -> Iterator[tuple[str, list[Load]]]:
     """A smaller batch, accumulated to as many sequences per update, and as many updates as before. `iterations`: None
     where they are those of epochs."""
     batches, accumulated = [workload.batch for workload in workloads], workloads[0].accumulation
@@ -97,13 +95,13 @@ def fewer_sequences(workloads: Sequence[Rank], iterations: int | None) -> Iterat
         yield " and ".join(settings), changed
 
 
-def shorter_sequences(workloads: Sequence[Rank]) -> Iterator[tuple[str, list[Rank]]]:
+def shorter_sequences(workloads: Sequence[Load]) -> Iterator[tuple[str, list[Load]]]:
     for divisor in powers_of_two(workloads[0].sequence // _SHORTEST):
         length = workloads[0].sequence // divisor
         yield f"max_seq_length = {length}", [replace(workload, sequence=length) for workload in workloads]
 
 
-def adapters(workloads: Sequence[Rank]) -> Iterator[tuple[str, list[Rank]]]:
+def adapters(workloads: Sequence[Load]) -> Iterator[tuple[str, list[Load]]]:
     if workloads[0].fine_tune_type == "full":
         yield 'fine_tune_type = "lora"', [replace(workload, fine_tune_type="lora") for workload in workloads]
 

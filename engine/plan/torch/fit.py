@@ -11,6 +11,7 @@ from engine.errors import InputError, memory_text
 from engine.models import NvidiaGpu
 from engine.plan.context import PlanContext
 from engine.plan.document import OVERRIDE, ChosenTorchSettings, Disabled, RankMemory, Rationale, Source, WayOut
+from engine.plan.memory.choice import with_settings
 from engine.plan.memory.estimate import largest_batch
 from engine.plan.memory.fit import (
     MemoryFit,
@@ -38,7 +39,6 @@ from engine.plan.torch.strategy import (
     choose_precision,
     choose_strategy,
     label,
-    with_torch_settings,
 )
 from engine.protocol.job import AUTO
 from engine.protocol.launchers import MIXED_PRECISIONS, option_value, own_strategy, split_launcher
@@ -209,14 +209,13 @@ class _Job:
         return choose_strategy(self.shape, self.workloads, limits, options, host_limits)
 
     def largest_batch(self, chosen: ChosenTorchSettings) -> int | None:
+        limits = [place.limit for place in self.places]
         sizes = [
-            largest_batch(torch_estimates(self.shape, with_torch_settings(workload, chosen)), limit)
-            for workload, limit in {
-                (load, place.limit) for load, place in zip(self.workloads, self.places, strict=True)
-            }
+            largest_batch(torch_estimates(self.shape, with_settings(workload, chosen)), limit)
+            for workload, limit in set(zip(self.workloads, limits, strict=True))
             if limit is not None
         ]
-        return min(sizes) if all(place.limit is not None for place in self.places) else None
+        return min(sizes) if None not in limits else None
 
 
 def _unestimated(asked: Mapping[str, Any], why: InputError, rationale: Rationale) -> ChosenTorchSettings:
@@ -250,7 +249,7 @@ def _rows(context: PlanContext, job: _Job, chosen: ChosenTorchSettings) -> tuple
     """The ranks, and which of their machines have too little memory."""
     rows, short = [], []
     for node, workload, place in zip(context.names, job.workloads, job.places, strict=True):
-        memory = torch_estimate(job.shape, with_torch_settings(workload, chosen))
+        memory = torch_estimate(job.shape, with_settings(workload, chosen))
         host_need = f", and {memory_text(memory.host_bytes)} of the machine's memory {memory.host_use}"
         need = f"{memory_text(memory.needed_bytes)} with the reserve{host_need if memory.host_bytes else ''}"
         how = f"{workload.batch} × {workload.sequence:,} tokens, from config.json: {label(chosen)}, {chosen.precision}"

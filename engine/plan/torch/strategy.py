@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import memory_text
 from engine.models import NvidiaGpu
 from engine.plan.document import ChosenTorchSettings
+from engine.plan.memory.choice import with_settings
 from engine.plan.memory.shape import ModelShape
 from engine.plan.torch.memory import TorchMemory, TorchWorkload, torch_estimate
 from engine.protocol.job import AUTO
@@ -184,10 +185,6 @@ def size_class(parameters: int) -> str:
     return "small" if parameters < SMALL else "medium" if parameters <= LARGE else "large"
 
 
-def with_torch_settings(workload: TorchWorkload, settings: ChosenTorchSettings) -> TorchWorkload:
-    return replace(workload, **dict(settings))
-
-
 def choose_strategy(
     shape: ModelShape,
     workloads: Sequence[TorchWorkload],
@@ -199,7 +196,7 @@ def choose_strategy(
     `workloads` and `limits` (bytes, None: unknown) by rank; `host_limits`: each rank's part of its machine's memory."""
 
     def attempt(settings: ChosenTorchSettings) -> Candidate:
-        needs = {load: torch_estimate(shape, with_torch_settings(load, settings)) for load in set(workloads)}
+        needs = {load: torch_estimate(shape, with_settings(load, settings)) for load in set(workloads)}
         estimates = [needs[load] for load in workloads]
         lacks = any(
             limit is not None and need > limit
