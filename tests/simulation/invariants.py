@@ -239,22 +239,18 @@ class Checks:
         newest = self._newest()
         return newest is not None and self.world.attempts[newest].completed
 
-    def _ends_seen(self) -> dict[int, bool]:
-        """Rank of the watched attempt → the head has its exit record, or knows that there is none."""
+    def _recorded(self) -> dict[int, bool]:
+        """Rank of the watched attempt → the head has its exit record."""
         connections = self.world.head.connections if self.world.head is not None else []
-        seen = {rank: seen for one in connections if one.current for rank, seen in one.seen.items()}
-        return {rank: one.record is not None or one.vanished for rank, one in seen.items()}
-
-    def _lacks_end(self) -> bool:
-        return not all(self._ends_seen().values())
+        return {rank: seen.record is not None for one in connections if one.current for rank, seen in one.seen.items()}
 
     def _records_are_here(self) -> bool:
         """The head has the exit record of every rank whose success is the newest attempt's."""
         head, newest = self.world.head, self._newest()
         if head is None or newest is None or head.attempt is not self.world.attempts[newest]:
             return False
-        records = {rank: seen.record for one in head.connections if one.current for rank, seen in one.seen.items()}
-        return all(records[rank] is not None for rank in head.attempt.kind.success_ranks(len(head.attempt.machines)))
+        recorded = self._recorded()
+        return all(recorded[rank] for rank in head.attempt.kind.success_ranks(len(head.attempt.machines)))
 
     def _nothing_lives(self) -> None:
         """On no node but those on which that is told not to be proved."""
@@ -283,15 +279,10 @@ class Checks:
         hosts = {blame.host for blame in self.blames}
         if "has shown no exit record" in (verdict.cause or "") and (verdict.host in hosts or verdict.host is None):
             return
-        head = self.world.head
-        attempt = head.attempt if head is not None else None
-        if (
-            attempt is not None
-            and not attempt.trainer
-            and _CONSEQUENCE.search(verdict.cause or "")
-            and self._lacks_end()
-        ):
-            # A program's words are no proof that it was well: the record of the one that it has lost may still come.
+        attempt = self.world.head.attempt if self.world.head is not None else None
+        by_words = attempt is not None and not attempt.trainer and _CONSEQUENCE.search(verdict.cause or "")
+        if by_words and not all(self._recorded().values()):
+            # A program's words are no proof that it was well: the one that it has lost has left no record.
             return
         if self._keepers_stopped and _CONSEQUENCE.search(verdict.cause or ""):
             # The one that failed first has left no record, since the fence killed its keeper.

@@ -163,6 +163,8 @@ class Attempt:
             self._form()
             return
         self.broken = True
+        # It is the cause, whatever kept the others away.
+        self.world.checks.blame(Reason.RANK_FAILED, None)
         for program in living:
             # The rendezvous waits for others.
             self.world.time.after(100.0, self._lose_peer, program)
