@@ -105,22 +105,18 @@ class SshChannel:
     async def complete(self) -> Completed:
         """End its stdin, and take all that it prints. Raises NodeUnreachable, also when that is too much."""
         self._end_input()
-        blocks, size = [self._unread], len(self._unread)
-        try:
-            while block := await self._process.stdout.read(1 << 18):
-                blocks.append(block)
-                size += len(block)
-                if size > _STDOUT_LIMIT:
-                    why = f"{self._command.program} printed more than {_STDOUT_LIMIT:,} bytes"
-                    raise NodeUnreachable("no answer can be read", where=self._where, why=why, todo="run it there")
-            await self._process.wait_closed()
-            await self._listening
-        except SSH_ERRORS as error:
-            raise connection_lost(self._where, str(error)) from error
+        output = bytearray()
+        while block := await self.read(1 << 18):
+            output += block
+            if len(output) > _STDOUT_LIMIT:
+                why = f"{self._command.program} printed more than {_STDOUT_LIMIT:,} bytes"
+                raise NodeUnreachable("no answer can be read", where=self._where, why=why, todo="run it there")
+        await self._process.wait_closed()
+        await self._listening
         if self._code is None:
             raise connection_lost(self._where, "in the middle of a command")
         self._release()
-        return Completed(self._code, b"".join(blocks), self._stderr)
+        return Completed(self._code, bytes(output), self._stderr)
 
     async def write(self, data: bytes) -> None:
         try:
