@@ -24,7 +24,6 @@ from engine.protocol.job import Strategy
 from engine.run.journal import read_history
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.run.supervisor_process import resume_run, start_supervisor
-from engine.run.watch import RunWatch
 from engine.security.audit import audit_log
 from engine.security.identifiers import validate_identifier
 from engine.security.paths import make_home
@@ -69,7 +68,7 @@ class LaunchesApi:
         calibration uses them."""
         directory = await asyncio.to_thread(self._prepare, config, tuple(skip))
         await asyncio.to_thread(start_supervisor, directory)
-        return await asyncio.to_thread(_record, directory)
+        return await asyncio.to_thread(self._runs.record, directory.id)
 
     async def resume(self, run: str, *, accept_changed_data: bool = False, without_state: bool = False) -> RunRecord:
         """Resume a run that has ended from the state that it saved, on other data than it was saved with or without a
@@ -79,7 +78,7 @@ class LaunchesApi:
         wishes = {"accept_changed_data": accept_changed_data, "without_state": without_state}
         await asyncio.to_thread(self._resume, directory, **wishes)
         audit_log("resume", "started", {"run": directory.id, **wishes}, home=self._session.home)
-        return await asyncio.to_thread(_record, directory)
+        return await asyncio.to_thread(self._runs.record, directory.id)
 
     def _resume(self, directory: RunDir, **wishes: bool) -> None:
         plan = read_plan(directory.plan).without(read_history(directory).record.excluded)
@@ -116,11 +115,6 @@ class LaunchesApi:
         context = {"run": directory.id, "ranks": ranks, "overridden": overridden, "shares": division.source}
         audit_log("launch", "planned", context, home=self._session.home)
         return directory
-
-
-def _record(directory: RunDir) -> RunRecord:
-    """Without the store: nothing else may fail once the supervisor is in charge."""
-    return RunWatch(directory).poll().record
 
 
 def run_id(name: str, created: datetime) -> str:

@@ -62,8 +62,8 @@ class RunsApi:
         raise RunNotFound(f"no run {safe_repr(run)}", why=why, todo="see `flightdeck runs`")
 
     def record(self, run: str) -> RunRecord:
-        """One run as it is now. Raises RunNotFound."""
-        return self.watch(self.find(run).id).poll().record
+        """One run as it is now; by its id without the store. Raises RunNotFound, StateError."""
+        return RunWatch(self.find(run)).poll().record
 
     def metrics(self, run: str) -> list[dict[str, int | float | None]]:
         """mlx-lm's report dicts in order."""

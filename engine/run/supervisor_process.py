@@ -206,7 +206,7 @@ def _is_orphan(run_dir: RunDir) -> bool:
     if not written or (nothing_yet and time.time() - max(written) < _BEING_LAUNCHED_S):
         return False
     with contextlib.suppress(StateError):
-        return not _is_done(run_dir) and not supervisor_alive(run_dir)
+        return not supervisor_alive(run_dir) and not _is_done(run_dir)
     # That it cannot be read is said where the run is shown.
     return False
 
