@@ -50,10 +50,6 @@ class IndexFile(DescriptorOwner):
             return np.empty(0, RECORD_TYPE)
         return np.memmap(self.path, RECORD_TYPE, "r", HEADER.size, (count,))
 
-    def keep(self, count: int) -> None:
-        """Drop all records after the first `count`. Raises OSError."""
-        os.ftruncate(self._descriptor, HEADER.size + count * RECORD.size)
-
     def flush(self) -> None:
         """Write what waits. Raises OSError; what was not written goes on waiting."""
         while self.waiting:
@@ -61,13 +57,13 @@ class IndexFile(DescriptorOwner):
             del self.waiting[:written]
 
 
-class SourceIndex:
+class SourceIndex(IndexFile):
     """The lines of one log, found as its bytes arrive."""
 
     def __init__(self, source: int, log: Path, path: Path, began_at: float) -> None:
         """Repairs the index at `path` after whatever happened to it: what is left is true, and `scan_log` adds the
         lines that it lacks. Raises OSError."""
-        self.file = IndexFile(path, began_at)
+        super().__init__(path, began_at)
         self._source = source
         self._log = log
         self.scanned = 0
@@ -94,7 +90,7 @@ class SourceIndex:
         if starts.size:
             self.last_at = at
         added = records.tobytes()
-        self.file.waiting += added
+        self.waiting += added
         return added
 
     def scan_log(self, at: int, limit: float = math.inf) -> bytes:
@@ -109,7 +105,7 @@ class SourceIndex:
 
     def _repair(self, log_size: int) -> None:
         """Keep the records that can be true: of this source, in order, inside the log."""
-        records = self.file.records()
+        records = self.records()
         if records.size:
             offsets = records["place"] & np.uint64(OFFSET_MASK)
             sound = (records["place"] >> np.uint64(OFFSET_BITS) == self._source) & (offsets < log_size)
@@ -123,7 +119,7 @@ class SourceIndex:
                     log.seek(self.scanned - 1)
                     self.line_begins = log.read(1) == b"\n"
             if count < records.size:
-                self.file.keep(count)
+                os.ftruncate(self._descriptor, HEADER.size + count * RECORD.size)
 
 
 def complete_merged(merged: IndexFile, sources: Iterable[IndexFile]) -> IndexFile:

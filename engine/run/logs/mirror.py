@@ -231,7 +231,7 @@ class Mirror:
 
     def _take_log(self, source: int, log: FileMirror | None) -> int:
         index = self._index(source)
-        if index is None or len(index.file.waiting) > WAITING_BYTES:
+        if index is None or len(index.waiting) > WAITING_BYTES:
             return 0
         before = index.scanned
         data = self._pull(log) if log is not None else b""
@@ -291,20 +291,20 @@ class Mirror:
         for source in sources:
             index = self._indices[source]
             index.scan_log(self._arrival(source, self._run_dir.log(source).stat().st_mtime))
-            index.file.flush()
+            index.flush()
             self._newest = max(self._newest, (index.last_at, source))
         merged = IndexFile(self._run_dir.merged_index, self._began_at)
-        self._merged = complete_merged(merged, [index.file for index in self._indices.values()])
+        self._merged = complete_merged(merged, self._indices.values())
 
     def _flush(self) -> None:
         for index in self._indices.values():
-            self._try(index.file.path, index.file.flush)
+            self._try(index.path, index.flush)
         if self._merged is not None:
             self._try(self._merged.path, self._merged.flush)
 
     def _close_indices(self) -> None:
         for index in self._indices.values():
-            index.file.close()
+            index.close()
         if self._merged is not None:
             self._merged.close()
         self._indices.clear()
