@@ -28,7 +28,7 @@ from engine.run.history import MANIFESTS_KEPT
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
 from engine.run.metrics import figures
 from engine.run.observation import ProgressView
-from engine.run.rank_events import PHASE_LIMIT
+from engine.run.rank_events import NAME_END, PHASE_LIMIT
 from engine.security.sanitise import count_or_none, moment_or_none, number_or_none, plain
 from engine.store.layout import RunDir
 
@@ -178,8 +178,6 @@ def _resumed(event: Mapping[str, Any]) -> Resumed:
 
 _METRICS = {"report": "train", "validation": "val", "test": "test"}
 _ENVELOPE = frozenset({"event", "rank", "seq", "t", "at", "attempt"})
-_NAME_END = 32
-"""The name of an event stands in the first bytes of its line."""
 
 
 class EventIntake:
@@ -227,7 +225,7 @@ class EventIntake:
             saved = deque[dict[str, Any]](maxlen=MANIFESTS_KEPT)
             for line in tail.lines():
                 # Most lines are steps, which are only parsed where they are needed.
-                if STEP_FIELD in line[:_NAME_END]:
+                if STEP_FIELD in line[:NAME_END]:
                     self.progress.step(rank, line, self._clock())
                     self._consistency.step(rank, line)
                 elif (event := parse_json_line(line)) is not None:

@@ -1,29 +1,29 @@
-"""The newest report of one rank, from the mirror of its event file; only a few of its lines are ever parsed."""
+"""The newest report of one rank, from the mirror of its event file; its steps are hardly ever parsed."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.protocol.events import STEP_FIELD
 from engine.run.json_lines import LineTail, parse_json_line
 from engine.security.sanitise import count_or_none, finite_or_none, moment_or_none, plain, text_or_none
 from engine.snapshots import ChunkProgress, RankReport, SavedFile
 
-_STATUS_LINES = 40
-"""At the end of the file: enough that a report or validation never hides the last step."""
+NAME_END = 32
+"""The name of an event stands in the first bytes of its line."""
 _PATH_LIMIT = 4096
 PHASE_LIMIT = 40
 """Characters."""
 _WARNING_LIMIT, _MOST_WARNINGS = 500, 20
 _TYPICAL_OF = 20
 """Steps."""
-_KEPT_EVENTS = (b'"checkpoint"', b'"replica_check"', b'"chunk"', b'"failure"', b'"warning"', b'"start"', b'"end"')
-"""Events that count wherever they are, recognised without parsing. Steps and reports only count when they are last."""
-
-
+_SIGN_OF_LIFE = re.compile(rb'"event": "(report|validation|activity|going_on|group)"')
+"""Events of which nothing but their time counts."""
 _UNREAD = (None, "loading", "running", "suspended")
 """Phases of a rank of which no step was read, or none since it was stopped."""
 
@@ -41,23 +41,25 @@ class RankEvents:
         """The start event's time, on the node's monotonic clock."""
 
     def poll(self) -> RankReport:
-        waiting = b""
-        for block in self._tail.blocks():
-            # In a long history only the last block has the status; the others are searched for a few events.
-            for line in _kept(waiting):
-                self._read(line)
-            waiting = block
-        if waiting:
-            lines = waiting.rsplit(b"\n", _STATUS_LINES)
-            earlier = _kept(lines.pop(0)) if len(lines) > _STATUS_LINES else []
-            for line in (*earlier, *lines):
-                self._read(line)
+        # In a long history most lines are such: only the last ones before another event, or at the end, are parsed.
+        steps, signs = deque[bytes](maxlen=_TYPICAL_OF), deque[bytes](maxlen=1)
+        for line in self._tail.lines():
+            if STEP_FIELD in (name := line[:NAME_END]):
+                steps.append(line)
+            elif _SIGN_OF_LIFE.search(name):
+                signs.append(line)
+            else:
+                self._read(*deque(steps, 1), line)
+                steps.clear()
+                signs.clear()
+        self._read(*steps, *signs)
         return self.report
 
-    def _read(self, line: bytes) -> None:
-        event = parse_json_line(line)
-        if event is None:
-            return
+    def _read(self, *lines: bytes) -> None:
+        for event in filter(None, map(parse_json_line, lines)):
+            self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
         attempt = event.get("attempt")
         if isinstance(attempt, int) and attempt != self.report.attempt:
             # A new attempt begins with a new process: no earlier report holds for it.
@@ -137,15 +139,3 @@ def _chunk(event: dict[str, Any]) -> dict[str, Any]:
     if done is None or of is None or not 0 < done <= of:
         return {}
     return {"chunk": ChunkProgress(done, of, (epoch or 0) + 1)}
-
-
-def _kept(block: bytes) -> list[bytes]:
-    """The lines of `block` that name one of the kept events, in order."""
-    starts: set[int] = set()
-    for name in _KEPT_EVENTS:
-        place = block.find(name)
-        while place >= 0:
-            starts.add(block.rfind(b"\n", 0, place) + 1)
-            place = block.find(name, place + len(name))
-    ends = ((start, block.find(b"\n", start)) for start in sorted(starts))
-    return [block[start : end if end >= 0 else len(block)] for start, end in ends]

@@ -109,7 +109,9 @@ class MadeRun:
 
     def events(self, rank: int, *events: dict[str, Any]) -> MadeRun:
         with self.directory.events(rank).open("a") as file:
-            file.writelines(json.dumps({"rank": rank, "attempt": 1, "at": 1.7e9, **event}) + "\n" for event in events)
+            for event in events:
+                line = {"event": event.get("event"), "rank": rank, "attempt": 1, "at": 1.7e9, **event}
+                file.write(json.dumps(line) + "\n")
         return self
 
     def close(self) -> MadeRun:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.run.rank_events import RankEvents
 from engine.snapshots import ChunkProgress
@@ -13,11 +17,26 @@ from engine.snapshots import ChunkProgress
 def write(path: Path, *events: dict[str, object]) -> None:
     with path.open("a") as file:
         for event in events:
-            file.write(json.dumps({"rank": 0, "attempt": 1, "at": 1_700_000_000.0, **event}) + "\n")
+            line = {"event": event["event"], "rank": 0, "attempt": 1, "at": 1_700_000_000.0, **event}
+            file.write(json.dumps(line) + "\n")
 
 
 def step(iteration: int) -> dict[str, object]:
     return {"event": "step", "iteration": iteration, "compute_s": iteration / 100, "peak_memory_bytes": 1000}
+
+
+EVENTS: list[dict[str, object]] = [
+    {"event": "step", "compute_s": 0.5, "peak_memory_bytes": 1000},
+    {"event": "report", "train_loss": 2.0},
+    {"event": "activity"},
+    {"event": "start", "attempt": 2, "iterations": 9},
+    {"event": "phase", "phase": "training"},
+    {"event": "phase", "phase": "saving"},
+    {"event": "processes", "state": "stopped"},
+    {"event": "processes", "state": "busy"},
+    {"event": "checkpoint", "phase": "committed", "bytes": 9, "seconds": 0.25},
+    {"event": "end", "completed": True},
+]
 
 
 def test_a_rank_goes_from_loading_to_its_end(tmp_path: Path) -> None:
@@ -34,6 +53,21 @@ def test_a_rank_goes_from_loading_to_its_end(tmp_path: Path) -> None:
     assert (rank.poll().phase, rank.report.iteration) == ("saving", 3)
     write(path, {"event": "end", "completed": True})
     assert rank.poll().phase == "ended"
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=12))
+def test_what_a_rank_is_at_does_not_depend_on_how_often_it_is_read(drawn: list[dict[str, object]]) -> None:
+    events = [{**event, "at": 1_700_000_000.0 + place, "iteration": place} for place, event in enumerate(drawn)]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "events"
+        often = RankEvents(path)
+        for event in events:
+            write(path, event)
+            often.poll()
+        at_once = RankEvents(path)
+        # All times are alike, whichever steps they are of.
+        assert at_once.poll() == often.report
+        assert at_once.checkpoints == often.checkpoints
 
 
 def test_checkpoints_are_found_wherever_they_lie(tmp_path: Path) -> None:
@@ -111,7 +145,7 @@ def test_a_new_attempt_forgets_the_reports_of_the_old_process(tmp_path: Path) ->
 
 def test_a_long_history_is_passed_over_without_parsing(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    line = json.dumps({"rank": 0, "attempt": 1, "at": 1.0, **step(1)}) + "\n"
+    line = json.dumps({**step(1), "rank": 0, "attempt": 1, "at": 1.0}) + "\n"
     path.write_text(line * 200_000)
     write(path, step(7))
     rank = RankEvents(path)
