@@ -104,17 +104,13 @@ class LineTail:
         self.offset = offset
         """Where the next line begins."""
 
-    def lines(self) -> Iterator[bytes]:
-        """New complete lines without their ends; none while the file is missing. Raises StateError for one that cannot
-        be read."""
-        return (line for block in self.blocks() for line in block.split(b"\n"))
-
     def objects(self) -> Iterator[dict[str, Any]]:
         """The objects in the new lines; a line that is no JSON object is passed over."""
         return (entry for line in self.lines() if (entry := parse_json_line(line)) is not None)
 
-    def blocks(self) -> Iterator[bytes]:
-        """The same, several lines at a time; the last newline of a block is left out."""
+    def lines(self) -> Iterator[bytes]:
+        """New complete lines without their ends; none while the file is missing. Raises StateError for one that cannot
+        be read."""
         try:
             file = open_regular(self.path)
         except FileNotFoundError:
@@ -129,7 +125,7 @@ class LineTail:
                 whole, newline, _torn = block.rpartition(b"\n")
                 if newline:
                     self.offset += len(whole) + 1
-                    yield whole
+                    yield from whole.split(b"\n")
                     size = _BLOCK
                 elif len(block) < size:
                     return
