@@ -7,15 +7,12 @@ import hashlib
 import json
 import os
 import pickle
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forked import ROOT
-from tests.needs import TORCH
-from tests.torch.running import run_torch, start_torch
+from tests.torch.running import output_of, run_torch, start_torch
 from tests.torch.test_trainings import DDP, FSDP, torch_job
 from tests.training.states import tamper
 from tests.training.tiny import Tiny
@@ -23,12 +20,10 @@ from tests.training.tiny import Tiny
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.busy]
 
 
-def test_planted_pickles_run_nothing_and_real_ones_are_read(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-    argv = [str(TORCH), "-m", "tests.torch.planted"]
-    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_planted_pickles_run_nothing_and_real_ones_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    found = output_of("tests.torch.planted", environment=environment)
     assert not found["ran"]
     assert len(found["planted"]) == 8
     for name, outcomes in found["planted"].items():
