@@ -77,13 +77,10 @@ def figures(folder: Path) -> dict[str, Row]:
     return {row.name: row for row in read_rows(folder) if row.part and row.name}
 
 
-def part_of(part: Part) -> object:
-    cheap = part.run is facts
-    return pytest.param(part, id=part.name, marks=[pytest.mark.busy, *([] if cheap else [pytest.mark.slow])])
-
-
+@pytest.mark.slow  # tests/gpu/test_visit.py runs a part of MLX in every run of the tests.
+@pytest.mark.busy
 @pytest.mark.needs("torch", "linux")
-@pytest.mark.parametrize("part", [part_of(part) for part in PARTS])
+@pytest.mark.parametrize("part", PARTS, ids=[part.name for part in PARTS])
 def test_a_part_runs_on_cpu_builds_and_says_nothing_of_a_gpu(part: Part, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.gpu", "--dry", "--out", str(tmp_path), "--limit-s", "900", "--only", part.name]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
