@@ -81,17 +81,17 @@ def hosts_from_hostfile(path: Path) -> Hostfile:
     faults: list[ConfigFault] = []
     read = read_hostfile(path, faults)
     for table in [] if faults else read.tables:
-        if accepted := host_form(table.known.get("ssh")):
-            table.location.refuse("ssh", table.known.get("ssh"), accepted)
+        if accepted := host_form(table.get("ssh")):
+            table.refuse("ssh", accepted, table.get("ssh"))
     if faults:
         raise ConfigError(faults)
     hosts = [
         FoundHost(
-            name=table.known["name"],
-            ssh=table.known["ssh"],
+            name=table["name"],
+            ssh=table["ssh"],
             sources=("hostfile",),
-            ips=tuple(table.known.get("ips") or ()),
-            rdma=tuple(table.known.get("rdma") or ()) or None,
+            ips=tuple(table.get("ips") or ()),
+            rdma=tuple(table.get("rdma") or ()) or None,
         )
         for table in read.tables
     ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import posixpath
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.faults import Location, keys_of
+from engine.config.faults import Table, keys_of
 from engine.config.formats import ON_NODE, host_form, interpreter, path_form, remote_path_form, resolved
 from engine.config.models import ClusterConfig, NodeConfig
 from engine.protocol.job import Framework
@@ -22,56 +22,42 @@ NODE_PATHS = ("python", "workdir", "model", "data")
 _MATRIX = 'one device per node in their order, "" for the node itself: rdma = ["", "rdma_en5"]'
 
 
-@dataclass(frozen=True)
-class NodeTable:
-    """One node as read from [[node]] or from a hostfile; or [node_defaults], the paths of nodes without their own."""
-
-    location: Location
-    values: Mapping[str, Any] | None
-    """None for a value that is not a table, which is already reported."""
-
-    @property
-    def known(self) -> Mapping[str, Any]:
-        return self.values or {}
+def read_cluster(table: Table) -> ClusterConfig | None:
+    table.unknown(ClusterConfig.model_fields, {"nodes": "[[node]] tables, one per rank"})
+    return table.validated(ClusterConfig, table)
 
 
-def read_cluster(location: Location, table: Mapping[str, Any]) -> ClusterConfig | None:
-    location.unknown(table, ClusterConfig.model_fields, {"nodes": "[[node]] tables, one per rank"})
-    return location.validated(ClusterConfig, table)
-
-
-def read_defaults(location: Location, table: Mapping[str, Any]) -> NodeTable:
+def read_defaults(table: Table) -> Table:
     """Read [node_defaults]. The form of its paths is checked for each node, since it depends on the host."""
-    location.unknown(table, NODE_PATHS, {})
+    table.unknown(NODE_PATHS, {})
     for key, value in table.items():
         if key in NODE_PATHS and not isinstance(value, str):
-            location.refuse(key, value, "a string in quotes")
-    return NodeTable(location, {key: table[key] for key in NODE_PATHS if isinstance(table.get(key), str)})
+            table.refuse(key, "a string in quotes")
+    return table.at(table.name, {key: table[key] for key in NODE_PATHS if isinstance(table.get(key), str)})
 
 
-def node_tables(here: Location, tables: object) -> list[NodeTable]:
-    """The [[node]] tables in rank order; empty when there are too few or too many."""
+def node_tables(document: Table) -> list[Table]:
+    """The [[node]] tables in rank order, an empty one for what is none; [] when there are too few or too many."""
+    tables = document.get("node")
     if tables is None or tables == []:
-        here.missing("node", f"at least one node, one per rank: {_EXAMPLE}")
+        document.missing("node", f"at least one node, one per rank: {_EXAMPLE}")
         return []
     if not isinstance(tables, list):
-        here.refuse("node", tables, f"one table per rank, in double brackets: {_EXAMPLE}")
+        document.refuse("node", f"one table per rank, in double brackets: {_EXAMPLE}")
         return []
     if len(tables) > NODE_LIMIT:
-        here.refuse("node", f"{len(tables)} nodes", f"at most {NODE_LIMIT} nodes")
+        document.refuse("node", f"at most {NODE_LIMIT} nodes", f"{len(tables)} nodes")
         return []
     read = []
     for rank, table in enumerate(tables):
-        if isinstance(table, dict):
-            read.append(NodeTable(here.at(f"node[{rank}]"), {"name": f"node{rank}"} | table))
-        else:
-            here.refuse(f"node[{rank}]", table, f"a table: {_EXAMPLE}")
-            read.append(NodeTable(here.at(f"node[{rank}]"), None))
+        if not isinstance(table, dict):
+            document.refuse(f"node[{rank}]", f"a table: {_EXAMPLE}", table)
+        read.append(document.at(f"node[{rank}]", {"name": f"node{rank}"} | table if isinstance(table, dict) else {}))
     return read
 
 
 def read_nodes(
-    tables: Sequence[NodeTable], defaults: NodeTable, base: Path, framework: Framework
+    tables: Sequence[Table], defaults: Table, base: Path, framework: Framework
 ) -> tuple[NodeConfig | None, ...]:
     """All nodes, in rank order; None for one with faults, so that the others keep their ranks."""
     reader = _NodeReader(defaults, base, len(tables), framework)
@@ -83,29 +69,29 @@ def read_nodes(
 
 @dataclass(frozen=True)
 class _NodeReader:
-    defaults: NodeTable
+    defaults: Table
     base: Path
     """The folder of the configuration."""
     size: int
     """Number of nodes."""
     framework: Framework
 
-    def read(self, rank: int, table: NodeTable) -> NodeConfig | None:
-        if table.values is None:
+    def read(self, rank: int, table: Table) -> NodeConfig | None:
+        if not table:
             return None
-        location, values, before = table.location, dict(table.values), len(table.location.faults)
-        location.unknown(values, keys_of(NodeConfig), {})
+        values, before = dict(table), len(table.faults)
+        table.unknown(keys_of(NodeConfig), {})
         host = values.get("ssh", LOCAL)
         # None if its `ssh` is invalid, as NodeConfig reports.
         local = SshTarget.parse(host).local if isinstance(host, str) and host_form(host) is None else None
-        self._check_devices(location, values, rank)
+        self._check_devices(table, values, rank)
         for key in NODE_PATHS:
             values[key] = self._path(table, key, local=local)
         values.setdefault("ips", [])
-        node = location.validated(NodeConfig, values)
-        return node if len(location.faults) == before else None
+        node = table.validated(NodeConfig, values)
+        return node if len(table.faults) == before else None
 
-    def _check_devices(self, location: Location, values: dict[str, Any], rank: int) -> None:
+    def _check_devices(self, table: Table, values: dict[str, Any], rank: int) -> None:
         row = values.get("rdma")
         if not isinstance(row, list):
             return
@@ -113,25 +99,25 @@ class _NodeReader:
         given = [None if device == "" else device for device in row]
         devices = values["rdma"] = [tuple(device) if isinstance(device, list) else device for device in given]
         if len(devices) != self.size:
-            location.refuse("rdma", row, f"{self.size} entries, {_MATRIX}")
+            table.refuse("rdma", f"{self.size} entries, {_MATRIX}")
         elif devices[rank] is not None:
-            location.refuse(f"rdma[{rank}]", devices[rank], f'"" for the node itself, {_MATRIX}')
+            table.refuse(f"rdma[{rank}]", f'"" for the node itself, {_MATRIX}', devices[rank])
 
-    def _path(self, table: NodeTable, key: str, *, local: bool | None) -> Any:
+    def _path(self, table: Table, key: str, *, local: bool | None) -> Any:
         """The path of `key`, absolute if the node is this machine; `local` is None if that is unknown."""
-        given = table.known.get(key, self.defaults.known.get(key))
+        given = table.get(key, self.defaults.get(key))
         if local is None:
             # The form depends on the host, whose fault is already reported.
             return given if isinstance(given, str) else "/"
         if given is None and key == "python" and not local:
-            table.location.missing(key, f"the interpreter that has {self.framework}: {ON_NODE}")
+            table.missing(key, f"the interpreter that has {self.framework}: {ON_NODE}")
             given = "/"
         if given is None:
             return {"workdir": str(self.base) if local else "~", "python": sys.executable}.get(key)
         if not isinstance(given, str):
             return given
         if accepted := (path_form(given) if local else remote_path_form(given)):
-            (table.location if key in table.known else self.defaults.location).refuse(key, given, accepted)
+            (table if key in table else self.defaults).refuse(key, accepted, given)
             return given
         if not local:
             return posixpath.normpath(given)

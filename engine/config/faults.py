@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -36,24 +35,35 @@ _BOUNDS = {
 Model = TypeVar("Model", bound=BaseModel)
 
 
-@dataclass(frozen=True)
-class Location:
-    """A table of a file, whose keys are reported as `<table>.<key>`, with its faults; YAML files have no table."""
+class Table(dict[Any, Any]):
+    """A table of a file, whose keys are reported as `<name>.<key>`; a YAML file's has no name. All tables have the same
+    list of faults, those so far in the order in which they were found."""
 
-    file: str
-    table: str = ""
-    faults: list[ConfigFault] = field(default_factory=list)
-    """All so far, of all files, in the order in which they were found."""
+    def __init__(
+        self, file: str, name: str = "", values: Mapping[Any, Any] = {}, faults: list[ConfigFault] | None = None
+    ) -> None:
+        super().__init__(values)
+        self.file, self.name, self.faults = file, name, [] if faults is None else faults
 
-    def at(self, table: str) -> Location:
-        return replace(self, table=table)
+    def at(self, name: str, values: Mapping[Any, Any] = {}) -> Table:
+        """Another table of the file."""
+        return Table(self.file, name, values, self.faults)
+
+    def table(self, name: str) -> Table:
+        """The nested one of that name; an empty one where there is none."""
+        values = self.get(name, {})
+        if not isinstance(values, dict):
+            self.refuse(name, f"a table: [{name}] on its own line, with its keys below")
+        return self.at(name, values if isinstance(values, dict) else {})
 
     def key(self, name: object) -> str:
-        return f"{self.table}.{key_text(name)}" if self.table else key_text(name)
+        return f"{self.name}.{key_text(name)}" if self.name else key_text(name)
 
-    def refuse(self, key: object, value: object, accepted: str) -> None:
-        """Report a value that is not accepted, once even if many nodes take it from [node_defaults]."""
-        fault = ConfigFault(self.file, self.key(key), safe_repr(value), accepted)
+    def refuse(self, key: object, accepted: str, *value: object) -> None:
+        """Report a value that is not accepted, by default the key's own; once even if many nodes take it from
+        [node_defaults]."""
+        refused = value[0] if value else self.get(key)
+        fault = ConfigFault(self.file, self.key(key), safe_repr(refused), accepted)
         if fault not in self.faults:
             self.faults.append(fault)
 
@@ -61,21 +71,21 @@ class Location:
         """Report a required key."""
         self.faults.append(ConfigFault(self.file, self.key(key), _NOT_SET, accepted))
 
-    def unknown(self, table: Mapping[Any, Any], accepted: Iterable[str], hints: Mapping[Any, str]) -> None:
-        """Report every key of `table` that is not in `accepted`; `hints` says what to use instead of some keys."""
+    def unknown(self, accepted: Iterable[str], hints: Mapping[Any, str]) -> None:
+        """Report every key that is not in `accepted`; `hints` says what to use instead of some keys."""
         names = sorted(accepted)
-        unknown = [key for key in table if key not in names]
+        unknown = [key for key in self if key not in names]
         for key in unknown[:UNKNOWN_LIMIT]:
-            self.refuse(key, table[key], hints.get(_plain(key)) or _suggestion(_plain(key), names))
+            self.refuse(key, hints.get(_plain(key)) or _suggestion(_plain(key), names))
         if len(unknown) > UNKNOWN_LIMIT:
             more = f"({len(unknown) - UNKNOWN_LIMIT} more keys)"
-            self.faults.append(ConfigFault(self.file, self.table or "the file", more, "known keys"))
+            self.faults.append(ConfigFault(self.file, self.name or "the file", more, "known keys"))
 
     def validated(self, kind: type[Model], values: Mapping[str, Any]) -> Model | None:
         """`values` as a model with strict types; None if its types are wrong. A `name` must be an identifier; unknown
         keys are ignored."""
         if isinstance(name := values.get("name"), str) and not is_identifier(name):
-            self.refuse("name", name, IDENTIFIER_FORM)
+            self.refuse("name", IDENTIFIER_FORM, name)
         accepted = keys_of(kind)
         chosen = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in accepted
@@ -87,7 +97,7 @@ class Location:
                 first, *inner = problem["loc"]
                 key = key_text(first) + "".join(f"[{key_text(part)}]" for part in inner)
                 value = _NOT_SET if problem["type"] == "missing" else safe_repr(problem["input"])
-                self.faults.append(ConfigFault(self.file, f"{self.table}.{key}", value, accepted_form(problem)))
+                self.faults.append(ConfigFault(self.file, f"{self.name}.{key}", value, accepted_form(problem)))
             return None
 
 

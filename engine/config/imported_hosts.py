@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from engine.config.cluster_tables import NODE_LIMIT, NodeTable
+from engine.config.cluster_tables import NODE_LIMIT
 from engine.config.documents import DocumentError, file_text, read_json, read_text
-from engine.config.faults import Location
+from engine.config.faults import Table
 from engine.config.job_table import environment_fault
 from engine.config.models import MAX_ADDRESSES, ClusterConfig
 from engine.errors import ConfigFault, InputError
@@ -24,7 +24,7 @@ _SLOTS = re.compile(r"(?P<host>[^\s:]+)(?::(?P<count>[0-9]{1,9})|\s+slots\s*=\s*
 
 @dataclass
 class ImportedHosts:
-    tables: list[NodeTable] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
     """One per rank, with keys of [[node]]."""
     backend: str | None = None
     env: dict[str, str] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class ImportedHosts:
 def read_hostfile(path: Path, faults: list[ConfigFault]) -> ImportedHosts:
     """Read `path`; at most one fault is added for each of its entries."""
     try:
-        text, here = read_text(path, _WANTED), Location(file_text(path), faults=faults)
+        text, here = read_text(path, _WANTED), Table(file_text(path), faults=faults)
         if text.lstrip()[:1] in ("[", "{"):
             imported = _from_json(here, read_json(path, text))
         else:
@@ -47,60 +47,59 @@ def read_hostfile(path: Path, faults: list[ConfigFault]) -> ImportedHosts:
     return replace(imported, text=text)
 
 
-def _from_json(here: Location, document: Any) -> ImportedHosts:
+def _from_json(here: Table, document: Any) -> ImportedHosts:
     table = document if isinstance(document, dict) else {"hosts": document}
     hosts, backend, repeats = (table.get(key) for key in ("hosts", "backend", "connections_per_ip"))
     if backend not in (None, "", *_BACKENDS):
-        here.refuse("backend", backend, f"one of {', '.join(_BACKENDS)}")
+        here.refuse("backend", f"one of {', '.join(_BACKENDS)}", backend)
         backend = None
     imported = ImportedHosts(backend=backend or None, env=_environment(here, table.get("envs")))
     # The ring makes so many connections to each address (mlx.launch's option --connections-per-ip).
     if "connections_per_ip" in table and (type(repeats) is not int or not 1 <= repeats <= MAX_ADDRESSES):
-        here.refuse("connections_per_ip", repeats, f"a number of connections, 1 to {MAX_ADDRESSES}")
+        here.refuse("connections_per_ip", f"a number of connections, 1 to {MAX_ADDRESSES}", repeats)
         repeats = 1
     if not isinstance(hosts, list) or not hosts:
-        here.refuse("hosts", hosts, f"a list with one entry per rank: [{_ENTRY}, …]")
+        here.refuse("hosts", f"a list with one entry per rank: [{_ENTRY}, …]", hosts)
     elif len(hosts) > NODE_LIMIT:
-        here.refuse("hosts", f"{len(hosts)} hosts", f"at most {NODE_LIMIT} ranks")
+        here.refuse("hosts", f"at most {NODE_LIMIT} ranks", f"{len(hosts)} hosts")
     else:
         names: set[str] = set()
         imported.tables = [_entry(here, rank, entry, names) for rank, entry in enumerate(hosts)]
-        for ips in (node.known.get("ips") for node in imported.tables):
+        for ips in (node.get("ips") for node in imported.tables):
             if isinstance(ips, list):
                 # Each connection to an address has a port of its own.
                 ips[:] = [ip for ip in ips for _ in range(repeats or 1)]
     return imported
 
 
-def _entry(here: Location, rank: int, entry: Any, names: set[str]) -> NodeTable:
-    location = here.at(f"hosts[{rank}]")
+def _entry(here: Table, rank: int, entry: Any, names: set[str]) -> Table:
     if not isinstance(entry, dict) or "ssh" not in entry:
-        here.refuse(f"hosts[{rank}]", entry, f"an entry such as {_ENTRY}")
-        return NodeTable(location, None)
+        here.refuse(f"hosts[{rank}]", f"an entry such as {_ENTRY}", entry)
+        return here.at(f"hosts[{rank}]")
     values = {"name": _name(entry["ssh"], rank, names), "ssh": entry["ssh"], "ips": entry.get("ips") or []}
     if isinstance(rdma := entry.get("rdma"), list):
         rdma = [tuple(devices) if isinstance(devices, list) else devices for devices in rdma]
-    return NodeTable(location, values | ({"rdma": rdma} if rdma else {}))
+    return here.at(f"hosts[{rank}]", values | ({"rdma": rdma} if rdma else {}))
 
 
-def _environment(here: Location, lines: Any) -> dict[str, str]:
+def _environment(here: Table, lines: Any) -> dict[str, str]:
     if lines in (None, []):
         return {}
     if not isinstance(lines, list) or len(lines) > 1000:
-        here.refuse("envs", lines, 'a list of "NAME=value"')
+        here.refuse("envs", 'a list of "NAME=value"', lines)
         return {}
     variables = {}
     for number, line in enumerate(lines):
         name, equals, value = line.partition("=") if isinstance(line, str) else ("", "", "")
         accepted = environment_fault(name, value) if equals else 'a string "NAME=value"'
         if accepted:
-            here.refuse(f"envs[{number}]", line, accepted)
+            here.refuse(f"envs[{number}]", accepted, line)
         else:
             variables[name] = value
     return variables
 
 
-def _from_lines(here: Location, text: str) -> ImportedHosts:
+def _from_lines(here: Table, text: str) -> ImportedHosts:
     imported, names = ImportedHosts(), set[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         entry = line.partition("#")[0].strip()
@@ -108,16 +107,16 @@ def _from_lines(here: Location, text: str) -> ImportedHosts:
             continue
         match = _SLOTS.fullmatch(entry)
         if match is None:
-            here.refuse(f"line {number}", entry, "a line such as ultra.local:1, host:slots")
+            here.refuse(f"line {number}", "a line such as ultra.local:1, host:slots", entry)
             # A file of another kind is one fault, not a thousand.
             return ImportedHosts()
         slots = int(match["count"] or match["slots"] or 1)
         if not 1 <= slots <= NODE_LIMIT - len(imported.tables):
-            here.refuse(f"line {number}", entry, f"1 slot or more, and at most {NODE_LIMIT} ranks in total")
+            here.refuse(f"line {number}", f"1 slot or more, and at most {NODE_LIMIT} ranks in total", entry)
             return ImportedHosts()
         for rank in range(len(imported.tables), len(imported.tables) + slots):
             values: dict[str, Any] = {"name": _name(match["host"], rank, names), "ssh": match["host"], "ips": []}
-            imported.tables.append(NodeTable(here.at(f"line {number}"), values))
+            imported.tables.append(here.at(f"line {number}", values))
     if not imported.tables:
         here.faults.append(ConfigFault(here.file, "the file", "(no hosts)", _WANTED))
     return imported

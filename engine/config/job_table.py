@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config import mlx_lm_keys
 from engine.config.documents import DocumentError, file_text, read_yaml
-from engine.config.faults import Location
+from engine.config.faults import Table
 from engine.config.formats import path_form, resolved
 from engine.config.models import JobConfig
 from engine.protocol import launchers
@@ -51,33 +51,33 @@ class ReadJob:
     config: JobConfig | None
     """None if it has faults."""
     settings: Mapping[str, Any]
-    locations: Mapping[str, Location]
+    locations: Mapping[str, Table]
     is_command: bool
 
 
-def read_job(location: Location, table: Mapping[str, Any], base: Path) -> ReadJob:
+def read_job(table: Table, base: Path) -> ReadJob:
     """Read [job], with defaults for all mlx-lm keys. Its paths are kept as written."""
-    before = len(location.faults)
-    location.unknown(table, (*OWN_KEYS, *mlx_lm_keys.KEYS), mlx_lm_keys.FORMER_KEYS)
-    _check_environment(location, table.get("env"))
+    before = len(table.faults)
+    table.unknown((*OWN_KEYS, *mlx_lm_keys.KEYS), mlx_lm_keys.FORMER_KEYS)
+    _check_environment(table, table.get("env"))
     framework: Framework = "torch" if table.get("framework") == "torch" else "mlx"
-    table = _with_command(location, table)
-    command, settings, locations = "command" in table, dict[str, Any](), dict[str, Location]()
+    table = _with_command(table)
+    command, settings, locations = "command" in table, dict[str, Any](), dict[str, Table]()
     unused = mlx_lm_keys.MLX_KEYS if framework == "torch" else mlx_lm_keys.TORCH_KEYS
     if not (command and framework == "torch"):
         if table.get("elastic") is True:
-            location.refuse("elastic", True, 'false, or framework = "torch" and a command')
+            table.refuse("elastic", 'false, or framework = "torch" and a command', True)
         if "logging_dir" in table:
             accepted = 'no value here: it is for framework = "torch" and a command'
-            location.refuse("logging_dir", table["logging_dir"], accepted)
+            table.refuse("logging_dir", accepted)
     if "metrics" in table and (not command or "logging_dir" in table):
         accepted = "no value here: it is for a command's output, and logging_dir in place of that"
-        location.refuse("metrics", table["metrics"], accepted)
+        table.refuse("metrics", accepted)
     if command:
-        allowed = _check_command(location, table, framework)
-        settings = _command_settings(location, table, allowed)
+        allowed = _check_command(table, framework)
+        settings = _command_settings(table, allowed)
     else:
-        settings, locations = _training(location, table, base)
+        settings, locations = _training(table, base)
         settings = {key: value for key, value in settings.items() if key not in unused}
     values = {key: table[key] for key in OWN_KEYS if key in table and (key not in _TRAINING_KEYS or not command)}
     if command and framework == "torch" and any(key in table for key in ("strategy", *mlx_lm_keys.TORCH_KEYS)):
@@ -85,10 +85,10 @@ def read_job(location: Location, table: Mapping[str, Any], base: Path) -> ReadJo
         values["strategy"] = table.get("strategy", AUTO)
         settings = {key: mlx_lm_keys.DEFAULTS[key] for key in mlx_lm_keys.TORCH_KEYS} | settings
     if framework == "torch":
-        _check_torch(location, settings, locations)
-    _check_framework(location, values, framework)
+        _check_torch(table, settings, locations)
+    _check_framework(table, values, framework)
     if isinstance(values.get("layer_split"), str) and values.get("strategy") != "pipeline":
-        location.refuse("layer_split", values.pop("layer_split"), 'no value here, unless strategy = "pipeline"')
+        table.refuse("layer_split", 'no value here, unless strategy = "pipeline"', values.pop("layer_split"))
     if not isinstance(values.get("command", []), list):
         del values["command"]
     values.setdefault("name", _name(values.get("command"), settings.get("model")))
@@ -99,11 +99,11 @@ def read_job(location: Location, table: Mapping[str, Any], base: Path) -> ReadJo
     values["unused"] = sorted(key for key in unused if key in locations)
     given = sorted(key for key in locations if key not in unused)
     document = {**values, **named, "mlx_lm": settings, "given": given, "rate_by_rule": by_rule}
-    config = location.validated(JobConfig, document)
-    return ReadJob(config if len(location.faults) == before else None, settings, locations, command)
+    config = table.validated(JobConfig, document)
+    return ReadJob(config if len(table.faults) == before else None, settings, locations, command)
 
 
-def _with_command(location: Location, table: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_command(table: Table) -> Table:
     """The table with the command that its `script` stands for, if it has one."""
     if "script" not in table:
         return table
@@ -114,82 +114,82 @@ def _with_command(location: Location, table: Mapping[str, Any]) -> Mapping[str, 
         words = []
     launched = launchers.split_launcher(words)[0] is not None
     if not words or words[0].startswith("-"):
-        location.refuse("script", table["script"], 'a script and its arguments, such as "train.py --epochs 3"')
+        table.refuse("script", 'a script and its arguments, such as "train.py --epochs 3"')
     elif "command" in table:
-        location.refuse("script", table["script"], "no value here: command is set, and it is one or the other")
-    return {"command": words if launched else ["python", *words], **rest}
+        table.refuse("script", "no value here: command is set, and it is one or the other")
+    return table.at(table.name, {"command": words if launched else ["python", *words], **rest})
 
 
-def _check_framework(location: Location, values: dict[str, Any], framework: Framework) -> None:
+def _check_framework(table: Table, values: dict[str, Any], framework: Framework) -> None:
     """`values` gets the framework's own default strategy; one that it does not have is a fault."""
     values.setdefault("strategy", STRATEGIES[framework][0])
     if values["strategy"] not in STRATEGIES[framework]:
         other = "mlx" if framework == "torch" else "torch"
         accepted = f'one of {", ".join(map(repr, STRATEGIES[framework]))}, or framework = "{other}"'
-        location.refuse("strategy", values.pop("strategy"), accepted)
+        table.refuse("strategy", accepted, values.pop("strategy"))
 
 
-def _check_torch(location: Location, settings: Mapping[str, Any], locations: Mapping[str, Location]) -> None:
+def _check_torch(table: Table, settings: Mapping[str, Any], locations: Mapping[str, Table]) -> None:
     """Values of the keys that the trainer for PyTorch does not have."""
     if (optimizer := settings.get("optimizer", "adam")) not in mlx_lm_keys.TORCH_OPTIMIZERS:
         accepted = f"one of {', '.join(mlx_lm_keys.TORCH_OPTIMIZERS)} with PyTorch"
-        locations["optimizer"].refuse("optimizer", optimizer, accepted)
+        locations["optimizer"].refuse("optimizer", accepted, optimizer)
     if "swanlab" in str(settings.get("report_to")):
-        locations["report_to"].refuse("report_to", settings["report_to"], "no swanlab: with MLX alone")
+        locations["report_to"].refuse("report_to", "no swanlab: with MLX alone", settings["report_to"])
     if settings.get("offload") == "nvme" and settings.get("nvme_path") is None:
-        location.missing("nvme_path", 'a folder on every node, which offload = "nvme" needs')
+        table.missing("nvme_path", 'a folder on every node, which offload = "nvme" needs')
 
 
-def _check_launcher(location: Location, table: Mapping[str, Any]) -> tuple[str, ...]:
+def _check_launcher(table: Table) -> tuple[str, ...]:
     """Check the launcher of PyTorch that a command begins with, if any: the keys that it is given."""
     launcher, options, program = launchers.split_launcher(table["command"])
     if table.get("elastic") is True and (
         launcher not in (None, "torchrun") or launchers.started_program(table["command"])[:1] != ["python"]
     ):
-        location.refuse("elastic", True, 'false, or a command that begins with "torchrun" or "python"')
+        table.refuse("elastic", 'false, or a command that begins with "torchrun" or "python"', True)
     if program[1:3] == ["-m", "torch.distributed.launch"]:
         accepted = '"torchrun": torch.distributed.launch is its deprecated predecessor'
-        location.refuse("command", "torch.distributed.launch", accepted)
+        table.refuse("command", accepted, "torch.distributed.launch")
     for option in options[::2]:
         if launcher is not None and (given := launchers.option_of(launcher, option)).effect == launchers.REFUSED:
-            location.refuse("command", option, f"no {option}: {given.reason}")
+            table.refuse("command", f"no {option}: {given.reason}", option)
     if (chosen := launchers.own_strategy(table["command"])) not in (None, "--config_file"):
         for key in ("strategy", "sharding", "zero_stage", "offload"):
             if table.get(key, AUTO) != AUTO:
-                location.refuse(key, table[key], f"no value here: the command has {chosen}")
+                table.refuse(key, f"no value here: the command has {chosen}")
     named = launchers.MIXED_PRECISIONS.get(launchers.option_value(table["command"], "--mixed_precision"))
     if named is not None and table.get("precision", AUTO) not in (AUTO, named):
         accepted = f"{named!r}, as the command's --mixed_precision, or only one of the two"
-        location.refuse("precision", table["precision"], accepted)
+        table.refuse("precision", accepted)
     if launcher is not None and not program:
-        location.refuse("command", table["command"], f"a script after {launcher}")
+        table.refuse("command", f"a script after {launcher}")
     return ("strategy", *mlx_lm_keys.TORCH_KEYS) if launcher == "accelerate" else ()
 
 
-def _check_command(location: Location, table: Mapping[str, Any], framework: Framework) -> tuple[str, ...]:
+def _check_command(table: Table, framework: Framework) -> tuple[str, ...]:
     """The keys that may be beside the command."""
-    allowed = (*_TRACKER_KEYS, *(_check_launcher(location, table) if framework == "torch" else ()))
+    allowed = (*_TRACKER_KEYS, *(_check_launcher(table) if framework == "torch" else ()))
     for key, value in table.items():
         if (key in mlx_lm_keys.KEYS or key in _TRAINING_KEYS) and key not in allowed:
-            location.refuse(key, value, "no value here: a command has its own; remove this key or the command")
+            table.refuse(key, "no value here: a command has its own; remove this key or the command", value)
     command = table["command"]
     accepted = 'a list of strings such as ["python", "my_script.py"]'
     if not isinstance(command, list):
-        location.refuse("command", command, accepted)
+        table.refuse("command", accepted, command)
     elif not command or not command[0]:
-        location.refuse("command", command, f"{accepted}, not empty")
+        table.refuse("command", f"{accepted}, not empty", command)
     elif not isinstance(command[0], str) or command[0].startswith("-") or not command[0].isprintable():
-        location.refuse("command[0]", command[0], "the name or path of a program")
+        table.refuse("command[0]", "the name or path of a program", command[0])
     elif len(command) > 1000:
-        location.refuse("command", f"{len(command)} arguments", "at most 1000 arguments")
+        table.refuse("command", "at most 1000 arguments", f"{len(command)} arguments")
     else:
         for number, word in enumerate(command[1:], start=1):
             if isinstance(word, str) and "\0" in word:
-                location.refuse(f"command[{number}]", word, "a string without NUL")
+                table.refuse(f"command[{number}]", "a string without NUL", word)
     return allowed
 
 
-def _command_settings(location: Location, table: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
+def _command_settings(table: Table, allowed: Collection[str]) -> dict[str, Any]:
     """The valid ones of these keys beside a command, whose metrics the head alone writes to trackers."""
     valid = {}
     for key in allowed:
@@ -198,22 +198,22 @@ def _command_settings(location: Location, table: Mapping[str, Any], allowed: Col
         swanlab = key == "report_to" and not set(mlx_lm_keys.services(value)) <= {*mlx_lm_keys.HEAD_TRACKERS}
         accepted = ", ".join(mlx_lm_keys.HEAD_TRACKERS) if swanlab else mlx_lm_keys.KEYS[key].form.fault(value)
         if accepted:
-            location.refuse(key, value, accepted)
+            table.refuse(key, accepted, value)
         else:
             valid[key] = value
     return valid
 
 
-def _training(location: Location, table: Mapping[str, Any], base: Path) -> tuple[dict[str, Any], dict[str, Location]]:
+def _training(table: Table, base: Path) -> tuple[dict[str, Any], dict[str, Table]]:
     """mlx-lm's keys with defaults, and where each key was set."""
     given: dict[str, Any] = {}
-    locations: dict[str, Location] = {}
-    for file_location, keys in ((location, table), _yaml_keys(location, table, base)):
+    locations: dict[str, Table] = {}
+    for source in (table, _yaml_keys(table, base)):
         # Keys of the table win, also as the other way to say the same.
         settled = {*given, *(_SAME[key] for key in given if key in _SAME)}
-        for key, value in keys.items():
+        for key, value in source.items():
             if key in mlx_lm_keys.KEYS and key != "config" and value is not None and key not in settled:
-                given[key], locations[key] = value, file_location
+                given[key], locations[key] = value, source
     invalid = set()
     for key, value in given.items():
         if key == "optimizer" and isinstance(value, str):
@@ -223,43 +223,43 @@ def _training(location: Location, table: Mapping[str, Any], base: Path) -> tuple
             given[key] = mlx_lm_keys.in_bytes(value)
         fault = mlx_lm_keys.KEYS[key].form.fault(given[key])
         if accepted := fault or (path_form(value) if key in PATH_KEYS else None):
-            locations[key].refuse(key, value, accepted)
+            locations[key].refuse(key, accepted, value)
             invalid.add(key)
     required = {"model": _EITHER} if _REQUIRED.keys().isdisjoint(locations) else _REQUIRED
     for key in [key for key in required if key not in locations]:
-        location.missing(key, required[key])
+        table.missing(key, required[key])
     settings = mlx_lm_keys.with_defaults({key: value for key, value in given.items() if key not in invalid})
     settings["lora_parameters"] = deepcopy(mlx_lm_keys.DEFAULTS["lora_parameters"]) | settings["lora_parameters"]
     return {key: value for key, value in settings.items() if key not in invalid}, locations
 
 
-def _yaml_keys(location: Location, table: Mapping[str, Any], base: Path) -> tuple[Location, Mapping[Any, Any]]:
+def _yaml_keys(table: Table, base: Path) -> Table:
     """The keys of the file in `config`; empty if there is none, or if it cannot be read."""
     named = table.get("config")
     if named is None:
-        return location, {}
+        return table.at("")
     if accepted := path_form(named):
-        location.refuse("config", named, accepted)
-        return location, {}
+        table.refuse("config", accepted, named)
+        return table.at("")
     path = Path(resolved(named, base))
     try:
         keys = read_yaml(path)
     except DocumentError as error:
-        location.faults.extend(error.faults)
-        return location, {}
-    there = Location(file_text(path), faults=location.faults)
+        table.faults.extend(error.faults)
+        return table.at("")
+    there = Table(file_text(path), "", keys, table.faults)
     hints = {**mlx_lm_keys.FORMER_KEYS, **dict.fromkeys(OWN_KEYS, "no value here: this key belongs in flightdeck.toml")}
-    there.unknown(keys, mlx_lm_keys.KEYS, hints)
-    return there, keys
+    there.unknown(mlx_lm_keys.KEYS, hints)
+    return there
 
 
-def _check_environment(location: Location, env: object) -> None:
+def _check_environment(table: Table, env: object) -> None:
     if not isinstance(env, dict):
         return
-    here = location.at(f"{location.table}.env")
+    here = table.at(f"{table.name}.env")
     for name, value in env.items():
         if accepted := environment_fault(name, value):
-            here.refuse(name, value, accepted)
+            here.refuse(name, accepted, value)
 
 
 def environment_fault(name: str, value: object) -> str | None:

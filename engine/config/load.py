@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engine.config.cluster_tables import NodeTable, node_tables, read_cluster, read_defaults, read_nodes
+from engine.config.cluster_tables import node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import file_text, read_toml
-from engine.config.faults import Location
+from engine.config.faults import Table
 from engine.config.formats import address_form, path_form, remote_path_form, resolved, split_form
 from engine.config.imported_hosts import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
@@ -40,14 +40,14 @@ from engine.security.redact import is_public
 MAX_PORT = 65535
 
 
-def _check_nodes(nodes: Sequence[NodeTable]) -> None:
+def _check_nodes(nodes: Sequence[Table]) -> None:
     """Names and addresses must be unique."""
     first: dict[str, int] = {}
     for rank, node in enumerate(nodes):
-        name = node.known.get("name")
+        name = node.get("name")
         if isinstance(name, str) and first.setdefault(name, rank) != rank:
-            node.location.refuse("name", name, f"a unique name: node[{first[name]}] has this one")
-    hosts = [str(node.known.get("ssh", LOCAL)) for node in nodes]
+            node.refuse("name", f"a unique name: node[{first[name]}] has this one", name)
+    hosts = [str(node.get("ssh", LOCAL)) for node in nodes]
     if len(set(hosts)) == 1:
         return
     first = {}
@@ -57,13 +57,13 @@ def _check_nodes(nodes: Sequence[NodeTable]) -> None:
                 continue
             if ipaddress.IPv4Address(address).is_loopback:
                 accepted = "an address at which the other hosts can reach this one, or none, to have it chosen"
-                node.location.refuse(f"ips[{number}]", address, accepted)
+                node.refuse(f"ips[{number}]", accepted, address)
             elif hosts[first.setdefault(address, rank)] != hosts[rank]:
                 accepted = f"a unique address: node[{first[address]}] is another host and has this one"
-                node.location.refuse(f"ips[{number}]", address, accepted)
+                node.refuse(f"ips[{number}]", accepted, address)
 
 
-def _check_devices(nodes: Sequence[NodeTable], backend: str) -> None:
+def _check_devices(nodes: Sequence[Table], backend: str) -> None:
     """A complete matrix of RDMA devices must connect the ranks as the backend needs it."""
     size = len(nodes)
     if backend not in ("jaccl", "jaccl-ring") or not all(len(_listed(node, "rdma")) == size for node in nodes):
@@ -73,68 +73,68 @@ def _check_devices(nodes: Sequence[NodeTable], backend: str) -> None:
         peers = {(rank - 1) % size, (rank + 1) % size} if backend == "jaccl-ring" else set(range(size))
         missing = [str(peer) for peer in sorted(peers - {rank}) if row[peer] in ("", None)]
         if missing:
-            node.location.refuse("rdma", row, f"a device for rank {' and '.join(missing)} too: {backend} needs it")
+            node.refuse("rdma", f"a device for rank {' and '.join(missing)} too: {backend} needs it", row)
 
 
-def _check_framework(location: Location, backend: str, nodes: Sequence[NodeTable], framework: Framework) -> None:
+def _check_framework(cluster: Table, backend: str, nodes: Sequence[Table], framework: Framework) -> None:
     """Report what belongs to the other framework."""
     if framework == "torch" and backend not in ("auto", "nccl", "gloo"):
-        location.refuse("backend", backend, "auto, nccl or gloo: PyTorch has no other")
+        cluster.refuse("backend", "auto, nccl or gloo: PyTorch has no other", backend)
     elif framework == "mlx" and backend == "gloo":
-        location.refuse("backend", backend, 'auto, ring, jaccl, jaccl-ring or nccl, or framework = "torch"')
+        cluster.refuse("backend", 'auto, ring, jaccl, jaccl-ring or nccl, or framework = "torch"', backend)
     for node in nodes:
-        for key in ("validate", "rdma") if framework == "torch" else ("processes",) * ("rdma" in node.known):
-            if key in node.known:
+        for key in ("validate", "rdma") if framework == "torch" else ("processes",) * ("rdma" in node):
+            if key in node:
                 why = "framework torch" if framework == "torch" else "rdma: one [[node]] for each rank"
-                node.location.refuse(key, node.known[key], f"no value here, with {why}")
+                node.refuse(key, f"no value here, with {why}")
 
 
 def _by_process(
-    tables: Sequence[NodeTable], nodes: Sequence[NodeConfig | None]
-) -> tuple[list[NodeTable], tuple[NodeConfig | None, ...]]:
+    tables: Sequence[Table], nodes: Sequence[NodeConfig | None]
+) -> tuple[list[Table], tuple[NodeConfig | None, ...]]:
     """Tables and nodes, with those of several processes once for each."""
-    repeated: list[tuple[NodeTable, NodeConfig | None]] = []
+    repeated: list[tuple[Table, NodeConfig | None]] = []
     for table, node in zip(tables, nodes, strict=True):
         names = [f"{node.name}.{process}" for process in range(node.processes)] if node and node.processes > 1 else []
         repeated += [
-            (NodeTable(table.location, {**table.known, "name": name}), node and node.model_copy(update=one))
+            (table.at(table.name, {**table, "name": name}), node and node.model_copy(update=one))
             for name in names
             for one in [{"name": name, "processes": 1}]
         ] or [(table, node)]
     return [table for table, _ in repeated], tuple(node for _, node in repeated)
 
 
-def _check_ports(location: Location, nodes: Sequence[NodeTable], first: int | None) -> None:
+def _check_ports(cluster: Table, nodes: Sequence[Table], first: int | None) -> None:
     """Every address of a rank needs a port."""
     ports = sum(len(_listed(node, "ips")) or 1 for node in nodes)
     if first is not None and nodes and first + ports - 1 > MAX_PORT:
-        location.refuse("starting_port", first, f"a port that is the first of {ports} ports up to {MAX_PORT}")
+        cluster.refuse("starting_port", f"a port that is the first of {ports} ports up to {MAX_PORT}", first)
 
 
-def _listed(node: NodeTable, key: str) -> list[object]:
-    return values if isinstance(values := node.known.get(key), list) else []
+def _listed(node: Table, key: str) -> list[object]:
+    return values if isinstance(values := node.get(key), list) else []
 
 
-def _check_command(tables: Sequence[NodeTable]) -> None:
+def _check_command(tables: Sequence[Table]) -> None:
     accepted = "no value here: the job is a command, which has its own"
     for key in ("model", "data", "share", "validate"):
         for table in tables:
-            if key in table.known:
-                table.location.refuse(key, table.known[key], accepted)
+            if key in table:
+                table.refuse(key, accepted)
 
 
-def _check_training(inline: Location, tables: Sequence[NodeTable], job: ReadJob) -> None:
+def _check_training(inline: Table, tables: Sequence[Table], job: ReadJob) -> None:
     nodes, settings, config = len(tables), job.settings, job.config
     batch_size = settings.get("batch_size")
     strategy = config.strategy if config is not None else None
     if strategy == "pipeline" and nodes < 2:
-        inline.refuse("strategy", "pipeline", "data or sharded: a pipeline needs at least two nodes")
+        inline.refuse("strategy", "data or sharded: a pipeline needs at least two nodes", "pipeline")
     if strategy == "local" and nodes < 2:
-        inline.refuse("strategy", "local", "data: local averages the weights of at least two nodes")
+        inline.refuse("strategy", "data: local averages the weights of at least two nodes", "local")
     _check_validation(tables, strategy, settings)
     split = config.layer_split if config is not None else None
     if split is not None and (accepted := split_form(split, nodes)) is not None:
-        inline.refuse("layer_split", split, accepted)
+        inline.refuse("layer_split", accepted, split)
     # In a pipeline every node processes the whole batch.
     too_small = batch_size is not None and batch_size < nodes and strategy != "pipeline"
     int8, not_local = strategy in PARTITIONED and settings.get("wire") == "int8", strategy not in (None, "local")
@@ -151,17 +151,17 @@ def _check_training(inline: Location, tables: Sequence[NodeTable], job: ReadJob)
         *((key, unvalidated and settings.get(key), no_judge) for key in ("save_best", "patience")),
     ):
         if applies:
-            job.locations.get(key, inline).refuse(key, settings[key], accepted)
+            job.locations.get(key, inline).refuse(key, accepted, settings[key])
 
 
-def _check_validation(tables: Sequence[NodeTable], strategy: str | None, settings: Mapping[str, Any]) -> None:
-    kept_out = [table for table in tables if table.known.get("validate") is False]
+def _check_validation(tables: Sequence[Table], strategy: str | None, settings: Mapping[str, Any]) -> None:
+    kept_out = [table for table in tables if table.get("validate") is False]
     if strategy in PARTITIONED and kept_out:
         accepted = f'no value here: with strategy = "{strategy}" every node computes a part of each validation'
-        kept_out[0].location.refuse("validate", False, accepted)
+        kept_out[0].refuse("validate", accepted, False)
     elif len(kept_out) == len(tables) and (settings.get("val_batches") or settings.get("test")):
         accepted = "true on one node at least, or val_batches = 0 and no test in [job]"
-        kept_out[0].location.refuse("validate", False, accepted)
+        kept_out[0].refuse("validate", accepted, False)
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {
@@ -177,35 +177,35 @@ def load_config(path: Path) -> Config:
     """Raises ConfigError with all faults, and nothing else."""
     document, text = read_toml(path)
     file = path.absolute()
-    here = Location(file_text(path))
-    here.unknown(document, _TABLES, _HINTS)
-    cluster_table, job_table = _table(here, document, "cluster"), _table(here, document, "job")
-    cluster = read_cluster(here.at("cluster"), cluster_table)
-    defaults = read_defaults(here.at("node_defaults"), _table(here, document, "node_defaults"))
-    imported = _read_hostfile(here.at("cluster"), cluster_table, file.parent)
-    tables = imported.tables if imported else node_tables(here, document.get("node"))
-    if imported and document.get("node"):
+    here = Table(file_text(path), "", document)
+    here.unknown(_TABLES, _HINTS)
+    cluster_table, job_table = here.table("cluster"), here.table("job")
+    cluster = read_cluster(cluster_table)
+    defaults = read_defaults(here.table("node_defaults"))
+    imported = _read_hostfile(cluster_table, file.parent)
+    tables = imported.tables if imported else node_tables(here)
+    if imported and here.get("node"):
         accepted = "no value here: [cluster] hostfile names the nodes; remove one of the two"
-        here.refuse("node", document["node"], accepted)
+        here.refuse("node", accepted)
     if cluster is not None and imported and imported.backend and "backend" not in cluster_table:
         cluster = cluster.model_copy(update={"backend": imported.backend})
     framework: Framework = "torch" if job_table.get("framework") == "torch" else "mlx"
     nodes = read_nodes(tables, defaults, file.parent, framework)
-    job = read_job(here.at("job"), job_table, file.parent)
+    job = read_job(job_table, file.parent)
     if cluster is not None:
-        _check_framework(here.at("cluster"), cluster.backend, tables, framework)
+        _check_framework(cluster_table, cluster.backend, tables, framework)
     if job_table.get("elastic") is not True:
         # From here on every process is a node.
         tables, nodes = _by_process(tables, nodes)
-    sections = _read_sections(here, document, nodes)
+    sections = _read_sections(here, nodes)
     _check_nodes(tables)
     if cluster is not None:
         _check_devices(tables, cluster.backend)
-        _check_ports(here.at("cluster"), tables, cluster.starting_port)
+        _check_ports(cluster_table, tables, cluster.starting_port)
     if job.is_command:
         _check_command([*tables, defaults])
     elif tables:
-        _check_training(here.at("job"), tables, job)
+        _check_training(job_table, tables, job)
     good = tuple(node for node in nodes if node is not None)
     _check_job_paths(job, good)
     config = job.config
@@ -220,45 +220,45 @@ def load_config(path: Path) -> Config:
     return loaded.model_copy(update={"digest": content_digest(loaded, text, imported.text if imported else "")})
 
 
-def _read_sections(here: Location, document: Mapping[str, Any], nodes: Sequence[NodeConfig | None]) -> dict[str, Any]:
+def _read_sections(here: Table, nodes: Sequence[NodeConfig | None]) -> dict[str, Any]:
     """The tables of _SECTIONS; None for one with faults."""
     sections = {}
     for name, kind in _SECTIONS.items():
-        table, location = _table(here, document, name), here.at(name)
-        location.unknown(table, kind.model_fields, {})
-        section = sections[name] = location.validated(kind, table)
+        table = here.table(name)
+        table.unknown(kind.model_fields, {})
+        section = sections[name] = table.validated(kind, table)
         if isinstance(section, CheckpointConfig):
-            _check_destination(location, section.destination, nodes)
+            _check_destination(table, section.destination, nodes)
         elif isinstance(section, RecoveryConfig) and (section.min_nodes or 0) > len(nodes) > 0:
-            location.refuse("min_nodes", section.min_nodes, f"at most {len(nodes)}, the number of nodes")
+            table.refuse("min_nodes", f"at most {len(nodes)}, the number of nodes")
     return sections
 
 
-def _check_torch(here: Location, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
+def _check_torch(here: Table, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
     """Check sections for values that a PyTorch job does not have."""
     checkpoint, recovery = sections["checkpoint"], sections["recovery"]
     saves = checkpoint is not None and checkpoint.enabled and job.kind.own_model is None
     if saves and "://" in (checkpoint.destination or ""):
         accepted = 'a folder with framework = "torch", no URL'
-        here.at("checkpoint").refuse("destination", checkpoint.destination, accepted)
+        here.at("checkpoint").refuse("destination", accepted, checkpoint.destination)
     if saves and job.mlx_lm.get("offload") == "nvme":
         accepted = "false: of what is offloaded to nvme there is no checkpoint"
-        here.at("checkpoint").refuse("enabled", True, accepted)
+        here.at("checkpoint").refuse("enabled", accepted, True)
     restarts = recovery is not None and job.kind.loss_restarts_workers
     if restarts and not recovery.max_restarts and (recovery.min_nodes or nodes) < nodes:
         accepted = "1 or more: when a node is lost, torchrun starts the others' workers again; or leave out min_nodes"
-        here.at("recovery").refuse("max_restarts", 0, accepted)
+        here.at("recovery").refuse("max_restarts", accepted, 0)
 
 
-def _read_hostfile(location: Location, cluster: Mapping[str, Any], base: Path) -> ImportedHosts | None:
+def _read_hostfile(cluster: Table, base: Path) -> ImportedHosts | None:
     """The nodes of [cluster] hostfile; None if it is not set."""
     named = cluster.get("hostfile")
     if not isinstance(named, str):
         return None
     if accepted := path_form(named):
-        location.refuse("hostfile", named, accepted)
+        cluster.refuse("hostfile", accepted)
         return ImportedHosts()
-    return read_hostfile(Path(resolved(named, base)), location.faults)
+    return read_hostfile(Path(resolved(named, base)), cluster.faults)
 
 
 def _check_job_paths(job: ReadJob, nodes: Sequence[NodeConfig]) -> None:
@@ -268,20 +268,20 @@ def _check_job_paths(job: ReadJob, nodes: Sequence[NodeConfig]) -> None:
     for key in PATH_KEYS:
         value = job.settings.get(key)
         if isinstance(value, str) and value.startswith("~") and (accepted := remote_path_form(value)):
-            job.locations[key].refuse(key, value, accepted)
+            job.locations[key].refuse(key, accepted, value)
 
 
-def _check_destination(location: Location, named: str | None, nodes: Sequence[NodeConfig | None]) -> None:
+def _check_destination(table: Table, named: str | None, nodes: Sequence[NodeConfig | None]) -> None:
     """The destination is a path on the node, or a URL for fsspec there."""
     if named is None:
         return
     if "://" in named:
         if not _URL.fullmatch(named):
-            location.refuse("destination", named, "a URL such as s3://bucket/folder, without spaces")
+            table.refuse("destination", "a URL such as s3://bucket/folder, without spaces", named)
         return
     local = all(node is None or node.local for node in nodes)
     if accepted := path_form(named) if local or not named.startswith("~") else remote_path_form(named):
-        location.refuse("destination", named, f"{accepted}; or a URL such as s3://bucket/folder")
+        table.refuse("destination", f"{accepted}; or a URL such as s3://bucket/folder", named)
 
 
 def _with_job(node: NodeConfig, model: str | None, data: str | None, base: Path) -> NodeConfig:
@@ -289,14 +289,6 @@ def _with_job(node: NodeConfig, model: str | None, data: str | None, base: Path)
     job = {"model": model, "data": data}
     paths = {key: on_node(path, node, base) for key, path in job.items() if path and not getattr(node, key)}
     return node.model_copy(update=paths)
-
-
-def _table(here: Location, document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    table = document.get(name, {})
-    if isinstance(table, dict):
-        return table
-    here.refuse(name, table, f"a table: [{name}] on its own line, with its keys below")
-    return {}
 
 
 def named_programs(config: Config, *, launch: bool) -> list[tuple[str, str]]:
