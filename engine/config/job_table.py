@@ -68,11 +68,9 @@ def read_job(table: Table, base: Path) -> ReadJob:
         if table.get("elastic") is True:
             table.refuse("elastic", 'false, or framework = "torch" and a command', True)
         if "logging_dir" in table:
-            accepted = 'no value here: it is for framework = "torch" and a command'
-            table.refuse("logging_dir", accepted)
+            table.refuse("logging_dir", 'no value here: it is for framework = "torch" and a command')
     if "metrics" in table and (not command or "logging_dir" in table):
-        accepted = "no value here: it is for a command's output, and logging_dir in place of that"
-        table.refuse("metrics", accepted)
+        table.refuse("metrics", "no value here: it is for a command's output, and logging_dir in place of that")
     if command:
         allowed = _check_command(table, framework)
         settings = _command_settings(table, allowed)
@@ -159,8 +157,7 @@ def _check_launcher(table: Table) -> tuple[str, ...]:
                 table.refuse(key, f"no value here: the command has {chosen}")
     named = launchers.MIXED_PRECISIONS.get(launchers.option_value(table["command"], "--mixed_precision"))
     if named is not None and table.get("precision", AUTO) not in (AUTO, named):
-        accepted = f"{named!r}, as the command's --mixed_precision, or only one of the two"
-        table.refuse("precision", accepted)
+        table.refuse("precision", f"{named!r}, as the command's --mixed_precision, or only one of the two")
     if launcher is not None and not program:
         table.refuse("command", f"a script after {launcher}")
     return ("strategy", *mlx_lm_keys.TORCH_KEYS) if launcher == "accelerate" else ()

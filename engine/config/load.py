@@ -185,8 +185,7 @@ def load_config(path: Path) -> Config:
     imported = _read_hostfile(cluster_table, file.parent)
     tables = imported.tables if imported else node_tables(here)
     if imported and here.get("node"):
-        accepted = "no value here: [cluster] hostfile names the nodes; remove one of the two"
-        here.refuse("node", accepted)
+        here.refuse("node", "no value here: [cluster] hostfile names the nodes; remove one of the two")
     if cluster is not None and imported and imported.backend and "backend" not in cluster_table:
         cluster = cluster.model_copy(update={"backend": imported.backend})
     framework: Framework = "torch" if job_table.get("framework") == "torch" else "mlx"
