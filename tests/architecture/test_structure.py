@@ -16,7 +16,7 @@ from tests.architecture.report import Code, Module, flows, kind_conditions, larg
 CODE = Code(Path(__file__).parents[2])
 TESTS = Code(CODE.repository, ("tests",))
 FLOWS = flows(CODE.repository)
-MOST_FILES, MOST_LINES = 281, 53_044
+MOST_FILES, MOST_LINES = 281, 53_027
 """Limits of the engine, lowered when it shrinks, and raised only with what an issue adds."""
 MOST_BINDING = {"found": 10, "each": 6, "known": 5, "own": 5, "it": 0}
 """Names that do not say what they hold → how many functions may have such a parameter or variable; only lowered."""
