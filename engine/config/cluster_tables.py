@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.faults import Table, keys_of
+from engine.config.faults import FileTable, keys_of
 from engine.config.formats import ON_NODE, host_form, interpreter, path_form, remote_path_form, resolved
 from engine.config.models import ClusterConfig, NodeConfig
 from engine.protocol.job import Framework
@@ -22,12 +22,12 @@ NODE_PATHS = ("python", "workdir", "model", "data")
 _MATRIX = 'one device per node in their order, "" for the node itself: rdma = ["", "rdma_en5"]'
 
 
-def read_cluster(table: Table) -> ClusterConfig | None:
+def read_cluster(table: FileTable) -> ClusterConfig | None:
     table.unknown(ClusterConfig.model_fields, {"nodes": "[[node]] tables, one per rank"})
     return table.validated(ClusterConfig, table)
 
 
-def read_defaults(table: Table) -> Table:
+def read_defaults(table: FileTable) -> FileTable:
     """Read [node_defaults]. The form of its paths is checked for each node, since it depends on the host."""
     table.unknown(NODE_PATHS, {})
     for key, value in table.items():
@@ -36,7 +36,7 @@ def read_defaults(table: Table) -> Table:
     return table.at(table.name, {key: table[key] for key in NODE_PATHS if isinstance(table.get(key), str)})
 
 
-def node_tables(document: Table) -> list[Table]:
+def node_tables(document: FileTable) -> list[FileTable]:
     """The [[node]] tables in rank order, an empty one for what is none; [] when there are too few or too many."""
     tables = document.get("node")
     if tables is None or tables == []:
@@ -57,7 +57,7 @@ def node_tables(document: Table) -> list[Table]:
 
 
 def read_nodes(
-    tables: Sequence[Table], defaults: Table, base: Path, framework: Framework
+    tables: Sequence[FileTable], defaults: FileTable, base: Path, framework: Framework
 ) -> tuple[NodeConfig | None, ...]:
     """All nodes, in rank order; None for one with faults, so that the others keep their ranks."""
     reader = _NodeReader(defaults, base, len(tables), framework)
@@ -69,14 +69,14 @@ def read_nodes(
 
 @dataclass(frozen=True)
 class _NodeReader:
-    defaults: Table
+    defaults: FileTable
     base: Path
     """The folder of the configuration."""
     size: int
     """Number of nodes."""
     framework: Framework
 
-    def read(self, rank: int, table: Table) -> NodeConfig | None:
+    def read(self, rank: int, table: FileTable) -> NodeConfig | None:
         if not table:
             return None
         values, before = dict(table), len(table.faults)
@@ -91,7 +91,7 @@ class _NodeReader:
         node = table.validated(NodeConfig, values)
         return node if len(table.faults) == before else None
 
-    def _check_devices(self, table: Table, values: dict[str, Any], rank: int) -> None:
+    def _check_devices(self, table: FileTable, values: dict[str, Any], rank: int) -> None:
         row = values.get("rdma")
         if not isinstance(row, list):
             return
@@ -103,7 +103,7 @@ class _NodeReader:
         elif devices[rank] is not None:
             table.refuse(f"rdma[{rank}]", f'"" for the node itself, {_MATRIX}', devices[rank])
 
-    def _path(self, table: Table, key: str, *, local: bool | None) -> Any:
+    def _path(self, table: FileTable, key: str, *, local: bool | None) -> Any:
         """The path of `key`, absolute if the node is this machine; `local` is None if that is unknown."""
         given = table.get(key, self.defaults.get(key))
         if local is None:

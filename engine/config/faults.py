@@ -35,7 +35,7 @@ _BOUNDS = {
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Table(dict[Any, Any]):
+class FileTable(dict[Any, Any]):
     """A table of a file, whose keys are reported as `<name>.<key>`; a YAML file's has no name. All tables have the same
     list of faults, those so far in the order in which they were found."""
 
@@ -45,11 +45,11 @@ class Table(dict[Any, Any]):
         super().__init__(values)
         self.file, self.name, self.faults = file, name, [] if faults is None else faults
 
-    def at(self, name: str, values: Mapping[Any, Any] = {}) -> Table:
+    def at(self, name: str, values: Mapping[Any, Any] = {}) -> FileTable:
         """Another table of the file."""
-        return Table(self.file, name, values, self.faults)
+        return FileTable(self.file, name, values, self.faults)
 
-    def table(self, name: str) -> Table:
+    def table(self, name: str) -> FileTable:
         """The nested one of that name; an empty one where there is none."""
         values = self.get(name, {})
         if not isinstance(values, dict):

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from engine.config.cluster_tables import NODE_LIMIT
 from engine.config.documents import DocumentError, file_text, read_json, read_text
-from engine.config.faults import Table
+from engine.config.faults import FileTable
 from engine.config.job_table import environment_fault
 from engine.config.models import MAX_ADDRESSES, ClusterConfig
 from engine.errors import ConfigFault, InputError
@@ -24,7 +24,7 @@ _SLOTS = re.compile(r"(?P<host>[^\s:]+)(?::(?P<count>[0-9]{1,9})|\s+slots\s*=\s*
 
 @dataclass
 class ImportedHosts:
-    tables: list[Table] = field(default_factory=list)
+    tables: list[FileTable] = field(default_factory=list)
     """One per rank, with keys of [[node]]."""
     backend: str | None = None
     env: dict[str, str] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class ImportedHosts:
 def read_hostfile(path: Path, faults: list[ConfigFault]) -> ImportedHosts:
     """Read `path`; at most one fault is added for each of its entries."""
     try:
-        text, here = read_text(path, _WANTED), Table(file_text(path), faults=faults)
+        text, here = read_text(path, _WANTED), FileTable(file_text(path), faults=faults)
         if text.lstrip()[:1] in ("[", "{"):
             imported = _from_json(here, read_json(path, text))
         else:
@@ -47,7 +47,7 @@ def read_hostfile(path: Path, faults: list[ConfigFault]) -> ImportedHosts:
     return replace(imported, text=text)
 
 
-def _from_json(here: Table, document: Any) -> ImportedHosts:
+def _from_json(here: FileTable, document: Any) -> ImportedHosts:
     table = document if isinstance(document, dict) else {"hosts": document}
     hosts, backend, repeats = (table.get(key) for key in ("hosts", "backend", "connections_per_ip"))
     if backend not in (None, "", *_BACKENDS):
@@ -72,7 +72,7 @@ def _from_json(here: Table, document: Any) -> ImportedHosts:
     return imported
 
 
-def _entry(here: Table, rank: int, entry: Any, names: set[str]) -> Table:
+def _entry(here: FileTable, rank: int, entry: Any, names: set[str]) -> FileTable:
     if not isinstance(entry, dict) or "ssh" not in entry:
         here.refuse(f"hosts[{rank}]", f"an entry such as {_ENTRY}", entry)
         return here.at(f"hosts[{rank}]")
@@ -82,7 +82,7 @@ def _entry(here: Table, rank: int, entry: Any, names: set[str]) -> Table:
     return here.at(f"hosts[{rank}]", values | ({"rdma": rdma} if rdma else {}))
 
 
-def _environment(here: Table, lines: Any) -> dict[str, str]:
+def _environment(here: FileTable, lines: Any) -> dict[str, str]:
     if lines in (None, []):
         return {}
     if not isinstance(lines, list) or len(lines) > 1000:
@@ -99,7 +99,7 @@ def _environment(here: Table, lines: Any) -> dict[str, str]:
     return variables
 
 
-def _from_lines(here: Table, text: str) -> ImportedHosts:
+def _from_lines(here: FileTable, text: str) -> ImportedHosts:
     imported, names = ImportedHosts(), set[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         entry = line.partition("#")[0].strip()

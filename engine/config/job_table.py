@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config import mlx_lm_keys
 from engine.config.documents import DocumentError, file_text, read_yaml
-from engine.config.faults import Table
+from engine.config.faults import FileTable
 from engine.config.formats import path_form, resolved
 from engine.config.models import JobConfig
 from engine.protocol import launchers
@@ -51,18 +51,18 @@ class ReadJob:
     config: JobConfig | None
     """None if it has faults."""
     settings: Mapping[str, Any]
-    locations: Mapping[str, Table]
+    locations: Mapping[str, FileTable]
     is_command: bool
 
 
-def read_job(table: Table, base: Path) -> ReadJob:
+def read_job(table: FileTable, base: Path) -> ReadJob:
     """Read [job], with defaults for all mlx-lm keys. Its paths are kept as written."""
     before = len(table.faults)
     table.unknown((*OWN_KEYS, *mlx_lm_keys.KEYS), mlx_lm_keys.FORMER_KEYS)
     _check_environment(table, table.get("env"))
     framework: Framework = "torch" if table.get("framework") == "torch" else "mlx"
     table = _with_command(table)
-    command, settings, locations = "command" in table, dict[str, Any](), dict[str, Table]()
+    command, settings, locations = "command" in table, dict[str, Any](), dict[str, FileTable]()
     unused = mlx_lm_keys.MLX_KEYS if framework == "torch" else mlx_lm_keys.TORCH_KEYS
     if not (command and framework == "torch"):
         if table.get("elastic") is True:
@@ -101,7 +101,7 @@ def read_job(table: Table, base: Path) -> ReadJob:
     return ReadJob(config if len(table.faults) == before else None, settings, locations, command)
 
 
-def _with_command(table: Table) -> Table:
+def _with_command(table: FileTable) -> FileTable:
     """The table with the command that its `script` stands for, if it has one."""
     if "script" not in table:
         return table
@@ -118,7 +118,7 @@ def _with_command(table: Table) -> Table:
     return table.at(table.name, {"command": words if launched else ["python", *words], **rest})
 
 
-def _check_framework(table: Table, values: dict[str, Any], framework: Framework) -> None:
+def _check_framework(table: FileTable, values: dict[str, Any], framework: Framework) -> None:
     """`values` gets the framework's own default strategy; one that it does not have is a fault."""
     values.setdefault("strategy", STRATEGIES[framework][0])
     if values["strategy"] not in STRATEGIES[framework]:
@@ -127,7 +127,7 @@ def _check_framework(table: Table, values: dict[str, Any], framework: Framework)
         table.refuse("strategy", accepted, values.pop("strategy"))
 
 
-def _check_torch(table: Table, settings: Mapping[str, Any], locations: Mapping[str, Table]) -> None:
+def _check_torch(table: FileTable, settings: Mapping[str, Any], locations: Mapping[str, FileTable]) -> None:
     """Values of the keys that the trainer for PyTorch does not have."""
     if (optimizer := settings.get("optimizer", "adam")) not in mlx_lm_keys.TORCH_OPTIMIZERS:
         accepted = f"one of {', '.join(mlx_lm_keys.TORCH_OPTIMIZERS)} with PyTorch"
@@ -138,7 +138,7 @@ def _check_torch(table: Table, settings: Mapping[str, Any], locations: Mapping[s
         table.missing("nvme_path", 'a folder on every node, which offload = "nvme" needs')
 
 
-def _check_launcher(table: Table) -> tuple[str, ...]:
+def _check_launcher(table: FileTable) -> tuple[str, ...]:
     """Check the launcher of PyTorch that a command begins with, if any: the keys that it is given."""
     launcher, options, program = launchers.split_launcher(table["command"])
     if table.get("elastic") is True and (
@@ -163,7 +163,7 @@ def _check_launcher(table: Table) -> tuple[str, ...]:
     return ("strategy", *mlx_lm_keys.TORCH_KEYS) if launcher == "accelerate" else ()
 
 
-def _check_command(table: Table, framework: Framework) -> tuple[str, ...]:
+def _check_command(table: FileTable, framework: Framework) -> tuple[str, ...]:
     """The keys that may be beside the command."""
     allowed = (*_TRACKER_KEYS, *(_check_launcher(table) if framework == "torch" else ()))
     for key, value in table.items():
@@ -186,7 +186,7 @@ def _check_command(table: Table, framework: Framework) -> tuple[str, ...]:
     return allowed
 
 
-def _command_settings(table: Table, allowed: Collection[str]) -> dict[str, Any]:
+def _command_settings(table: FileTable, allowed: Collection[str]) -> dict[str, Any]:
     """The valid ones of these keys beside a command, whose metrics the head alone writes to trackers."""
     valid = {}
     for key in allowed:
@@ -201,10 +201,10 @@ def _command_settings(table: Table, allowed: Collection[str]) -> dict[str, Any]:
     return valid
 
 
-def _training(table: Table, base: Path) -> tuple[dict[str, Any], dict[str, Table]]:
+def _training(table: FileTable, base: Path) -> tuple[dict[str, Any], dict[str, FileTable]]:
     """mlx-lm's keys with defaults, and where each key was set."""
     given: dict[str, Any] = {}
-    locations: dict[str, Table] = {}
+    locations: dict[str, FileTable] = {}
     for source in (table, _yaml_keys(table, base)):
         # Keys of the table win, also as the other way to say the same.
         settled = {*given, *(_SAME[key] for key in given if key in _SAME)}
@@ -230,7 +230,7 @@ def _training(table: Table, base: Path) -> tuple[dict[str, Any], dict[str, Table
     return {key: value for key, value in settings.items() if key not in invalid}, locations
 
 
-def _yaml_keys(table: Table, base: Path) -> Table:
+def _yaml_keys(table: FileTable, base: Path) -> FileTable:
     """The keys of the file in `config`; empty if there is none, or if it cannot be read."""
     named = table.get("config")
     if named is None:
@@ -244,13 +244,13 @@ def _yaml_keys(table: Table, base: Path) -> Table:
     except DocumentError as error:
         table.faults.extend(error.faults)
         return table.at("")
-    there = Table(file_text(path), "", keys, table.faults)
+    there = FileTable(file_text(path), "", keys, table.faults)
     hints = {**mlx_lm_keys.FORMER_KEYS, **dict.fromkeys(OWN_KEYS, "no value here: this key belongs in flightdeck.toml")}
     there.unknown(mlx_lm_keys.KEYS, hints)
     return there
 
 
-def _check_environment(table: Table, env: object) -> None:
+def _check_environment(table: FileTable, env: object) -> None:
     if not isinstance(env, dict):
         return
     here = table.at(f"{table.name}.env")

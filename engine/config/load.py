@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from engine.config.cluster_tables import node_tables, read_cluster, read_defaults, read_nodes
 from engine.config.documents import file_text, read_toml
-from engine.config.faults import Table
+from engine.config.faults import FileTable
 from engine.config.formats import address_form, path_form, remote_path_form, resolved, split_form
 from engine.config.imported_hosts import ImportedHosts, read_hostfile
 from engine.config.job_table import PATH_KEYS, ReadJob, read_job
@@ -40,7 +40,7 @@ from engine.security.redact import is_public
 MAX_PORT = 65535
 
 
-def _check_nodes(nodes: Sequence[Table]) -> None:
+def _check_nodes(nodes: Sequence[FileTable]) -> None:
     """Names and addresses must be unique."""
     first: dict[str, int] = {}
     for rank, node in enumerate(nodes):
@@ -63,7 +63,7 @@ def _check_nodes(nodes: Sequence[Table]) -> None:
                 node.refuse(f"ips[{number}]", accepted, address)
 
 
-def _check_devices(nodes: Sequence[Table], backend: str) -> None:
+def _check_devices(nodes: Sequence[FileTable], backend: str) -> None:
     """A complete matrix of RDMA devices must connect the ranks as the backend needs it."""
     size = len(nodes)
     if backend not in ("jaccl", "jaccl-ring") or not all(len(_listed(node, "rdma")) == size for node in nodes):
@@ -76,7 +76,7 @@ def _check_devices(nodes: Sequence[Table], backend: str) -> None:
             node.refuse("rdma", f"a device for rank {' and '.join(missing)} too: {backend} needs it", row)
 
 
-def _check_framework(cluster: Table, backend: str, nodes: Sequence[Table], framework: Framework) -> None:
+def _check_framework(cluster: FileTable, backend: str, nodes: Sequence[FileTable], framework: Framework) -> None:
     """Report what belongs to the other framework."""
     if framework == "torch" and backend not in ("auto", "nccl", "gloo"):
         cluster.refuse("backend", "auto, nccl or gloo: PyTorch has no other", backend)
@@ -90,10 +90,10 @@ def _check_framework(cluster: Table, backend: str, nodes: Sequence[Table], frame
 
 
 def _by_process(
-    tables: Sequence[Table], nodes: Sequence[NodeConfig | None]
-) -> tuple[list[Table], tuple[NodeConfig | None, ...]]:
+    tables: Sequence[FileTable], nodes: Sequence[NodeConfig | None]
+) -> tuple[list[FileTable], tuple[NodeConfig | None, ...]]:
     """Tables and nodes, with those of several processes once for each."""
-    repeated: list[tuple[Table, NodeConfig | None]] = []
+    repeated: list[tuple[FileTable, NodeConfig | None]] = []
     for table, node in zip(tables, nodes, strict=True):
         names = [f"{node.name}.{process}" for process in range(node.processes)] if node and node.processes > 1 else []
         repeated += [
@@ -104,18 +104,18 @@ def _by_process(
     return [table for table, _ in repeated], tuple(node for _, node in repeated)
 
 
-def _check_ports(cluster: Table, nodes: Sequence[Table], first: int | None) -> None:
+def _check_ports(cluster: FileTable, nodes: Sequence[FileTable], first: int | None) -> None:
     """Every address of a rank needs a port."""
     ports = sum(len(_listed(node, "ips")) or 1 for node in nodes)
     if first is not None and nodes and first + ports - 1 > MAX_PORT:
         cluster.refuse("starting_port", f"a port that is the first of {ports} ports up to {MAX_PORT}", first)
 
 
-def _listed(node: Table, key: str) -> list[object]:
+def _listed(node: FileTable, key: str) -> list[object]:
     return values if isinstance(values := node.get(key), list) else []
 
 
-def _check_command(tables: Sequence[Table]) -> None:
+def _check_command(tables: Sequence[FileTable]) -> None:
     accepted = "no value here: the job is a command, which has its own"
     for key in ("model", "data", "share", "validate"):
         for table in tables:
@@ -123,7 +123,7 @@ def _check_command(tables: Sequence[Table]) -> None:
                 table.refuse(key, accepted)
 
 
-def _check_training(inline: Table, tables: Sequence[Table], job: ReadJob) -> None:
+def _check_training(inline: FileTable, tables: Sequence[FileTable], job: ReadJob) -> None:
     nodes, settings, config = len(tables), job.settings, job.config
     batch_size = settings.get("batch_size")
     strategy = config.strategy if config is not None else None
@@ -154,7 +154,7 @@ def _check_training(inline: Table, tables: Sequence[Table], job: ReadJob) -> Non
             job.locations.get(key, inline).refuse(key, accepted, settings[key])
 
 
-def _check_validation(tables: Sequence[Table], strategy: str | None, settings: Mapping[str, Any]) -> None:
+def _check_validation(tables: Sequence[FileTable], strategy: str | None, settings: Mapping[str, Any]) -> None:
     kept_out = [table for table in tables if table.get("validate") is False]
     if strategy in PARTITIONED and kept_out:
         accepted = f'no value here: with strategy = "{strategy}" every node computes a part of each validation'
@@ -177,7 +177,7 @@ def load_config(path: Path) -> Config:
     """Raises ConfigError with all faults, and nothing else."""
     document, text = read_toml(path)
     file = path.absolute()
-    here = Table(file_text(path), "", document)
+    here = FileTable(file_text(path), "", document)
     here.unknown(_TABLES, _HINTS)
     cluster_table, job_table = here.table("cluster"), here.table("job")
     cluster = read_cluster(cluster_table)
@@ -219,7 +219,7 @@ def load_config(path: Path) -> Config:
     return loaded.model_copy(update={"digest": content_digest(loaded, text, imported.text if imported else "")})
 
 
-def _read_sections(here: Table, nodes: Sequence[NodeConfig | None]) -> dict[str, Any]:
+def _read_sections(here: FileTable, nodes: Sequence[NodeConfig | None]) -> dict[str, Any]:
     """The tables of _SECTIONS; None for one with faults."""
     sections = {}
     for name, kind in _SECTIONS.items():
@@ -233,7 +233,7 @@ def _read_sections(here: Table, nodes: Sequence[NodeConfig | None]) -> dict[str,
     return sections
 
 
-def _check_torch(here: Table, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
+def _check_torch(here: FileTable, job: JobConfig, sections: Mapping[str, Any], nodes: int) -> None:
     """Check sections for values that a PyTorch job does not have."""
     checkpoint, recovery = sections["checkpoint"], sections["recovery"]
     saves = checkpoint is not None and checkpoint.enabled and job.kind.own_model is None
@@ -249,7 +249,7 @@ def _check_torch(here: Table, job: JobConfig, sections: Mapping[str, Any], nodes
         here.at("recovery").refuse("max_restarts", accepted, 0)
 
 
-def _read_hostfile(cluster: Table, base: Path) -> ImportedHosts | None:
+def _read_hostfile(cluster: FileTable, base: Path) -> ImportedHosts | None:
     """The nodes of [cluster] hostfile; None if it is not set."""
     named = cluster.get("hostfile")
     if not isinstance(named, str):
@@ -270,7 +270,7 @@ def _check_job_paths(job: ReadJob, nodes: Sequence[NodeConfig]) -> None:
             job.locations[key].refuse(key, accepted, value)
 
 
-def _check_destination(table: Table, named: str | None, nodes: Sequence[NodeConfig | None]) -> None:
+def _check_destination(table: FileTable, named: str | None, nodes: Sequence[NodeConfig | None]) -> None:
     """The destination is a path on the node, or a URL for fsspec there."""
     if named is None:
         return
