@@ -46,6 +46,7 @@ class RankEvents:
         for line in self._tail.lines():
             if STEP_FIELD in (name := line[:NAME_END]):
                 steps.append(line)
+                signs.clear()
             elif _SIGN_OF_LIFE.search(name):
                 signs.append(line)
             else:
