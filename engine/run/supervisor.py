@@ -61,8 +61,7 @@ async def supervise(run: RunContext, *, adopt: bool, aborted_by: Iterable[signal
         live.start()
         try:
             for adopting in (adopt, True):
-                fault = await _drive(run, live, adopting=adopting)
-                if fault is None:
+                if (fault := await _drive(run, live, adopting=adopting)) is None:
                     break
             else:
                 await _end_by_fault(run, f"the supervisor failed: {fault}")
