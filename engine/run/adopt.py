@@ -90,7 +90,7 @@ def finding(t: Transition) -> None:
         return
     if result.launcher is not None and t.state.attempt.launcher is None:
         t.record(result.launcher)
-    if result.launcher is not None or result.anything:
+    if result.launcher is not None or result.anything or t.run_state is RunState.FINISHING:
         begin_running(t, launched=result.launcher is not None)
     elif not t.history.failures:
         end_run(t, events.Verdict(RunState.FAILED, Reason.SUPERVISOR_LOST, _LOST_IN_LAUNCH))

@@ -61,6 +61,10 @@ HISTORIES = {
         '{"seed":129041444,"kind":"direct","iterations":24,"period_s":1.0,"every":10,"min_nodes":2,"recovery":2,"faults":'
         '[["head_disk_stalled",2.86,1,180.0],["rank_deaf",25.41,0,0.4]]}'
     ),
+    "nothing is found of an attempt whose failure was recorded and ends the run": (
+        '{"kind":"torch","nodes":3,"iterations":8,"every":0,"recovery":6,"faults":[["unfit",0.0,1,0.0],'
+        '["slow",3.27,2,400.0],["keeper_killed",9.34,0,45.0],["head_killed_at_effect",33,0,30.0]]}'
+    ),
     "an abort that comes together with the plan of an attempt ends the run": (
         '{"seed":222924566,"kind":"sharded","iterations":6,"every":0,"faults":[["disk_stalled",1.72,0,45.0],'
         '["abort_now",1.93,0,18.0]]}'

@@ -427,6 +427,19 @@ def test_a_rank_that_an_earlier_supervisor_has_lost_is_lost_when_its_node_is_bac
     assert [standing.lost for standing in judged[0].standings] == [False, True]
 
 
+def test_an_adopter_that_finds_nothing_of_an_attempt_whose_failure_ends_the_run_ends_it(tmp_path: Path) -> None:
+    finishing = [events.StateChanged(state=state) for state in (RunState.RUNNING, RunState.FINISHING)]
+    failed = events.AttemptFailed(attempt=1, verdict=KILLED, reached=0, failed_at=START)
+    life = adopted(tmp_path, LAUNCHER, *finishing, failed)
+    life.step()
+    life.connect()
+    life.start_ranks()
+    for rank in (0, 1):
+        life.rank(rank, vanished=True)
+    life.step(Found(anything=False))
+    assert any(isinstance(effect, Judge) for effect in life.step())
+
+
 def test_an_adopter_that_finds_nothing_of_a_first_launch_ends_the_run(tmp_path: Path) -> None:
     life = adopted(tmp_path)
     life.step()
