@@ -401,8 +401,7 @@ def _hung(evidence: FailureEvidence, hang: Hang) -> Verdict:
 
 
 def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence | None, str]:
-    """The rank that stalled, and how that is known: it was behind, or it alone did not leave with the others. A
-    rank that leaves after it was told to end does not show that the others were asked to leave."""
+    """The rank that stalled, and how that is known: it was behind, or it alone did not leave when all were to."""
     behind = next((rank for rank in evidence.ranks if rank.rank == hang.rank), None)
     if behind is not None:
         return behind, f"rank {behind.rank} on {behind.node} was the first to stall"
@@ -412,7 +411,8 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
         for rank in stayed
         if rank.record is None or rank.record.stopped_by is not None or not _lost_its_peers(rank)
     ]
-    if len(unresponsive) == 1 and len(evidence.ranks) > 1:
+    asked = evidence.kind.survivors_keep_state and hang.iteration > 0
+    if len(unresponsive) == 1 < len(evidence.ranks) and (asked or unresponsive == stayed):
         (rank,) = unresponsive
         return rank, f"rank {rank.rank} on {rank.node} did not answer when the others left"
     return None, "which rank stalled first is not known"

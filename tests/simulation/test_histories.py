@@ -65,6 +65,10 @@ HISTORIES = {
         '{"kind":"torch","nodes":3,"iterations":8,"every":0,"recovery":6,"faults":[["unfit",0.0,1,0.0],'
         '["slow",3.27,2,400.0],["keeper_killed",9.34,0,45.0],["head_killed_at_effect",33,0,30.0]]}'
     ),
+    "a hang names nobody who was ended while a node that woke up left by itself": (
+        '{"seed":140969064,"kind":"sharded","local":false,"iterations":8,"period_s":3.0,"every":3,"recovery":7,'
+        '"faults":[["node_sleeps",24.28,0,18.0]]}'
+    ),
     "an abort that comes together with the plan of an attempt ends the run": (
         '{"seed":222924566,"kind":"sharded","iterations":6,"every":0,"faults":[["disk_stalled",1.72,0,45.0],'
         '["abort_now",1.93,0,18.0]]}'

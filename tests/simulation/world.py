@@ -36,11 +36,17 @@ _READ_CLOCK_S = 4.0
 
 
 @cache
-def lock_file() -> Path:
+def _lock_folder() -> Path:
     folder = tempfile.mkdtemp(prefix="simulation-")
     # Unlike atexit's, they are called at the end of a worker of a pool, too.
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
-    return Path(folder) / "supervisor.lock"
+    return Path(folder)
+
+
+def lock_file() -> Path:
+    """In a folder that may have been removed meanwhile by whoever tidies up temporary files."""
+    _lock_folder().mkdir(exist_ok=True)
+    return _lock_folder() / "supervisor.lock"
 
 
 class World:

@@ -583,6 +583,13 @@ def test_a_hang_names_nobody_who_was_ended_while_another_left_after_it_was_told_
     assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
 
 
+def test_a_hang_names_nobody_who_was_ended_while_another_left_unasked() -> None:
+    """A program of the user's own, like ranks with parts of the state, is not asked to save and leave."""
+    left, ended = rank(0, 1, tail=LOST), rank(1, sig=15, stopped_by="end")
+    verdict = verdict_on(evidence(left, ended, trigger=Trigger.HUNG, trainer=False, hang=HANG))
+    assert (verdict.reason, verdict.rank) == (Reason.HUNG, None)
+
+
 def test_a_hang_names_the_one_that_stayed_when_the_others_had_done_their_work() -> None:
     stuck = rank(1, sig=9, stopped_by="end")
     verdict = verdict_on(evidence(rank(0), stuck, rank(2), trigger=Trigger.HUNG, trainer=False, hang=HANG))
