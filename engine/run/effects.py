@@ -1,4 +1,4 @@
-"""The effects that a step of a run may have, as frozen values: engine.run.step decides on them, engine.run.performer
+"""The effects that a step of a run may have, as frozen values: engine.run.step decides on them, engine.run.driver
 does them. Those that take long end in a Result of a later observation; at most one of these is under way."""
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from engine.node import processes
 from engine.protocol.attempt import write_atomic
 from engine.run import events
 from engine.run.attempt import keep_secrets
+from engine.run.driver import LiveRun
 from engine.run.journal import FOLLOWERS, RunRecorder
-from engine.run.performer import LiveRun
 from engine.run.run_context import RunContext
 from engine.run.run_plan import read_plan_and_damage, write_plan
 from engine.run.shutdown import kill_everywhere

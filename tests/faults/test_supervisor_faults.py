@@ -13,13 +13,13 @@ from tests.faults.local_runs import Run, plan_run
 FAULTY = """
 import sys
 from pathlib import Path
-from engine.run import performer, supervisor
+from engine.run import driver, supervisor
 from engine.run.journal import RunRecorder
 from engine.run.state import Phase
 from engine.run.supervisor_process import take_lock
 from engine.store.layout import RunDir
 
-left, step = int(sys.argv[2]), performer.step
+left, step = int(sys.argv[2]), driver.step
 
 def faulty(state, seen):
     global left
@@ -28,7 +28,7 @@ def faulty(state, seen):
         raise RuntimeError("boom")
     return step(state, seen)
 
-performer.step = faulty
+driver.step = faulty
 sys.exit(supervisor.main([sys.argv[1], "--lock", str(take_lock(RunDir(Path(sys.argv[1]))))]))
 """
 

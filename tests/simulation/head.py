@@ -1,4 +1,4 @@
-"""The supervisor's rim in the simulation: what engine.run.observer and engine.run.performer do, on simulated machines.
+"""The supervisor's rim in the simulation: what engine.run.observer and engine.run.driver do, on simulated machines.
 A `Supervisor` is the volatile part, lost with its process; `HeadDisk` is what stays."""
 
 from __future__ import annotations

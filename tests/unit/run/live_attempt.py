@@ -16,9 +16,9 @@ from engine.models import RunState
 from engine.node.processes import boot_id, start_time
 from engine.protocol.attempt import ExitRecord, Identity, write_atomic
 from engine.protocol.job import Strategy
+from engine.run.driver import LiveRun
 from engine.run.events import Attempt
 from engine.run.journal import RunRecorder
-from engine.run.performer import LiveRun
 from engine.run.run_context import HostConnections, RunContext
 from engine.run.run_plan import RunPlan
 from engine.security.identifiers import LOCAL

@@ -19,10 +19,10 @@ from engine.protocol.attempt import END, ExitRecord, NodeFiles, write_atomic
 from engine.protocol.job import Strategy
 from engine.run import attempt_hosts, preparation
 from engine.run.attempt_hosts import UnknownAttempt
+from engine.run.driver import LiveRun
 from engine.run.effects import ConnectUnknown, RequestProcesses
 from engine.run.events import CleanupConfirmed, NodesExcluded, RunReopened, StateChanged, Verdict
 from engine.run.journal import RunRecorder, read_journal
-from engine.run.performer import LiveRun
 from engine.run.run_context import RunContext
 from engine.run.step import begin
 from engine.security.identifiers import LOCAL

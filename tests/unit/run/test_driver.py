@@ -22,12 +22,12 @@ from engine.protocol.exit_codes import TrainerExit
 from engine.protocol.job import Strategy
 from engine.run import decide, running, shutdown, watched_attempt
 from engine.run.decide import failed_run, refusal
+from engine.run.driver import TICK_S
 from engine.run.effects import Connect
 from engine.run.events import HangDetected, Note, StateChanged, StopStageReached, Verdict
 from engine.run.journal import read_journal
 from engine.run.logs import mirror
 from engine.run.observation import ProgressView
-from engine.run.performer import TICK_S
 from engine.run.running import begin_watch
 from engine.run.state import Phase, State
 from engine.run.step import begin, step

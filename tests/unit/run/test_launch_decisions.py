@@ -27,7 +27,7 @@ from engine.plan.document import ChosenSettings
 from engine.plan.network import NetworkPlan
 from engine.plan.planner import make_plan
 from engine.protocol.attempt import AttemptSpec
-from engine.run import performer, preparation, supervisor
+from engine.run import driver, preparation, supervisor
 from engine.run.attempt import attempt_spec
 from engine.run.events import Attempt, AttemptFailed, LaunchDecided, NodesExcluded, StateChanged, Verdict
 from engine.run.journal import RunRecorder, read_journal
@@ -137,7 +137,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(CheckContext, "network_plan", network)
     monkeypatch.setattr(CheckContext, "layouts", layouts)
     monkeypatch.setattr(preparation, "fresh_ports", AsyncMock(return_value=20_000))
-    monkeypatch.setattr(performer, "launch", launch)
+    monkeypatch.setattr(driver, "launch", launch)
     return made
 
 

@@ -22,7 +22,7 @@ from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.node import processes
 from engine.node.processes import Process
 from engine.protocol.attempt import END, read_regular
-from engine.run import attempt_hosts, observer, performer, preparation, watched_attempt
+from engine.run import attempt_hosts, driver, observer, preparation, watched_attempt
 from engine.run.attempt import AttemptOrigin
 from engine.run.decide import Trigger
 from engine.run.effects import (
@@ -373,7 +373,7 @@ class Launching:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, result: AttemptOrigin | Exception) -> None:
         self.nodes: tuple[str, ...] = ()
         self._result = result
-        monkeypatch.setattr(performer, "launch", self)
+        monkeypatch.setattr(driver, "launch", self)
 
     async def __call__(self, _run_dir: object, plan: Any, *_: object) -> AttemptOrigin:
         self.nodes = plan.nodes
