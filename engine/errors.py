@@ -103,11 +103,11 @@ class HostKeyUnknown(NodeUnreachable):
 class HostKeyChanged(NodeUnreachable):
     """The node's host key is not the accepted one: another machine, or a man in the middle. No connection is made."""
 
-    def __init__(self, what: str, *, expected: str, found: str, where: str = "", why: str = "", todo: str = "") -> None:
+    def __init__(self, what: str, *, expected: str, shown: str, where: str = "", why: str = "", todo: str = "") -> None:
         super().__init__(what, where=where, why=why, todo=todo)
         self.expected = expected
         """Fingerprint of the accepted key."""
-        self.found = found
+        self.shown = shown
         """Fingerprint of the key that the node presents."""
 
 

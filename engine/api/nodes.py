@@ -119,7 +119,7 @@ class NodesApi:
         try:
             await self._session.fleet.accept(offer.target, offer.fingerprint)
         except HostKeyChanged as changed:
-            audit_log("host_key", "refused", context | {"found": changed.found}, home=self._home)
+            audit_log("host_key", "refused", context | {"found": changed.shown}, home=self._home)
             raise
         audit_log("host_key", "accepted", context, home=self._home)
 

@@ -307,5 +307,5 @@ def _refused(error: FlightDeckError, node: NodeConfig) -> Fields:
     if isinstance(error, HostKeyUnknown):
         fields["host_key"] = HostKeyOffer(target=error.target, key=error.key, fingerprint=error.fingerprint)
     elif isinstance(error, HostKeyChanged):
-        fields["changed_key"] = HostKeyChange(target=node.ssh, accepted=error.expected, found=error.found)
+        fields["changed_key"] = HostKeyChange(target=node.ssh, accepted=error.expected, found=error.shown)
     return fields

@@ -33,17 +33,17 @@ def start_script(
     ranks: Collection[int] | None = None,
     detached: Collection[int] = (),
     environment: Mapping[str, str | None] | None = None,
-    own: Mapping[int, Mapping[str, str]] | None = None,
+    variables: Mapping[int, Mapping[str, str]] = {},
 ) -> str:
     """The script's text, for `ranks` of the attempt, by default all of them. `bundle` is the folder of the node bundle.
-    The keepers of the `detached` ranks detach from the script as soon as their rank runs. `own`: variables by rank."""
+    The keepers of the `detached` ranks detach from the script as soon as their rank runs. `variables`: by rank."""
     programs = {}
     for rank in spec.ranks:
         if ranks is None or rank.rank in ranks:
             options = ["--detach"] if rank.rank in detached else []
             keeper = [rank.python, "-m", "engine.node.keeper", "--spec", str(files.spec), *options]
             keeper_log = shlex.quote(str(files.keeper_log(rank.rank)))
-            programs[rank.rank] = RankProgram(keeper, f">/dev/null 2>>{keeper_log}", (own or {}).get(rank.rank, {}))
+            programs[rank.rank] = RankProgram(keeper, f">/dev/null 2>>{keeper_log}", variables.get(rank.rank, {}))
     return ranks_script(programs, bundle, backend=spec.backend, world_size=spec.world_size, environment=environment)
 
 

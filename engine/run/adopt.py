@@ -40,7 +40,7 @@ def taking_up(t: Transition) -> None:
     left = unproved(t)
     if left and t.waited_s <= _PROOF_LIMIT_S:
         return
-    known = t.seen.unknown if t.state.unknown_attempt is not None else judged(t)
+    verdict = t.seen.unknown if t.state.unknown_attempt is not None else judged(t)
     if left:
         error = LaunchError(
             "the run cannot be taken up yet",
@@ -49,8 +49,8 @@ def taking_up(t: Transition) -> None:
             todo="see that the node answers",
         )
         end_run(t, launch_failed(str(error)))
-    elif known is not None and known.state is RunState.SUCCEEDED:
-        end_run(t, known)
+    elif verdict is not None and verdict.state is RunState.SUCCEEDED:
+        end_run(t, verdict)
     elif t.state.unknown_attempt is not None or not judge_again(t):
         plan_attempt(t, t.state.plan.nodes)
 

@@ -189,7 +189,7 @@ async def _put_files(
         ranks=layout.ranks,
         detached=() if here else layout.ranks,
         environment={"PATH": os.environ.get("PATH")} if here else {},
-        own={rank: gpu_environment(network, rank) for rank in layout.ranks},
+        variables={rank: gpu_environment(network, rank) for rank in layout.ranks},
     )
     # The FIFOs before the keepers make them, so that no early command is lost.
     fifos = {there.control(rank).name: None for rank in layout.ranks}

@@ -289,12 +289,12 @@ def decide(run: FailedRun) -> Wait | Restart | Finish:
 
 
 def _restart_or_wait(run: FailedRun) -> Wait | Restart | Finish:
-    members = tuple(each.node for each in run.nodes if each.proved)
-    missing = [each for each in run.nodes if not each.proved]
-    left_out = tuple(each.node for each in missing)
+    members = tuple(presence.node for presence in run.nodes if presence.proved)
+    missing = [presence for presence in run.nodes if not presence.proved]
+    left_out = tuple(presence.node for presence in missing)
     names = ", ".join(left_out)
     # The own keepers of a node that was silent for so long have ended its ranks by now.
-    surely_ended = all(run.lost_after_s is not None and each.silent_s > run.lost_after_s for each in missing)
+    surely_ended = all(run.lost_after_s is not None and presence.silent_s > run.lost_after_s for presence in missing)
     if missing and not (len(members) >= run.needed and surely_ended):
         limit_s = run.recovery.node_wait_s
         if run.waited_s > limit_s:

@@ -116,14 +116,14 @@ class RankEvidence:
     @property
     def bind_error(self) -> str | None:
         """The error number with which the ring could not bind its port."""
-        found = _CANNOT_BIND.search(f"{self.final_lines}\n{self.exception}")
-        return found["errno"] if found is not None else None
+        match = _CANNOT_BIND.search(f"{self.final_lines}\n{self.exception}")
+        return match["errno"] if match is not None else None
 
     @property
     def busy_master_port(self) -> int | None:
         """The port on which PyTorch's store could not listen, since another program had it."""
-        found = _CANNOT_LISTEN.search(f"{self.final_lines}\n{self.exception}")
-        return int(found["port"]) if found is not None else None
+        match = _CANNOT_LISTEN.search(f"{self.final_lines}\n{self.exception}")
+        return int(match["port"]) if match is not None else None
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class EvidenceCollector:
             unbound = [evidence.rank for evidence in ranks if evidence.bind_error is not None]
             first = self._context.attempt.starting_port
             ports |= {rank: ports_of(rank, decisions.network, first) for rank in unbound}
-        ports |= {each.rank: range(port, port + 1) for each in ranks if (port := each.busy_master_port) is not None}
+        ports |= {rank.rank: range(port, port + 1) for rank in ranks if (port := rank.busy_master_port) is not None}
         asked = {self._connection(rank) for rank in ports}
         for connection in asked:
             connection.request_port_holders([port for rank in connection.ranks for port in ports.get(rank, ())])
@@ -261,8 +261,8 @@ class EvidenceCollector:
         while any(connection.port_holders is None for connection in asked) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         holders = {rank: self._connection(rank).port_holders for rank in ports}
-        found = {rank: _port(ports[rank], held) for rank, held in holders.items() if held is not None}
-        return [replace(each, port=found.get(each.rank)) for each in ranks]
+        causes = {rank: _port(ports[rank], held) for rank, held in holders.items() if held is not None}
+        return [replace(rank, port=causes.get(rank.rank)) for rank in ranks]
 
 
 def _port(ports: range, holders: Mapping[int, str]) -> str | None:

@@ -70,7 +70,7 @@ class AttemptHistory:
     def shown_alarms(self) -> tuple[Alarm, ...]:
         """The newest alarms, oldest first."""
         newest = self.alarms[-ALARMS_SHOWN:]
-        return tuple(Alarm(each.alarm, each.message, each.at, each.iteration, each.ranks) for each in newest)
+        return tuple(Alarm(event.alarm, event.message, event.at, event.iteration, event.ranks) for event in newest)
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ def _record(record: RunRecord, event: events.Event) -> RunRecord:
             changes = {"unconfirmed": [node for node in record.unconfirmed if node != event.node]}
         case events.RankLaunched():
             started = moment_or_none(event.identity.started_at)
-            known = [at for at in (started, record.started_at) if at is not None]
-            changes = {"started_at": min(known, default=None)}
+            times = [at for at in (started, record.started_at) if at is not None]
+            changes = {"started_at": min(times, default=None)}
         case events.AttemptResumed(seconds=float()):
             changes = {"recovery_s": event.seconds}
         case events.LogsMissing(attempt=record.attempts):

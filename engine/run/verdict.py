@@ -200,12 +200,12 @@ def _lost_its_peers(rank: RankEvidence) -> bool:
     """The rank ended because a connection to another rank was gone."""
     if rank.left_for_peers or rank.error_type == "PeerLost":
         return True
-    known = findings(_lines(rank.final_lines if rank.failure is None else str(rank.failure.get("message", ""))))
-    causes = [found for found in known if found.kind is SignatureKind.CAUSE]
-    own = any(found.signature is not None and found.signature.own_fault for found in causes)
+    explained = findings(_lines(rank.final_lines if rank.failure is None else str(rank.failure.get("message", ""))))
+    causes = [finding for finding in explained if finding.kind is SignatureKind.CAUSE]
+    own_fault = any(cause.signature is not None and cause.signature.own_fault for cause in causes)
     # One worker's exception is why the others of its torchrun lost it.
-    own = own or (bool(causes) and rank.failure is None and rank.is_torchrun)
-    return not own and any(found.kind is SignatureKind.CONSEQUENCE for found in known)
+    own_fault = own_fault or (bool(causes) and rank.failure is None and rank.is_torchrun)
+    return not own_fault and any(finding.kind is SignatureKind.CONSEQUENCE for finding in explained)
 
 
 def _failed(reason: Reason, cause: str, rank: RankEvidence | None = None) -> Verdict:
@@ -279,21 +279,21 @@ def _ended_by_itself(rank: RankEvidence, record: ExitRecord, trainer: bool) -> t
         return (Reason.DIVERGED, last) if diverged else (Reason.RANK_FAILED, _left_early(rank, trainer))
     ended = _how_ended(record)
     lines = _lines(rank.final_lines, rank.exception)
-    known = explain(lines)
+    cause = explain(lines)
     # The end of a torchrun is that of all its workers, of whose troubles only the last counts.
-    found = [known] if rank.is_torchrun else findings(lines)
-    reasons = {each.signature.reason for each in found if each is not None and each.signature is not None}
+    causes = [cause] if rank.is_torchrun else findings(lines)
+    reasons = {failure.signature.reason for failure in causes if failure is not None and failure.signature is not None}
     if Reason.OUT_OF_MEMORY in reasons or (record.signal == signal.SIGKILL and rank.memory_killed):
         return Reason.OUT_OF_MEMORY, f"out of memory: {last or ended}"
     if Reason.DISK_FULL in reasons:
         return Reason.DISK_FULL, f"disk full: {last or ended}"
-    if known is not None and known.signature is not None and known.signature.reason is Reason.LAUNCH_FAILED:
-        return Reason.LAUNCH_FAILED, rank.port or known.cause
+    if cause is not None and cause.signature is not None and cause.signature.reason is Reason.LAUNCH_FAILED:
+        return Reason.LAUNCH_FAILED, rank.port or cause.cause
     like_an_error = _LIKE_AN_ERROR.search(last) is not None
     if record.signal is not None:
         # After its exception a script may abort in the interpreter's own end, by a thread of PyTorch's group.
-        own = record.signal == signal.SIGABRT and rank.failure is not None and not trainer
-        return Reason.RANK_FAILED if own else Reason.RANK_KILLED, f"{ended}: {last}" if like_an_error else ended
+        aborted = record.signal == signal.SIGABRT and rank.failure is not None and not trainer
+        return Reason.RANK_FAILED if aborted else Reason.RANK_KILLED, f"{ended}: {last}" if like_an_error else ended
     output = f"{': ' if like_an_error else '; its last output: '}{last}" if last else " without output"
     return Reason.RANK_FAILED, ended + output
 
@@ -439,10 +439,10 @@ def with_cause(
         if blamed.error_type != "PeerLost":
             # That another rank has gone is no cause.
             reported = [str(blamed.failure.get("traceback") or ""), blamed.exception]
-    found = first_cause(run_dir, verdict, log_bases, exit_output=_lines(*output), reported=_lines(*reported))
-    if found is None:
+    diagnosis = first_cause(run_dir, verdict, log_bases, exit_output=_lines(*output), reported=_lines(*reported))
+    if diagnosis is None:
         return verdict
-    return replace(verdict, cause=redactor(found.cause), fix=found.fix, signature=found.signature)
+    return replace(verdict, cause=redactor(diagnosis.cause), fix=diagnosis.fix, signature=diagnosis.signature)
 
 
 def _lines(*texts: str) -> list[str]:

@@ -41,7 +41,7 @@ class MlxOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().__init__(parameters, {"lr": 0.0, "update": 0, "weight_decay": 0.0, **_DEFAULTS[kind], **settings})
         self._kind = kind
         # To Adam's kernel a parameter, its gradient and its state are flat arrays of one order: on the CPU unchecked.
-        for parameter in (each for group in self.param_groups for each in group["params"] if not each.is_contiguous()):
+        for parameter in (p for group in self.param_groups for p in group["params"] if not p.is_contiguous()):
             parameter.data = parameter.data.contiguous()
 
     def begin(self, learning_rate: float, update: int) -> None:
@@ -77,7 +77,7 @@ class MlxOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         state = (self._kept(name, parameters) for name in ("exp_avg", "exp_avg_sq"))
         # This rank's parts of what `fully_shard` divides.
         rows = (parameters, gradients, *state)
-        weights, *others = ([each.to_local() if isinstance(each, DTensor) else each for each in row] for row in rows)
+        weights, *others = ([part.to_local() if isinstance(part, DTensor) else part for part in row] for row in rows)
         step = group["update"] if group["bias_correction"] else math.inf
         steps = [torch.full((), step, dtype=torch.float32, device=weights[0].device)] * len(weights)
         settings = {name: group[name] for name in ("lr", "weight_decay", "eps")} | {"amsgrad": False, "maximize": False}

@@ -61,7 +61,7 @@ async def test_a_key_that_is_another_by_the_time_it_is_accepted_is_not(bench: Ss
     sshd.restart()
     with pytest.raises(HostKeyChanged) as changed:
         await Engine(bench.home).nodes.accept_host_key(offer(unknown))
-    assert (changed.value.expected, changed.value.found) == (unknown.fingerprint, sshd.fingerprint)
+    assert (changed.value.expected, changed.value.shown) == (unknown.fingerprint, sshd.fingerprint)
     assert not (bench.home / "known_hosts").exists()
     assert json.loads((bench.home / "audit.jsonl").read_text())["status"] == "refused"
 
@@ -74,7 +74,7 @@ async def test_a_changed_key_is_refused_with_both_fingerprints(bench: SshBench, 
     sshd.restart()
     changed = await refused(bench, sshd)
     assert isinstance(changed, HostKeyChanged)
-    assert (changed.expected, changed.found) == (before, sshd.fingerprint)
+    assert (changed.expected, changed.shown) == (before, sshd.fingerprint)
     assert before in str(changed)
     assert sshd.fingerprint in str(changed)
 

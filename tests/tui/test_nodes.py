@@ -199,7 +199,7 @@ async def test_an_unknown_host_key_is_accepted_only_by_a_person_who_has_compared
 async def test_a_key_that_has_become_another_meanwhile_is_not_accepted(studio: FakeEngine) -> None:
     put(studio, macs.unknown_key(studio.found[2]))
     studio.refusal = HostKeyChanged(
-        "the host key is not the one that was accepted", expected="SHA256:a", found="SHA256:b"
+        "the host key is not the one that was accepted", expected="SHA256:a", shown="SHA256:b"
     )
     async with opened(studio, config=macs.configuration()) as console:
         await console.press("1", "j", "j", "x", "right", "enter")

@@ -121,13 +121,13 @@ CompleteState = list[list[StateCopy]]
 def complete_states(copies: Iterable[StateCopy], *, any_part: bool = False) -> list[CompleteState]:
     """All complete states in every rank's `copies`, newest first; of one update, that in the fewest parts first.
     `any_part`: one part is complete, with whatever other parts there are."""
-    found: dict[tuple[int, int], dict[int, list[StateCopy]]] = {}
+    states: dict[tuple[int, int], dict[int, list[StateCopy]]] = {}
     for copy in copies:
-        state = found.setdefault((-copy.manifest.update, copy.manifest.parts), {})
+        state = states.setdefault((-copy.manifest.update, copy.manifest.parts), {})
         state.setdefault(copy.manifest.part, []).append(copy)
     return [
         [sorted(held[part], key=lambda copy: (copy.rank != part, copy.rank, copy.number)) for part in sorted(held)]
-        for (_, parts), held in sorted(found.items())
+        for (_, parts), held in sorted(states.items())
         if len(held) == parts or any_part
     ]
 
@@ -188,7 +188,7 @@ class Resume:
 
     def _own_copies(self, folders: StateFolders) -> list[tuple[str, Author | None]]:
         """The manifests of those on this rank's disk, as JSON, with their authors."""
-        found = []
+        readable = []
         for folder, author in folders.items():
             try:
                 paths = store.list_checkpoints(folder)
@@ -198,8 +198,8 @@ class Resume:
             for path in reversed(paths[-_MAX_STATES:]):
                 manifest = self._read(path, partial(self._manifest, author=author))
                 if manifest is not None:
-                    found.append((path, manifest, author))
-        newest = sorted(found, key=lambda entry: -entry[1].update)[:_MAX_STATES]
+                    readable.append((path, manifest, author))
+        newest = sorted(readable, key=lambda entry: -entry[1].update)[:_MAX_STATES]
         self._paths = [path for path, _, _ in newest]
         return [(manifest.to_json().decode(), author) for _, manifest, author in newest]
 
@@ -229,13 +229,13 @@ class Resume:
             return None
         size = self.collective.size
         if len(chosen) == size > 1 and [copy.rank for copy in chosen] == list(range(size)):
-            own = chosen[self.collective.rank]
-            state = self._load(own)
+            copy = chosen[self.collective.rank]
+            state = self._load(copy)
             fits = all_gather_object(self.collective, None if state is None else self.strategy.fits(state))
             if None in fits:
                 return None
             if state is not None and all(fits):
-                return self._agree_on_start(chosen, None, restored=self._put(state, 0, 1, own))
+                return self._agree_on_start(chosen, None, restored=self._put(state, 0, 1, copy))
             # The same number of ranks, partitioned differently: each picks its own out of all parts.
             del state
         return self._agree_on_start(chosen, chosen[0].rank, restored=self._restore_parts(chosen))
@@ -277,8 +277,8 @@ class Resume:
         for copy in copies:
             if copy.author in outvoted:
                 continue
-            own = copy.rank == self.collective.rank
-            verified = own and self._read(self._paths[copy.number], store.verify) is not None
+            here = copy.rank == self.collective.rank
+            verified = here and self._read(self._paths[copy.number], store.verify) is not None
             if broadcast_object(self.collective, verified, copy.rank):
                 return copy
         return None
@@ -299,15 +299,15 @@ class Resume:
 
     def _agree_on_start(self, chosen: Sequence[StateCopy], rank: int | None, *, restored: bool) -> ResumePoint | None:
         """None when no rank could restore it. Raises JobError when only some could."""
-        found, results = chosen[0].manifest, all_gather_object(self.collective, restored)
+        manifest, results = chosen[0].manifest, all_gather_object(self.collective, restored)
         if not any(results):
             return None
         if not all(results):
             raise JobError(
-                f"the state of update {found.update} could be restored on some ranks or in part only: remove it, and "
-                "resume again"
+                f"the state of update {manifest.update} could be restored on some ranks or in part only: remove it, "
+                "and resume again"
             )
         source = "checkpoint" if chosen[0].author is None else "emergency"
         recorded = all(copy.manifest.check_recorded(self.spec.manifests, copy.author) for copy in chosen)
         whose = ", every rank's own part of it" if rank is None else f", rank {rank}'s"
-        return ResumePoint(**found.facts(), source=source, rank=rank, recorded=recorded, saved_by=whose)
+        return ResumePoint(**manifest.facts(), source=source, rank=rank, recorded=recorded, saved_by=whose)

@@ -72,7 +72,7 @@ def test_the_rank_has_its_own_environment_and_not_the_launchers(tmp_path: Path, 
 def test_a_rank_has_its_own_gpu_and_not_the_launchers(tmp_path: Path) -> None:
     own = {0: {"CUDA_VISIBLE_DEVICES": "GPU-0"}, 1: {"CUDA_VISIBLE_DEVICES": "GPU-1"}}
     show = ["python", "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
-    files = prepared(tmp_path, "/nowhere", sys.executable, command=show, own=own)
+    files = prepared(tmp_path, "/nowhere", sys.executable, command=show, variables=own)
     assert start(files, "1", CUDA_VISIBLE_DEVICES="0").returncode == 0
     assert files.log(1).read_text().strip() == "GPU-1"
 

@@ -91,7 +91,7 @@ def host_key_error(where: str, target: str, recorder: HostKeyRecorder, reason: s
             why=f"accepted is {expected}, it shows {fingerprint}",
             todo=f"find out why; only then `ssh-keygen -R '{recorder.name}' -f` the known_hosts file and accept anew",
             expected=expected,
-            found=fingerprint,
+            shown=fingerprint,
         )
     return HostKeyUnknown(
         "the host key is not known",

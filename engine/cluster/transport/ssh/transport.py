@@ -99,7 +99,7 @@ class SshTransport:
                     why=f"accepted was {fingerprint}, it shows {offered.fingerprint}",
                     todo="find out what stands between",
                     expected=fingerprint,
-                    found=offered.fingerprint,
+                    shown=offered.fingerprint,
                 ) from offered
             await asyncio.to_thread(add_known_host, self._home, offered.name, offered.key)
         else:
