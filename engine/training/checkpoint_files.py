@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
-from io import BufferedIOBase, FileIO, RawIOBase, UnsupportedOperation
+from io import BufferedReader, UnsupportedOperation
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -299,7 +299,7 @@ def verify_file(folder: Path, entry: FileEntry, *, check_hash: bool) -> None:
             raise CheckpointError(f"{entry.name} is damaged: its hash is not the manifest's")
 
 
-def hashed(file: BufferedIOBase | RawIOBase, size: int) -> str:
+def hashed(file: BufferedReader, size: int) -> str:
     """The SHA-256 of the next `size` bytes, or of what is there of them. Raises OSError."""
     digest = hashlib.sha256()
     while size and (data := file.read(min(CHUNK_BYTES, size))):
@@ -336,7 +336,7 @@ def _read_packed(file: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, entry: FileEntry) -> Iterator[FileIO]:
+def _opened(folder: Path, entry: FileEntry) -> Iterator[BufferedReader]:
     try:
         file = open_stored(folder / entry.name)
     except FileNotFoundError as error:
@@ -346,9 +346,9 @@ def _opened(folder: Path, entry: FileEntry) -> Iterator[FileIO]:
         yield file
 
 
-def open_stored(path: Path) -> FileIO:
+def open_stored(path: Path) -> BufferedReader:
     """A file, to be read, but no link to one. Raises OSError as `regular_descriptor`."""
-    return os.fdopen(regular_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0)
+    return os.fdopen(regular_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
 
 
 def packer(compression: str) -> Any:

@@ -157,6 +157,13 @@ def test_a_file_that_unpacks_to_more_than_the_manifest_says_is_refused(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"], "the unpacked file is removed"
 
 
+@pytest.mark.needs("linux")
+def test_a_file_is_read_on_where_the_system_gives_less_than_asked_for() -> None:
+    """As network file systems may; /proc does."""
+    with checkpoint_files.open_stored(Path("/proc/self/maps")) as file:
+        assert len(file.read(20_000)) == 20_000
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.one_of(st.binary(max_size=300), st.text(max_size=200).map(str.encode)), update=st.integers(0, 3))
 def test_random_bytes_are_refused_as_a_manifest(raw: bytes, update: int) -> None:
