@@ -161,7 +161,9 @@ def test_a_killed_rank_is_restarted_where_the_command_restores_itself(nodes: Clu
     assert (record.state, record.attempts) == (RunState.SUCCEEDED, 2), run.troubles()
 
 
-@pytest.mark.parametrize("names", [FOUR[:1], pytest.param(FOUR, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "names", [FOUR[:1], *(pytest.param(FOUR[:size], marks=pytest.mark.slow) for size in (2, 4))], ids=len
+)
 def test_an_abort_leaves_nothing_of_a_torch_job(nodes: Cluster, home: Path, names: tuple[str, ...]) -> None:
     script = DOUBLE_FORK + SCRIPT.format(fault="pass")
     run = start_on(nodes, home, torch_config(nodes, *names, script=script))
