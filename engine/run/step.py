@@ -167,17 +167,12 @@ def _starting(t: Transition) -> None:
             t.record(started.launcher)
         if started.error is None:
             begin_running(t, launched=started.launcher is not None)
+        elif t.history.failures:
+            fail_again(t, launch_failed(started.error))
         else:
-            _fail_to_start(t, launch_failed(started.error))
+            end_run(t, launch_failed(started.error))
     elif t.history.abort is not None:
         t.do(Cancel())
-
-
-def _fail_to_start(t: Transition, verdict: events.Verdict) -> None:
-    if t.history.failures:
-        fail_again(t, verdict)
-    else:
-        end_run(t, verdict)
 
 
 def _running(t: Transition) -> None:
@@ -314,9 +309,10 @@ def _cancelled(t: Transition) -> bool:
     """An abort that comes while something is checked or planned cancels it; that has been done, or it was over."""
     if t.history.abort is None:
         return False
-    if not t.seen.finished:
+    over = any(isinstance(result, Cancelled | Checked | Planned) for result in t.seen.finished)
+    if not over:
         t.do(Cancel())
-    return bool(t.seen.finished)
+    return over
 
 
 PHASES: Final[Mapping[Phase, Callable[[Transition], None]]] = {

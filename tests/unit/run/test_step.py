@@ -315,6 +315,18 @@ def test_an_abort_is_final_though_a_result_was_faster_than_its_cancellation(life
     assert life.state.history.attempts == ()
 
 
+def test_an_abort_cancels_a_plan_also_when_another_result_comes(life: Life) -> None:
+    """Of files that were settled in the step that planned it."""
+    life.run()
+    life.kill()
+    life.step()
+    assert PlanAttempt in map(type, life.step(after_s=5.0))
+    life.seen = replace(life.seen, finished=(Settled(()),), news=(ABORT,))
+    assert life._step() == [Cancel()], "the plan is still being made"
+    life.step(Cancelled())
+    assert life.phase is Phase.ABANDONING
+
+
 def test_an_abort_while_ranks_are_started_ends_what_has_started(life: Life) -> None:
     life.step()
     life.step(Checked(PASSED))
