@@ -87,14 +87,15 @@ class AttemptProgress:
         self.updates = UpdateDurations()
         self._announced: dict[int, str] = {}
         """Rank → the last phase that its trainer reported."""
-        self._view = ProgressView()
-        self._has_changed = False
+        self._newest = ProgressView()
+        """Changed in place, since a copy takes longer than all else that is done for a line: nobody else has it."""
+        self._view: ProgressView | None = None
+        """None when something has changed since."""
 
     @property
     def view(self) -> ProgressView:
-        if self._has_changed:
-            self._view = replace(self._view, long_step_s=self.updates.long_step_s())
-            self._has_changed = False
+        if self._view is None:
+            self._view = replace(self._newest, long_step_s=self.updates.long_step_s())
         return self._view
 
     def step(self, rank: int, line: bytes, now: float) -> None:
@@ -102,7 +103,7 @@ class AttemptProgress:
         number, clock = _ITERATION.search(line), _MONOTONIC.search(line)
         if number is None:
             return
-        view, iteration = self._view, int(number[1])
+        view, iteration = self._newest, int(number[1])
         if self.first_iteration is None:
             self.first_iteration = iteration
         foremost = iteration > max(view.reached.values(), default=0)
@@ -119,7 +120,7 @@ class AttemptProgress:
 
     def take(self, rank: int, event: Mapping[str, Any], now: float) -> None:
         """Any other event."""
-        view = self._view
+        view = self._newest
         match event.get("event"):
             case "start":
                 starts = {**view.starts, rank: view.starts.get(rank, 0) + 1}
@@ -136,35 +137,35 @@ class AttemptProgress:
                 if event.get("completed") is True:
                     self._change(completed=view.completed | {rank})
             case "emergency_checkpoint":
-                phase, size = plain(event.get("phase"), PHASE_LIMIT), count_or_none(event.get("bytes"))
-                sizes = {rank: size} if size is not None else {}
-                self._change(
-                    checkpoint_phases={**view.checkpoint_phases, rank: phase},
-                    checkpoint_bytes={**view.checkpoint_bytes, **sizes},
-                )
+                phase = plain(event.get("phase"), PHASE_LIMIT)
+                self._change(checkpoint_phases={**view.checkpoint_phases, rank: phase})
+                if (size := count_or_none(event.get("bytes"))) is not None:
+                    self._change(checkpoint_bytes={**view.checkpoint_bytes, rank: size})
             case "resumed" if view.resumed is None:
                 resumed = _resumed(event)
                 self._change(resumed=resumed, furthest=max(resumed.iteration, view.furthest))
                 self._move(rank, now)
             case "activity":
                 self._move(rank, now)
-        if self._view.phases.get(rank) in ("loading", "validating"):
+        if self._newest.phases.get(rank) in ("loading", "validating"):
             # What it fetches or validates may be large: as long as it reports anything, it makes progress.
             self._move(rank, now)
 
     def _enter(self, rank: int, phase: str, now: float) -> None:
-        if self._view.phases.get(rank) != phase:
-            self._change(phases={**self._view.phases, rank: phase})
+        if self._newest.phases.get(rank) != phase:
+            self._change(phases={**self._newest.phases, rank: phase})
             self._move(rank, now)
             if phase != "training":
                 # The time between two steps is then no step time.
                 self.updates.interrupt(rank)
 
     def _move(self, rank: int, now: float) -> None:
-        self._change(moved_at={**self._view.moved_at, rank: now})
+        self._change(moved_at={**self._newest.moved_at, rank: now})
 
     def _change(self, **changes: Any) -> None:
-        self._view, self._has_changed = replace(self._view, **changes), True
+        for name, value in changes.items():
+            object.__setattr__(self._newest, name, value)
+        self._view = None
 
 
 def _resumed(event: Mapping[str, Any]) -> Resumed:

@@ -3,6 +3,7 @@ replaced."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
@@ -313,3 +314,17 @@ def test_whatever_a_node_writes_as_an_event_is_a_finite_figure_or_none(events: l
         numbers = [value for each in (intake.latest, *reports) for value in vars(each).values() if type(value) is float]
         assert all(map(math.isfinite, numbers))
         assert all(len(each.phase or "") <= 40 for each in reports)
+
+
+def test_a_view_stays_as_it_was_while_more_is_read() -> None:
+    progress = AttemptProgress()
+    progress.step(0, event("step", iteration=1).encode(), 5.0)
+    before = progress.view
+    assert progress.view is before, "nothing has come"
+    shown = copy.deepcopy(before)
+    progress.step(0, event("step", iteration=2).encode(), 6.0)
+    for name in ("start", "end", "emergency_checkpoint", "resumed", "activity"):
+        progress.take(0, {"event": name, "phase": "begin", "bytes": 7, "completed": True}, 7.0)
+    assert before == shown
+    after = progress.view
+    assert (after.steps, dict(after.reached), after.completed) == (2, {0: 2}, frozenset({0}))
