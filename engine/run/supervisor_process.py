@@ -205,7 +205,7 @@ def _is_orphan(run_dir: RunDir) -> bool:
     nothing_yet = not run_dir.journal.exists() and run_dir.newest_attempt() == 0
     if not written or (nothing_yet and time.time() - max(written) < _BEING_LAUNCHED_S):
         return False
-    with contextlib.suppress(StateError):
+    with contextlib.suppress(OSError, StateError):
         return not supervisor_alive(run_dir) and not _is_done(run_dir)
     # That it cannot be read is said where the run is shown.
     return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -165,6 +167,19 @@ def test_the_secrets_that_a_killed_supervisor_has_left_go_once_its_run_has_ended
     os.close(held)
     adopt_orphans(tmp_path)
     assert run.directory.secrets.exists() is stay
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), StateError("it cannot be read")], ids=["read", "open"]
+)
+def test_a_run_whose_journal_cannot_be_read_keeps_its_secrets_and_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    run = MadeRun(tmp_path, created=datetime.now(UTC)).state("preflight", "failed").close()
+    run.directory.secrets.write_text("{}")
+    monkeypatch.setattr(supervisor_process, "read_history", Mock(side_effect=error))
+    assert adopt_orphans(tmp_path) == []
+    assert run.directory.secrets.exists()
 
 
 @pytest.mark.parametrize("unknown", ["start", "boot_id"])
