@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from engine.config.models import Config, JobConfig
@@ -324,9 +324,8 @@ class RunTrackers:
 
     def faults(self) -> Iterator[TrackerFailed]:
         """Those that came since the last call."""
-        with contextlib.suppress(Empty):
-            while True:
-                yield self._faults.get_nowait()
+        while not self._faults.empty():
+            yield self._faults.get_nowait()
 
 
 if __name__ == "__main__":

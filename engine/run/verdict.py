@@ -92,7 +92,7 @@ def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
     if len(unseen) == 1:
         cause = "the other ranks lost their connection to it, and its node has shown no exit record"
         return _failed(Reason.RANK_FAILED, cause, unseen[0])
-    nodes = ", ".join(rank.node for rank in unseen)
+    nodes = ", ".join(dict.fromkeys(rank.node for rank in unseen))
     return _failed(Reason.RANK_FAILED, f"a rank on one of {nodes} was lost: each has shown no exit record")
 
 
@@ -250,7 +250,9 @@ def _reason_and_cause(fault: Fault, evidence: FailureEvidence) -> tuple[Reason, 
     if record is None:
         return _node_lost(rank) if fault.weight is Weight.LOST else _without_record(rank)
     if fault.weight is Weight.LOST:
-        return Reason.NODE_LOST, f"{rank.node} was cut off for {rank.cut_off_s:.0f} s, and its rank lost the others"
+        # Only an earlier supervisor may have seen for how long.
+        long = f" for {rank.cut_off_s:.0f} s" if rank.cut_off_s > rank.lease_s else ""
+        return Reason.NODE_LOST, f"{rank.node} was cut off{long}, and its rank lost the others"
     if fault.weight is Weight.LEASE:
         return _lease_ended(rank)
     if fault.weight is Weight.OUTSIDE:

@@ -334,9 +334,12 @@ def test_the_one_rank_without_a_record_is_named_where_all_others_have_lost_it() 
     assert (verdict.reason, verdict.rank) == (Reason.RANK_FAILED, 1)
     assert verdict.cause is not None and "has shown no exit record" in verdict.cause
     assert verdict_on(evidence(rank(0, **left), unseen, over=False)).rank == 0, "its record may still come"
-    several = verdict_on(evidence(rank(0, **left), unseen, replace(unseen, rank=2, node="third")))
+    third = replace(unseen, rank=2, node="third")
+    several = verdict_on(evidence(rank(0, **left), unseen, third))
     assert (several.reason, several.rank) == (Reason.RANK_FAILED, None)
     assert several.cause == "a rank on one of right, third was lost: each has shown no exit record"
+    twice = verdict_on(evidence(rank(0, **left), unseen, replace(third, rank=3), third))
+    assert twice.cause == several.cause, "each node once"
 
 
 def test_a_keeper_that_vanished_is_a_killed_rank() -> None:
@@ -476,12 +479,14 @@ def test_leases_that_ended_while_the_head_slept_are_its_sleeps_and_no_ranks() ->
 
 
 def test_a_lost_node_that_comes_back_to_ended_peers_is_the_cause() -> None:
-    came_back = replace(rank(1, 1, at=40.0, tail=LOST), lost=True, cut_off_s=33.0)
+    came_back = replace(rank(1, 1, at=40.0, tail=LOST), lost=True, cut_off_s=33.0, lease_s=30.0)
     verdict = verdict_on(evidence(rank(0, sig=15, stopped_by="end"), came_back))
     assert (verdict.reason, verdict.rank, verdict.exit_code) == (Reason.NODE_LOST, 1, 1)
     assert verdict.cause == "right was cut off for 33 s, and its rank lost the others"
     own = rank(0, 3, at=50.0, tail="KeyError: 7")
     assert verdict_on(evidence(own, came_back)).rank == 0, "a fault of its own explains more"
+    adopted = verdict_on(evidence(rank(0, sig=15, stopped_by="end"), replace(came_back, cut_off_s=0.2), adopted=True))
+    assert adopted.cause == "right was cut off, and its rank lost the others", "for how long nobody knows any more"
 
 
 @pytest.mark.parametrize("trigger", [Trigger.RANK, Trigger.ENDED, Trigger.HUNG])
