@@ -267,12 +267,13 @@ async def test_a_real_all_reduce_over_gloo_on_nodes_without_mlx(tmp_path: Path) 
 
 
 @pytest.mark.needs("torch")
-async def test_what_accelerate_replaces_silently_is_a_fault_in_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_what_accelerate_replaces_silently_is_a_fault_in_words(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "fsdp.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nuse_cpu: true\n"
     )
     command = ("accelerate", "launch", "--config_file", "fsdp.yaml", "train.py")
-    result = await run_check(gradient.run, here(tmp_path, str(TORCH), *command, ranks=1))
+    result = await run_check(gradient.run, here(tmp_path, str(TORCH), *command, ranks=ranks))
     assert result.status is CheckStatus.FAIL
     assert "Accelerate chose NO with 1 process in place of FSDP" in result.summary, result
 
