@@ -38,17 +38,28 @@ def shim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_shim(directory, directory / "ssh_config", "run-1", 3) / "ssh"
 
 
-def call(shim: Path, command: str, rank: int = 2) -> subprocess.CompletedProcess[str]:
+def call_of(shim: Path, command: str, rank: int = 2) -> list[str]:
     """As mlx.launch calls it for a rank."""
-    argv = [
-        str(shim),
-        "-tt",
-        "-o",
-        "LogLevel=QUIET",
-        "ssh://ana@h:2222",
-        f"stty -echo; export MLX_RANK={rank}; {command}",
-    ]
+    options = ["-tt", "-o", "LogLevel=QUIET"]
+    return [str(shim), *options, "ssh://ana@h:2222", f"stty -echo; export MLX_RANK={rank}; {command}"]
+
+
+def call(shim: Path, command: str, rank: int = 2) -> subprocess.CompletedProcess[str]:
+    argv = call_of(shim, command, rank)
     return subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+
+
+def test_nothing_holds_the_launchers_pipe_while_the_rank_runs(shim: Path) -> None:
+    """mlx.launch keeps a core busy for as long as it can write to one; a newline tells it that it cannot."""
+    argv = call_of(shim, "echo up; exec sleep 60")
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdin is not None and rank.stdout is not None
+        try:
+            assert rank.stdout.readline() == b"up\n"
+            with pytest.raises(BrokenPipeError):
+                os.write(rank.stdin.fileno(), b"\n")
+        finally:
+            rank.terminate()
 
 
 def test_the_real_ssh_gets_our_settings_and_no_terminal(shim: Path, tmp_path: Path) -> None:
