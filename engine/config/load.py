@@ -150,7 +150,8 @@ def _check_training(inline: FileTable, tables: Sequence[FileTable], job: ReadJob
         ("epochs", twice, "no value here: iters is set, and it is one or the other"),
         *((key, unvalidated and settings.get(key), no_judge) for key in ("save_best", "patience")),
     ):
-        if applies:
+        # A key of the other framework is unused, and no setting.
+        if applies and key in settings:
             job.locations.get(key, inline).refuse(key, accepted, settings[key])
 
 

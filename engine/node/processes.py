@@ -415,15 +415,7 @@ class ProcessRow(NamedTuple):
 def process_table(passed_over: Collection[int] = ()) -> dict[int, ProcessRow]:
     """All processes by pid, zombies apart, and on Linux without those pids. Raises as `own_list` does."""
     if _LINUX:
-        hertz, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-        return {
-            pid: ProcessRow(
-                int(stat[1]), int(stat[3]), stat[0].decode(), sum(map(int, stat[11:15])) / hertz, int(stat[21]) * page,
-                stat[19].decode(),
-            )
-            for pid, stat in linux_stats(passed_over).items()
-            if stat[0] not in _ENDED
-        }  # fmt: skip
+        return {pid: _linux_row(stat) for pid, stat in linux_stats(passed_over).items() if stat[0] not in _ENDED}
     table = {}
     for line in own_list("ps", "-ax", "-o", "pid=,ppid=,stat=,rss=,time=,lstart="):
         try:
@@ -435,6 +427,12 @@ def process_table(passed_over: Collection[int] = ()) -> dict[int, ProcessRow]:
         if not state.startswith("Z"):
             table[int(pid)] = row
     return table
+
+
+def _linux_row(stat: list[bytes]) -> ProcessRow:
+    cpu_s = sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
+    rss_bytes = int(stat[21]) * os.sysconf("SC_PAGE_SIZE")
+    return ProcessRow(int(stat[1]), int(stat[3]), stat[0].decode(), cpu_s, rss_bytes, stat[19].decode())
 
 
 def _session(pid: int) -> int:

@@ -191,13 +191,19 @@ def advice_section(context: PlanContext, memory: MemoryFit) -> Iterator[PlannedA
 
 
 def _validation(context: PlanContext, memory: MemoryFit) -> tuple[str, str] | str:
-    """The M4 Max, and the sentence on them in validation: left out already, or how to leave them out."""
-    nodes, kept_out = _whole_on_m4_max(context, memory), without_validation(replace(context, reasons=[]), memory)
+    """The M4 Max, and the sentence on them in validation: left out already, or how to leave them out; "" for none."""
+    nodes = _whole_on_m4_max(context, memory)
+    if not nodes:
+        return ""
+    # Its reasons are in the plan's already.
+    kept_out = without_validation(replace(context, reasons=[]), memory)
     validating = [name for name in context.m4_max if name not in kept_out]
-    how = "Turn validation off (val_batches = 0)" if validating else "It is kept out of validation"
-    if 0 < len(validating) < context.ranks:
-        how += f", or leave it to the others ([[node]] validate = false on {', '.join(validating)})"
-    return nodes and (nodes, how)
+    if not validating:
+        return nodes, "It is kept out of validation"
+    off = "Turn validation off (val_batches = 0)"
+    if len(validating) == context.ranks:
+        return nodes, off
+    return nodes, f"{off}, or leave it to the others ([[node]] validate = false on {', '.join(validating)})"
 
 
 def _sizes(context: PlanContext, memory: MemoryFit) -> str:

@@ -44,7 +44,7 @@ class LocalTransport:
         *,
         timeout_s: float,
         directory: Path = Path("/"),
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] = {},
         on_line: Callable[[str], None] | None = None,
     ) -> Completed:
         """As every Transport's, with the last MiB of its output, also of a program whose time was over. `environment`
@@ -54,11 +54,7 @@ class LocalTransport:
         holds the stream keeps nobody waiting."""
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             files = {"stdout": stdout, "stderr": stderr if on_line is None else stdout}
-            options = {
-                "stdin": asyncio.subprocess.DEVNULL,
-                "cwd": directory,
-                "env": {**os.environ, **(environment or {})},
-            }
+            options = {"stdin": asyncio.subprocess.DEVNULL, "cwd": directory, "env": {**os.environ, **environment}}
             starting = asyncio.create_task(_start(argv, **files, **options))
             try:
                 process = await asyncio.shield(starting)
@@ -161,14 +157,13 @@ async def _end(process: asyncio.subprocess.Process, grace_s: float = 0.0) -> Non
 
 
 async def _end_group(process: asyncio.subprocess.Process, grace_s: float) -> None:
-    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_WAIT_S)) if grace_s else ():
-        deadline = time.monotonic() + wait_s
-        there = kill_group(process.pid, number)
+    signals = [(signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_WAIT_S)] if grace_s else [(signal.SIGKILL, 0.0)]
+    for number, wait_s in signals:
+        deadline, there = time.monotonic() + wait_s, kill_group(process.pid, number)
         while there and time.monotonic() < deadline:
             await asyncio.sleep(_GROUP_POLL_S)
             # Signal 0 only tests whether the group has members.
             there = kill_group(process.pid, 0)
-    kill_group(process.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_REAP_LIMIT_S):
             await _left(process)

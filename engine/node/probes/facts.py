@@ -129,10 +129,6 @@ class Query(threading.Thread):
         return {"command": self.command, **self.failure} if self.failure is not None else None
 
 
-def text_or_none(path: str) -> str | None:
-    return content(path) or None
-
-
 def listed(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))[:256]  # noqa: PTH208
@@ -228,7 +224,7 @@ def queries(system: str, directory: str, framework: str) -> list[Query]:
     return [
         *common,
         *(Query(name, argv) for name, argv in LINUX_COMMANDS.items()),
-        *(Query(name, functools.partial(text_or_none, path)) for name, path in LINUX_FILES.items()),
+        *(Query(name, functools.partial(content, path)) for name, path in LINUX_FILES.items()),
         Query("addresses", addresses),
         Query("zones", zones),
         Query("infiniband", infiniband),

@@ -58,6 +58,11 @@ def test_the_framework_is_one_key_and_the_rest_stays_as_it_is(tmp_path: Path) ->
     assert torch.starts_directly and not mlx.starts_directly
 
 
+def test_a_key_of_the_strategy_local_is_unused_with_torch(tmp_path: Path) -> None:
+    text = '[[node]]\n[job]\nmodel = "/m"\ndata = "/d"\nframework = "torch"\nlocal_steps = 4\n'
+    assert loaded(tmp_path, text).job.unused == ("local_steps",)
+
+
 @pytest.mark.parametrize("job", [TRAINING, '[job]\nmodel = "/m"\ndata = "/d"'], ids=["torch", "mlx"])
 def test_each_process_of_a_node_is_a_node(job: str, tmp_path: Path) -> None:
     nodes = loaded(tmp_path, NODES + job).nodes
