@@ -139,7 +139,10 @@ class Checks:
                 program = keeper.program
                 if program is None or not (program.alive and keeper.machine.up):
                     continue
-                if keeper.machine.in_contact() or (program.responds and not self._excused(earlier, keeper, now)):
+                excused = self._excused(earlier, keeper, now)
+                # One that woke up while these were being started is reached before its keeper can have ended anything.
+                just_awake = now - keeper.machine.woke_at <= _AWOKEN_S
+                if (keeper.machine.in_contact() and not just_awake) or (program.responds and not excused):
                     self._fail(
                         f"attempt {attempt.number} starts while a rank of attempt {number} lives on "
                         f"{keeper.machine.name}"

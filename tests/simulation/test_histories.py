@@ -77,6 +77,10 @@ HISTORIES = {
         '{"seed":602237701,"kind":"local","nodes":4,"local":false,"iterations":24,"every":3,"min_nodes":2,"recovery":7,'
         '"faults":[["abort",0.35,2,110.0],["abort",0.5,1,12.0],["resume",126.42,1,2.0]]}'
     ),
+    "a lost node may wake up in the moment in which the next attempt starts without it": (
+        '{"nodes":3,"local":false,"iterations":8,"period_s":3.0,"min_nodes":2,"recovery":5,'
+        '"faults":[["node_sleeps",11.05,0,70.0]]}'
+    ),
 }
 
 
