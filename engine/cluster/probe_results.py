@@ -40,8 +40,8 @@ class _Report(FrozenModel):
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         values = ((name, getattr(self, name)) for name in self.model_fields_set)
-        given = {name for name, value in values if name == "form" or (value is not None and value is not False)}
-        if not any(given >= {*names} for names in self.tells):
+        empty = {name for name, value in values if value is None or value is False} - {"form", "foreign"}
+        if not any(self.model_fields_set - empty >= {*names} for names in self.tells):
             raise ValueError(f"it has none of {self.tells}")
         return self
 
@@ -76,7 +76,7 @@ if there are others."""
 class JsonlSummary(_Report):
     """One file of `jsonl`."""
 
-    tells = (("problem",), ("lines", "examples", "sha256", "form", "faults", "fault_count"))
+    tells = (("problem",), ("lines", "examples", "sha256", "form", "faults", "fault_count", "foreign"))
 
     lines: Count = 0
     examples: Count = 0

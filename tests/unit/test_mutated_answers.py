@@ -561,3 +561,12 @@ def test_mutated_answers_are_read_and_no_absence_is_claimed(commands: Commands, 
 def test_answers_are_as_many_as_the_questions() -> None:
     with pytest.raises(LaunchError, match="1 answers came to 2 questions"):
         each_of([None], ["a", "b"], NODE)
+
+
+def test_a_file_of_which_nothing_says_whether_it_is_of_another_format_is_not_known_to_be_none(
+    commands: Commands,
+) -> None:
+    assert claims(4447, commands) == (
+        "reports_of_probes: bytes_of_no_text probe CheckpointStorage, renamed probe JsonlSummaries",
+        [],
+    )
