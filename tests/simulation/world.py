@@ -254,12 +254,7 @@ class World:
             return
         self.before_change()
         self.say("the supervisor is killed" if not power else "this machine loses power")
-        head.close()
-        self.heads.remove(head)
-        self.head = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._let_go(head)
         self.disk.waiting = []
         if power:
             self.disk.lose_power(self.rng.random())
@@ -270,6 +265,15 @@ class World:
 
     def request_head(self) -> None:
         self.faults.wanted = True
+
+    def _let_go(self, head: Supervisor) -> None:
+        """Its process has ended, and with it its hold on the lock."""
+        head.close()
+        self.heads.remove(head)
+        self.head = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def take_lock(self) -> bool:
         descriptor = take_lock(SimpleNamespace(lock=lock_file()))  # type: ignore[arg-type]
@@ -339,12 +343,7 @@ class World:
         while state.phase is not Phase.OVER:
             state = self.turn(head, state)
             self.await_news(head, state.phase)
-        head.close()
-        self.heads.remove(head)
-        self.head = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._let_go(head)
         self.after_change()
 
     def begin(self, head: Supervisor, *, adopting: bool) -> State:
