@@ -99,6 +99,8 @@ class AttemptSpec:
     """The user's own program instead of the trainer."""
     trainer: str = "engine.trainer.main"
     """The module that a rank runs where there is no `command`."""
+    task: dict[str, Any] | None = None
+    """The fields of engine.protocol.task.Task, where the run uses another one's result; None: it trains."""
     as_torchrun: bool = False
     """The command gets the variables of a torchrun's worker, and its launcher's place is taken."""
     logging_dir: str | None = None
