@@ -222,3 +222,17 @@ async def test_a_line_that_fits_takes_one_row_after_one_that_was_broken() -> Non
         text.put(Content("val 1.400   lr 0.003"))
         await pilot.pause()
         assert text.size.height == 1
+
+
+async def test_a_text_put_twice_around_a_layout_takes_the_rows_of_the_second() -> None:
+    app = Narrow()
+    async with app.run_test() as pilot:
+        text = app.query_one(Text)
+        await pilot.pause()
+        text.put(Content("rank 0\nrank 1"))
+        # Something else has the screen laid out before the text's own idle event.
+        app.screen._arrangement_cache.clear()
+        app.screen._refresh_layout()
+        text.put(Content("ranks"))
+        await pilot.pause()
+        assert text.size.height == 1

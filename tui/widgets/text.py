@@ -32,6 +32,8 @@ class Text(Static):
         rows = _rows(content)
         # More rows than its own: `before` was broken, in a widget that was narrower than it was made for.
         broken = self.size.height > rows
+        # Textual (8.2.8) keeps the size that it computed since the last idle event, whatever was put in meanwhile.
+        self._box_model_cache.clear()
         self.update(content, layout=self._wraps or before is None or _rows(before) != rows or broken)
 
 
