@@ -117,7 +117,7 @@ def _connect_again(t: Transition, attempt: AttemptHistory, nodes: Iterable[str])
     it went on without, the proof is sought anew."""
     ranks = len(attempt.plan.nodes)
     watch = begin_watch(attempt.number, t.seen.now, ranks=ranks, slept_s=t.seen.slept_s, recorded=attempt.ended)
-    t.set(watch=watch, ending=Ending(), sought=frozenset(nodes))
+    t.set(watch=watch, ending=Ending(attempt.trigger or events.Trigger.ENDED), sought=frozenset(nodes))
     t.do(Connect(attempt.plan))
     sought = set(t.state.plan.nodes).difference(attempt.plan.nodes)
     for earlier in reversed(t.history.attempts):

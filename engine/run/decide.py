@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property
 from typing import Final
 
@@ -20,25 +19,10 @@ from engine.failures.signature import SignatureKind
 from engine.failures.signatures import BY_ID
 from engine.models import Reason
 from engine.plan.checkpoints import state_every
-from engine.run.events import AttemptFailed
+from engine.run.events import AttemptFailed, Trigger
 from engine.run.history import RunHistory
 from engine.run.node_health import lost_after_s
 from engine.run.run_plan import RunPlan
-
-
-class Trigger(Enum):
-    ABORT = auto()
-    ENDED = auto()
-    """Every rank that is waited for has ended by itself."""
-    RANK = auto()
-    """A rank has failed without which the others do not go on."""
-    LAUNCHER_GONE = auto()
-    NOT_STARTED = auto()
-    """A rank has not appeared in time."""
-    HUNG = auto()
-    """No rank, or not the one that the others need, has made a step for too long."""
-    APART = auto()
-    """The ranks train apart from one another, in groups that the command has started."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.run import events
-from engine.run.decide import Trigger
 
 
 class Effect:
@@ -70,6 +69,8 @@ class Standing:
     """The others go on without it."""
     outlived: bool = False
     """It had not ended when the attempt began to be ended."""
+    answered_since: bool = False
+    """Its node has answered since the attempt began to be ended."""
     head_slept_s: float = 0.0
     """The longest sleep of the head before its end was known."""
     cut_off_s: float = 0.0
@@ -80,7 +81,7 @@ class Standing:
 class Judge(Effect):
     """Collect the evidence of the attempt's end, and give the verdict on it → Judged."""
 
-    trigger: Trigger
+    trigger: events.Trigger
     standings: tuple[Standing, ...]
     hang: events.Hang | None = None
     over: bool = False

@@ -34,6 +34,23 @@ class StopStage(StrEnum):
     UNCONFIRMED = "unconfirmed"
 
 
+class Trigger(StrEnum):
+    """Why an attempt is ended."""
+
+    ABORT = "abort"
+    ENDED = "ended"
+    """Every rank that is waited for has ended by itself."""
+    RANK = "rank"
+    """A rank has failed without which the others do not go on."""
+    LAUNCHER_GONE = "launcher_gone"
+    NOT_STARTED = "not_started"
+    """A rank has not appeared in time."""
+    HUNG = "hung"
+    """No rank, or not the one that the others need, has made a step for too long."""
+    APART = "apart"
+    """The ranks train apart from one another, in groups that the command has started."""
+
+
 class Attempt(FrozenModel):
     """One attempt as it is planned: enough to go on with it after the supervisor's death."""
 
@@ -266,6 +283,7 @@ class RequestReceived(SyncedEvent, kind="request"):
 class StopStageReached(SyncedEvent, kind="stop"):
     stage: StopStage
     purpose: Literal["abort", "fence", "end"] = "abort"
+    trigger: Trigger | None = None
     acknowledged: tuple[int, ...] = ()
     """Ranks whose keeper has written an exit record."""
     left: tuple[str, ...] = ()

@@ -20,9 +20,8 @@ from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import tail
 from engine.protocol.exit_codes import ShellExit, TrainerExit
 from engine.run.attempt import AttemptOrigin
-from engine.run.decide import Trigger
 from engine.run.effects import Judge, Standing
-from engine.run.events import Hang
+from engine.run.events import Hang, Trigger
 from engine.run.observation import RankView
 from engine.run.run_context import AttemptContext
 from engine.security.sanitise import text_or_none
@@ -74,6 +73,7 @@ class RankEvidence:
     lost: bool = False
     dispensable: bool = False
     outlived: bool = False
+    answered_since: bool = False
     memory_killed: bool = False
     """Its system has killed processes for lack of memory since the attempt began."""
 
@@ -206,6 +206,7 @@ class EvidenceCollector:
             lost=standing.lost,
             dispensable=standing.dispensable,
             outlived=standing.outlived,
+            answered_since=standing.answered_since,
             memory_killed=self._memory_killed(rank),
         )
 

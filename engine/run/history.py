@@ -35,6 +35,7 @@ class AttemptHistory:
     nodes: tuple[events.NodeConditionChanged, ...] = ()
     alarms: tuple[events.AlarmRaised, ...] = ()
     hang: events.Hang | None = None
+    trigger: events.Trigger | None = None
     missing: Mapping[str, int | None] = field(default_factory=dict)
     """The head's files that lack bytes of the attempt, and how many where that is known."""
     failed_at: datetime | None = None
@@ -282,6 +283,8 @@ def _attempt(attempt: AttemptHistory, event: events.Event) -> AttemptHistory:
             changes = {"alarms": (*attempt.alarms, event)}
         case events.HangDetected():
             changes = {"hang": attempt.hang or event.hang}
+        case events.StopStageReached():
+            changes = {"trigger": attempt.trigger or event.trigger}
         case events.LogsMissing(attempt=attempt.number):
             changes = {"missing": event.files}
         case events.AttemptFailed(attempt=attempt.number) if attempt.status.reason is None:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from engine.cluster.agent_client import THIS_MACHINE
 from engine.models import RunState
 from engine.run import events
-from engine.run.decide import Restart, Trigger
+from engine.run.decide import Restart
 from engine.run.effects import Effect, Record, Standing
 from engine.run.history import AttemptHistory, RunHistory, fold
 from engine.run.journal import FOLLOWERS
@@ -92,7 +92,8 @@ class WatchState:
 class Ending:
     """The volatile part of an attempt's end."""
 
-    trigger: Trigger = Trigger.ENDED
+    trigger: events.Trigger = events.Trigger.ENDED
+    """As found by this supervisor, or recorded by an earlier one."""
     verdict_pending: bool = False
     """A verdict is awaited."""
     ends_judged: int = 0

@@ -16,8 +16,9 @@ from engine.errors import FlightDeckError, LaunchError
 from engine.models import CheckStatus, PreflightReport, Reason, RunState
 from engine.run import events
 from engine.run.adopt import adopt, ending_unknown, finding, prove_end, take_up, taking_up
-from engine.run.decide import Trigger, failed_run, refusal, stop_trigger
+from engine.run.decide import failed_run, refusal, stop_trigger
 from engine.run.effects import Cancel, Connect, Effect, RequestExitOutput, RunPreflight, Settle, Start
+from engine.run.events import Trigger
 from engine.run.history import RunHistory
 from engine.run.observation import Cancelled, Checked, Observation, Planned, Settled, Started
 from engine.run.outcome import (
@@ -191,7 +192,9 @@ def _running(t: Transition) -> None:
             note_losses(t)
             return
         trigger = Trigger.HUNG
-    t.set_ending(trigger=trigger)
+    if trigger not in (Trigger.ENDED, Trigger.RANK) or t.ending.trigger in (Trigger.ENDED, Trigger.ABORT):
+        # Else it follows from what an earlier supervisor has begun.
+        t.set_ending(trigger=trigger)
     if abort is not None and trigger is Trigger.ABORT:
         _announce(t, events.StopStage.ASKED)
         _begin_stop(t, RunState.FINISHING, StopPlan(cooperative=not abort.now))
@@ -279,8 +282,8 @@ def _announce(t: Transition, stage: events.StopStage) -> None:
         for process in proof.left
     )
     acknowledged = tuple(rank.number for rank in t.seen.ranks if rank.record is not None)
-    purpose = _PURPOSES.get(trigger, "fence")
-    t.record(events.StopStageReached(stage=stage, purpose=purpose, acknowledged=acknowledged, left=left))
+    purpose, why = _PURPOSES.get(trigger, "fence"), t.ending.trigger
+    t.record(events.StopStageReached(stage=stage, purpose=purpose, trigger=why, acknowledged=acknowledged, left=left))
 
 
 def _settling(t: Transition) -> None:

@@ -18,8 +18,7 @@ from engine.models import Reason, RunState
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.exit_codes import ShellExit
 from engine.run.command_watch import APART_FIX, IDLE, STOPPED, apart_cause
-from engine.run.decide import Trigger
-from engine.run.events import Hang, Verdict
+from engine.run.events import Hang, Trigger, Verdict
 from engine.run.failure_cause import first_cause
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.security.redact import Redactor
@@ -36,8 +35,10 @@ class Weight(Enum):
     """Its node is gone. Like a lease, before the next two: the others lose their peer or the launcher ends them."""
     LEASE = 3
     OUTSIDE = 4
-    CONSEQUENCE = 5
-    FENCED = 6
+    SILENT = 5
+    """Its node does not answer now, but did after the attempt had begun to be ended."""
+    CONSEQUENCE = 6
+    FENCED = 7
     """It was killed when the attempt was ended."""
 
 
@@ -84,7 +85,7 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
 
 def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
     """All that is known follows from another rank's end, and there are some of which the end is not known."""
-    gone = [rank for rank in evidence.ranks if rank.started and rank.record is None]
+    gone = [rank for rank in evidence.ranks if rank.record is None and (rank.started or rank.launcher_code is None)]
     unseen = [rank for rank in gone if rank.outlived or not rank.vanished]
     left = fault.evidence.left_for_peers or fault.evidence.error_type == "PeerLost"
     if not (fault.weight is Weight.CONSEQUENCE and left and evidence.over and unseen):
@@ -175,7 +176,7 @@ def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
         # The launcher ends with TERM the ranks that have not failed; -15 is a consequence.
         return Weight.OWN if rank.launcher_code not in (0, -signal.SIGTERM) else None
     if rank.restarted or rank.unreachable_s is not None:
-        return Weight.LOST
+        return Weight.SILENT if rank.answered_since and not (rank.restarted or rank.lost) else Weight.LOST
     if rank.vanished and rank.outlived:
         return Weight.FENCED
     # `rebooted` is this machine alone.
@@ -248,7 +249,7 @@ def _reason_and_cause(fault: Fault, evidence: FailureEvidence) -> tuple[Reason, 
     """The reason and cause of the fault that began the attempt's end; the cause quotes output and may be long."""
     rank, record = fault.evidence, fault.evidence.record
     if record is None:
-        return _node_lost(rank) if fault.weight is Weight.LOST else _without_record(rank)
+        return _node_lost(rank) if fault.weight in (Weight.LOST, Weight.SILENT) else _without_record(rank)
     if fault.weight is Weight.LOST:
         # Only an earlier supervisor may have seen for how long.
         long = f" for {rank.cut_off_s:.0f} s" if rank.cut_off_s > rank.lease_s else ""

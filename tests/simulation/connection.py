@@ -105,7 +105,7 @@ class Connection:
         for keeper in self._keepers():
             if keeper.identity is not None:
                 self.post(_started(keeper))
-            if not keeper.alive:
+            if keeper.end_shows:
                 self.post(_ended(keeper))
         self.post(Connection.watching)
         for rank, command in self._standing.items():

@@ -398,6 +398,7 @@ class Supervisor:
             lost=standing.lost,
             dispensable=standing.dispensable,
             outlived=standing.outlived,
+            answered_since=standing.answered_since,
             memory_killed=self._memory_killed(rank.node, connection),
         )
 
@@ -515,7 +516,9 @@ class Supervisor:
             hang=effect.hang,
             over=effect.over,
         )
-        if all(rank.started for rank in self._ranks):
+        assert self.history is not None
+        if self.history.attempt(attempt.number).trigger is None and all(rank.started for rank in self._ranks):
+            # It is decided now whether to end it; of a step that is seen later it could not be known.
             self.world.checks.judged(attempt, effect.trigger, stepped=self._stepped)
         judged = verdict.verdict_on(evidence)
         self._finished.append(Judged(judged, sum(rank.end_known for rank in ranks)))

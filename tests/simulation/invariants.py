@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.models import Reason, RunState
 from engine.run import events
-from engine.run.decide import Trigger
+from engine.run.events import Trigger
 from engine.run.journal import FOLLOWERS
 from engine.run.node_health import lost_after_s
 from engine.run.supervisor_process import AFTERMATH_S

@@ -253,9 +253,6 @@ class Program:
             # A command that ends with 0 has done its work.
             self.completed = True
         self.attempt.member_ended(self)
-        if code and self.keeper.alive and self.keeper.stopped_by is None:
-            # That is on record, whatever it has reported before.
-            self.completed = False
         self.keeper.program_ended()
 
     def fail(self, error_type: str, message: str, code: int) -> None:
@@ -319,6 +316,11 @@ class SimulatedKeeper(Keeper):
     def reads(self) -> bool:
         """Its process runs."""
         return self.alive and not self.stopped and self.machine.awake
+
+    @property
+    def end_shows(self) -> bool:
+        """Without a record an agent sees that it has ended where it knows its process."""
+        return not self.alive and (self.record is not None or self.identity is not None)
 
     @property
     def stopped_by(self) -> str | None:
@@ -444,6 +446,9 @@ class SimulatedKeeper(Keeper):
             self.rank, self.attempt, code if code >= 0 else None, -code if code < 0 else None, self.machine.wall(), 0,
             0, self._stopped_by, error,
         )  # fmt: skip
+        if code and self._stopped_by is None and self.program is not None:
+            # That is on record, whatever it has reported before.
+            self.program.completed = False
         self.alive = False
         self.world.note_record(self)
         self.machine.report(self.attempt, _ended(self))
@@ -456,7 +461,8 @@ class SimulatedKeeper(Keeper):
         if not self.alive:
             return
         self.alive, self.killed = False, True
-        self.world.time.after(self.world.rng.uniform(0.1, 1.1), self.machine.report, self.attempt, _ended(self))
+        if self.end_shows:
+            self.world.time.after(self.world.rng.uniform(0.1, 1.1), self.machine.report, self.attempt, _ended(self))
         if self.program is not None:
             self.program.kill_by_end_of_keeper()
 

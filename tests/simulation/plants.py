@@ -15,7 +15,7 @@ from engine.models import Reason, RunState
 from engine.node.attempt_watch import AttemptWatch
 from engine.node.keeper import Lease
 from engine.run import events, history, outcome, recovery, running, shutdown, step, verdict
-from engine.run.decide import Trigger
+from engine.run.events import Trigger
 from engine.run.shutdown import CleanupProof, Shutdown
 from engine.run.state import State
 from engine.trainer.checkpoint import resume

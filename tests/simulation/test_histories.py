@@ -77,6 +77,26 @@ HISTORIES = {
         '{"seed":602237701,"kind":"local","nodes":4,"local":false,"iterations":24,"every":3,"min_nodes":2,"recovery":7,'
         '"faults":[["abort",0.35,2,110.0],["abort",0.5,1,12.0],["resume",126.42,1,2.0]]}'
     ),
+    "a rank that was never seen to start is named where all others have lost it": (
+        '{"kind":"direct","local":false,"iterations":7,"period_s":0.2,"every":3,"faults":[["disk_full",3.2,0,2.0],'
+        '["power",4.64,0,2.0]]}'
+    ),
+    "a rank that lingers after its work has done it, also when the fence kills it and its keeper": (
+        '{"kind":"torch","iterations":6,"period_s":0.2,"faults":[["rank_lingers",4.34,0,7.0],'
+        '["keeper_stopped",5.99,0,70.0],["abort",12.06,1,45.0]]}'
+    ),
+    "why an attempt is ended is known to the supervisor that adopts it then": (
+        '{"seed":39741200,"kind":"direct","local":false,"iterations":7,"period_s":0.2,"every":3,"faults":'
+        '[["disk_full",1.76,1,110.0],["head_killed_at_effect",23,1,12.0]]}'
+    ),
+    "a node that is not connected again after a sleep of the head is not what the attempt was ended for": (
+        '{"seed":948112113,"kind":"torch","nodes":8,"iterations":8,"period_s":1.0,"recovery":5,"faults":'
+        '[["disk_stalled",6.13,1,180.0],["isolated",7.05,7,18.0],["head_stopped",35.43,2,30.0]]}'
+    ),
+    "who can be lost is asked when an attempt is to end, and not of the steps that come afterwards": (
+        '{"kind":"local","iterations":6,"period_s":3.0,"every":10,"faults":[["out_of_memory",5.45,1,2.0],'
+        '["agent_stopped",5.45,0,180.0]]}'
+    ),
     "a lost node may wake up in the moment in which the next attempt starts without it": (
         '{"nodes":3,"local":false,"iterations":8,"period_s":3.0,"min_nodes":2,"recovery":5,'
         '"faults":[["node_sleeps",11.05,0,70.0]]}'

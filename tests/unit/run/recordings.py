@@ -34,7 +34,7 @@ from pydantic import TypeAdapter
 
 from engine.job.kinds import JobKind
 from engine.run import effects, events
-from engine.run.decide import Finish, NodePresence, Restart, Trigger, Wait
+from engine.run.decide import Finish, NodePresence, Restart, Wait
 from engine.run.effects import Standing
 from engine.run.failure_evidence import FailureEvidence
 from engine.run.history import RunHistory, run_history
@@ -334,7 +334,7 @@ def _judged(how: dict[str, Any], verdict: events.Verdict, kind: JobKind) -> Iter
         )
         for rank in facts["ranks"]
     )
-    evidence = _EVIDENCE.validate_python({**facts, "trigger": Trigger[facts["trigger"]], "kind": kind})
+    evidence = _EVIDENCE.validate_python({**facts, "trigger": events.Trigger[facts["trigger"]], "kind": kind})
     yield effects.Judge(evidence.trigger, standings, evidence.hang, how["over"])
     yield JudgedOn(evidence)
     yield Judged(verdict, how["ends_known"])

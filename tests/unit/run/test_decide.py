@@ -26,7 +26,6 @@ from engine.run.decide import (
     RankState,
     Restart,
     RunningAttempt,
-    Trigger,
     Wait,
     backoff_s,
     decide,
@@ -48,6 +47,7 @@ from engine.run.events import (
     RunReopened,
     StateChanged,
     StateSaved,
+    Trigger,
     Verdict,
 )
 from engine.run.history import RunHistory, fold

@@ -14,9 +14,8 @@ from engine.failures.signatures import BY_ID
 from engine.protocol.attempt import NodeFiles
 from engine.protocol.events import EventWriter
 from engine.run import failure_evidence
-from engine.run.decide import Trigger
 from engine.run.effects import Judge, Standing
-from engine.run.events import Attempt, AttemptPlanned, LaunchDecided
+from engine.run.events import Attempt, AttemptPlanned, LaunchDecided, Trigger
 from engine.run.failure_evidence import EvidenceCollector, FailureEvidence
 from engine.run.journal import RunRecorder
 from engine.run.observation import RankView

@@ -24,7 +24,6 @@ from engine.node.processes import Process
 from engine.protocol.attempt import END, read_regular
 from engine.run import attempt_hosts, driver, observer, preparation, watched_attempt
 from engine.run.attempt import AttemptOrigin
-from engine.run.decide import Trigger
 from engine.run.effects import (
     Cancel,
     Connect,
@@ -55,6 +54,7 @@ from engine.run.events import (
     StateChanged,
     StateSaved,
     TrackerFailed,
+    Trigger,
 )
 from engine.run.journal import read_journal
 from engine.run.logs import mirror

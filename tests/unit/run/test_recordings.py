@@ -54,9 +54,9 @@ TOLERANCES: Mapping[str, float] = {
 }
 """How far numbers of these fields may be apart, s."""
 
-SINCE_THEN = ("outlived", "dispensable")
-"""Not compared as such, but by the verdicts, which are given on them: whether a rank outlived its attempt was not
-asked; whether the others go on without a rank is settled now when the attempt is to end, and once rank 0 of an elastic
+SINCE_THEN = ("outlived", "answered_since", "dispensable")
+"""Not compared as such, but by the verdicts, which are given on them: whether a rank outlived its attempt, and whether
+its node has answered since, was not asked; whether the others go on without a rank is settled now when the attempt is to end, and once rank 0 of an elastic
 job has done its work, they do without all others."""
 
 IN_ONE_PROCESS = ("tests/unit/", "drawn in one process")
@@ -200,7 +200,7 @@ class Replay:
         """The verdict is given anew: on what the step knows, and on the recorded evidence, which has what was read of
         the mirrors."""
         ranks = [
-            replace(r, dispensable=s.dispensable, outlived=s.outlived)
+            replace(r, dispensable=s.dispensable, outlived=s.outlived, answered_since=s.answered_since)
             for r, s in zip(evidence.ranks, how.standings, strict=True)
         ]
         evidence = replace(evidence, ranks=ranks, trigger=how.trigger)
@@ -327,6 +327,9 @@ def _short(value: Any) -> str:
 
 def _fields(value: Any) -> dict[str, Any]:
     named = dict(value) if isinstance(value, BaseModel) else {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, events.StopStageReached):
+        # Not recorded then.
+        del named["trigger"]
     kind = {"event": value.kind} if isinstance(value, events.Event) else {}
     return kind | {name: one for name, one in named.items() if name not in ("at", *SINCE_THEN)}
 

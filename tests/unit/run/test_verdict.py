@@ -20,8 +20,7 @@ from engine.protocol.attempt import ExitRecord
 from engine.protocol.events import ExitOutput
 from engine.protocol.job import Strategy
 from engine.protocol.messages import Decoder, RankEnded, encode
-from engine.run.decide import Trigger
-from engine.run.events import Hang, StateChanged, Verdict
+from engine.run.events import Hang, StateChanged, Trigger, Verdict
 from engine.run.failure_evidence import FailureEvidence, RankEvidence
 from engine.run.journal import Journal, read_journal
 from engine.run.verdict import is_consequence, verdict_on, with_cause

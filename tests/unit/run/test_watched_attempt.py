@@ -18,9 +18,8 @@ from engine.protocol.attempt import Identity, read_exit, read_identity, write_at
 from engine.protocol.events import ExitOutput
 from engine.protocol.exit_codes import TrainerExit
 from engine.run.attempt import AttemptOrigin
-from engine.run.decide import Trigger
 from engine.run.effects import Judge, Standing
-from engine.run.events import Event
+from engine.run.events import Event, Trigger
 from engine.run.observation import RankView
 from engine.run.run_context import AttemptContext
 from engine.run.watched_attempt import WatchedAttempt
