@@ -36,6 +36,9 @@ class AttemptHistory:
     alarms: tuple[events.AlarmRaised, ...] = ()
     hang: events.Hang | None = None
     trigger: events.Trigger | None = None
+    """Why it is being ended, or was."""
+    outlived: frozenset[int] = frozenset()
+    """The ranks of which no end was recorded when that began."""
     missing: Mapping[str, int | None] = field(default_factory=dict)
     """The head's files that lack bytes of the attempt, and how many where that is known."""
     failed_at: datetime | None = None
@@ -283,8 +286,9 @@ def _attempt(attempt: AttemptHistory, event: events.Event) -> AttemptHistory:
             changes = {"alarms": (*attempt.alarms, event)}
         case events.HangDetected():
             changes = {"hang": attempt.hang or event.hang}
-        case events.StopStageReached():
-            changes = {"trigger": attempt.trigger or event.trigger}
+        case events.StopStageReached(trigger=events.Trigger()) if attempt.trigger is None:
+            outlived = frozenset(range(len(attempt.plan.nodes))).difference(attempt.ended)
+            changes = {"trigger": event.trigger, "outlived": outlived}
         case events.LogsMissing(attempt=attempt.number):
             changes = {"missing": event.files}
         case events.AttemptFailed(attempt=attempt.number) if attempt.status.reason is None:

@@ -52,10 +52,10 @@ def aftermath(t: Transition) -> None:
 
 def judge(t: Transition, *, over: bool) -> None:
     ended_s = t.seen.now - t.ending.stop.started_at if t.ending.stop is not None else 0.0
-    hosts = [t.seen.host_of(rank) for rank in range(len(t.watch.standings))]
+    hosts, outlived = map(t.seen.host_of, range(len(t.watch.standings))), t.state.attempt.outlived
     standings = tuple(
-        replace(standing, cut_off_s=host.longest_silence_s, answered_since=host.silent_s < ended_s)
-        for host, standing in zip(hosts, t.watch.standings, strict=True)
+        replace(s, cut_off_s=host.longest_silence_s, answered_since=host.silent_s < ended_s, outlived=rank in outlived)
+        for rank, (host, s) in enumerate(zip(hosts, t.watch.standings, strict=True))
     )
     t.do(Judge(t.ending.trigger, standings, t.state.attempt.hang, over))
     t.set_ending(verdict_pending=True)

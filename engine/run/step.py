@@ -8,7 +8,6 @@ without."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Final, Literal
 
 from engine.config.models import needs_all_nodes
@@ -222,10 +221,6 @@ def _may_restart(t: Transition, verdict: events.Verdict) -> bool:
 def _begin_stop(t: Transition, state: RunState, plan: StopPlan) -> None:
     if t.run_state not in (state, RunState.FINISHING):
         t.change(state)
-    standings = tuple(
-        replace(standing, outlived=number not in t.watch.ended) for number, standing in enumerate(t.watch.standings)
-    )
-    t.set_watch(standings=standings)
     t.set_ending(stop=begin_shutdown(plan, attempt_view(t)))
     t.enter(Phase.STOPPING)
     _advance(t)

@@ -177,6 +177,9 @@ def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
         return Weight.OWN if rank.launcher_code not in (0, -signal.SIGTERM) else None
     if rank.restarted or rank.unreachable_s is not None:
         return Weight.SILENT if rank.answered_since and not (rank.restarted or rank.lost) else Weight.LOST
+    if rank.vanished and rank.lost:
+        # Nothing is left of it on a node that is back.
+        return Weight.LOST
     if rank.vanished and rank.outlived:
         return Weight.FENCED
     # `rebooted` is this machine alone.
@@ -248,12 +251,10 @@ _LEASE_MARGIN_S = 2.0
 def _reason_and_cause(fault: Fault, evidence: FailureEvidence) -> tuple[Reason, str]:
     """The reason and cause of the fault that began the attempt's end; the cause quotes output and may be long."""
     rank, record = fault.evidence, fault.evidence.record
+    if fault.weight in (Weight.LOST, Weight.SILENT):
+        return Reason.NODE_LOST, _node_lost(rank)
     if record is None:
-        return _node_lost(rank) if fault.weight in (Weight.LOST, Weight.SILENT) else _without_record(rank)
-    if fault.weight is Weight.LOST:
-        # Only an earlier supervisor may have seen for how long.
-        long = f" for {rank.cut_off_s:.0f} s" if rank.cut_off_s > rank.lease_s else ""
-        return Reason.NODE_LOST, f"{rank.node} was cut off{long}, and its rank lost the others"
+        return _without_record(rank)
     if fault.weight is Weight.LEASE:
         return _lease_ended(rank)
     if fault.weight is Weight.OUTSIDE:
@@ -318,11 +319,15 @@ def _without_record(rank: RankEvidence) -> tuple[Reason, str]:
     return Reason.LAUNCH_FAILED, f"{rank.python} did not start the rank (exit code {rank.launcher_code}){detail}"
 
 
-def _node_lost(rank: RankEvidence) -> tuple[Reason, str]:
-    if rank.restarted:
-        return Reason.NODE_LOST, f"{rank.node} was restarted while its rank was running"
+def _node_lost(rank: RankEvidence) -> str:
+    if rank.restarted and rank.record is None:
+        return f"{rank.node} was restarted while its rank was running"
+    if rank.record is not None or rank.unreachable_s is None:
+        # Only an earlier supervisor may have seen for how long.
+        long = f" for {rank.cut_off_s:.0f} s" if rank.cut_off_s > rank.lease_s else ""
+        return f"{rank.node} was cut off{long}, and its rank lost the others"
     over = f", longer than its lease of {rank.lease_s:g} s" if (rank.unreachable_s or 0.0) > rank.lease_s else ""
-    return Reason.NODE_LOST, f"{rank.node} has not answered for {_silence(rank)}{over}"
+    return f"{rank.node} has not answered for {_silence(rank)}{over}"
 
 
 def _silence(rank: RankEvidence) -> str:

@@ -23,12 +23,12 @@ from engine.run import (
     history,
     node_health,
     observation,
+    outcome,
     progress,
     recovery,
     running,
     shutdown,
     state,
-    step,
     verdict,
 )
 from tests.simulation import nodes
@@ -94,7 +94,7 @@ def virtual_engine() -> Iterator[None]:
             (verdict, "explain", lambda lines: explained(tuple(lines))),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
-        for module in (history, node_health, progress, recovery, running, shutdown, state, step, verdict):
+        for module in (history, node_health, outcome, progress, recovery, running, shutdown, state, verdict):
             stack.enter_context(mock.patch.object(module, "replace", quick_replace))
         for model in (events.Event, RunRecord):
             stack.enter_context(mock.patch.object(model, "model_copy", quick_copy))

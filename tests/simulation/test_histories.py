@@ -97,6 +97,10 @@ HISTORIES = {
         '{"kind":"local","iterations":6,"period_s":3.0,"every":10,"faults":[["out_of_memory",5.45,1,2.0],'
         '["agent_stopped",5.45,0,180.0]]}'
     ),
+    "a lost rank that was killed when its node woke up is named as lost with it": (
+        '{"seed":420851839,"kind":"local","nodes":7,"local":false,"iterations":15,"period_s":3.0,"every":0,"recovery":5,'
+        '"faults":[["head_stopped",4.12,3,2.0],["node_sleeps",5.88,0,180.0],["slow",33.93,4,18.0]]}'
+    ),
     "a lost node may wake up in the moment in which the next attempt starts without it": (
         '{"nodes":3,"local":false,"iterations":8,"period_s":3.0,"min_nodes":2,"recovery":5,'
         '"faults":[["node_sleeps",11.05,0,70.0]]}'

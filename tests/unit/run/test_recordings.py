@@ -56,8 +56,8 @@ TOLERANCES: Mapping[str, float] = {
 
 SINCE_THEN = ("outlived", "answered_since", "dispensable")
 """Not compared as such, but by the verdicts, which are given on them: whether a rank outlived its attempt, and whether
-its node has answered since, was not asked; whether the others go on without a rank is settled now when the attempt is to end, and once rank 0 of an elastic
-job has done its work, they do without all others."""
+its node has answered since, was not asked; whether the others go on without a rank is settled now when the attempt is
+to end, and once rank 0 of an elastic job has done its work, they do without all others."""
 
 IN_ONE_PROCESS = ("tests/unit/", "drawn in one process")
 """Where nothing was asked or decided after the last verdict: what the step decides then has no counterpart."""

@@ -861,6 +861,21 @@ def test_a_rank_that_was_killed_while_the_attempt_was_ended_is_not_the_cause() -
     assert verdict_on(evidence(replace(killed, outlived=False), rank(1, 1, at=5.0, tail="ValueError: no"))).rank == 0
 
 
+def test_a_node_that_answered_while_the_attempt_was_ended_is_named_after_one_that_its_lease_has_ended() -> None:
+    away = RankEvidence(0, "left", "/py", started=True, unreachable_s=3.0, lease_s=15.0)
+    by_lease = rank(1, sig=15, stopped_by="lease", cut_off_s=20.0, lease_s=15.0)
+    assert verdict_on(evidence(away, by_lease)).rank == 0
+    verdict = verdict_on(evidence(replace(away, answered_since=True), by_lease))
+    assert (verdict.reason, verdict.rank) == (Reason.NODE_LOST, 1)
+
+
+def test_a_lost_rank_that_was_killed_when_its_node_came_back_was_lost_with_it() -> None:
+    killed = RankEvidence(0, "left", "/py", started=True, vanished=True, lost=True, cut_off_s=138.0, lease_s=15.0)
+    verdict = verdict_on(evidence(killed, rank(1, 0)))
+    assert (verdict.reason, verdict.rank) == (Reason.NODE_LOST, 0)
+    assert verdict.cause == "left was cut off for 138 s, and its rank lost the others"
+
+
 def test_the_one_rank_whose_end_is_not_known_is_named_before_those_that_lost_it() -> None:
     lost = [rank(number, 5, failure=PEER_LOST, left_for_peers=True) for number in (0, 2)]
     unseen = RankEvidence(1, "right", "/py", started=True)
