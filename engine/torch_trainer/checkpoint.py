@@ -122,6 +122,7 @@ class StateCheckpoints:
                 self._strategy.save(scratch)
                 manifest = self._write_manifest(scratch, point)
                 written = {"bytes": manifest.stored_bytes, **manifest.journal_entry()}
+                written |= manifest.fetchable(target, f"manifest-{manifest.part}.json")
 
         def commit() -> None:
             if self._leads:

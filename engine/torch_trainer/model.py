@@ -25,9 +25,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.protocol.job import Job, JobError, TorchSettings
 from engine.protocol.jsonl import THINKING, form_of
-from engine.training.checkpoint_files import replace_folder
+from engine.training.checkpoint_files import list_files, replace_folder
 from engine.training.data import Batch, RowFormat, Tokens, partly_resumed
-from engine.training.reporting import first_line
+from engine.training.reporting import Files, first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of the computation, by TorchSettings.precision."""
@@ -234,10 +234,11 @@ class TrainedFolder:
     """Unwrapped."""
     tokenizer: Any
 
-    def save(self, targets: Sequence[Path], weights: Mapping[str, Tensor], facts: dict[str, Any]) -> int:
+    def save(self, targets: Sequence[Path], weights: Mapping[str, Tensor], facts: dict[str, Any]) -> tuple[int, Files]:
         """Write `weights`, all of the model's or the adapter's, once, as each of the `targets`: folders in `path`, or
-        `path` itself. Returns the bytes of the weights. A reader sees a complete folder or the previous one, and in
-        `path`, which holds others as well, each file so. `facts`: about them, for FACTS_FILE. Raises OSError."""
+        `path` itself. Returns the bytes of the weights, and the files of each target. A reader sees a complete folder
+        or the previous one, and in `path`, which holds others as well, each file so. `facts`: about them, for
+        FACTS_FILE. Raises OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         for pattern in _LEFT:
             for left in self.path.glob(pattern):
@@ -262,7 +263,8 @@ class TrainedFolder:
                     place = replace_folder if path.is_dir() else Path.replace
                     place(path, target / path.name)
                 copy.rmdir()
-            return sum(path.stat().st_size for path in whole.glob("*.safetensors"))
+            names = [path.relative_to(whole).as_posix() for path in whole.rglob("*")]
+            return sum(path.stat().st_size for path in whole.glob("*.safetensors")), list_files(whole, names)
 
 
 def _link(source: str, target: str) -> None:

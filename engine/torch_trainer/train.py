@@ -38,7 +38,7 @@ from engine.training.checkpoint_files import Origin, TrainingPoint, package_vers
 from engine.training.data import Batch, DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
 from engine.training.loop import TrainingLoop, report_start
 from engine.training.process import TrainingProcess
-from engine.training.reporting import Diverged, Outcome, PeerLost, check_equal
+from engine.training.reporting import Diverged, Outcome, PeerLost, SavedWeights, check_equal
 from engine.training.sampler import Indices, dropout_seed
 
 _PACKAGES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
@@ -81,7 +81,7 @@ def load_training(process: TrainingProcess) -> TorchLoop:
         "distributed_type": distributed_type(accelerator),
         "partitioned": strategy.partitioned,
     }
-    report_start(process, job, examples, checksum, counts, **about)
+    report_start(process, job, examples, checksum, counts, inputs=inputs, **about)
     loader = DataLoader(examples, job, [rank.share for rank in spec.ranks], process.rank, reporter)
     part, parts = (process.rank, spec.world_size) if strategy.partitioned else (0, 1)
     origin = Origin(config_hash(raw), spec.world_size, part, parts, inputs)
@@ -236,13 +236,18 @@ class TorchLoop(TrainingLoop):
             raise failed
 
     def _write(self, target: Path, weights: dict[str, Tensor], *, numbered: bool, last: bool, **facts: float) -> None:
-        iteration = self.point.iteration
+        iteration, holds = self.point.iteration, "model" if self.job.fine_tune_type == "full" else "adapter"
         if self.job.fine_tune_type == "full" and not facts:
             target = target / "model"
         targets = [target, *([self.job.adapter_path / f"checkpoint-{iteration}"] if numbered else [])]
         about = {"run": self.job.home.name, "iteration": iteration, **facts}
         path, folder = targets[-1], TrainedFolder(self.job.adapter_path, self.strategy.module, self.tokenizer)
-        self.reporter.save(iteration, path, lambda: (path, folder.save(targets, weights, about)), last=last, **facts)
+
+        def write() -> SavedWeights:
+            size, files = folder.save(targets, weights, about)
+            return SavedWeights(path, size, holds, path, files)
+
+        self.reporter.save(iteration, path, write, last=last, **facts)
 
     def _has_better(self, target: Path, val_loss: float | None = None) -> bool:
         """The best weights there are of this run: a resumed one repeats validations before theirs."""

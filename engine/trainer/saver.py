@@ -21,30 +21,36 @@ from engine.trainer.collective import Collective, packed
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
 from engine.trainer.strategies.base import PartitionedStrategy, Strategy
 from engine.trainer.weights import WeightStream, scalar, write_safetensors
-from engine.training.checkpoint_files import replace_folder
-from engine.training.reporting import Reporter
+from engine.training.checkpoint_files import list_files, replace_folder
+from engine.training.reporting import Reporter, SavedWeights
 
 BEST_FILE = "best_adapters.safetensors"
+CONFIG_FILE = "adapter_config.json"
 
 
-def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> tuple[Path, int]:
-    """Write trained `weights` as adapters.safetensors, and as the numbered file of `iteration` if any; returns the last
-    path and its bytes. A reader sees a complete file or the previous one. Raises OSError."""
+def save_adapters(job: Job, weights: WeightStream, iteration: int | None) -> SavedWeights:
+    """Write trained `weights` as adapters.safetensors, and as the numbered file of `iteration` if any, which is the one
+    returned. A reader sees a complete file or the previous one. Raises OSError."""
     path = job.adapter_path / "adapters.safetensors"
-    write_safetensors(path, weights.entries, weights.arrays)
+    digest = write_safetensors(path, weights.entries, weights.arrays)
     if iteration is not None:
         latest, path = path, job.adapter_path / f"{iteration:07d}_adapters.safetensors"
         with latest.open("rb") as source, replacing(path) as copy:
             shutil.copyfileobj(source, copy)
-    return path, path.stat().st_size
+    return _saved(job, path, digest)
 
 
-def save_best_adapters(job: Job, weights: WeightStream, iteration: int, val_loss: float) -> tuple[Path, int]:
+def _saved(job: Job, path: Path, digest: str) -> SavedWeights:
+    files = list_files(path.parent, (path.name, CONFIG_FILE), {path.name: digest})
+    holds = "weights" if job.fine_tune_type == "full" else "adapter"
+    return SavedWeights(path, path.stat().st_size, holds, path.parent, files)
+
+
+def save_best_adapters(job: Job, weights: WeightStream, iteration: int, val_loss: float) -> SavedWeights:
     """Likewise as BEST_FILE, whose metadata has the run, `iteration` and `val_loss`."""
     path = job.adapter_path / BEST_FILE
     metadata = {"run": job.home.name, "iteration": str(iteration), "val_loss": repr(val_loss)}
-    write_safetensors(path, weights.entries, weights.arrays, metadata)
-    return path, path.stat().st_size
+    return _saved(job, path, write_safetensors(path, weights.entries, weights.arrays, metadata))
 
 
 def has_better(job: Job, val_loss: float) -> bool:
@@ -61,9 +67,9 @@ _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 """A model's files beside its weights."""
 
 
-def write_model(target: Path, source: Path, weights: WeightStream) -> int:
+def write_model(target: Path, source: Path, weights: WeightStream) -> SavedWeights:
     """Write `weights`, all of a model of the same kind as `source`, as the directory `target`, which is complete
-    afterwards, or as it was before; returns the bytes of weights. Raises OSError."""
+    afterwards, or as it was before. Raises OSError."""
     with tempfile.TemporaryDirectory(
         prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
     ) as temporary:
@@ -75,22 +81,25 @@ def write_model(target: Path, source: Path, weights: WeightStream) -> int:
                     shutil.copyfile(file, scratch / file.name)
         config: dict[str, Any] = load_config(source)
         save_config(config, scratch / "config.json", keep_vision_config=True)
-        size = _write_weights(scratch, weights)
+        size, hashes = _write_weights(scratch, weights)
+        files = list_files(scratch, [path.name for path in scratch.iterdir()], hashes)
         replace_folder(scratch, target)
-    return size
+    return SavedWeights(target, size, "model", target, files)
 
 
-def _write_weights(scratch: Path, weights: WeightStream) -> int:
+def _write_weights(scratch: Path, weights: WeightStream) -> tuple[int, dict[str, str]]:
+    """Their bytes, and the SHA-256 of each file of them."""
     files = packed(weights.entries, lambda name: weights.entries[name].nbytes, _FILE_BYTES)
-    weight_map: dict[str, str] = {}
+    weight_map, hashes = dict[str, str](), dict[str, str]()
     for position, names in enumerate(files, 1):
         file = "model.safetensors" if len(files) == 1 else f"model-{position:05d}-of-{len(files):05d}.safetensors"
-        write_safetensors(scratch / file, {name: weights.entries[name] for name in names}, weights.arrays)
+        entries = {name: weights.entries[name] for name in names}
+        hashes[file] = write_safetensors(scratch / file, entries, weights.arrays)
         weight_map |= dict.fromkeys(names, file)
     size = sum(entry.nbytes for entry in weights.entries.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     write_atomic(scratch / "model.safetensors.index.json", json.dumps(index, indent=4))
-    return size
+    return size, hashes
 
 
 @dataclass
@@ -113,7 +122,7 @@ class Saver:
         if job.fine_tune_type == "full":
             config["lora_parameters"] = None
         text = json.dumps(config, indent=4, sort_keys=True, default=str)
-        write_atomic(job.adapter_path / "adapter_config.json", text)
+        write_atomic(job.adapter_path / CONFIG_FILE, text)
 
     def save(self, iteration: int, *, last: bool) -> None:
         """Write the adapters. A full disk is a warning, except for the last save. Corrupted parameters are not written:
@@ -128,7 +137,7 @@ class Saver:
         if last and self.job.fine_tune_type == "full" and isinstance(self.strategy, PartitionedStrategy):
             # No rank has the whole model otherwise.
             path, every = self.job.adapter_path / "model", self.strategy.all_weights()
-            self._write(iteration, path, every, lambda: (path, write_model(path, self.job.model, every)), last=True)
+            self._write(iteration, path, every, lambda: write_model(path, self.job.model, every), last=True)
         # Also a barrier: no rank continues before the save is done.
         if scalar(self.collective.all_sum(mx.array(float(written)))) > 0:
             self.saved = iteration
@@ -170,7 +179,7 @@ class Saver:
         iteration: int,
         target: Path,
         weights: WeightStream,
-        write: Callable[[], tuple[Path, int]],
+        write: Callable[[], SavedWeights],
         *,
         last: bool,
         **facts: float,

@@ -51,7 +51,7 @@ def load_training(process: TrainingProcess, collective: Collective) -> Loop:
     collective.check_equal(rank_facts(spec, examples, valid, checksum))
     inputs = checksums(job, train=examples, **({"valid": valid} if validates else {}))
     about = {"versions": package_versions(*PACKAGES), "device": str(mx.default_device()), "backend": spec.backend}
-    report_start(process, job, examples, checksum, count_parameters(model), **about)
+    report_start(process, job, examples, checksum, count_parameters(model), inputs=inputs, **about)
     trained = tree_flatten(model.trainable_parameters())
     if job.optimizer_precision == "parameter" and any(value.dtype.size < 4 for _, value in trained):
         reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")

@@ -3,6 +3,7 @@ Python floats. For the format see protocol.safetensors."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -91,14 +92,19 @@ class WeightStream:
 
 def write_safetensors(
     path: Path, entries: Mapping[str, TensorSpec], arrays: Iterator[mx.array], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write one of `arrays` per entry; `path` is complete and on disk afterwards, or as before. Raises OSError."""
+) -> str:
+    """Write one of `arrays` per entry; `path` is complete and on disk afterwards, or as before. Returns the file's
+    SHA-256. Raises OSError."""
+    header = _header(entries, metadata or {})
+    start = len(header).to_bytes(_ALIGNMENT, "little") + header
+    digest = hashlib.sha256(start)
     with replacing(path) as file:
-        header = _header(entries, metadata or {})
-        file.write(len(header).to_bytes(_ALIGNMENT, "little") + header)
+        file.write(start)
         for _ in entries:
-            flat = next(arrays).reshape(-1)
-            file.write(np.asarray(flat.view(mx.uint8)).data)
+            data = np.asarray(next(arrays).reshape(-1).view(mx.uint8)).data
+            file.write(data)
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def _header(entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from engine.protocol.attempt import regular_descriptor, sync_file
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError
-from engine.training.reporting import BestValidation, Reporter, ReportWindow
+from engine.training.reporting import BestValidation, Files, Reporter, ReportWindow
 
 Document = TypeVar("Document", bound="Manifest | FileEntry")
 Kind = TypeVar("Kind", bound="Manifest")
@@ -116,6 +116,13 @@ class Manifest(TrainingPoint, Origin):
         `author`: attempt and rank of an emergency checkpoint."""
         saved_by = "" if author is None else f"@{author[0]}.{author[1]}"
         return {"state": f"{self.update}.{self.part}{saved_by}", "manifest": hashlib.sha256(self.to_json()).hexdigest()}
+
+    def fetchable(self, folder: Path, name: str = MANIFEST_NAME) -> dict[str, Any]:
+        """The files of this part in `folder`, the manifest of this `name` among them, for the run's journal."""
+        raw = self.to_json()
+        files: Files = [(entry.name, entry.stored_bytes, entry.sha256) for entry in self.files]
+        files.append((name, len(raw), hashlib.sha256(raw).hexdigest()))
+        return {"parts": self.parts, "folder": str(folder), "files": files}
 
     def check_recorded(self, recorded: Recorded, author: tuple[int, int] | None = None) -> bool:
         """The journal has this manifest; False for a state that it does not know. Raises CheckpointError where it has
@@ -297,6 +304,17 @@ def verify_file(folder: Path, entry: FileEntry, *, check_hash: bool) -> None:
     with _opened(folder, entry) as file:
         if check_hash and hashed(file, entry.stored_bytes) != entry.sha256:
             raise CheckpointError(f"{entry.name} is damaged: its hash is not the manifest's")
+
+
+def list_files(folder: Path, names: Iterable[str], hashes: Mapping[str, str] = {}) -> Files:
+    """Those files that are there. `hashes`: SHA-256 by name, of those of which it is known. Raises OSError."""
+    files = Files()
+    for name in sorted(names):
+        if (path := folder / name).is_file():
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                files.append((name, size, hashes.get(name) or hashed(file, size)))
+    return files
 
 
 def hashed(file: BufferedReader, size: int) -> str:

@@ -25,6 +25,7 @@ def report_start(
     (trainable, total), spec = counts, process.spec
     facts |= {"trainable_parameters": trainable, "total_parameters": total, "parameter_checksum": checksum}
     about = {"config_hash": config_hash(spec.job or {}), "world_size": spec.world_size, "strategy": job.strategy}
+    facts["from_base"] = job.resume_adapter_file is None
     process.reporter.event("start", iterations=job.iters, **about, **facts)
     chunks = f" in {examples.plan.num_chunks} chunks of {job.chunk_size}" if examples.plan.enabled else ""
     process.reporter.print(

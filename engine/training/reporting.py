@@ -58,6 +58,23 @@ class Diverged(TrainerError):
 
 
 _GOING_ON_S = 10.0
+Files = list[tuple[str, int, str]]
+"""The name of each below their folder, its bytes, and its SHA-256."""
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Trained weights on this node's disk."""
+
+    path: Path
+    """The file, or the folder that is used as a whole."""
+    bytes: int
+    """Of weights."""
+    holds: str
+    """"adapter", "weights" (those of the trained layers) or "model"."""
+    folder: Path
+    """That of the `files`, with which the weights can be used elsewhere."""
+    files: Files
 
 
 class Reporter:
@@ -107,22 +124,22 @@ class Reporter:
         )
 
     def save(
-        self, iteration: int, target: Path, write: Callable[[], tuple[Path, int]], *, last: bool, **facts: float
+        self, iteration: int, target: Path, write: Callable[[], SavedWeights], *, last: bool, **facts: float
     ) -> bool:
-        """A save of weights into `target`: `write` returns the last path and its bytes. A full disk is a warning, and
-        the answer False, except for the `last` save, which raises OSError."""
+        """A save of weights into `target`, by `write`. A full disk is a warning, and the answer False, except for the
+        `last` save, which raises OSError."""
         self.event("checkpoint", phase="begin", iteration=iteration, path=str(target))
         started = time.perf_counter()
         try:
-            path, size = write()
+            saved = write()
         except OSError as error:
             if last:
                 raise
             self.warn(f"iteration {iteration}: not saved: {error}")
             return False
-        done = {"path": str(path), "bytes": size, "seconds": time.perf_counter() - started, **facts}
+        done = {**vars(saved), "seconds": time.perf_counter() - started, **facts}
         self.event("checkpoint", phase="committed", iteration=iteration, **done)
-        self.print(f"saved {path}")
+        self.print(f"saved {saved.path}")
         return True
 
     def validation(self, values: dict[str, Any]) -> None:

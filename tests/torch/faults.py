@@ -15,6 +15,7 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,10 +135,15 @@ def saves(loop: TorchLoop, events: Events, home: Path) -> dict[str, Any]:
     (folder / ".best.killed").mkdir()
     for _ in range(2):
         loop._save(folder, last=False)
-    paths = [event["path"] for event in events.of("checkpoint")]
+    *before, last = events.of("checkpoint")
+    paths = [event["path"] for event in (*before, last)]
     numbered = folder / f"checkpoint-{loop.point.iteration}"
     weights = "adapter_model.safetensors"
+    on_disk = [(path, path.read_bytes()) for path in sorted(numbered.rglob("*")) if path.is_file()]
     return {
+        "holds": last["holds"],
+        "files": last["files"],
+        "on disk": [[str(path.relative_to(numbered)), len(raw), sha256(raw).hexdigest()] for path, raw in on_disk],
         "paths": [str(Path(path).relative_to(folder)) for path in paths],
         "names": names(folder),
         "numbered": names(numbered),

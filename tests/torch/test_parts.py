@@ -232,6 +232,7 @@ def assert_saves_are_whole(found: dict[str, Any]) -> None:
     assert set(saves["paths"]) == {"checkpoint-4"}, "every event of a save names its numbered folder"
     files = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "training.json"}
     assert files < set(saves["numbered"]) and {*saves["numbered"], "checkpoint-4"} == set(saves["names"])
+    assert saves["holds"] == "adapter" and sorted(saves["files"]) == sorted(saves["on disk"])
     assert saves["written once"] and saves["templates"] == ["tool_use.jinja"]
     assert len(saves["tensors"]) == 4 and all(".lora_" in name for name in saves["tensors"])
 

@@ -153,6 +153,7 @@ class PeriodicCheckpoints:
             "bytes": written.manifest.stored_bytes,
             "seconds": time.perf_counter() - started,
             **written.manifest.journal_entry(),
+            **written.manifest.fetchable(written.path),
         }
         return facts, problems
 
@@ -242,14 +243,15 @@ class EmergencyCheckpoint:
         size = sum(array.nbytes for group in snapshot.state.values() for array in group.values())
         self._reporter.event("emergency_checkpoint", phase="begin", bytes=size, **facts)
         try:
-            manifest = store.write(self._folder, snapshot, self._origin).manifest
+            written = store.write(self._folder, snapshot, self._origin)
         except (OSError, ValueError) as error:
             self._reporter.event("emergency_checkpoint", phase="failed", message=str(error), **facts)
             self._reporter.warn(f"the state of iteration {snapshot.iteration} could not be saved: {error}")
             return
         self._done = True
         seconds = time.perf_counter() - started
-        facts |= {"path": str(self._folder), **manifest.journal_entry(self._author)}
+        facts |= written.manifest.journal_entry(self._author) | written.manifest.fetchable(written.path)
+        facts["path"] = str(self._folder)
         self._reporter.event("emergency_checkpoint", phase="committed", seconds=seconds, **facts)
         self._reporter.print(f"saved the state of iteration {snapshot.iteration} in {seconds:.2f} s")
         self.remove_older()
