@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -195,6 +196,64 @@ class TrainedFile(SavedFile):
 
 
 @dataclass(frozen=True)
+class ResultFile:
+    holds: str
+    """"adapter", "weights" (those of the trained layers), "model" or "checkpoint" (a state to resume from)."""
+    best: bool
+    """Saved at the best validation so far, and not as the newest."""
+    iteration: int
+    node: str
+    path: str
+    """On the node."""
+    name: str
+    """Below the folder that it is fetched to."""
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    iteration: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Energy:
+    joules: float
+    seconds: float
+    """How long it was measured, on all nodes together: the sums of what their sensors told."""
+    nodes: tuple[str, ...]
+    """Those that have a sensor."""
+    joules_per_million_tokens: float | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The files that a run has left, its losses, and what it took. None is not known."""
+
+    files: tuple[ResultFile, ...] = ()
+    """The newest of each kind; of earlier releases' runs none."""
+    first: ValidationLoss | None = None
+    best: ValidationLoss | None = None
+    last: ValidationLoss | None = None
+    base: float | None = None
+    """The base model's loss on the same split: that of the validation before the first update."""
+    test_loss: float | None = None
+    tokens: int | None = None
+    """Targets trained on."""
+    seconds: float | None = None
+    """In which an attempt went on, each from its launch to its end."""
+    energy: Energy | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Python and the packages that rank 0 trained with."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Checksums of the data files and of the base model."""
+
+    def newest(self, holds: str, *, best: bool = False) -> tuple[ResultFile, ...]:
+        return tuple(file for file in self.files if (file.holds, file.best) == (holds, best))
+
+
+@dataclass(frozen=True)
 class TrackerStatus:
     name: str
     """ "tensorboard" or "wandb"."""
@@ -249,6 +308,8 @@ class RunSnapshot:
     damage: tuple[str, ...] = ()
     """The run's files that are missing or damaged, one line each."""
     trained: TrainedFile | None = None
+    result: RunResult | None = None
+    """Once it has ended."""
     trackers: tuple[TrackerStatus, ...] = ()
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine.errors import memory_text, plural
 
 if TYPE_CHECKING:
-    from engine.snapshots import AttemptStatus, RunSnapshot, TrackerStatus, TrainedFile
+    from engine.snapshots import AttemptStatus, RunResult, RunSnapshot, TrackerStatus, TrainedFile
 
 NOT_MEASURED = "-"
 """Shown for None: never a guess."""
@@ -144,6 +144,29 @@ def membership_change(attempt: AttemptStatus, before: AttemptStatus | None) -> s
 def trained_text(file: TrainedFile) -> str:
     """ "…/adapters.safetensors (1.5 MB) on ultra"."""
     return f"{file.path} ({size(file.size)}) on {file.node}"
+
+
+def result_text(result: RunResult) -> str:
+    """ "val loss 5.831 to 2.143, best 2.101 at iteration 80; 1,234,567 tokens in 12:01"; "" where nothing is known."""
+    parts = []
+    if (first := result.first) is not None and (last := result.last) is not None:
+        change = f" to {loss(last.loss)}" if last != first else ""
+        best = result.best if result.best != last else None
+        text = f", best {loss(best.loss)} at iteration {best.iteration:,}" if best is not None else ""
+        parts.append(f"val loss {loss(first.loss)}{change}{text}")
+    if result.tokens:
+        parts.append(f"{plural(result.tokens, 'token')} in {duration(result.seconds)}")
+    if (energy := result.energy) is not None:
+        parts.append(f"{energy.joules / 3.6e6:.3g} kWh")
+    return "; ".join(parts)
+
+
+def checkpoint_text(result: RunResult) -> str | None:
+    """ "iteration 390 (1.2 GB) on ana, bea"; None without one."""
+    files = result.newest("checkpoint")
+    nodes = ", ".join(dict.fromkeys(file.node for file in files))
+    total = size(sum(file.bytes for file in files))
+    return f"iteration {files[0].iteration:,} ({total}) on {nodes}" if files else None
 
 
 def tracker_texts(tracker: TrackerStatus) -> list[str]:

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictBool
+from pydantic import AfterValidator, Field, StrictBool
 
 from engine.cluster.staging import HostLayout
+from engine.measurements import Count
 from engine.models import FrozenModel, Reason, RunRecord, RunState
 from engine.plan.decisions import LaunchDecisions
 from engine.protocol.attempt import Identity, NodeFiles
+from engine.security.paths import path_fault
 
 JOURNAL_VERSION = 1
 
@@ -340,12 +342,65 @@ class AttemptResumed(Event, kind="resumed"):
     """From the failure to the first step."""
 
 
+def _path(path: str) -> str:
+    if path_fault(path) or not {".", ".."}.isdisjoint(path.split("/")):
+        raise ValueError(f"not a path: {path!r:.80}")
+    return path
+
+
+def _name(name: str) -> str:
+    if name.startswith("/"):
+        raise ValueError(f"not below its folder: {name!r:.80}")
+    return _path(name)
+
+
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class SavedFiles(FrozenModel):
+    """Files of a node, as it names them."""
+
+    folder: Annotated[str, Field(pattern="^/"), AfterValidator(_path)]
+    iteration: Count
+    files: tuple[tuple[Annotated[str, AfterValidator(_name)], Count, Digest], ...] = Field(max_length=2_000)
+    """The name of each below `folder`, its bytes and SHA-256."""
+    parts: Annotated[int, Field(ge=1)] = 1
+    """More than 1 of a state that is divided: each is saved by another rank."""
+
+
 class StateSaved(Event, kind="state_saved"):
     """A rank has committed a state (Manifest.journal_entry). Whoever changes its files later cannot change this."""
 
     rank: int
     state: str = Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,4}(@[0-9]{1,9}\.[0-9]{1,9})?$")
-    manifest: str = Field(pattern="^[0-9a-f]{64}$")
+    manifest: Digest
+    node: str = ""
+    saved: SavedFiles | None = None
+    """None in the journals of earlier releases."""
+
+
+class WeightsSaved(Event, kind="weights_saved"):
+    """A rank has saved trained weights that can be used by themselves."""
+
+    rank: int
+    node: str = ""
+    attempt: int
+    holds: Literal["adapter", "weights", "model"]
+    val_loss: float | None = None
+    """That of the best validation so far, at which they were saved; None at any other."""
+    saved: SavedFiles
+
+
+class TrainingStarted(Event, kind="training_started"):
+    """The trainer of rank 0 has loaded its model and its data."""
+
+    attempt: int
+    versions: dict[str, str] = Field(default_factory=dict)
+    """By package."""
+    inputs: dict[str, str] = Field(default_factory=dict)
+    """Checksum of each file of data, and of the base model (Origin.inputs)."""
+    from_base: bool = False
+    """Before the first update its model is the base, and no adapter that was trained before."""
 
 
 class RestartRefused(Event, kind="restart_refused"):

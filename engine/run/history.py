@@ -110,8 +110,17 @@ class RunHistory:
     """Why the next attempt follows."""
     trackers_failed: Mapping[str, str] = field(default_factory=dict)
     """Tracker → why nothing more is written for it by the newest supervisor."""
-    manifests: Mapping[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    """Rank → the newest states that it has saved, each with the SHA-256 of its manifest."""
+    states: Mapping[int, tuple[events.StateSaved, ...]] = field(default_factory=dict)
+    """Rank → the newest states that it has saved."""
+    weights: Mapping[tuple[str, bool], events.WeightsSaved] = field(default_factory=dict)
+    """The newest of each kind, and the best (True)."""
+    training: events.TrainingStarted | None = None
+    """The newest."""
+
+    @property
+    def manifests(self) -> dict[int, tuple[tuple[str, str], ...]]:
+        """Rank → its newest states, each with the SHA-256 of its manifest."""
+        return {rank: tuple((event.state, event.manifest) for event in saved) for rank, saved in self.states.items()}
 
     @property
     def last_attempt(self) -> AttemptHistory | None:
@@ -301,8 +310,20 @@ def _attempt(attempt: AttemptHistory, event: events.Event) -> AttemptHistory:
     return replace(attempt, **changes) if changes else attempt
 
 
+def _saves(history: RunHistory, event: events.Event) -> dict[str, Any]:
+    match event:
+        case events.StateSaved():
+            saved = (*history.states.get(event.rank, ()), event)
+            return {"states": {**history.states, event.rank: saved[-MANIFESTS_KEPT:]}}
+        case events.WeightsSaved():
+            return {"weights": {**history.weights, (event.holds, event.val_loss is not None): event}}
+        case events.TrainingStarted():
+            return {"training": event}
+    return {}
+
+
 def _changes(history: RunHistory, event: events.Event) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
+    changes = _saves(history, event)
     match event:
         case events.StateChanged():
             changes = {"state_since": event.at, "reached": max(history.reached, event.figures.iteration or 0)}
@@ -310,9 +331,6 @@ def _changes(history: RunHistory, event: events.Event) -> dict[str, Any]:
                 changes["restart_refused"] = None
         case events.AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
-        case events.StateSaved():
-            saved = (*history.manifests.get(event.rank, ()), (event.state, event.manifest))
-            changes = {"manifests": {**history.manifests, event.rank: saved[-MANIFESTS_KEPT:]}}
         case events.LaunchDecided():
             changes = {"decisions": (*history.decisions, event.decisions)}
         case events.SupervisorStarted():

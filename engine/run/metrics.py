@@ -96,6 +96,7 @@ class MetricsSeries:
         """The last one of the training, where a command prints it."""
         self.learning_rate: float | None = None
         self.test_loss: float | None = None
+        self.trained_tokens: int | None = None
         self._speeds: deque[float] = deque(maxlen=_RECENT)
         self._restarts: list[SeriesMark] = []
         self._attempt: int | None = None
@@ -133,6 +134,7 @@ class MetricsSeries:
         self.train.add(iteration, row.get("train_loss"))
         self.tokens_per_second.add(iteration, row.get("tokens_per_second"))
         self.learning_rate = finite_or_none(row.get("learning_rate"))
+        self.trained_tokens = count_or_none(row.get("trained_tokens")) or self.trained_tokens
         speed = finite_or_none(row.get("iterations_per_second"))
         if speed is not None and speed > 0:
             self._speeds.append(speed)

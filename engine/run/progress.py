@@ -23,13 +23,22 @@ from engine.job.kinds import JobKind
 from engine.protocol.events import STEP_FIELD, UPDATE_FIELD
 from engine.run.command_watch import CommandWatch
 from engine.run.consistency_watch import ConsistencyWatch
-from engine.run.events import Figures, Resumed, StateSaved
+from engine.run.events import (
+    UNSTAMPED,
+    Event,
+    Figures,
+    Resumed,
+    SavedFiles,
+    StateSaved,
+    TrainingStarted,
+    WeightsSaved,
+)
 from engine.run.history import MANIFESTS_KEPT
 from engine.run.json_lines import LineFile, LineTail, parse_json_line
 from engine.run.metrics import figures
 from engine.run.observation import ProgressView
 from engine.run.rank_events import NAME_END, PHASE_LIMIT
-from engine.security.sanitise import count_or_none, moment_or_none, number_or_none, plain
+from engine.security.sanitise import count_or_none, moment_or_none, number_or_none, plain, text_or_none
 from engine.store.layout import RunDir
 
 STEPS_KEPT = 512
@@ -177,6 +186,7 @@ def _resumed(event: Mapping[str, Any]) -> Resumed:
     )
 
 
+_MOST_TEXTS = 50
 _METRICS = {"report": "train", "validation": "val", "test": "test"}
 _ENVELOPE = frozenset({"event", "rank", "seq", "t", "at", "attempt"})
 
@@ -200,7 +210,8 @@ class EventIntake:
         """Not only the attempt's rank 0, which else has the figures of all."""
         self.command: CommandWatch | None = None
         """Takes what the keepers see of a command's processes."""
-        self.on_saved: Callable[[StateSaved], object] = lambda saved: None
+        self.on_event: Callable[[Event], object] = lambda event: None
+        """Takes what the journal is to have."""
         self._attempt = attempt
         self._file = LineFile(run_dir.metrics)
         lines = [parse_json_line(line) for line in LineTail(run_dir.metrics).lines() if line.strip()]
@@ -223,7 +234,7 @@ class EventIntake:
         if not self._tails or (self._file.waits and not self._file.flush()):
             return
         for rank, tail in self._tails.items():
-            saved = deque[dict[str, Any]](maxlen=MANIFESTS_KEPT)
+            states, weights = deque[dict[str, Any]](maxlen=MANIFESTS_KEPT), dict[tuple[str, bool], dict[str, Any]]()
             for line in tail.lines():
                 # Most lines are steps, which are only parsed where they are needed.
                 if STEP_FIELD in line[:NAME_END]:
@@ -232,10 +243,12 @@ class EventIntake:
                 elif (event := parse_json_line(line)) is not None:
                     self._take(rank, event)
                     if "manifest" in event:
-                        saved.append(event)
-            for event in saved:
+                        states.append(event)
+                    elif "holds" in event:
+                        weights[str(event["holds"]), "val_loss" in event] = event
+            for event in (*states, *weights.values()):
                 with contextlib.suppress(ValidationError):
-                    self.on_saved(StateSaved(rank=rank, state=event.get("state", ""), manifest=event["manifest"]))
+                    self.on_event(_saved(rank, event))
         self._consistency.poll()
 
     def own_resumption(self) -> Resumed:
@@ -254,6 +267,10 @@ class EventIntake:
         match event.get("event"):
             case "start" if rank == 0:
                 self.latest = replace(self.latest, iterations=count_or_none(event.get("iterations")))
+                facts: dict[str, Any] = {name: _texts(event.get(name)) for name in ("versions", "inputs")}
+                if facts["inputs"]:
+                    facts["from_base"] = event.get("from_base") is True
+                    self.on_event(TrainingStarted(attempt=self._attempt, **facts))
             case "processes" | "group" if self.command is not None:
                 self.command.ranks[rank].take(event)
             case "checkpoint":
@@ -273,6 +290,22 @@ class EventIntake:
         at = moment_or_none(event.get("at")) or datetime.now(UTC)
         row = {"kind": kind, "attempt": self._attempt, "at": at.isoformat(), **numbers}
         self._file.append(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace"))
+
+
+def _saved(rank: int, event: dict[str, Any]) -> StateSaved | WeightsSaved:
+    """Raises ValidationError."""
+    saved = None
+    if "holds" in event:
+        return WeightsSaved.model_validate({**event, "rank": rank, "node": "", "at": UNSTAMPED, "saved": event})
+    with contextlib.suppress(ValidationError):
+        saved = SavedFiles.model_validate(event)
+    return StateSaved(rank=rank, state=event.get("state", ""), manifest=event["manifest"], saved=saved)
+
+
+def _texts(table: object) -> dict[str, str]:
+    """From a node's JSON."""
+    items = list(table.items())[:_MOST_TEXTS] if isinstance(table, dict) else []
+    return {plain(name, PHASE_LIMIT): text for name, value in items if (text := text_or_none(value)) is not None}
 
 
 def _first_of_a_training(rows: Sequence[Mapping[str, Any]]) -> int:

@@ -21,6 +21,7 @@ from engine.run.history import AttemptHistory, fold, run_history
 from engine.run.journal import JournalTail, describe_damage
 from engine.run.metrics import MetricsSeries
 from engine.run.rank_events import RankEvents
+from engine.run.result import run_result
 from engine.run.run_plan import read_plan_and_damage
 from engine.run.verification import verify
 from engine.snapshots import (
@@ -28,6 +29,7 @@ from engine.snapshots import (
     Diagnosis,
     RankReport,
     RankStatus,
+    RunResult,
     RunSnapshot,
     TrackerStatus,
     TrainedFile,
@@ -110,6 +112,7 @@ class RunWatch:
             chunk=_chunk(reports, record),
             damage=tuple(self._damage(newest_attempt, supervised=supervised)),
             trained=self._trained(reports),
+            result=self.result() if record.state.ended else None,
             trackers=tuple(self._trackers()),
         )
 
@@ -196,6 +199,10 @@ class RunWatch:
         }
         argv = [node.python, *generate[config.job.framework]]
         return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
+
+    def result(self) -> RunResult:
+        """The result so far, as of the last poll."""
+        return run_result(self._history, self._series, datetime.now(UTC))
 
     def _trackers(self) -> Iterator[TrackerStatus]:
         for name in self._plan.config.job.trackers if self._series.tail.offset else ():

@@ -63,7 +63,7 @@ class WatchedAttempt:
         consistency = ConsistencyWatch(compared, nodes, self._raise_alarm, context.history.alarms, self._clock)
         bases = context.attempt.event_bases
         intake = EventIntake(context.run_dir, context.attempt.number, bases, consistency, self._clock)
-        intake.on_saved = self._report_saved
+        intake.on_event = self._report_once
         intake.any_rank_reports = config.job.kind.any_rank_reports
         intake.progress.updates.first_steps = config.job.kind.first_steps
         if not config.job.kind.reports:
@@ -200,10 +200,21 @@ class WatchedAttempt:
     def _awaits_ends(self, numbers: Sequence[int]) -> bool:
         return any(rank.started and not rank.end_known for rank in self.ranks if rank.number in numbers)
 
-    def _report_saved(self, saved: events.StateSaved) -> None:
+    def _report_once(self, event: events.Event) -> None:
         # A supervisor that adopts the attempt reads what an earlier one recorded.
-        if (saved.state, saved.manifest) not in self.context.recorder.history.manifests.get(saved.rank, ()):
-            self._report(saved)
+        history = self.context.recorder.history
+        match event:
+            case events.StateSaved():
+                recorded = (event.state, event.manifest) in history.manifests.get(event.rank, ())
+                event = event.model_copy(update={"node": self.context.plan.nodes[event.rank]})
+            case events.WeightsSaved():
+                newest = history.weights.get((event.holds, event.val_loss is not None))
+                event = event.model_copy(update={"node": self.context.plan.nodes[event.rank]})
+                recorded = newest == event.model_copy(update={"at": newest.at if newest is not None else event.at})
+            case _:
+                recorded = history.training is not None and history.training.attempt == self.context.attempt.number
+        if not recorded:
+            self._report(event)
 
     def _report_gap(self, gap: Gap) -> None:
         if gap.lasting:

@@ -69,7 +69,7 @@ class SavedWeights:
     path: Path
     """The file, or the folder that is used as a whole."""
     bytes: int
-    """Of weights."""
+    """The weights alone."""
     holds: str
     """"adapter", "weights" (those of the trained layers) or "model"."""
     folder: Path

@@ -14,8 +14,7 @@ from engine.trainer.saver import CONFIG_FILE, write_model
 from engine.trainer.weights import WeightStream
 from engine.training.checkpoint_files import MANIFEST_NAME
 from engine.training.reporting import Files
-from tests.training.states import events
-from tests.training.test_periodic_checkpoints import periodic, snapshot
+from tests.training.states import events, periodic, snapshot
 from tests.training.test_update import train
 from tests.training.tiny import Tiny
 

@@ -32,11 +32,13 @@ from tui.formatting import (
     NOT_MEASURED,
     ago,
     attempt_summary,
+    checkpoint_text,
     duration,
     loss,
     membership_change,
     memory,
     rate,
+    result_text,
     table,
     tracker_texts,
     trained_text,
@@ -127,6 +129,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
             "damage": snapshot.damage,
             "verification": snapshot.verification,
             "trained": snapshot.trained,
+            "result": snapshot.result,
             "trackers": snapshot.trackers,
         }
         print_json({**record.model_dump(mode="json"), **more})
@@ -152,14 +155,22 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     _show_attempts(lines, snapshot)
     _show_ranks(lines, snapshot)
     _show_watch(lines, snapshot)
-    if (file := snapshot.trained) is not None:
-        lines.say(f"  {'trained':<10} {trained_text(file)}")
-        lines.say(f"  {'use it':<10} {file.command}")
+    _show_result(lines, snapshot)
     for text in (text for tracker in snapshot.trackers for text in tracker_texts(tracker)):
         lines.say(f"  {'tracker':<10} {text}")
     lines.say(f"  {'files':<10} {directory.path}")
     lines.say(f"  {'logs':<10} flightdeck logs {record.id}")
     return ExitCode.OK
+
+
+def _show_result(lines: Lines, snapshot: RunSnapshot) -> None:
+    if (file := snapshot.trained) is not None:
+        lines.say(f"  {'trained':<10} {trained_text(file)}")
+        lines.say(f"  {'use it':<10} {file.command}")
+    if (result := snapshot.result) is not None:
+        for label, text in (("result", result_text(result)), ("checkpoint", checkpoint_text(result))):
+            if text:
+                lines.say(f"  {label:<10} {text}")
 
 
 def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:

@@ -19,6 +19,7 @@ from tui.formatting import (
     memory,
     rate,
     recovery_summary,
+    result_text,
     size,
     tracker_texts,
     trained_text,
@@ -267,7 +268,7 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
         lines.append(pair("first cause" if record.state == "failed" else "cause", snapshot.cause, width))
     if snapshot.fix:
         lines.append(pair("fix", snapshot.fix, width, style="bold"))
-    if record.state == "aborted" and (kept := newest_checkpoint(snapshot)) is not None:
+    if record.state in ("aborted", "failed") and (kept := newest_checkpoint(snapshot)) is not None:
         lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
     failures = sum(check.status == "fail" for check in snapshot.checks)
     if record.reason == "preflight_failed" and failures:
@@ -283,12 +284,15 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
 
 
 def trained(snapshot: RunSnapshot, width: int, *, command: bool) -> list[Content]:
-    """The newest trained weights of a run that has ended, and with `command` how to use them."""
-    file = snapshot.trained
-    if file is None or not snapshot.record.state.ended:
+    """The newest trained weights of a run that has ended, with `command` how to use them, and what it came to."""
+    file, result = snapshot.trained, snapshot.result
+    if not snapshot.record.state.ended:
         return []
-    lines = [pair("trained", trained_text(file), width)]
-    return [*lines, pair("use it", file.command, width, style="bold")] if command else lines
+    lines = [pair("trained", trained_text(file), width)] if file is not None else []
+    if file is not None and command:
+        lines.append(pair("use it", file.command, width, style="bold"))
+    text = result_text(result) if result is not None else ""
+    return [*lines, *([pair("result", text, width)] if text else [])]
 
 
 def trackers(snapshot: RunSnapshot, width: int) -> list[Content]:

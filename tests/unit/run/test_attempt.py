@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -184,8 +183,9 @@ def test_why_a_state_is_needed_is_passed_to_the_trainers_also_after_an_adoption(
 
 def test_the_manifests_that_the_journal_recorded_are_passed_to_the_trainers(tmp_path: Path) -> None:
     of, digests = plan(), [64 * digit for digit in "abc"]
-    history = replace(history_before(of, 3), manifests={0: (("4.0", digests[0]), ("4.0", digests[1])), 1: ()})
-    history = fold([StateSaved(rank=1, state="4.0@2.1", manifest=digests[2])], history)
+    saved = zip((0, 0, 1), ("4.0", "4.0", "4.0@2.1"), digests, strict=True)
+    recorded = [StateSaved(rank=rank, state=state, manifest=digest) for rank, state, digest in saved]
+    history = fold(recorded, history_before(of, 3))
     made = new_attempt(
         RunDir(tmp_path),
         of,

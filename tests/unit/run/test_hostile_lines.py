@@ -30,9 +30,12 @@ from engine.run.events import (
     RequestReceived,
     RestartPlanned,
     Resumed,
+    SavedFiles,
     StateSaved,
     StopStage,
     StopStageReached,
+    TrainingStarted,
+    WeightsSaved,
 )
 from engine.run.progress import EventIntake
 from engine.run.watch import RunWatch
@@ -133,6 +136,15 @@ JOURNAL = (
     RestartPlanned(attempt=2, after=1, members=("node0",), left_out=("node1",), delay_s=1.0, why="again"),
     AttemptResumed(attempt=1, resumed=Resumed("checkpoint", 3, 3, 0), repeated=1, seconds=1.0),
     StateSaved(rank=0, state="3.0", manifest="0" * 64),
+    WeightsSaved(
+        rank=0,
+        node="node0",
+        attempt=1,
+        holds="adapter",
+        val_loss=1.5,
+        saved=SavedFiles(folder="/a", iteration=3, files=(("adapters.safetensors", 7, "0" * 64),)),
+    ),
+    TrainingStarted(attempt=1, versions={"mlx": "1"}, inputs={"train.jsonl": "crc32 1"}, from_base=True),
     LogsMissing(attempt=1, files={"rank0.log": 7}),
     FAILURE,
 )

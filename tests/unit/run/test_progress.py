@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.config.models import ConsistencyConfig
 from engine.run.consistency_watch import ConsistencyWatch
-from engine.run.events import Figures, StateSaved
+from engine.run.events import Event, Figures, StateSaved, TrainingStarted, WeightsSaved
 from engine.run.history import MANIFESTS_KEPT
 from engine.run.progress import AttemptProgress, EventIntake
 from engine.run.rank_events import RankEvents
@@ -91,7 +91,7 @@ def test_where_a_command_went_on_is_known_by_the_steps_that_come(
 def test_the_manifests_that_ranks_commit_are_passed_on_and_what_is_none_is_not(tmp_path: Path) -> None:
     intake = intake_of(run_dir := RunDir(tmp_path), {0: 0, 1: 0})
     found: list[StateSaved] = []
-    intake.on_saved = found.append
+    intake.on_event = lambda event: found.append(event) if isinstance(event, StateSaved) else None
 
     def committed(kind: str, rank: int = 0, **fields: Any) -> str:
         return event(kind, rank, phase="committed", **{"state": "4.0", "manifest": 64 * "a", **fields})
@@ -112,6 +112,49 @@ def test_the_manifests_that_ranks_commit_are_passed_on_and_what_is_none_is_not(t
     write(run_dir, 0, *(committed("checkpoint", state=f"{update}.0") for update in range(MANIFESTS_KEPT + 9)))
     intake.poll()
     assert [each.state for each in found] == [f"{update}.0" for update in range(9, MANIFESTS_KEPT + 9)]
+
+
+def test_saved_weights_and_the_files_of_states_are_passed_on_and_hostile_ones_are_not(tmp_path: Path) -> None:
+    intake = intake_of(run_dir := RunDir(tmp_path), {0: 0, 1: 0})
+    passed_on: list[Event] = []
+    intake.on_event = passed_on.append
+    file = ["adapters.safetensors", 7, 64 * "a"]
+
+    def weights(rank: int = 0, **fields: Any) -> str:
+        given = {"iteration": 4, "holds": "adapter", "folder": "/home/ana/a", "files": [file]}
+        return event("checkpoint", rank, phase="committed", **{**given, **fields})
+
+    started = event("start", versions={"mlx": "0.32.1", "x": 3}, inputs={"train.jsonl": "crc32 1"}, from_base=True)
+    state: dict[str, Any] = {
+        "state": "4.0",
+        "manifest": 64 * "b",
+        "iteration": 4,
+        "folder": "/c/step-000000004",
+        "files": [file],
+    }
+    write(run_dir, 0, started, weights(iteration=2), weights(), weights(val_loss=1.5), event("checkpoint", **state))
+    outside: list[dict[str, Any]] = [
+        {"files": [[name, 7, 64 * "a"]]} for name in ("../x", "/etc/passwd", "a/../../x", "a\nb", "", "-rf", 5)
+    ]
+    outside += [{"folder": folder} for folder in ("adapters", "/a/../b", "", None)]
+    outside += [{"files": [["x", -1, 64 * "a"]]}, {"files": [["x", 1, "a"]]}, {"holds": "all"}, {"iteration": -1}]
+    for fields in outside:
+        write(run_dir, 1, weights(1, **fields))
+        intake.poll()
+    write(run_dir, 1, event("checkpoint", 1, **{**state, "files": [["../x", 7, 64 * "a"]]}))
+    intake.poll()
+    training, saved, best, whole, unfetchable = [TrainingStarted, StateSaved, WeightsSaved, WeightsSaved, StateSaved]
+    assert [type(event) for event in passed_on] == [training, saved, best, whole, unfetchable]
+    assert isinstance(passed_on[0], TrainingStarted)
+    assert (passed_on[0].versions, passed_on[0].from_base) == ({"mlx": "0.32.1"}, True)
+    assert [(event.saved.iteration, event.val_loss) for event in passed_on if isinstance(event, WeightsSaved)] == [
+        (4, None),
+        (4, 1.5),
+    ]
+    states = [event for event in passed_on if isinstance(event, StateSaved)]
+    assert states[0].saved is not None
+    assert states[0].saved.files == (("adapters.safetensors", 7, 64 * "a"),)
+    assert states[1].saved is None, "its manifest counts all the same"
 
 
 def test_reports_and_validations_of_rank_0_become_metrics(tmp_path: Path) -> None:

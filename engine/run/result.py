@@ -1,0 +1,76 @@
+"""The result of a run, from its journal and its metrics: the files that it left, its losses, and what it took. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import PurePosixPath
+
+from engine.models import RunState
+from engine.run.events import SavedFiles
+from engine.run.history import RunHistory
+from engine.run.metrics import MetricsSeries
+from engine.snapshots import ResultFile, RunResult, ValidationLoss
+
+_WEIGHTS = re.compile(r"[0-9]+_adapters\.safetensors|best_adapters\.safetensors")
+"""Fetched as the adapters.safetensors that mlx-lm loads beside adapter_config.json."""
+_PART = re.compile(r"part[0-9]+")
+
+
+def run_result(history: RunHistory, series: MetricsSeries, now: datetime) -> RunResult:
+    """The result so far. `now`: where its last end is not known."""
+    training, validations = history.training, [ValidationLoss(*point) for point in series.val.points]
+    first, last = validations[:1], validations[-1:]
+    before_updates = training is not None and training.from_base and first and first[0].iteration == 0
+    until = history.record.ended_at or now
+    return RunResult(
+        files=tuple(_weights(history)) + tuple(_newest_state(history)),
+        first=first[0] if first else None,
+        best=min(validations, key=lambda validation: validation.loss, default=None),
+        last=last[0] if last else None,
+        base=first[0].loss if before_updates else None,
+        test_loss=series.test_loss,
+        tokens=series.trained_tokens,
+        seconds=sum(attempt.ran_s(until) for attempt in history.attempts) if history.attempts else None,
+        versions=training.versions if training is not None else {},
+        inputs=training.inputs if training is not None else {},
+    )
+
+
+def _weights(history: RunHistory) -> Iterator[ResultFile]:
+    for (holds, best), event in history.weights.items():
+        for file in _files(event.node, event.saved, holds, best=best):
+            name = PurePosixPath(file.path).name
+            yield replace(file, name="adapters.safetensors") if _WEIGHTS.fullmatch(name) else file
+
+
+def _newest_state(history: RunHistory) -> Iterator[ResultFile]:
+    """The newest state of which every part was saved, with one copy of each."""
+    states: dict[tuple[str, ...], dict[int, tuple[str, SavedFiles]]] = {}
+    newest = dict[int, tuple[str, SavedFiles]]()
+    for event in sorted((event for saved in history.states.values() for event in saved), key=lambda event: event.at):
+        (place, _, author), saved = event.state.partition("@"), event.saved
+        # A run that is complete has removed its emergency checkpoints.
+        if saved is None or (author and history.record.state is RunState.SUCCEEDED):
+            continue
+        update, part = map(int, place.split("."))
+        key = f"{update}", author, f"{saved.parts}"
+        if part in states.get(key, {}):
+            # A later attempt saves it anew.
+            del states[key]
+        parts = states.setdefault(key, {})
+        parts[part] = event.node, saved
+        if len(parts) == saved.parts:
+            newest = parts
+    for _, (node, saved) in sorted(newest.items()):
+        folder = PurePosixPath(saved.folder)
+        depth = 2 if _PART.fullmatch(folder.parent.name) else 1
+        yield from _files(node, saved, "checkpoint", "/".join(folder.parts[-depth:]))
+
+
+def _files(node: str, saved: SavedFiles, holds: str, folder: str = "", *, best: bool = False) -> Iterator[ResultFile]:
+    for name, size, digest in saved.files:
+        path, below = f"{saved.folder.rstrip('/')}/{name}", f"{folder}/{name}".lstrip("/")
+        yield ResultFile(holds, best, saved.iteration, node, path, below, size, digest)
