@@ -101,6 +101,14 @@ HISTORIES = {
         '{"seed":420851839,"kind":"local","nodes":7,"local":false,"iterations":15,"period_s":3.0,"every":0,"recovery":5,'
         '"faults":[["head_stopped",4.12,3,2.0],["node_sleeps",5.88,0,180.0],["slow",33.93,4,18.0]]}'
     ),
+    "a command that hung is not said to hang where it was slow to leave, when that was over": (
+        '{"seed":196297594,"kind":"command","nodes":3,"iterations":8,"period_s":1.0,"every":3,"recovery":4,'
+        '"faults":[["head_disk_stalled",14.56,0,110.0]]}'
+    ),
+    "a rank whose node and keeper are both stopped past its lease counts as lost": (
+        '{"kind":"elastic","iterations":40,"period_s":1.0,"recovery":7,"faults":[["keeper_stopped",3.83,1,88.0],'
+        '["agent_stopped",4.35,1,92.0]]}'
+    ),
     "a lost node may wake up in the moment in which the next attempt starts without it": (
         '{"nodes":3,"local":false,"iterations":8,"period_s":3.0,"min_nodes":2,"recovery":5,'
         '"faults":[["node_sleeps",11.05,0,70.0]]}'
