@@ -131,6 +131,7 @@ def command_parser() -> argparse.ArgumentParser:
     _starting(commands)
     _cluster(commands)
     _history(commands)
+    _publishing(commands)
     return parser
 
 
@@ -390,6 +391,34 @@ def _history(commands: Commands) -> None:
     metrics.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default: table")
 
 
+def _publishing(commands: Commands) -> None:
+    publish = _command(
+        commands,
+        "publish",
+        "publish.publish",
+        "the weights of a run for LM Studio, Ollama or llama.cpp, or on the Hugging Face Hub, with a model card",
+        ("flightdeck publish last --from adapters --hub ana/support-lora --private", "again, where it broke off"),
+        ("flightdeck publish last --from fused --lmstudio", "into ~/.lmstudio/models"),
+        ("flightdeck publish last --from fused --ollama models", "a folder with a Modelfile, and what to run next"),
+        ("flightdeck publish last --from fused --gguf models", "llama.cpp's commands; nothing is run"),
+    )
+    _run(publish)
+    what = "the weights: a folder with an adapter or a whole model"
+    publish.add_argument("--from", dest="source", type=_file, required=True, metavar="DIR", help=what)
+    target = publish.add_mutually_exclusive_group(required=True)
+    for option, what in (
+        ("--lmstudio", "below LM Studio's models (default: ~/.lmstudio/models)"),
+        ("--ollama", "a Modelfile beside the weights, below DIR (default: here)"),
+        ("--gguf", "the weights below DIR (default: here), and the commands that convert and quantize them"),
+    ):
+        target.add_argument(option, nargs="?", const="", type=_folder, metavar="DIR", help=what)
+    what = "upload; the token is HF_TOKEN, or that of `hf auth login`; what has arrived is not sent twice"
+    target.add_argument("--hub", metavar="OWNER/NAME", help=what)
+    publish.add_argument("--private", action="store_true", help="with --hub: a private repository")
+    publish.add_argument("--base-model", metavar="OWNER/NAME", help="for the card: the base model's name on the Hub")
+    publish.add_argument("--license", metavar="ID", help="for the card, as the Hub names it, such as apache-2.0")
+
+
 def _command(
     commands: Commands,
     name: str,
@@ -460,6 +489,11 @@ def _file(text: str) -> Path:
     if accepted is not None:
         raise argparse.ArgumentTypeError(f"{api.safe_repr(text)}: expected {accepted}")
     return Path(text)
+
+
+def _folder(text: str) -> str:
+    """As `_file`; empty for the default."""
+    return str(_file(text)) if text else text
 
 
 def _examples(*examples: tuple[str, str]) -> str:

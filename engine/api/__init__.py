@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from engine.plan.strategy import with_strategy
     from engine.protocol.exit_codes import ExitCode
     from engine.protocol.job import Strategy
+    from engine.publish.model_card import PublicationRequest
     from engine.run.logs.pattern import ERRORS, LogPattern
     from engine.run.logs.reader import LogFilter, LogLine, LogReader
     from engine.run.metrics import MetricsTrial, decimate
@@ -57,6 +58,7 @@ _NAMES: Final = {
     "engine.plan.strategy": "with_strategy",
     "engine.protocol.exit_codes": "ExitCode",
     "engine.protocol.job": "Strategy",
+    "engine.publish.model_card": "PublicationRequest",
     "engine.run.logs.pattern": "ERRORS LogPattern",
     "engine.run.logs.reader": "LogFilter LogLine LogReader",
     "engine.run.metrics": "MetricsTrial decimate",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engine.api.checks import ChecksApi
     from engine.api.launches import LaunchesApi
     from engine.api.nodes import NodesApi
+    from engine.api.publishing import PublishingApi
     from engine.api.runs import RunsApi
     from engine.config.models import Config
 
@@ -67,3 +68,9 @@ class Engine(Session):
         from engine.api.launches import LaunchesApi
 
         return LaunchesApi(self, self.runs, self.calibrations)
+
+    @cached_property
+    def publishing(self) -> PublishingApi:
+        from engine.api.publishing import PublishingApi
+
+        return PublishingApi(self, self.runs)

@@ -420,9 +420,7 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
         if rank.record is None or rank.record.stopped_by is not None or not _lost_its_peers(rank)
     ]
     asked = evidence.kind.survivors_keep_state and hang.iteration > 0
-    # Who has done its work while the attempt was ended might have hung as well.
-    alone = unresponsive == stayed and not any(rank.outlived for rank in evidence.ranks if rank not in stayed)
-    if len(unresponsive) == 1 < len(evidence.ranks) and (asked or alone):
+    if len(unresponsive) == 1 < len(evidence.ranks) and (asked or unresponsive == stayed):
         (rank,) = unresponsive
         return rank, f"rank {rank.rank} on {rank.node} did not answer when the others left"
     return None, "which rank stalled first is not known"

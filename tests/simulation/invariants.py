@@ -266,8 +266,7 @@ class Checks:
         """An attempt that can go on without the ranks that it has lost is not ended for their loss."""
         if trigger is not Trigger.RANK or not attempt.kind.outlives_ranks or self.world.disk.full:
             return
-        members = [program for group in attempt.groups if not group.over for program in group.members]
-        living = [program for program in members if _lives(program) and not self._unseen_past_lease(program)]
+        living = [program for group in attempt.groups if not group.over for program in group.members if _lives(program)]
         stepped = stepped or attempt.elastic
         least = attempt.min_nodes if attempt.elastic else 1
         if attempt.elastic and any(program.code is not None and program.code > 0 for program in attempt.programs()):
@@ -275,11 +274,6 @@ class Checks:
             return
         if stepped and len(living) >= least and any(program.rank == 0 for program in living):
             self._fail(f"the attempt is ended for a lost rank, and {len(living)} ranks can go on")
-
-    def _unseen_past_lease(self, program: Program) -> bool:
-        """It counts as lost, also where its keeper is stopped and cannot end it."""
-        silent_s = 0.0 if program.machine.in_contact() else self.world.time.now - program.keeper.contact_at
-        return self._lost_after_s is not None and silent_s > self._lost_after_s
 
     def _named(self, verdict: events.Verdict) -> None:
         """The named cause is one that was injected."""

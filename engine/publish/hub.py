@@ -1,0 +1,74 @@
+"""Uploads to the Hugging Face Hub by its own library, which leaves out what has arrived before. The token is the
+library's: HF_TOKEN, or that of `hf auth login`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from engine.errors import FlightDeckError, InputError
+from engine.publish.model_card import TrainedRun, model_card
+from engine.publish.model_folder import ModelFolder
+from engine.security.redact import redact
+from engine.security.sanitise import plain
+
+_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9](?!.*(?:--|\.\.))[\w.-]{0,94}")
+_LOGIN = "log in with a token that may write: hf auth login, or HF_TOKEN"
+
+
+def _redacted(text: str) -> str:
+    return redact(text, {**os.environ, "HF_TOKEN": get_token() or ""})
+
+
+def _log_filter(record: logging.LogRecord) -> bool:
+    """The library's log has signed addresses."""
+    record.msg, record.args = _redacted(record.getMessage()), None
+    return True
+
+
+def upload(run: TrainedRun, folder: ModelFolder, repository: str) -> str:
+    """Create the repository where it is not there, and upload the folder with a model card; the commit's address.
+    Blocking. Raises InputError where nobody is logged in, or what is to be private would be public; FlightDeckError,
+    OSError."""
+    if _NAME.fullmatch(repository) is None:
+        raise InputError(f"{ascii(repository)[:100]} is no repository's name", todo="give OWNER/NAME")
+    if get_token() is None:
+        raise InputError("nobody is logged in to the Hub", why="HF_TOKEN is not set", todo=_LOGIN)
+    if not run.request.progress:
+        disable_progress_bars()
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_log_filter)
+    private, name, api = run.request.private, repository.partition("/")[2], HfApi(library_name="mlx-flightdeck")
+    with tempfile.TemporaryDirectory(prefix="flightdeck-") as scratch:
+        folder.copy(Path(scratch), run.base, lambda source, name: name.symlink_to(source))
+        card = model_card(run, folder, name, _usage(run, folder, repository, name))
+        Path(scratch, "README.md").write_text(card, encoding="utf-8")
+        try:
+            api.create_repo(repository, private=private or None, exist_ok=True)
+            if not private or api.repo_info(repository).private:
+                return str(api.upload_folder(repo_id=repository, folder_path=scratch, commit_message="Upload a run"))
+        except Exception as error:  # As many kinds as the library has parts.
+            refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+            todo = _LOGIN if refused else "run the same command again: what has arrived is not sent twice"
+            texts = dict.fromkeys(
+                " ".join(str(fault).split()) for fault in (error, error.__cause__) if fault is not None
+            )
+            why = plain(_redacted(" ".join(filter(None, texts))), 300) or type(error).__name__
+            raise FlightDeckError("the upload did not complete", where=repository, why=why, todo=todo) from None
+    raise InputError("the repository is public", where=repository, todo="make it private on the Hub first")
+
+
+def _usage(run: TrainedRun, folder: ModelFolder, repository: str, name: str) -> list[str]:
+    if folder.library == "transformers":
+        return [f"transformers chat {repository}"]
+    if folder.library == "peft":
+        return [f"python -c \"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('{repository}')\""]
+    download, generate = f"hf download {repository} --local-dir {name}", 'mlx_lm.generate --prompt "..." --model'
+    adapted = [download, f"{generate} {run.base_on_hub or f'PATH_OF_{run.base}'} --adapter-path {name}"]
+    return [f"{generate} {repository}"] if folder.holds == "model" else adapted
