@@ -156,8 +156,8 @@ class AttemptProgress:
                 self._move(rank, now)
             case "activity":
                 self._move(rank, now)
-        if self._newest.phases.get(rank) in ("loading", "validating"):
-            # What it fetches or validates may be large: as long as it reports anything, it makes progress.
+        if self._newest.phases.get(rank) in ("loading", "validating", "saving"):
+            # What it fetches, validates or fuses may be large: as long as it reports anything, it makes progress.
             self._move(rank, now)
 
     def _enter(self, rank: int, phase: str, now: float) -> None:

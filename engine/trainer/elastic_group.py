@@ -62,8 +62,9 @@ class _Arrival(NamedTuple):
 
 
 def join_group(spec: AttemptSpec, rank: int, note: Callable[[str], object]) -> tuple[Collective, str]:
-    """The group as the job's strategy connects it, and how that is. `note` as in ElasticGroup. Raises GroupError."""
-    if (spec.job or {}).get("strategy") != "local":
+    """The group as the job's strategy connects it, a task's always as MLX does, and how that is. `note` as in
+    ElasticGroup. Raises GroupError."""
+    if (spec.job or {}).get("strategy") != "local" or spec.task is not None:
         return Collective(spec.backend, spec.world_size, rank), spec.backend
     # The hostfile of MLX's ring, in which rank 0's first address is the group's.
     address = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())[0][0] if spec.world_size > 1 else None

@@ -10,21 +10,32 @@ from typing import TYPE_CHECKING
 from engine.training.process import TrainingProcess, run_rank
 
 if TYPE_CHECKING:
+    from engine.trainer.collective import Collective
     from engine.trainer.loop import Loop
 
 
-def load_training(process: TrainingProcess) -> Loop:
-    """Join the group, and then load as `train.load_training`, which says what it raises."""
+def join(process: TrainingProcess) -> Collective:
+    """The group of the attempt. Raises GroupError."""
     from engine.trainer.elastic_group import join_group
 
     spec, rank, reporter = process.spec, process.rank, process.reporter
     collective, backend = join_group(spec, rank, reporter.warn)
     reporter.print(f"rank {rank} of {spec.world_size} on {spec.rank(rank).node}, backend {backend}: loading")
-    from engine.trainer.train import load_training
+    return collective
 
-    # What the imports have made stays: no collection looks through it, not the one at the end either.
+
+def collect_garbage() -> None:
+    """From now on. What the imports have made stays: no collection looks through it, not the one at the end either."""
     gc.freeze()
     gc.enable()
+
+
+def load_training(process: TrainingProcess) -> Loop:
+    """Join the group, and then load as `train.load_training`, which says what it raises."""
+    collective = join(process)
+    from engine.trainer.train import load_training
+
+    collect_garbage()
     return load_training(process, collective)
 
 

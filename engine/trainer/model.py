@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -13,7 +14,9 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.datasets import create_dataset
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import load, maybe_set_recommended_wired_limit
+from mlx_lm.utils import load_model as load_mlx_lm_model
+from mlx_lm.utils import load_tokenizer as load_mlx_lm_tokenizer
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from engine.node.bootstrap import make_private
 from engine.protocol.job import Job, JobError
@@ -58,24 +61,15 @@ def limit_cache(job: Job) -> None:
 def load_model(job: Job, warn: Callable[[str], None] = lambda _: None) -> tuple[nn.Module, Any]:
     """The model and tokenizer of the job, with only the trained parameters unfrozen. For the partitioned strategies it
     is not evaluated yet: parameters that this rank does not keep are never read. Raises JobError."""
-    model, tokenizer = load(
-        str(job.model),
-        lazy=True,
-        tokenizer_config={"trust_remote_code": job.trust_remote_code},
-        trust_remote_code=job.trust_remote_code,
-    )
+    model, config = load_base(job, job.model)
+    tokenizer = load_tokenizer(job, config)
     # Every rank initialises the same adapter.
     mx.random.seed(job.seed)
-    model.freeze()
-    layers = job.layers(len(model.layers))
     if job.fine_tune_type == "full":
-        for layer in model.layers[-max(layers, 0) :]:
+        for layer in model.layers[-max(job.layers(len(model.layers)), 0) :]:
             layer.unfreeze()
     else:
-        try:
-            linear_to_lora_layers(model, layers, job.lora_parameters, use_dora=job.fine_tune_type == "dora")
-        except (KeyError, TypeError, ValueError) as error:
-            raise JobError(f"[job] lora_parameters or fine_tune_type: {error}") from error
+        add_adapter(job, model)
     if job.resume_adapter_file is not None:
         _load_trained(job, model, warn)
     if not tree_flatten(model.trainable_parameters()):
@@ -84,6 +78,28 @@ def load_model(job: Job, warn: Callable[[str], None] = lambda _: None) -> tuple[
         recompute_layers(model.layers, job.grad_checkpoint)
         mx.eval(model.parameters())
     return model, tokenizer
+
+
+def load_base(job: Job, path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in the directory `path`, frozen, with none of its parameters read yet; and its configuration."""
+    model, config = load_mlx_lm_model(path, lazy=True, trust_remote_code=job.trust_remote_code)
+    model.freeze()
+    return model, config
+
+
+def load_tokenizer(job: Job, config: dict[str, Any]) -> Any:
+    """`config`: of the job's model."""
+    trust = {"trust_remote_code": job.trust_remote_code}
+    return load_mlx_lm_tokenizer(job.model, trust, eos_token_ids=config.get("eos_token_id"))
+
+
+def add_adapter(job: Job, model: nn.Module) -> None:
+    """The job's layers of LoRA or DoRA, which leave the model's output as it is. Raises JobError."""
+    layers = job.layers(len(model.layers))
+    try:
+        linear_to_lora_layers(model, layers, job.lora_parameters, use_dora=job.fine_tune_type == "dora")
+    except (KeyError, TypeError, ValueError) as error:
+        raise JobError(f"[job] lora_parameters or fine_tune_type: {error}") from error
 
 
 def _load_trained(job: Job, model: nn.Module, warn: Callable[[str], None]) -> None:

@@ -67,9 +67,11 @@ _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 """A model's files beside its weights."""
 
 
-def write_model(target: Path, source: Path, weights: WeightStream) -> SavedWeights:
+def write_model(
+    target: Path, source: Path, weights: WeightStream, config: dict[str, Any] | None = None
+) -> SavedWeights:
     """Write `weights`, all of a model of the same kind as `source`, as the directory `target`, which is complete
-    afterwards, or as it was before. Raises OSError."""
+    afterwards, or as it was before. `config`: None for that of `source`. Raises OSError."""
     with tempfile.TemporaryDirectory(
         prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
     ) as temporary:
@@ -79,8 +81,7 @@ def write_model(target: Path, source: Path, weights: WeightStream) -> SavedWeigh
             for file in source.glob(pattern):
                 if file.is_file() and not file.name.endswith(".safetensors.index.json"):
                     shutil.copyfile(file, scratch / file.name)
-        config: dict[str, Any] = load_config(source)
-        save_config(config, scratch / "config.json", keep_vision_config=True)
+        save_config(config or load_config(source), scratch / "config.json", keep_vision_config=True)
         size, hashes = _write_weights(scratch, weights)
         files = list_files(scratch, [path.name for path in scratch.iterdir()], hashes)
         replace_folder(scratch, target)

@@ -60,9 +60,9 @@ def load_training(process: TrainingProcess, collective: Collective) -> Loop:
 
 
 def make_strategy(
-    process: TrainingProcess, job: Job, model: nn.Module, train: Split, collective: Collective
+    process: TrainingProcess, job: Job, model: nn.Module, train: Split | None, collective: Collective
 ) -> Strategy:
-    """Raises JobError, PeerLost."""
+    """`train`: None where nothing is trained. Raises JobError, PeerLost."""
     spec, reporter = process.spec, process.reporter
     if job.strategy == "pipeline":
         if spec.backend == "nccl":

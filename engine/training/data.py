@@ -10,6 +10,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,27 +142,28 @@ class DataLoader:
 
     def __init__(
         self,
-        train: Split,
+        train: Split | None,
         job: Job,
         shares: Sequence[float],
         rank: int,
         reporter: Reporter,
         validates: Sequence[bool] | None = None,
     ) -> None:
-        """`shares`: relative. `validates`: the ranks that take part in validation, all by default. Raises JobError for
-        a batch too small for the ranks or too large for the data."""
+        """`train`: None where nothing is trained. `shares`: relative. `validates`: the ranks that take part in
+        validation, all by default. Raises JobError for a batch too small for the ranks or too large for the data."""
         self._train = train
         try:
             self._counts = share_counts(job.batch_size, shares)
             self._validation_counts = share_counts_among(job.batch_size, shares, validates)
         except ValueError as error:
             raise JobError(f"[job] batch_size = {job.batch_size}: {error}") from error
-        self._sampler = train.sampler(job.batch_size, job.seed)
+        self._sampler = train.sampler(job.batch_size, job.seed) if train is not None else None
         self._rank = rank
         self._reporter = reporter
 
     def batch(self, position: int) -> Batch:
         """This rank's examples of the `position`-th global batch, from 0. Raises JobError."""
+        assert self._train is not None and self._sampler is not None
         return self._train.batch(self.local_share(self._sampler.batch(position)))
 
     def local_share(self, batch: Indices) -> Indices:
@@ -174,6 +176,7 @@ class DataLoader:
 
     def end_batch(self, position: int) -> bool:
         """After the batch at `position`: where a chunk ends with it, free its memory, report it, and return True."""
+        assert self._train is not None and self._sampler is not None
         ended = self._sampler.chunk_end(position)
         if ended is None:
             return False
@@ -202,13 +205,7 @@ def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Jo
     """The job with the iterations of its epochs, and the examples for training, for validation (perhaps empty), and for
     the job's `test`. Raises JobError."""
 
-    def truncated(longest: int) -> None:
-        reporter.warn(
-            f"some examples are longer than max_seq_length = {job.max_seq_length} "
-            f"(one has {longest} tokens) and are truncated",
-            about="truncated",
-        )
-
+    truncated = partial(warn_of_truncation, job, reporter)
     train = load_train_split(job, row_format, truncated)
     valid = Split(job, "valid", row_format, truncated)
     wants_validation = "patience" if job.patience is not None else "save_best" if job.save_best else None
@@ -222,6 +219,12 @@ def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Jo
     if job.epochs is not None:
         job = replace(job, iters=epoch_iterations(job.epochs, len(train), job.batch_size))
     return job, train, valid, test
+
+
+def warn_of_truncation(job: Job, reporter: Reporter, longest: int) -> None:
+    """An example has so many tokens."""
+    text = f"some examples are longer than max_seq_length = {job.max_seq_length} (one has {longest} tokens) and are"
+    reporter.warn(f"{text} truncated", about="truncated")
 
 
 def partly_resumed(job: Job, present: int, trained: int) -> str:

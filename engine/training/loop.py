@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +32,23 @@ def report_start(
         f"training {trainable / 1e6:.3f} of {total / 1e6:.3f} million parameters, {job.fine_tune_type}, "
         f"{job.strategy}, {len(examples)} examples{chunks}, {job.iters} iterations of {job.batch_size}"
     )
+
+
+def sum_losses(
+    losses: Iterator[tuple[float, int]],
+    total: Callable[[list[float]], list[float]],
+    control: Control,
+    reporter: Reporter,
+) -> tuple[float, int, bool]:
+    """The sum of cross-entropies and the number of targets over all ranks; True where a rank has been asked to stop:
+    they are of some batches only. `losses`: this rank's part of each batch. `total`: the sums over all ranks."""
+    loss, tokens, stopped = 0.0, 0.0, 0.0
+    while not stopped and (part := next(losses, None)) is not None:
+        # It may take longer than a stop has time: every batch carries the request.
+        summed, targets, stopped = total([part[0], float(part[1]), float(control.stop.is_set())])
+        reporter.going_on()
+        loss, tokens = loss + summed, tokens + targets
+    return loss, int(tokens), stopped > 0
 
 
 @dataclass
@@ -138,16 +155,10 @@ class TrainingLoop(ABC):
     def evaluate(self, examples: Split, limit: int) -> float | None:
         """Mean cross-entropy over all target tokens of `limit` batches; None without targets or when stopped."""
         self.strategy.model.eval()
-        loss, tokens = 0.0, 0.0
-        for indices in examples.fixed_batches(self.job.batch_size, self.job.seed, limit):
-            # A whole validation may take longer than a stop has time: every batch carries the request.
-            own_loss, own_tokens = self._loss(examples, indices)
-            total = self._sum([own_loss, float(own_tokens), float(self.control.stop.is_set())])
-            self.reporter.going_on()
-            loss, tokens = loss + total[0], tokens + total[1]
-            if total[2]:
-                self.stopping = True
-                break
+        batches = examples.fixed_batches(self.job.batch_size, self.job.seed, limit)
+        losses = (self._loss(examples, indices) for indices in batches)
+        loss, tokens, stopped = sum_losses(losses, self._sum, self.control, self.reporter)
+        self.stopping |= stopped
         self.strategy.model.train()
         return None if self.stopping or not tokens else loss / tokens
 

@@ -1,11 +1,11 @@
-"""Ranks as threads of this process, with a Collective's sums, for decisions that ranks take together."""
+"""Ranks as threads of this process, with a Collective's sums, for what ranks decide and compute together."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -20,7 +20,7 @@ class _Table:
         self.barrier = threading.Barrier(size, timeout=60)
 
 
-class Member:
+class Member(Collective):
     """One rank's side: a Collective's `all_sum` and `gather_arrays`, whose parts run one after the other."""
 
     def __init__(self, table: _Table, rank: int) -> None:
@@ -28,19 +28,19 @@ class Member:
         self.rank = rank
         self.size = len(table.rows)
         self.waited_s = 0.0
-        self._under_way: Callable[[], mx.array] | None = None
+        self._later: Callable[[], mx.array] | None = None
 
     def start_sum(self, array: mx.array) -> None:
-        assert self._under_way is None
-        self._under_way = lambda: self.all_sum(array)
+        assert self._later is None
+        self._later = lambda: self.all_sum(array)
 
     def start_gather(self, array: mx.array) -> None:
-        assert self._under_way is None
-        self._under_way = lambda: self.gather_arrays(array)
+        assert self._later is None
+        self._later = lambda: self.gather_arrays(array)
 
     def finish(self) -> mx.array:
-        assert self._under_way is not None
-        operation, self._under_way = self._under_way, None
+        assert self._later is not None
+        operation, self._later = self._later, None
         return operation()
 
     def all_sum(self, array: mx.array) -> mx.array:
@@ -74,7 +74,7 @@ def together(size: int, work: Callable[[Collective], Result]) -> list[Result]:
 
     def one(rank: int) -> Result:
         try:
-            return work(cast("Collective", Member(table, rank)))
+            return work(Member(table, rank))
         except BaseException:
             table.barrier.abort()
             raise

@@ -140,7 +140,7 @@ class Pipeline(PartitionedStrategy):
         mx.eval(self._section.model.parameters())
         super().__init__(job, self._section.model, loader, collective, _placed(sections))
         self._messages = StageMessages(collective)
-        self._first_trained = min(parameter.ranks[0] for parameter in self._trained)
+        self._first_trained = min((parameter.ranks[0] for parameter in self._trained), default=stages)
         self._batches = 0
 
     def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:

@@ -217,7 +217,8 @@ class Sharded(PartitionedStrategy):
         self._shards = shards = Shards(job, model, collective)
         super().__init__(job, model, loader, collective, shards.placed)
         self._last = len(shards.sections) - 1
-        self._first_trained = min(section for section in range(self._last + 1) if shards.trained_in(section))
+        trained = (section for section in range(self._last + 1) if shards.trained_in(section))
+        self._first_trained = min(trained, default=self._last)
 
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         mine = self.loader.local_share(indices)

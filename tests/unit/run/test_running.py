@@ -195,14 +195,15 @@ def test_time_in_which_nothing_could_be_received_does_not_count() -> None:
     assert training.wait(2.0) is not None
 
 
-def test_a_validation_that_goes_on_does_not_hang_however_long_it_is() -> None:
+@pytest.mark.parametrize("phase", ["validating", "saving"])
+def test_a_validation_or_a_fusion_that_goes_on_does_not_hang_however_long_it_is(phase: str) -> None:
     training = Training()
     training.steps(1, 10)
-    training.event(0, event="phase", phase="validating")
+    training.event(0, event="phase", phase=phase)
     for _ in range(3):
         assert training.wait(STALL_S - 1.0) is None
-        training.event(0, event="going_on", phase="validating")
-    assert training.wait(STALL_S + 1.0).doing == "validating", "one of its batches has the whole limit"
+        training.event(0, event="going_on", phase=phase)
+    assert training.wait(STALL_S + 1.0).doing == phase, "one of its batches has the whole limit"
 
 
 def test_a_command_that_reports_rarely_has_five_times_its_longest_interval() -> None:

@@ -1,0 +1,223 @@
+"""A run's weights in their variants (base, adapter, fused), measured one after the other on one split: each is loaded
+over the ranks as the job's strategy divides it. Rank 0 alone has the trained weights' files: the others get the tensors
+over the group, in parts, and keep those that are theirs."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import load_config
+
+from engine.protocol.job import Job, JobError, config_hash
+from engine.protocol.partition import parse_split
+from engine.protocol.safetensors import CheckpointError, check_header, misfit
+from engine.protocol.task import Task
+from engine.trainer.collective import Collective, broadcast_arrays, broadcast_object, packed
+from engine.trainer.model import add_adapter, limit_cache, load_base, load_tokenizer, row_format, set_up_device
+from engine.trainer.strategies.base import Strategy
+from engine.trainer.train import make_strategy
+from engine.trainer.weights import floats
+from engine.training.data import Split, files_checksum, rank_job, warn_of_truncation
+from engine.training.loop import sum_losses
+from engine.training.process import TrainingProcess
+from engine.training.reporting import Outcome
+
+_PART_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Every call is made by every rank."""
+
+    process: TrainingProcess
+    collective: Collective
+    job: Job
+    task: Task
+    split: str
+    examples: Split
+
+    @classmethod
+    def of(cls, process: TrainingProcess, collective: Collective) -> Variants:
+        """Raises JobError, GroupError, PeerLost."""
+        spec, task = process.spec, Task(**(process.spec.task or {}))
+        job = _evaluated(rank_job(spec.job or {}, spec.rank(collective.rank), process.home), collective.size)
+        set_up_device(job, collective.rank)
+        form, warn = row_format(job, load_tokenizer(job, load_config(job.model))), partial(warn_of_truncation, job)
+        names = [task.options["split"]] if task.options.get("split") else ["test", "valid"]
+        splits = {name: Split(job, name, form, partial(warn, process.reporter)) for name in names}
+        if (split := next((name for name in names if len(splits[name])), None)) is None:
+            files = " and ".join(f"{name}.jsonl" for name in names)
+            raise JobError(f"{job.data} has no examples to evaluate on: {files} missing or empty")
+        data, model = f"{split}.jsonl {splits[split].checksum:08x}", files_checksum(job, adapter=False)
+        configuration = config_hash(spec.job or {})
+        collective.check_equal({"the job's configuration": configuration, "the model": model, "the data": data})
+        return cls(process, collective, job, task, split, splits[split])
+
+    def measure_all(self) -> None:
+        """Measure those that the task asks for, by default all that there are, and end. Raises JobError, PeerLost."""
+        paths = {"base": "", "adapter": self.task.weights, "fused": self.task.fused}
+        present = {name: Path(path) if path else None for name, path in paths.items() if path is not None}
+        chosen = self.task.options.get("variants") or present
+        if lacking := [name for name in chosen if name not in present]:
+            raise JobError(f"there is nothing to evaluate as {', '.join(lacking)}, only {', '.join(present)}")
+        self.end(stopped=any(self.measure(name, present[name]) is None for name in chosen))
+
+    def end(self, *, stopped: bool) -> None:
+        # The first rank to exit would take the others down.
+        self.collective.barrier()
+        self.process.reporter.end(Outcome(not stopped, stopped, 0))
+
+    def measure(self, variant: str, path: Path | None) -> float | None:
+        """The mean cross-entropy over all targets, reported by rank 0; None when stopped. `path`: of a safetensors file
+        or a model's directory on rank 0's node; None: the job's model. Raises JobError, PeerLost."""
+        reporter = self.process.reporter
+        reporter.phase("loading")
+        strategy = self._load(path)
+        reporter.phase("validating")
+        started = time.perf_counter()
+        total, tokens, stopped = sum_losses(self._losses(strategy), self._sum, self.process.control, reporter)
+        seconds = time.perf_counter() - started
+        # One model at a time: the next one takes its place.
+        del strategy
+        gc.collect()
+        mx.clear_cache()
+        if stopped:
+            return None
+        if not tokens:
+            raise JobError(f"no row of {self.split}.jsonl has a target: there is nothing to evaluate")
+        loss = total / tokens
+        if self.collective.rank == 0:
+            measured = {"loss": loss, "perplexity": float(np.exp(loss)), "tokens": tokens, "seconds": seconds}
+            reporter.event("result", kind="evaluation", variant=variant, split=self.split, **measured)
+            reporter.print(f"{variant}: {self.split} loss {loss:.4f}, perplexity {measured['perplexity']:.3f}")
+        return loss
+
+    def _sum(self, values: list[float]) -> list[float]:
+        return floats(self.collective.all_sum(mx.array(values)))
+
+    def _losses(self, strategy: Strategy) -> Iterator[tuple[float, int]]:
+        strategy.model.eval()
+        limit = self.task.options.get("batches")
+        batches = self.examples.fixed_batches(self.job.batch_size, self.job.seed, -1 if limit is None else limit)
+        for indices in batches:
+            yield strategy.loss(self.examples, indices)
+            limit_cache(self.job)
+
+    def _load(self, path: Path | None) -> Strategy:
+        collective, job = self.collective, self.job
+        whole = bool(broadcast_object(collective, path is not None and path.is_dir(), 0))
+        with self._directory(path, whole=whole) as directory:
+            model, _ = build(job, directory, path if collective.rank == 0 else None, adapter=bool(path) and not whole)
+            strategy = make_strategy(self.process, job, model, None, collective)
+            del model
+            if path is not None and not (whole and collective.size == 1):
+                for tensors in _broadcast_tensors(collective, path):
+                    _put(strategy.model, tensors)
+                    self.process.reporter.going_on()
+            mx.eval(strategy.model.parameters())
+        return strategy
+
+    @contextmanager
+    def _directory(self, path: Path | None, *, whole: bool) -> Iterator[Path]:
+        """The directory that the model is built from: the job's, or where `whole`, `path` on rank 0, and on the others
+        one with its configuration, whose files of weights are holes with a header."""
+        if path is None or not whole:
+            yield self.job.model
+        elif self.collective.rank == 0:
+            described = [(path / "config.json").read_text(), [_described(file) for file in weight_files(path)]]
+            broadcast_object(self.collective, described, 0)
+            yield path
+        else:
+            config, files = broadcast_object(self.collective, None, 0)
+            with tempfile.TemporaryDirectory(dir=self.process.home, ignore_cleanup_errors=True) as temporary:
+                directory = Path(temporary)
+                (directory / "config.json").write_text(config)
+                for source in self.job.model.glob("*.py"):
+                    (directory / source.name).write_bytes(source.read_bytes())
+                for name, header, size in files:
+                    with (directory / name).open("wb") as file:
+                        file.write(header.encode("latin-1"))
+                        file.truncate(size)
+                yield directory
+
+
+def _evaluated(job: Job, ranks: int) -> Job:
+    """As it was trained, where so many ranks can be divided as they were."""
+    strategy = "data" if job.strategy == "local" or ranks == 1 else job.strategy
+    split = job.layer_split if job.layer_split is not None and len(parse_split(job.layer_split)) == ranks else None
+    return replace(job, strategy=strategy, layer_split=split, grad_checkpoint=False, resume_adapter_file=None)
+
+
+def build(job: Job, directory: Path, weights: Path | None, *, adapter: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in `directory`, frozen and not read, with the job's `adapter`, and its configuration; `weights`, if
+    given, fit it. Raises JobError."""
+    model, config = load_base(job, directory)
+    needed = [] if adapter else [name for name, _ in tree_flatten(model.parameters())]
+    if adapter and job.fine_tune_type != "full":
+        add_adapter(job, model)
+        needed = [name for name, _ in tree_flatten(model.trainable_parameters())]
+        model.freeze()
+    if weights is not None:
+        _check(weights, model, needed)
+    return model, config
+
+
+def _check(path: Path, model: nn.Module, needed: Collection[str]) -> None:
+    """Raises JobError unless the weights fit `model` and have the `needed` names."""
+    try:
+        saved = {name: shape for file in weight_files(path) for name, (_, shape) in check_header(file).tensors.items()}
+    except (CheckpointError, OSError) as error:
+        raise JobError(f"the weights {path}: {error}") from error
+    why = misfit(saved, {name: value.shape for name, value in tree_flatten(model.parameters())}, needed)
+    if why is None and (lacking := [name for name in needed if name not in saved]):
+        why = f"{len(lacking):,} of {len(needed):,} tensors are missing, such as {lacking[0]}"
+    if why is not None:
+        raise JobError(f"the weights {path}: {why}")
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Those of a model's directory, or the file itself."""
+    return sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
+
+
+def load_tensors(path: Path) -> dict[str, mx.array]:
+    """Those of a file or a model's directory, not read."""
+    loaded: list[Any] = [mx.load(str(file)) for file in weight_files(path)]
+    return {name: value for tensors in loaded for name, value in tensors.items()}
+
+
+def _broadcast_tensors(collective: Collective, path: Path) -> Iterator[Mapping[str, mx.array]]:
+    """The tensors of rank 0's `path` on every rank, part by part. Raises PeerLost."""
+    weights = load_tensors(path) if collective.rank == 0 else {}
+    sizes = broadcast_object(collective, {name: value.nbytes for name, value in weights.items()}, 0)
+    for names in packed(sizes, sizes.__getitem__, _PART_BYTES):
+        mine = {"": {name: weights.pop(name) for name in names}} if collective.rank == 0 else None
+        yield broadcast_arrays(collective, mine, 0)[""]
+
+
+def _put(model: nn.Module, tensors: Mapping[str, mx.array]) -> None:
+    """Those that this rank has a place for: what others hold is empty here, or missing."""
+    held = dict(tree_flatten(model.parameters()))
+    mine = [(name, value) for name, value in tensors.items() if name in held and held[name].shape == value.shape]
+    model.update(tree_unflatten(mine))
+    mx.eval([value for _, value in mine])
+
+
+def _described(file: Path) -> tuple[str, str, int]:
+    """A safetensors file's name, its bytes before the tensors as latin-1, and its size."""
+    with file.open("rb") as opened:
+        length = opened.read(8)
+        header = length + opened.read(int.from_bytes(length, "little"))
+    return file.name, header.decode("latin-1"), file.stat().st_size
