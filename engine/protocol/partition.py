@@ -3,6 +3,8 @@ into the stages of a pipeline, with their 1F1B schedule: the same arithmetic for
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -176,6 +178,30 @@ def layer_split(layers: int, memory: Sequence[float], most: Sequence[int | None]
         raise ValueError(f"a stronger rank may take fewer layers than a weaker one: {_counts_text(counts, limits)}")
     ends = [sum(counts[: rank + 1]) for rank in range(ranks)]
     return tuple((end - counts[rank], end) for rank, end in enumerate(ends))
+
+
+def split_by_bytes(layers: Sequence[int], ends: tuple[int, int], memory: Sequence[float]) -> LayerSplit:
+    """The stages' layers such that the largest proportion of bytes to memory is the least. `layers`: bytes of each;
+    `ends`: bytes that the first and the last stage have besides; `memory`: of each stage, any unit. Raises ValueError
+    for fewer layers than stages."""
+    count, stages = len(layers), len(memory)
+    if count < stages:
+        raise ValueError(f"{count} layers are too few for {stages} stages")
+    sums = [0, *itertools.accumulate(layers)]
+
+    @functools.cache
+    def best(stage: int, start: int) -> tuple[float, float, LayerSplit]:
+        """The largest proportion, the sum of their squares, and the ranges, from `stage` on."""
+        final = stage == stages - 1
+        options = []
+        for end in (count,) if final else range(start + 1, count - (stages - stage) + 2):
+            size = sums[end] - sums[start] + (ends[0] if stage == 0 else 0) + (ends[1] if final else 0)
+            largest, squares, rest = (0.0, 0.0, ()) if final else best(stage + 1, end)
+            load = size / memory[stage]
+            options.append((max(load, largest), load**2 + squares, ((start, end), *rest)))
+        return min(options)
+
+    return best(0, 0)[2]
 
 
 def format_split(split: LayerSplit) -> str:

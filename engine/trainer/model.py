@@ -44,6 +44,14 @@ def compiles(job: Job) -> bool:
     return not _on_cpu() or (job.compile_on_cpu and shutil.which("g++") is not None)
 
 
+def memory_mib() -> int:
+    """Metal's recommended working set, the GPU's memory on CUDA, or else the main memory."""
+    if mx.metal.is_available() or mx.cuda.is_available():
+        facts = cast("dict[str, Any]", mx.device_info())
+        return int(facts["max_recommended_working_set_size" if mx.metal.is_available() else "total_memory"]) // 2**20
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+
+
 def _on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -19,7 +17,7 @@ from engine.trainer.checkpoint.store import PACKAGES
 from engine.trainer.collective import Collective, all_gather_object
 from engine.trainer.elastic_group import ElasticGroup
 from engine.trainer.loop import Loop
-from engine.trainer.model import count_parameters, load_model, row_format, set_up_device
+from engine.trainer.model import count_parameters, load_model, memory_mib, row_format, set_up_device
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.strategies.data_parallel import DataParallel
@@ -30,8 +28,6 @@ from engine.training.checkpoint_files import Origin, ResumePoint, package_versio
 from engine.training.data import DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
 from engine.training.loop import report_start
 from engine.training.process import TrainingProcess
-
-_MIB = 2**20
 
 
 def load_training(process: TrainingProcess, collective: Collective) -> Loop:
@@ -119,14 +115,6 @@ def _layer_split(job: Job, layers: int, collective: Collective) -> LayerSplit:
     try:
         if job.layer_split is not None:
             return parse_split(job.layer_split)
-        return layer_split(layers, all_gather_object(collective, _memory_mib()))
+        return layer_split(layers, all_gather_object(collective, memory_mib()))
     except ValueError as error:
         raise JobError(f"[job] layer_split: {error}") from error
-
-
-def _memory_mib() -> int:
-    """Metal's recommended working set, the GPU's memory on CUDA, or else the main memory."""
-    if mx.metal.is_available() or mx.cuda.is_available():
-        facts = cast("dict[str, Any]", mx.device_info())
-        return int(facts["max_recommended_working_set_size" if mx.metal.is_available() else "total_memory"]) // _MIB
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _MIB

@@ -123,7 +123,7 @@ class Variants:
             strategy = make_strategy(self.process, job, model, None, collective)
             del model
             if path is not None and not (whole and collective.size == 1):
-                for tensors in _broadcast_tensors(collective, path):
+                for tensors in broadcast_tensors(collective, path):
                     _put(strategy.model, tensors)
                     self.process.reporter.going_on()
             mx.eval(strategy.model.parameters())
@@ -198,7 +198,7 @@ def load_tensors(path: Path) -> dict[str, mx.array]:
     return {name: value for tensors in loaded for name, value in tensors.items()}
 
 
-def _broadcast_tensors(collective: Collective, path: Path) -> Iterator[Mapping[str, mx.array]]:
+def broadcast_tensors(collective: Collective, path: Path) -> Iterator[Mapping[str, mx.array]]:
     """The tensors of rank 0's `path` on every rank, part by part. Raises PeerLost."""
     weights = load_tensors(path) if collective.rank == 0 else {}
     sizes = broadcast_object(collective, {name: value.nbytes for name, value in weights.items()}, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -18,10 +20,13 @@ class _Table:
     def __init__(self, size: int) -> None:
         self.rows: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=60)
+        self.sent: defaultdict[tuple[int, int], queue.SimpleQueue[mx.array]] = defaultdict(queue.SimpleQueue)
+        """By sender and receiver."""
 
 
 class Member(Collective):
-    """One rank's side: a Collective's `all_sum` and `gather_arrays`, whose parts run one after the other."""
+    """One rank's side: a Collective's `all_sum` and `gather_arrays`, whose parts run one after the other, and messages
+    to one rank, which the sender does not wait for."""
 
     def __init__(self, table: _Table, rank: int) -> None:
         self._table = table
@@ -37,6 +42,20 @@ class Member(Collective):
     def start_gather(self, array: mx.array) -> None:
         assert self._later is None
         self._later = lambda: self.gather_arrays(array)
+
+    def start_send(self, array: mx.array, rank: int) -> None:
+        mx.eval(array)
+        self._table.sent[self.rank, rank].put(array)
+        self._later = lambda: array
+
+    def recv_lazy(self, shape: tuple[int, ...], dtype: mx.Dtype, rank: int) -> Any:
+        return shape, dtype, rank
+
+    def receive(self, expected: Any) -> mx.array:
+        shape, dtype, rank = expected
+        array = self._table.sent[rank, self.rank].get(timeout=60)
+        assert (array.shape, array.dtype) == (shape, dtype)
+        return array
 
     def finish(self) -> mx.array:
         assert self._later is not None

@@ -4,7 +4,7 @@ another section passes its input through. Sections of one model share their part
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -55,11 +55,14 @@ class Section:
             if not tied:
                 holder.lm_head = PassThrough(holder.lm_head)
 
-    def __call__(self, tokens: mx.array, hidden: mx.array | None = None) -> mx.array:
-        """`tokens` [rows, length]; `hidden` [rows, length, width] from the previous section, None for the first.
-        Returns the next section's `hidden`, or the last one's logits [rows, length, vocabulary]."""
+    def __call__(
+        self, tokens: mx.array, hidden: mx.array | None = None, cache: Sequence[Any] | None = None
+    ) -> mx.array:
+        """`tokens` [rows, length]; `hidden` [rows, length, width] from the previous section, None for the first;
+        `cache`: mlx-lm's of each of the model's layers. Returns the next section's `hidden`, or the last one's logits
+        [rows, length, vocabulary]."""
         whole = self.model if self.last else self._trunk
-        output: mx.array = whole(tokens, input_embeddings=hidden)
+        output: mx.array = whole(tokens, cache=cache, input_embeddings=hidden)
         return output
 
     def forward(self, rows: Rows, hidden: mx.array | None, trained: Collection[str] | None = None) -> mx.array:

@@ -25,6 +25,7 @@ from engine.protocol.partition import (
     share_counts,
     share_counts_among,
     share_slice,
+    split_by_bytes,
 )
 
 
@@ -300,3 +301,25 @@ def test_only_those_that_take_part_get_a_share(ranks: list[tuple[float, bool]], 
     counts = share_counts_among(total, shares, parts)
     assert sum(counts) == total and all((count > 0) == part for count, part in zip(counts, parts, strict=True))
     assert share_counts_among(total, shares, None) == share_counts(total, shares)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ends", "memory", "split"),
+    [
+        ([10] * 8, (0, 0), [1, 1, 1, 1], "0-2,2-4,4-6,6-8"),
+        ([10] * 10, (0, 0), [1, 1, 1, 1], "0-2,2-4,4-7,7-10"),
+        ([10] * 8, (20, 20), [1, 1, 1], "0-2,2-6,6-8"),
+        ([10] * 8, (0, 0), [1, 3], "0-2,2-8"),
+        ([10, 10, 10, 70], (5, 5), [1, 1], "0-3,3-4"),
+        ([10] * 2, (500, 0), [1, 1], "0-1,1-2"),
+    ],
+)
+def test_a_model_is_divided_by_the_bytes_of_its_layers(
+    layers: list[int], ends: tuple[int, int], memory: list[float], split: str
+) -> None:
+    assert format_split(split_by_bytes(layers, ends, memory)) == split
+
+
+def test_a_model_of_few_layers_is_not_divided_further() -> None:
+    with pytest.raises(ValueError, match="2 layers are too few for 3 stages"):
+        split_by_bytes([1, 1], (0, 0), [1.0] * 3)

@@ -16,8 +16,7 @@ import pytest
 
 from engine.protocol.job import Job
 from engine.trainer import model
-from engine.trainer.model import limit_cache, set_up_device
-from engine.trainer.train import _memory_mib
+from engine.trainer.model import limit_cache, memory_mib, set_up_device
 
 
 @pytest.mark.needs("linux")
@@ -60,7 +59,7 @@ def test_what_cudas_compiler_builds_lies_in_the_node_root(tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("cuda")
 def test_layers_are_divided_by_the_gpus_memory() -> None:
-    assert _memory_mib() == 80 * 2**10
+    assert memory_mib() == 80 * 2**10
 
 
 @pytest.mark.parametrize("own", [None, "1"])

@@ -1,0 +1,151 @@
+"""Answers of a run's weights to prompts, and of the base model's. One rank has the whole model; several divide it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import stream_generate
+from mlx_lm.sample_utils import make_sampler
+
+from engine.protocol.job import JobError, config_hash
+from engine.protocol.partition import format_split
+from engine.protocol.task import Task
+from engine.trainer.adapter import Adapter
+from engine.trainer.collective import Collective
+from engine.trainer.divided_model import DividedModel
+from engine.trainer.model import load_tokenizer, set_up_device
+from engine.trainer.variants import broadcast_tensors, build
+from engine.training.data import files_checksum, rank_job
+from engine.training.process import TrainingProcess
+from engine.training.reporting import Outcome
+
+VARIANTS = ("base", "adapter")
+"""In the order in which they answer: what is fused cannot be taken out again."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Task.options."""
+
+    prompts: list[str | list[dict[str, str]]]
+    """Each a user's message, or a conversation: messages with `role` and `content`."""
+    variants: list[str] = field(default_factory=lambda: [*VARIANTS])
+    max_tokens: int = 256
+    temperature: float = 0.0
+    """0: the most probable token, always."""
+    top_p: float = 1.0
+    seed: int = 0
+    """Set anew before each answer."""
+    raw: bool = False
+    """Without the tokenizer's chat template."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """This rank's part of the model, with what it needs to answer."""
+
+    model: Any
+    """As mlx-lm calls it: the whole one, or `divided`."""
+    divided: DividedModel | None
+    tokenizer: Any
+    adapter: Adapter
+    process: TrainingProcess
+
+    @property
+    def stopping(self) -> bool:
+        """On all ranks alike."""
+        return self.divided.stopping if self.divided is not None else self.process.control.stop.is_set()
+
+    def answer_all(self, variant: str, options: GenerateOptions) -> None:
+        """On rank 0, while the others follow. Raises PeerLost, GroupError."""
+        for prompt in options.prompts:
+            if not self.stopping:
+                self.answer(variant, prompt, options)
+        if self.divided is not None:
+            self.divided.end()
+
+    def answer(self, variant: str, prompt: str | list[dict[str, str]], options: GenerateOptions) -> None:
+        """On rank 0: one answer, printed as it comes, and reported. Raises PeerLost, GroupError."""
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        self.process.reporter.print(f"{variant}: {question}")
+        mx.random.seed(options.seed)
+        last, pieces = None, []
+        responses = stream_generate(
+            self.model,
+            self.tokenizer,
+            _encoded(self.tokenizer, prompt, raw=options.raw),
+            max_tokens=options.max_tokens,
+            sampler=make_sampler(options.temperature, options.top_p),
+        )
+        with contextlib.closing(responses):
+            for last in responses:
+                pieces.append(last.text)
+                print(last.text, end="", flush=True)
+                self.process.reporter.going_on()
+                if self.stopping:
+                    break
+        print(flush=True)
+        assert last is not None
+        peaks = self.divided.peak_memory() if self.divided is not None else [mx.get_peak_memory()]
+        counts = {"tokens": last.generation_tokens, "prompt_tokens": last.prompt_tokens}
+        memory = {"peak_memory_bytes": max(peaks), "rank_peak_memory_bytes": peaks}
+        about = {"prompt": question, "text": "".join(pieces), "finish": last.finish_reason or "stopped"}
+        facts = {**about, **counts, **memory, "tokens_per_second": last.generation_tps}
+        self.process.reporter.event("result", kind="answer", variant=variant, **facts)
+
+
+def _encoded(tokenizer: Any, prompt: str | list[dict[str, str]], *, raw: bool) -> str | list[int]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if raw or not tokenizer.has_chat_template:
+        return "\n".join(message["content"] for message in messages)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return tokens
+
+
+def load(process: TrainingProcess, collective: Collective, task: Task) -> Generator:
+    """With the base model, not evaluated. Raises JobError, GroupError, PeerLost."""
+    spec = process.spec
+    if collective.size > 1 and spec.backend == "nccl":
+        raise JobError("a model is not divided over ranks with nccl: MLX has no send and recv for it")
+    job = rank_job(spec.job or {}, spec.rank(collective.rank), process.home)
+    checksum = files_checksum(job, adapter=False)
+    collective.check_equal({"the job's configuration": config_hash(spec.job or {}), "the model": checksum})
+    set_up_device(job, collective.rank)
+    weights = Path(task.weights) if task.weights is not None and collective.rank == 0 else None
+    model, config = build(job, job.model, weights, adapter=True)
+    model.eval()
+    tokenizer = load_tokenizer(job, config)
+    if collective.size == 1:
+        return Generator(model, None, tokenizer, Adapter(model), process)
+    divided = DividedModel(model, collective, process.control.stop.is_set)
+    process.reporter.print(f"layers {format_split(divided.split[::-1])} on ranks 0 to {collective.size - 1}")
+    return Generator(divided, divided, tokenizer, Adapter(divided.section.model), process)
+
+
+def answer_prompts(process: TrainingProcess, collective: Collective) -> None:
+    """Answer all prompts of the task. Raises JobError, GroupError, PeerLost."""
+    reporter, task = process.reporter, Task(**process.spec.task or {})
+    options = GenerateOptions(**task.options)
+    if "adapter" in options.variants and task.weights is None:
+        raise JobError("the run has saved no weights: only the base model can answer")
+    generator = load(process, collective, task)
+    for variant in VARIANTS:
+        if variant in options.variants and not generator.stopping:
+            reporter.phase("loading")
+            if variant == "adapter":
+                parts = broadcast_tensors(collective, Path(task.weights or ""))
+                generator.adapter.load(parts, fuse=generator.divided is not None)
+            generator.adapter.evaluate()
+            reporter.phase("generating")
+            if process.rank == 0:
+                generator.answer_all(variant, options)
+            elif generator.divided is not None:
+                generator.divided.follow(reporter.going_on)
+    # The first rank to exit would take the others down.
+    collective.barrier()
+    reporter.end(Outcome(not generator.stopping, generator.stopping, 0))
