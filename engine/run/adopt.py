@@ -116,7 +116,7 @@ def _connect_again(t: Transition, attempt: AttemptHistory, nodes: Iterable[str])
     """An earlier supervisor's attempt. On `nodes` it is not proved that nothing of it is left; of the run's nodes that
     it went on without, the proof is sought anew."""
     ranks = len(attempt.plan.nodes)
-    watch = begin_watch(attempt.number, t.seen.now, ranks=ranks, slept_s=t.seen.slept_s, recorded=attempt.ended)
+    watch = begin_watch(attempt.number, t.seen.now, ranks=ranks, slept_s=t.seen.slept_s, lost=attempt.lost)
     t.set(watch=watch, ending=Ending(attempt.trigger or events.Trigger.ENDED), sought=frozenset(nodes))
     t.do(Connect(attempt.plan))
     sought = set(t.state.plan.nodes).difference(attempt.plan.nodes)

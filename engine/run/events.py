@@ -229,6 +229,10 @@ class RankLaunched(Event, kind="rank_started"):
     identity: Identity
 
 
+NODE_LOST = "its node is lost"
+"""The end of a rank whose exit record has not been read yet."""
+
+
 class RankExited(Event, kind="rank_ended"):
     rank: int
     node: str

@@ -32,6 +32,8 @@ class AttemptHistory:
     launcher: events.LauncherStarted | None = None
     started: Mapping[int, events.RankLaunched] = field(default_factory=dict)
     ended: Mapping[int, events.RankExited] = field(default_factory=dict)
+    lost: frozenset[int] = frozenset()
+    """The ranks that were lost with their nodes: they stay so when those are back."""
     nodes: tuple[events.NodeConditionChanged, ...] = ()
     alarms: tuple[events.AlarmRaised, ...] = ()
     hang: events.Hang | None = None
@@ -288,7 +290,8 @@ def _attempt(attempt: AttemptHistory, event: events.Event) -> AttemptHistory:
         case events.RankLaunched():
             changes = {"started": {**attempt.started, event.rank: event}}
         case events.RankExited():
-            changes = {"ended": {**attempt.ended, event.rank: event}}
+            lost = {event.rank} if event.error == events.NODE_LOST else ()
+            changes = {"ended": {**attempt.ended, event.rank: event}, "lost": attempt.lost.union(lost)}
         case events.NodeConditionChanged():
             changes = {"nodes": (*attempt.nodes, event)}
         case events.AlarmRaised():

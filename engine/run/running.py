@@ -3,7 +3,7 @@ there is a reason to stop it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from engine.config.models import RecoveryConfig
@@ -19,17 +19,12 @@ from engine.run.node_health import HostHealth, lost_after_s, next_health, record
 from engine.run.observation import HostView, ProgressView, RankView
 from engine.run.state import Phase, Transition, WatchState, has_ended
 
-NODE_LOST = "its node is lost"
-"""The end of a rank whose exit record has not been read yet."""
 SLOW_PHASES = frozenset({"loading", "validating", "saving"})
 _TIMES = 5.0
 
 
-def begin_watch(
-    number: int, now: float, *, ranks: int, slept_s: float, recorded: Mapping[int, events.RankExited] | None = None
-) -> WatchState:
-    """`recorded`: the ends that an earlier supervisor has recorded. A lost rank stays lost when its node is back."""
-    lost = {rank for rank, end in (recorded or {}).items() if end.error == NODE_LOST}
+def begin_watch(number: int, now: float, *, ranks: int, slept_s: float, lost: Collection[int] = ()) -> WatchState:
+    """`lost`: the ranks that an earlier supervisor has lost."""
     standings = tuple(Standing(lost=rank in lost) for rank in range(ranks))
     return WatchState(number, now, standings=standings, slept_s=slept_s, quiet_since=now, looked_at=now)
 
@@ -153,10 +148,11 @@ def _record_change(t: Transition, attempt: AttemptHistory, rank: RankView) -> bo
         t.record(events.RankLaunched(rank=number, node=node, identity=rank.identity))
         recorded = True
     before = attempt.ended.get(number)
-    if number not in t.watch.ended or (before is not None and (before.error != NODE_LOST or rank.record is None)):
+    final = before is not None and (before.error != events.NODE_LOST or rank.record is None)
+    if number not in t.watch.ended or final:
         return recorded
     if (end := rank.record) is None:
-        why = NODE_LOST if t.watch.standings[number].lost else "no exit record"
+        why = events.NODE_LOST if t.watch.standings[number].lost else "no exit record"
         t.record(events.RankExited(rank=number, node=node, code=rank.launcher_code, error=why))
         return True
     how = {"code": end.code, "signal": end.signal, "stopped_by": end.stopped_by, "error": end.error}

@@ -175,11 +175,10 @@ def _weight_without_record(rank: RankEvidence, rebooted: bool) -> Weight | None:
             return Weight.CONSEQUENCE
         # The launcher ends with TERM the ranks that have not failed; -15 is a consequence.
         return Weight.OWN if rank.launcher_code not in (0, -signal.SIGTERM) else None
-    if rank.restarted or rank.unreachable_s is not None:
-        return Weight.SILENT if rank.answered_since and not (rank.restarted or rank.lost) else Weight.LOST
-    if rank.vanished and rank.lost:
-        # Nothing is left of it on a node that is back.
+    if rank.restarted or rank.lost:
         return Weight.LOST
+    if rank.unreachable_s is not None:
+        return Weight.SILENT if rank.answered_since else Weight.LOST
     if rank.vanished and rank.outlived:
         return Weight.FENCED
     # `rebooted` is this machine alone.
@@ -414,13 +413,11 @@ def _stalled_rank(evidence: FailureEvidence, hang: Hang) -> tuple[RankEvidence |
     if behind is not None:
         return behind, f"rank {behind.rank} on {behind.node} was the first to stall"
     stayed = [rank for rank in evidence.ranks if not evidence.succeeded(rank)]
-    unresponsive = [
-        rank
-        for rank in stayed
-        if rank.record is None or rank.record.stopped_by is not None or not _lost_its_peers(rank)
-    ]
+    unresponsive = [one for one in stayed if one.record is None or one.record.stopped_by or not _lost_its_peers(one)]
     asked = evidence.kind.survivors_keep_state and hang.iteration > 0
-    if len(unresponsive) == 1 < len(evidence.ranks) and (asked or unresponsive == stayed):
+    # Who has done its work while the attempt was ended might have hung as well.
+    alone = unresponsive == stayed and not any(rank.outlived for rank in evidence.ranks if rank not in stayed)
+    if len(unresponsive) == 1 < len(evidence.ranks) and (asked or alone):
         (rank,) = unresponsive
         return rank, f"rank {rank.rank} on {rank.node} did not answer when the others left"
     return None, "which rank stalled first is not known"

@@ -190,8 +190,7 @@ class Supervisor:
         progress = self._progress.view
         if not quiet or self._completed != len(progress.completed):
             self._completed = len(progress.completed)
-            self._ranks = self._rank_views()
-        ranks = self._ranks
+            self._rank_views()
         launcher = self.launcher
         self._stepped = progress.steps > 0
         if (progress.furthest or None) != self._figures.iteration:
@@ -203,7 +202,7 @@ class Supervisor:
             sleep_s=self.clock.sleep_s,
             news=news,
             launcher_alive=launcher is not None and launcher.alive,
-            ranks=ranks,
+            ranks=self._ranks,
             hosts=hosts,
             progress=progress,
             command=self._command_view(now),
@@ -271,6 +270,8 @@ class Supervisor:
             # All of them have been taken in.
             return
         now, moment = self.clock(), self.world.time.now
+        # What was written while the head slept comes after its sleep.
+        awake_s = self.clock.silence_s(float("inf"))
         for connection in self.connections:
             if connection.current:
                 for rank in connection.ranks:
@@ -285,7 +286,7 @@ class Supervisor:
                 self._taken[rank] = len(copy)
                 self._taken_lines += len(copy) - taken
                 for at, line in copy[taken:]:
-                    self._take(rank, line, max(0.0, now - max(0.0, moment - at)))
+                    self._take(rank, line, max(0.0, now - min(awake_s, max(0.0, moment - at))))
 
     def _copy(self, connection: Connection, keeper: SimulatedKeeper, copied: int) -> None:
         """What has come of a rank's event file by now."""
@@ -341,7 +342,8 @@ class Supervisor:
             view = self._rank_view(rank, machine.name, connection, failed.get(rank))
             self._views[rank] = basis, view
             views.append(view)
-        return tuple(views)
+        self._ranks = tuple(views)
+        return self._ranks
 
     def _rank_view(self, rank: int, node: str, connection: Connection, code: int | None) -> RankView:
         seen = connection.seen[rank]

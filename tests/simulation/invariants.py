@@ -61,7 +61,6 @@ class Checks:
         self._aborted = False
         self._abort_recorded = False
         self.failures = 0
-        self._keepers_stopped = False
         self._end_recorded = False
 
     # What is injected.
@@ -79,7 +78,6 @@ class Checks:
             self.blame(reason, None, length=length)
 
     def keeper_stopped(self, keeper: SimulatedKeeper) -> None:
-        self._keepers_stopped = True
         self.blame(Reason.HUNG, keeper.machine)
         # It may have to be killed.
         self.blame(Reason.RANK_KILLED, keeper.machine)
@@ -266,7 +264,8 @@ class Checks:
         """An attempt that can go on without the ranks that it has lost is not ended for their loss."""
         if trigger is not Trigger.RANK or not attempt.kind.outlives_ranks or self.world.disk.full:
             return
-        living = [program for group in attempt.groups if not group.over for program in group.members if _lives(program)]
+        members = [program for group in attempt.groups if not group.over for program in group.members]
+        living = [program for program in members if _lives(program) and not self._unseen_past_lease(program)]
         stepped = stepped or attempt.elastic
         least = attempt.min_nodes if attempt.elastic else 1
         if attempt.elastic and any(program.code is not None and program.code > 0 for program in attempt.programs()):
@@ -274,6 +273,11 @@ class Checks:
             return
         if stepped and len(living) >= least and any(program.rank == 0 for program in living):
             self._fail(f"the attempt is ended for a lost rank, and {len(living)} ranks can go on")
+
+    def _unseen_past_lease(self, program: Program) -> bool:
+        """It counts as lost, also where its keeper is stopped and cannot end it."""
+        silent_s = 0.0 if program.machine.in_contact() else self.world.time.now - program.keeper.contact_at
+        return self._lost_after_s is not None and silent_s > self._lost_after_s
 
     def _named(self, verdict: events.Verdict) -> None:
         """The named cause is one that was injected."""
@@ -286,9 +290,6 @@ class Checks:
         by_words = attempt is not None and not attempt.trainer and _CONSEQUENCE.search(verdict.cause or "")
         if by_words and not all(self._recorded().values()):
             # A program's words are no proof that it was well: the one that it has lost has left no record.
-            return
-        if self._keepers_stopped and _CONSEQUENCE.search(verdict.cause or ""):
-            # The one that failed first has left no record, since the fence killed its keeper.
             return
         now = self.world.time.now
         for blame in self.blames:

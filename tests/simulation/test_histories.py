@@ -101,6 +101,46 @@ HISTORIES = {
         '{"seed":420851839,"kind":"local","nodes":7,"local":false,"iterations":15,"period_s":3.0,"every":0,"recovery":5,'
         '"faults":[["head_stopped",4.12,3,2.0],["node_sleeps",5.88,0,180.0],["slow",33.93,4,18.0]]}'
     ),
+    "a lost rank that was killed when its node woke up is named beside another node that came back before": (
+        '{"seed":131338314,"kind":"local","nodes":3,"local":false,"iterations":8,"every":10,"recovery":7,"faults":'
+        '[["agent_killed",3.24,0,30.0],["node_sleeps",6.71,0,400.0],["cut_from",9.76,1,70.0]]}'
+    ),
+    "a command that hung is not said to hang where it was slow to leave, when that was over": (
+        '{"seed":196297594,"kind":"command","nodes":3,"iterations":8,"period_s":1.0,"every":3,"recovery":4,'
+        '"faults":[["head_disk_stalled",14.56,0,110.0]]}'
+    ),
+    "a rank whose node and keeper are both stopped past its lease counts as lost": (
+        '{"kind":"elastic","iterations":40,"period_s":1.0,"recovery":7,"faults":[["keeper_stopped",3.83,1,88.0],'
+        '["agent_stopped",4.35,1,92.0]]}'
+    ),
+    "a rank of mlx.launch that was never seen to start is named where the other has lost it": (
+        '{"seed":492322403,"iterations":5,"period_s":1.0,"every":3,"faults":[["disk_full",2.35,1,0.0],'
+        '["power",3.4,1,2.0]]}'
+    ),
+    "a lingering rank whose record is missing has done its work, as is seen when the other comes back": (
+        '{"iterations":10,"every":3,"recovery":1,"faults":[["keeper_stopped",5.54,0,400.0],["rank_lingers",5.67,0,0.4],'
+        '["agent_stopped",11.42,3,400.0]]}'
+    ),
+    "why an attempt is ended is known to an adopter that sees the ends of its ranks only then": (
+        '{"seed":257220302,"kind":"direct","nodes":3,"local":false,"iterations":8,"every":0,"faults":'
+        '[["disk_full",3.93,0,110.0],["head_killed_at_effect",21,2,30.0]]}'
+    ),
+    "a lost rank is named as lost by an adopter, too": (
+        '{"seed":231706483,"kind":"elastic","local":false,"iterations":5,"period_s":3.0,"every":3,"min_nodes":1,'
+        '"recovery":6,"faults":[["node_sleeps",16.92,0,45.0],["rank_exits_0",21.25,1,12.0],'
+        '["head_killed_at_effect",23,0,0.4]]}'
+    ),
+    "steps that come after a sleep of the head are not older than its end": (
+        '{"iterations":40,"period_s":1.0,"every":0,"recovery":5,"faults":[["head_stopped",41.19,2,30.0]]}'
+    ),
+    "a rank that ended while the head's disk stalled and an attempt hung is judged as the supervisor has seen it": (
+        '{"kind":"direct","iterations":15,"period_s":3.0,"every":3,"recovery":6,"faults":[["head_disk_stalled",29.03,1,70.0],'
+        '["keeper_killed",48.55,3,70.0]]}'
+    ),
+    "a lost rank stays lost for the third supervisor, when the second has recorded how it ended": (
+        '{"seed":235926335,"kind":"sharded","local":false,"iterations":5,"period_s":0.2,"faults":'
+        '[["node_sleeps",3.24,1,110.0],["head_killed_at_effect",32,0,110.0],["head_killed_at_effect",50,0,45.0]]}'
+    ),
     "a lost node may wake up in the moment in which the next attempt starts without it": (
         '{"nodes":3,"local":false,"iterations":8,"period_s":3.0,"min_nodes":2,"recovery":5,'
         '"faults":[["node_sleeps",11.05,0,70.0]]}'

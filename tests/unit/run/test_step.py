@@ -32,6 +32,7 @@ from engine.run.effects import (
     Settle,
     Start,
 )
+from engine.run.events import NODE_LOST
 from engine.run.history import run_history
 from engine.run.observation import (
     Cancelled,
@@ -47,7 +48,6 @@ from engine.run.observation import (
     Settled,
     Started,
 )
-from engine.run.running import NODE_LOST
 from engine.run.state import HEAD, Phase
 from engine.run.step import begin, step
 from tests.unit.launch.host_layouts import local_layout
