@@ -17,9 +17,8 @@ from mlx_lm.utils import dequantize_model
 
 from engine.protocol.job import Job, JobError
 from engine.trainer.collective import Collective, TensorSpec, broadcast_object
-from engine.trainer.model import limit_cache
 from engine.trainer.saver import write_model
-from engine.trainer.variants import Variants, build, load_tensors
+from engine.trainer.variants import Variants, build, load_tensors, put
 from engine.trainer.weights import WeightStream
 from engine.training.checkpoint_files import replace_folder
 from engine.training.process import TrainingProcess
@@ -87,7 +86,7 @@ class FusedModel:
         fuse. Raises JobError."""
         whole = path.is_dir()
         model, config = build(job, path if whole else job.model, path, adapter=not whole)
-        model.load_weights(list(load_tensors(path).items()), strict=False)
+        put(model, load_tensors(path))
         layers = {name: _fused(layer, form) for name, layer in model.named_modules() if hasattr(layer, "fuse")}
         if layers:
             model.update_modules(tree_unflatten([(name, layer) for name, (layer, _) in layers.items()]))
@@ -208,7 +207,7 @@ class Fusion:
                     raise _Stopped
                 yield array
                 process.reporter.going_on()
-                limit_cache(job)
+                mx.clear_cache()
 
         base = self.source if self.source.is_dir() else job.model
         try:

@@ -124,7 +124,7 @@ class Variants:
             del model
             if path is not None and not (whole and collective.size == 1):
                 for tensors in broadcast_tensors(collective, path):
-                    _put(strategy.model, tensors)
+                    mx.eval(put(strategy.model, tensors))
                     self.process.reporter.going_on()
             mx.eval(strategy.model.parameters())
         return strategy
@@ -207,12 +207,14 @@ def broadcast_tensors(collective: Collective, path: Path) -> Iterator[Mapping[st
         yield broadcast_arrays(collective, mine, 0)[""]
 
 
-def _put(model: nn.Module, tensors: Mapping[str, mx.array]) -> None:
-    """Those that this rank has a place for: what others hold is empty here, or missing."""
+def put(model: nn.Module, tensors: Mapping[str, mx.array]) -> list[mx.array]:
+    """Those that this rank has a place for, as what others hold is empty here, or missing; in the model's types, as a
+    checkpoint has float32 masters. They are returned, not evaluated."""
     held = dict(tree_flatten(model.parameters()))
     mine = [(name, value) for name, value in tensors.items() if name in held and held[name].shape == value.shape]
+    mine = [(name, value.astype(held[name].dtype)) for name, value in mine]
     model.update(tree_unflatten(mine))
-    mx.eval([value for _, value in mine])
+    return [value for _, value in mine]
 
 
 def _described(file: Path) -> tuple[str, str, int]:

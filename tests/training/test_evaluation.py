@@ -9,12 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from engine.protocol.job import JobError
 from engine.protocol.task import Task
 from engine.trainer.collective import Collective
 from tests.training.launching import launch
+from tests.training.partitioned_cases import loaded
 from tests.training.partitioned_cases import run as run_partitioned
 from tests.training.task_runs import losses, make_model, quantize, run_here, run_on_ring, run_rank, stock_loss, train
 from tests.training.tiny import Tiny
@@ -100,6 +102,19 @@ def test_without_a_test_split_the_validations_is_measured(tiny: Tiny, tmp_path: 
     (data / "valid.jsonl").unlink()
     with pytest.raises(JobError, match=r"no examples to evaluate on: test.jsonl and valid.jsonl missing or empty"):
         run_here(tmp_path, tiny.job(data=str(data)), Task("evaluate", "run"))
+
+
+def test_a_checkpoints_float32_masters_are_measured_in_the_models_type(tiny: Tiny, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model", tiny, mx.bfloat16)
+    job = tiny.job(model=str(model), learning_rate=1e-3)
+    weights = train(job, tmp_path / "saved.safetensors")
+    masters = {name: value.astype(mx.float32) for name, value in loaded(weights).items()}
+    mx.save_safetensors(str(tmp_path / "masters.safetensors"), masters)
+    saved, master = (
+        run_here(tmp_path / name, job, Task("evaluate", "run", str(tmp_path / f"{name}.safetensors")))
+        for name in ("saved", "masters")
+    )
+    assert losses(saved) == losses(master)
 
 
 def test_weights_that_do_not_fit_are_refused_in_words(tiny: Tiny, lora: Trained, tmp_path: Path) -> None:

@@ -114,6 +114,8 @@ def test_a_small_update_of_a_quantized_base_is_refused_with_choices_that_keep_it
 def test_a_fused_model_takes_the_place_of_no_other_and_a_stopped_one_leaves_none(tiny: Tiny, tmp_path: Path) -> None:
     job = tiny.job(fine_tune_type="lora", iters=1)
     weights = train(job, tmp_path / "weights.safetensors")
+    # As a killed one leaves it.
+    (tmp_path / ".fused.fusing").mkdir()
     events = fused(tmp_path, job, weights, stop=True)
     assert events[-1]["stopped"] and left_in(tmp_path) == {"weights.safetensors"}
     (tmp_path / "fused").mkdir()
@@ -217,3 +219,21 @@ def test_two_ranks_fuse_what_one_fuses_and_a_keeper_runs_it(tiny: Tiny, tmp_path
     assert losses(run.events()) == pytest.approx(alone, abs=1e-5) and verdict(run.events())["kept"] > 0.99
     tensors = {(tmp_path / name / "model.safetensors").read_bytes() for name in ("both", "kept", "alone/fused")}
     assert len(tensors) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline"])
+def test_the_whole_model_of_a_full_fine_tune_is_measured_and_fused_as_its_trained_layers_are(
+    tiny: Tiny, tmp_path: Path, strategy: str
+) -> None:
+    job = tiny.job(strategy=strategy)
+    run = launch(tmp_path / "run", job, shares=(1.0, 1.0)).succeeded()
+    cases = {
+        name: (job, Task("fuse", "run", str(run.adapters / name), options={"path": str(tmp_path / f"fused {name}")}))
+        for name in ("adapters.safetensors", "model")
+    }
+    layers, whole = (events for events, _ in run_on_ring(tmp_path / "ring", 2, cases).values())
+    assert losses(whole) == pytest.approx(losses(layers), abs=1e-6)
+    assert verdict(whole)["accepted"] and verdict(layers)["accepted"]
+    saved = {(tmp_path / f"fused {name}" / "model.safetensors").read_bytes() for name in cases}
+    assert len(saved) == 1
