@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 
 from engine.measurements import Division
 from engine.models import CheckResult, Reason, RunRecord, RunState
@@ -251,6 +252,24 @@ class RunResult:
 
     def newest(self, holds: str, *, best: bool = False) -> tuple[ResultFile, ...]:
         return tuple(file for file in self.files if (file.holds, file.best) == (holds, best))
+
+
+@dataclass(frozen=True)
+class FetchProgress:
+    bytes: int
+    """That are here, also from an earlier time."""
+    total: int
+    bytes_per_s: float | None = None
+    note: str = ""
+    """Which node is away, and for how long it is tried again."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The end of a fetch: the files are in `folder`, verified."""
+
+    folder: Path
+    files: tuple[ResultFile, ...]
 
 
 @dataclass(frozen=True)

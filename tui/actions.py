@@ -62,6 +62,17 @@ def _abort(state: DeckState) -> str | None:
     return f"{state.snapshot.record.id} has ended" if state.snapshot is not None else "no run is under way"
 
 
+def _fetch(state: DeckState) -> str | None:
+    if state.snapshot is None:
+        return "no run is shown: 5 lists them, enter opens one"
+    run, result = state.snapshot.record.id, state.snapshot.result
+    if result is None:
+        return f"{run} has not ended: `flightdeck fetch {run}` copies what it has saved so far"
+    return (
+        None if any(file.holds != "checkpoint" for file in result.files) else f"{run} has left no weights with hashes"
+    )
+
+
 def _checked_by_run(state: DeckState) -> str | None:
     if state.pane != "preflight":
         return None
@@ -161,6 +172,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            why_not=_first(_loading, _busy, _nothing_to_launch, _NOT_ENDED, _failures)),
     Action("abort", ("ctrl+x",), "abort", "Abort the shown run, after a confirmation", "run", dangerous=True,
            why_not=_abort),
+    Action("fetch", ("F",), "fetch", "Copy the trained weights of the shown run to ./<run id> here", "run",
+           why_not=_first(_loading, _fetch, _busy)),
     Action("recheck", ("r",), "re-check", "Run the preflight checks again (in preflight), else probe the nodes", "run",
            why_not=_first(_loading, _nothing_to("check"), _checked_by_run, _busy)),
     Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run",

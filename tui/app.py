@@ -398,6 +398,10 @@ class FlightDeckApp(App[None]):
         else:
             self.push_screen(confirm_abort(self.state, text_width(self.size.width)), answered)
 
+    def do_fetch(self) -> None:
+        assert self.state.snapshot is not None
+        self._request(self.client.fetch(self.state.snapshot.record.id))
+
     def do_recheck(self) -> None:
         self._request(self.client.preflight() if self.state.pane == "preflight" else self.client.probe())
 

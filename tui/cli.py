@@ -351,6 +351,24 @@ def _history(commands: Commands) -> None:
         ("flightdeck show demo", "by name: its newest; or by id, or the beginning of one"),
     )
     _run(show)
+    fetch = _command(
+        commands,
+        "fetch",
+        "results.fetch",
+        "copy what a run has left to this machine, from whichever node has it, and verify it",
+        ("flightdeck fetch last", "the newest adapter, or the weights of a full training, to ./RUN"),
+        ("flightdeck fetch demo DIR --best", "those of the best validation (save_best = true)"),
+        ("flightdeck fetch last --checkpoint", "the newest state to resume from, all parts from all nodes"),
+    )
+    _run(fetch, required=True)
+    fetch.add_argument("folder", nargs="?", type=_file, metavar="DIR", help="default: ./RUN, by its id")
+    wanted = fetch.add_mutually_exclusive_group()
+    for name, what in (
+        ("best", "the weights of the best validation"),
+        ("checkpoint", "the newest state that was saved whole"),
+        ("weights", "full weights: the whole model, or all trained layers"),
+    ):
+        wanted.add_argument(f"--{name}", action="store_const", dest="wanted", const=name, default="trained", help=what)
     log = _command(
         commands,
         "logs",

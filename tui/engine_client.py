@@ -22,8 +22,10 @@ from textual.message import Message
 
 from engine import api
 from engine.errors import FlightDeckError
+from engine.snapshots import FetchProgress
 from tui import scaling_text
 from tui.fixes import FixCommand
+from tui.formatting import fetch_text
 from tui.state import StateStore
 
 if TYPE_CHECKING:
@@ -409,6 +411,17 @@ class EngineClient:
             async with aclosing(self._loop.each(lambda: self.engine.runs.abort(run, now=now))) as stages:
                 async for _ in stages:
                     self._post(AbortProgressed())
+
+    async def fetch(self, run: str) -> None:
+        """Copy the run's trained weights to ./<run id>, with the progress in the header."""
+        self._store.change(busy="fetching")
+        with self._request("fetch", busy=None):
+            async with aclosing(self._loop.each(lambda: self.engine.results.fetch(run))) as steps:
+                async for step in steps:
+                    if isinstance(step, FetchProgress):
+                        self._store.change(busy=f"fetching {fetch_text(step)}")
+                    else:
+                        self._notify(f"fetched to {step.folder}")
 
     async def demo(self) -> None:
         """Make the demo's model where it is missing (seconds), then launch it."""

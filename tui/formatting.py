@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engine.errors import memory_text, plural
 
 if TYPE_CHECKING:
-    from engine.snapshots import AttemptStatus, RunResult, RunSnapshot, TrackerStatus, TrainedFile
+    from engine.snapshots import AttemptStatus, FetchProgress, RunResult, RunSnapshot, TrackerStatus, TrainedFile
 
 NOT_MEASURED = "-"
 """Shown for None: never a guess."""
@@ -159,6 +159,15 @@ def result_text(result: RunResult) -> str:
     if (energy := result.energy) is not None:
         parts.append(f"{energy.joules / 3.6e6:.3g} kWh")
     return "; ".join(parts)
+
+
+def fetch_text(step: FetchProgress) -> str:
+    """ "1.2 GB of 4.1 GB, 112 MB/s, ETA 0:26", within 80 columns."""
+    parts = [f"{size(step.bytes)} of {size(step.total)}"]
+    if step.bytes_per_s:
+        eta = duration((step.total - step.bytes) / step.bytes_per_s)
+        parts += [bandwidth(step.bytes_per_s), f"ETA {eta}"]
+    return shortened(", ".join([*parts, *filter(None, [step.note])]), 79)
 
 
 def checkpoint_text(result: RunResult) -> str | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.api.launches import LaunchesApi
     from engine.api.nodes import NodesApi
     from engine.api.publishing import PublishingApi
+    from engine.api.results import ResultsApi
     from engine.api.runs import RunsApi
     from engine.config.models import Config
 
@@ -50,6 +51,12 @@ class Engine(Session):
         from engine.api.runs import RunsApi
 
         return RunsApi(self)
+
+    @cached_property
+    def results(self) -> ResultsApi:
+        from engine.api.results import ResultsApi
+
+        return ResultsApi(self, self.runs)
 
     @cached_property
     def calibrations(self) -> CalibrationsApi:

@@ -305,6 +305,19 @@ class AgentRequest:
         line, _, self.output = self.output.partition(b"\n")
         return bytes(line)
 
+    async def next_data(self, timeout_s: float) -> bytes | Late | messages.RequestEnded:
+        """All of its output that has come and was not read, or its end. Raises NodeUnreachable."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.output:
+                    if self.ended is not None:
+                        return self.ended
+                    await self._change()
+        except TimeoutError:
+            return Late(command="the probe", after_s=timeout_s)
+        data, self.output = self.output, bytearray()
+        return bytes(data)
+
     async def next_result(self, name: str, result_type: type[Result], timeout_s: float) -> Result | NoValue:
         """The next document of a probe that goes on. Raises NodeUnreachable."""
         line = await self.next_line(timeout_s)

@@ -46,7 +46,16 @@ from engine.plan.planner import make_plan
 from engine.plan.prediction import Prediction, predict
 from engine.protocol.job import Strategy
 from engine.run.logs.mirror import Mirror
-from engine.snapshots import Diagnosis, RankStatus, RunSnapshot, Series, SeriesMark, StopProgress
+from engine.snapshots import (
+    Diagnosis,
+    Fetched,
+    FetchProgress,
+    RankStatus,
+    RunSnapshot,
+    Series,
+    SeriesMark,
+    StopProgress,
+)
 from engine.store.layout import RunDir
 
 NOW = datetime(2026, 3, 14, 14, 2, 12, tzinfo=UTC)
@@ -356,7 +365,7 @@ class FakeEngine:
     snapshots: dict[str, RunSnapshot] = field(default_factory=dict)
     """By run id, newest first."""
     found: list[NodeFacts] = field(default_factory=facts)
-    results: list[CheckResult] = field(default_factory=lambda: list(CHECKS))
+    check_results: list[CheckResult] = field(default_factory=lambda: list(CHECKS))
     refusal: FlightDeckError | None = None
     """The refusal of a launch."""
     stored: list[NodeFacts] = field(default_factory=list)
@@ -415,7 +424,7 @@ class FakeEngine:
         """Every part of the Engine at once: their methods' names differ."""
         return self
 
-    nodes = checks = calibrations = launches = runs = part
+    nodes = checks = calibrations = launches = runs = results = part
 
     def load_config(self, path: Path) -> Config:
         return configuration()
@@ -559,7 +568,7 @@ class FakeEngine:
         return ["/bin/sh", "-c", f"mkdir -p {self.home}; echo {node} >> {self.home / 'setup'}"]
 
     async def preflight(self, config: Config, *, skip: Iterable[str] = ()) -> AsyncIterator[CheckResult]:
-        for result in self.results:
+        for result in self.check_results:
             yield result
 
     async def launch(self, config: Config, *, skip: Iterable[str] = ()) -> RunRecord:
@@ -573,6 +582,14 @@ class FakeEngine:
         self.aborted.append((run, now))
         self.put(stopping())
         yield StopProgress("stop", ago(1))
+
+    async def fetch(self, run: str) -> AsyncIterator[FetchProgress | Fetched]:
+        yield FetchProgress(1_200_000, 4_100_000, 112e3)
+        while run in self.held:
+            await asyncio.sleep(0.005)
+        if self.refusal is not None:
+            raise self.refusal
+        yield Fetched(self.home / run, ())
 
 
 @dataclass

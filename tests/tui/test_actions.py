@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.snapshots import ResultFile, RunResult, RunSnapshot
 from tests.tui import fake_engine
 from tui.actions import ACTIONS, BY_ID, GROUPS, action_for, bar, keys, label, markdown
 from tui.app import FlightDeckApp
@@ -68,6 +69,23 @@ def test_the_runs_view_names_the_launch_where_nothing_runs() -> None:
     assert named(IDLE)[0] == "launch" and not {"abort", "search", "log_axis"} & set(named(IDLE))
     assert named(replace(IDLE, snapshot=fake_engine.succeeded()))[:2] == ["launch", "search"]
     assert named(RUNNING)[:2] == ["abort", "search"]
+
+
+def test_what_cannot_be_fetched_says_why() -> None:
+    def why(snapshot: RunSnapshot | None) -> str | None:
+        return BY_ID["fetch"].why_not(replace(IDLE, snapshot=snapshot))
+
+    ended, run = fake_engine.succeeded(), fake_engine.running().record.id
+    saved = ResultFile("adapter", False, 60, "ana", "/a", "a", 9, "0" * 64)
+    assert why(None) == "no run is shown: 5 lists them, enter opens one"
+    assert (
+        why(fake_engine.running()) == f"{run} has not ended: `flightdeck fetch {run}` copies what it has saved so far"
+    )
+    for files in ((), (replace(saved, holds="checkpoint"),)):
+        assert (
+            why(replace(ended, result=RunResult(files=files))) == f"{ended.record.id} has left no weights with hashes"
+        )
+    assert why(replace(ended, result=RunResult(files=(saved,)))) is None
 
 
 def test_where_there_is_a_configuration_the_demo_says_what_goes_on() -> None:

@@ -62,7 +62,7 @@ async def test_launch_is_disabled_while_a_run_goes_on_and_says_why(fake: FakeEng
 
 
 async def test_launch_is_disabled_by_a_failed_preflight_and_says_why(fake: FakeEngine) -> None:
-    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
+    fake.check_results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
     async with opened(fake) as console:
         await console.check()
         await console.shows("1 failure")
@@ -72,7 +72,7 @@ async def test_launch_is_disabled_by_a_failed_preflight_and_says_why(fake: FakeE
 
 
 async def test_a_failed_check_opens_to_its_evidence_and_fix_which_can_be_copied(fake: FakeEngine) -> None:
-    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
+    fake.check_results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
     async with opened(fake) as console:
         await console.check()
         await console.shows("1 failure")

@@ -245,7 +245,7 @@ async def test_a_clock_that_is_off_and_low_power_are_warned_of(studio: FakeEngin
 
 
 async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check_again(fake: FakeEngine) -> None:
-    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
+    fake.check_results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
     fake.held, fake.completed = {"later"}, Completed(1, b"killing\n\x1b[31m4711\x1b[0m\n", b"kill: not permitted\n")
     async with opened(fake) as console:
         await console.check()
@@ -266,7 +266,7 @@ async def test_a_fix_runs_after_a_confirmation_shows_its_end_and_offers_to_check
         await console.until(lambda: "exit 1" in running.body, "the command's end")
         assert "killing" in running.body and "kill: not permitted" in running.body and "\x1b" not in running.body
         await console.until(lambda: bool(list((fake.home / "saved").glob("fix-*"))), "the output in a file")
-        fake.results = list(fake_engine.CHECKS)
+        fake.check_results = list(fake_engine.CHECKS)
         assert console.app.focused is not None and console.app.focused.id == "again"
         await console.press("enter")
         await console.shows("passed")

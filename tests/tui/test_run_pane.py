@@ -9,9 +9,19 @@ from typing import Final
 import pytest
 from textual.events import Key
 
-from engine.errors import NodesInUse
+from engine.errors import LaunchError, NodesInUse
 from engine.models import CheckResult, CheckStatus, Reason, RunState
-from engine.snapshots import ChunkProgress, RunSnapshot, Series, TrackerStatus, TrainedFile, Verification
+from engine.snapshots import (
+    ChunkProgress,
+    ResultFile,
+    RunResult,
+    RunSnapshot,
+    Series,
+    TrackerStatus,
+    TrainedFile,
+    ValidationLoss,
+    Verification,
+)
 from tests.tui import fake_engine
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
@@ -88,6 +98,34 @@ async def test_the_end_of_a_run_says_where_the_trained_weights_are_and_how_they_
     async with opened(fake, size=SMALL, follow=going.record.id) as console:
         await console.shows("step 41/60")
         assert "trained" not in console.screen
+
+
+WEIGHTS: Final = ResultFile("adapter", False, 60, "ana", "/a/adapters.safetensors", "adapters.safetensors", 9, "0" * 64)
+RESULT: Final = RunResult(
+    files=(WEIGHTS,),
+    first=ValidationLoss(0, 6.198),
+    best=ValidationLoss(40, 1.372),
+    last=ValidationLoss(59, 1.395),
+    tokens=42_307,
+    seconds=44.6,
+)
+
+
+async def test_the_end_of_a_run_says_what_it_came_to_and_one_key_fetches_the_weights(fake: FakeEngine) -> None:
+    fake.add(ended := replace(fake_engine.succeeded(), result=RESULT))
+    fake.held.add(ended.record.id)
+    async with opened(fake, size=SMALL, follow=ended.record.id) as console:
+        await console.shows("val loss 6.198 to 1.395, best 1.372 at iteration 40;")
+        await console.shows("tokens in 0:44; F fetches the weights")
+        await console.press("F")
+        await console.shows("1.2 MB of 4.1 MB, 112 kB/s, ETA 0:25")
+        await console.press("F")
+        assert console.notifications[0].startswith("fetch: fetching 1.2 MB of 4.1 MB")
+        fake.held.clear()
+        await console.until(lambda: f"fetched to {fake.home / ended.record.id}" in console.notifications)
+        fake.refusal = LaunchError("another fetch writes it")
+        await console.press("F")
+        await console.until(lambda: console.notifications[-1] == "fetch: another fetch writes it")
 
 
 async def test_a_tracker_is_shown_when_it_fails_and_when_the_run_has_ended(fake: FakeEngine) -> None:
@@ -200,7 +238,7 @@ async def test_at_80x24_what_is_verified_gives_way_to_the_curve_but_for_what_is_
 
 async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: FakeEngine) -> None:
     more = [CheckResult(name=f"check_{number}", status=CheckStatus.PASS, summary="well") for number in range(9)]
-    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS, *more]
+    fake.check_results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS, *more]
     async with opened(fake, size=SMALL) as console:
         await console.press("2")
         await console.shows("not run yet")
@@ -216,7 +254,7 @@ async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: F
 
 
 async def test_why_nothing_can_be_launched_is_told_to_its_last_word(fake: FakeEngine) -> None:
-    fake.results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
+    fake.check_results = [*fake_engine.CHECKS[:4], fake_engine.FAILED_PORTS]
     details = {"where": "127.0.0.1", "why": "pid 4711 since 14:01:30", "todo": "wait for its end, or stop it"}
     fake.refusal = NodesInUse("a calibration of job is going on there", **details)
     async with opened(fake, size=(120, 36)) as console:
@@ -236,7 +274,7 @@ async def test_why_nothing_can_be_launched_is_told_to_its_last_word(fake: FakeEn
 
 async def test_no_check_is_out_of_sight_on_the_dashboard(fake: FakeEngine) -> None:
     names = [f"check_{number}" for number in range(30)]
-    fake.results = [CheckResult(name=name, status=CheckStatus.PASS, summary="well") for name in names]
+    fake.check_results = [CheckResult(name=name, status=CheckStatus.PASS, summary="well") for name in names]
     async with opened(fake, size=(120, 36)) as console:
         await console.check()
         await console.shows("passed just now")

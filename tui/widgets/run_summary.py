@@ -292,6 +292,7 @@ def trained(snapshot: RunSnapshot, width: int, *, command: bool) -> list[Content
     if file is not None and command:
         lines.append(pair("use it", file.command, width, style="bold"))
     text = result_text(result) if result is not None else ""
+    text += "; F fetches the weights" if text and result is not None and result.files else ""
     return [*lines, *([pair("result", text, width)] if text else [])]
 
 

@@ -53,6 +53,7 @@ PROBES = {
     "ports": Probe("network"),
     "program": Probe("files"),
     "reach": Probe("network"),
+    "read": Probe("files", streams=True),
     "reporters": Probe("job", own_process=True),
     "stale": Probe("leases"),
     "storage": Probe("storage"),
@@ -74,7 +75,7 @@ def preload() -> None:
 
 
 def run(name: str, arguments: list[str]) -> None:
-    """Print what a probe reports, one JSON document a line."""
+    """Print what a probe reports, one JSON document a line, or bytes as they are."""
     probe = PROBES[name]
     if not probe.streams:
         end_with_parent()
@@ -83,7 +84,8 @@ def run(name: str, arguments: list[str]) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         report = getattr(module, f"probe_{name}")(*arguments)
     for document in report if isinstance(report, Iterator) else [report]:
-        sys.stdout.write(json.dumps(document) + "\n")
+        raw = document if isinstance(document, bytes) else json.dumps(document).encode() + b"\n"
+        sys.stdout.buffer.write(raw)
         sys.stdout.flush()
 
 

@@ -16,7 +16,7 @@ from engine.node.bootstrap import bundle_hash
 from engine.node.probes import did_you_mean, is_withheld, reason_of
 from engine.node.probes.model_files import HASHED, file_hash, sha256
 from engine.node.processes import abandoned_locks, find_program
-from engine.protocol.attempt import write_atomic
+from engine.protocol.attempt import open_regular, write_atomic
 from engine.protocol.job import config_hash
 from engine.protocol.launchers import nested_launcher
 
@@ -139,6 +139,27 @@ def probe_write(folder: str, files: str) -> dict[str, Any]:
         shutil.rmtree(partial, ignore_errors=True)
         return {"problem": getattr(error, "strerror", None) or str(error)}
     return {"problem": None}
+
+
+READ_BYTES = 1 << 18
+
+
+def probe_read(path: str, offset: str) -> Iterator[Any]:
+    """The size of a file, or why it cannot be read; then its bytes from `offset` on, READ_BYTES for each byte that
+    comes: so the head has no more under way than it wants."""
+    try:
+        file = open_regular(Path(path))
+    except OSError as error:
+        yield {"problem": reason_of(error, Path(path))}
+        return
+    with file:
+        yield {"size": os.fstat(file.fileno()).st_size}
+        file.seek(int(offset))
+        while granted := os.read(0, 256):
+            for _ in granted:
+                if not (data := file.read(READ_BYTES)):
+                    return
+                yield data
 
 
 PYTHON_NAMES = ("python", "python3")

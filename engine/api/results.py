@@ -1,0 +1,152 @@
+"""The results of runs: what each has left, and its copy on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+
+from engine.api.runs import RunsApi
+from engine.api.session import Session, stream
+from engine.cluster.file_copy import FileCopy
+from engine.config.models import NodeConfig
+from engine.errors import InputError, StateError
+from engine.node.probes import nearest
+from engine.protocol.attempt import sync_folder
+from engine.run.run_plan import read_plan
+from engine.run.watch import RunWatch
+from engine.security.paths import validate_path
+from engine.snapshots import Fetched, FetchProgress, ResultFile, RunResult
+
+PATIENCE_S = 120.0
+_SPARE_BYTES = 64 * 10**6
+_REPORT_S, _RATE_OVER_S = 0.25, 10.0
+_WANTED = {
+    "trained": (("adapter", "weights", "model"), False, "no weights were saved so far"),
+    "best": (
+        ("adapter", "weights", "model"),
+        True,
+        "none were saved as the best: that takes save_best = true in [job]",
+    ),
+    "weights": (("model", "weights"), False, "no full weights were saved: the run trains an adapter"),
+    "checkpoint": (("checkpoint",), False, "no checkpoint has been saved whole"),
+}
+
+
+class ResultsApi:
+    def __init__(self, session: Session, runs: RunsApi) -> None:
+        self._session = session
+        self._runs = runs
+
+    def result(self, run: str) -> RunResult:
+        """That of a run that goes on is what it has left so far. Raises RunNotFound, StateError."""
+        watch = RunWatch(self._runs.find(run))
+        watch.poll()
+        return watch.result()
+
+    def fetch(
+        self, run: str, folder: Path | None = None, wanted: str = "trained", *, patience_s: float = PATIENCE_S
+    ) -> AsyncGenerator[FetchProgress | Fetched, None]:
+        """Copy what is `wanted` ("trained", "best", "weights" or "checkpoint") of a run to `folder`, by default
+        ./<run id>, from all nodes that have some of it at once: progress, and at last what is there. Closing the
+        iterator ends it; what has come by then is not sent again the next time. Raises RunNotFound, InputError before
+        anything was written, NodeUnreachable, LaunchError, FileDiffers, StateError."""
+
+        async def work(report: Callable[[FetchProgress | Fetched], None]) -> None:
+            directory = await asyncio.to_thread(self._runs.find, run)
+            files = _chosen(await asyncio.to_thread(self.result, directory.id), wanted, directory.id)
+            target = (folder or Path(directory.id)).expanduser().absolute()
+            missing = await asyncio.to_thread(_missing, files, target)
+            total, kept = sum(file.bytes for file in files), sum(_kept(*item) for item in missing.items())
+            here = total - sum(file.bytes for file in missing.values()) + kept
+            progress, agent = _Progress(total, here, report), self._session.fleet.agent
+
+            async def copy(node: NodeConfig) -> None:
+                for path, file in missing.items():
+                    if file.node == node.name:
+                        part = _part_path(path, file)
+                        part.parent.mkdir(parents=True, exist_ok=True)
+                        await FileCopy(agent(node), file, part, patience_s, progress.add, progress.report).run()
+
+            names, nodes = {file.node for file in missing.values()}, read_plan(directory.plan).config.nodes
+            sources = [node for node in nodes if node.name in names]
+            # One that is away from the start is not waited for.
+            await asyncio.gather(*(agent(node).session() for node in sources))
+            try:
+                ends = await asyncio.gather(*map(copy, sources), return_exceptions=True)
+                if failure := next((end for end in ends if end is not None), None):
+                    raise failure
+                for path, file in missing.items():
+                    os.replace(_part_path(path, file), path)
+                    sync_folder(path.parent)
+            except OSError as error:
+                raise StateError("it cannot be written", where=str(target), why=error) from error
+            report(Fetched(target, tuple(files)))
+
+        return stream(work, name="fetch")
+
+
+class _Progress:
+    """Reports what has come, not too often, with the rate of the last seconds."""
+
+    def __init__(self, total: int, here: int, report: Callable[[FetchProgress], None]) -> None:
+        self._total, self._here, self._report = total, here, report
+        self._samples = deque([(time.monotonic(), here)], maxlen=int(_RATE_OVER_S / _REPORT_S))
+        self.report()
+
+    def add(self, count: int) -> None:
+        self._here += count
+        now = time.monotonic()
+        if now - self._samples[-1][0] >= _REPORT_S or self._here == self._total:
+            self._samples.append((now, self._here))
+            self.report()
+
+    def report(self, note: str = "") -> None:
+        (began, before), (now, here) = self._samples[0], self._samples[-1]
+        rate = (here - before) / (now - began) if now > began and not note else None
+        self._report(FetchProgress(self._here, self._total, rate, note))
+
+
+def _chosen(result: RunResult, wanted: str, run: str) -> Sequence[ResultFile]:
+    """The files, each of another name. Raises InputError."""
+    kinds, best, why = _WANTED[wanted]
+    files = next((files for kind in kinds if (files := result.newest(kind, best=best))), ())
+    if not files:
+        raise InputError("there is nothing to fetch", where=run, why=why)
+    return list({file.name: file for file in files}.values())
+
+
+def _missing(files: Sequence[ResultFile], target: Path) -> dict[Path, ResultFile]:
+    """The files that are not there yet, by their paths below `target`. Raises InputError where there is no room, or
+    other files of these names."""
+    paths = {validate_path(target / file.name, "the file", roots=[target]): file for file in files}
+    missing = {path: file for path, file in paths.items() if not (path.is_file() and _is_same(path, file))}
+    if other := next(filter(os.path.lexists, missing), None):
+        why = f"{other} is there, and another file"
+        raise InputError(f"{target} is not used", why=why, todo="name another folder, or move it away")
+    need = sum(file.bytes - _kept(path, file) for path, file in missing.items())
+    if need + _SPARE_BYTES > (free := shutil.disk_usage(nearest(target)).free):
+        raise InputError(f"{target} has no room", why=f"it takes {need / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+    return missing
+
+
+def _part_path(path: Path, file: ResultFile) -> Path:
+    """Only what was to become the same content is continued."""
+    return path.with_name(f"{path.name}.{file.sha256[:12]}.part")
+
+
+def _kept(path: Path, file: ResultFile) -> int:
+    """Bytes that an earlier fetch has left of it."""
+    part = _part_path(path, file)
+    size = part.stat().st_size if part.is_file() else 0
+    return size if size <= file.bytes else 0
+
+
+def _is_same(path: Path, file: ResultFile) -> bool:
+    with path.open("rb") as content:
+        return path.stat().st_size == file.bytes and hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
