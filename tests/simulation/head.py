@@ -426,7 +426,10 @@ class Supervisor:
         recovery, now = attempt.plan.config.recovery, self.world.time.now
         running = [program for program in attempt.programs() if program.alive]
         stopped = [program for program in running if program.stopped]
-        held_up = bool(running) and (bool(stopped) or all(group.blocked for group in attempt.groups if not group.over))
+        groups = [group for group in attempt.groups if not group.over]
+        # Ranks whose group has made its last step are on their way out.
+        idle = all(group.blocked for group in groups) and (bool(groups) or not attempt.groups)
+        held_up = bool(running) and (bool(stopped) or idle)
         if not held_up or not any(connection.contact for connection in self.connections if connection.ranks):
             self._hung_since = None
             return None

@@ -105,6 +105,10 @@ HISTORIES = {
         '{"seed":131338314,"kind":"local","nodes":3,"local":false,"iterations":8,"every":10,"recovery":7,"faults":'
         '[["agent_killed",3.24,0,30.0],["node_sleeps",6.71,0,400.0],["cut_from",9.76,1,70.0]]}'
     ),
+    "a command whose ranks are on their way out after a stall is not idle": (
+        '{"seed":175447686,"kind":"command","nodes":3,"local":false,"iterations":7,"period_s":0.2,"every":3,"recovery":3,'
+        '"faults":[["disk_stalled",3.1,0,118.0]]}'
+    ),
     "a command that hung is not said to hang where it was slow to leave, when that was over": (
         '{"seed":196297594,"kind":"command","nodes":3,"iterations":8,"period_s":1.0,"every":3,"recovery":4,'
         '"faults":[["head_disk_stalled",14.56,0,110.0]]}'
