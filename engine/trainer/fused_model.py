@@ -66,7 +66,7 @@ class FusionResult:
             return cls(None, equal, why if equal else f"{why}, but {fused:.4f} fused ({rounding})")
         kept = (base - fused) / gain
         losses = f"the loss is {base:.4f} without the adapter, {adapter:.4f} with it, {fused:.4f} fused"
-        why = f"{rounding} kept {kept:.1%} of the gain, less than {keep:.0%}: {losses}"
+        why = f"{rounding} kept {kept:.1%} of the gain, less than {100 * keep:g}%: {losses}"
         return cls(kept, kept >= keep, None if kept >= keep else why)
 
 

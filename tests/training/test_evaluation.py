@@ -167,7 +167,7 @@ def test_lora_dora_and_full_of_every_strategy_measure_alike_on_1_2_and_4_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["data", "sharded", "pipeline"])
+@pytest.mark.parametrize("strategy", ["data", "sharded", "pipeline", "local"])
 def test_it_runs_under_a_keeper_and_stops(tiny: Tiny, lora: Trained, tmp_path: Path, strategy: str) -> None:
     job, weights = lora
     task = Task("evaluate", "run", str(weights))
