@@ -17,9 +17,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import quantize_model, save_model
 
 from tests.training import kinds
-from tests.training.partitioned_cases import LIMIT_S, start_ranks
+from tests.training.partitioned_cases import start_ranks
 from tests.training.tiny import Tiny
 
+RING_LIMIT_S = 480.0
 PROMPTS = ["tower, raven zero one", "hold level " * 25 + "over"]
 """The second one is longer than a message of tokens, and than the models' windows."""
 LORA = {"rank": 4, "scale": 8.0, "dropout": 0.0}
@@ -131,7 +132,7 @@ def run(directory: Path, cases: list[dict[str, Any]], ranks: int) -> dict[str, A
     (directory / "cases.json").write_text(json.dumps(cases))
     started = start_ranks("tests.training.generation_program", directory, ranks)
     try:
-        codes = [process.wait(LIMIT_S) for process in started]
+        codes = [process.wait(RING_LIMIT_S) for process in started]
     finally:
         for process in started:
             process.kill()
