@@ -177,6 +177,9 @@ class RunRecord(FrozenModel):
     world_size: int
     backend: str
     cluster: str = ""
+    task: str | None = None
+    """The use of the result of the run `source`: "evaluate", "fuse", "generate"; null for a training."""
+    source: str | None = None
     recovery_s: float | None = None
     """From the last failure that the run recovered from to the first step after it."""
     iteration: int | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.measurements import Division
 from engine.models import CheckResult, Reason, RunRecord, RunState
+from engine.task_result import TaskResult
 
 
 @dataclass(frozen=True)
@@ -329,6 +330,8 @@ class RunSnapshot:
     trained: TrainedFile | None = None
     result: RunResult | None = None
     """Once it has ended."""
+    task_results: tuple[TaskResult, ...] = ()
+    """The results of a task on what another run has trained."""
     trackers: tuple[TrackerStatus, ...] = ()
 
     @property

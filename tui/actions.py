@@ -96,6 +96,14 @@ def _log(state: DeckState) -> str | None:
     return None if state.has_log else "no log yet: no run is shown"
 
 
+def _chat(state: DeckState) -> str | None:
+    if state.snapshot is None:
+        return "no run is shown: 5 lists them"
+    if state.active:
+        return "the run has not ended"
+    return None if state.snapshot.trained is not None else "the run has saved no weights"
+
+
 def _plot(state: DeckState) -> str | None:
     if state.snapshot is None or not (state.snapshot.series.train or state.snapshot.series.val):
         return "no loss yet"
@@ -179,6 +187,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run",
            why_not=_first(_loading, _configured, _busy, _NOT_ENDED),
            when=lambda state: state.ready and state.config is None),
+    Action("chat", ("c",), "chat", "Ask what the shown run has trained, beside its base model", "run", LOG_VIEWS,
+           panes=("run", "logs"), why_not=_first(_loading, _chat)),
     Action("calibrate", ("c",), "calibrate", "Measure every node and link, or stop measuring", "nodes",
            panes=("calibration",), why_not=_calibrate),
     Action("calibrate_quick", ("C",), "quick", "Measure every node and link, 10 s a node", "nodes",
@@ -279,11 +289,20 @@ def bar(state: DeckState) -> list[Action]:
     elif state.view == "run" and state.pane != "logs" and state.snapshot is None:
         order = _PLAN_BAR
     elif state.view == "run" and state.pane != "logs" and not state.active:
-        order = ("launch" if name == "abort" else name for name in order)
+        order = _with(order, abort=(*_chat_first(state), "launch"))
     elif state.view == "dashboard" and state.snapshot is not None and not state.active:
         # The plan of the next launch is behind a run that has ended.
-        order = [other for name in order for other in (("back", name) if name == "help" else (name,))]
+        order = _with(order, launch=(*_chat_first(state), "launch"), help=("back", "help"))
     return [BY_ID[name] for name in order if BY_ID[name].applies(state)]
+
+
+def _with(order: Iterable[str], **others: tuple[str, ...]) -> list[str]:
+    """`order` with `others` in place of those that they are named after."""
+    return [other for name in order for other in others.get(name, (name,))]
+
+
+def _chat_first(state: DeckState) -> tuple[str, ...]:
+    return ("chat",) if _chat(state) is None else ()
 
 
 def label(action: Action, state: DeckState, *, short: bool = False) -> str:

@@ -45,6 +45,7 @@ from tui.formatting import shortened
 from tui.gc_pauses import GcScheduler
 from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
 from tui.poller import POLL_S, ConfigEdited, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
+from tui.screens.chat import Chat
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import Welcome, confirm_abort, confirm_launch, confirm_programs, text_width
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix, confirm_setup
@@ -423,6 +424,10 @@ class FlightDeckApp(App[None]):
 
     def do_demo(self) -> None:
         self._request(self.client.demo())
+
+    def do_chat(self) -> None:
+        assert self.state.snapshot is not None
+        self.push_screen(Chat(self.client, self.state.snapshot.record.id))
 
     def do_fix(self) -> None:
         fix = fix_for(self.state)

@@ -131,6 +131,7 @@ def command_parser() -> argparse.ArgumentParser:
     _starting(commands)
     _cluster(commands)
     _history(commands)
+    _tasks(commands)
     _publishing(commands)
     return parser
 
@@ -409,6 +410,92 @@ def _history(commands: Commands) -> None:
     metrics.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default: table")
 
 
+def _tasks(commands: Commands) -> None:
+    evaluate = _command(
+        commands,
+        "eval",
+        "tasks.evaluate",
+        "loss and perplexity of the base model and of what a run has trained, over the run's nodes",
+        ("flightdeck eval", "of the newest training, on its test data, else on what it was validated with"),
+        ("flightdeck eval demo --split valid --json | jq .task_results", ""),
+    )
+    _run(evaluate)
+    evaluate.add_argument("--split", choices=("valid", "test"), help="default: test where there is one, else valid")
+    evaluate.add_argument("--batches", type=_count(10**9), metavar="N", help="at most N batches; default: all")
+    fuse = _command(
+        commands,
+        "fuse",
+        "tasks.fuse",
+        "fuse what a run has trained into a copy of its base model, and measure what is kept of the gain",
+        ("flightdeck fuse", "1, and nothing is left, when less than 95 % of the gain is kept"),
+        ("flightdeck fuse demo --dequantize", "a quantized base rounds small updates away; in 16 bits they stay"),
+    )
+    _run(fuse)
+    fuse.add_argument("--keep", type=_share, default=0.95, metavar="SHARE", help="of the gain, 0 to 1; default: 0.95")
+    form = fuse.add_mutually_exclusive_group()
+    form.add_argument("--dequantize", action="store_true", help="write a quantized base's weights in 16 bits")
+    form.add_argument(
+        "--bits", type=int, choices=(2, 3, 4, 5, 6, 8), metavar="N", help="quantize the result anew with so many bits"
+    )
+    what = "folder of the fused model on the node that has the weights; default: in the task's own folder there"
+    fuse.add_argument("--to", metavar="DIR", help=what)
+    generate = _command(
+        commands,
+        "generate",
+        "tasks.generate",
+        "answer prompts with what a run has trained",
+        ('flightdeck generate -p "Hello"', "with the newest training's weights"),
+        ('flightdeck generate demo -p "Hello" --compare', "with the base model, too"),
+        ('flightdeck generate demo -p "Hello" --divided', "the model's layers divided over the run's nodes"),
+    )
+    _run(generate)
+    generate.add_argument("-p", "--prompt", action="append", required=True, metavar="TEXT", help="may be repeated")
+    which = generate.add_mutually_exclusive_group()
+    which.add_argument("--base", action="store_true", help="the base model in place of what was trained")
+    which.add_argument("--compare", action="store_true", help="the base model, and then what was trained")
+    generate.add_argument("--divided", action="store_true", help="over all nodes of the run, each with some layers")
+    generate.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
+    generate.add_argument("--max-tokens", type=_count(1_000_000), default=256, metavar="N", help="default: 256")
+    generate.add_argument("--temperature", type=_number, default=0.0, metavar="T", help="default: 0, the likeliest")
+    generate.add_argument("--top-p", type=_share, default=1.0, metavar="P", help="default: 1, all tokens")
+    generate.add_argument("--seed", type=_count(2**31, least=0), default=0, metavar="N", help="default: 0")
+    _serving(commands)
+
+
+def _serving(commands: Commands) -> None:
+    divided, most = "over all nodes of the run, each with some layers", "of an answer; default: 512"
+    serve = _command(
+        commands,
+        "serve",
+        "tasks.serve",
+        "serve what a run has trained by the OpenAI API, until that is aborted",
+        ("flightdeck serve", "the newest training's weights, at http://127.0.0.1:8080/v1 of the node that has them"),
+        ("flightdeck serve demo --divided", "the model's layers divided over the run's nodes"),
+        ("flightdeck serve demo --host 192.168.0.2", "for other machines, whose clients need the token that it prints"),
+    )
+    _run(serve)
+    serve.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on; default: 127.0.0.1")
+    what = "default: 8080; 0: a free one"
+    serve.add_argument("--port", type=_count(65_535, least=0), default=8080, metavar="PORT", help=what)
+    serve.add_argument("--divided", action="store_true", help=divided)
+    serve.add_argument("--max-tokens", type=_count(1_000_000), default=512, metavar="N", help=most)
+    serve.add_argument("--follow", action="store_true", help="print what happens until it has ended")
+    chat = _command(
+        commands,
+        "chat",
+        "chat.chat",
+        "ask what a run has trained, line by line",
+        ("flightdeck chat", "the newest training; /base asks the base model"),
+        ("echo Hello | flightdeck chat demo --json", "one message, and the answer as JSON"),
+        ("flightdeck chat --server demo-serve", "one that is served already"),
+    )
+    _run(chat)
+    chat.add_argument("--server", metavar="RUN", help="ask this one, in place of a server of its own")
+    chat.add_argument("--base", action="store_true", help="begin with the base model")
+    chat.add_argument("--divided", action="store_true", help=divided)
+    chat.add_argument("--max-tokens", type=_count(1_000_000), default=512, metavar="N", help=most)
+
+
 def _publishing(commands: Commands) -> None:
     publish = _command(
         commands,
@@ -499,6 +586,21 @@ def _count(most: int, least: int = 1) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def _number(text: str, most: float = 100.0) -> float:
+    """An argparse type: a number from 0 to `most`."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 to {most:g}")
+    return number
+
+
+def _share(text: str) -> float:
+    return _number(text, 1.0)
 
 
 def _file(text: str) -> Path:

@@ -21,27 +21,26 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from textual.message import Message
 
 from engine import api
-from engine.errors import FlightDeckError
 from engine.snapshots import FetchProgress
 from tui import scaling_text
 from tui.fixes import FixCommand
 from tui.formatting import fetch_text
-from tui.state import StateStore
+from tui.state import ENGINE_ERRORS, StateStore
 
 if TYPE_CHECKING:
-    from engine.api import Completed, Config, Engine, NetworkPlan
+    from engine.api import ChatExchange, ChatServer, Completed, Config, Engine, NetworkPlan
     from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
 
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
-ENGINE_ERRORS: Final = (FlightDeckError, OSError)
-"""How the engine refuses a request."""
 BATCH_S: Final = 0.25
 """Between two batches of a stream's items."""
 CLOSING_S: Final = 3.0
 """How long closing may take: a node that is gone must not keep the console open."""
+REPLY_S: Final = 0.05
+"""The same for an answer."""
 LINGER_S: Final = 5.0
 """How long telemetry stays on when nobody needs it: views change faster than nodes connect."""
 TELEMETRY_RETRY_S: Final = 10.0
@@ -422,6 +421,23 @@ class EngineClient:
                         self._store.change(busy=f"fetching {fetch_text(step)}")
                     else:
                         self._notify(f"fetched to {step.folder}")
+
+    async def chat_history(self, run: str) -> tuple[list[ChatExchange], str]:
+        """The exchanges that were kept with a run, and a first question that fits its data."""
+        chats = self.engine.chats
+        return await asyncio.to_thread(lambda: (chats.exchanges(run), chats.suggestion(run)))
+
+    async def open_server(self, run: str) -> ChatServer:
+        return await self._loop.call(lambda: self.engine.chats.serve(run))
+
+    async def await_server(self, server: str) -> None:
+        await self._loop.call(lambda: self.engine.chats.served(server))
+
+    def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[str, None]:
+        return self._loop.each(lambda: self.engine.chats.reply(server, messages, model=model), every_s=REPLY_S)
+
+    async def close_server(self, server: ChatServer) -> None:
+        await self.abort(server.id, now=False)
 
     async def demo(self) -> None:
         """Make the demo's model where it is missing (seconds), then launch it."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from engine.errors import FlightDeckError
 from tui.formatting import ago
 from tui.glyphs import Glyphs
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 VIEWS: Final = ("dashboard", "nodes", "preflight", "calibration", "run", "history")
 """The dashboard and the full views, in the order of their number keys (0 has none)."""
+
+ENGINE_ERRORS: Final = (FlightDeckError, OSError)
+"""How the engine refuses a request."""
 
 FACTS_LIMIT_S: Final = 300.0
 """A node's facts are shown stale when they are older than this."""

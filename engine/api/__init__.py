@@ -9,7 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from engine.api.chats import ChatExchange, ChatServer
     from engine.api.engine import Engine
+    from engine.api.tasks import TaskRequest, serve_request
     from engine.checks.fixes import asks_for_password
     from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_hostfile, hosts_from_names, is_address
     from engine.cluster.transport.base import Completed
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
     from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 _NAMES: Final = {
+    "engine.api.chats": "ChatServer ChatExchange",
     "engine.api.engine": "Engine",
+    "engine.api.tasks": "TaskRequest serve_request",
     "engine.checks.fixes": "asks_for_password",
     "engine.cluster.discovery": "FoundHost FoundPython hosts_from_hostfile hosts_from_names is_address",
     "engine.cluster.transport.base": "Completed",

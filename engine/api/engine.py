@@ -10,12 +10,14 @@ from engine.api.session import Session
 
 if TYPE_CHECKING:
     from engine.api.calibrations import CalibrationsApi
+    from engine.api.chats import ChatsApi
     from engine.api.checks import ChecksApi
     from engine.api.launches import LaunchesApi
     from engine.api.nodes import NodesApi
     from engine.api.publishing import PublishingApi
     from engine.api.results import ResultsApi
     from engine.api.runs import RunsApi
+    from engine.api.tasks import TasksApi
     from engine.config.models import Config
 
 
@@ -81,3 +83,15 @@ class Engine(Session):
         from engine.api.publishing import PublishingApi
 
         return PublishingApi(self, self.runs)
+
+    @cached_property
+    def tasks(self) -> TasksApi:
+        from engine.api.tasks import TasksApi
+
+        return TasksApi(self.runs, self.launches)
+
+    @cached_property
+    def chats(self) -> ChatsApi:
+        from engine.api.chats import ChatsApi
+
+        return ChatsApi(self, self.runs, self.tasks)

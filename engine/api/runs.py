@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 
 from engine.api.session import Session
-from engine.errors import LaunchError, RunNotFound, StateError
+from engine.errors import InputError, LaunchError, RunNotFound, StateError
 from engine.models import RunRecord, RunState
 from engine.run.failure_cause import diagnose
 from engine.run.json_lines import LineTail
@@ -60,6 +60,16 @@ class RunsApi:
             raise RunNotFound(f"{safe_repr(run)} is not one run", why=why, todo="give more of the id")
         why = "no id, id prefix or name is that"
         raise RunNotFound(f"no run {safe_repr(run)}", why=why, todo="see `flightdeck runs`")
+
+    def find_trained(self, run: str) -> RunDir:
+        """As `find`, but "last" is the newest training. Raises InputError for what is no training."""
+        trainings = (record.id for record in self._stored() if record.task is None) if run == "last" else iter(())
+        directory = self.find(next(trainings, run))
+        record = self.record(directory.id)
+        if record.task is not None:
+            why = f"it is a task ({record.task}) on the result of {record.source}"
+            raise InputError(f"{record.id} has trained nothing", why=why, todo="name that run")
+        return directory
 
     def record(self, run: str) -> RunRecord:
         """One run as it is now; by its id without the store. Raises RunNotFound, StateError."""

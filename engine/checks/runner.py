@@ -100,8 +100,12 @@ async def run_checks(
     results = [ended[name].result() for name in checks]
     overall = worst(result.status for result in results)
     report = PreflightReport(checks=results, overall_status=overall, overridden=overridden)
-    _audit_report(audit, report, [check.name for check in checks.values() if check.not_applicable(context.config)])
+    _audit_report(audit, report, [check.name for check in checks.values() if _not_applicable(check, context.config)])
     return report
+
+
+def _not_applicable(check: Check, config: Config) -> str | None:
+    return config.job.kind.needless_checks.get(check.name) or check.not_applicable(config)
 
 
 async def _run_check(
@@ -113,7 +117,7 @@ async def _run_check(
 ) -> CheckResult:
     if check.name in overridden:
         return verdict(check.name, CheckStatus.SKIP, OVERRIDDEN)
-    why_not = check.not_applicable(context.config) or check.switched_off(context.config)
+    why_not = _not_applicable(check, context.config) or check.switched_off(context.config)
     if why_not:
         return verdict(check.name, CheckStatus.SKIP, why_not)
     for needed in check.needs:

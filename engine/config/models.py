@@ -19,6 +19,7 @@ from engine.errors import InputError
 from engine.job.kinds import JobKind, job_kind
 from engine.models import FrozenModel
 from engine.protocol.job import Framework, Strategy
+from engine.protocol.task import Task
 from engine.security.identifiers import SshTarget
 from engine.security.redact import Redactor
 
@@ -157,6 +158,8 @@ class JobConfig(_Section):
     """Stream large datasets in chunks instead of keeping them in memory."""
     chunk_size: int = Field(default=50_000, ge=1)
     """Examples per chunk. Smaller datasets are not streamed."""
+    task: Task | None = None
+    """The use of another run's result in place of a training; the other keys are those of that run."""
 
     def redactor(self) -> Redactor:
         """Takes the values of `env`, and this process's secrets, out of texts."""
@@ -184,7 +187,9 @@ class JobConfig(_Section):
 
     @property
     def kind(self) -> JobKind:
-        return job_kind(self.framework, self.strategy, command=self.command is not None, elastic=self.elastic)
+        task = self.task.kind if self.task is not None else None
+        command = self.command is not None
+        return job_kind(self.framework, self.strategy, command=command, elastic=self.elastic, task=task)
 
 
 CheckName = Literal[

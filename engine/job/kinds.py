@@ -1,16 +1,18 @@
-"""The kinds of a job: a training of ours in step, one that averages now and then, an elastic torchrun on each node, or
-any other command. Each says what a run of it may lose, who reports, what hangs, what a loss triggers, how it starts."""
+"""The kinds of a job: a training of ours in step, one that averages now and then, an elastic torchrun on each node, any
+other command, or a task on what another run has trained. Each says what a run of it may lose, who reports, what hangs,
+what a loss triggers, how it starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from engine.job.traits import FRAMEWORKS, STRATEGY_TRAITS, FrameworkTraits, StrategyTraits
 from engine.protocol.attempt import ExitRecord
 from engine.protocol.job import Framework, Strategy
+from engine.protocol.task import TaskKind
 
 OWN_STATE = "a program of the user's own has its own state ([recovery] restart_commands is false)"
 
@@ -58,6 +60,17 @@ class JobKind:
     """Why neither its model nor its data are known; None where they are."""
     first_steps = 5
     """They may take longer than all others: nothing is compiled or cached yet."""
+    trains = True
+    """Else it uses what another run has trained."""
+    keeps_state = True
+    """A restart goes on from a state that an earlier attempt saved; else it begins anew."""
+    needless_checks: ClassVar[Mapping[str, str]] = {}
+    """Checks of what it has no use for, by name → why it has none."""
+
+    @property
+    def program(self) -> str:
+        """The module of ours that each rank runs."""
+        return self.framework.trainer
 
     @property
     def survivors_keep_state(self) -> bool:
@@ -122,6 +135,42 @@ class JobKind:
 
 class Lockstep(JobKind):
     """A training of ours, every step of which takes all ranks."""
+
+
+class ResultTask(JobKind):
+    """A program of ours on every rank that takes what another run has trained, and trains nothing."""
+
+    compared = False
+    trains = False
+    keeps_state = False
+    module: ClassVar[str]
+    """Beside the framework's trainer."""
+    needless_checks: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("pre_rdma_sync", "checkpoint_layer", "performance_layer"), "nothing is trained"
+    )
+
+    @property
+    def program(self) -> str:
+        return f"{self.framework.trainer.rpartition('.')[0]}.{self.module}"
+
+
+class Evaluation(ResultTask):
+    module = "evaluation"
+
+
+class ModelFusion(ResultTask):
+    module = "fusion"
+
+
+class TextGeneration(ResultTask):
+    module = "generation"
+    needless_checks: ClassVar[Mapping[str, str]] = {**ResultTask.needless_checks, "data_matches": "no data is read"}
+
+
+class Serving(TextGeneration):
+    """It goes on until it is stopped, and generates a token now and then to show that it can."""
+
+    module = "serving"
 
 
 class PeriodicAveraging(JobKind):
@@ -209,11 +258,23 @@ class ElasticTorchrun(OwnCommand):
         return True
 
 
+TASKS: Final[dict[TaskKind, type[JobKind]]] = {
+    "evaluate": Evaluation,
+    "fuse": ModelFusion,
+    "generate": TextGeneration,
+    "serve": Serving,
+}
+
+
 @cache
-def job_kind(framework: Framework, strategy: Strategy, *, command: bool, elastic: bool) -> JobKind:
+def job_kind(
+    framework: Framework, strategy: Strategy, *, command: bool, elastic: bool, task: TaskKind | None = None
+) -> JobKind:
     """`command`: the job runs a program of the user's own."""
-    if elastic:
-        kind: type[JobKind] = ElasticTorchrun
+    if task is not None:
+        kind = TASKS[task]
+    elif elastic:
+        kind = ElasticTorchrun
     elif strategy == "local":
         kind = AveragingCommand if command else PeriodicAveraging
     else:

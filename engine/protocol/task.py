@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 TaskKind = Literal["evaluate", "fuse", "generate", "serve"]
+API_TOKEN_ENV = "FLIGHTDECK_API_TOKEN"
+"""The token that a server's clients need; none where it is not set."""
 
 
 @dataclass(frozen=True)
@@ -22,3 +25,11 @@ class Task:
     """A fused model's directory, on the node of rank 0."""
     options: dict[str, Any] = field(default_factory=dict)
     """Those of the kind."""
+
+
+def is_loopback(host: str) -> bool:
+    """Only this machine can reach a server that listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

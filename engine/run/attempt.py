@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from engine.cluster.staging import HostLayout, gather_all
@@ -228,7 +228,8 @@ def attempt_spec(
         ranks=[_rank_spec(plan, rank, attempt.layout(rank), decisions) for rank in range(len(plan.nodes))],
         job=trainer_job(config, decisions.layer_split),
         command=job_command(config.job),
-        trainer=config.job.kind.framework.trainer,
+        trainer=config.job.kind.program,
+        task=asdict(config.job.task) if config.job.task is not None else None,
         as_torchrun=config.job.kind.framework.takes_launchers and bool(config.job.words),
         logging_dir=config.job.logging_dir,
         metrics=config.job.metrics,
@@ -243,7 +244,7 @@ def attempt_spec(
         checkpoint_every=state_every(config),
         checkpoint_keep=config.checkpoint.keep,
         checkpoint_compression=config.checkpoint.compression,
-        resume=attempt.number > 1,
+        resume=attempt.number > 1 and config.job.kind.keeps_state,
         torchrun=config.torchrun,
         needs_state=attempt.needs_state,
         accept_changed_data=attempt.accept_changed_data,

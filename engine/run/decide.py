@@ -335,7 +335,8 @@ def failed_run(plan: RunPlan, history: RunHistory, *more: AttemptFailed) -> Fail
 def needs_state(plan: RunPlan, history: RunHistory) -> str:
     """Why the next attempt, on the nodes of `plan`, must not begin anew where no rank has a state; "" where it may."""
     recovery, reached = plan.config.recovery, history.newest_reached
-    if history.reopened.without_state or not (reached or history.manifests):
+    kept = plan.config.job.kind.keeps_state
+    if not kept or history.reopened.without_state or not (reached or history.manifests):
         return ""
     if history.manifests:
         update, rank = max((int(saved[-1][0].split(".")[0]), rank) for rank, saved in history.manifests.items())

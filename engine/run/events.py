@@ -19,6 +19,7 @@ from engine.models import FrozenModel, Reason, RunRecord, RunState
 from engine.plan.decisions import LaunchDecisions
 from engine.protocol.attempt import Identity, NodeFiles
 from engine.security.paths import path_fault
+from engine.task_result import TaskResult
 
 JOURNAL_VERSION = 1
 
@@ -405,6 +406,12 @@ class TrainingStarted(Event, kind="training_started"):
     """Checksum of each file of data, and of the base model (Origin.inputs)."""
     from_base: bool = False
     """Before the first update its model is the base, and no adapter that was trained before."""
+
+
+class ResultReported(SyncedEvent, kind="result"):
+    """A result of a task on what another run has trained, by rank 0."""
+
+    result: TaskResult
 
 
 class RestartRefused(Event, kind="restart_refused"):

@@ -15,6 +15,7 @@ from engine.run import events
 from engine.run.run_plan import RunPlan
 from engine.security.sanitise import moment_or_none
 from engine.snapshots import Alarm, AttemptStatus, NodeCondition, StopProgress
+from engine.task_result import TaskResult
 
 ALARMS_SHOWN = 20
 MANIFESTS_KEPT = 32
@@ -116,6 +117,7 @@ class RunHistory:
     """Rank → the newest states that it has saved."""
     weights: Mapping[tuple[str, bool], events.WeightsSaved] = field(default_factory=dict)
     """The newest of each kind, and the best (True)."""
+    task_results: tuple[TaskResult, ...] = ()
     training: events.TrainingStarted | None = None
     """The newest."""
 
@@ -334,6 +336,8 @@ def _changes(history: RunHistory, event: events.Event) -> dict[str, Any]:
                 changes["restart_refused"] = None
         case events.AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
+        case events.ResultReported():
+            changes = {"task_results": (*history.task_results, event.result)}
         case events.LaunchDecided():
             changes = {"decisions": (*history.decisions, event.decisions)}
         case events.SupervisorStarted():
@@ -344,14 +348,19 @@ def _changes(history: RunHistory, event: events.Event) -> dict[str, Any]:
             changes = {"abort": event}
         case events.StopStageReached(purpose="abort"):
             changes = {"stop": _stop_progress(event, history.stop)}
+        case events.RestartPlanned() | events.RestartDelayed() | events.RestartRefused():
+            changes = _restart_changes(event)
+    return changes
+
+
+def _restart_changes(event: events.RestartPlanned | events.RestartDelayed | events.RestartRefused) -> dict[str, Any]:
+    match event:
         case events.RestartPlanned():
             wait = f", after a wait of {event.delay_s:.0f} s" if event.delay_s >= 1.0 else ""
-            changes = {"next_why": event.why, "restart_pending": event.why + wait}
+            return {"next_why": event.why, "restart_pending": event.why + wait}
         case events.RestartDelayed():
-            changes = {"restart_pending": event.why}
-        case events.RestartRefused():
-            changes = {"restart_refused": event.why, "restart_pending": None}
-    return changes
+            return {"restart_pending": event.why}
+    return {"restart_refused": event.why, "restart_pending": None}
 
 
 def _stop_progress(event: events.StopStageReached, before: StopProgress | None) -> StopProgress:

@@ -27,6 +27,7 @@ from engine.run.events import (
     UNSTAMPED,
     Event,
     Figures,
+    ResultReported,
     Resumed,
     SavedFiles,
     StateSaved,
@@ -156,7 +157,7 @@ class AttemptProgress:
                 self._move(rank, now)
             case "activity":
                 self._move(rank, now)
-        if self._newest.phases.get(rank) in ("loading", "validating", "saving"):
+        if self._newest.phases.get(rank) in ("loading", "validating", "saving", "generating", "serving"):
             # What it fetches, validates or fuses may be large: as long as it reports anything, it makes progress.
             self._move(rank, now)
 
@@ -277,6 +278,9 @@ class EventIntake:
                 self._consistency.checkpoint(event)
             case "replica_check":
                 self._consistency.replica_check(event)
+            case "result" if rank == 0:
+                with contextlib.suppress(ValidationError):
+                    self.on_event(ResultReported.model_validate({"result": event}))
             case ("report" | "validation" | "test") as name if rank == 0 or self.any_rank_reports:
                 self._keep(_METRICS[name], event)
 

@@ -64,11 +64,11 @@ class RunPlan(FrozenModel):
 
     def record(self) -> RunRecord:
         """The run as it is before anything has happened."""
-        job, backend = self.config.job, self.config.cluster.backend
+        job, backend, task = self.config.job, self.config.cluster.backend, self.config.job.task
         if backend == "auto" and all(node.local for node in self.config.nodes):
             # Otherwise it is decided when the nodes are probed, and the attempt's network plan has the result.
             backend = job.kind.framework.tcp_backend
-        iterations = job.mlx_lm.get("iters")
+        iterations = job.mlx_lm.get("iters") if task is None else None
         return RunRecord(
             id=self.run_id,
             name=job.name,
@@ -77,6 +77,8 @@ class RunPlan(FrozenModel):
             world_size=len(self.nodes),
             cluster=self.config.cluster.name,
             backend=backend,
+            task=task.kind if task is not None else None,
+            source=task.source if task is not None else None,
             iterations=int(iterations) if iterations is not None else None,
         )
 

@@ -19,7 +19,7 @@ from engine.run.node_health import HostHealth, lost_after_s, next_health, record
 from engine.run.observation import HostView, ProgressView, RankView
 from engine.run.state import Phase, Transition, WatchState, has_ended
 
-SLOW_PHASES = frozenset({"loading", "validating", "saving"})
+SLOW_PHASES = frozenset({"loading", "validating", "saving", "generating"})
 _TIMES = 5.0
 
 
@@ -309,6 +309,9 @@ def hang_limit(
     slow = sorted({phase for rank, phase in progress.phases.items() if rank in watched} & SLOW_PHASES)
     if slow:
         return slow[0], recovery.stall_s
+    if "serving" in progress.phases.values():
+        # It generates a token every few seconds, if nobody asks for one.
+        return "serving", hang_s
     if progress.long_step_s is not None:
         return "training", max(hang_s, _TIMES * progress.long_step_s)
     if progress.first_step_at is not None and started_at is not None:

@@ -113,6 +113,7 @@ class RunWatch:
             damage=tuple(self._damage(newest_attempt, supervised=supervised)),
             trained=self._trained(reports),
             result=self.result() if record.state.ended else None,
+            task_results=history.task_results,
             trackers=tuple(self._trackers()),
         )
 
@@ -177,7 +178,8 @@ class RunWatch:
         return [RankEvents(self._rundir.events(rank)) for rank in range(len(self._plan.nodes))]
 
     def _verification(self, reports: Sequence[RankReport], record: RunRecord) -> tuple[Verification, ...]:
-        if not (self._plan.config.job.kind.reports and record.attempts):
+        kind = self._plan.config.job.kind
+        if not (kind.reports and kind.trains and record.attempts):
             return ()
         current = [report if report.attempt == record.attempts else RankReport() for report in reports]
         checkpoint = max(self._ranks[0].checkpoints[-1:], default=None)

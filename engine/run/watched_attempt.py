@@ -211,6 +211,8 @@ class WatchedAttempt:
                 newest = history.weights.get((event.holds, event.val_loss is not None))
                 event = event.model_copy(update={"node": self.context.plan.nodes[event.rank]})
                 recorded = newest == event.model_copy(update={"at": newest.at if newest is not None else event.at})
+            case events.ResultReported():
+                recorded = event.result in history.task_results
             case _:
                 recorded = history.training is not None and history.training.attempt == self.context.attempt.number
         if not recorded:

@@ -58,6 +58,11 @@ class RunDir:
         self.merged_index = path / "merged.idx"
         """The line index of all logs (engine.run.logs.line_index)."""
 
+    @property
+    def chat(self) -> Path:
+        """Conversations with what the run has trained, one question with its answer a line."""
+        return self.path / "chat.jsonl"
+
     def tracker(self, name: str) -> Path:
         """A tracker's folder: TensorBoard's event files, or W&B's own, with what it has not sent in `offline-run-*`."""
         return self.path / name

@@ -17,24 +17,34 @@ class Adapter:
         self.part = part
         self._layers = {name: module for name, module in part.named_modules() if "lora_a" in module}
         self._bases = {name: layer.get("linear", layer.get("embedding")) for name, layer in self._layers.items()}
+        self._trained: dict[str, mx.array] = {}
+        self._replaced: dict[str, mx.array] = {}
+        """A full fine-tuning's weights, and the base's in their place; none where they are not kept."""
         self.detach()
 
     def detach(self) -> None:
-        """Compute as the base model, unless the trained weights are fused or those of a full fine-tuning."""
+        """Compute as the base model, unless its weights are fused, or replaced and not kept."""
         self._put(self._bases)
+        self.part.load_weights(list(self._replaced.items()), strict=False)
 
     def attach(self) -> None:
         self._put(self._layers)
+        self.part.load_weights(list(self._trained.items()), strict=False)
 
-    def load(self, parts: Iterable[Mapping[str, mx.array]], *, fuse: bool) -> None:
+    def load(self, parts: Iterable[Mapping[str, mx.array]], *, fuse: bool, keep_base: bool = False) -> None:
         """Attach the trained weights, of which this rank takes its own. `fuse`: into those of the base where they are
-        not quantized, which would round them; at most one layer is in memory twice."""
+        not quantized, which would round them; at most one layer is in memory twice. `keep_base`: keep the weights that
+        a full fine-tuning replaces, so that it can be detached."""
         self.attach()
-        names = {name for name, _ in tree_flatten(self.part.parameters())}
+        base = dict(tree_flatten(self.part.parameters()))
         for tensors in parts:
-            mine = {name: value for name, value in tensors.items() if name in names}
+            mine = {name: value for name, value in tensors.items() if name in base}
             mx.eval(mine)
             self.part.load_weights(list(mine.items()), strict=False)
+            if keep_base and not self._layers:
+                self._trained.update(mine)
+                self._replaced.update({name: base[name] for name in mine})
+        del base
         for name in [name for name, base in self._bases.items() if fuse and not hasattr(base, "bits")]:
             fused = self._layers.pop(name).fuse()
             del self._bases[name]

@@ -38,7 +38,9 @@ class Operation(IntEnum):
     """By so many tokens."""
     DROP_CACHE = 4
     REPORT_PEAK = 5
-    END = 6
+    SELECT = 6
+    """The base model (0), or what was trained (1)."""
+    END = 7
 
 
 class DividedModel:
@@ -104,9 +106,13 @@ class DividedModel:
         self._exchange([Operation.REPORT_PEAK])
         return self._gather_peaks()
 
-    def follow(self, going_on: Callable[[], None]) -> None:
-        """On another rank: take part until rank 0 ends. `going_on` is called in each round. Raises PeerLost,
-        GroupError."""
+    def select(self, *, trained: bool) -> None:
+        """On rank 0: the other ranks attach or detach their adapter before the next round."""
+        self.waiting.append([Operation.SELECT, int(trained)])
+
+    def follow(self, going_on: Callable[[], None], select: Callable[[bool], None] = lambda _: None) -> None:
+        """On another rank: take part until rank 0 ends. `going_on` is called in each round; `select` attaches the
+        adapter, or detaches it. Raises PeerLost, GroupError."""
         while True:
             operation, number, argument, rows, length, *tokens = self._exchange([])
             match operation:
@@ -130,6 +136,8 @@ class DividedModel:
                     self._caches.pop(number, None)
                 case Operation.REPORT_PEAK:
                     self._gather_peaks()
+                case Operation.SELECT:
+                    select(bool(number))
                 case Operation.END:
                     self._caches.clear()
                     return

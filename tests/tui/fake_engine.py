@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from engine.api import Engine
+from engine.api import ChatExchange, ChatServer, Engine
 from engine.checks.fixes import ENDS
 from engine.cluster.topology import topology
 from engine.cluster.transport.base import Completed
@@ -403,6 +403,12 @@ class FakeEngine:
     """For each request, whether it was quick."""
     stopped: int = 0
     """Calibrations that were given up."""
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: the server of a chat answers."""
+    served_already: bool = False
+    asked: list[tuple[str, list[str]]] = field(default_factory=list)
+    """The model and the messages of each question of a chat."""
+    kept: list[ChatExchange] = field(default_factory=list)
 
     def add(self, *snapshots: RunSnapshot) -> FakeEngine:
         """Runs in the history, newest first, each with logs on disk."""
@@ -424,7 +430,7 @@ class FakeEngine:
         """Every part of the Engine at once: their methods' names differ."""
         return self
 
-    nodes = checks = calibrations = launches = runs = results = part
+    nodes = checks = calibrations = launches = runs = results = chats = part
 
     def load_config(self, path: Path) -> Config:
         return configuration()
@@ -547,6 +553,28 @@ class FakeEngine:
             await asyncio.Event().wait()
         finally:
             self.listeners -= 1
+
+    async def serve(self, run: str, *, divided: bool = False) -> ChatServer:
+        if self.refusal is not None:
+            raise self.refusal
+        return ChatServer(f"{run}-serve", started=not self.served_already)
+
+    async def served(self, server: str) -> None:
+        while not self.serving.is_set():
+            await asyncio.sleep(0.005)
+
+    async def reply(
+        self, server: str, messages: Sequence[Mapping[str, str]], *, model: str, max_tokens: int = 512
+    ) -> AsyncIterator[str]:
+        self.asked.append((model, [message["content"] for message in messages]))
+        for piece in ("an answer", " of ", f"{model}\x1b[2J"):
+            yield piece
+
+    def exchanges(self, run: str, limit: int = 100) -> list[ChatExchange]:
+        return self.kept
+
+    def suggestion(self, run: str) -> str:
+        return "tower to heron"
 
     async def accept_host_key(self, offer: HostKeyOffer) -> None:
         if self.refusal is not None:

@@ -32,7 +32,9 @@ def until_past_preflight(snapshot: RunSnapshot) -> bool:
 class Follower:
     """One reader of one run; every line is printed once, over several calls of `follow` too."""
 
-    def __init__(self, engine: Engine, run: str, lines: Lines) -> None:
+    def __init__(self, engine: Engine, run: str, lines: Lines, *, quiet: bool = False) -> None:
+        """`quiet`: checks that pass are not printed."""
+        self._quiet = quiet
         self._engine = engine
         self._watch = engine.runs.watch(run)
         self._lines = lines
@@ -114,6 +116,8 @@ class Follower:
         if check.status in (CheckStatus.PENDING, CheckStatus.RUNNING) or self._checks.get(check.name) == check:
             return
         self._checks[check.name] = check
+        if self._quiet and check.status in (CheckStatus.PASS, CheckStatus.SKIP):
+            return
         print_check(self._lines, check)
 
     def _print_progress(self, snapshot: RunSnapshot) -> None:

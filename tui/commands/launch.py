@@ -12,7 +12,7 @@ from types import FrameType
 from engine.api import Config, Engine, ExitCode, with_strategy
 from engine.errors import plural
 from engine.models import RunRecord, RunState
-from engine.snapshots import StopProgress
+from engine.snapshots import RunSnapshot, StopProgress
 from tui.commands.follow import Follower, introduce, print_end, until_ended, until_past_preflight
 from tui.commands.terminal import Lines, accepted_config, check_terminal, is_person, print_json, progress_lines
 
@@ -43,7 +43,38 @@ def _launch(options: argparse.Namespace, engine: Engine, config: Config, *, owne
     def start() -> RunRecord:
         return asyncio.run(engine.launches.launch(config, skip=options.skip))
 
-    return _start_and_follow(options, engine, start, owned=owned)
+    if not owned:
+        return _start_and_follow(options, engine, start)
+    lines = progress_lines(options)
+    snapshot, interrupted = follow_own(engine, start, lines)
+    print_end(lines, snapshot)
+    code = _finish(options, snapshot.record)
+    return ExitCode.INTERRUPTED if interrupted else code
+
+
+def begin(start: Callable[[], RunRecord], lines: Lines) -> tuple[RunRecord, DeferredInterrupt]:
+    """Start a run and introduce it; the second delivers a ctrl+c that came meanwhile."""
+    interrupts = DeferredInterrupt()
+    with interrupts:
+        record = start()
+    introduce(lines, record)
+    return record, interrupts
+
+
+def follow_own(
+    engine: Engine, start: Callable[[], RunRecord], lines: Lines, *, quiet: bool = False
+) -> tuple[RunSnapshot, bool]:
+    """Start a run that is the command's own and print its progress to its end: the first ctrl+c stops it. Its last
+    snapshot, and True where it was stopped so. `quiet`: without the checks that pass."""
+    record, interrupts = begin(start, lines)
+    follower = Follower(engine, record.id, lines, quiet=quiet)
+    try:
+        interrupts.deliver()
+        return follower.follow(until_ended), False
+    except KeyboardInterrupt:
+        lines.say("\ninterrupted: stopping the run (ctrl+c again leaves that to its supervisor)")
+        asyncio.run(stop_run(engine, record.id, lines))
+        return follower.follow(until_ended), True
 
 
 def resume(options: argparse.Namespace, engine: Engine) -> int:
@@ -65,29 +96,18 @@ def _start_and_follow(
     engine: Engine,
     start: Callable[[], RunRecord],
     *,
-    owned: bool = False,
     follower: Follower | None = None,
 ) -> int:
-    """Start a run and print its progress, to its end with --follow. A run that is the command's own is followed to its
-    end, and the first ctrl+c stops it. `follower`: it has passed over what the run had done before."""
+    """Start a run and print its progress, to its end with --follow. `follower`: it has passed over what the run had
+    done before."""
     lines = progress_lines(options)
-    interrupts = DeferredInterrupt()
-    with interrupts:
-        record = start()
-    introduce(lines, record)
+    record, interrupts = begin(start, lines)
     follower = follower or Follower(engine, record.id, lines)
     try:
         interrupts.deliver()
-        snapshot = follower.follow(until_ended if owned or options.follow else until_past_preflight)
+        snapshot = follower.follow(until_ended if options.follow else until_past_preflight)
     except KeyboardInterrupt:
-        if not owned:
-            lines.say(f"\nno longer following; the run goes on. To stop it: flightdeck abort {record.id}")
-            return ExitCode.INTERRUPTED
-        lines.say("\ninterrupted: stopping the run (ctrl+c again leaves that to its supervisor)")
-        asyncio.run(_abort(engine, record.id, False, lines))
-        snapshot = follower.follow(until_ended)
-        print_end(lines, snapshot)
-        _finish(options, snapshot.record)
+        lines.say(f"\nno longer following; the run goes on. To stop it: flightdeck abort {record.id}")
         return ExitCode.INTERRUPTED
     if snapshot.record.state.ended:
         print_end(lines, snapshot)
@@ -103,7 +123,7 @@ def abort(options: argparse.Namespace, engine: Engine) -> int:
     if record.state.ended:
         lines.say(f"{record.id} has ended already: {record.state.value}")
     else:
-        asyncio.run(_abort(engine, record.id, options.now, lines))
+        asyncio.run(stop_run(engine, record.id, lines, now=options.now))
         record = engine.runs.record(record.id)
         lines.say(f"{lines.word(record.state.value)}: {_proof(record)}")
     if options.json:
@@ -132,7 +152,7 @@ class DeferredInterrupt:
         self._requested = True
 
 
-async def _abort(engine: Engine, run: str, now: bool, lines: Lines) -> None:
+async def stop_run(engine: Engine, run: str, lines: Lines, *, now: bool = False) -> None:
     printed: str | None = None
     async for progress in engine.runs.abort(run, now=now):
         text = _stage(progress)

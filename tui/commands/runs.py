@@ -43,6 +43,7 @@ from tui.formatting import (
     tracker_texts,
     trained_text,
 )
+from tui.task_results import result_lines
 
 _EVIDENCE_LINES = 8
 REPORT_KEYS = (
@@ -131,6 +132,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
             "trained": snapshot.trained,
             "result": snapshot.result,
             "trackers": snapshot.trackers,
+            "task_results": snapshot.task_results,
         }
         print_json({**record.model_dump(mode="json"), **more})
         return ExitCode.OK
@@ -155,6 +157,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     _show_attempts(lines, snapshot)
     _show_ranks(lines, snapshot)
     _show_watch(lines, snapshot)
+    for text in result_lines(snapshot.task_results):
+        lines.say(text)
     _show_result(lines, snapshot)
     for text in (text for tracker in snapshot.trackers for text in tracker_texts(tracker)):
         lines.say(f"  {'tracker':<10} {text}")

@@ -72,6 +72,7 @@ class RunPane(Pane, can_focus=True):
         room = self.room - SCROLLBAR_CELLS
         summary = [*run_summary.outcome(state, snapshot, room), *run_summary.attempts(snapshot, room, every=self.full)]
         summary += run_summary.alarms(state, snapshot, room)
+        summary += run_summary.task_results(snapshot, room)
         summary += run_summary.trained(snapshot, room, command=self.full or self.content_size.height >= TALL)
         summary += run_summary.trackers(snapshot, room)
         self._put("#summary", summary)
@@ -111,6 +112,7 @@ class RunPane(Pane, can_focus=True):
             Content(f"run {snapshot.record.id} ({snapshot.record.name}): {snapshot.record.state}"),
             *run_summary.outcome(state, snapshot, self.room),
             *run_summary.alarms(state, snapshot, 200),
+            *run_summary.task_results(snapshot, 200),
             *run_summary.trained(snapshot, 200, command=True),
             *run_summary.trackers(snapshot, 200),
             figures(state, snapshot, 200),

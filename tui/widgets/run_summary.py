@@ -4,6 +4,7 @@ its first cause and fix.
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
@@ -40,6 +41,7 @@ from tui.glyphs import (
 )
 from tui.node_state import away
 from tui.state import RANK_LIMIT_S, DeckState
+from tui.task_results import result_lines
 from tui.widgets.text import Column, lay_out, pair
 
 if TYPE_CHECKING:
@@ -294,6 +296,12 @@ def trained(snapshot: RunSnapshot, width: int, *, command: bool) -> list[Content
     text = result_text(result) if result is not None else ""
     text += "; F fetches the weights" if text and result is not None and result.files else ""
     return [*lines, *([pair("result", text, width)] if text else [])]
+
+
+def task_results(snapshot: RunSnapshot, width: int) -> list[Content]:
+    """The results of a task on what another run has trained."""
+    lines = [line for text in result_lines(snapshot.task_results) for line in text.splitlines() or [""]]
+    return [Content(part) for line in lines for part in textwrap.wrap(line, max(20, width)) or [""]]
 
 
 def trackers(snapshot: RunSnapshot, width: int) -> list[Content]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Protocol
@@ -62,6 +63,9 @@ class Transport(Protocol):
 
     async def open(self, argv: Sequence[str]) -> Channel:
         """Start a program and leave it running; the caller closes the channel."""
+
+    def forwarded(self, host: str, port: int) -> AbstractAsyncContextManager[tuple[str, int]]:
+        """An address of this machine at which `host`:`port` of the node answers."""
 
     async def close(self) -> None: ...
 

@@ -61,11 +61,12 @@ class MadeRun:
         created: datetime = START,
         strategy: Strategy = "data",
         command: tuple[str, ...] | None = None,
+        config: Config | None = None,
     ) -> None:
         self.home = home
         self.directory = RunDir(home / "runs" / f"{created:%Y%m%d-%H%M%S}-{name}-{number:04x}")
         self.directory.path.mkdir(parents=True)
-        config = make_run_config(ranks, iters, name, strategy)
+        config = config or make_run_config(ranks, iters, name, strategy)
         own = {"command": command, "mlx_lm": {}} if command is not None else {}
         config = config.model_copy(update={"job": config.job.model_copy(update=own)})
         self.plan = RunPlan(nonce="n", config=config, run_id=self.directory.id, created_at=created)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -104,6 +104,19 @@ class SshTransport:
             await asyncio.to_thread(add_known_host, self._home, offered.name, offered.key)
         else:
             connection.abort()
+
+    @contextlib.asynccontextmanager
+    async def forwarded(self, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
+        shared = await self._shared_connection()
+        try:
+            listener = await shared.client.forward_local_port("127.0.0.1", 0, host, port)
+        except SSH_ERRORS as error:
+            raise unreachable_error(error, str(self.target)) from error
+        try:
+            yield "127.0.0.1", listener.get_port()
+        finally:
+            listener.close()
+            await listener.wait_closed()
 
     async def close(self) -> None:
         if self._shared is not None:

@@ -1,0 +1,168 @@
+"""Conversations with what a run has trained, and with its base model: these are served, and asked by the OpenAI API.
+They are kept with the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from engine.api.runs import RunsApi
+from engine.api.session import Session
+from engine.api.tasks import TasksApi, serve_request
+from engine.config.models import on_node
+from engine.errors import InputError
+from engine.models import FrozenModel, RunRecord
+from engine.protocol.attempt import open_regular
+from engine.protocol.job import Job
+from engine.protocol.jsonl import content_of, form_of, parse
+from engine.protocol.task import API_TOKEN_ENV
+from engine.run.json_lines import LineFile, LineTail
+from engine.run.run_plan import read_plan
+from engine.run.watch import RunWatch
+from engine.task_result import Served, Text
+
+_POLL_S = 0.1
+_ANSWER_LIMIT_S = 120.0
+"""For the next piece of an answer."""
+_ROW_BYTES = 65_536
+_SUGGESTED_WORDS = 4
+_PARTS = ("prompt", "completion", "chat", "text")
+
+
+class ChatExchange(FrozenModel):
+    """A question and its answer."""
+
+    at: datetime
+    model: Text
+    """"base", or "trained"."""
+    prompt: Text
+    answer: Text
+
+
+@dataclass(frozen=True)
+class ChatServer:
+    id: str
+    """That of its run."""
+    started: bool
+    """For this conversation, which stops it; it was there otherwise."""
+
+
+class ChatsApi:
+    def __init__(self, session: Session, runs: RunsApi, tasks: TasksApi) -> None:
+        self._session = session
+        self._runs = runs
+        self._tasks = tasks
+
+    async def serve(self, run: str, *, divided: bool = False) -> ChatServer:
+        """The server of a run's result that is there, or a new one, whose supervisor is in charge. Raises as
+        TasksApi.start."""
+        source = await asyncio.to_thread(self._runs.find_trained, run)
+        for record in await asyncio.to_thread(self._runs.all):
+            if (record.task, record.source) == ("serve", source.id) and not record.state.ended:
+                return ChatServer(record.id, started=False)
+        request = serve_request("127.0.0.1", 0, divided=divided)
+        return ChatServer((await self._tasks.start(source.id, request)).id, started=True)
+
+    def token(self, server: str) -> str | None:
+        """The token that a server's clients need; None where they need none. Raises RunNotFound, StateError."""
+        return read_plan(self._runs.find(server).plan).config.job.env.get(API_TOKEN_ENV)
+
+    async def served(self, server: str) -> Served:
+        """The address of a server, once it answers. Raises RunNotFound, InputError when it has ended before that."""
+        watch = RunWatch(await asyncio.to_thread(self._runs.find, server))
+        while True:
+            snapshot = await asyncio.to_thread(watch.poll)
+            if snapshot.record.state.ended:
+                raise _ended(snapshot.record)
+            # A restart may have given it another port.
+            if addresses := [result for result in snapshot.task_results if isinstance(result, Served)]:
+                return addresses[-1]
+            await asyncio.sleep(_POLL_S)
+
+    async def reply(
+        self, server: str, messages: Sequence[Mapping[str, str]], *, model: str, max_tokens: int = 512
+    ) -> AsyncGenerator[str, None]:
+        """The pieces of an answer to a conversation, as they come; the whole one is kept. `model`: "base", or any other
+        name for what was trained. Closing this ends the answer. Raises RunNotFound, InputError when there is none,
+        NodeUnreachable."""
+        directory = await asyncio.to_thread(self._runs.find, server)
+        config, served = read_plan(directory.plan).config, await self.served(server)
+        address, token = urlsplit(served.address), config.job.env.get(API_TOKEN_ENV)
+        body = {"model": model, "messages": [*messages], "max_tokens": max_tokens, "stream": True}
+        headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        forwarded = self._session.fleet.to(config.nodes[0]).forwarded(address.hostname or "", address.port or 80)
+        pieces = []
+        async with forwarded as (host, port), httpx.AsyncClient(timeout=_ANSWER_LIMIT_S, trust_env=False) as client:
+            url = f"http://{host}:{port}{address.path}/chat/completions"
+            try:
+                async with client.stream("POST", url, json=body, headers=headers) as response:
+                    response.raise_for_status()
+                    async for line in response.aiter_lines():
+                        if piece := _piece(line):
+                            pieces.append(piece)
+                            yield piece
+            except httpx.HTTPError as error:
+                why = str(error) or type(error).__name__
+                raise InputError(f"{directory.id} does not answer", why=why, todo="see its log") from error
+        if config.job.task is not None:
+            values = {"prompt": messages[-1]["content"], "answer": "".join(pieces), "model": model}
+            exchange = ChatExchange(at=datetime.now(UTC), **values)
+            await asyncio.to_thread(self._keep, config.job.task.source, exchange)
+
+    def _keep(self, run: str, exchange: ChatExchange) -> None:
+        with contextlib.closing(LineFile(self._runs.directory(run).chat)) as file:
+            file.append(exchange.model_dump_json().encode())
+
+    def exchanges(self, run: str, limit: int = 100) -> list[ChatExchange]:
+        """The newest that were kept, oldest first."""
+        lines = LineTail(self._runs.find(run).chat).objects()
+        return [ChatExchange.model_validate(line) for line in [*lines][-limit:]]
+
+    def suggestion(self, run: str) -> str:
+        """The beginning of the first row that the run was validated with, or trained on, where its data is on this
+        machine; else ""."""
+        plan = read_plan(self._runs.find(run).plan)
+        node, job = plan.config.nodes[0], plan.config.job
+        folder = on_node(node.data or job.data or "", node, plan.config.folder)
+        keys = {part: job.mlx_lm.get(f"{part}_feature") or getattr(Job, f"{part}_feature") for part in _PARTS}
+        texts = _first_texts(Path(folder).expanduser(), keys) if node.local and job.data else iter(())
+        return " ".join(next(texts, "").split()[:_SUGGESTED_WORDS])
+
+
+def _first_texts(data: Path, keys: Mapping[str, str]) -> Iterator[str]:
+    for name in ("valid.jsonl", "train.jsonl"):
+        try:
+            with open_regular(data / name) as file:
+                row = parse(file.readline(_ROW_BYTES))
+            content = content_of(row, form_of(row, keys), keys)
+        except (OSError, ValueError, KeyError):
+            continue
+        first = (
+            content if isinstance(content, str) else next((m["content"] for m in content if m["role"] == "user"), "")
+        )
+        if isinstance(first, str) and first:
+            yield first
+
+
+def _ended(record: RunRecord) -> InputError:
+    why = f"it has ended: {record.cause or record.reason or record.state}"
+    return InputError(f"{record.id} serves nothing", why=why, todo="serve the run again")
+
+
+def _piece(line: str) -> str:
+    """The text of one event of a streamed answer; "" for one without any."""
+    if not line.startswith("data: {"):
+        return ""
+    try:
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        return str(choice["delta"].get("content") or "")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return ""

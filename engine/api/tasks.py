@@ -1,0 +1,93 @@
+"""Tasks on what a run has trained: evaluate, fuse, generate, serve. Each is a run of its own, on nodes of the run whose
+result it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.api.launches import LaunchesApi
+from engine.api.runs import RunsApi
+from engine.config.models import CheckpointConfig, Config, ConsistencyConfig, select_nodes
+from engine.errors import InputError
+from engine.models import RunRecord
+from engine.protocol.job import STRATEGIES
+from engine.protocol.task import API_TOKEN_ENV, Task, TaskKind, is_loopback
+from engine.run.journal import read_history
+from engine.run.run_plan import read_plan
+from engine.run.watch import RunWatch
+from engine.store.layout import RunDir
+
+
+@dataclass(frozen=True)
+class TaskRequest:
+    kind: TaskKind
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the kind's program."""
+    fused: str | None = None
+    """A fused model's folder, on the node of rank 0."""
+    divided: bool = False
+    """Over all nodes of the run; else on the one that has what was trained."""
+
+
+class TasksApi:
+    def __init__(self, runs: RunsApi, launches: LaunchesApi) -> None:
+        self._runs = runs
+        self._launches = launches
+
+    async def start(self, run: str, request: TaskRequest) -> RunRecord:
+        """Start a task on the result of a run that has ended, and return once a supervisor is in charge of it. Raises
+        RunNotFound, InputError where the run has no such result, and as LaunchesApi.launch."""
+        config = await asyncio.to_thread(self._config, run, request)
+        return await self._launches.launch(config)
+
+    def _config(self, run: str, request: TaskRequest) -> Config:
+        directory = self._runs.find_trained(run)
+        snapshot = RunWatch(directory).poll()
+        record, trained = snapshot.record, snapshot.trained
+        if not record.state.ended:
+            todo = f"wait for its end, or stop it: flightdeck abort {record.id}"
+            raise InputError(f"{record.id} has no result yet", why=f"it is {record.state}", todo=todo)
+        if trained is None:
+            todo = "see `flightdeck runs` for one that has"
+            raise InputError(f"{record.id} has no result", why="it has saved no weights", todo=todo)
+        options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
+        task = Task(request.kind, record.id, trained.path, request.fused, options)
+        return _with_task(_as_launched(directory), task, trained.node, divided=request.divided)
+
+
+def serve_request(host: str, port: int, max_tokens: int = 512, *, divided: bool) -> TaskRequest:
+    """`host`, `port` (0: a free one): where rank 0 listens, on its node."""
+    return TaskRequest("serve", {"host": host, "port": port, "max_tokens": max_tokens}, divided=divided)
+
+
+def _as_launched(directory: RunDir) -> Config:
+    """The configuration of a run's last attempt, with what was decided for it."""
+    history = read_history(directory)
+    last = history.last_attempt
+    return history.plan_on(read_plan(directory.plan), last.plan.nodes if last is not None else ()).config
+
+
+def _with_task(config: Config, task: Task, node: str, *, divided: bool) -> Config:
+    """`config` for a task in place of its training, on all its nodes or on `node` alone."""
+    if not divided:
+        config = select_nodes(config, [node])
+    job = config.job
+    if len(config.nodes) == 1 and job.kind.strategy.least_ranks > 1:
+        job = job.model_copy(update={"strategy": STRATEGIES[job.framework][0]})
+    left_out = ("report_to", "resume_adapter_file", "adapter_path")
+    kept = {key: value for key, value in job.mlx_lm.items() if key not in left_out}
+    env = dict(job.env)
+    if task.kind == "serve" and not is_loopback(str(task.options["host"])):
+        env[API_TOKEN_ENV] = secrets.token_urlsafe(24)
+    changes = {"task": task, "mlx_lm": kept, "name": f"{job.name}-{task.kind}", "env": env}
+    return config.model_copy(
+        update={
+            "job": job.model_copy(update=changes),
+            "checkpoint": CheckpointConfig(enabled=False),
+            "consistency": ConsistencyConfig(enabled=False),
+        }
+    )

@@ -1,0 +1,79 @@
+"""The results of a task on what a run has trained: the `result` events of its rank 0, parsed here and nowhere else, as
+the journal keeps them and the frontends show them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from engine.measurements import Count, Figure
+from engine.models import FrozenModel
+from engine.security.sanitise import sanitise
+
+
+def _harmless(text: str) -> str:
+    return "\n".join(sanitise(line.encode(errors="replace")) for line in text.splitlines())
+
+
+Text = Annotated[str, Field(max_length=1_000_000), AfterValidator(_harmless)]
+Variant = Literal["base", "adapter", "fused"]
+"""The base model, with what was trained, and the one fused of both."""
+
+
+class Evaluated(FrozenModel):
+    kind: Literal["evaluation"] = "evaluation"
+    variant: Variant
+    split: Literal["test", "valid"]
+    loss: Annotated[float, Field(allow_inf_nan=False)]
+    """Mean cross-entropy over all target tokens, nats."""
+    perplexity: Figure | None = None
+    """e to the loss; null where that is beyond what a float holds."""
+    tokens: Count
+    seconds: Figure
+
+
+class FuseChoice(FrozenModel):
+    """Another form of the fused model."""
+
+    dequantize: bool = False
+    bits: Count | None = None
+    bytes: Count
+
+
+class Fused(FrozenModel):
+    kind: Literal["fused"] = "fused"
+    path: Text
+    """On the node of rank 0; nothing is there where it was not accepted."""
+    bytes: Count
+    kept: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """(base loss - fused loss) / (base loss - adapter loss); null where there was no gain."""
+    accepted: bool
+    why: Text | None = None
+    choices: tuple[FuseChoice, ...] = Field(default=(), max_length=20)
+
+
+class Answer(FrozenModel):
+    kind: Literal["answer"] = "answer"
+    variant: Variant
+    prompt: Text
+    text: Text
+    tokens: Count
+    prompt_tokens: Count
+    tokens_per_second: Figure
+    peak_memory_bytes: Count | None = None
+    """The highest of all ranks."""
+
+
+class Served(FrozenModel):
+    """A server answers: it has generated a first token."""
+
+    kind: Literal["serving"] = "serving"
+    address: Text
+    """That of the OpenAI-compatible API, as on the node of rank 0."""
+    model: Text
+    token: bool
+    """Clients need one."""
+
+
+TaskResult = Annotated[Evaluated | Fused | Answer | Served, Field(discriminator="kind")]

@@ -1,0 +1,126 @@
+"""The chat: who answers, what is kept on the screen, the server that it starts and stops, and what it cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Final
+
+import pytest
+from textual.widgets import Input
+
+from engine.api import ChatExchange
+from engine.errors import LaunchError
+from engine.snapshots import RunSnapshot, TrainedFile
+from tests.tui import fake_engine
+from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.fake_engine import FakeEngine
+
+TRAINED: Final = TrainedFile("/home/ana/adapters.safetensors", 7, "local-0", "mlx_lm generate")
+RUN: Final = fake_engine.succeeded().record.id
+
+
+@asynccontextmanager
+async def chatting(fake: FakeEngine, *, size: tuple[int, int] = DASHBOARD) -> AsyncIterator[Console]:
+    """The chat with a run that has ended, opened by its key."""
+    fake.add(replace(fake_engine.succeeded(), trained=TRAINED))
+    async with opened(fake, size=size, follow=RUN) as console:
+        await console.until(lambda: console.app.state.snapshot is not None, "the run")
+        await console.press("c")
+        await console.shows("tower to heron")
+        yield console
+
+
+@pytest.mark.parametrize("size", [SMALL, DASHBOARD])
+async def test_two_keys_lead_from_the_end_of_a_run_to_an_answer(fake: FakeEngine, size: tuple[int, int]) -> None:
+    fake.serving.set()
+    async with chatting(fake, size=size) as console:
+        await console.press("enter")
+        await console.shows("trained  an answer of trained")
+        assert fake.asked == [("trained", ["tower to heron"])]
+        assert "enter ask" in console.screen
+
+
+async def test_a_question_that_comes_before_the_model_is_ready_waits_for_it(fake: FakeEngine) -> None:
+    async with chatting(fake) as console:
+        await console.press("enter")
+        await console.shows("you  tower to heron")
+        assert "starting the model" in console.screen and fake.asked == []
+        fake.serving.set()
+        await console.shows("an answer of trained")
+
+
+async def test_tab_lets_the_base_model_answer_in_a_conversation_of_its_own(fake: FakeEngine) -> None:
+    fake.serving.set()
+    async with chatting(fake) as console:
+        await console.press("enter")
+        await console.shows("an answer of trained")
+        await console.press("tab", *"more", "enter")
+        await console.shows("base  an answer of base")
+        await console.press("tab", *"why", "enter")
+        await console.until(lambda: len(fake.asked) == 3, "the third question")
+    assert fake.asked[1] == ("base", ["more"])
+    assert fake.asked[2][1] == ["tower to heron", "an answer of trained\x1b[2J", "why"]
+
+
+async def test_a_new_conversation_forgets_what_was_said(fake: FakeEngine) -> None:
+    fake.serving.set()
+    async with chatting(fake) as console:
+        await console.press("enter")
+        await console.shows("an answer of trained")
+        await console.press("ctrl+n", *"again", "enter")
+        await console.until(lambda: len(fake.asked) == 2, "the second question")
+    assert fake.asked[1] == ("trained", ["again"])
+
+
+async def test_earlier_exchanges_are_shown(fake: FakeEngine) -> None:
+    fake.kept = [ChatExchange(at=fake_engine.NOW, model="base", prompt="before", answer="it was said")]
+    async with chatting(fake) as console:
+        await console.shows("base  it was said")
+
+
+@pytest.mark.parametrize(("there", "stopped"), [(False, [(f"{RUN}-serve", False)]), (True, [])])
+async def test_only_a_server_of_its_own_is_stopped(
+    fake: FakeEngine, there: bool, stopped: list[tuple[str, bool]]
+) -> None:
+    fake.served_already = there
+    fake.serving.set()
+    async with chatting(fake) as console:
+        await console.press("enter")
+        await console.shows("an answer of trained")
+        await console.press("escape")
+        await console.until(lambda: console.on_deck and fake.aborted == stopped, "the stop")
+
+
+async def test_a_refusal_is_shown_and_the_chat_stays(fake: FakeEngine) -> None:
+    fake.refusal = LaunchError("the nodes are in use")
+    async with chatting(fake) as console:
+        await console.shows("the nodes are in use")
+        await console.press("enter")
+        await asyncio.sleep(0)
+        assert fake.asked == [] and not console.on_deck
+
+
+@pytest.mark.parametrize(
+    ("shown", "why"),
+    [
+        (fake_engine.running(), "the run has not ended"),
+        (fake_engine.succeeded(), "the run has saved no weights"),
+    ],
+    ids=["running", "nothing saved"],
+)
+async def test_what_cannot_answer_says_why(fake: FakeEngine, shown: RunSnapshot, why: str) -> None:
+    fake.add(shown)
+    async with opened(fake, follow=shown.record.id) as console:
+        await console.until(lambda: console.app.state.snapshot is not None, "the run")
+        await console.press("c")
+        assert any(why in text for text in console.notifications)
+
+
+async def test_letters_are_text_in_the_chat(fake: FakeEngine) -> None:
+    async with chatting(fake) as console:
+        console.app.screen.query_one(Input).clear()
+        await console.press("q", "n", "5")
+        assert console.app.screen.query_one(Input).value == "qn5"

@@ -1,0 +1,51 @@
+"""What a task reports, as lines: whatever a node sends, nothing but text for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from engine.task_result import Answer, Evaluated, FuseChoice, Fused, TaskResult
+from tui.task_results import result_lines
+
+
+def test_losses_are_a_table() -> None:
+    base = Evaluated(variant="base", split="test", loss=2.25, perplexity=9.4877, tokens=1234, seconds=65.0)
+    assert list(result_lines([base, base.model_copy(update={"variant": "adapter", "loss": 1.0})])) == [
+        "WEIGHTS  SPLIT  LOSS    PERPLEXITY  TOKENS  TOOK",
+        "base     test   2.2500  9.488       1,234   1:05",
+        "adapter  test   1.0000  9.488       1,234   1:05",
+    ]
+
+
+def test_a_fused_model_says_what_is_kept() -> None:
+    fused = Fused(path="/f", bytes=2_000_000, kept=0.988, accepted=True)
+    assert list(result_lines([fused])) == ["fused: /f (2.0 MB), kept 98.8% of the gain"]
+    assert list(result_lines([fused.model_copy(update={"kept": None})])) == ["fused: /f (2.0 MB), no gain to keep"]
+
+
+def test_a_refusal_names_the_ways_out_with_their_sizes() -> None:
+    choices = FuseChoice(dequantize=True, bytes=3_000_000), FuseChoice(bits=8, bytes=1_000_000)
+    refused = Fused(path="/f", bytes=1, kept=0.1, accepted=False, why="rounding", choices=choices)
+    assert list(result_lines([refused])) == [
+        "not fused: kept 10.0% of the gain: rounding",
+        "  --dequantize  3.0 MB",
+        "  --bits 8      1.0 MB",
+    ]
+
+
+def test_an_answer_is_harmless_line_by_line() -> None:
+    figures: Any = {"tokens": 2, "prompt_tokens": 1, "tokens_per_second": 3.25}
+    answer = Answer(variant="adapter", prompt="Hi\x1b[2J", text="one\x1b[31m\ntwo", **figures)
+    assert answer.prompt == "Hi"
+    assert list(result_lines([answer])) == ["--- adapter · 2 tokens · 3.2 tok/s", "one", "two"]
+
+
+@pytest.mark.parametrize("kind", ["evaluation", "fused", "answer", "else", None, ["list"]])
+@pytest.mark.parametrize("value", [None, "text\x1b[2J", [1], {"a": 1}, float("nan"), True])
+def test_what_is_no_result_is_not_taken_for_one(kind: Any, value: Any) -> None:
+    names = ("variant", "split", "loss", "tokens", "seconds", "path", "bytes", "accepted", "prompt", "prompt_tokens")
+    with pytest.raises(ValidationError):
+        TypeAdapter(TaskResult).validate_python({**dict.fromkeys(names, value), "kind": kind})

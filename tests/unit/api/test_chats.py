@@ -1,0 +1,142 @@
+"""Conversations with a served model: the answer as it comes, what is kept of it, and servers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.api.engine import Engine
+from engine.errors import InputError
+from engine.protocol.task import API_TOKEN_ENV, Task
+from engine.run.events import ResultReported
+from engine.task_result import Served
+from tests.unit.run.run_maker import MadeRun, make_run_config
+
+PIECES = ("He", "llo", " you")
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n"
+
+
+class Backend:
+    """A server of the tests that speaks as much of the API as an answer needs."""
+
+    def __init__(self, *pieces: bytes, status: str = "200 OK") -> None:
+        self._pieces, self._status = pieces, status
+        self.requests: list[tuple[str, dict[str, object]]] = []
+        """The head of each, and its body."""
+        self.left = asyncio.Event()
+        """A client has gone away."""
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = next(int(line[15:]) for line in head.lower().splitlines() if line.startswith("content-length:"))
+        self.requests.append((head, json.loads(await reader.readexactly(length))))
+        writer.write(f"HTTP/1.1 {self._status}\r\nContent-Type: text/event-stream\r\n\r\n".encode())
+        for piece in self._pieces:
+            writer.write(piece)
+            await writer.drain()
+        if not self._pieces[-1].endswith(b"[DONE]\n\n") and self._status == "200 OK":
+            await reader.read()
+            self.left.set()
+        writer.close()
+
+
+@asynccontextmanager
+async def backend(*pieces: bytes, status: str = "200 OK") -> AsyncIterator[tuple[Backend, int]]:
+    server = Backend(*pieces, status=status)
+    async with await asyncio.start_server(server.answer, "127.0.0.1", 0) as listening:
+        yield server, listening.sockets[0].getsockname()[1]
+
+
+def serving(home: Path, port: int, *, token: str | None = None) -> tuple[MadeRun, MadeRun]:
+    """A training that has ended, and the run that serves it."""
+    trained = MadeRun(home).attempt().state("succeeded", reason="completed").close()
+    config = make_run_config(1)
+    env = {API_TOKEN_ENV: token} if token is not None else {}
+    job = config.job.model_copy(update={"task": Task("serve", trained.id), "env": env})
+    server = MadeRun(home, number=1, config=config.model_copy(update={"job": job}))
+    result = Served(address=f"http://127.0.0.1:{port}/v1", model="job", token=token is not None)
+    return trained, server.state("running").append(ResultReported(result=result)).close()
+
+
+async def answer(engine: Engine, server: str, questions: Sequence[str] = ("Hi",)) -> list[str]:
+    messages = [{"role": "user", "content": question} for question in questions]
+    async with aclosing(engine.chats.reply(server, messages, model="trained")) as pieces:
+        return [piece async for piece in pieces]
+
+
+async def test_an_answer_comes_in_pieces_and_is_kept_with_the_run_that_trained(tmp_path: Path) -> None:
+    async with backend(b": keepalive\n\n", *map(event, PIECES), b"data: [DONE]\n\n") as (asked, port):
+        trained, server = serving(tmp_path, port)
+        async with Engine(tmp_path) as engine:
+            assert await answer(engine, server.id) == list(PIECES)
+            (kept,) = engine.chats.exchanges(trained.id)
+    assert (kept.model, kept.prompt, kept.answer) == ("trained", "Hi", "Hello you")
+    ((head, body),) = asked.requests
+    assert head.startswith("POST /v1/chat/completions ") and "authorization" not in head.lower()
+    assert (body["model"], body["stream"]) == ("trained", True)
+
+
+async def test_the_token_goes_to_the_server_and_nowhere_else(tmp_path: Path) -> None:
+    async with backend(event("ok"), b"data: [DONE]\n\n") as (asked, port):
+        trained, server = serving(tmp_path, port, token="s3cret")
+        async with Engine(tmp_path) as engine:
+            await answer(engine, server.id)
+    assert "bearer s3cret" in asked.requests[0][0].lower()
+    files = [*trained.directory.path.iterdir(), server.directory.journal]
+    assert not [file for file in files if file.is_file() and "s3cret" in file.read_text()]
+
+
+async def test_an_answer_that_is_closed_ends_the_request(tmp_path: Path) -> None:
+    async with backend(*map(event, PIECES)) as (asked, port):
+        trained, server = serving(tmp_path, port)
+        async with Engine(tmp_path) as engine:
+            async with aclosing(engine.chats.reply(server.id, [{"content": "Hi"}], model="base")) as pieces:
+                assert await anext(aiter(pieces)) == PIECES[0]
+            await asyncio.wait_for(asked.left.wait(), 10)
+            assert engine.chats.exchanges(trained.id) == []
+
+
+async def test_a_server_that_refuses_is_one_line(tmp_path: Path) -> None:
+    async with backend(b"{}", status="503 Service Unavailable") as (_, port):
+        _, server = serving(tmp_path, port)
+        async with Engine(tmp_path) as engine:
+            with pytest.raises(InputError, match=r"does not answer.*503"):
+                await answer(engine, server.id)
+
+
+async def test_a_server_that_has_ended_is_told(tmp_path: Path) -> None:
+    trained = MadeRun(tmp_path).attempt().state("succeeded", reason="completed").close()
+    ended = MadeRun(tmp_path, number=1).attempt().state("failed", reason="rank_failed", cause="no room").close()
+    async with Engine(tmp_path) as engine:
+        with pytest.raises(InputError, match="it has ended: no room"):
+            await engine.chats.served(ended.id)
+        assert engine.chats.exchanges(trained.id) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "suggested"),
+    [
+        ({"text": "tower to heron: climb and maintain"}, "tower to heron: climb"),
+        (
+            {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Why is it so?"}]},
+            "Why is it so?",
+        ),
+        ({"prompt": "one two", "completion": "three"}, "one two"),
+        ({"other": 1}, ""),
+    ],
+)
+def test_a_first_question_is_of_the_runs_own_data(tmp_path: Path, row: dict[str, object], suggested: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "valid.jsonl").write_text(json.dumps(row) + "\n")
+    config = make_run_config(1)
+    job = config.job.model_copy(update={"data": str(tmp_path / "data")})
+    run = MadeRun(tmp_path, config=config.model_copy(update={"job": job})).close()
+    assert Engine(tmp_path).chats.suggestion(run.id) == suggested

@@ -1,0 +1,118 @@
+"""Tasks on what a run has trained: which runs have a result, and the run that a task becomes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.api.engine import Engine
+from engine.api.tasks import TaskRequest, TasksApi
+from engine.config.models import Config
+from engine.errors import InputError
+from engine.models import RunRecord
+from engine.protocol.attempt import AttemptSpec
+from engine.protocol.job import Strategy
+from engine.protocol.task import Task, TaskKind
+from engine.run.attempt import attempt_spec
+from engine.run.events import ResultReported
+from engine.run.run_plan import RunPlan
+from engine.run.watch import RunWatch
+from engine.store.layout import RunDir
+from engine.task_result import Evaluated
+from tests.unit.launch.host_layouts import local_layout
+from tests.unit.run.run_maker import START, MadeRun, made_decisions, planned_attempt
+
+ADAPTER = "/node/runs/r/adapters/adapters.safetensors"
+SAVED = {"event": "checkpoint", "phase": "committed", "kind": "weights", "path": ADAPTER, "bytes": 7, "iteration": 60}
+
+
+def trained(home: Path, strategy: Strategy = "data") -> MadeRun:
+    run = MadeRun(home, strategy=strategy).attempt()
+    return run.events(0, SAVED).state("running", "succeeded", reason="completed").close()
+
+
+class Launched:
+    """Takes the place of the launches: the configurations that were to be launched."""
+
+    def __init__(self) -> None:
+        self.configs: list[Config] = []
+
+    async def launch(self, config: Config) -> RunRecord | None:
+        self.configs.append(config)
+        return None
+
+
+async def start(home: Path, run: str, kind: TaskKind = "evaluate", **request: Any) -> Config:
+    launched: Any = Launched()
+    engine = Engine(home)
+    await TasksApi(engine.runs, launched).start(run, TaskRequest(kind, **request))
+    (config,) = launched.configs
+    assert isinstance(config, Config)
+    return config
+
+
+async def test_a_task_takes_the_weights_and_the_job_of_the_run(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    config = await start(tmp_path, run.id, options={"split": "valid"}, divided=True)
+    assert config.job.task == Task("evaluate", run.id, ADAPTER, None, {"split": "valid"})
+    assert (config.job.model, config.job.data, len(config.nodes)) == ("/model", "/data", 2)
+    assert not config.checkpoint.enabled and not config.consistency.enabled
+
+
+async def test_it_is_a_run_of_its_own_name_without_iterations(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    config = await start(tmp_path, run.id, "fuse")
+    record = RunPlan(run_id="x", nonce="n", created_at=run.plan.created_at, config=config).record()
+    assert (record.name, record.task, record.source, record.iterations) == ("job-fuse", "fuse", run.id, None)
+
+
+@pytest.mark.parametrize(("strategy", "alone"), [("sharded", "sharded"), ("pipeline", "data")])
+async def test_undivided_it_runs_where_the_weights_are(tmp_path: Path, strategy: Strategy, alone: str) -> None:
+    run = trained(tmp_path, strategy)
+    config = await start(tmp_path, run.id, "generate")
+    assert [node.name for node in config.nodes] == ["node0"]
+    assert config.job.strategy == alone
+
+
+async def test_every_rank_gets_the_task_and_no_state_to_resume(tmp_path: Path) -> None:
+    config = await start(tmp_path, trained(tmp_path).id, divided=True)
+    plan = RunPlan(run_id="x", nonce="n", created_at=START, config=config)
+    second = planned_attempt(RunDir(tmp_path / "runs" / "x"), plan, [local_layout(tmp_path / "node", 2)], number=2)
+    spec = attempt_spec(plan, second, made_decisions(plan), {})
+    assert spec.trainer == "engine.trainer.evaluation"
+    assert config.job.task is not None and spec.task == asdict(config.job.task)
+    assert (spec.resume, spec.needs_state, spec.checkpoint_every) == (False, "", 0)
+    assert AttemptSpec.from_json(spec.to_json()) == spec
+
+
+async def test_the_last_run_is_the_last_training(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    task = (await start(tmp_path, run.id)).job.task
+    later = START + timedelta(hours=1)
+    config = run.plan.config.model_copy(update={"job": run.plan.config.job.model_copy(update={"task": task})})
+    MadeRun(tmp_path, created=later, number=1, config=config).state("failed", reason="rank_failed").close()
+    assert (await start(tmp_path, "last")).job.task == task
+    with pytest.raises(InputError, match=f"it is a task .evaluate. on the result of {run.id}"):
+        await start(tmp_path, f"{later:%Y%m%d}-{later:%H%M%S}")
+
+
+async def test_a_run_that_goes_on_has_no_result_yet(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).attempt().events(0, SAVED).state("running").close()
+    with pytest.raises(InputError, match=r"has no result yet.*flightdeck abort"):
+        await start(tmp_path, run.id)
+
+
+async def test_a_run_that_saved_nothing_has_no_result(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).attempt().state("failed", reason="rank_failed").close()
+    with pytest.raises(InputError, match="it has saved no weights"):
+        await start(tmp_path, run.id)
+
+
+def test_results_are_part_of_the_runs_state(tmp_path: Path) -> None:
+    results = [Evaluated(variant=name, split="test", loss=1.5, tokens=9, seconds=0.1) for name in ("base", "adapter")]
+    run = MadeRun(tmp_path).attempt().append(*(ResultReported(result=result) for result in results)).close()
+    assert list(RunWatch(run.directory).poll().task_results) == results

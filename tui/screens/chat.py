@@ -1,0 +1,159 @@
+"""A conversation with what a run has trained, beside its base model; answers are drawn as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+from textual.worker import Worker
+
+from engine import api
+from tui.glyphs import MUTED
+from tui.state import ENGINE_ERRORS
+
+if TYPE_CHECKING:
+    from engine.api import ChatExchange, ChatServer
+
+MODELS: Final = ("trained", "base")
+_KEYS: Final = "enter ask · tab base or trained · ctrl+n new · esc close"
+
+
+class ChatClient(Protocol):
+    """The requests of a conversation. Each raises ENGINE_ERRORS."""
+
+    async def chat_history(self, run: str) -> tuple[list[ChatExchange], str]: ...
+
+    async def open_server(self, run: str) -> ChatServer: ...
+
+    async def await_server(self, server: str) -> None: ...
+
+    def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[str, None]: ...
+
+    async def close_server(self, server: ChatServer) -> None: ...
+
+
+class Chat(ModalScreen[None]):
+    """Starts a server, unless the run is served already, and stops it when it is left."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", show=False),
+        Binding("tab", "switch", show=False, priority=True),
+        Binding("ctrl+n", "renew", show=False, priority=True),
+        Binding("pageup", "page(-1)", show=False),
+        Binding("pagedown", "page(1)", show=False),
+    ]
+
+    def __init__(self, client: ChatClient, run: str) -> None:
+        super().__init__()
+        self._client = client
+        self._run = run
+        self._server: ChatServer | None = None
+        self._model = MODELS[0]
+        self._status = "starting the model: its first answer takes a few seconds longer"
+        self._shown: list[tuple[str, str]] = []
+        """(who, text) of each message that is shown: "you", "trained", "base", or "" for a remark."""
+        self._messages: dict[str, list[dict[str, str]]] = {model: [] for model in MODELS}
+        self._answering: Worker[None] | None = None
+        self._opened = asyncio.Event()
+        """The server answers (`_ready`), or never will."""
+        self._ready = False
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="chat") as box:
+            box.border_title = f"chat · {self._run}"
+            box.border_subtitle = _KEYS
+            with VerticalScroll(id="chat-log", can_focus=False):
+                yield Static(id="chat-text", markup=False)
+            yield Static(id="chat-status", markup=False)
+            yield Input(id="chat-input", placeholder="a question", compact=True)
+
+    def on_mount(self) -> None:
+        self.query_one(Input).focus()
+        self._draw()
+        self.run_worker(self._open(), group="server")
+
+    async def _open(self) -> None:
+        try:
+            exchanges, suggestion = await self._client.chat_history(self._run)
+            for exchange in exchanges:
+                self._shown += [("you", exchange.prompt), (exchange.model, exchange.answer)]
+            if not self.query_one(Input).value:
+                self.query_one(Input).value = suggestion
+            self._draw()
+            self._server = await self._client.open_server(self._run)
+            await self._client.await_server(self._server.id)
+        except ENGINE_ERRORS as error:
+            self._say_status(str(error))
+        else:
+            self._ready = True
+            self._say_status("")
+        finally:
+            self._opened.set()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """A question that comes before the model is ready waits for it."""
+        if event.value.strip() and (self._answering is None or self._answering.is_finished):
+            self._answering = self.run_worker(self._ask(event.value.strip()), group="answers")
+            event.input.clear()
+
+    async def _ask(self, question: str) -> None:
+        model, messages = self._model, self._messages[self._model]
+        messages.append({"role": "user", "content": question})
+        self._shown += [("you", question), (model, "")]
+        self._draw()
+        await self._opened.wait()
+        if not self._ready:
+            return
+        assert self._server is not None
+        answer = ""
+        try:
+            async with aclosing(self._client.reply(self._server.id, messages, model)) as pieces:
+                async for piece in pieces:
+                    answer += piece
+                    self._shown[-1] = (model, answer)
+                    self._draw()
+        except ENGINE_ERRORS as error:
+            self._say_status(str(error))
+        messages.append({"role": "assistant", "content": answer})
+
+    def action_switch(self) -> None:
+        self._model = MODELS[1 - MODELS.index(self._model)]
+        self._say_status(self._status)
+
+    def action_renew(self) -> None:
+        for messages in self._messages.values():
+            messages.clear()
+        self._shown.append(("", "a new conversation: what was said before is not part of it"))
+        self._draw()
+
+    def action_page(self, direction: int) -> None:
+        log = self.query_one("#chat-log")
+        log.scroll_relative(y=direction * max(1, log.size.height - 1), animate=False)
+
+    def action_leave(self) -> None:
+        if self._server is not None and self._server.started:
+            self.app.run_worker(self._client.close_server(self._server), group="requests")
+        self.dismiss(None)
+
+    def _say_status(self, text: str) -> None:
+        self._status = text
+        self._draw()
+
+    def _draw(self) -> None:
+        lines = []
+        for who, text in self._shown:
+            shown = "\n".join(api.sanitise(line.encode()) for line in text.split("\n"))
+            style = {"you": "bold", "trained": "bold $success", "base": "bold $warning"}.get(who, MUTED)
+            lines.append(Content.assemble((f"{who}  " if who else "", style), (shown, "" if who else MUTED)))
+        self.query_one("#chat-text", Static).update(Content("\n").join(lines))
+        self.query_one("#chat-log").scroll_end(animate=False)
+        others = f"{self._model} answers" + (f" · {self._status}" if self._status else "")
+        self.query_one("#chat-status", Static).update(Content.styled(others, MUTED))

@@ -1,0 +1,40 @@
+"""The results of a task on what a run has trained, as lines of text for the command line and the run pane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from engine.task_result import Answer, Evaluated, Fused, Served, TaskResult
+from tui.formatting import NOT_MEASURED, duration, rate, size, table
+
+
+def result_lines(results: Sequence[TaskResult]) -> Iterator[str]:
+    losses = [result for result in results if isinstance(result, Evaluated)]
+    if losses:
+        headers = ("WEIGHTS", "SPLIT", "LOSS", "PERPLEXITY", "TOKENS", "TOOK")
+        yield from table(headers, [_row(result) for result in losses]).splitlines()
+    for result in results:
+        if isinstance(result, Fused):
+            yield from _fused(result)
+        elif isinstance(result, Answer):
+            yield f"--- {result.variant} · {result.tokens:,} tokens · {rate(result.tokens_per_second)}"
+            yield from result.text.splitlines()
+        elif isinstance(result, Served):
+            yield f"{result.model} answers at {result.address}" + (" to those who have its token" * result.token)
+
+
+def _row(result: Evaluated) -> tuple[str, ...]:
+    perplexity = f"{result.perplexity:,.3f}" if result.perplexity is not None else NOT_MEASURED
+    figures = f"{result.loss:.4f}", perplexity, f"{result.tokens:,}", duration(result.seconds)
+    return result.variant, result.split, *figures
+
+
+def _fused(result: Fused) -> Iterator[str]:
+    kept = f"kept {result.kept:.1%} of the gain" if result.kept is not None else "no gain to keep"
+    if result.accepted:
+        yield f"fused: {result.path} ({size(result.bytes)}), {kept}"
+        return
+    yield f"not fused: {kept}" + (f": {result.why}" if result.why else "")
+    for choice in result.choices:
+        option = "--dequantize" if choice.dequantize else f"--bits {choice.bits}"
+        yield f"  {option:<12}  {size(choice.bytes)}"
