@@ -171,9 +171,10 @@ class EvidenceCollector:
 
     def _end(self, rank: RankView, completed: Collection[int]) -> dict[str, Any] | None:
         """The trainer's last event; without an exit record the head's copy of its events has it before its node's own
-        answer comes. A node that is away may have a record that tells more."""
+        answer comes. A node that is away, or has not answered yet, may have a record that tells more."""
         connection = self._connection(rank.number)
-        copied = rank.number in completed and rank.record is None and connection.state.answering
+        there = connection.state.answered and connection.state.answering
+        copied = rank.number in completed and rank.record is None and there
         return connection.exit_output(rank.number).end or ({"completed": True} if copied else None)
 
     def rank_evidence(self, rank: RankView, completed: Collection[int], standing: Standing) -> RankEvidence:

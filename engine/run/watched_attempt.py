@@ -166,7 +166,7 @@ class WatchedAttempt:
     def _concluded(self, rank: RankView) -> RankView:
         """With what follows from its end, which is only found out when something of it has changed."""
         host, completed = self.context.connections.to(rank.number), self.intake.progress.view.completed
-        output, answering = host.exit_output(rank.number), host.state.answering
+        output, answering = host.exit_output(rank.number), host.state.answered and host.state.answering
         seen = rank.identity, rank.record, rank.vanished, rank.restarted, rank.launcher_code
         basis = (*seen, output, answering, rank.number in completed)
         if self._bases.get(rank.number) == basis:

@@ -362,8 +362,8 @@ class Supervisor:
         )
 
     def _end_of(self, rank: RankView, connection: Connection) -> dict[str, Any] | None:
-        answering = self._silent_s(connection) < SILENCE_S
-        copied = rank.number in self._progress.view.completed and rank.record is None and answering
+        there = connection.answered and self._silent_s(connection) < SILENCE_S
+        copied = rank.number in self._progress.view.completed and rank.record is None and there
         end: dict[str, Any] | None = connection.seen[rank.number].output.end
         return end or ({"completed": True} if copied else None)
 

@@ -275,9 +275,11 @@ class Checks:
             self._fail(f"the attempt is ended for a lost rank, and {len(living)} ranks can go on")
 
     def _unseen_past_lease(self, program: Program) -> bool:
-        """It counts as lost, also where its keeper is stopped and cannot end it."""
-        silent_s = 0.0 if program.machine.in_contact() else self.world.time.now - program.keeper.contact_at
-        return self._lost_after_s is not None and silent_s > self._lost_after_s
+        """It counts as lost, also where its keeper is stopped and cannot end it, or its machine woke up this moment."""
+        now, machine = self.world.time.now, program.machine
+        silent_s = 0.0 if machine.in_contact() else now - program.keeper.contact_at
+        just_awake = now - machine.woke_at <= _AWOKEN_S
+        return self._lost_after_s is not None and (silent_s > self._lost_after_s or just_awake)
 
     def _named(self, verdict: events.Verdict) -> None:
         """The named cause is one that was injected."""

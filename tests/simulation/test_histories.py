@@ -109,6 +109,13 @@ HISTORIES = {
         '{"seed":175447686,"kind":"command","nodes":3,"local":false,"iterations":7,"period_s":0.2,"every":3,"recovery":3,'
         '"faults":[["disk_stalled",3.1,0,118.0]]}'
     ),
+    "a rank that was lost may wake up in the moment in which its elastic job is ended for that": (
+        '{"seed":236819734,"kind":"elastic","iterations":15,"period_s":3.0,"faults":[["node_sleeps",26.98,1,70.0]]}'
+    ),
+    "that a rank has completed counts for an adopter once its node has answered, which may have its exit record": (
+        '{"seed":574894521,"kind":"direct","nodes":3,"local":false,"iterations":8,"faults":[["rank_lingers",6.83,2,12.0],'
+        '["rank_killed",10.6,2,0.0],["head_killed_at_effect",35,2,180.0]]}'
+    ),
     "a command that hung is not said to hang where it was slow to leave, when that was over": (
         '{"seed":196297594,"kind":"command","nodes":3,"iterations":8,"period_s":1.0,"every":3,"recovery":4,'
         '"faults":[["head_disk_stalled",14.56,0,110.0]]}'
