@@ -500,16 +500,16 @@ def _publishing(commands: Commands) -> None:
     publish = _command(
         commands,
         "publish",
-        "publish.publish",
+        "results.publish",
         "the weights of a run for LM Studio, Ollama or llama.cpp, or on the Hugging Face Hub, with a model card",
-        ("flightdeck publish last --from adapters --hub ana/support-lora --private", "again, where it broke off"),
+        ("flightdeck publish last --hub ana/support-lora --private", "the adapter; again, where it broke off"),
         ("flightdeck publish last --from fused --lmstudio", "into ~/.lmstudio/models"),
         ("flightdeck publish last --from fused --ollama models", "a folder with a Modelfile, and what to run next"),
         ("flightdeck publish last --from fused --gguf models", "llama.cpp's commands; nothing is run"),
     )
     _run(publish)
-    what = "the weights: a folder with an adapter or a whole model"
-    publish.add_argument("--from", dest="source", type=_file, required=True, metavar="DIR", help=what)
+    what = "a folder with an adapter or a whole model (default: what `fetch` brings to ./RUN)"
+    publish.add_argument("--from", dest="source", type=_file, metavar="DIR", help=what)
     target = publish.add_mutually_exclusive_group(required=True)
     for option, what in (
         ("--lmstudio", "below LM Studio's models (default: ~/.lmstudio/models)"),

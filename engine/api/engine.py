@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from engine.api.checks import ChecksApi
     from engine.api.launches import LaunchesApi
     from engine.api.nodes import NodesApi
-    from engine.api.publishing import PublishingApi
     from engine.api.results import ResultsApi
     from engine.api.runs import RunsApi
     from engine.api.tasks import TasksApi
@@ -77,12 +76,6 @@ class Engine(Session):
         from engine.api.launches import LaunchesApi
 
         return LaunchesApi(self, self.runs, self.calibrations)
-
-    @cached_property
-    def publishing(self) -> PublishingApi:
-        from engine.api.publishing import PublishingApi
-
-        return PublishingApi(self, self.runs)
 
     @cached_property
     def tasks(self) -> TasksApi:

@@ -1,4 +1,4 @@
-"""The results of runs: what each has left, and its copy on this machine."""
+"""The results of runs: what each has left, its copy on this machine, and its publication."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ from engine.config.models import NodeConfig
 from engine.errors import InputError, StateError
 from engine.node.probes import nearest
 from engine.protocol.attempt import sync_folder
+from engine.publish.model_card import PublicationRequest, TrainedRun
+from engine.publish.model_folder import read_folder
+from engine.publish.targets import Publication, write_target
 from engine.run.run_plan import read_plan
 from engine.run.watch import RunWatch
+from engine.security.audit import audit_log
 from engine.security.paths import validate_path
 from engine.snapshots import Fetched, FetchProgress, ResultFile, RunResult
 
@@ -89,6 +93,28 @@ class ResultsApi:
             report(Fetched(target, tuple(files)))
 
         return stream(work, name="fetch")
+
+    def publish(self, request: PublicationRequest) -> Publication:
+        """Blocking. Raises RunNotFound, StateError, OSError; InputError while the run goes on, and where the target
+        cannot load the weights; FlightDeckError for an upload that broke off."""
+        directory, weights = self._runs.find(request.run), read_folder(request.folder)
+        snapshot, config = RunWatch(directory).poll(), read_plan(directory.plan).config
+        if snapshot.result is None:
+            raise InputError("the run goes on", where=directory.id, todo="publish it when it has ended")
+        if config.job.kind.own_model is not None:
+            raise InputError("nothing is known of what it trained", where=directory.id, why=config.job.kind.own_model)
+        names, facts = {node.name for node in config.nodes}, self._session.store.last_facts(config.cluster.name)
+        chips = sorted({fact.chip for fact in facts if fact.chip and fact.node in names})
+        run = TrainedRun(snapshot.record, snapshot.result, config, chips, request)
+        if request.target == "hub":
+            from engine.publish.hub import upload
+
+            publication = Publication(url=upload(run, weights))
+        else:
+            publication = write_target(run, weights)
+        context = {"run": directory.id, "target": request.target, "place": publication.url or publication.folder}
+        audit_log("publish", "done", context, home=self._session.home)
+        return publication
 
 
 class _Progress:

@@ -1,2 +1,1 @@
-"""Publishing of what a run has trained: for LM Studio, Ollama and llama.cpp, or on the Hugging Face Hub, with a model
-card."""
+"""The weights of a run as other programs and the Hugging Face Hub take them, with a model card."""

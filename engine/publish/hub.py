@@ -32,23 +32,22 @@ def _log_filter(record: logging.LogRecord) -> bool:
     return True
 
 
-def upload(run: TrainedRun, folder: ModelFolder, repository: str) -> str:
+def upload(run: TrainedRun, folder: ModelFolder) -> str:
     """Create the repository where it is not there, and upload the folder with a model card; the commit's address.
-    Blocking. Raises InputError where nobody is logged in, or what is to be private would be public; FlightDeckError,
-    OSError."""
+    Blocking. Raises InputError where it cannot go there, FlightDeckError where it broke off, OSError."""
+    private, repository = run.request.private, run.request.place or ""
     if _NAME.fullmatch(repository) is None:
         raise InputError(f"{ascii(repository)[:100]} is no repository's name", todo="give OWNER/NAME")
     if get_token() is None:
         raise InputError("nobody is logged in to the Hub", why="HF_TOKEN is not set", todo=_LOGIN)
-    if not run.request.progress:
+    if not run.request.progress_bars:
         disable_progress_bars()
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.addFilter(_log_filter)
-    private, name, api = run.request.private, repository.partition("/")[2], HfApi(library_name="mlx-flightdeck")
+    name, api = repository.partition("/")[2], HfApi(library_name="mlx-flightdeck")
     with tempfile.TemporaryDirectory(prefix="flightdeck-") as scratch:
         folder.copy(Path(scratch), run.base, lambda source, name: name.symlink_to(source))
-        card = model_card(run, folder, name, _usage(run, folder, repository, name))
-        Path(scratch, "README.md").write_text(card, encoding="utf-8")
+        Path(scratch, "README.md").write_text(model_card(run, folder, name, _usage(run, folder, repository)), "utf-8")
         try:
             api.create_repo(repository, private=private or None, exist_ok=True)
             if not private or api.repo_info(repository).private:
@@ -56,19 +55,19 @@ def upload(run: TrainedRun, folder: ModelFolder, repository: str) -> str:
         except Exception as error:  # As many kinds as the library has parts.
             refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
             todo = _LOGIN if refused else "run the same command again: what has arrived is not sent twice"
-            texts = dict.fromkeys(
-                " ".join(str(fault).split()) for fault in (error, error.__cause__) if fault is not None
-            )
+            texts = dict.fromkeys(" ".join(f"{fault}".split()) for fault in (error, error.__cause__) if fault)
             why = plain(_redacted(" ".join(filter(None, texts))), 300) or type(error).__name__
             raise FlightDeckError("the upload did not complete", where=repository, why=why, todo=todo) from None
     raise InputError("the repository is public", where=repository, todo="make it private on the Hub first")
 
 
-def _usage(run: TrainedRun, folder: ModelFolder, repository: str, name: str) -> list[str]:
+def _usage(run: TrainedRun, folder: ModelFolder, repository: str) -> list[str]:
+    base, generate = run.base_on_hub or f"PATH_OF_{run.base}", 'mlx_lm.generate --prompt "..." --model'
     if folder.library == "transformers":
         return [f"transformers chat {repository}"]
     if folder.library == "peft":
-        return [f"python -c \"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained('{repository}')\""]
-    download, generate = f"hf download {repository} --local-dir {name}", 'mlx_lm.generate --prompt "..." --model'
-    adapted = [download, f"{generate} {run.base_on_hub or f'PATH_OF_{run.base}'} --adapter-path {name}"]
-    return [f"{generate} {repository}"] if folder.holds == "model" else adapted
+        load = f"PeftModel.from_pretrained(M.from_pretrained('{base}'), '{repository}')"
+        return [f'python -c "from peft import PeftModel; from transformers import AutoModelForCausalLM as M; {load}"']
+    if folder.holds == "model":
+        return [f"{generate} {repository}"]
+    return [f"hf download {repository} --local-dir adapter", f"{generate} {base} --adapter-path adapter"]

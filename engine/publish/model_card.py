@@ -20,11 +20,8 @@ from engine.snapshots import ResultFile, RunResult
 
 _CACHED = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+)/")
 """A model in the cache of huggingface_hub, by its owner and name."""
-_SETTINGS = (
-    *("iters", "epochs", "batch_size", "grad_accumulation_steps", "learning_rate", "lr_schedule", "optimizer"),
-    *("max_seq_length", "num_layers", "lora_parameters", "mask_prompt", "seed"),
-)
-"""Keys of [job] that the card has, where they have a value."""
+_LENGTH = ("iters", "epochs", "batch_size", "grad_accumulation_steps", "max_seq_length")
+_UPDATES = ("learning_rate", "lr_schedule", "optimizer", "num_layers", "lora_parameters", "mask_prompt", "seed")
 _NOUNS = {"lora": "LoRA adapter", "dora": "DoRA adapter", "full": "model"}
 
 
@@ -34,15 +31,12 @@ class PublicationRequest:
     target: str
     """"lmstudio", "ollama", "gguf" or "hub"."""
     folder: Path
-    """With the weights."""
     place: str | None = None
     """OWNER/NAME on the Hub, or the folder to write into; None: LM Studio's own, or the working directory."""
     private: bool = False
     base_model: str | None = None
-    """Its name on the Hub."""
     license: str | None = None
-    progress: bool = False
-    """Draw bars on stderr."""
+    progress_bars: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,7 @@ class TrainedRun:
     record: RunRecord
     result: RunResult
     config: Config
-    chips: Sequence[str]
-    """Those that are known of its nodes."""
+    known_chips: Sequence[str]
     request: PublicationRequest
 
     @property
@@ -65,29 +58,26 @@ class TrainedRun:
         return self.base_on_hub or PurePosixPath(self.config.job.model or "").name or "unknown"
 
     def saved_as(self, folder: ModelFolder) -> ResultFile | None:
-        """The run's own file of these weights; None of a model that was made from them, and where the run's journal has
-        no files. Raises InputError for an adapter of another run, OSError."""
+        """The run's own file of these weights, if any. Raises InputError for an adapter of another run, OSError."""
         saved = [file for file in self.result.files if file.holds == folder.holds]
         matching = [file for file in saved if file.sha256 in folder.hashes.values()]
         if saved and not matching and folder.holds != "model":
-            why = f"{self.record.id} has recorded no file of their SHA-256"
-            raise InputError(
-                "these are not the run's weights", where=str(folder.path), why=why, todo="fetch them again"
-            )
+            what, why = "these are not the run's weights", f"{self.record.id} has recorded no file of their SHA-256"
+            raise InputError(what, where=str(folder.path), why=why, todo="fetch them again")
         return min(matching, key=lambda file: file.best, default=None)
 
 
 def model_card(run: TrainedRun, folder: ModelFolder, name: str, usage: Sequence[str]) -> str:
     """Markdown. `name`: that of the publication. `usage`: commands for a shell. Raises InputError, OSError."""
-    noun, saved = _NOUNS[run.config.job.fine_tune_type], run.saved_as(folder)
+    noun, saved, record = _NOUNS[run.config.job.fine_tune_type], run.saved_as(folder), run.record
     what = f"A model with its {noun} fused" if folder.holds == "model" and noun != "model" else f"A {noun}"
     what = "The layers that full fine-tuning has trained" if folder.holds == "weights" else what
     checksums = [*run.result.inputs.items(), *((file, f"SHA-256 {digest}") for file, digest in folder.hashes.items())]
-    record, at = run.record, f"at iteration {run.record.iteration} of {run.record.iterations}."
-    end = f"**The run did not succeed: it ended as {record.state.value}** ({record.reason or 'unknown'}) {at}"
+    end = f"**The run did not succeed: it ended as {record.state.value}** ({record.reason or 'unknown'})"
+    end = "The run ended" if record.state is RunState.SUCCEEDED else end
     lines = ["---", yaml.safe_dump(_front_matter(run, folder), sort_keys=False).rstrip(), "---", f"# {name}", ""]
-    lines.append(f"{what}, trained from {run.base} with MLX Flight Deck.")
-    lines.append(f"The run ended {at}" if record.state is RunState.SUCCEEDED else end)
+    end = f"{end} at iteration {record.iteration} of {record.iterations}."
+    lines += [f"{what}, trained from {run.base} with MLX Flight Deck.", end]
     if saved is not None:
         lines.append(f"These weights were saved at iteration {saved.iteration}{', the best' * saved.best}.")
     lines += ["", "## Losses", "", *_table(("", "iteration", "loss", "perplexity"), _losses(run.result))]
@@ -100,10 +90,10 @@ def model_card(run: TrainedRun, folder: ModelFolder, name: str, usage: Sequence[
 def _front_matter(run: TrainedRun, folder: ModelFolder) -> dict[str, Any]:
     relation = ("adapter" if folder.holds == "adapter" else "finetune") if run.base_on_hub else None
     front = {"license": run.request.license, "base_model": run.base_on_hub, "base_model_relation": relation}
-    given: dict[str, Any] = {key: value for key, value in front.items() if value is not None}
-    given |= {"library_name": folder.library, "pipeline_tag": "text-generation"}
-    given["tags"] = [folder.library, run.config.job.fine_tune_type, "flightdeck"]
-    return given | {"flightdeck": {"run": run.record.id, "checksums": dict(run.result.inputs)}}
+    tags = [folder.library, run.config.job.fine_tune_type, "flightdeck"]
+    about = {"run": run.record.id, "checksums": dict(run.result.inputs)}
+    rest = {"library_name": folder.library, "pipeline_tag": "text-generation", "tags": tags, "flightdeck": about}
+    return {key: value for key, value in {**front, **rest}.items() if value is not None}
 
 
 def _losses(result: RunResult) -> Iterator[tuple[str, ...]]:
@@ -116,12 +106,14 @@ def _losses(result: RunResult) -> Iterator[tuple[str, ...]]:
 
 def _training(run: TrainedRun) -> Iterator[tuple[str, str]]:
     job, result, energy = run.config.job, run.result, run.result.energy
-    machines = str(len({node.ssh for node in run.config.nodes})) + f" ({', '.join(run.chips)})" * bool(run.chips)
+    machines = str(len({node.ssh for node in run.config.nodes})) + f" ({', '.join(run.known_chips)})" * bool(
+        run.known_chips
+    )
     rows: dict[str, Any] = {"base model": run.base, "method": f"{job.fine_tune_type}, {job.framework}, {job.strategy}"}
     rows |= {"machines": machines, "ranks": run.record.world_size, "trained tokens": result.tokens}
     rows["seconds"] = None if result.seconds is None else round(result.seconds)
     rows["kWh"] = None if energy is None else f"{energy.joules / 3.6e6:.3f}, measured on {len(energy.nodes)} nodes"
-    rows |= {key: job.mlx_lm.get(key) for key in _SETTINGS} | dict(result.versions)
+    rows |= {key: job.mlx_lm.get(key) for key in _LENGTH + _UPDATES} | dict(result.versions)
     yield from ((name, str(value)) for name, value in rows.items() if value is not None)
 
 

@@ -41,7 +41,6 @@ class ModelFolder:
 
     @property
     def architecture(self) -> str | None:
-        """A model's class of transformers, "LlamaForCausalLM"."""
         return next(iter(self.config.get("architectures") or ()), None)
 
     @cached_property
@@ -58,10 +57,11 @@ class ModelFolder:
                 continue
             document = read_document(self.path / name)
             if name == _ADAPTER_CONFIG and self.library == "mlx":
-                document = {key: document[key] for key in _MLX_KEYS if key in document} | {"model": base}
+                document = {key: document.get(key) for key in _MLX_KEYS} | {"model": base}
             elif name == _ADAPTER_CONFIG:
                 document["base_model_name_or_path"] = base
-            (target / name).write_text(json.dumps(_without_paths(document), indent=2) + "\n", encoding="utf-8")
+            document = json.loads(json.dumps(document), object_hook=_without_paths)
+            (target / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def read_folder(path: Path) -> ModelFolder:
@@ -90,16 +90,12 @@ def read_folder(path: Path) -> ModelFolder:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A file of JSON; empty where it cannot be read."""
     try:
         return json_object(json_or_none(read_regular(path)))
     except OSError:
         return {}
 
 
-def _without_paths(document: Any) -> Any:
-    """A JSON-like document without values that are paths of a machine: they name its users."""
-    if isinstance(document, Mapping):
-        kept = {key: value for key, value in document.items() if not (isinstance(value, str) and _PATH.match(value))}
-        return {key: _without_paths(value) for key, value in kept.items()}
-    return [*map(_without_paths, document)] if isinstance(document, list) else document
+def _without_paths(document: dict[str, Any]) -> dict[str, Any]:
+    """An object of JSON without values that are paths of a machine: they name its users."""
+    return {key: value for key, value in document.items() if not (isinstance(value, str) and _PATH.match(value))}

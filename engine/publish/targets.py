@@ -15,29 +15,27 @@ from engine.errors import InputError
 from engine.publish.model_card import TrainedRun, model_card
 from engine.publish.model_folder import ModelFolder, read_document
 
-LM_STUDIO = Path("~/.lmstudio/models")
+_LM_STUDIO = Path("~/.lmstudio/models")
 """<models>/<publisher>/<model>/: https://lmstudio.ai/docs/advanced/sideload"""
-_NAMES = {"lmstudio": "LM Studio", "ollama": "Ollama", "gguf": "llama.cpp"}
-_OLLAMA = {f"{name}ForCausalLM" for name in ["Cohere", "Gemma", "Gemma2", "Gemma3", "Llama", "Phi3", "Qwen2"]}
+_OLLAMA = {f"{name}ForCausalLM" for name in ("Cohere", "Gemma", "Gemma2", "Gemma3", "Llama", "Phi3", "Qwen2")}
 """Architectures that `ollama create` converts itself (convert/convert.go at fb307609, 2026-08-21)."""
-_OTHERS = "Cohere2 Glm HunYuanDenseV1 Mistral Nemotron Olmo2 Phi Qwen3 SeedOss SmolLM3 Starcoder2"
-_CONVERTED = _OLLAMA | {f"{name}ForCausalLM" for name in _OTHERS.split()}
+_OTHERS = "Cohere2 Ernie4_5 Glm Glm4 Granite HunYuanDenseV1 Mistral Nemotron Olmo2 Phi Qwen3 SeedOss SmolLM3 StableLm"
+CONVERTED = _OLLAMA | {f"{name}ForCausalLM" for name in _OTHERS.split()}
 """Those of llama.cpp's converter (conversion/__init__.py at 00bdaa10, 2026) whose weights mlx-lm 0.32.2 saves by the
-names and with the values of transformers 5.23, as tiny models of both show."""
+names and with the values of transformers 5.23."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _GGUF = "python $LLAMA_CPP/convert_hf_to_gguf.py {} --outfile {}.gguf --outtype auto"
 
 
 @dataclass(frozen=True)
 class Publication:
-    target: str
     folder: Path | None = None
     url: str | None = None
     commands: tuple[str, ...] = ()
     """To run in the folder next; LLAMA_CPP is a checkout of https://github.com/ggml-org/llama.cpp."""
 
 
-def check_target(target: str, folder: ModelFolder, run: str) -> None:
+def _check(target: str, folder: ModelFolder, run: str) -> None:
     """Raises InputError where the target cannot load these weights."""
     todo, why, config = f"fuse them into the base model: flightdeck fuse {run} --dequantize", None, folder.config
     if folder.holds == "weights" or (target == "lmstudio" and folder.holds == "adapter"):
@@ -50,11 +48,11 @@ def check_target(target: str, folder: ModelFolder, run: str) -> None:
         why = "they are quantized, which llama.cpp's converter does not read"
     elif folder.architecture is None:
         why, todo = "llama.cpp's converter chooses by architectures of config.json", "name transformers' class there"
-    elif folder.library == "mlx" and folder.architecture not in _CONVERTED:
+    elif folder.library == "mlx" and folder.architecture not in CONVERTED:
         why = f"what mlx-lm saves of {folder.architecture} is not known to be what llama.cpp's converter reads"
         todo = "use mlx-lm or LM Studio"
     if why is not None:
-        raise InputError(f"{_NAMES[target]} cannot load these weights", where=str(folder.path), why=why, todo=todo)
+        raise InputError(f"--{target} cannot take these weights", where=str(folder.path), why=why, todo=todo)
 
 
 def _adapter_fault(folder: ModelFolder) -> str | None:
@@ -67,10 +65,14 @@ def _adapter_fault(folder: ModelFolder) -> str | None:
     return "llama.cpp's converter does not take use_rslora" if folder.config.get("use_rslora") else None
 
 
-def write_target(target: str, folder: ModelFolder, run: TrainedRun, place: Path) -> Publication:
-    """Write the target's folder below `place`; it is complete, or not there. Raises InputError, OSError."""
-    name = run.record.id
-    path = place / "flightdeck" / name if target == "lmstudio" else place / name
+def write_target(run: TrainedRun, folder: ModelFolder) -> Publication:
+    """Write the target's folder; it is complete, or not there. Raises InputError, OSError."""
+    target, name, place, models = run.request.target, run.record.id, run.request.place, _LM_STUDIO.expanduser()
+    _check(target, folder, name)
+    if target == "lmstudio" and place is None and not models.is_dir():
+        raise InputError("LM Studio's models were not found", where=str(_LM_STUDIO), todo="give their folder")
+    below = f"flightdeck/{name}" if target == "lmstudio" else f"{name}-{target}"
+    path = Path(place or (models if target == "lmstudio" else "."), below).expanduser()
     if path.exists():
         raise InputError("it is published there already", where=str(path), todo="remove it, or give another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,7 @@ def write_target(target: str, folder: ModelFolder, run: TrainedRun, place: Path)
         usage = _commands(target, folder, name, run.base)
         (made / "README.md").write_text(model_card(run, folder, name, usage), encoding="utf-8")
         made.rename(path)
-    return Publication(target, path, commands=tuple(_commands(target, folder, name, run.config.job.model or run.base)))
+    return Publication(path, commands=tuple(_commands(target, folder, name, run.config.job.model or run.base)))
 
 
 def _commands(target: str, folder: ModelFolder, name: str, base: str) -> list[str]:
@@ -117,7 +119,6 @@ def _modelfile(folder: ModelFolder, name: str) -> str:
 
 
 def _link(source: Path, target: Path) -> None:
-    """A second name of a file, which nothing writes to again; a copy where the volume has no such links."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""fetch: what a run has left, copied to this machine."""
+"""fetch and publish: what a run has left, copied to this machine, and given to other programs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import asyncio
 import sys
 import time
+from pathlib import Path
 
-from engine.api import Engine, ExitCode
-from engine.errors import plural
+from engine.api import Engine, ExitCode, PublicationRequest
+from engine.errors import InputError, plural
 from engine.snapshots import Fetched, FetchProgress
 from tui.commands.terminal import Lines, is_person, print_json
 from tui.formatting import fetch_text, size
@@ -18,7 +19,7 @@ _EVERY_S = 5.0
 
 
 def fetch(options: argparse.Namespace, engine: Engine) -> int:
-    fetched = asyncio.run(_fetched(options, engine))
+    fetched = asyncio.run(_fetched(engine, options.run, options.folder, options.wanted))
     if options.json:
         print_json({"folder": fetched.folder, "files": fetched.files})
         return ExitCode.OK
@@ -28,17 +29,48 @@ def fetch(options: argparse.Namespace, engine: Engine) -> int:
     return ExitCode.OK
 
 
-async def _fetched(options: argparse.Namespace, engine: Engine) -> Fetched:
+async def _fetched(engine: Engine, run: str, folder: Path | None = None, wanted: str = "trained") -> Fetched:
     progress = _ProgressLine()
     try:
         async with engine:
-            async for step in engine.results.fetch(options.run, options.folder, options.wanted):
+            async for step in engine.results.fetch(run, folder, wanted):
                 if isinstance(step, Fetched):
                     return step
                 progress.update(step)
     finally:
         progress.end()
     raise AssertionError("a fetch ends with what it fetched")
+
+
+def publish(options: argparse.Namespace, engine: Engine) -> int:
+    target = next(name for name in ("lmstudio", "ollama", "gguf", "hub") if getattr(options, name) is not None)
+    if options.private and target != "hub":
+        raise InputError("--private", why="only a repository on the Hub is private", todo="use it with --hub")
+    wanted = "weights" if engine.results.result(options.run).newest("model") else "trained"
+    publication = engine.results.publish(
+        PublicationRequest(
+            run=options.run,
+            target=target,
+            folder=options.source or asyncio.run(_fetched(engine, options.run, wanted=wanted)).folder,
+            place=getattr(options, target) or None,
+            private=options.private,
+            base_model=options.base_model,
+            license=options.license,
+            progress_bars=is_person(sys.stderr),
+        )
+    )
+    if options.json:
+        print_json(publication)
+        return ExitCode.OK
+    lines = Lines()
+    lines.say(f"published {publication.url or publication.folder}")
+    if publication.commands:
+        lines.say("it is in LM Studio's My Models; or:" if target == "lmstudio" else "nothing was run; next:")
+        for command in (f"cd {publication.folder}", *publication.commands):
+            lines.say(f"  {command}")
+        if any("$LLAMA_CPP" in command for command in publication.commands):
+            lines.say(lines.ink("  LLAMA_CPP is a checkout of https://github.com/ggml-org/llama.cpp", "dim"))
+    return ExitCode.OK
 
 
 class _ProgressLine:

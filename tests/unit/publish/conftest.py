@@ -80,8 +80,9 @@ def ended_run(home: Path, weights: Path) -> str:
     write_plan(
         made.directory.plan, made.plan.model_copy(update={"config": made.plan.config.model_copy(update={"job": job})})
     )
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    saved = SavedFiles(folder="/Users/ana/adapters", iteration=20, files=((weights.name, 7, digest),))
+    files = [(path.name, path.read_bytes()) for path in (weights, weights.with_name("adapter_config.json"))]
+    hashed = tuple((name, len(content), hashlib.sha256(content).hexdigest()) for name, content in files)
+    saved = SavedFiles(folder=str(weights.parent), iteration=20, files=hashed)
     inputs = {"train.jsonl": "crc32 0123abcd", "the base model": "fedcba9876543210"}
     versions = {"mlx": "0.32.4", "mlx-lm": "0.32.2"}
     made.append(

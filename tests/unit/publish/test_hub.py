@@ -70,7 +70,7 @@ def test_an_adapter_is_uploaded_with_its_card_and_nothing_else(
     assert (card.data.get("base_model"), card.data.get("library_name")) == ("Qwen/Qwen3-0.6B", "mlx")
     assert "These weights were saved at iteration 20." in card.text
     assert f"SHA-256 {digest}" in card.text
-    assert 'mlx_lm.generate --prompt "..." --model Qwen/Qwen3-0.6B --adapter-path support-lora' in card.text
+    assert 'mlx_lm.generate --prompt "..." --model Qwen/Qwen3-0.6B --adapter-path adapter' in card.text
     assert not re.search(f"{TOKEN}|/Users/|of-the-job", card.content)
 
 
@@ -112,6 +112,13 @@ def test_without_xet_a_file_that_has_arrived_is_not_sent_twice(
     assert len(arrived) == 1 and publish(home, run, model).code == 0
     assert [path for method, path in server.requests if method == "PUT"] == [f"/lfs/{second}"]
     assert {"model.safetensors", "model-2.safetensors"} < {*server.files[REPOSITORY]}
+
+
+def test_what_is_not_here_is_fetched_first(server: Hub, home: Path, run: str, tmp_path: Path) -> None:
+    done = flightdeck(home, "publish", run, "--hub", REPOSITORY, "--json", cwd=tmp_path)
+    assert (done.code, json.loads(done.out)["folder"]) == (0, None), done
+    assert {*server.files[REPOSITORY]} == {"README.md", "adapter_config.json", "adapters.safetensors"}
+    assert (tmp_path / run / "adapters.safetensors").is_file()
 
 
 def test_what_is_to_be_private_is_not_uploaded_to_a_public_repository(

@@ -25,7 +25,7 @@ PEFT = {
 
 
 def publish(home: Path, run: str, target: str, folder: Path, place: Path, **more: Any) -> Publication:
-    return Engine(home).publishing.publish(PublicationRequest(run, target, folder, str(place), **more))
+    return Engine(home).results.publish(PublicationRequest(run, target, folder, str(place), **more))
 
 
 def refusal(home: Path, run: str, target: str, folder: Path, place: Path) -> str:
@@ -181,7 +181,7 @@ def test_weights_of_another_run_are_refused(home: Path, run: str, tmp_path: Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_TOKEN", "hf_abcdefghijklmnop1234")
         with pytest.raises(InputError, match="not the run's weights"):
-            Engine(home).publishing.publish(request)
+            Engine(home).results.publish(request)
 
 
 INDEX = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
@@ -254,12 +254,12 @@ def test_the_command_prints_where_it_is_and_what_to_run(
     done = flightdeck(home, "publish", "last", "--from", source, "--gguf", cwd=tmp_path)
     assert done.code == 0, done
     first, *_, cd, convert, _, _, note = done.out.splitlines()
-    assert (first, cd.strip()) == (f"published {run}", f"cd {run}")
+    assert (first, cd.strip()) == (f"published {run}-gguf", f"cd {run}-gguf")
     assert convert.strip() == f"python $LLAMA_CPP/convert_hf_to_gguf.py . --outfile {run}.gguf --outtype auto"
     assert note.endswith("LLAMA_CPP is a checkout of https://github.com/ggml-org/llama.cpp")
     done = flightdeck(home, "publish", run, "--from", source, "--ollama", str(tmp_path / "out"), "--json")
     document = json.loads(done.out)
-    assert (document["target"], document["folder"]) == ("ollama", str(tmp_path / "out" / run))
+    assert document["folder"] == str(tmp_path / "out" / f"{run}-ollama")
     assert document["commands"][0] == f"ollama create {run} -f Modelfile"
 
 
