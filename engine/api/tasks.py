@@ -7,6 +7,7 @@ import asyncio
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from engine.api.launches import LaunchesApi
@@ -19,7 +20,11 @@ from engine.protocol.task import API_TOKEN_ENV, Task, TaskKind, is_loopback
 from engine.run.journal import read_history
 from engine.run.run_plan import read_plan
 from engine.run.watch import RunWatch
+from engine.snapshots import ResultFile, RunSnapshot, TrainedFile
 from engine.store.layout import RunDir
+
+STATE_WEIGHTS = "weights.safetensors"
+"""The trained weights in a saved state, where they are not compressed (engine.trainer.checkpoint.store)."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +52,25 @@ class TasksApi:
     def _config(self, run: str, request: TaskRequest) -> Config:
         directory = self._runs.find_trained(run)
         snapshot = RunWatch(directory).poll()
-        record, trained = snapshot.record, snapshot.trained
+        record, weights = snapshot.record, _newest_weights(snapshot)
         if not record.state.ended:
             todo = f"wait for its end, or stop it: flightdeck abort {record.id}"
             raise InputError(f"{record.id} has no result yet", why=f"it is {record.state}", todo=todo)
-        if trained is None:
+        if weights is None:
             todo = "see `flightdeck runs` for one that has"
             raise InputError(f"{record.id} has no result", why="it has saved no weights", todo=todo)
         options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
-        task = Task(request.kind, record.id, trained.path, request.fused, options)
-        return _with_task(_as_launched(directory), task, trained.node, divided=request.divided)
+        task = Task(request.kind, record.id, weights.path, request.fused, options)
+        return _with_task(_as_launched(directory), task, weights.node, divided=request.divided)
+
+
+def _newest_weights(snapshot: RunSnapshot) -> TrainedFile | ResultFile | None:
+    """Those that the run has saved last: by themselves, or in the state of a run that ended before its time."""
+    files = snapshot.result.files if snapshot.result is not None else ()
+    states = [file for file in files if file.holds == "checkpoint" and PurePath(file.path).name == STATE_WEIGHTS]
+    saved = max((file.iteration for file in files if file.holds != "checkpoint"), default=-1)
+    # A state in parts has no part that could be used alone.
+    return states[0] if len(states) == 1 and states[0].iteration > saved else snapshot.trained
 
 
 def serve_request(host: str, port: int, max_tokens: int = 512, *, divided: bool) -> TaskRequest:
@@ -72,8 +86,9 @@ def _as_launched(directory: RunDir) -> Config:
 
 
 def _with_task(config: Config, task: Task, node: str, *, divided: bool) -> Config:
-    """`config` for a task in place of its training, on all its nodes or on `node` alone."""
-    if not divided:
+    """`config` for a task in place of its training, on all its nodes or on `node`, which has the weights, alone."""
+    # Rank 0 has them.
+    if not divided or node != config.nodes[0].name:
         config = select_nodes(config, [node])
     job = config.job
     if len(config.nodes) == 1 and job.kind.strategy.least_ranks > 1:

@@ -18,7 +18,7 @@ from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import Strategy
 from engine.protocol.task import Task, TaskKind
 from engine.run.attempt import attempt_spec
-from engine.run.events import ResultReported
+from engine.run.events import ResultReported, SavedFiles, StateSaved, WeightsSaved
 from engine.run.run_plan import RunPlan
 from engine.run.watch import RunWatch
 from engine.store.layout import RunDir
@@ -27,6 +27,7 @@ from tests.unit.launch.host_layouts import local_layout
 from tests.unit.run.run_maker import START, MadeRun, made_decisions, planned_attempt
 
 ADAPTER = "/node/runs/r/adapters/adapters.safetensors"
+STATE = "/c/step/weights.safetensors"
 SAVED = {"event": "checkpoint", "phase": "committed", "kind": "weights", "path": ADAPTER, "bytes": 7, "iteration": 60}
 
 
@@ -110,6 +111,33 @@ async def test_a_run_that_saved_nothing_has_no_result(tmp_path: Path) -> None:
     run = MadeRun(tmp_path).attempt().state("failed", reason="rank_failed").close()
     with pytest.raises(InputError, match="it has saved no weights"):
         await start(tmp_path, run.id)
+
+
+@pytest.mark.parametrize(
+    ("node", "iteration", "parts", "used"),
+    [
+        ("node0", 80, 1, (STATE, ["node0", "node1"])),
+        ("node1", 80, 1, (STATE, ["node1"])),
+        ("node0", 80, 2, (ADAPTER, ["node0", "node1"])),
+        ("node0", 40, 1, (ADAPTER, ["node0", "node1"])),
+    ],
+    ids=["newer", "on another node", "a part alone", "older"],
+)
+async def test_a_run_that_failed_is_used_by_its_newest_whole_state(
+    tmp_path: Path, node: str, iteration: int, parts: int, used: tuple[str, list[str]]
+) -> None:
+    files = (("weights.safetensors", 5, "0" * 64), ("optimizer.safetensors", 5, "0" * 64))
+    state = SavedFiles(folder="/c/step", iteration=iteration, files=files, parts=parts)
+    adapter = SavedFiles(folder="/node", iteration=60, files=(("adapters.safetensors", 7, "1" * 64),))
+    run = MadeRun(tmp_path).attempt().events(0, SAVED)
+    run.append(
+        WeightsSaved(rank=0, node="node0", attempt=1, holds="adapter", saved=adapter),
+        StateSaved(rank=0, node=node, state=f"{iteration}.0", manifest="2" * 64, saved=state),
+    )
+    run.state("running", "failed", reason="rank_failed").close()
+    config = await start(tmp_path, run.id, divided=True)
+    assert config.job.task is not None
+    assert (config.job.task.weights, [there.name for there in config.nodes]) == used
 
 
 def test_results_are_part_of_the_runs_state(tmp_path: Path) -> None:
