@@ -263,6 +263,10 @@ def _clock(world: World, fault: Fault) -> None:
 # The head.
 
 
+_LOOKED_S = 0.05
+"""The supervisor, which looks ten times a second, has looked before it is held up."""
+
+
 def _head_killed(world: World, fault: Fault) -> None:
     world.checks.ends_at(fault.at + fault.length)
     world.time.at(fault.at, lambda: _kill_head(world, fault))
@@ -294,6 +298,7 @@ def _head_stopped(world: World, fault: Fault) -> None:
         for head in stopped:
             head.stopped -= 1  # type: ignore[attr-defined]
 
+    world.time.at(fault.at - _LOOKED_S, world.observe_now)
     world.time.at(fault.at, _begin, world, fault, "", start)
     world.time.at(fault.at + fault.length, _over, world, fault, "", end)
     world.checks.ends_at(fault.at + fault.length)
@@ -311,6 +316,7 @@ def _head_sleeps(world: World, fault: Fault) -> None:
     def end() -> None:
         machine.sleep(-1)
 
+    world.time.at(fault.at - _LOOKED_S, world.observe_now)
     world.time.at(fault.at, _begin, world, fault, "", start)
     world.time.at(fault.at + fault.length, _over, world, fault, "", end)
     world.checks.ends_at(fault.at + fault.length)

@@ -116,6 +116,10 @@ HISTORIES = {
         '{"seed":574894521,"kind":"direct","nodes":3,"local":false,"iterations":8,"faults":[["rank_lingers",6.83,2,12.0],'
         '["rank_killed",10.6,2,0.0],["head_killed_at_effect",35,2,180.0]]}'
     ),
+    "what came before a sleep of the head was seen before it": (
+        '{"seed":1051873672,"kind":"sharded","local":false,"iterations":40,"period_s":1.0,"every":0,"recovery":5,'
+        '"faults":[["head_sleeps",30.79,0,180.0]]}'
+    ),
     "a command that hung is not said to hang where it was slow to leave, when that was over": (
         '{"seed":196297594,"kind":"command","nodes":3,"iterations":8,"period_s":1.0,"every":3,"recovery":4,'
         '"faults":[["head_disk_stalled",14.56,0,110.0]]}'

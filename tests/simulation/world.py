@@ -247,6 +247,10 @@ class World:
                 raise Violation("the head never goes on", self.time.now)
             self.time.run_next()
 
+    def observe_now(self) -> None:
+        """The supervisor takes a step now."""
+        self.news = True
+
     def kill_head(self, gap_s: float, *, power: bool = False) -> None:
         """The supervisor's process is gone; another one is started later, by whatever command comes next."""
         head = self.head
