@@ -97,7 +97,7 @@ class ResultsApi:
     def publish(self, request: PublicationRequest) -> Publication:
         """Blocking. Raises RunNotFound, StateError, OSError; InputError while the run goes on, and where the target
         cannot load the weights; FlightDeckError for an upload that broke off."""
-        directory, weights = self._runs.find(request.run), read_folder(request.folder)
+        directory, weights = self._runs.find_trained(request.run), read_folder(request.folder)
         snapshot, config = RunWatch(directory).poll(), read_plan(directory.plan).config
         if snapshot.result is None:
             raise InputError("the run goes on", where=directory.id, todo="publish it when it has ended")

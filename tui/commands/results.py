@@ -46,12 +46,13 @@ def publish(options: argparse.Namespace, engine: Engine) -> int:
     target = next(name for name in ("lmstudio", "ollama", "gguf", "hub") if getattr(options, name) is not None)
     if options.private and target != "hub":
         raise InputError("--private", why="only a repository on the Hub is private", todo="use it with --hub")
-    wanted = "weights" if engine.results.result(options.run).newest("model") else "trained"
+    run = engine.runs.find_trained(options.run).id
+    wanted = "weights" if engine.results.result(run).newest("model") else "trained"
     publication = engine.results.publish(
         PublicationRequest(
-            run=options.run,
+            run=run,
             target=target,
-            folder=options.source or asyncio.run(_fetched(engine, options.run, wanted=wanted)).folder,
+            folder=options.source or asyncio.run(_fetched(engine, run, wanted=wanted)).folder,
             place=getattr(options, target) or None,
             private=options.private,
             base_model=options.base_model,

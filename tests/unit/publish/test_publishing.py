@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import yaml
 
 from engine.api import Engine, PublicationRequest
 from engine.errors import InputError
+from engine.protocol.task import Task
 from engine.publish.targets import Publication
 from tests.model_files import safetensors
 from tests.tui.commands import flightdeck
 from tests.unit.publish.conftest import LORA, WriteModel, ended_run, write_adapter
-from tests.unit.run.run_maker import MadeRun
+from tests.unit.run.run_maker import START, MadeRun, make_run_config
 
 PEFT = {
     "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": (2, 8),
@@ -233,9 +235,11 @@ def test_the_card_tells_how_the_run_went_and_nothing_of_its_machines(
 def test_the_base_is_named_as_the_hub_does_where_that_is_known(
     home: Path, run: str, write_model: WriteModel, tmp_path: Path
 ) -> None:
-    text = card(publish(home, run, "gguf", write_model(), tmp_path / "out", base_model="Qwen/Qwen3-0.6B"))
+    named = {"base_model": "Qwen/Qwen3-0.6B", "license": "of-the-job-12345"}
+    text = card(publish(home, run, "gguf", write_model(), tmp_path / "out", **named))
     front = yaml.safe_load(text.split("---")[1])
     assert (front["base_model"], front["base_model_relation"]) == ("Qwen/Qwen3-0.6B", "finetune")
+    assert "of-the-job-12345" not in text, "a value of the job's environment"
 
 
 def test_a_run_whose_weights_are_not_known_is_not_published(
@@ -284,3 +288,12 @@ def test_lm_studios_own_folder_is_used_where_it_is_there(
     models.mkdir(parents=True)
     assert flightdeck(home, "publish", run, "--from", model, "--lmstudio").code == 0
     assert (models / "flightdeck" / run / "config.json").is_file()
+
+
+def test_the_last_run_is_the_last_training(home: Path, run: str, write_model: WriteModel, tmp_path: Path) -> None:
+    config = make_run_config(name="eval")
+    config = config.model_copy(update={"job": config.job.model_copy(update={"task": Task("evaluate", run)})})
+    later = MadeRun(home, name="eval", created=START + timedelta(hours=1), config=config).state("succeeded").close()
+    publication = publish(home, "last", "gguf", write_model(), tmp_path / "out")
+    assert publication.folder == tmp_path / "out" / f"{run}-gguf"
+    assert "name that run" in refusal(home, later.id, "gguf", tmp_path / "model", tmp_path / "none")
