@@ -118,7 +118,7 @@ class ResultsApi:
 
 
 class _Progress:
-    """Reports what has come, not too often, with the rate of the last seconds."""
+    """Reports what has come, not too often, with the rate of the last _RATE_OVER_S."""
 
     def __init__(self, total: int, here: int, report: Callable[[FetchProgress], None]) -> None:
         self._total, self._here, self._report = total, here, report

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from engine.cluster.agent_client import AgentSession, SessionLimits, open_session
 from engine.cluster.awake_clock import AwakeClock
 from engine.cluster.probe_results import PortHolders, last_json
+from engine.cluster.telemetry import PowerMeter
 from engine.cluster.transport.base import Transport, expanded
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
@@ -192,6 +193,8 @@ class AgentFile:
             self._order(messages.ReadFile(self._name, self._until))
 
 
+_POWER, _POWER_EVERY_S = 0, 10.0
+"""The number of the request for the host's power, which no other has, and how often it is told."""
 HEARTBEAT_INTERVAL_S = 1.0
 CONNECT_LIMIT_S = 12.0
 START_LIMIT_S = 20.0
@@ -228,6 +231,7 @@ class AgentConnection:
         """It has answered at least once."""
         self.problem: str | None = None
         """Why it is not connected, in one line."""
+        self.power = PowerMeter()
         self._node = node
         self._transport = transport
         self._opening = opening
@@ -367,6 +371,10 @@ class HostConnection:
         longest_s = max(self._agent.longest_silence_s, silent_s)
         return ConnectionState(silent_s, self._agent.answered, self._agent.problem, longest_s)
 
+    @property
+    def power(self) -> PowerMeter:
+        return self._agent.power
+
     def observe(self, rank: int) -> RankObservation:
         return self._observations[rank]
 
@@ -429,6 +437,7 @@ class HostConnection:
         if self._listing.unanswered is not None:
             # Behind the files: with its answer the agent reports how long they are.
             yield self._listing.unanswered
+        yield messages.ProbeRequest(_POWER, "telemetry", [f"{_POWER_EVERY_S:g}", "sensors"])
 
     def _take(self, message: messages.Message) -> None:
         # Until now nothing had come.
@@ -452,6 +461,8 @@ class HostConnection:
             self._take_end(message)
         elif isinstance(message, messages.ExitOutputReply):
             self._exit_outputs[message.rank] = message.output
+        elif isinstance(message, messages.RequestOutput) and message.request == _POWER:
+            self.power.feed(message.data, lease_clock())
         elif isinstance(message, messages.RequestOutput) and message.request == self._asked_ports[0]:
             self._take_port_holders(message)
         elif isinstance(message, messages.ProcessList) and message.number == self._listing.number:

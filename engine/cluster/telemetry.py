@@ -189,6 +189,40 @@ class TelemetryParser:
         return use
 
 
+_LINE_BYTES = 1 << 20
+_LONGEST_GAP_S, _MOST_WATTS = 60.0, 1e6
+"""Between two samples that count; and more than a rack has."""
+
+
+class PowerMeter:
+    """The energy of a host by its samples, as they come: its whole power where that is known, else that of its GPUs."""
+
+    def __init__(self) -> None:
+        self._parser = TelemetryParser()
+        self._torn = b""
+        self._last: tuple[float, float] | None = None
+        """When it came (s), and its watts."""
+        self._measured = 0.0, 0.0
+
+    def feed(self, data: bytes, now: float) -> None:
+        """`data`: the telemetry probe's output, however it is cut. `now`: seconds on any clock."""
+        *lines, torn = (self._torn + data).split(b"\n")
+        self._torn = torn[-_LINE_BYTES:]
+        for values in filter(None, map(self._parser.read, lines)):
+            watts = values.get("power_w") or values.get("gpu_power_w")
+            if watts is not None and watts < _MOST_WATTS:
+                began, before = self._last or (now, watts)
+                if 0.0 < now - began <= _LONGEST_GAP_S:
+                    joules, seconds = self._measured
+                    self._measured = joules + (before + watts) / 2 * (now - began), seconds + now - began
+                self._last = now, watts
+
+    def take(self) -> tuple[float, float]:
+        """Joules, and the seconds in which they were measured, since the last call."""
+        measured, self._measured = self._measured, (0.0, 0.0)
+        return measured
+
+
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 

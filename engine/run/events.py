@@ -353,21 +353,16 @@ def _path(path: str) -> str:
     return path
 
 
-def _name(name: str) -> str:
-    if name.startswith("/"):
-        raise ValueError(f"not below its folder: {name!r:.80}")
-    return _path(name)
-
-
+PathOnNode = Annotated[str, AfterValidator(_path)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class SavedFiles(FrozenModel):
     """Files of a node, as it names them."""
 
-    folder: Annotated[str, Field(pattern="^/"), AfterValidator(_path)]
+    folder: Annotated[PathOnNode, Field(pattern="^/")]
     iteration: Count
-    files: tuple[tuple[Annotated[str, AfterValidator(_name)], Count, Digest], ...] = Field(max_length=2_000)
+    files: tuple[tuple[Annotated[PathOnNode, Field(pattern="^[^/]")], Count, Digest], ...] = Field(max_length=2_000)
     """The name of each below `folder`, its bytes and SHA-256."""
     parts: Annotated[int, Field(ge=1)] = 1
     """More than 1 of a state that is divided: each is saved by another rank."""
@@ -412,6 +407,14 @@ class ResultReported(SyncedEvent, kind="result"):
     """A result of a task on what another run has trained, by rank 0."""
 
     result: TaskResult
+
+
+class EnergyMeasured(Event, kind="energy"):
+    """The energy that a node's host has used in an attempt, while a supervisor was connected to it."""
+
+    node: str
+    joules: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+    seconds: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class RestartRefused(Event, kind="restart_refused"):

@@ -118,6 +118,7 @@ class RunHistory:
     weights: Mapping[tuple[str, bool], events.WeightsSaved] = field(default_factory=dict)
     """The newest of each kind, and the best (True)."""
     task_results: tuple[TaskResult, ...] = ()
+    energy: tuple[events.EnergyMeasured, ...] = ()
     training: events.TrainingStarted | None = None
     """The newest."""
 
@@ -324,6 +325,8 @@ def _saves(history: RunHistory, event: events.Event) -> dict[str, Any]:
             return {"weights": {**history.weights, (event.holds, event.val_loss is not None): event}}
         case events.TrainingStarted():
             return {"training": event}
+        case events.EnergyMeasured():
+            return {"energy": (*history.energy, event)}
     return {}
 
 

@@ -12,7 +12,7 @@ from engine.models import RunState
 from engine.run.events import SavedFiles
 from engine.run.history import RunHistory
 from engine.run.metrics import MetricsSeries
-from engine.snapshots import ResultFile, RunResult, ValidationLoss
+from engine.snapshots import Energy, ResultFile, RunResult, ValidationLoss
 
 _WEIGHTS = re.compile(r"[0-9]+_adapters\.safetensors|best_adapters\.safetensors")
 """Fetched as the adapters.safetensors that mlx-lm loads beside adapter_config.json."""
@@ -34,9 +34,16 @@ def run_result(history: RunHistory, series: MetricsSeries, now: datetime) -> Run
         test_loss=series.test_loss,
         tokens=series.trained_tokens,
         seconds=sum(attempt.ran_s(until) for attempt in history.attempts) if history.attempts else None,
+        energy=_energy(history, series.trained_tokens),
         versions=training.versions if training is not None else {},
         inputs=training.inputs if training is not None else {},
     )
+
+
+def _energy(history: RunHistory, tokens: int | None) -> Energy | None:
+    joules, seconds = (sum(getattr(event, name) for event in history.energy) for name in ("joules", "seconds"))
+    nodes = tuple(dict.fromkeys(event.node for event in history.energy))
+    return Energy(joules, seconds, nodes, joules / tokens * 1e6 if tokens else None) if nodes else None
 
 
 def _weights(history: RunHistory) -> Iterator[ResultFile]:

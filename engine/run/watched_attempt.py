@@ -110,6 +110,10 @@ class WatchedAttempt:
             self.mirror.await_the_rest(hosts)
             self.missing = self.mirror.settle()
             self.intake.poll()
+        for host in hosts:
+            joules, seconds = host.power.take()
+            if joules > 0.0:
+                self._report(events.EnergyMeasured(node=host.names[0], joules=joules, seconds=seconds))
 
     def stop_copying(self) -> None:
         """Another attempt is to write the same files. What a host has not sent by now stays there."""

@@ -203,6 +203,26 @@ async def test_a_fault_of_ours_does_not_end_the_heartbeats(host: LocalHost) -> N
     await until(lambda: host.link.state.problem is None)
 
 
+@pytest.mark.needs("linux")
+async def test_the_power_of_a_host_with_a_sensor_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_connection, "_POWER_EVERY_S", 0.05)
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nwhile echo '0, 10, 900, 250, 40, 1000, 81559'; do sleep 0.05; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    link = HostConnection(THERE, LocalTransport(), AttemptOnHost(NodeFiles(tmp_path), "nonce", {0: "there"}))
+    link.start()
+    measured: list[tuple[float, float]] = []
+
+    def is_measured() -> bool:
+        measured.append(link.power.take())
+        return sum(seconds for _, seconds in measured) > 0.2
+
+    await until(is_measured)
+    await link.close()
+    assert all(joules == pytest.approx(250 * seconds) for joules, seconds in measured)
+
+
 class LineTransport(LocalTransport):
     """The way to a connection whose other end is the test."""
 

@@ -339,13 +339,15 @@ def stream_samples(machine: Linux | Mac, interval: float) -> None:
             due = now + interval
 
 
-def probe_telemetry(interval_s: str) -> Iterator[dict[str, object]]:
+def probe_telemetry(interval_s: str, sensors: str = "") -> Iterator[dict[str, object]]:
+    """With `sensors` nothing where neither macmon nor nvidia-smi is there."""
     interval = float(interval_s)
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     machine = Mac(interval) if sys.platform == "darwin" else Linux(interval)
     try:
-        stream_samples(machine, interval)
+        if machine.stream.process is not None or not sensors:
+            stream_samples(machine, interval)
     finally:
         machine.stream.stop()
     # It has printed its samples itself.

@@ -13,8 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.cluster.telemetry import TelemetryParser, telemetry
+from engine.cluster.telemetry import PowerMeter, TelemetryParser, telemetry
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
 from engine.models import NodeTelemetry, RankUse
 from engine.node.processes import start_time
@@ -203,3 +205,38 @@ def test_values_of_the_wrong_kind_are_not_measured() -> None:
     values = TelemetryParser().read(output)
     assert values is not None
     assert NodeTelemetry(node="a", at=AT, **values).memory_used_bytes is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 59.0), st.floats(1.0, 1e4)), min_size=1, max_size=20),
+    st.lists(st.integers(0, 10_000), max_size=20),
+    st.sampled_from(["nvidia", "macmon"]),
+)
+def test_the_energy_is_the_power_over_the_time_however_the_samples_are_cut(
+    samples: list[tuple[float, float]], cuts: list[int], kind: str
+) -> None:
+    whole, cut, now, joules, seconds, before = PowerMeter(), PowerMeter(), 0.0, 0.0, 0.0, 0.0
+    for place, (gap, watts) in enumerate(samples):
+        now += gap
+        output = {"nvidia": [f"0, 10, 900, {watts}, 40, 1000, 81559"], "macmon": json.dumps({"sys_power": watts})}
+        sample = line(system="Linux" if kind == "nvidia" else "Darwin", **{kind: output[kind]}) + b"\n"
+        whole.feed(sample, now)
+        at = cuts[place % len(cuts)] % len(sample) if cuts else 0
+        cut.feed(sample[:at], now)
+        cut.feed(sample[at:], now)
+        joules, seconds = (joules + (before + watts) / 2 * gap, seconds + gap) if place else (0.0, 0.0)
+        before = watts
+    assert [*whole.take(), *cut.take()] == pytest.approx([joules, seconds] * 2)
+    assert whole.take() == (0.0, 0.0), "what was taken is not counted twice"
+
+
+def test_what_was_not_measured_is_no_energy() -> None:
+    meter = PowerMeter()
+    for now, values in enumerate(
+        ({}, {"nvidia": ["0, 10, 900, [N/A], 40, 1, 2"]}, {"nvidia": ["0, 1, 9, 1e300, 4, 1, 2"]})
+    ):
+        meter.feed(line(system="Linux", **values) + b"\n" + b"junk\n" + b"[]\n", float(now))
+    assert meter.take() == (0.0, 0.0)
+    for place in (10, 20, 100, 110):
+        meter.feed(line(system="Linux", nvidia=["0, 10, 900, 50, 40, 1, 2"]) + b"\n", float(place))
+    assert meter.take() == (1000.0, 20.0), "a minute without a sample is not filled in"

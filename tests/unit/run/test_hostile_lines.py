@@ -20,6 +20,7 @@ from engine.run.events import (
     AlarmRaised,
     AttemptFailed,
     AttemptResumed,
+    EnergyMeasured,
     Event,
     Hang,
     HangDetected,
@@ -145,6 +146,7 @@ JOURNAL = (
         saved=SavedFiles(folder="/a", iteration=3, files=(("adapters.safetensors", 7, "0" * 64),)),
     ),
     TrainingStarted(attempt=1, versions={"mlx": "1"}, inputs={"train.jsonl": "crc32 1"}, from_base=True),
+    EnergyMeasured(node="node0", joules=5.0, seconds=1.0),
     LogsMissing(attempt=1, files={"rank0.log": 7}),
     FAILURE,
 )

@@ -47,6 +47,7 @@ from engine.run.effects import (
 )
 from engine.run.events import (
     AttemptPlanned,
+    EnergyMeasured,
     LauncherStarted,
     LogsMissing,
     Note,
@@ -184,6 +185,16 @@ async def test_the_manifest_of_a_state_is_news_once_also_when_it_comes_at_the_ve
     # Another supervisor reads the same files.
     again = await after(live, Connect(live.attempt))
     assert (again.news, live.recorder.history.manifests) == ((), {0: tuple(entries)})
+
+
+async def test_what_a_host_has_used_is_news_once_at_the_end_of_the_attempt(live: LiveAttempt) -> None:
+    for now in (0.0, 10.0):
+        sample = {"system": "Linux", "nvidia": ["0, 10, 900, 50, 40, 1, 2"]}
+        live.hosts[1].power.feed(json.dumps(sample).encode() + b"\n", now)
+    for expected in ([EnergyMeasured(node="node1", joules=500.0, seconds=10.0)], []):
+        seen = await after(live, Settle(("1:node0", "1:node1")))
+        assert [event for event in seen.news if isinstance(event, EnergyMeasured)] == expected
+        await live.run.perform([Record(event) for event in seen.news])
 
 
 async def test_the_ends_and_the_last_events_of_settled_hosts_are_seen(

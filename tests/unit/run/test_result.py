@@ -13,6 +13,7 @@ from engine.models import RunRecord, RunState
 from engine.run.events import (
     Attempt,
     AttemptPlanned,
+    EnergyMeasured,
     Event,
     RunPlanned,
     SavedFiles,
@@ -24,7 +25,7 @@ from engine.run.events import (
 from engine.run.history import fold
 from engine.run.metrics import MetricsSeries
 from engine.run.result import run_result
-from engine.snapshots import ResultFile, RunResult, ValidationLoss
+from engine.snapshots import Energy, ResultFile, RunResult, ValidationLoss
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 RUN = RunRecord(id="r", name="demo", state=RunState.PLANNED, created_at=START, world_size=2, backend="ring")
@@ -110,6 +111,15 @@ def test_the_time_is_that_of_all_attempts_without_the_pauses_between_them() -> N
     ended = StateChanged(at=at(160), state=RunState.ABORTED)
     assert result(None).seconds is None, "nothing was launched"
     assert result(None, attempt(1, 0), attempt(2, 100), ended).seconds == 160 + 60, "an end that is not known"
+
+
+def test_the_energy_is_that_of_all_nodes_with_a_sensor_and_per_million_tokens() -> None:
+    measured = [EnergyMeasured(node=node, joules=joules, seconds=9.0) for node, joules in (("ana", 5.0), ("bea", 7.0))]
+    assert result(None, attempt()).energy is None
+    assert result(None, attempt(), *measured).energy == Energy(12.0, 18.0, ("ana", "bea"), None)
+    rows = [{"kind": "train", "attempt": 1, "iteration": 20, "trained_tokens": 2000}]
+    both = result(None, attempt(), *measured, attempt(2), measured[0], rows=rows).energy
+    assert both == Energy(17.0, 27.0, ("ana", "bea"), 8500.0)
 
 
 def test_the_newest_complete_state_has_every_part_once_from_its_node() -> None:
