@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -28,6 +29,7 @@ from engine.run.events import SavedFiles, StateSaved, WeightsSaved
 from engine.run.run_plan import write_plan
 from engine.snapshots import Fetched, FetchProgress, ResultFile
 from tests.unit.run.run_maker import MadeRun
+from tests.waiting import until
 
 HERE = NodeConfig(name="here", python=sys.executable, workdir="/")
 SIZE = 20 * READ_BYTES + 12_345
@@ -75,13 +77,23 @@ async def killed_at(agent: AgentClient, offset: int) -> Callable[[int], None]:
     return count
 
 
-async def test_a_file_comes_whole_and_no_more_of_it_is_under_way_than_is_wanted(
-    agent: AgentClient, source: ResultFile, tmp_path: Path
-) -> None:
+async def test_a_file_comes_whole(agent: AgentClient, source: ResultFile, tmp_path: Path) -> None:
     pieces: list[int] = []
     await copy_of(agent, source, tmp_path / "part", on_bytes=pieces.append).run()
     assert (tmp_path / "part").read_bytes() == Path(source.path).read_bytes()
     assert sum(pieces) == SIZE and max(pieces) <= LIMIT
+
+
+async def test_a_node_sends_no_more_of_a_file_than_it_is_asked_for(agent: AgentClient, source: ResultFile) -> None:
+    with contextlib.closing(await agent.start_probe("read", source.path, "5")) as request:
+        assert await request.next_line(20) == f'{{"size": {SIZE}}}'.encode()
+        for wanted in (1, 3):
+            request.send(b"." * wanted)
+            await until(lambda wanted=wanted: len(request.output) >= wanted * READ_BYTES)  # type: ignore[misc]
+            # Its answer comes behind what it would have sent.
+            await agent.run(["true"], timeout_s=20)
+            assert len(request.output) == wanted * READ_BYTES
+            request.output.clear()
 
 
 async def test_a_lost_connection_is_opened_anew_and_goes_on_where_it_was(
@@ -152,6 +164,7 @@ class Hostile:
 
     def __init__(self, *output: bytes | RequestEnded) -> None:
         self.output = list(output)
+        self.granted = 0
 
     async def start_probe(self, *_: str) -> Hostile:
         return self
@@ -162,10 +175,29 @@ class Hostile:
     next_data = next_line
 
     def send(self, data: bytes) -> None:
-        pass
+        self.granted += len(data)
 
     def close(self) -> None:
         pass
+
+
+async def test_no_more_of_a_file_is_under_way_than_is_wanted(tmp_path: Path) -> None:
+    content = b"0123456789abcdef" * (3 * READ_BYTES)
+    saved = ResultFile("model", False, 4, "here", "/x", "x", len(content), hashlib.sha256(content).hexdigest())
+    sizes = [READ_BYTES // 2, READ_BYTES, 3 * READ_BYTES // 2] * 16
+    offsets = [sum(sizes[:place]) for place in range(len(sizes))]
+    pieces = [content[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+    agent: Any = Hostile(f'{{"size": {len(content)}}}'.encode(), *pieces)
+    came = 0
+
+    def count(size: int) -> None:
+        nonlocal came
+        came += size
+        assert agent.granted * READ_BYTES - came <= LIMIT
+
+    await copy_of(agent, saved, tmp_path / "part", on_bytes=count).run()
+    assert came == len(content)
+    assert agent.granted == len(content) // READ_BYTES + LIMIT // READ_BYTES, "and it never waits for nothing"
 
 
 @pytest.mark.parametrize(
