@@ -178,8 +178,10 @@ class RunRecord(FrozenModel):
     backend: str
     cluster: str = ""
     task: str | None = None
-    """The use of the result of the run `source`: "evaluate", "fuse", "generate"; null for a training."""
+    """The use of the result of the run `source`: "evaluate", "fuse", "generate", "serve"; null for a training."""
     source: str | None = None
+    outcome: str | None = None
+    """The task's findings so far, one line: its losses, the share of the gain that is kept, its address."""
     recovery_s: float | None = None
     """From the last failure that the run recovered from to the first step after it."""
     iteration: int | None = None

@@ -32,6 +32,10 @@ class Evaluated(FrozenModel):
     tokens: Count
     seconds: Figure
 
+    @property
+    def summary(self) -> str:
+        return f"{self.variant} {self.loss:.3f}"
+
 
 class FuseChoice(FrozenModel):
     """Another form of the fused model."""
@@ -52,6 +56,11 @@ class Fused(FrozenModel):
     why: Text | None = None
     choices: tuple[FuseChoice, ...] = Field(default=(), max_length=20)
 
+    @property
+    def summary(self) -> str:
+        kept = f"{self.kept:.1%} of the gain" if self.kept is not None else "no gain to keep"
+        return f"kept {kept}" if self.accepted else f"refused: it would keep {kept}"
+
 
 class Answer(FrozenModel):
     kind: Literal["answer"] = "answer"
@@ -64,6 +73,10 @@ class Answer(FrozenModel):
     peak_memory_bytes: Count | None = None
     """The highest of all ranks."""
 
+    @property
+    def summary(self) -> str:
+        return f"{self.variant} answered"
+
 
 class Served(FrozenModel):
     """A server answers: it has generated a first token."""
@@ -74,6 +87,10 @@ class Served(FrozenModel):
     model: Text
     token: bool
     """Clients need one."""
+
+    @property
+    def summary(self) -> str:
+        return self.address
 
 
 TaskResult = Annotated[Evaluated | Fused | Answer | Served, Field(discriminator="kind")]

@@ -96,15 +96,24 @@ def _log(state: DeckState) -> str | None:
     return None if state.has_log else "no log yet: no run is shown"
 
 
+def _use(state: DeckState) -> str | None:
+    return "no run is shown: 5 lists them" if state.used_run is None else None
+
+
 def _chat(state: DeckState) -> str | None:
     if state.snapshot is None:
         return "no run is shown: 5 lists them"
+    if state.snapshot.record.task is not None:
+        return None
     if state.active:
         return "the run has not ended"
-    return None if state.snapshot.trained is not None else "the run has saved no weights"
+    saved = state.snapshot.trained or (state.snapshot.result is not None and state.snapshot.result.files)
+    return None if saved else "the run has saved no weights"
 
 
 def _plot(state: DeckState) -> str | None:
+    if state.snapshot is not None and state.snapshot.record.task is not None:
+        return "a task trains nothing"
     if state.snapshot is None or not (state.snapshot.series.train or state.snapshot.series.val):
         return "no loss yet"
     return None
@@ -182,6 +191,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            why_not=_abort),
     Action("fetch", ("F",), "fetch", "Copy the trained weights of the shown run to ./<run id> here", "run",
            why_not=_first(_loading, _fetch, _busy)),
+    Action("use", ("u",), "use", "Evaluate, fuse, serve, fetch, publish or resume a run",
+           "run", panes=("run", "logs", "history"), why_not=_first(_loading, _use)),
     Action("recheck", ("r",), "re-check", "Run the preflight checks again (in preflight), else probe the nodes", "run",
            why_not=_first(_loading, _nothing_to("check"), _checked_by_run, _busy)),
     Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run",
@@ -263,7 +274,7 @@ _BAR: Final[dict[str, tuple[str, ...]]] = {
     "preflight": ("recheck", "fix", "copy", "back", "launch", "help", "quit"),
     "calibration": ("calibrate", "calibrate_quick", "scaling", "copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "log_axis", "back", "help", "quit"),
-    "history": ("enter", "copy", "back", "launch", "help", "quit"),
+    "history": ("enter", "use", "copy", "back", "launch", "help", "quit"),
 }
 _PLAN_BAR: Final = ("launch", "recheck", "maximise", "copy", "back", "help", "quit")
 """The run's view while it shows the plan."""
@@ -302,7 +313,11 @@ def _with(order: Iterable[str], **others: tuple[str, ...]) -> list[str]:
 
 
 def _chat_first(state: DeckState) -> tuple[str, ...]:
-    return ("chat",) if _chat(state) is None else ()
+    return ("chat", "use") if _chat(state) is None else ()
+
+
+def _behind(state: DeckState) -> str:
+    return "its run" if state.snapshot is not None and state.snapshot.record.task is not None else "plan"
 
 
 def label(action: Action, state: DeckState, *, short: bool = False) -> str:
@@ -312,7 +327,7 @@ def label(action: Action, state: DeckState, *, short: bool = False) -> str:
         return names.get(type(fix_for(state)), "run the fix")
     special = {
         "quit": "quit (the run goes on)" if state.running is not None and not short else None,
-        "back": "plan" if state.view == "dashboard" else None,
+        "back": _behind(state) if state.view == "dashboard" else None,
         "recheck": "probe" if state.pane != "preflight" else None,
         "calibrate": "stop measuring" if state.calibrating is not None else None,
         "freeze": "thaw" if state.frozen else None,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from tui.engine_client import (
     FixFinished,
     FixProgressed,
     Notice,
+    Published,
     RunLaunched,
     TelemetryReceived,
 )
@@ -47,14 +48,29 @@ from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
 from tui.poller import POLL_S, ConfigEdited, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
 from tui.screens.chat import Chat
 from tui.screens.deck import DeckScreen
-from tui.screens.dialog import Welcome, confirm_abort, confirm_launch, confirm_programs, text_width
+from tui.screens.dialog import Confirm, Welcome, confirm_abort, confirm_launch, confirm_programs, text_width
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix, confirm_setup
 from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.stopping import Stopping
+from tui.screens.use import (
+    FORMS,
+    KEEP,
+    PLACES,
+    SERVE_PORT,
+    TARGETS,
+    Choices,
+    DialogChoice,
+    RunUse,
+    confirm_task,
+    forms,
+    publish_command,
+    uses,
+)
 from tui.state import DeckState, StateStore
+from tui.widgets.text import pair
 
 if TYPE_CHECKING:
-    from engine.api import Config, Engine
+    from engine.api import Config, Engine, TaskRequest
     from engine.models import NodeFacts, NodeTelemetry
 
 SLOW_S: Final = 0.5
@@ -325,21 +341,26 @@ class FlightDeckApp(App[None]):
 
     # The shown run
 
-    def open_run(self, run: str) -> None:
-        """Show a run on the dashboard, and follow it while it is active."""
+    def open_run(self, run: str) -> bool:
+        """Show a run on the dashboard, and follow it while it is active; False when there is no such run."""
         try:
             run_dir = self.client.engine.runs.find(run)
         except Exception as error:  # RunNotFound, or a store that cannot be read: the plan stays
             self.say(str(error), severity="error")
-            return
+            return False
         self._shown = run_dir.id
         self.store.change(snapshot=None, has_log=True, searching=False)
         self.poller.follow(run_dir.id)
         self.deck.logs.view.open(run_dir)
         if self.state.view != "run":
             self.deck.go("dashboard")
+        return True
 
     def close_run(self) -> None:
+        """From a task back to the run whose result it uses, from any other run to the plan."""
+        source = self.state.snapshot.record.source if self.state.snapshot is not None else None
+        if source is not None and self.open_run(source):
+            return
         self._shown = None
         self.poller.follow(None)
         self.deck.logs.view.open(None)
@@ -368,7 +389,7 @@ class FlightDeckApp(App[None]):
         for run in self.state.runs or ():
             yield PaletteEntry(f"open {run.id}", f"{run.state}, {run.name}", partial(self.open_run, run.id))
 
-    def _request(self, work: Coroutine[Any, Any, None]) -> None:
+    def _request(self, work: Coroutine[Any, Any, object]) -> None:
         self.run_worker(work, group="requests", exit_on_error=True)
 
     def do_launch(self) -> None:
@@ -427,7 +448,74 @@ class FlightDeckApp(App[None]):
 
     def do_chat(self) -> None:
         assert self.state.snapshot is not None
-        self.push_screen(Chat(self.client, self.state.snapshot.record.id))
+        record = self.state.snapshot.record
+        self.push_screen(Chat(self.client, record.source or record.id))
+
+    def do_use(self) -> None:
+        """Opened at once, so that a letter typed right after the key reaches it."""
+        run, use = self.state.used_run, None
+        assert run is not None
+
+        async def read() -> Sequence[DialogChoice] | None:
+            nonlocal use
+            use = await self.client.read_use(run)
+            return uses(use, self.state.running) if use is not None else None
+
+        def chosen(key: str | None) -> None:
+            if key is not None and use is not None:
+                self._use(use, key)
+
+        self.push_screen(Choices(f"use {run}", self.state, text_width(self.size.width), read=read), chosen)
+
+    def _use(self, use: RunUse, key: str) -> None:
+        width = text_width(self.size.width)
+        if key == "c":
+            self.push_screen(Chat(self.client, use.run))
+        elif key == "e":
+            self._ask_task(use, api.TaskRequest("evaluate", divided=True), "eval")
+        elif key == "f":
+            form = Choices(f"fuse {use.run}", self.state, width, forms(use))
+            self.push_screen(form, lambda form: self._ask_fuse(use, form))
+        elif key == "s":
+            self._ask_task(use, api.serve_request("127.0.0.1", SERVE_PORT, divided=False), "serve")
+        elif key == "F":
+            self._request(self.client.fetch(use.run))
+        elif key == "p":
+            places = Choices(f"publish {use.run}", self.state, width, PLACES)
+            self.push_screen(places, lambda place: self._publish(use, TARGETS.get(place or "")))
+        elif key == "r":
+            self._request(self.client.resume(use.run))
+
+    def _ask_fuse(self, use: RunUse, form: str | None) -> None:
+        if form is not None:
+            options = FORMS[form]
+            words = "".join(f" --{name}" + f" {value}" * (value is not True) for name, value in options.items())
+            self._ask_task(use, api.TaskRequest("fuse", {"keep": KEEP, **options}), f"fuse{words}")
+
+    def _ask_task(self, use: RunUse, request: TaskRequest, command: str) -> None:
+        def answered(go: bool | None) -> None:
+            if go:
+                self._request(self.client.start_task(use.run, request))
+
+        self.push_screen(confirm_task(request.kind, use, command, text_width(self.size.width)), answered)
+
+    def _publish(self, use: RunUse, target: str | None) -> None:
+        """On the Hub only by command: it needs a name there."""
+        if target == "hub":
+            self._show_commands(f"{use.run} on the Hub", [publish_command(use)])
+        elif target is not None:
+            self._request(self.client.publish(use, target))
+
+    def on_published(self, message: Published) -> None:
+        self._show_commands(f"published to {message.folder}", message.commands)
+
+    def _show_commands(self, title: str, commands: Sequence[str]) -> None:
+        def answered(go: bool | None) -> None:
+            if go and not copy_to_pasteboard("\n".join(commands)):
+                self.copy_to_clipboard("\n".join(commands))
+
+        lines = pair("in a shell", "\n".join(commands), text_width(self.size.width))
+        self.push_screen(Confirm(title, [lines], "Copy"), answered)
 
     def do_fix(self) -> None:
         fix = fix_for(self.state)

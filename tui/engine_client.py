@@ -15,22 +15,26 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from textual.message import Message
 
 from engine import api
+from engine.errors import InputError
 from engine.snapshots import FetchProgress
 from tui import scaling_text
 from tui.fixes import FixCommand
 from tui.formatting import fetch_text
+from tui.screens.use import RunUse
 from tui.state import ENGINE_ERRORS, StateStore
 
 if TYPE_CHECKING:
-    from engine.api import ChatExchange, ChatServer, Completed, Config, Engine, NetworkPlan
+    from engine.api import ChatExchange, ChatServer, Completed, Config, Engine, NetworkPlan, TaskRequest
     from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
-
+    from engine.snapshots import RunSnapshot
+    from engine.task_result import Fused
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -193,6 +197,14 @@ class TelemetryReceived(Message):
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, TelemetryReceived)
+
+
+@dataclass
+class Published(Message):
+    """The weights are in `folder`; the commands come next."""
+
+    folder: Path
+    commands: Sequence[str]
 
 
 class FixProgressed(Message):
@@ -411,8 +423,9 @@ class EngineClient:
                 async for _ in stages:
                     self._post(AbortProgressed())
 
-    async def fetch(self, run: str) -> None:
-        """Copy the run's trained weights to ./<run id>, with the progress in the header."""
+    async def fetch(self, run: str) -> Path | None:
+        """Copy the run's trained weights to ./<run id>, with the progress in the header: the folder, None where that
+        has failed."""
         self._store.change(busy="fetching")
         with self._request("fetch", busy=None):
             async with aclosing(self._loop.each(lambda: self.engine.results.fetch(run))) as steps:
@@ -421,6 +434,52 @@ class EngineClient:
                         self._store.change(busy=f"fetching {fetch_text(step)}")
                     else:
                         self._notify(f"fetched to {step.folder}")
+                        return step.folder
+        return None
+
+    async def read_use(self, run: str) -> RunUse | None:
+        """None where it cannot be read, which is said."""
+        runs = self.engine.runs
+        fused: list[Fused] = []
+
+        def read() -> RunSnapshot:
+            for task in runs.tasks_of(run):
+                if task.task == "fuse":
+                    fused.extend(result for result in runs.watch(task.id).poll().task_results if result.kind == "fused")
+            return runs.watch(run).poll()
+
+        with self._request("use"):
+            snapshot = await asyncio.to_thread(read)
+            try:
+                node, why = (await self._loop.call(lambda: self.engine.tasks.weights(run))).node, None
+            except InputError as error:
+                node, why = None, error.why
+            return RunUse(snapshot, node, why, tuple(fused))
+        return None
+
+    async def start_task(self, run: str, request: TaskRequest) -> None:
+        """Start a task on the run's result, which is the shown run then."""
+        self._store.change(busy=f"starting {request.kind}")
+        with self._request(request.kind, busy=None):
+            record = await self._loop.call(lambda: self.engine.tasks.start(run, request))
+            self._post(RunLaunched(record.id))
+
+    async def resume(self, run: str) -> None:
+        self._store.change(busy="resuming")
+        with self._request("resume", busy=None):
+            await self._loop.call(lambda: self.engine.launches.resume(run))
+            self._post(RunLaunched(run))
+
+    async def publish(self, use: RunUse, target: str) -> None:
+        """Publish the fused model that is on this machine, else what is fetched for it."""
+        folder = use.folder or await self.fetch(use.run)
+        if folder is None:
+            return
+        self._store.change(busy=f"publishing for {target}")
+        with self._request("publish", busy=None):
+            request = api.PublicationRequest(use.run, target, folder)
+            done = await asyncio.to_thread(self.engine.results.publish, request)
+            self._post(Published(done.folder or folder, done.commands))
 
     async def chat_history(self, run: str) -> tuple[list[ChatExchange], str]:
         """The exchanges that were kept with a run, and a first question that fits its data."""

@@ -70,6 +70,8 @@ PHASES: Final[dict[str, Glyph]] = {
     "training": RUNNING,
     "validating": RUNNING,
     "saving": RUNNING,
+    "generating": RUNNING,
+    "serving": RUNNING,
     "stopping": STOPPED,
     "ended": OK,
 }

@@ -66,6 +66,8 @@ class DeckState:
     """Its details have the whole pane."""
     check: str | None = None
     """The preflight check under the cursor."""
+    run: str | None = None
+    """The run under the cursor of the history."""
     checks: tuple[CheckResult, ...] = ()
     """The preflight started from the console, without a launch."""
     checks_at: datetime | None = None
@@ -107,6 +109,15 @@ class DeckState:
         if self.snapshot is not None and self.active:
             return self.snapshot.record
         return next((run for run in self.runs or () if not run.state.ended and not self._shown(run)), None)
+
+    @property
+    def used_run(self) -> str | None:
+        """The training whose result is to be used: the selected run of the history, else the shown one, and of a task
+        the one that it uses."""
+        record = self.snapshot.record if self.snapshot is not None else None
+        if self.pane == "history":
+            record = next((run for run in self.runs or () if run.id == self.run), None)
+        return (record.source or record.id) if record is not None else None
 
     def _shown(self, run: RunRecord) -> bool:
         return self.snapshot is not None and run.id == self.snapshot.record.id

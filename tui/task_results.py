@@ -29,8 +29,12 @@ def _row(result: Evaluated) -> tuple[str, ...]:
     return result.variant, result.split, *figures
 
 
+def kept_text(result: Fused) -> str:
+    return f"kept {result.kept:.1%} of the gain" if result.kept is not None else "no gain to keep"
+
+
 def _fused(result: Fused) -> Iterator[str]:
-    kept = f"kept {result.kept:.1%} of the gain" if result.kept is not None else "no gain to keep"
+    kept = kept_text(result)
     if result.accepted:
         yield f"fused: {result.path} ({size(result.bytes)}), {kept}"
         return

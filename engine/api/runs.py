@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from engine.api.session import Session
 from engine.errors import InputError, LaunchError, RunNotFound, StateError
@@ -50,7 +51,7 @@ class RunsApi:
             raise RunNotFound("there are no runs yet", where=where, todo=todo)
         if is_identifier(run) and self.directory(run).plan.exists():
             return self.directory(run)
-        records = self._stored(lambda id, name: run == name or id.startswith(run))
+        records = self._stored(lambda fields: run == fields.get("name") or str(fields.get("id")).startswith(run))
         named = [record.id for record in records if run in (record.id, record.name)]
         matching = [record.id for record in records if run and record.id.startswith(run)]
         if named or len(matching) == 1:
@@ -60,6 +61,11 @@ class RunsApi:
             raise RunNotFound(f"{safe_repr(run)} is not one run", why=why, todo="give more of the id")
         why = "no id, id prefix or name is that"
         raise RunNotFound(f"no run {safe_repr(run)}", why=why, todo="see `flightdeck runs`")
+
+    def tasks_of(self, run: str) -> list[RunRecord]:
+        """The tasks on the result of the run of this id, newest first."""
+        tasks = self._stored(lambda fields: fields.get("source") == run)
+        return [task if task.state.ended else self._live(task) for task in tasks]
 
     def find_trained(self, run: str) -> RunDir:
         """As `find`, but "last" is the newest training. Raises InputError for what is no training."""
@@ -133,10 +139,10 @@ class RunsApi:
                 yield reported
 
     def _stored(
-        self, chosen: Callable[[str, str], bool] = lambda id, name: True, limit: int | None = None
+        self, chosen: Callable[[Mapping[str, Any]], bool] = lambda fields: True, limit: int | None = None
     ) -> list[RunRecord]:
         """The records of the store, and of run directories that it does not know, newest first: at most `limit` of
-        those that `chosen` takes by id and name. Of thousands only these are checked."""
+        those that `chosen` takes by their fields. Of thousands only these are checked."""
         store = self._session.store
         fields = store.run_fields()
         names = {*run_names(self._session.home)} - fields.keys()
@@ -144,10 +150,10 @@ class RunsApi:
         if store.notices and unknown:
             # What was lost from the state is in the runs' own journals.
             store.rebuild(unknown)
-        taken = [row for id, row in fields.items() if chosen(id, str(row.get("name")))]
+        taken = [row for row in fields.values() if chosen(row)]
         if limit is not None:
             taken = heapq.nlargest(limit, taken, key=lambda row: str(row.get("created_at")))
-        records = [*store.valid_runs(taken), *(record for record in unknown if chosen(record.id, record.name))]
+        records = [*store.valid_runs(taken), *(record for record in unknown if chosen(vars(record)))]
         self._session.report_damage(store)
         return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)[:limit]
 

@@ -49,19 +49,29 @@ class TasksApi:
         config = await asyncio.to_thread(self._config, run, request)
         return await self._launches.launch(config)
 
+    async def weights(self, run: str) -> TrainedFile | ResultFile:
+        """Those that a task on the run's result uses. Raises RunNotFound, InputError where there are none."""
+        return await asyncio.to_thread(lambda: _weights(self._runs.find_trained(run))[1])
+
     def _config(self, run: str, request: TaskRequest) -> Config:
         directory = self._runs.find_trained(run)
-        snapshot = RunWatch(directory).poll()
-        record, weights = snapshot.record, _newest_weights(snapshot)
-        if not record.state.ended:
-            todo = f"wait for its end, or stop it: flightdeck abort {record.id}"
-            raise InputError(f"{record.id} has no result yet", why=f"it is {record.state}", todo=todo)
-        if weights is None:
-            todo = "see `flightdeck runs` for one that has"
-            raise InputError(f"{record.id} has no result", why="it has saved no weights", todo=todo)
+        record, weights = _weights(directory)
         options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
         task = Task(request.kind, record.id, weights.path, request.fused, options)
         return _with_task(_as_launched(directory), task, weights.node, divided=request.divided)
+
+
+def _weights(directory: RunDir) -> tuple[RunRecord, TrainedFile | ResultFile]:
+    snapshot = RunWatch(directory).poll()
+    record, weights, yet = snapshot.record, _newest_weights(snapshot), ""
+    why, todo = read_plan(directory.plan).config.job.kind.why_no_tasks, "see `flightdeck runs` for one that has"
+    if not record.state.ended:
+        why, todo, yet = f"it is {record.state}", f"wait for its end, or stop it: flightdeck abort {record.id}", " yet"
+    elif weights is None:
+        why = why or "it has saved no weights"
+    if weights is None or why is not None:
+        raise InputError(f"{record.id} has no result{yet}", why=why or "", todo=todo)
+    return record, weights
 
 
 def _newest_weights(snapshot: RunSnapshot) -> TrainedFile | ResultFile | None:

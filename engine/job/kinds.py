@@ -73,6 +73,11 @@ class JobKind:
         return self.framework.trainer
 
     @property
+    def why_no_tasks(self) -> str | None:
+        """None where what it trained can be evaluated, fused, asked and served."""
+        return self.own_model or self.framework.no_tasks
+
+    @property
     def survivors_keep_state(self) -> bool:
         """Ranks that lost another one can save all that a restart needs."""
         return self.reports and not self.strategy.partitioned

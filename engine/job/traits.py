@@ -33,6 +33,8 @@ class FrameworkTraits:
     """Its trainer compresses checkpoints as [checkpoint] says."""
     takes_launchers: bool = False
     """Flight Deck takes the place of PyTorch's launcher that a command begins with."""
+    no_tasks: str | None = None
+    """Why there is no program of ours that uses what it trained; None where there is one for each task."""
     unmeasured: str | None = None
     """Why no node's step is measured alone; None where one is."""
 
@@ -61,6 +63,7 @@ TORCH: Final = FrameworkTraits(
     waits_busily=False,
     compresses=False,
     takes_launchers=True,
+    no_tasks="Flight Deck evaluates, fuses, generates and serves with MLX, not with PyTorch",
     unmeasured="single nodes are measured with MLX alone: a PyTorch job has equal shares, unless [[node]] share sets "
     "them",
 )

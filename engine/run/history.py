@@ -272,6 +272,9 @@ def _record(record: RunRecord, event: events.Event) -> RunRecord:
             changes = {"recovery_s": event.seconds}
         case events.LogsMissing(attempt=record.attempts):
             changes = {"logs_missing": sorted(event.files)}
+        case events.ResultReported():
+            parts = record.outcome.split(", ") if record.outcome is not None else []
+            changes = {"outcome": ", ".join(dict.fromkeys([*parts, event.result.summary]))}
     return record.model_copy(update=changes) if changes else record
 
 

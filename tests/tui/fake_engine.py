@@ -11,13 +11,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from engine.api import ChatExchange, ChatServer, Engine
+from engine.api import ChatExchange, ChatServer, Engine, PublicationRequest, TaskRequest
 from engine.checks.fixes import ENDS
 from engine.cluster.topology import topology
 from engine.cluster.transport.base import Completed
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
-from engine.errors import FlightDeckError, RunNotFound
+from engine.errors import FlightDeckError, InputError, RunNotFound
 from engine.measurements import (
     Calibration,
     CalibrationProgress,
@@ -45,12 +45,14 @@ from engine.plan.network import NetworkPlan, plan_network
 from engine.plan.planner import make_plan
 from engine.plan.prediction import Prediction, predict
 from engine.protocol.job import Strategy
+from engine.publish.targets import Publication
 from engine.run.logs.mirror import Mirror
 from engine.snapshots import (
     Diagnosis,
     Fetched,
     FetchProgress,
     RankStatus,
+    ResultFile,
     RunSnapshot,
     Series,
     SeriesMark,
@@ -409,6 +411,11 @@ class FakeEngine:
     asked: list[tuple[str, list[str]]] = field(default_factory=list)
     """The model and the messages of each question of a chat."""
     kept: list[ChatExchange] = field(default_factory=list)
+    why_no_tasks: str | None = None
+    started: list[tuple[str, TaskRequest]] = field(default_factory=list)
+    """Tasks, by the run whose result they use."""
+    resumed: list[str] = field(default_factory=list)
+    published: list[tuple[str, str, Path]] = field(default_factory=list)
 
     def add(self, *snapshots: RunSnapshot) -> FakeEngine:
         """Runs in the history, newest first, each with logs on disk."""
@@ -430,7 +437,7 @@ class FakeEngine:
         """Every part of the Engine at once: their methods' names differ."""
         return self
 
-    nodes = checks = calibrations = launches = runs = results = chats = part
+    nodes = checks = calibrations = launches = runs = results = chats = tasks = part
 
     def load_config(self, path: Path) -> Config:
         return configuration()
@@ -610,6 +617,28 @@ class FakeEngine:
         self.aborted.append((run, now))
         self.put(stopping())
         yield StopProgress("stop", ago(1))
+
+    def tasks_of(self, run: str) -> list[RunRecord]:
+        return [record for record in self.all() if record.source == run]
+
+    async def weights(self, run: str) -> ResultFile:
+        if self.why_no_tasks is not None:
+            raise InputError("no result", why=self.why_no_tasks)
+        return ResultFile("adapter", False, 60, "local-0", "/srv/adapters.safetensors", "adapters.safetensors", 7, "f")
+
+    async def start(self, run: str, request: TaskRequest) -> RunRecord:
+        self.started.append((run, request))
+        task = record(f"{run}-{request.kind}", task=request.kind, source=run, iteration=None, train_loss=None)
+        self.snapshots = {**FakeEngine(self.home).add(replace(running(), record=task)).snapshots, **self.snapshots}
+        return task
+
+    async def resume(self, run: str) -> RunRecord:
+        self.resumed.append(run)
+        return self.record(run)
+
+    def publish(self, request: PublicationRequest) -> Publication:
+        self.published.append((request.run, request.target, request.folder))
+        return Publication(folder=request.folder, commands=("ollama create demo",))
 
     async def fetch(self, run: str) -> AsyncIterator[FetchProgress | Fetched]:
         yield FetchProgress(1_200_000, 4_100_000, 112e3)

@@ -83,7 +83,7 @@ def runs(options: argparse.Namespace, engine: Engine) -> int:
         lines.say("no runs yet: `flightdeck demo` makes one")
         return ExitCode.OK
     now = datetime.now(UTC)
-    headers = ("RUN", "STATE", "WHY", "STARTED", "TOOK", "RANKS", "ITERATION", "LOSS", "VAL LOSS")
+    headers = ("RUN", "STATE", "TASK", "WHY", "STARTED", "TOOK", "RANKS", "ITERATION", "LOSS", "VAL LOSS")
     # Coloured after padding: escape codes would count as width.
     drawn = table(headers, [_run_row(record, now) for record in records]).splitlines()
     lines.say(lines.ink(drawn[0], "dim"))
@@ -96,6 +96,7 @@ def _run_row(record: RunRecord, now: datetime) -> list[str]:
     return [
         record.id,
         record.state.value,
+        record.task or NOT_MEASURED,
         record.reason.value if record.reason else NOT_MEASURED,
         ago(record.created_at, now, at_once="now"),
         duration(lasted(record, now)),
@@ -133,6 +134,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
             "result": snapshot.result,
             "trackers": snapshot.trackers,
             "task_results": snapshot.task_results,
+            "tasks": engine.runs.tasks_of(record.id),
         }
         print_json({**record.model_dump(mode="json"), **more})
         return ExitCode.OK
@@ -160,6 +162,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     for text in result_lines(snapshot.task_results):
         lines.say(text)
     _show_result(lines, snapshot)
+    for task in engine.runs.tasks_of(record.id):
+        lines.say(f"  {task.task or '':<10} {task.state}{f': {task.outcome}' if task.outcome else ''} ({task.id})")
     for text in (text for tracker in snapshot.trackers for text in tracker_texts(tracker)):
         lines.say(f"  {'tracker':<10} {text}")
     lines.say(f"  {'files':<10} {directory.path}")

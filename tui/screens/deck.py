@@ -67,7 +67,7 @@ class DeckActions(Protocol):
 
     def perform(self, action: Action) -> None: ...
 
-    def open_run(self, run: str) -> None: ...
+    def open_run(self, run: str) -> bool: ...
 
     def close_run(self) -> None: ...
 
@@ -197,9 +197,11 @@ class DeckScreen(Screen[None]):
         """Put what is under the cursors now into the state, and whether a search is on: a key right behind a movement
         or a search must mean what is on the screen."""
         node, check = (self.pane(name).query_one(RowList).selected for name in ("nodes", "preflight"))
+        run = self.query_one(HistoryPane).selected
         searching = self.logs.view.state.search is not None
-        if (node, check, searching) != (self.state.node, self.state.check, self.state.searching):
-            self._store.change(node=node, check=check, searching=searching)
+        seen = self.state
+        if (node, check, run, searching) != (seen.node, seen.check, seen.run, seen.searching):
+            self._store.change(node=node, check=check, run=run, searching=searching)
 
     def on_pane_selected(self, event: Pane.Selected) -> None:
         self._store.change(**{"node" if event.pane == "nodes" else "check": event.row})
@@ -283,7 +285,7 @@ class DeckScreen(Screen[None]):
             self.go(pane)
 
     def do_back(self) -> None:
-        """One step back: the log's own bars, the maximised pane, the view, the shown run that has ended."""
+        """One step back: the log's own bars, the maximised pane, the view, the shown task, or run that has ended."""
         if self.state.pane == "logs" and self.logs.back():
             return
         if self.maximised_pane is not None:
@@ -292,7 +294,7 @@ class DeckScreen(Screen[None]):
             self._store.change(detail=False)
         elif self.state.view != "dashboard":
             self.go("dashboard", self.state.pane if not self.narrow and self.state.pane != "history" else None)
-        elif self.state.snapshot is not None and not self.state.active:
+        elif (shown := self.state.snapshot) is not None and (not self.state.active or shown.record.task is not None):
             self._actions.close_run()
 
     def do_maximise(self) -> None:

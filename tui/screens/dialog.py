@@ -66,7 +66,8 @@ class Dialog(ModalScreen[Answer]):
                 yield from self._buttons
 
     def on_mount(self) -> None:
-        self.query(Button).first().focus()
+        if self._buttons:
+            self._buttons[0].focus()
         self._fit()
 
     def on_resize(self, event: Resize) -> None:

@@ -151,6 +151,8 @@ def _run(state: DeckState) -> list[tuple[int, Content]]:
     else:
         word = f"{record.state} {state.ago(record.ended_at or snapshot.state_since)}"
     parts: list[tuple[int, Content]] = [(9, state.glyphs.state(glyph, word))]
+    if record.task is not None:
+        parts.append((8, Content(f"{record.task} of {record.source}")))
     if record.iteration is not None:
         total = f"/{record.iterations:,}" if record.iterations else ""
         parts.append((8, _pair("step", f"{record.iteration:,}{total}")))

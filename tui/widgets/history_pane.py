@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class HistoryPane(Pane):
     NAME = "history"
     NUMBER = "5"
-    HINTS = ("enter",)
+    HINTS = ("enter", "use")
 
     def compose(self) -> ComposeResult:
         yield Text(id="history-head", classes="head", wraps=True)
@@ -45,7 +46,7 @@ class HistoryPane(Pane):
         return "history" if state.runs is None else f"history{state.glyphs.separator}{plural(len(state.runs), 'run')}"
 
     def draw(self, state: DeckState) -> None:
-        runs = state.runs or ()
+        runs = grouped(state.runs or ())
         head = self.query_one("#history-head", Text)
         if not runs:
             text = "no runs yet: n launches the first" if state.runs is not None else "reading the runs"
@@ -63,7 +64,7 @@ class HistoryPane(Pane):
             self.query_one("#history-detail", Text).put(_detail(self.state, run, self.room))
 
     def text(self) -> str:
-        runs = self.state.runs or ()
+        runs = grouped(self.state.runs or ())
         head, rows = lay_out(_columns(self.state, runs), 400)
         return "\n".join(line.plain.rstrip() for line in (head, *rows))
 
@@ -71,19 +72,30 @@ class HistoryPane(Pane):
         return self.selected or self.text()
 
 
+def grouped(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Each task below the run whose result it uses, where that is listed."""
+    tasks: dict[str | None, list[RunRecord]] = {run.id: [] for run in runs if run.task is None}
+    for run in runs:
+        tasks.get(run.source, []).append(run)
+    return [record for run in runs if run.source not in tasks for record in (run, *tasks.get(run.id, ()))]
+
+
 def _took(state: DeckState, run: RunRecord) -> str:
     return duration(((run.ended_at or state.now) - run.created_at).total_seconds())
 
 
-def _columns(state: DeckState, runs: tuple[RunRecord, ...]) -> list[Column]:
+def _columns(state: DeckState, runs: Sequence[RunRecord]) -> list[Column]:
     none, figure = state.glyphs.none, state.glyphs.known
     steps = [f"{run.iteration or 0:,}/{run.iterations:,}" if run.iterations else none for run in runs]
     where = [
         " ".join([f"rank {run.rank}" if run.rank is not None else "", run.host or ""]).strip() or none for run in runs
     ]
+    branch = "`- " if state.glyphs.ascii else "└ "
     return [
         Column("state", [state.glyphs.state(STATES[run.state], run.state) for run in runs], 9),
-        Column("run", [run.id for run in runs], 9),
+        Column("run", [f"{branch if run.task is not None else ''}{run.id}" for run in runs], 9),
+        Column("task", [run.task or "" for run in runs], 8, optional=True),
+        Column("outcome", [run.outcome or "" for run in runs], 4, optional=True),
         Column("name", [run.name for run in runs], 1),
         Column("why it ended", [run.reason or none for run in runs], 6),
         Column("where", where, 3),
@@ -105,6 +117,8 @@ def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
         pair("job", f"{run.name}{separator}{plural(run.world_size, 'rank')}{separator}{run.backend}{attempts}", width),
         pair("created", f"{run.created_at.astimezone():%Y-%m-%d %H:%M:%S}", width),
     ]
+    if run.task is not None:
+        lines.append(pair(run.task, f"of {run.source}{f': {run.outcome}' if run.outcome else ''}", width))
     if run.cause:
         lines.append(pair("note" if run.reason == "completed" else "first cause", run.cause, width))
     if run.fix:
@@ -113,4 +127,8 @@ def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
         lines.append(pair("left out", f"{', '.join(run.excluded)}: the files there differ", width))
     if run.unconfirmed:
         lines.append(pair("unconfirmed", f"the stop could not be proved on {', '.join(run.unconfirmed)}", width))
+    for task in (task for task in state.runs or () if task.source == run.id):
+        mark = state.glyphs.shape(STATES[task.state])
+        text = f"{mark} {task.state} {state.ago(task.created_at)}{separator}{task.outcome or task.id}"
+        lines.append(pair(task.task or "", text, width))
     return Content("\n").join(lines)

@@ -52,7 +52,7 @@ class RunPane(Pane, can_focus=True):
         record, separator = state.snapshot.record, state.glyphs.separator
         most = max(state.snapshot.most_attempts, record.attempts)
         attempt = f"{separator}attempt {record.attempts} of {most}" if record.attempts > 1 else ""
-        return f"run{separator}{record.id}{attempt}"
+        return f"run{separator}{run_summary.title(record)}{attempt}"
 
     def draw(self, state: DeckState) -> None:
         snapshot = state.snapshot
@@ -73,6 +73,7 @@ class RunPane(Pane, can_focus=True):
         summary = [*run_summary.outcome(state, snapshot, room), *run_summary.attempts(snapshot, room, every=self.full)]
         summary += run_summary.alarms(state, snapshot, room)
         summary += run_summary.task_results(snapshot, room)
+        summary += run_summary.next_key(state, snapshot, room)
         summary += run_summary.trained(snapshot, room, command=self.full or self.content_size.height >= TALL)
         summary += run_summary.trackers(snapshot, room)
         self._put("#summary", summary)
@@ -138,6 +139,8 @@ def _waiting(state: DeckState) -> Content:
         "launching": "the launcher starts the ranks",
         "running": "the ranks load the model; the first loss comes with the first report",
     }
+    if record.task is not None:
+        stages["running"] = "the ranks load the model; each result is shown as it comes"
     if own_program(state.snapshot):
         activity = state.snapshot.activity or "your own program"
         stages["running"] = f"{activity.removeprefix('running, ')}: see the log"

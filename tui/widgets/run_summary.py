@@ -45,6 +45,7 @@ from tui.task_results import result_lines
 from tui.widgets.text import Column, lay_out, pair
 
 if TYPE_CHECKING:
+    from engine.models import RunRecord
     from engine.snapshots import ChunkProgress, RankStatus, RunSnapshot, Verification
 
 
@@ -55,6 +56,11 @@ GRAVE: Final = frozenset({"backend", "replicas"})
 _INDENT: Final = 14
 NAMED_NODES: Final = 8
 """Unreachable nodes that are named."""
+
+
+def title(record: RunRecord) -> str:
+    """The run's id; of a task what it is, and of which run."""
+    return f"{record.task} of {record.source}" if record.task is not None else record.id
 
 
 def alarms(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
@@ -177,7 +183,9 @@ def rank_table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: b
     ]
     if straggler is None:
         columns.pop()
-    if headed:
+    if state.snapshot is not None and state.snapshot.record.task is not None:
+        columns = [column for column in columns if column.title in ("rank", "node", "state", "peak")]
+    elif headed:
         waits = [figure(rank.exchange_s, _seconds) for rank in ranks]
         norms = [figure(rank.grad_norm, ".3g") for rank in ranks]
         place = [column.title for column in columns].index("step")
@@ -256,6 +264,8 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
         if record.iteration and record.iterations and record.iteration < record.iterations:
             steps = f"{record.iteration:,} of {steps}"
         lines = [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  {steps} in {took}")]
+        if record.task is not None:
+            lines = [Content.assemble(glyphs.state(STATES["succeeded"], "succeeded"), f"  in {took}")]
         return [*lines, *([pair("note", record.cause, width)] if record.cause else [])]
     diagnosis = snapshot.diagnosis
     if not record.state.ended and diagnosis is None:
@@ -302,6 +312,24 @@ def task_results(snapshot: RunSnapshot, width: int) -> list[Content]:
     """The results of a task on what another run has trained."""
     lines = [line for text in result_lines(snapshot.task_results) for line in text.splitlines() or [""]]
     return [Content(part) for line in lines for part in textwrap.wrap(line, max(20, width)) or [""]]
+
+
+def next_key(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
+    """The key that helps now in a task on what another run has trained."""
+    task, results = snapshot.record.task, snapshot.task_results
+    if task is None:
+        return []
+    refused = any(result.kind == "fused" and not result.accepted for result in results)
+    served = any(result.kind == "serving" for result in results)
+    texts = {
+        "c asks it; ctrl+x stops it": state.active and served,
+        "ctrl+x stops it; esc leads back to its run": state.active,
+        "u f fuses it in another form": refused,
+        "u tries again": snapshot.record.state != "succeeded",
+        "u p publishes it": task == "fuse",
+        "u lists what else can be done with it, esc leads back to its run": True,
+    }
+    return [pair("next", next(text for text, holds in texts.items() if holds), width)]
 
 
 def trackers(snapshot: RunSnapshot, width: int) -> list[Content]:

@@ -1,0 +1,240 @@
+"""The dialogs of what a run has left: what can be done with it, each by its letter or why it cannot be, the forms of a
+fused model, and the confirmation of a task that takes nodes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.events import Key
+
+from tui.formatting import size
+from tui.glyphs import MUTED
+from tui.screens.dialog import Confirm, Dialog
+from tui.state import DeckState
+from tui.task_results import kept_text
+from tui.widgets.text import pair
+
+if TYPE_CHECKING:
+    from engine.models import RunRecord
+    from engine.snapshots import RunSnapshot
+    from engine.task_result import Fused
+
+
+KEEP: Final = 0.95
+SERVE_PORT: Final = 8080
+"""As by command, where nothing else is given."""
+
+
+@dataclass(frozen=True)
+class DialogChoice:
+    key: str
+    label: str
+    help: str
+    why_not: str | None = None
+    """Why it cannot be chosen now."""
+
+
+Read = Callable[[], Awaitable[Sequence[DialogChoice] | None]]
+
+
+class Choices(Dialog[str]):
+    """Answers the key of what was chosen. It may be opened before the choices are known."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "step(-1)", show=False),
+        Binding("down,j", "step(1)", show=False),
+        Binding("enter", "choose", show=False),
+    ]
+
+    def __init__(
+        self,
+        title: str,
+        state: DeckState,
+        width: int,
+        choices: Sequence[DialogChoice] = (),
+        *,
+        read: Read | None = None,
+    ) -> None:
+        """`read`: the choices, where they are not known yet, or None when there are none."""
+        self._choices = list(choices)
+        self._read = read
+        self._glyphs = state.glyphs
+        self._width = width
+        self._cursor = 0
+        self._early: str | None = None
+        """A key that came before the choices."""
+        super().__init__(title, self._drawn())
+
+    def on_mount(self) -> None:
+        if self._read is not None:
+            self.run_worker(self._fill(self._read))
+
+    async def _fill(self, read: Read) -> None:
+        if (choices := await read()) is None:
+            self.dismiss(None)
+            return
+        self._choices = list(choices)
+        self._cursor = next((at for at, choice in enumerate(choices) if choice.why_not is None), 0)
+        self.set_body(self._drawn())
+        if self._early is not None:
+            self._choose(self._early)
+
+    def on_key(self, event: Key) -> None:
+        if not self._choices and event.is_printable and event.key not in ("j", "k", "q"):
+            self._early = event.character
+        elif event.character in [choice.key for choice in self._choices]:
+            event.stop()
+            self._choose(event.character)
+
+    def action_step(self, direction: int) -> None:
+        self._cursor = max(0, min(len(self._choices) - 1, self._cursor + direction))
+        self.set_body(self._drawn())
+
+    def action_choose(self) -> None:
+        if self._choices:
+            self._choose(self._choices[self._cursor].key)
+
+    def _choose(self, key: str | None) -> None:
+        """A choice that cannot be made keeps the dialog open, which says why."""
+        at = next((at for at, choice in enumerate(self._choices) if choice.key == key), None)
+        if at is not None and self._choices[at].why_not is None:
+            self.dismiss(key)
+        elif at is not None:
+            self.action_step(at - self._cursor)
+
+    def _drawn(self) -> list[Content]:
+        if not self._choices:
+            return [Content.styled("reading what the run has left", MUTED)]
+        lines = []
+        for at, choice in enumerate(self._choices):
+            mark = (">" if self._glyphs.ascii else "▸") if at == self._cursor else " "
+            text = choice.help if choice.why_not is None else f"not now: {choice.why_not}"
+            style = "bold $text-primary" if choice.why_not is None else MUTED
+            line = pair(f"{choice.label:<10}", text, self._width - 5, indent=11)
+            lines.append(_indented(Content.assemble(mark, " ", (choice.key, style), "  "), line))
+        return [*lines, Content(""), Content.styled("a letter or enter chooses, esc leaves", MUTED)]
+
+
+def _indented(head: Content, text: Content) -> Content:
+    blank = Content(" " * head.cell_length)
+    return Content("\n").join([Content.assemble(blank if at else head, line) for at, line in enumerate(text.split())])
+
+
+@dataclass(frozen=True)
+class RunUse:
+    """A run's result, as the choices need it."""
+
+    snapshot: RunSnapshot
+    node: str | None
+    """The one that has the weights."""
+    why_no_tasks: str | None
+    fused: tuple[Fused, ...] = ()
+    """The outcomes of its fusions, newest first."""
+
+    @property
+    def run(self) -> str:
+        return self.snapshot.record.id
+
+    @property
+    def folder(self) -> Path | None:
+        """The newest fused model, where it is on this machine."""
+        paths = (Path(fused.path) for fused in self.fused if fused.accepted)
+        return next(filter(Path.is_dir, paths), None)
+
+    def nodes(self, kind: str) -> str:
+        """Those that the task runs on."""
+        nodes = [rank.node for rank in self.snapshot.ranks]
+        # What is divided begins on the node that has the weights.
+        divided = kind == "evaluate" and nodes[:1] == [self.node]
+        return ", ".join(dict.fromkeys(nodes)) if divided else self.node or ""
+
+
+def uses(use: RunUse, running: RunRecord | None) -> list[DialogChoice]:
+    """`running`: a run that has not ended."""
+    run, record, result = use.run, use.snapshot.record, use.snapshot.result
+    taken = f"{running.id} uses the nodes now: ctrl+x stops it where it is shown" if running is not None else None
+    files = result.files if result is not None else ()
+    no_files = None if any(file.holds != "checkpoint" for file in files) else "it has left no weights with hashes"
+    resumable = {"succeeded": "it has succeeded: there is nothing left to train", "completed": record.cause}
+    no_resume = resumable.get(record.state) if record.state.ended else f"it is {record.state}: it goes on"
+    served = running is not None and (running.task, running.source) == ("serve", run)
+    no_chat = use.why_no_tasks or (None if served else taken)
+    task = use.why_no_tasks or taken
+    node = use.nodes("serve")
+    return [
+        DialogChoice("c", "chat", "ask it, beside its base model", no_chat),
+        DialogChoice("e", "evaluate", "loss and perplexity, beside the base model's", task),
+        DialogChoice("f", "fuse", f"into one model on {node}, and measure what is kept of the gain", task),
+        DialogChoice("s", "serve", f"by the OpenAI API, at 127.0.0.1:8080 of {node}, until it is stopped", task),
+        DialogChoice("F", "fetch", f"copy its weights to ./{run} here", no_files),
+        DialogChoice("p", "publish", "for LM Studio, Ollama, llama.cpp or the Hub", no_files),
+        DialogChoice("r", "resume", "go on with the training from the newest state", no_resume or taken),
+    ]
+
+
+FORMS: Final[dict[str, dict[str, Any]]] = {
+    "b": {},
+    "d": {"dequantize": True},
+    **{str(bits): {"bits": bits} for bits in (8, 6, 5, 4, 3, 2)},
+}
+"""The options of a fusion, by key."""
+
+
+def forms(use: RunUse) -> list[DialogChoice]:
+    """The fused model's forms, with the sizes that a refused fusion has reported."""
+    refused = next((fused for fused in use.fused if not fused.accepted), None)
+    sizes = {(choice.dequantize, choice.bits): size(choice.bytes) for choice in refused.choices} if refused else {}
+
+    def sized(text: str, *, dequantize: bool = False, bits: int | None = None) -> str:
+        size_text = sizes.get((dequantize, bits))
+        return f"{text}, {size_text}" if size_text is not None else text
+
+    tried = f" (tried: {kept_text(refused)})" if refused is not None else ""
+    return [
+        DialogChoice("b", "as it is", f"the base model's own form{tried}"),
+        DialogChoice("d", "16 bits", sized("a quantized base's weights dequantized", dequantize=True)),
+        *(
+            DialogChoice(key, f"{key} bits", sized("a quantized base's weights, quantized anew", bits=int(key)))
+            for key in FORMS
+            if key.isdecimal()
+        ),
+    ]
+
+
+_EFFECTS: Final = {
+    "evaluate": "measures the test data, else the validation data, with each of base and trained",
+    "fuse": "writes a copy of the base model with what was trained; refused where less than 95 % of the gain is kept",
+    "serve": "loads the model and answers at http://127.0.0.1:8080/v1 there",
+}
+
+
+def confirm_task(kind: str, use: RunUse, command: str, width: int) -> Confirm:
+    lines = [
+        pair("run", use.run, width, style="bold"),
+        pair("on", use.nodes(kind), width),
+        pair("effect", _EFFECTS[kind], width),
+        pair("lasts", "until ctrl+x stops it" if kind == "serve" else "its nodes are taken until its end", width),
+        pair("as by", f"flightdeck {command} {use.run}", width),
+        pair("then", "it is shown as a run of its own; esc leads back to this one", width),
+    ]
+    return Confirm(f"{kind} the result of {use.run}?", lines, kind.capitalize())
+
+
+TARGETS: Final = {"m": "lmstudio", "o": "ollama", "g": "gguf", "u": "hub"}
+PLACES: Final = (
+    DialogChoice("m", "LM Studio", "into the folder of its models here"),
+    DialogChoice("o", "Ollama", "a folder with a Modelfile, here, and what to run next"),
+    DialogChoice("g", "llama.cpp", "a folder with the weights, here, and the commands that make a GGUF"),
+    DialogChoice("u", "the Hub", "the command that uploads it, with a model card"),
+)
+
+
+def publish_command(use: RunUse) -> str:
+    source = f" --from {shlex.quote(str(use.folder))}" if use.folder is not None else ""
+    return f"flightdeck publish {use.run}{source} --hub OWNER/NAME --private"
