@@ -195,6 +195,8 @@ class TrainedFile(SavedFile):
     node: str
     command: str
     """Uses it, in a shell of that node."""
+    unserved: str | None = None
+    """Why it is not served; None where it can be."""
 
 
 @dataclass(frozen=True)

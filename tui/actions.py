@@ -107,8 +107,10 @@ def _chat(state: DeckState) -> str | None:
         return None
     if state.active:
         return "the run has not ended"
-    saved = state.snapshot.trained or (state.snapshot.result is not None and state.snapshot.result.files)
-    return None if saved else "the run has saved no weights"
+    if (trained := state.snapshot.trained) is not None:
+        return trained.unserved
+    left = state.snapshot.result is not None and state.snapshot.result.files
+    return None if left else "the run has saved no weights"
 
 
 def _plot(state: DeckState) -> str | None:

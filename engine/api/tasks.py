@@ -14,8 +14,8 @@ from engine.api.launches import LaunchesApi
 from engine.api.runs import RunsApi
 from engine.config.models import CheckpointConfig, Config, ConsistencyConfig, select_nodes
 from engine.errors import InputError
+from engine.job.traits import FrameworkTraits
 from engine.models import RunRecord
-from engine.protocol.job import STRATEGIES
 from engine.protocol.task import API_TOKEN_ENV, Task, TaskKind, is_loopback
 from engine.run.journal import read_history
 from engine.run.run_plan import read_plan
@@ -55,6 +55,7 @@ class TasksApi:
 
     def _config(self, run: str, request: TaskRequest) -> Config:
         directory = self._runs.find_trained(run)
+        _refuse_divided(read_plan(directory.plan).config.job.kind.framework, request)
         record, weights = _weights(directory)
         options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
         task = Task(request.kind, record.id, weights.path, request.fused, options)
@@ -64,7 +65,7 @@ class TasksApi:
 def _weights(directory: RunDir) -> tuple[RunRecord, TrainedFile | ResultFile]:
     snapshot = RunWatch(directory).poll()
     record, weights, yet = snapshot.record, _newest_weights(snapshot), ""
-    why, todo = read_plan(directory.plan).config.job.kind.why_no_tasks, "see `flightdeck runs` for one that has"
+    why, todo = read_plan(directory.plan).config.job.kind.own_model, "see `flightdeck runs` for one that has"
     if not record.state.ended:
         why, todo, yet = f"it is {record.state}", f"wait for its end, or stop it: flightdeck abort {record.id}", " yet"
     elif weights is None:
@@ -88,6 +89,17 @@ def serve_request(host: str, port: int, max_tokens: int = 512, *, divided: bool)
     return TaskRequest("serve", {"host": host, "port": port, "max_tokens": max_tokens}, divided=divided)
 
 
+def _refuse_divided(framework: FrameworkTraits, request: TaskRequest) -> None:
+    """Raises InputError for what takes a model that is divided, or served, where the framework has none."""
+    if framework.unserved is None:
+        return
+    if request.kind == "serve":
+        raise InputError(framework.unserved)
+    if request.kind == "generate" and request.divided:
+        why = f"{framework.title} has the whole model on each rank"
+        raise InputError("it answers on one node", why=why, todo="leave out --divided")
+
+
 def _as_launched(directory: RunDir) -> Config:
     """The configuration of a run's last attempt, with what was decided for it."""
     history = read_history(directory)
@@ -101,8 +113,9 @@ def _with_task(config: Config, task: Task, node: str, *, divided: bool) -> Confi
     if not divided or node != config.nodes[0].name:
         config = select_nodes(config, [node])
     job = config.job
-    if len(config.nodes) == 1 and job.kind.strategy.least_ranks > 1:
-        job = job.model_copy(update={"strategy": STRATEGIES[job.framework][0]})
+    framework, alone = job.kind.framework, len(config.nodes) == 1 and job.kind.strategy.least_ranks > 1
+    if alone or framework.unserved is not None:
+        job = job.model_copy(update={"strategy": framework.undivided})
     left_out = ("report_to", "resume_adapter_file", "adapter_path")
     kept = {key: value for key, value in job.mlx_lm.items() if key not in left_out}
     env = dict(job.env)

@@ -128,7 +128,7 @@ def _check_memory(config: Config, need: MemoryNeed, findings: NodeFindings) -> N
     share, described = memory_share(need), describe_memory(need)
     if share is not None and share > 1:
         findings.fault(described)
-    elif share is None and config.job.kind.own_model is None:
+    elif share is None and config.job.kind.own_model is None and config.job.kind.trains:
         findings.warn(described)
     else:
         findings.passed.append(described)

@@ -73,11 +73,6 @@ class JobKind:
         return self.framework.trainer
 
     @property
-    def why_no_tasks(self) -> str | None:
-        """None where what it trained can be evaluated, fused, asked and served."""
-        return self.own_model or self.framework.no_tasks
-
-    @property
     def survivors_keep_state(self) -> bool:
         """Ranks that lost another one can save all that a restart needs."""
         return self.reports and not self.strategy.partitioned
@@ -156,7 +151,8 @@ class ResultTask(JobKind):
 
     @property
     def program(self) -> str:
-        return f"{self.framework.trainer.rpartition('.')[0]}.{self.module}"
+        trainer = self.framework.trainer
+        return trainer if self.framework.runs_tasks else f"{trainer.rpartition('.')[0]}.{self.module}"
 
 
 class Evaluation(ResultTask):

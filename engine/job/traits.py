@@ -20,6 +20,8 @@ class FrameworkTraits:
     """A command may import these."""
     trainer: str
     """The module that each rank of a training runs."""
+    undivided: Strategy
+    """Every rank has the whole model."""
     adapters: str
     """The library whose adapters it trains."""
     tcp_backend: Literal["ring", "gloo"]
@@ -33,8 +35,10 @@ class FrameworkTraits:
     """Its trainer compresses checkpoints as [checkpoint] says."""
     takes_launchers: bool = False
     """Flight Deck takes the place of PyTorch's launcher that a command begins with."""
-    no_tasks: str | None = None
-    """Why there is no program of ours that uses what it trained; None where there is one for each task."""
+    runs_tasks: bool = False
+    """Its trainer does tasks on what was trained, too; else a module beside it for each kind does."""
+    unserved: str | None = None
+    """Why what it has trained is neither served, nor divided over the ranks of a task; None where it can be."""
     unmeasured: str | None = None
     """Why no node's step is measured alone; None where one is."""
 
@@ -48,7 +52,7 @@ class FrameworkTraits:
 
 
 MLX: Final = FrameworkTraits(
-    "mlx", "MLX", ("mlx", "mlx-lm"), ("mlx", "mlx-lm"), "engine.trainer.main", "mlx-lm", "ring"
+    "mlx", "MLX", ("mlx", "mlx-lm"), ("mlx", "mlx-lm"), "engine.trainer.main", "data", "mlx-lm", "ring"
 )
 TORCH: Final = FrameworkTraits(
     "torch",
@@ -56,6 +60,7 @@ TORCH: Final = FrameworkTraits(
     ("torch", "accelerate", "transformers", "peft"),
     ("torch",),
     "engine.torch_trainer.main",
+    "ddp",
     "peft",
     "gloo",
     by_mlx_launch=False,
@@ -63,7 +68,8 @@ TORCH: Final = FrameworkTraits(
     waits_busily=False,
     compresses=False,
     takes_launchers=True,
-    no_tasks="Flight Deck evaluates, fuses, generates and serves with MLX, not with PyTorch",
+    runs_tasks=True,
+    unserved="serving needs an MLX run: `flightdeck generate` answers",
     unmeasured="single nodes are measured with MLX alone: a PyTorch job has equal shares, unless [[node]] share sets "
     "them",
 )

@@ -200,7 +200,8 @@ class RunWatch:
             "torch": ["-c", _GENERATE.format(str(path.parent if adapters else path))],
         }
         argv = [node.python, *generate[config.job.framework]]
-        return TrainedFile(saved.path, saved.size, node.name, " ".join(map(quoted, argv)))
+        command, unserved = " ".join(map(quoted, argv)), config.job.kind.framework.unserved
+        return TrainedFile(saved.path, saved.size, node.name, command, unserved)
 
     def result(self) -> RunResult:
         """The result so far, as of the last poll."""

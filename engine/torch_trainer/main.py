@@ -1,4 +1,4 @@
-"""The PyTorch trainer, the built-in recipe for fine-tuning: `python -m engine.torch_trainer.main`.
+"""The PyTorch trainer, for the built-in fine-tuning and for tasks on its result: `python -m engine.torch_trainer.main`.
 
 PyTorch is imported late: it takes seconds, in which a stop is already heard and a wrong specification reported."""
 
@@ -8,16 +8,20 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import sys
 import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from engine.training.process import TrainingProcess, run_rank
+from engine.training.reporting import PeerLost
 
 if TYPE_CHECKING:
     from engine.torch_trainer.train import TorchLoop
 
+_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited", re.IGNORECASE)
+"""gloo's and NCCL's messages on the ranks that lose another one."""
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _M_MMAP_THRESHOLD = -3
 """mallopt(3)'s number for the same."""
@@ -25,12 +29,24 @@ _THRESHOLD_BYTES = 2**20
 
 
 def main() -> NoReturn:
-    code = run_rank(lambda process: import_trainer(process.spec.backend).train(process))
+    code = run_rank(_run)
     sys.stdout.flush()
     sys.stderr.flush()
     # The interpreter's own end now and then aborts a rank that has completed, by a thread of the group that is still
     # there: "terminate called without an active exception".
     os._exit(code)
+
+
+def _run(process: TrainingProcess) -> None:
+    trainer = import_trainer(process.spec.backend)
+    if process.spec.task is not None:
+        from engine.torch_trainer import result_tasks as trainer
+    try:
+        trainer.run(process)
+    except RuntimeError as error:
+        if _LOST_PEER.search(str(error)):
+            raise PeerLost(str(error)) from error
+        raise
 
 
 def load_training(process: TrainingProcess) -> TorchLoop:

@@ -33,21 +33,28 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of the computation, by TorchSettings.precision."""
 
 
-def load_model(job: Job, settings: TorchSettings, warn: Callable[[str], None] = lambda _: None) -> Any:
-    """Only trained parameters are unfrozen, and float32; frozen ones have the computation's type. Raises JobError."""
-    # Every rank initialises the same adapter.
-    torch.manual_seed(job.seed)
+def base_type(job: Job, settings: TorchSettings) -> torch.dtype:
+    """That in which the model is loaded to be trained."""
+    return torch.float32 if job.fine_tune_type == "full" else DTYPES[settings.precision]
+
+
+def load_base(job: Job, dtype: torch.dtype) -> Any:
+    """The model as it is in the job's directory. Raises JobError."""
     disable_progress_bar()
-    full = job.fine_tune_type == "full"
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            job.model,
-            local_files_only=True,
-            trust_remote_code=job.trust_remote_code,
-            dtype=torch.float32 if full else DTYPES[settings.precision],
+        return AutoModelForCausalLM.from_pretrained(
+            job.model, local_files_only=True, trust_remote_code=job.trust_remote_code, dtype=dtype
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise JobError(f"the model in {job.model} cannot be loaded: {first_line(error)}") from error
+
+
+def load_model(job: Job, dtype: torch.dtype, warn: Callable[[str], None] = lambda _: None) -> Any:
+    """Only trained parameters are unfrozen, and float32; frozen ones are of `dtype`. Raises JobError."""
+    # Every rank initialises the same adapter.
+    torch.manual_seed(job.seed)
+    full = job.fine_tune_type == "full"
+    model = load_base(job, dtype)
     name, layers = decoder_layers(model)
     count = job.layers(len(layers))
     first = len(layers) - count if count >= 0 else 0

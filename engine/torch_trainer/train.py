@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import resource
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor
 
 from engine.protocol.job import TorchSettings, config_hash
@@ -25,6 +25,7 @@ from engine.torch_trainer.model import (
     EMPTY,
     FACTS_FILE,
     TrainedFolder,
+    base_type,
     count_parameters,
     load_model,
     load_tokenizer,
@@ -38,25 +39,18 @@ from engine.training.checkpoint_files import Origin, TrainingPoint, package_vers
 from engine.training.data import Batch, DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
 from engine.training.loop import TrainingLoop, report_start
 from engine.training.process import TrainingProcess
-from engine.training.reporting import Diverged, Outcome, PeerLost, SavedWeights, check_equal
+from engine.training.reporting import Diverged, Outcome, SavedWeights, check_equal
 from engine.training.sampler import Indices, dropout_seed
 
 _PACKAGES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
 """DeepSpeed is only needed for its strategy."""
-_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited", re.IGNORECASE)
-"""gloo's and NCCL's messages on the ranks that lose another one."""
 
 
-def train(process: TrainingProcess) -> None:
-    """Run the job to its end or to an agreed stop. Raises JobError, GroupError, PeerLost, Diverged, OSError."""
-    try:
-        load_training(process).run_and_test()
-        # The first rank to exit would take the others down.
-        dist.barrier()
-    except RuntimeError as error:
-        if _LOST_PEER.search(str(error)):
-            raise PeerLost(str(error)) from error
-        raise
+def run(process: TrainingProcess) -> None:
+    """Run the job to its end or to an agreed stop. Raises JobError, GroupError, Diverged, OSError."""
+    load_training(process).run_and_test()
+    # The first rank to exit would take the others down.
+    dist.barrier()
 
 
 def load_training(process: TrainingProcess) -> TorchLoop:
@@ -69,7 +63,7 @@ def load_training(process: TrainingProcess) -> TorchLoop:
     reporter.print(f"rank {process.rank} of {spec.world_size} on {spec.rank(process.rank).node}: loading")
     tokenizer = load_tokenizer(job)
     job, examples, valid, test = load_splits(job, row_format(job, tokenizer), reporter)
-    model = load_model(job, settings, reporter.warn)
+    model = load_model(job, base_type(job, settings), reporter.warn)
     inputs, checksum = checksums(job, train=examples, valid=valid), files_checksum(job, adapter=True)
     check_equal(all_gather_object(rank_facts(spec, examples, valid, checksum)))
     counts = count_parameters(model)
@@ -174,7 +168,7 @@ class TorchLoop(TrainingLoop):
             "own_loss": sum(loss_sums) / sum(counts) if sum(counts) else None,
         }
         steps = {iteration.number: iteration for iteration in iterations}
-        self._report_update(steps, (losses, tokens), facts, learning_rate, _peak_memory(device))
+        self._report_update(steps, (losses, tokens), facts, learning_rate, peak_memory(device))
         self._end_update(last)
         for iteration in iterations:
             self.loader.end_batch(iteration.number - 1)
@@ -197,11 +191,7 @@ class TorchLoop(TrainingLoop):
         return _Iteration(number, batch, time.perf_counter() - started)
 
     def _sum(self, values: list[float]) -> list[float]:
-        if self._ranks == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self._accelerator.device)
-        sums: list[float] = self._accelerator.gather(tensor).reshape(self._ranks, -1).sum(0).tolist()
-        return sums
+        return sum_over_ranks(self._accelerator, values)
 
     def _loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         share = self.loader.validation_share(indices)
@@ -260,7 +250,15 @@ class TorchLoop(TrainingLoop):
             return False
 
 
-def _peak_memory(device: torch.device) -> int:
+def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]:
+    if accelerator.num_processes == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    sums: list[float] = accelerator.gather(tensor).reshape(accelerator.num_processes, -1).sum(0).tolist()
+    return sums
+
+
+def peak_memory(device: torch.device) -> int:
     """Bytes: of PyTorch's allocator on a GPU, else of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

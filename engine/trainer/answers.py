@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,7 @@ from engine.trainer.variants import broadcast_tensors, build
 from engine.training.data import files_checksum, rank_job
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Outcome
-
-VARIANTS = ("base", "adapter")
-"""In the order in which they answer: what is fused cannot be taken out again."""
-
-
-@dataclass(frozen=True)
-class GenerateOptions:
-    """Task.options."""
-
-    prompts: list[str | list[dict[str, str]]]
-    """Each a user's message, or a conversation: messages with `role` and `content`."""
-    variants: list[str] = field(default_factory=lambda: [*VARIANTS])
-    max_tokens: int = 256
-    temperature: float = 0.0
-    """0: the most probable token, always."""
-    top_p: float = 1.0
-    seed: int = 0
-    """Set anew before each answer."""
-    raw: bool = False
-    """Without the tokenizer's chat template."""
+from engine.training.result_tasks import VARIANTS, Conversation, GenerateOptions, messages_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +49,7 @@ class Generator:
         if self.divided is not None:
             self.divided.end()
 
-    def answer(self, variant: str, prompt: str | list[dict[str, str]], options: GenerateOptions) -> None:
+    def answer(self, variant: str, prompt: str | Conversation, options: GenerateOptions) -> None:
         """On rank 0: one answer, printed as it comes, and reported. Raises PeerLost, GroupError."""
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         self.process.reporter.print(f"{variant}: {question}")
@@ -98,8 +79,8 @@ class Generator:
         self.process.reporter.event("result", kind="answer", variant=variant, **facts)
 
 
-def _encoded(tokenizer: Any, prompt: str | list[dict[str, str]], *, raw: bool) -> str | list[int]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def _encoded(tokenizer: Any, prompt: str | Conversation, *, raw: bool) -> str | list[int]:
+    messages = messages_of(prompt)
     if raw or not tokenizer.has_chat_template:
         return "\n".join(message["content"] for message in messages)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -130,9 +111,7 @@ def load(process: TrainingProcess, collective: Collective, task: Task) -> Genera
 def answer_prompts(process: TrainingProcess, collective: Collective) -> None:
     """Answer all prompts of the task. Raises JobError, GroupError, PeerLost."""
     reporter, task = process.reporter, Task(**process.spec.task or {})
-    options = GenerateOptions(**task.options)
-    if "adapter" in options.variants and task.weights is None:
-        raise JobError("the run has saved no weights: only the base model can answer")
+    options = GenerateOptions.of(task)
     generator = load(process, collective, task)
     for variant in VARIANTS:
         if variant in options.variants and not generator.stopping:

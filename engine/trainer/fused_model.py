@@ -4,9 +4,8 @@ an update smaller than that is lost."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model
 
 from engine.protocol.job import Job, JobError
-from engine.trainer.collective import Collective, TensorSpec, broadcast_object
+from engine.trainer.collective import Collective, TensorSpec
 from engine.trainer.saver import write_model
 from engine.trainer.variants import Variants, build, load_tensors, put
 from engine.trainer.weights import WeightStream
-from engine.training.checkpoint_files import replace_folder
 from engine.training.process import TrainingProcess
 from engine.training.reporting import SavedWeights
+from engine.training.result_tasks import FusionTask
 
-KEEP = 0.95
-"""Least share of the gain, by default."""
-_EQUAL = 1e-3
-"""Largest relative difference of two losses that are the same, where there is no gain to compare with."""
-_NO_GAIN = 1e-6
-"""Relative to the loss: what float32 does not show."""
 _WIDER_BITS = (5, 6, 8)
 _LEAST_GROUP = 32
 """Fewest weights with one scale in MLX's affine quantization."""
@@ -46,28 +39,6 @@ class FusedForm:
     dequantize: bool = False
     """All layers, not the fused ones alone."""
     bits: int | None = None
-
-
-@dataclass(frozen=True)
-class FusionResult:
-    kept: float | None
-    """Share of the gain; None without a gain."""
-    accepted: bool
-    why: str | None
-    """Why it is not accepted, or that there was no gain."""
-
-    @classmethod
-    def of(cls, base: float, adapter: float, fused: float, *, keep: float, rounding: str) -> FusionResult:
-        """From the three losses. `rounding`: what fusing did to the weights."""
-        gain = base - adapter
-        if not gain > _NO_GAIN * abs(base):
-            equal = abs(fused - adapter) <= _EQUAL * abs(adapter)
-            why = f"there is no gain to keep: the loss is {adapter:.4f} with the adapter and {base:.4f} without"
-            return cls(None, equal, why if equal else f"{why}, but {fused:.4f} fused ({rounding})")
-        kept = (base - fused) / gain
-        losses = f"the loss is {base:.4f} without the adapter, {adapter:.4f} with it, {fused:.4f} fused"
-        why = f"{rounding} kept {kept:.1%} of the gain, less than {100 * keep:g}%: {losses}"
-        return cls(kept, kept >= keep, None if kept >= keep else why)
 
 
 @dataclass(frozen=True)
@@ -130,76 +101,22 @@ def _fused(layer: Any, form: FusedForm) -> tuple[nn.Module, dict[str, Any] | Non
 
 
 def fuse(process: TrainingProcess, collective: Collective) -> None:
-    """One rank's part of the task: rank 0 writes the model, all measure it. Raises JobError, GroupError, PeerLost,
-    OSError."""
+    """One rank's part of the task. Raises JobError, GroupError, PeerLost, OSError."""
     variants = Variants.of(process, collective)
-    task, options = variants.task, variants.task.options
-    if task.weights is None:
-        raise JobError("there are no weights to fuse")
-    form = FusedForm(bool(options.get("dequantize")), options.get("bits"))
-    target = Path(options.get("path") or process.home / "fused").expanduser()
-    fusion = Fusion(variants, Path(task.weights), target, form)
-    try:
-        variants.end(stopped=not fusion.run())
-    finally:
-        if collective.rank == 0:
-            shutil.rmtree(fusion.scratch, ignore_errors=True)
+    options = variants.task.options
+    Fusion(variants, FusedForm(bool(options.get("dequantize")), options.get("bits"))).run_to_end()
 
 
 @dataclass(frozen=True)
-class Fusion:
-    variants: Variants
-    source: Path
-    target: Path
+class Fusion(FusionTask):
     form: FusedForm
 
-    @property
-    def scratch(self) -> Path:
-        """Where the model is until it has been measured; always the same, so that a killed fusion's is found."""
-        return self.target.with_name(f".{self.target.name}.fusing")
-
-    def run(self) -> bool:
-        """Fuse and measure, on every rank; False when stopped. Raises JobError, PeerLost, OSError."""
-        if self.target.exists() and self.variants.collective.rank == 0:
-            raise JobError(f"{self.target} exists already: remove it, or name another path")
-        measure = self.variants.measure
-        if (base := measure("base", None)) is None or (adapter := measure("adapter", self.source)) is None:
-            return False
-        saved, rounding = self._write() if self.variants.collective.rank == 0 else (None, None)
-        rounding = broadcast_object(self.variants.collective, rounding, 0)
-        if rounding is None or (fused := measure("fused", self.scratch)) is None:
-            return False
-        keep = self.variants.task.options.get("keep")
-        result = FusionResult.of(base, adapter, fused, keep=KEEP if keep is None else keep, rounding=rounding)
-        if saved is not None:
-            self._report(saved, result)
-        return True
-
-    def _report(self, saved: SavedWeights, result: FusionResult) -> None:
-        reporter = self.variants.process.reporter
-
-        def take() -> SavedWeights:
-            replace_folder(self.scratch, self.target)
-            return replace(saved, path=self.target, folder=self.target)
-
-        if result.accepted:
-            reporter.save(0, self.target, take, last=True)
-        choices = [] if result.accepted else self._choices()
-        facts = {"path": str(self.target), "bytes": saved.bytes, **asdict(result), "choices": choices}
-        reporter.event("result", kind="fused", **facts)
-        reporter.print(f"{'fused' if result.accepted else 'not fused'}{f': {result.why}' if result.why else ''}")
-
     def _write(self) -> tuple[SavedWeights, str] | tuple[None, None]:
-        """Write the model into `scratch`; with its `rounding`. None when stopped."""
-        process, job, folder = self.variants.process, self.variants.job, self.target.parent
-        process.reporter.phase("saving")
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
+        process, job = self.variants.process, self.variants.job
         model = FusedModel.of(job, self.source, self.form)
         if self.form.bits is not None and not model.bits:
             raise JobError(f"bits = {self.form.bits}: the layers to fuse are not quantized")
-        if (free := shutil.disk_usage(folder).free) < model.nbytes:
-            raise JobError(f"{folder} has {free:,} bytes free, and the fused model needs {model.nbytes:,}")
+        self._make_room(model.nbytes)
 
         def arrays() -> Iterator[mx.array]:
             for array in model.weights.arrays:
@@ -217,7 +134,6 @@ class Fusion:
         return saved, model.rounding
 
     def _choices(self) -> list[dict[str, Any]]:
-        """Other forms, each with its bytes of weights: none where the base is not quantized."""
         job = self.variants.job
         if not (bits := FusedModel.of(job, self.source, self.form).bits):
             return []

@@ -4,23 +4,19 @@ over the group, in parts, and keep those that are theirs."""
 
 from __future__ import annotations
 
-import gc
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_config
 
-from engine.protocol.job import Job, JobError, config_hash
+from engine.protocol.job import Job, JobError
 from engine.protocol.partition import parse_split
 from engine.protocol.safetensors import CheckpointError, check_header, misfit
 from engine.protocol.task import Task
@@ -29,24 +25,16 @@ from engine.trainer.model import add_adapter, limit_cache, load_base, load_token
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.train import make_strategy
 from engine.trainer.weights import floats
-from engine.training.data import Split, files_checksum, rank_job, warn_of_truncation
-from engine.training.loop import sum_losses
+from engine.training.data import rank_job
 from engine.training.process import TrainingProcess
-from engine.training.reporting import Outcome
+from engine.training.result_tasks import MeasuredVariants, evaluated_split
 
 _PART_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class Variants:
-    """Every call is made by every rank."""
-
-    process: TrainingProcess
+class Variants(MeasuredVariants):
     collective: Collective
-    job: Job
-    task: Task
-    split: str
-    examples: Split
 
     @classmethod
     def of(cls, process: TrainingProcess, collective: Collective) -> Variants:
@@ -54,68 +42,25 @@ class Variants:
         spec, task = process.spec, Task(**(process.spec.task or {}))
         job = _evaluated(rank_job(spec.job or {}, spec.rank(collective.rank), process.home), collective.size)
         set_up_device(job, collective.rank)
-        form, warn = row_format(job, load_tokenizer(job, load_config(job.model))), partial(warn_of_truncation, job)
-        names = [task.options["split"]] if task.options.get("split") else ["test", "valid"]
-        splits = {name: Split(job, name, form, partial(warn, process.reporter)) for name in names}
-        if (split := next((name for name in names if len(splits[name])), None)) is None:
-            files = " and ".join(f"{name}.jsonl" for name in names)
-            raise JobError(f"{job.data} has no examples to evaluate on: {files} missing or empty")
-        data, model = f"{split}.jsonl {splits[split].checksum:08x}", files_checksum(job, adapter=False)
-        configuration = config_hash(spec.job or {})
-        collective.check_equal({"the job's configuration": configuration, "the model": model, "the data": data})
-        return cls(process, collective, job, task, split, splits[split])
+        form = row_format(job, load_tokenizer(job, load_config(job.model)))
+        variants = cls(process, job, task, *evaluated_split(job, task, form, process.reporter), collective)
+        collective.check_equal(variants.facts)
+        return variants
 
-    def measure_all(self) -> None:
-        """Measure those that the task asks for, by default all that there are, and end. Raises JobError, PeerLost."""
-        paths = {"base": "", "adapter": self.task.weights, "fused": self.task.fused}
-        present = {name: Path(path) if path else None for name, path in paths.items() if path is not None}
-        chosen = self.task.options.get("variants") or present
-        if lacking := [name for name in chosen if name not in present]:
-            raise JobError(f"there is nothing to evaluate as {', '.join(lacking)}, only {', '.join(present)}")
-        self.end(stopped=any(self.measure(name, present[name]) is None for name in chosen))
-
-    def end(self, *, stopped: bool) -> None:
-        # The first rank to exit would take the others down.
-        self.collective.barrier()
-        self.process.reporter.end(Outcome(not stopped, stopped, 0))
-
-    def measure(self, variant: str, path: Path | None) -> float | None:
-        """The mean cross-entropy over all targets, reported by rank 0; None when stopped. `path`: of a safetensors file
-        or a model's directory on rank 0's node; None: the job's model. Raises JobError, PeerLost."""
-        reporter = self.process.reporter
-        reporter.phase("loading")
-        strategy = self._load(path)
-        reporter.phase("validating")
-        started = time.perf_counter()
-        total, tokens, stopped = sum_losses(self._losses(strategy), self._sum, self.process.control, reporter)
-        seconds = time.perf_counter() - started
-        # One model at a time: the next one takes its place.
-        del strategy
-        gc.collect()
-        mx.clear_cache()
-        if stopped:
-            return None
-        if not tokens:
-            raise JobError(f"no row of {self.split}.jsonl has a target: there is nothing to evaluate")
-        loss = total / tokens
-        if self.collective.rank == 0:
-            measured = {"loss": loss, "perplexity": float(np.exp(loss)), "tokens": tokens, "seconds": seconds}
-            reporter.event("result", kind="evaluation", variant=variant, split=self.split, **measured)
-            reporter.print(f"{variant}: {self.split} loss {loss:.4f}, perplexity {measured['perplexity']:.3f}")
-        return loss
+    def broadcast(self, value: Any) -> Any:
+        return broadcast_object(self.collective, value, 0)
 
     def _sum(self, values: list[float]) -> list[float]:
         return floats(self.collective.all_sum(mx.array(values)))
 
     def _losses(self, strategy: Strategy) -> Iterator[tuple[float, int]]:
         strategy.model.eval()
-        limit = self.task.options.get("batches")
-        batches = self.examples.fixed_batches(self.job.batch_size, self.job.seed, -1 if limit is None else limit)
-        for indices in batches:
+        for indices in self._batches():
             yield strategy.loss(self.examples, indices)
             limit_cache(self.job)
 
     def _load(self, path: Path | None) -> Strategy:
+        mx.clear_cache()
         collective, job = self.collective, self.job
         whole = bool(broadcast_object(collective, path is not None and path.is_dir(), 0))
         with self._directory(path, whole=whole) as directory:

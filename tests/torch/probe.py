@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import Job, JobError, TorchSettings
@@ -117,7 +117,7 @@ def models(request: Request) -> Any:
     for name, keys in request["models"].items():
         try:
             warnings = found[f"{name}, warnings"] = []
-            model = load_model(make_job(request, **keys), TorchSettings(), warnings.append)
+            model = load_model(make_job(request, **keys), torch.float32, warnings.append)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             found[name] = [float(parameter.norm()) for parameter in trained]
         except JobError as error:
@@ -146,7 +146,31 @@ def saved(request: Request) -> Any:
     return found
 
 
-PARTS = (tokens, optimizers, schedules, refusals, models, saved)
+def stock(request: Request) -> Any:
+    """What transformers and peft alone compute with the folders, row by row: the mean loss of the texts' tokens, and
+    the most probable tokens after the prompt."""
+    found = {}
+    tokenizer = AutoTokenizer.from_pretrained(request["model"])
+    for name, folder in request["stock"].items():
+        adapter = (Path(folder) / "adapter_config.json").exists()
+        model = AutoModelForCausalLM.from_pretrained(request["model"] if adapter else folder, dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, folder) if adapter else model
+        losses = []
+        with torch.no_grad():
+            for text in request["texts"]:
+                ids = torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id]])
+                logits = model(input_ids=ids[:, :-1]).logits[0]
+                losses += nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+            ids = torch.tensor([tokenizer.encode(request["prompt"])])
+            start = ids.shape[1]
+            while ids.shape[1] < start + request["tokens"] and ids[0, -1] != tokenizer.eos_token_id:
+                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+        answer = tokenizer.decode(ids[0, start:], skip_special_tokens=True)
+        found[name] = {"loss": sum(losses) / len(losses), "answer": answer}
+    return found
+
+
+PARTS = (tokens, optimizers, schedules, refusals, models, saved, stock)
 
 
 if __name__ == "__main__":

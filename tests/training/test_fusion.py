@@ -16,8 +16,9 @@ from mlx_lm import load
 from engine.protocol.job import Job, JobError
 from engine.protocol.safetensors import check_header
 from engine.protocol.task import Task
-from engine.trainer.fused_model import FusedForm, FusedModel, FusionResult
+from engine.trainer.fused_model import FusedForm, FusedModel
 from engine.trainer.saver import write_model
+from engine.training.result_tasks import FusionResult
 from tests.training.launching import launch
 from tests.training.partitioned_cases import run as run_partitioned
 from tests.training.task_runs import (

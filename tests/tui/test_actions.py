@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.snapshots import ResultFile, RunResult, RunSnapshot
+from engine.snapshots import ResultFile, RunResult, RunSnapshot, TrainedFile
 from tests.tui import fake_engine
 from tui.actions import ACTIONS, BY_ID, GROUPS, action_for, bar, keys, label, markdown
 from tui.app import FlightDeckApp
@@ -69,6 +69,14 @@ def test_the_runs_view_names_the_launch_where_nothing_runs() -> None:
     assert named(IDLE)[0] == "launch" and not {"abort", "search", "log_axis"} & set(named(IDLE))
     assert named(replace(IDLE, snapshot=fake_engine.succeeded()))[:2] == ["launch", "search"]
     assert named(RUNNING)[:2] == ["abort", "search"]
+
+
+def test_a_run_that_cannot_be_served_has_no_chat_and_says_why() -> None:
+    trained = TrainedFile("/home/ana/adapters", 7, "ana", "python", unserved="serving needs an MLX run")
+    ended = replace(IDLE, snapshot=fake_engine.succeeded())
+    assert ended.snapshot is not None
+    torch = replace(ended, snapshot=replace(ended.snapshot, trained=trained))
+    assert BY_ID["chat"].why_not(torch) == "serving needs an MLX run"
 
 
 def test_what_cannot_be_fetched_says_why() -> None:

@@ -103,6 +103,17 @@ async def test_what_cannot_be_done_now_says_why_and_stays(fake: FakeEngine, snap
         assert console.on_deck and fake.started == []
 
 
+async def test_what_cannot_be_served_can_still_be_evaluated(fake: FakeEngine) -> None:
+    source = trained()
+    saved = replace(TRAINED, unserved="serving needs an MLX run")
+    fake.add(replace(source, trained=saved))
+    async with showing(fake) as console:
+        await console.press("u")
+        await console.shows("chat       not now: serving needs an MLX run")
+        await console.shows("serve      not now: serving needs an MLX run")
+        await console.shows("evaluate   loss and perplexity")
+
+
 async def test_no_task_is_started_where_another_run_uses_the_nodes(fake: FakeEngine) -> None:
     fake.add(fake_engine.running(), trained())
     async with showing(fake) as console:

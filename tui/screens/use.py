@@ -164,14 +164,18 @@ def uses(use: RunUse, running: RunRecord | None) -> list[DialogChoice]:
     resumable = {"succeeded": "it has succeeded: there is nothing left to train", "completed": record.cause}
     no_resume = resumable.get(record.state) if record.state.ended else f"it is {record.state}: it goes on"
     served = running is not None and (running.task, running.source) == ("serve", run)
-    no_chat = use.why_no_tasks or (None if served else taken)
+    unserved = use.snapshot.trained.unserved if use.snapshot.trained is not None else None
+    no_server = use.why_no_tasks or unserved
+    no_chat = no_server or (None if served else taken)
     task = use.why_no_tasks or taken
     node = use.nodes("serve")
     return [
         DialogChoice("c", "chat", "ask it, beside its base model", no_chat),
         DialogChoice("e", "evaluate", "loss and perplexity, beside the base model's", task),
         DialogChoice("f", "fuse", f"into one model on {node}, and measure what is kept of the gain", task),
-        DialogChoice("s", "serve", f"by the OpenAI API, at 127.0.0.1:8080 of {node}, until it is stopped", task),
+        DialogChoice(
+            "s", "serve", f"by the OpenAI API, at 127.0.0.1:8080 of {node}, until it is stopped", no_server or taken
+        ),
         DialogChoice("F", "fetch", f"copy its weights to ./{run} here", no_files),
         DialogChoice("p", "publish", "for LM Studio, Ollama, llama.cpp or the Hub", no_files),
         DialogChoice("r", "resume", "go on with the training from the newest state", no_resume or taken),

@@ -78,6 +78,8 @@ def torch_fit(context: PlanContext) -> TorchFit:
     asked = _requested(context)
     precision = _precision(context, asked["precision"], gpus)
     try:
+        if not context.job.kind.trains:
+            raise InputError("nothing is trained: each rank sees itself whether it has room for the model")
         shape = model_shape(context)
         job = _Job(shape, _workloads(context, on_gpu), places)
         options = job.options(asked, precision)

@@ -24,7 +24,7 @@ from engine.run.watch import RunWatch
 from engine.store.layout import RunDir
 from engine.task_result import Evaluated
 from tests.unit.launch.host_layouts import local_layout
-from tests.unit.run.run_maker import START, MadeRun, made_decisions, planned_attempt
+from tests.unit.run.run_maker import START, MadeRun, made_decisions, make_run_config, planned_attempt
 
 ADAPTER = "/node/runs/r/adapters/adapters.safetensors"
 STATE = "/c/step/weights.safetensors"
@@ -77,6 +77,22 @@ async def test_undivided_it_runs_where_the_weights_are(tmp_path: Path, strategy:
     config = await start(tmp_path, run.id, "generate")
     assert [node.name for node in config.nodes] == ["node0"]
     assert config.job.strategy == alone
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
+async def test_pytorch_has_the_whole_model_on_every_rank_and_serves_none(tmp_path: Path, strategy: Strategy) -> None:
+    config = make_run_config(strategy=strategy)
+    config = config.model_copy(update={"job": config.job.model_copy(update={"framework": "torch"})})
+    run = MadeRun(tmp_path, config=config).attempt().events(0, SAVED).state("running", "succeeded", reason="completed")
+    measured = await start(tmp_path, run.close().id, divided=True)
+    assert (measured.job.strategy, len(measured.nodes)) == ("ddp", 2)
+    assert measured.job.kind.program == "engine.torch_trainer.main"
+    with pytest.raises(InputError, match="serving needs an MLX run: `flightdeck generate` answers"):
+        await start(tmp_path, run.id, "serve", options={"host": "127.0.0.1"})
+    with pytest.raises(InputError, match="leave out --divided"):
+        await start(tmp_path, run.id, "generate", divided=True)
+    trained = RunWatch(run.directory).poll().trained
+    assert trained is not None and trained.unserved == "serving needs an MLX run: `flightdeck generate` answers"
 
 
 async def test_every_rank_gets_the_task_and_no_state_to_resume(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from engine.models import NvidiaGpu
 from engine.plan.document import ChosenTorchSettings, Disabled, MemorySection, NoCalibrationSection, TrainingPlan
 from engine.plan.planner import make_plan
 from engine.plan.torch.strategy import choose_precision, generation_of
+from engine.protocol.task import Task
 from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B, QWEN3_32B
 from tests.unit.plan.torch.boxes import FULL, TINY, box, infiniband, plan, section, torch_inputs
 
@@ -266,3 +267,12 @@ def test_what_a_machine_lacks_to_load_a_model_is_in_the_reason() -> None:
 def test_an_unknown_machine_may_have_a_gpu_for_fp16() -> None:
     made = plan(box("a", 2), {**FULL, "precision": "fp16"}, model=TINY, facts={})
     assert [issue.name for issue in made.refusals if issue.name == "precision"] == []
+
+
+def test_a_task_is_not_refused_for_the_memory_of_a_training() -> None:
+    job: dict[str, Any] = {"strategy": "ddp"}
+    training = plan(box("one", 1, A100), FULL, model=LLAMA_70B, job=job)
+    assert "memory" in [refusal.name for refusal in training.refusals]
+    task = plan(box("one", 1, A100), FULL, model=LLAMA_70B, job={**job, "task": Task("evaluate", "run")})
+    assert task.refusals == () and isinstance(task.memory, Disabled)
+    assert "each rank sees itself whether it has room" in task.memory.reason
