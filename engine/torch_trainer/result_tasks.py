@@ -107,8 +107,8 @@ def choose_device(model: Path, needed: int, device: torch.device) -> torch.devic
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), math.inf)
     if needed * ranks > free:
         raise JobError(
-            f"the model in {model} needs {needed / 1e9:.1f} GB on each of the {ranks} ranks of this node, which has "
-            f"{free / 1e9:.1f} GB: here it is whole on each, however it was trained"
+            f"the ranks of this node need {ranks} x {needed / 1e9:.1f} GB for the model in {model}, and "
+            f"{free / 1e9:.1f} GB are free: it is whole on each, however it was trained"
         )
     return torch.device("cpu")
 
@@ -157,7 +157,7 @@ class PeftMerge(FusionTask):
     def run_to_end(self) -> None:
         job, options = self.variants.job, self.variants.task.options
         if self._config.to_dict().get("quantization_config"):
-            todo = "train on the base that is not, or serve it with its adapter"
+            todo = "train on the base that is not, or use the adapter as it is"
             raise JobError(f"the base {job.model} is quantized, and PEFT's merge would round what was learned: {todo}")
         if options.get("dequantize") or options.get("bits"):
             raise JobError("dequantize and bits are for a quantized base, and this one is not")

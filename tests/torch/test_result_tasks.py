@@ -176,7 +176,16 @@ def test_what_cannot_be_done_is_refused_in_words(tiny: Tiny, tmp_path: Path) -> 
     config = json.loads((quantized / "config.json").read_text())
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    huge = tmp_path / "huge"
+    shutil.copytree(tiny.model, huge)
+    header = json.dumps({"a": {"dtype": "U8", "shape": [2**40], "data_offsets": [0, 2**40]}}).encode()
+    with (huge / "model-2.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2**40)
     runs = {
+        "the ranks of this node need 1 x 4837.9 GB for the model": start_task(
+            tmp_path / "huge-task", {**job, "model": str(huge)}, "evaluate", weights
+        ),
         "is quantized, and PEFT's merge would round": start_task(
             tmp_path / "quantized-task", {**job, "model": str(quantized)}, "fuse", weights
         ),
