@@ -49,6 +49,10 @@ def demo_config(home: Path, ranks: int = 2, iters: int = 60) -> Config:
         "val_batches": 2,
         "save_every": min(20, iters),
         "max_seq_length": 256,
+        # A sentence of its corpus, of which all else follows from this beginning.
+        "sample_prompts": ["tower to heron: land"],
+        "sample_every": iters,
+        "sample_tokens": 7,
     }
     return Config(
         cluster=ClusterConfig(name="demo", backend="ring"),

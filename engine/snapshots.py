@@ -13,6 +13,20 @@ from engine.task_result import TaskResult
 
 
 @dataclass(frozen=True)
+class Sample:
+    """An answer to one of the job's sample_prompts."""
+
+    iteration: int
+    """By the weights after it; 0: by those that the training began with."""
+    prompt: str
+    text: str
+    tokens: int
+    seconds: float
+    share: float | None = None
+    """Time for answers over the training time in the attempt so far; None at iteration 0."""
+
+
+@dataclass(frozen=True)
 class RankReport:
     """The newest report of one rank, from its events."""
 
@@ -54,6 +68,8 @@ class RankReport:
     """The last one that was finished of data that is streamed."""
     warnings: tuple[str, ...] = ()
     """The newest of this attempt."""
+    samples: tuple[Sample, ...] = ()
+    """The first and the two newest answers to each prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +365,10 @@ class RunSnapshot:
         texts = dict.fromkeys(text for rank in self.ranks for text in rank.warnings)
         named = {text: [str(rank.rank) for rank in self.ranks if text in rank.warnings] for text in texts}
         return tuple(f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {text}" for text, numbers in named.items())
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return self.ranks[0].samples if self.ranks else ()
 
     @property
     def cause(self) -> str | None:

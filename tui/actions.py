@@ -121,6 +121,12 @@ def _plot(state: DeckState) -> str | None:
     return None
 
 
+def _samples(state: DeckState) -> str | None:
+    if state.snapshot is None:
+        return "no run is shown: 5 lists them"
+    return None if state.snapshot.samples else "no answers yet: the job's sample_prompts are answered while it trains"
+
+
 def _fix(state: DeckState) -> str | None:
     return fix if isinstance(fix := fix_for(state), str) else None
 
@@ -248,6 +254,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("wrap", ("w",), "wrap", "Wrap long lines", "logs", LOG_VIEWS, why_not=_log),
     Action("timestamps", ("t",), "timestamps", "Show when each line arrived", "logs", LOG_VIEWS, why_not=_log),
     Action("log_axis", ("L",), "log axis", "Logarithmic loss axis", "display", LOG_VIEWS, why_not=_plot),
+    Action("samples", ("s",), "samples", "Answers of the run while it trains, or the plot", "display", LOG_VIEWS,
+           why_not=_samples),
     Action("maximise", ("z",), "maximise", "Give the pane the whole screen, and back", "display"),
     Action("freeze", ("space",), "freeze", "Hold the display still; data keeps arriving", "display"),
     Action("copy", ("y",), "copy", "Copy what is selected (clipboard, and always a file)", "display"),

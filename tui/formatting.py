@@ -4,14 +4,22 @@ line summaries of a run's attempts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from engine.errors import memory_text, plural
 
 if TYPE_CHECKING:
-    from engine.snapshots import AttemptStatus, FetchProgress, RunResult, RunSnapshot, TrackerStatus, TrainedFile
+    from engine.snapshots import (
+        AttemptStatus,
+        FetchProgress,
+        RunResult,
+        RunSnapshot,
+        Sample,
+        TrackerStatus,
+        TrainedFile,
+    )
 
 NOT_MEASURED = "-"
 """Shown for None: never a guess."""
@@ -159,6 +167,19 @@ def result_text(result: RunResult) -> str:
     if (energy := result.energy) is not None:
         parts.append(f"{energy.joules / 3.6e6:.3g} kWh")
     return "; ".join(parts)
+
+
+def sample_texts(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
+    """Each prompt and its answers, with labels: "prompt", "base" for those before the first update, "at 40"; and
+    their share of the training time."""
+    for prompt in dict.fromkeys(sample.prompt for sample in samples):
+        yield "prompt", prompt
+        for sample in samples:
+            if sample.prompt == prompt:
+                yield f"at {sample.iteration:,}" if sample.iteration else "base", sample.text or NOT_MEASURED
+    newest = max(samples, key=lambda sample: sample.iteration, default=None)
+    if newest is not None and newest.share is not None:
+        yield "answers", f"{newest.share:.1%} of the training time"
 
 
 def fetch_text(step: FetchProgress) -> str:

@@ -4,8 +4,8 @@ Copied from `mlx_lm.lora.CONFIG_DEFAULTS` of mlx-lm 0.32.2, since the console's 
 compares the two. Intended differences: `train` is always true, `num_layers` is -1 (all) for full fine-tuning,
 `adapter_path` defaults to the run's own directory, `grad_checkpoint` can be a number of layers or "auto",
 `learning_rate` "auto" (the rule is here), `optimizer_precision`, `moments`, `max_grad_norm`, `wire`, LOCAL_KEYS,
-TORCH_KEYS, `epochs`, `save_best`, `patience` and `compile_on_cpu` are ours, model and data have no default, and Hugging
-Face data sets are not read."""
+TORCH_KEYS, SAMPLE_KEYS, `epochs`, `save_best`, `patience` and `compile_on_cpu` are ours, model and data have no
+default, and Hugging Face data sets are not read."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _NotNegative = Annotated[int, Field(ge=0, lt=_BELOW)]
 _Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 _SERVICE = r"\s*(tensorboard|wandb|swanlab)\s*"
 _Reporters = Annotated[str, Field(pattern=rf"^{_SERVICE}(,{_SERVICE})*$")]
+_Prompt = Annotated[str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*$")]
 _Argument = FiniteFloat | bool | Annotated[list[FiniteFloat], Field(max_length=8)]
 
 
@@ -209,6 +210,15 @@ KEYS: dict[str, Key] = {
         "all before it. Not in mlx-lm."),
     "patience": Key(COUNT, None,
         "End the training after this many validations in a row without a better loss. Not in mlx-lm."),
+    "sample_prompts": Key(Form(Annotated[list[_Prompt], Field(min_length=1, max_length=8)],
+        "a list of 1 to 8 strings, each of 1 to 2000 characters"), None,
+        "Prompts that are answered greedily while it trains: before the first update, every sample_every iterations, "
+        "and at the end. Where the data are texts, they are continued; else they go through the chat template. "
+        "Answers in between are put off when all would take more than 5 % of the training time. Not in mlx-lm."),
+    "sample_every": Key(COUNT, None,
+        "Iterations between two answers to sample_prompts; by default steps_per_eval. Not in mlx-lm."),
+    "sample_tokens": Key(Form(Annotated[int, Field(ge=1, le=256)], "a whole number from 1 to 256"), 32,
+        "Longest answer to one of sample_prompts, tokens. Not in mlx-lm."),
     "steps_per_report": Key(COUNT, 10, "Iterations between two reports of the loss."),
     "save_every": Key(COUNT, 100, "Iterations between two saves of the adapters or weights."),
     "test": Key(FLAG, False, "Compute the test loss after training."),
@@ -274,7 +284,9 @@ LOCAL_KEYS = ("local_steps", "outer_learning_rate", "outer_momentum")
 """Those of strategy "local" alone."""
 TORCH_KEYS = ("sharding", "zero_stage", "offload", "nvme_path", "precision")
 """Those of framework "torch" alone."""
-MLX_KEYS = ("optimizer_precision", "moments", "wire", *LOCAL_KEYS, "compile_on_cpu", "clear_cache_threshold")
+SAMPLE_KEYS = ("sample_prompts", "sample_every", "sample_tokens")
+_OF_MLX = ("optimizer_precision", "moments", "wire", "compile_on_cpu", "clear_cache_threshold")
+MLX_KEYS = (*_OF_MLX, *LOCAL_KEYS, *SAMPLE_KEYS)
 """Those of framework "mlx" alone."""
 TORCH_OPTIMIZERS = ("adam", "adamw", "sgd")
 """The optimizers that the trainer for PyTorch has; others are MLX's alone."""

@@ -81,6 +81,9 @@ class Job:
     save_best: bool = False
     patience: int | None = None
     resume_adapter_file: str | None = None
+    sample_prompts: list[str] | None = None
+    sample_every: int | None = None
+    sample_tokens: int = 32
     save_every: int = 100
     test: bool = False
     test_batches: int = 500
@@ -200,8 +203,9 @@ def update_elements(elements: int) -> int:
 def config_hash(raw: dict[str, Any]) -> str:
     """SHA-256 of the job as the head wrote it: equal on all ranks of all attempts. It does not depend on the layer
     split, so that another number of ranks can resume with another split; nor on the form of the optimizer's state,
-    which a saved state shows itself; nor on how the ranks of a PyTorch job divide it."""
-    left_out = {"layer_split", "optimizer_precision", "moments"}
+    which a saved state shows itself; nor on what it is asked meanwhile; nor on how the ranks of a PyTorch job divide
+    it."""
+    left_out = {"layer_split", "optimizer_precision", "moments", "sample_prompts", "sample_every", "sample_tokens"}
     if raw.get("framework") == "torch":
         left_out |= {"strategy", "grad_checkpoint", *(entry.name for entry in fields(TorchSettings))}
     job = {key: value for key, value in raw.items() if key not in left_out}

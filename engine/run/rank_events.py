@@ -12,7 +12,7 @@ from typing import Any
 from engine.protocol.events import STEP_FIELD
 from engine.run.json_lines import LineTail, parse_json_line
 from engine.security.sanitise import count_or_none, finite_or_none, moment_or_none, plain, text_or_none
-from engine.snapshots import ChunkProgress, RankReport, SavedFile
+from engine.snapshots import ChunkProgress, RankReport, Sample, SavedFile
 
 NAME_END = 32
 """The name of an event stands in the first bytes of its line."""
@@ -20,6 +20,8 @@ _PATH_LIMIT = 4096
 PHASE_LIMIT = 40
 """Characters."""
 _WARNING_LIMIT, _MOST_WARNINGS = 500, 20
+_SAMPLE_LIMIT, _MOST_SAMPLES = 4000, 3 * 8
+"""Characters of a text, and answers: three to each prompt."""
 _TYPICAL_OF = 20
 """Steps."""
 _SIGN_OF_LIFE = re.compile(rb'"event": "(report|validation|activity|going_on|group)"')
@@ -64,8 +66,8 @@ class RankEvents:
         attempt = event.get("attempt")
         if isinstance(attempt, int) and attempt != self.report.attempt:
             # A new attempt begins with a new process: no earlier report holds for it.
-            before = self.report
-            self.report = RankReport(phase="loading", attempt=attempt, seen_at=before.seen_at, saved=before.saved)
+            kept = {name: getattr(self.report, name) for name in ("seen_at", "saved", "samples")}
+            self.report = replace(RankReport(phase="loading", attempt=attempt), **kept)
             self._step_times.clear()
             self._started_at = None
         changes = self._changes(event)
@@ -92,6 +94,8 @@ class RankEvents:
                 changes = _chunk(event)
             case "warning" if (text := text_or_none(event.get("message"), _WARNING_LIMIT)) is not None:
                 changes = {"warnings": tuple(dict.fromkeys((*self.report.warnings, text)))[-_MOST_WARNINGS:]}
+            case "sample":
+                changes = {"samples": _with_sample(self.report.samples, event)}
             case "phase":
                 changes = {"phase": plain(event.get("phase"), PHASE_LIMIT)}
             case "processes" if self.report.phase in _UNREAD or event.get("state") == "stopped":
@@ -133,6 +137,17 @@ class RankEvents:
             "memory_bytes": count_or_none(event.get("peak_memory_bytes")),
             **{name: norm for name, norm in norms.items() if norm is not None},
         }
+
+
+def _with_sample(samples: tuple[Sample, ...], event: dict[str, Any]) -> tuple[Sample, ...]:
+    prompt, text = (plain(event.get(name) or "", _SAMPLE_LIMIT) for name in ("prompt", "text"))
+    iteration, tokens = (count_or_none(event.get(name)) or 0 for name in ("iteration", "tokens"))
+    seconds, share = (finite_or_none(event.get(name)) for name in ("seconds", "share"))
+    sample = Sample(iteration, prompt, text, tokens, seconds or 0.0, share)
+    # A resumed training repeats what came after its checkpoint.
+    before = [past for past in samples if past.prompt == prompt and past.iteration < iteration]
+    others = [past for past in samples if past.prompt != prompt]
+    return (*others, *before[:1], *before[1:][-1:], sample)[-_MOST_SAMPLES:]
 
 
 def _chunk(event: dict[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from engine.protocol.task import Task
 from engine.trainer.adapter import Adapter
 from engine.trainer.collective import Collective
 from engine.trainer.divided_model import DividedModel
-from engine.trainer.model import load_tokenizer, set_up_device
+from engine.trainer.model import encode_prompt, load_tokenizer, set_up_device
 from engine.trainer.variants import broadcast_tensors, build
 from engine.training.data import files_checksum, rank_job
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Outcome
-from engine.training.result_tasks import VARIANTS, Conversation, GenerateOptions, messages_of
+from engine.training.result_tasks import VARIANTS, Conversation, GenerateOptions
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Generator:
         responses = stream_generate(
             self.model,
             self.tokenizer,
-            _encoded(self.tokenizer, prompt, raw=options.raw),
+            encode_prompt(self.tokenizer, prompt, raw=options.raw),
             max_tokens=options.max_tokens,
             sampler=make_sampler(options.temperature, options.top_p),
         )
@@ -77,15 +77,6 @@ class Generator:
         about = {"prompt": question, "text": "".join(pieces), "finish": last.finish_reason or "stopped"}
         facts = {**about, **counts, **memory, "tokens_per_second": last.generation_tps}
         self.process.reporter.event("result", kind="answer", variant=variant, **facts)
-
-
-def _encoded(tokenizer: Any, prompt: str | Conversation, *, raw: bool) -> str | list[int]:
-    messages = messages_of(prompt)
-    if raw or not tokenizer.has_chat_template:
-        return "\n".join(message["content"] for message in messages)
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return tokens
 
 
 def load(process: TrainingProcess, collective: Collective, task: Task) -> Generator:

@@ -16,6 +16,7 @@ from engine.trainer.collective import Collective
 from engine.trainer.elastic_group import LeftOut
 from engine.trainer.model import limit_cache
 from engine.trainer.replica_check import Corrupted, ReplicaCheck
+from engine.trainer.samples import Samples
 from engine.trainer.saver import Saver
 from engine.trainer.strategies.base import LocalStep, Strategy
 from engine.trainer.weights import floats
@@ -40,6 +41,8 @@ class Loop(TrainingLoop):
     periodic: PeriodicCheckpoints
     emergency: EmergencyCheckpoint
     start: ResumePoint = field(default_factory=ResumePoint)
+    samples: Samples | None = None
+    """None without sample_prompts."""
 
     def __post_init__(self) -> None:
         self._saver = Saver(self.job, self.strategy, self.collective, self.replicas, self.reporter)
@@ -76,6 +79,8 @@ class Loop(TrainingLoop):
                 done = self.point.iteration
                 self.emergency.hold(self._snapshot(done))
                 self._check_replicas(done)
+                if self.samples is not None:
+                    self.samples.begin(done)
                 return super().run()
             except LeftOut as error:
                 self.reporter.warn(f"the other ranks go on without this one: {error}")
@@ -98,6 +103,8 @@ class Loop(TrainingLoop):
             # It may take long.
             self.reporter.phase("saving")
             self.strategy.admit(self._snapshot(iteration))
+        if self.samples is not None and iteration < self.job.iters:
+            self.samples.take(iteration)
         limit_cache(self.job)
 
     def _loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
@@ -201,6 +208,8 @@ class Loop(TrainingLoop):
         if not outcome.completed and not self.periodic.on:
             # Without periodic checkpoints too; and it must not resume from an older emergency checkpoint.
             self.emergency.save_on_stop()
+        if self.samples is not None and not outcome.stopped:
+            self.samples.take(outcome.iteration, last=True)
         # The first rank to exit would take the others down.
         self.collective.barrier()
         if outcome.completed:

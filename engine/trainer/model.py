@@ -23,6 +23,7 @@ from engine.protocol.job import Job, JobError
 from engine.protocol.safetensors import misfit
 from engine.trainer.weights import on_cuda
 from engine.training.data import RowFormat, partly_resumed
+from engine.training.result_tasks import Conversation, messages_of
 
 
 def set_up_device(job: Job, rank: int = 0) -> None:
@@ -101,6 +102,18 @@ def load_tokenizer(job: Job, config: dict[str, Any]) -> Any:
     return load_mlx_lm_tokenizer(job.model, trust, eos_token_ids=config.get("eos_token_id"))
 
 
+def encode_prompt(tokenizer: Any, prompt: str | Conversation, *, raw: bool) -> list[int]:
+    """The tokens of a user's message or a conversation, by the chat template, if there is one, unless `raw`."""
+    messages = messages_of(prompt)
+    if raw or not tokenizer.has_chat_template:
+        text = "\n".join(message["content"] for message in messages)
+        special = tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
+    else:
+        text, special = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), False
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=special)
+    return tokens
+
+
 def add_adapter(job: Job, model: nn.Module) -> None:
     """The job's layers of LoRA or DoRA, which leave the model's output as it is. Raises JobError."""
     layers = job.layers(len(model.layers))
@@ -139,6 +152,8 @@ def recompute_layers(layers: Sequence[nn.Module], wanted: bool | int) -> None:
 
 
 def _recomputing(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not layer.training:
+        return super(type(layer), layer).__call__(*args, **kwargs)
     trained = layer.trainable_parameters()
     generator: Any = mx.random.state
     start = mx.array(generator[0])

@@ -19,6 +19,7 @@ from engine.trainer.elastic_group import ElasticGroup
 from engine.trainer.loop import Loop
 from engine.trainer.model import count_parameters, load_model, memory_mib, row_format, set_up_device
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
+from engine.trainer.samples import Samples
 from engine.trainer.strategies.base import Strategy
 from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.local import LocalSteps
@@ -52,7 +53,10 @@ def load_training(process: TrainingProcess, collective: Collective) -> Loop:
     if job.optimizer_precision == "parameter" and any(value.dtype.size < 4 for _, value in trained):
         reporter.warn("optimizer_precision = parameter: in 16 bits, small updates are lost")
     strategy = make_strategy(process, job, model, examples, collective)
-    return _make_loop(process, job, strategy, (valid, test), inputs)
+    loop = _make_loop(process, job, strategy, (valid, test), inputs)
+    if job.sample_prompts:
+        loop.samples = Samples(job, strategy, tokenizer, process.control, reporter, raw=examples.form == "text")
+    return loop
 
 
 def make_strategy(

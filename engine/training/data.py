@@ -70,6 +70,8 @@ class Split:
         self.plan = chunk_plan(size, job.chunk_size) if large else ChunkPlan.whole(size)
         self.checksum = self._rows.checksum
         """CRC-32 of the file."""
+        self.form: str | None = None
+        """That of the rows, as engine.protocol.jsonl names it; None without any."""
         if size:
             self._tokenise = self._choose_format(row_format, self._rows.rows([0])[0])
 
@@ -100,7 +102,8 @@ class Split:
         return [tokenised[index] for index in indices]
 
     def _choose_format(self, row_format: RowFormat, first: dict[str, Any]) -> Callable[[dict[str, Any]], Tokens]:
-        if form_of(first, self._features) is None:
+        self.form = form_of(first, self._features)
+        if self.form is None:
             raise JobError(f"{self._path}: line {line_number(self._path, 0)} {fault_of(first, None, self._features)}")
         try:
             return row_format(first)

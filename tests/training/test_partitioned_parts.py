@@ -155,6 +155,9 @@ class Part(PartitionedStrategy):
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         raise NotImplementedError
 
+    def logits(self, tokens: mx.array) -> mx.array | None:
+        raise NotImplementedError
+
 
 def parts_of(job: Job, division: list[list[int]], dtype: mx.Dtype = mx.float32) -> list[Part]:
     """Four parameters over so many ranks; one update each."""

@@ -30,6 +30,7 @@ from engine.trainer.loop import Loop
 from engine.trainer.model import load_model, recompute_layers, row_format
 from engine.trainer.optimizer import Updater
 from engine.trainer.replica_check import ReplicaCheck, parameter_checksum
+from engine.trainer.samples import Samples
 from engine.trainer.strategies import data_parallel
 from engine.trainer.strategies.data_parallel import DataParallel, Gradients
 from engine.trainer.strategies.sharded import Sharded
@@ -115,6 +116,8 @@ def train_rank(
         emergency=EmergencyCheckpoint(home, 1, collective.rank, ORIGIN, reporter),
         start=point,
     )
+    if job.sample_prompts:
+        loop.samples = Samples(job, strategy, tokenizer, loop.control, reporter, raw=splits[0].form == "text")
     trained = Trained(job, model)
     trained.outcome = loop.run()
     trained.events = [json.loads(line) for line in path.read_text().splitlines()]

@@ -54,6 +54,7 @@ from engine.snapshots import (
     RankStatus,
     ResultFile,
     RunSnapshot,
+    Sample,
     Series,
     SeriesMark,
     StopProgress,
@@ -280,6 +281,22 @@ def running() -> RunSnapshot:
         record=record(), supervised=True, state_since=ago(41), ranks=ranks(), checks=tuple(CHECKS), series=series(41),
         eta_s=19.0, learning_rate=1e-3, taken_at=NOW,
     )  # fmt: skip
+
+
+def sampled(run: RunSnapshot | None = None) -> RunSnapshot:
+    """With answers to two prompts."""
+    prompts = ("tower to heron: hold", "What must a pilot read back, and why? Answer in a full sentence, please.")
+    samples = [
+        Sample(iteration, prompt, text, 16, 0.1, 0.012 if iteration else None)
+        for prompt in prompts
+        for iteration, text in (
+            (0, "over Over xq over"),
+            (20, "over the over"),
+            (40, "over the beacon, report entering."),
+        )
+    ]
+    first, *others = (run or running()).ranks
+    return replace(run or running(), ranks=(replace(first, samples=tuple(samples)), *others))
 
 
 def starting() -> RunSnapshot:

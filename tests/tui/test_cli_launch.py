@@ -5,7 +5,9 @@ stopped from a shell.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,7 +97,21 @@ def test_a_headless_demo_succeeds_with_one_document_on_stdout(ended_demo: Done) 
     assert record["tokens_per_second"] > 0
     for word in ("pass  versions_match", "pass  gradient_layer", "running", f"iteration {ITERATIONS}/{ITERATIONS}"):
         assert word in ended_demo.err
-    assert ended_demo.err.splitlines()[-1].startswith("succeeded: completed")
+    ended, losses, sentence = ended_demo.err.splitlines()[-3:]
+    assert ended.startswith("succeeded: completed")
+    before, after, *perplexities = map(float, re.findall(r"\d+\.?\d*(?:e\+\d+)?", losses))
+    assert losses.startswith("valid loss ") and before > after
+    assert perplexities == pytest.approx([math.exp(before), math.exp(after)], rel=0.01)
+    assert re.fullmatch(r'"tower to heron: land" goes on as ".*" before, as ".*" after', sentence)
+
+
+def test_its_answers_are_shown(shared_home: Path, ended_demo: Done) -> None:
+    shown = flightdeck(shared_home, "show", id_of(ended_demo)).out
+    assert all(f"  {label:<10} " in shown for label in ("prompt", "base", f"at {ITERATIONS}", "answers"))
+    samples = json.loads(flightdeck(shared_home, "show", id_of(ended_demo), "--json").out)["samples"]
+    assert [(sample["iteration"], sample["prompt"]) for sample in samples] == [
+        *((0, "tower to heron: land"), (ITERATIONS, "tower to heron: land")),
+    ]
 
 
 def test_its_loss_falls(shared_home: Path, ended_demo: Done) -> None:

@@ -398,3 +398,24 @@ async def test_on_a_short_screen_the_highest_peak_is_among_the_figures(fake: Fak
     fake.add(fake_engine.running())
     async with opened(fake, size=SMALL) as console:
         await console.shows("peak 192 MB")
+
+
+@pytest.mark.parametrize("size", [SMALL, (120, 36)], ids=str)
+async def test_s_shows_the_answers_in_place_of_the_plot_and_back(fake: FakeEngine, size: tuple[int, int]) -> None:
+    fake.add(fake_engine.sampled())
+    async with opened(fake, size=size, follow="demo-0314-140130") as console:
+        await console.shows("s samples")
+        await console.press("4", "s")
+        for text in ("tower to heron: hold", "base          over Over xq over", "at 40         over the beacon"):
+            await console.shows(text)
+        assert "── train" not in console.screen and "rank 1  local-1" not in console.screen
+        await console.press("s")
+        await console.shows("rank 0")
+        assert "over the beacon" not in console.screen
+
+
+async def test_a_run_without_sample_prompts_says_why_it_has_no_answers(fake: FakeEngine) -> None:
+    fake.add(fake_engine.running())
+    async with opened(fake, size=SMALL, follow="demo-0314-140130") as console:
+        await console.press("s")
+        assert console.notifications[-1].startswith("samples: no answers yet: the job's sample_prompts")

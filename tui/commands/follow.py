@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -209,6 +210,18 @@ def print_end(lines: Lines, snapshot: RunSnapshot) -> None:
             lines.say(f"  {label + ':':<6} {text}")
     if record.unconfirmed:
         lines.say(f"  stop unconfirmed on {', '.join(record.unconfirmed)}")
+
+
+def print_learned(lines: Lines, snapshot: RunSnapshot) -> None:
+    """The base model beside what was trained: by its validation loss, and by one of its answers."""
+    result = snapshot.result
+    if result is not None and result.base is not None and result.last is not None:
+        losses = result.base, result.last.loss
+        perplexities = " → ".join(f"{math.exp(min(value, 700)):.3g}" for value in losses)
+        lines.say(f"valid loss {' → '.join(map(loss, losses))}, perplexity {perplexities}")
+    if len(answers := [sample for sample in snapshot.samples if sample.prompt == snapshot.samples[0].prompt]) > 1:
+        first, last = answers[0], answers[-1]
+        lines.say(f'"{first.prompt}" goes on as "{first.text}" before, as "{last.text}" after')
 
 
 def ending(record: RunRecord) -> str:

@@ -13,7 +13,7 @@ from engine.api import Config, Engine, ExitCode, with_strategy
 from engine.errors import plural
 from engine.models import RunRecord, RunState
 from engine.snapshots import RunSnapshot, StopProgress
-from tui.commands.follow import Follower, introduce, print_end, until_ended, until_past_preflight
+from tui.commands.follow import Follower, introduce, print_end, print_learned, until_ended, until_past_preflight
 from tui.commands.terminal import Lines, accepted_config, check_terminal, is_person, print_json, progress_lines
 
 
@@ -48,6 +48,7 @@ def _launch(options: argparse.Namespace, engine: Engine, config: Config, *, owne
     lines = progress_lines(options)
     snapshot, interrupted = follow_own(engine, start, lines)
     print_end(lines, snapshot)
+    print_learned(lines, snapshot)
     code = _finish(options, snapshot.record)
     return ExitCode.INTERRUPTED if interrupted else code
 

@@ -39,6 +39,7 @@ from tui.formatting import (
     memory,
     rate,
     result_text,
+    sample_texts,
     table,
     tracker_texts,
     trained_text,
@@ -133,6 +134,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
             "trained": snapshot.trained,
             "result": snapshot.result,
             "trackers": snapshot.trackers,
+            "samples": snapshot.samples,
             "task_results": snapshot.task_results,
             "tasks": engine.runs.tasks_of(record.id),
         }
@@ -161,6 +163,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     _show_watch(lines, snapshot)
     for text in result_lines(snapshot.task_results):
         lines.say(text)
+    for label, text in sample_texts(snapshot.samples):
+        lines.say(f"  {label:<10} {text}")
     _show_result(lines, snapshot)
     for task in engine.runs.tasks_of(record.id):
         lines.say(f"  {task.task or '':<10} {task.state}{f': {task.outcome}' if task.outcome else ''} ({task.id})")

@@ -304,5 +304,8 @@ class DeckScreen(Screen[None]):
         self.focus_pane(pane)
         self._show_placed()
 
+    def do_samples(self) -> None:
+        self.query_one(RunPane).toggle_samples()
+
     def do_log_axis(self) -> None:
         self.query_one(RunPane).plot.toggle_log_axis()

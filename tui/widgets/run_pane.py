@@ -29,7 +29,9 @@ class RunPane(Pane, can_focus=True):
 
     NAME = "run"
     NUMBER = "4"
-    HINTS = ("log_axis", "maximise", "enter")
+    HINTS = ("samples", "log_axis", "maximise", "enter")
+    samples_shown = False
+    """The answers to sample_prompts are in place of all else."""
 
     def compose(self) -> ComposeResult:
         yield Text(id="summary")
@@ -45,6 +47,11 @@ class RunPane(Pane, can_focus=True):
     @property
     def plot(self) -> LossPlot:
         return self.query_one(LossPlot)
+
+    def toggle_samples(self) -> None:
+        self.samples_shown = not self.samples_shown
+        self.scroll_home(animate=False)
+        self.refresh_pane()
 
     def title(self, state: DeckState) -> str:
         if state.snapshot is None:
@@ -67,6 +74,12 @@ class RunPane(Pane, can_focus=True):
             self._put("#ranks", [])
             self._put("#figures", [])
             self._put("#watch", [])
+            return
+        if self.samples_shown and snapshot.samples:
+            self._put("#summary", run_summary.samples(snapshot, self.room - SCROLLBAR_CELLS))
+            for selector in ("#ranks", "#figures", "#watch"):
+                self._put(selector, [])
+            self.plot.display = False
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
         room = self.room - SCROLLBAR_CELLS
@@ -114,6 +127,7 @@ class RunPane(Pane, can_focus=True):
             *run_summary.outcome(state, snapshot, self.room),
             *run_summary.alarms(state, snapshot, 200),
             *run_summary.task_results(snapshot, 200),
+            *run_summary.samples(snapshot, 200),
             *run_summary.trained(snapshot, 200, command=True),
             *run_summary.trackers(snapshot, 200),
             figures(state, snapshot, 200),

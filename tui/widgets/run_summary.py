@@ -21,6 +21,7 @@ from tui.formatting import (
     rate,
     recovery_summary,
     result_text,
+    sample_texts,
     size,
     tracker_texts,
     trained_text,
@@ -121,7 +122,7 @@ def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
         return PENDING, "not started"
     if (link := away(state, rank)) is not None and rank.phase != "ended":
         return UNKNOWN, f"{link.condition} {age(link.since, state.now)}"
-    working = state.active and rank.phase in ("training", "validating", "saving")
+    working = state.active and rank.phase in ("training", "validating", "saving", "generating")
     if working and rank.seen_at is not None and state.age_s(rank.seen_at) > RANK_LIMIT_S:
         return STALE, f"{rank.phase}, silent {age(rank.seen_at, state.now)}"
     if rank.phase == "ended" and rank.exit_code is None:
@@ -306,6 +307,11 @@ def trained(snapshot: RunSnapshot, width: int, *, command: bool) -> list[Content
     text = result_text(result) if result is not None else ""
     text += "; F fetches the weights" if text and result is not None and result.files else ""
     return [*lines, *([pair("result", text, width)] if text else [])]
+
+
+def samples(snapshot: RunSnapshot, width: int) -> list[Content]:
+    """The answers while it trained."""
+    return [pair(label, text, width) for label, text in sample_texts(snapshot.samples)]
 
 
 def task_results(snapshot: RunSnapshot, width: int) -> list[Content]:

@@ -200,6 +200,11 @@ class PartitionedStrategy(Strategy):
         self._contributions += 1
         mx.eval([self.sums[name] for name in names], [] if below is None else below)
 
+    @abstractmethod
+    def logits(self, tokens: mx.array) -> mx.array | None:
+        """Those [rows, length, vocabulary] of `tokens` [rows, length] on the rank that computes the last ones; None on
+        the others. Raises PeerLost."""
+
     def local_norm(self, tokens: int) -> None:
         """None: a rank's gradients are those of its own part of the model, not of its own examples."""
 

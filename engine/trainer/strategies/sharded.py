@@ -223,11 +223,18 @@ class Sharded(PartitionedStrategy):
     def loss(self, examples: Split, indices: Indices) -> tuple[float, int]:
         mine = self.loader.local_share(indices)
         batch = examples.batch(mine) if len(mine) else None
-        rows = Rows.of(batch) if batch else None
+        loss = self._forward_all(Rows.of(batch) if batch else None)
+        return (scalar(loss), batch.targets) if batch and loss is not None else (0.0, 0)
+
+    def logits(self, tokens: mx.array) -> mx.array | None:
+        """On rank 0."""
+        return self._forward_all(tokens if self.collective.rank == 0 else None)
+
+    def _forward_all(self, rows: Rows | mx.array | None) -> mx.array | None:
         hidden, parameters = None, self._gather_first()
         for section in range(self._last + 1):
             hidden, parameters = self._forward(section, parameters, rows, hidden)
-        return (scalar(hidden), batch.targets) if batch and hidden is not None else (0.0, 0)
+        return hidden
 
     def forward_backward(self, batch: Batch, *, last: bool, exact: bool = False) -> tuple[float, int]:
         shards, rows = self._shards, Rows.of(batch, half=self._half)
@@ -281,14 +288,15 @@ class Sharded(PartitionedStrategy):
         return self._shards.finish_gather(0)
 
     def _forward(
-        self, section: int, parameters: Mapping[str, mx.array], rows: Rows | None, hidden: mx.array | None
+        self, section: int, parameters: Mapping[str, mx.array], rows: Rows | mx.array | None, hidden: mx.array | None
     ) -> tuple[mx.array | None, dict[str, mx.array]]:
-        """The section's output (without rows, None: this rank only takes part), and the next one's parameters."""
+        """The section's output (without rows, None: this rank only takes part), and the next one's parameters. The last
+        one's is the loss of `rows`, or the logits of tokens."""
         if section < self._last:
             self._shards.start_gather(section + 1)
         output = None
         if rows is not None:
             with self._shards.with_parameters(section, parameters) as part:
-                output = part.forward(rows, hidden)
+                output = part.forward(rows, hidden) if isinstance(rows, Rows) else part(rows, hidden)
             mx.eval(output)
         return output, self._shards.finish_gather(section + 1) if section < self._last else {}

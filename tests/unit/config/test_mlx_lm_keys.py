@@ -17,6 +17,7 @@ from engine.config.mlx_lm_keys import (
     FORMER_KEYS,
     KEYS,
     LOCAL_KEYS,
+    SAMPLE_KEYS,
     SCHEDULE_ARGUMENTS,
     TORCH_KEYS,
     OptimizerConfig,
@@ -40,7 +41,7 @@ print(json.dumps({"defaults": CONFIG_DEFAULTS, "schedules": schedules, "argument
 """
 OURS = {
     *("optimizer_precision", "moments", "max_grad_norm", "wire", *LOCAL_KEYS),
-    *("epochs", "save_best", "patience", "compile_on_cpu"),
+    *("epochs", "save_best", "patience", "compile_on_cpu", *SAMPLE_KEYS),
 }
 DIFFERENT = {"model", "data", "train", "adapter_path", "grad_checkpoint"}
 
@@ -102,6 +103,24 @@ def test_a_schedule_is_accepted_with_arguments_that_mlx_takes(
     name: str, arguments: list[float], accepted: bool
 ) -> None:
     assert (KEYS["lr_schedule"].form.fault({"name": name, "arguments": arguments}) is None) is accepted
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("sample_prompts", ["Hello"] * 8, True),
+        ("sample_prompts", ["x" * 2000], True),
+        ("sample_prompts", ["Hello"] * 9, False),
+        ("sample_prompts", ["x" * 2001], False),
+        ("sample_prompts", [""], False),
+        ("sample_prompts", [], False),
+        ("sample_prompts", "Hello", False),
+        ("sample_every", 0, False),
+        ("sample_tokens", 257, False),
+    ],
+)
+def test_sample_prompts_are_few_and_short(key: str, value: object, *, accepted: bool) -> None:
+    assert (KEYS[key].form.fault(value) is None) is accepted
 
 
 def test_sizes_are_those_of_mlx_lms_option(installed: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.run.rank_events import RankEvents
-from engine.snapshots import ChunkProgress
+from engine.snapshots import ChunkProgress, Sample
 
 
 def write(path: Path, *events: dict[str, object]) -> None:
@@ -94,6 +94,28 @@ def test_warnings_of_the_attempt_are_kept_wherever_they_lie(tmp_path: Path) -> N
     assert len(kept) == 20 and kept[-1].startswith("98 ") and max(map(len, kept)) <= 500
     write(path, {"event": "start", "attempt": 2})
     assert rank.poll().warnings == ()
+
+
+def test_answers_of_each_prompt_are_kept_first_and_newest_over_attempts(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    rank = RankEvents(path)
+
+    def answered(iteration: int, text: str = "fine", **more: object) -> dict[str, object]:
+        facts = {"text": text, "tokens": 2, "seconds": 0.5, "share": 0.02 if iteration else None}
+        return {"event": "sample", "iteration": iteration, "prompt": "how?", **facts, **more}
+
+    write(path, *(answered(iteration) for iteration in (0, 10, 20, 30)), answered(0, prompt="why?"), step(31))
+    assert [(sample.prompt, sample.iteration) for sample in rank.poll().samples] == [
+        *(("how?", 0), ("how?", 20), ("how?", 30), ("why?", 0)),
+    ]
+    assert rank.report.samples[2] == Sample(30, "how?", "fine", 2, 0.5, 0.02)
+    write(path, {"event": "start", "attempt": 2}, answered(30, "fi\x1b[31mner\n\nx", attempt=2))
+    assert [(sample.iteration, sample.text[:5]) for sample in rank.poll().samples if sample.prompt == "how?"] == [
+        *((0, "fine"), (20, "fine"), (30, "finer")),
+    ]
+    assert not {"\x1b", "\n"} & set(rank.report.samples[-1].text)
+    write(path, *(answered(0, prompt=f"{number}") for number in range(99)), answered(40, "x" * 99_999, attempt=2))
+    assert len(rank.poll().samples) <= 24 and max(len(sample.text) for sample in rank.report.samples) <= 4000
 
 
 def test_one_written_in_the_background_may_be_reported_late(tmp_path: Path) -> None:
