@@ -27,6 +27,16 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class ServedRequests:
+    """The requests that a server has answered in this attempt, its own health checks left out."""
+
+    requests: int
+    tokens: int
+    tokens_per_second: float
+    """In the newest answer, its prompt included in the time."""
+
+
+@dataclass(frozen=True)
 class RankReport:
     """The newest report of one rank, from its events."""
 
@@ -70,6 +80,8 @@ class RankReport:
     """The newest of this attempt."""
     samples: tuple[Sample, ...] = ()
     """The first and the two newest answers to each prompt."""
+    served: ServedRequests | None = None
+    """None before the first answer, and on all ranks but 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from engine.errors import plural
+from engine.snapshots import RunSnapshot, ServedRequests
 from engine.task_result import Answer, Evaluated, Fused, Served, TaskResult
 from tui.formatting import NOT_MEASURED, duration, rate, size, table
 
@@ -21,6 +23,18 @@ def result_lines(results: Sequence[TaskResult]) -> Iterator[str]:
             yield from result.text.splitlines()
         elif isinstance(result, Served):
             yield f"{result.model} answers at {result.address}" + (" to those who have its token" * result.token)
+
+
+def served_text(served: ServedRequests) -> str:
+    requests, tokens = plural(served.requests, "request"), plural(served.tokens, "token")
+    return f"{requests} answered, {tokens}, {rate(served.tokens_per_second)}"
+
+
+def serving_lines(snapshot: RunSnapshot, how_to_stop: str) -> Iterator[str]:
+    """The requests that a server that goes on has answered."""
+    if not snapshot.record.state.ended and any(isinstance(result, Served) for result in snapshot.task_results):
+        served = snapshot.ranks[0].served if snapshot.ranks else None
+        yield f"{served_text(served) if served is not None else 'no request yet'}; {how_to_stop}"
 
 
 def _row(result: Evaluated) -> tuple[str, ...]:

@@ -309,7 +309,7 @@ class AttemptFailed(SyncedEvent, kind="attempt_failed"):
     """When the failure was noticed, on the head."""
     ran_long: bool = False
     """A command that reports no steps ran for longer than `stall_s`, or printed something in LONG_OUTPUT_S different
-    seconds: that counts as progress."""
+    seconds, or a server had answered: that counts as progress."""
     outputs: int = 0
     """Seconds in which one of the ranks of a command that reports no steps printed something."""
     unconfirmed: tuple[str, ...] = ()
@@ -406,6 +406,7 @@ class TrainingStarted(Event, kind="training_started"):
 class ResultReported(SyncedEvent, kind="result"):
     """A result of a task on what another run has trained, by rank 0."""
 
+    attempt: int = 1
     result: TaskResult
 
 

@@ -118,6 +118,8 @@ class RunHistory:
     weights: Mapping[tuple[str, bool], events.WeightsSaved] = field(default_factory=dict)
     """The newest of each kind, and the best (True)."""
     task_results: tuple[TaskResult, ...] = ()
+    """Those of the newest attempt that had any, `results_of`."""
+    results_of: int = 0
     energy: tuple[events.EnergyMeasured, ...] = ()
     training: events.TrainingStarted | None = None
     """The newest."""
@@ -343,7 +345,8 @@ def _changes(history: RunHistory, event: events.Event) -> dict[str, Any]:
         case events.AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
         case events.ResultReported():
-            changes = {"task_results": (*history.task_results, event.result)}
+            earlier = history.task_results if event.attempt == history.results_of else ()
+            changes = {"task_results": (*earlier, event.result), "results_of": event.attempt}
         case events.LaunchDecided():
             changes = {"decisions": (*history.decisions, event.decisions)}
         case events.SupervisorStarted():

@@ -16,6 +16,7 @@ from engine.run.observation import HostView, Judged, Settled
 from engine.run.running import take_in
 from engine.run.shutdown import CleanupProof
 from engine.run.state import Phase, Transition
+from engine.task_result import Served
 
 ABORTED_EARLY = events.Verdict(
     RunState.ABORTED, Reason.USER_ABORT, "stopped as requested, before anything was launched"
@@ -84,12 +85,14 @@ def attempt_failure(t: Transition, number: int, verdict: events.Verdict, reached
     failed_at = (watch.failed_at if watch is not None and watched else None) or t.seen.at
     ran_s = _ran_s(t, number, failed_at)
     outputs = t.seen.command.outputs if t.seen.command is not None and watched else 0
+    answered = t.history.results_of == number and any(isinstance(one, Served) for one in t.history.task_results)
+    ran_long = answered or ran_s > t.state.plan.config.recovery.stall_s or outputs > events.LONG_OUTPUT_S
     return events.AttemptFailed(
         attempt=number,
         verdict=verdict,
         reached=reached or (failures[-1].reached if failures else 0),
         failed_at=failed_at,
-        ran_long=not reached and (ran_s > t.state.plan.config.recovery.stall_s or outputs > events.LONG_OUTPUT_S),
+        ran_long=not reached and ran_long,
         outputs=0 if reached else outputs,
         unconfirmed=tuple(unproved(t)),
     )

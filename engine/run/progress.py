@@ -280,7 +280,7 @@ class EventIntake:
                 self._consistency.replica_check(event)
             case "result" if rank == 0:
                 with contextlib.suppress(ValidationError):
-                    self.on_event(ResultReported.model_validate({"result": event}))
+                    self.on_event(ResultReported.model_validate({"attempt": self._attempt, "result": event}))
             case ("report" | "validation" | "test") as name if rank == 0 or self.any_rank_reports:
                 self._keep(_METRICS[name], event)
 

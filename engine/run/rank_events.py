@@ -12,7 +12,7 @@ from typing import Any
 from engine.protocol.events import STEP_FIELD
 from engine.run.json_lines import LineTail, parse_json_line
 from engine.security.sanitise import count_or_none, finite_or_none, moment_or_none, plain, text_or_none
-from engine.snapshots import ChunkProgress, RankReport, Sample, SavedFile
+from engine.snapshots import ChunkProgress, RankReport, Sample, SavedFile, ServedRequests
 
 NAME_END = 32
 """The name of an event stands in the first bytes of its line."""
@@ -90,8 +90,8 @@ class RankEvents:
                 agreed = event.get("agreed")
                 changes = {"compared_at": count_or_none(event.get("iteration"))}
                 changes["replicas_agree"] = agreed if isinstance(agreed, bool) else None
-            case "chunk":
-                changes = _chunk(event)
+            case "chunk" | "served" as name:
+                changes = _chunk(event) if name == "chunk" else _served(event)
             case "warning" if (text := text_or_none(event.get("message"), _WARNING_LIMIT)) is not None:
                 changes = {"warnings": tuple(dict.fromkeys((*self.report.warnings, text)))[-_MOST_WARNINGS:]}
             case "sample":
@@ -155,3 +155,11 @@ def _chunk(event: dict[str, Any]) -> dict[str, Any]:
     if done is None or of is None or not 0 < done <= of:
         return {}
     return {"chunk": ChunkProgress(done, of, (epoch or 0) + 1)}
+
+
+def _served(event: dict[str, Any]) -> dict[str, Any]:
+    requests, tokens = (count_or_none(event.get(name)) for name in ("requests", "tokens"))
+    rate = finite_or_none(event.get("tokens_per_second"))
+    if requests is None or tokens is None or rate is None:
+        return {}
+    return {"served": ServedRequests(requests, tokens, rate)}

@@ -19,6 +19,8 @@ from engine.run.node_health import HostHealth, lost_after_s, next_health, record
 from engine.run.observation import HostView, ProgressView, RankView
 from engine.run.state import Phase, Transition, WatchState, has_ended
 
+_SERVING_S = 30.0
+"""A server reports at least every 20 s: it generates a token every 10 s, if nobody asks for one."""
 SLOW_PHASES = frozenset({"loading", "validating", "saving", "generating"})
 _TIMES = 5.0
 
@@ -310,8 +312,7 @@ def hang_limit(
     if slow:
         return slow[0], recovery.stall_s
     if "serving" in progress.phases.values():
-        # It generates a token every few seconds, if nobody asks for one.
-        return "serving", hang_s
+        return "serving", max(hang_s, _SERVING_S)
     if progress.long_step_s is not None:
         return "training", max(hang_s, _TIMES * progress.long_step_s)
     if progress.first_step_at is not None and started_at is not None:

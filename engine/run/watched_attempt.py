@@ -216,7 +216,7 @@ class WatchedAttempt:
                 event = event.model_copy(update={"node": self.context.plan.nodes[event.rank]})
                 recorded = newest == event.model_copy(update={"at": newest.at if newest is not None else event.at})
             case events.ResultReported():
-                recorded = event.result in history.task_results
+                recorded = event.attempt == history.results_of and event.result in history.task_results
             case _:
                 recorded = history.training is not None and history.training.attempt == self.context.attempt.number
         if not recorded:

@@ -46,8 +46,9 @@ class Adapter:
                 self._replaced.update({name: base[name] for name in mine})
         del base
         for name in [name for name, base in self._bases.items() if fuse and not hasattr(base, "bits")]:
-            fused = self._layers.pop(name).fuse()
-            del self._bases[name]
+            fused, base = self._layers.pop(name).fuse(), self._bases.pop(name)
+            # mlx-lm's `fuse` of DoRA gives float32.
+            fused.weight = fused.weight.astype(base.weight.dtype)
             mx.eval(fused.parameters())
             self._put({name: fused})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -28,6 +29,7 @@ from engine.trainer.strategies.sections import Section, check_splittable
 _MESSAGE = 64
 """32-bit words of a message: whether a rank is asked to stop, operation, cache, argument, rows, length, tokens."""
 _HEAD = 6
+_REST_S = 0.05
 
 
 class Operation(IntEnum):
@@ -41,6 +43,8 @@ class Operation(IntEnum):
     SELECT = 6
     """The base model (0), or what was trained (1)."""
     END = 7
+    REST = 8
+    """Nobody asks: sleep for _REST_S, where the next round would be waited for with a busy core."""
 
 
 class DividedModel:
@@ -101,6 +105,11 @@ class DividedModel:
         """On rank 0: the others' `follow` returns. Raises PeerLost."""
         self._exchange([Operation.END])
 
+    def rest(self) -> float:
+        """On rank 0: let the others sleep; for how long, in seconds. Raises PeerLost."""
+        self._exchange([Operation.REST])
+        return _REST_S
+
     def peak_memory(self) -> list[int]:
         """On rank 0: each rank's so far, in bytes. Raises PeerLost."""
         self._exchange([Operation.REPORT_PEAK])
@@ -117,16 +126,7 @@ class DividedModel:
             operation, number, argument, rows, length, *tokens = self._exchange([])
             match operation:
                 case Operation.FORWARD:
-                    if number not in self._caches:
-                        self._caches[number] = self.make_cache()
-                    inputs = mx.array(tokens[: rows * length], mx.int32)
-                    if rows * length > len(tokens):
-                        inputs = self._collective.all_sum(mx.zeros((rows, length), mx.int32))
-                    hidden = self._compute(inputs.reshape(rows, length), self._caches[number])
-                    self._messages.send(self._collective.rank - 1, self._tag, hidden)
-                    self._messages.settle()
-                    if length > 1:
-                        mx.clear_cache()
+                    self._forward(number, rows, length, tokens)
                 case Operation.COPY_CACHE:
                     if argument in self._caches:
                         self._caches[number] = copy.deepcopy(self._caches[argument])
@@ -138,10 +138,25 @@ class DividedModel:
                     self._gather_peaks()
                 case Operation.SELECT:
                     select(bool(number))
+                case Operation.REST:
+                    time.sleep(_REST_S)
                 case Operation.END:
                     self._caches.clear()
                     return
             going_on()
+
+    def _forward(self, number: int, rows: int, length: int, tokens: list[int]) -> None:
+        """On another rank: its layers' part of rank 0's call."""
+        if number not in self._caches:
+            self._caches[number] = self.make_cache()
+        inputs = mx.array(tokens[: rows * length], mx.int32)
+        if rows * length > len(tokens):
+            inputs = self._collective.all_sum(mx.zeros((rows, length), mx.int32))
+        hidden = self._compute(inputs.reshape(rows, length), self._caches[number])
+        self._messages.send(self._collective.rank - 1, self._tag, hidden)
+        self._messages.settle()
+        if length > 1:
+            mx.clear_cache()
 
     def _gather_peaks(self) -> list[int]:
         peaks: list[int] = all_gather_object(self._collective, mx.get_peak_memory())

@@ -11,19 +11,24 @@ import hmac
 import http.client
 import json
 import os
+import socket
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from select import POLLIN, poll
 from typing import Any
 
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
 
+from engine.protocol.exit_codes import TrainerError
 from engine.protocol.job import JobError
 from engine.protocol.task import API_TOKEN_ENV, Task, is_loopback
 from engine.trainer.answers import Generator, load
@@ -33,9 +38,16 @@ from engine.training.process import TrainingProcess
 from engine.training.reporting import Outcome, Reporter
 
 TRAINED, BASE = "trained", "base"
+PROBE = "probe"
+"""The model that a health check names: whichever is selected."""
 _PROBE_EVERY_S = 10.0
 _PROBE_LIMIT_S = 30.0
+_RECENT_S = 5.0
+"""So old an answer shows that the server is healthy."""
 _POLL_S = 0.2
+_CLIENT_LIMIT_S = 60.0
+"""For a client to send its request, or to take what is sent to it."""
+_BODY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class LoadedModel(ModelProvider):  # type: ignore[misc]
 
     def __init__(self, generator: Generator, options: ServeOptions) -> None:
         super().__init__(_server_arguments(options))
-        self._generator = generator
+        self.generator = generator
         self.model, self.tokenizer = generator.model, generator.tokenizer
         self.model_key = TRAINED
         caches = make_prompt_cache(self.model)
@@ -68,11 +80,11 @@ class LoadedModel(ModelProvider):  # type: ignore[misc]
     def load(self, name: str, *_: object) -> tuple[Any, Any]:
         """In the thread that generates, between two requests or batches."""
         key = BASE if name == BASE else TRAINED
-        if key != self.model_key:
+        if name != PROBE and key != self.model_key:
             self.model_key = key
-            select(self._generator, key == TRAINED)
-            if self._generator.divided is not None:
-                self._generator.divided.select(trained=key == TRAINED)
+            select(self.generator, key == TRAINED)
+            if self.generator.divided is not None:
+                self.generator.divided.select(trained=key == TRAINED)
         return self.model, self.tokenizer
 
 
@@ -93,60 +105,140 @@ def _server_arguments(options: ServeOptions) -> argparse.Namespace:
 
 
 class Service(ResponseGenerator):  # type: ignore[misc]
-    """Counts what it generates, and reports it. The model itself communicates with the other ranks: to mlx-lm there is
-    one."""
+    """Counts what it generates for clients, and reports it. The model itself communicates with the other ranks: to
+    mlx-lm there is one."""
 
     _is_distributed = property(lambda self: False, lambda self, _: None)
+    _stop = property(lambda self: self._stopping.is_set(), lambda self, _: None)
 
-    def __init__(self, provider: LoadedModel, reporter: Reporter) -> None:
-        self._reporter = reporter
+    def __init__(self, provider: LoadedModel, reporter: Reporter, stopping: threading.Event) -> None:
+        self._reporter, self._stopping = reporter, stopping
         self._reporting = threading.Lock()
-        self.requests_served = 0
-        self.token_at = time.monotonic()
-        """The time of the last one."""
+        self._requests = self._tokens = 0
+        self.active_at = float("-inf")
+        """The time of the last token, or of the last part of a prompt."""
         self._ended = threading.Event()
+        self._asked = weakref.WeakSet[Any]()
+        """The queue that each client waits at."""
         super().__init__(provider, LRUPromptCache(provider.cli_args.prompt_cache_size))
 
     def _run_generate(self) -> None:
-        """In the thread that mlx-lm starts, which lives as long as `run`."""
-        self._ended.wait()
+        """Nothing, in the thread that mlx-lm starts: `run` generates."""
+
+    def generation_available(self) -> bool:
+        return not self._ended.is_set()
 
     def run(self) -> None:
-        """Generate until `stop`, in the thread whose streams the model and the group of the ranks are of."""
+        """Generate until the run is stopped, in the thread whose streams the model and the group of the ranks are
+        of. Raises PeerLost, GroupError."""
         try:
-            self._generate()
+            while not self._stop:
+                try:
+                    self._generate()
+                except Exception as error:
+                    if isinstance(error, TrainerError) or not self._asked:
+                        raise
+                    # Of one request, where mlx-lm generates for several at once: it must not end the server.
+                    for answers in list(self._asked):
+                        answers.put(error)
         finally:
             self._ended.set()
 
-    def stop(self) -> None:
-        self._stop = True
+    def _next_request(self, timeout: float | None = None) -> Any:
+        divided = self.model_provider.generator.divided
+        if divided is not None and self.requests.empty():
+            timeout = divided.rest()
+        if (asked := super()._next_request(timeout)) is not None:
+            self._asked.add(asked[0])
+        return asked
 
-    def generate(self, *request: Any, **more: Any) -> tuple[Any, Iterator[Any]]:
-        context, responses = super().generate(*request, **more)
-        return context, self._counted(responses)
+    def generate(
+        self, request: Any, arguments: Any, progress_callback: Callable[[int, int], None]
+    ) -> tuple[Any, Iterator[Any]]:
+        def progress(processed: int, total: int) -> None:
+            self._go_on()
+            progress_callback(processed, total)
 
-    def _counted(self, responses: Iterator[Any]) -> Iterator[Any]:
+        context, responses = super().generate(request, arguments, progress)
+        return context, self._counted(request, context, responses, probe=arguments.model.model == PROBE)
+
+    def _go_on(self) -> None:
+        self.active_at = time.monotonic()
+        with self._reporting:
+            self._reporter.going_on()
+
+    def _counted(self, request: Any, context: Any, responses: Iterator[Any], *, probe: bool) -> Iterator[Any]:
+        """Raises ConnectionAbortedError once the client has gone away, for whom nothing more is generated."""
         tokens, started = 0, time.perf_counter()
         try:
             for response in responses:
                 tokens += 1
-                self.token_at = time.monotonic()
-                with self._reporting:
-                    self._reporter.going_on()
+                self._go_on()
+                if self._stop:
+                    context.stop()
+                if _is_closed(request.connection):
+                    raise ConnectionAbortedError("the client has gone away")
                 yield response
         finally:
-            self.requests_served += 1
             rate = tokens / max(time.perf_counter() - started, 1e-9)
             with self._reporting:
-                served = self.requests_served
-                self._reporter.event("served", requests=served, tokens=tokens, tokens_per_second=rate)
+                self._requests, self._tokens = self._requests + (not probe), self._tokens + tokens * (not probe)
+                counts = {"requests": self._requests, "tokens": self._tokens, "tokens_per_second": rate}
+                if not probe:
+                    self._reporter.event("served", **counts)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """By its other end. Raises OSError."""
+    readable = poll()
+    readable.register(connection, POLLIN)
+    return bool(readable.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
+
+
+class Health:
+    """Shows that requests are answered: by one of a single token, unless recent ones have shown it. Never two at
+    once."""
+
+    def __init__(self, service: Service, address: tuple[Any, ...], token: str | None) -> None:
+        """`address`: the server's host and port, as its socket has them."""
+        self._service, self._address, self._token = service, address, token
+        self._probing = threading.Lock()
+        self._failed_at = float("-inf")
+
+    def check(self, recent_s: float = _RECENT_S) -> bool:
+        """`recent_s`: how old what is known may be, in seconds."""
+        with self._probing:
+            oldest = time.monotonic() - recent_s
+            if self._service.active_at > oldest:
+                return True
+            if self._failed_at > oldest:
+                return False
+            answered = self._ask()
+            self._failed_at = float("-inf") if answered else time.monotonic()
+            return answered
+
+    def _ask(self) -> bool:
+        host, port = self._address[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        connection = http.client.HTTPConnection(host, port, _PROBE_LIMIT_S)
+        try:
+            body = json.dumps({"model": PROBE, "prompt": "a", "max_tokens": 1})
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token or ''}"}
+            connection.request("POST", "/v1/completions", body, headers)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
 
 class Handler(APIHandler):  # type: ignore[misc]
     """mlx-lm's, for those who have the token, with a health check that generates a token."""
 
-    def __init__(self, service: Service, token: str | None, probe: Callable[[], bool], *args: Any, **more: Any) -> None:
-        self._token, self._probe = token, probe
+    timeout = _CLIENT_LIMIT_S
+
+    def __init__(self, service: Service, token: str | None, health: Health, *args: Any, **more: Any) -> None:
+        self._token, self._health = token, health
         super().__init__(service, *args, system_fingerprint=get_system_fingerprint(), **more)
 
     def do_POST(self) -> None:  # noqa: N802
@@ -157,19 +249,35 @@ class Handler(APIHandler):  # type: ignore[misc]
         if self.path == "/health" or self._authorized():
             super().do_GET()
 
+    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+        tokens = self.response_generator.model_provider.tokenizer.get_vocab().values() if self.logit_bias else ()
+        if not set(self.logit_bias or ()) <= set(tokens):
+            # MLX does not check indices.
+            self._reply(400, {"error": {"message": "logit_bias names what is no token"}})
+            return
+        request.connection = self.connection
+        super().handle_completion(request, stop_words)
+
     def handle_health_check(self) -> None:
-        healthy = self._probe()
+        healthy = self._health.check()
         self._reply(200 if healthy else 503, {"status": "ok" if healthy else "unavailable"})
 
     def handle_models_request(self) -> None:
-        name = self.response_generator.cli_args.model
-        served = {"id": name, "object": "model", "created": self.created, "owned_by": "flightdeck"}
-        self._reply(200, {"object": "list", "data": [served]})
+        about = {"object": "model", "created": self.created, "owned_by": "flightdeck"}
+        models = [{"id": name, **about} for name in (self.response_generator.cli_args.model, BASE)]
+        self._reply(200, {"object": "list", "data": models})
+
+    def log_request(self, *status: Any) -> None:
+        if getattr(self, "requested_model", None) != PROBE:
+            super().log_request(*status)
 
     def _authorized(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if self._token is None or hmac.compare_digest(given.encode(), self._token.encode()):
             return True
+        # A connection that is closed with something unread is reset, and the client never sees why.
+        length = self.headers.get("Content-Length", "")
+        self.rfile.read(min(int(length), _BODY_BYTES) if length.isdecimal() else 0)
         error = {"message": "the token of this server is missing or wrong", "type": "invalid_request_error"}
         self._reply(401, {"error": {**error, "code": "invalid_api_key"}})
         return False
@@ -185,19 +293,48 @@ class Server(ThreadingHTTPServer):
     # Of eight clients at once none is to wait for the kernel to take its connection.
     request_queue_size = 128
 
+    def __init__(self, options: ServeOptions) -> None:
+        """Takes its port; `listen` lets clients in. Raises JobError."""
+        self.RequestHandlerClass: Callable[..., Handler]
+        self.token = os.environ.get(API_TOKEN_ENV) or None
+        if self.token is None and not is_loopback(options.host):
+            raise JobError(f"{options.host} is no loopback address: a server there needs a token")
+        self.address_family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        super().__init__((options.host, options.port), partial(Handler), bind_and_activate=False)
+        try:
+            self.server_bind()
+        except (OSError, OverflowError) as error:
+            self.server_close()
+            why = getattr(error, "strerror", None) or error
+            raise JobError(f"{options.host}:{options.port} cannot be listened on: {why}") from error
+        shown = f"[{options.host}]" if ":" in options.host else options.host
+        self.address = f"http://{shown}:{self.server_port}/v1"
 
-def _one_token(port: int, host: str, token: str | None) -> bool:
-    """A request of one token is answered as clients' are."""
-    connection = http.client.HTTPConnection("127.0.0.1" if host in ("", "0.0.0.0") else host, port, _PROBE_LIMIT_S)
-    try:
-        body = json.dumps({"prompt": "a", "max_tokens": 1})
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token or ''}"}
-        connection.request("POST", "/v1/completions", body, headers)
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
+    @contextlib.contextmanager
+    def listen(self, service: Service, reporter: Reporter, stop: threading.Event) -> Iterator[None]:
+        """Other threads take requests, and see to it that a token is generated now and then."""
+        health = Health(service, self.server_address, self.token)
+        self.RequestHandlerClass = partial(Handler, service, self.token, health)
+        self.server_activate()
+
+        def watch() -> None:
+            announced, model = False, service.cli_args.model
+            while not stop.wait(_POLL_S):
+                if health.check(_PROBE_EVERY_S) and not announced:
+                    announced, token = True, self.token is not None
+                    reporter.event("result", kind="serving", address=self.address, model=model, token=token)
+                    reporter.print(f"serving {model} at {self.address}")
+
+        for target in (self.serve_forever, watch):
+            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+        try:
+            yield
+        finally:
+            self.shutdown()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Mostly of a client that has gone away: no traceback, which would look like this rank's end."""
+        print(f"{client_address[0]}: {sys.exc_info()[1]}", flush=True)
 
 
 def serve(process: TrainingProcess, collective: Collective) -> None:
@@ -207,49 +344,19 @@ def serve(process: TrainingProcess, collective: Collective) -> None:
     options = ServeOptions(**task.options)
     if task.weights is None:
         raise JobError("the run has saved no weights to serve")
-    generator = load(process, collective, task)
-    generator.adapter.load(broadcast_tensors(collective, Path(task.weights)), fuse=False, keep_base=True)
-    generator.adapter.evaluate()
-    reporter.phase("serving")
-    if process.rank == 0:
-        service = Service(LoadedModel(generator, options), reporter)
-        with _listening(service, options, reporter, stop):
-            service.run()
-        if generator.divided is not None:
-            generator.divided.end()
-    elif generator.divided is not None:
-        generator.divided.follow(reporter.going_on, partial(select, generator))
+    with Server(options) if process.rank == 0 else contextlib.nullcontext() as server:
+        generator = load(process, collective, task)
+        generator.adapter.load(broadcast_tensors(collective, Path(task.weights)), fuse=False, keep_base=True)
+        generator.adapter.evaluate()
+        reporter.phase("serving")
+        if server is not None:
+            service = Service(LoadedModel(generator, options), reporter, stop)
+            with server.listen(service, reporter, stop):
+                service.run()
+            if generator.divided is not None:
+                generator.divided.end()
+        elif generator.divided is not None:
+            generator.divided.follow(reporter.going_on, partial(select, generator))
     # The first rank to exit would take the others down.
     collective.barrier()
     reporter.end(Outcome(not stop.is_set(), stop.is_set(), 0))
-
-
-@contextlib.contextmanager
-def _listening(service: Service, options: ServeOptions, reporter: Reporter, stop: threading.Event) -> Iterator[None]:
-    """Other threads take requests, and end the service when the run is stopped. Raises JobError."""
-    token = os.environ.get(API_TOKEN_ENV) or None
-    if token is None and not is_loopback(options.host):
-        raise JobError(f"{options.host} is no loopback address: a server there needs a token")
-    probe: Callable[[], bool] = lambda: _one_token(server.server_port, options.host, token)  # noqa: E731
-    try:
-        server = Server((options.host, options.port), partial(Handler, service, token, probe))
-    except OSError as error:
-        raise JobError(f"{options.host}:{options.port} cannot be listened on: {error.strerror or error}") from error
-
-    def watch() -> None:
-        address = f"http://{options.host}:{server.server_port}/v1"
-        if probe():
-            reporter.event("result", kind="serving", address=address, model=options.name, token=token is not None)
-            reporter.print(f"serving {options.name} at {address}")
-        while not stop.wait(_POLL_S):
-            if time.monotonic() - service.token_at > _PROBE_EVERY_S:
-                probe()
-        service.stop()
-
-    for target in (server.serve_forever, watch):
-        threading.Thread(target=target, name=target.__name__, daemon=True).start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -10,10 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache
+from mlx_lm.tuner.dora import DoRALinear
 
 from engine.protocol.attempt import STOP
 from engine.protocol.exit_codes import TrainerExit
@@ -224,6 +226,15 @@ def tiny_job(trained: Trained) -> Any:
             return trained.job | keys
 
     return Own()
+
+
+def test_a_fused_layer_of_dora_is_in_the_type_of_its_base() -> None:
+    base = nn.Linear(8, 8)
+    base.set_dtype(mx.bfloat16)
+    part = nn.Sequential(DoRALinear.from_base(base, r=2))
+    assert part.layers[0].fuse().weight.dtype == mx.float32
+    Adapter(part).load([], fuse=True)
+    assert part.layers[0].weight.dtype == mx.bfloat16
 
 
 def test_what_cannot_be_is_refused_by_name(llama: Trained, tmp_path: Path) -> None:

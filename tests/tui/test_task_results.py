@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from engine.task_result import Answer, Evaluated, FuseChoice, Fused, TaskResult
-from tui.task_results import result_lines
+from engine.snapshots import ServedRequests
+from engine.task_result import Answer, Evaluated, FuseChoice, Fused, Served, TaskResult
+from tests.tui import fake_engine
+from tui.task_results import result_lines, serving_lines
 
 
 def test_losses_are_a_table() -> None:
@@ -49,3 +52,15 @@ def test_what_is_no_result_is_not_taken_for_one(kind: Any, value: Any) -> None:
     names = ("variant", "split", "loss", "tokens", "seconds", "path", "bytes", "accepted", "prompt", "prompt_tokens")
     with pytest.raises(ValidationError):
         TypeAdapter(TaskResult).validate_python({**dict.fromkeys(names, value), "kind": kind})
+
+
+def test_a_server_that_goes_on_says_what_it_has_answered_and_how_it_is_stopped() -> None:
+    served = Served(address="http://127.0.0.1:8080/v1", model="job", token=False)
+    begun = replace(fake_engine.running(), task_results=(served,))
+    assert list(serving_lines(begun, "ctrl+x stops it")) == ["no request yet; ctrl+x stops it"]
+    ranks = (replace(begun.ranks[0], served=ServedRequests(1234, 56_789, 35.25)), *begun.ranks[1:])
+    asked = replace(begun, ranks=ranks)
+    assert list(serving_lines(asked, "stop it")) == ["1,234 requests answered, 56,789 tokens, 35.2 tok/s; stop it"]
+    ended = replace(asked, record=fake_engine.succeeded().record)
+    assert list(serving_lines(ended, "stop it")) == []
+    assert list(serving_lines(fake_engine.running(), "stop it")) == []

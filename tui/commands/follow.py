@@ -12,14 +12,17 @@ from datetime import UTC, datetime
 from engine.api import Engine
 from engine.errors import LaunchError, plural
 from engine.models import OVERRIDDEN, CheckResult, CheckStatus, RunRecord, RunState
-from engine.snapshots import RunSnapshot, SeriesMark
+from engine.snapshots import RunSnapshot, SeriesMark, ServedRequests
 from tui.commands.terminal import Lines
 from tui.formatting import duration, loss, rate, recovery_summary
+from tui.task_results import served_text
 
 POLL_S = 0.1
 ORPHAN_PATIENCE_S = 2.0
 """Without a supervisor for longer, a run is given another one."""
 MAX_SUPERVISOR_RESTARTS = 3
+SERVED_EVERY_S = 1.0
+"""Between two lines of what a server has answered."""
 
 
 def until_ended(snapshot: RunSnapshot) -> bool:
@@ -50,6 +53,9 @@ class Follower:
         self._tested: float | None = None
         self._validated: set[int] = set()
         self._marked = Counter[SeriesMark]()
+        self._served: ServedRequests | None = None
+        self._served_at = 0.0
+        """When that was printed (monotonic)."""
         self._restart = SupervisorRestart(engine, run, lines)
 
     def skip(self) -> None:
@@ -86,6 +92,7 @@ class Follower:
                     self._warned.add(text)
                     self._lines.say(f"rank {rank.rank}: {self._lines.ink('warning', 'yellow')}: {text}")
         self._print_progress(snapshot)
+        self._print_served(snapshot)
         if (tested := snapshot.record.test_loss) is not None and tested != self._tested:
             self._tested = tested
             self._lines.say(f"test loss {loss(tested)}")
@@ -112,6 +119,12 @@ class Follower:
             self._state = state
             if not state.ended:
                 self._lines.say(self._lines.word(state.value))
+
+    def _print_served(self, snapshot: RunSnapshot) -> None:
+        served = snapshot.ranks[0].served if snapshot.ranks else None
+        if served not in (None, self._served) and time.monotonic() - self._served_at > SERVED_EVERY_S:
+            self._served, self._served_at = served, time.monotonic()
+            self._lines.say(served_text(served))
 
     def _print_check(self, check: CheckResult) -> None:
         if check.status in (CheckStatus.PENDING, CheckStatus.RUNNING) or self._checks.get(check.name) == check:

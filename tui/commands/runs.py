@@ -44,7 +44,7 @@ from tui.formatting import (
     tracker_texts,
     trained_text,
 )
-from tui.task_results import result_lines
+from tui.task_results import result_lines, serving_lines
 
 _EVIDENCE_LINES = 8
 REPORT_KEYS = (
@@ -161,7 +161,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     _show_attempts(lines, snapshot)
     _show_ranks(lines, snapshot)
     _show_watch(lines, snapshot)
-    for text in result_lines(snapshot.task_results):
+    how_to_stop = f"to stop it: flightdeck abort {record.id}"
+    for text in (*result_lines(snapshot.task_results), *serving_lines(snapshot, how_to_stop)):
         lines.say(text)
     for label, text in sample_texts(snapshot.samples):
         lines.say(f"  {label:<10} {text}")

@@ -42,7 +42,7 @@ from tui.glyphs import (
 )
 from tui.node_state import away
 from tui.state import RANK_LIMIT_S, DeckState
-from tui.task_results import result_lines
+from tui.task_results import result_lines, serving_lines
 from tui.widgets.text import Column, lay_out, pair
 
 if TYPE_CHECKING:
@@ -316,7 +316,8 @@ def samples(snapshot: RunSnapshot, width: int) -> list[Content]:
 
 def task_results(snapshot: RunSnapshot, width: int) -> list[Content]:
     """The results of a task on what another run has trained."""
-    lines = [line for text in result_lines(snapshot.task_results) for line in text.splitlines() or [""]]
+    texts = *result_lines(snapshot.task_results), *serving_lines(snapshot, "ctrl+x stops it")
+    lines = [line for text in texts for line in text.splitlines() or [""]]
     return [Content(part) for line in lines for part in textwrap.wrap(line, max(20, width)) or [""]]
 
 

@@ -22,7 +22,7 @@ from engine.run.events import ResultReported, SavedFiles, StateSaved, WeightsSav
 from engine.run.run_plan import RunPlan
 from engine.run.watch import RunWatch
 from engine.store.layout import RunDir
-from engine.task_result import Evaluated
+from engine.task_result import Evaluated, Served
 from tests.unit.launch.host_layouts import local_layout
 from tests.unit.run.run_maker import START, MadeRun, made_decisions, make_run_config, planned_attempt
 
@@ -160,3 +160,10 @@ def test_results_are_part_of_the_runs_state(tmp_path: Path) -> None:
     results = [Evaluated(variant=name, split="test", loss=1.5, tokens=9, seconds=0.1) for name in ("base", "adapter")]
     run = MadeRun(tmp_path).attempt().append(*(ResultReported(result=result) for result in results)).close()
     assert list(RunWatch(run.directory).poll().task_results) == results
+
+
+def test_a_restart_reports_its_results_anew(tmp_path: Path) -> None:
+    first, second = (Served(address=f"http://127.0.0.1:{port}/v1", model="job", token=False) for port in (8080, 8081))
+    reports = [ResultReported(attempt=1, result=first), ResultReported(attempt=2, result=second)]
+    run = MadeRun(tmp_path).attempt().append(*reports).close()
+    assert list(RunWatch(run.directory).poll().task_results) == [second]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.run.rank_events import RankEvents
-from engine.snapshots import ChunkProgress, Sample
+from engine.snapshots import ChunkProgress, Sample, ServedRequests
 
 
 def write(path: Path, *events: dict[str, object]) -> None:
@@ -193,3 +193,14 @@ def test_what_saving_costs_is_counted_within_one_attempt(tmp_path: Path) -> None
     assert (rank.poll().saving_s, rank.report.training_s) == (8.5, 60.0)
     write(path, {"event": "phase", "phase": "loading", "attempt": 2, "t": 5.0})
     assert (rank.poll().saving_s, rank.report.training_s) == (0.0, None)
+
+
+def test_what_a_server_has_answered_is_that_of_its_newest_report(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.events.jsonl"
+    rank = RankEvents(path)
+    figures: dict[str, object] = {"event": "served", "tokens": 16, "tokens_per_second": 2.5}
+    write(path, {**figures, "requests": 1}, {**figures, "requests": 2})
+    write(path, {"event": "served", "requests": "many", "tokens": 9, "tokens_per_second": 1.0})
+    assert rank.poll().served == ServedRequests(2, 16, 2.5)
+    write(path, {"event": "start", "attempt": 2})
+    assert rank.poll().served is None

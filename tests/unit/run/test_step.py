@@ -50,6 +50,7 @@ from engine.run.observation import (
 )
 from engine.run.state import HEAD, Phase
 from engine.run.step import begin, step
+from engine.task_result import Served
 from tests.unit.launch.host_layouts import local_layout
 from tests.unit.run.run_maker import START, MadeRun, planned_attempt
 
@@ -222,6 +223,24 @@ def test_a_failed_attempt_is_followed_by_another_on_the_same_placement(life: Lif
     life.step()
     life.end(SUCCEEDED)
     assert (life.run_state, life.state.history.record.attempts) == (RunState.SUCCEEDED, 2)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_server_that_had_answered_has_made_progress_without_a_step(life: Life, *, answered: bool) -> None:
+    served = Served(address="http://127.0.0.1:8080/v1", model="job", token=False)
+    life.run()
+    for attempt in (1, 2, 3):
+        if answered:
+            life.seen = replace(life.seen, finished=(), news=(events.ResultReported(attempt=attempt, result=served),))
+            life._step()
+        life.kill(0)
+        life.step()
+        if attempt == 2 and not answered:
+            assert life.run_state is RunState.FAILED
+            return
+        assert (life.run_state, life.phase) == (RunState.RECOVERING, Phase.BACKING_OFF), attempt
+        assert life.step(after_s=5.0) == [PlanAttempt(("node0", "node1"), life.state.planned)]
+        life.run(attempt + 1)
 
 
 def failed_with_node1_away(life: Life) -> None:
