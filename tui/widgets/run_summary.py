@@ -281,8 +281,6 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
         lines.append(pair("first cause" if record.state == "failed" else "cause", snapshot.cause, width))
     if snapshot.fix:
         lines.append(pair("fix", snapshot.fix, width, style="bold"))
-    if record.state in ("aborted", "failed") and (kept := newest_checkpoint(snapshot)) is not None:
-        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
     failures = sum(check.status == "fail" for check in snapshot.checks)
     if record.reason == "preflight_failed" and failures:
         lines.append(pair("", f"{plural(failures, 'failed check')}: 2 shows evidence and fix", width))
@@ -293,6 +291,8 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
         lines.append(pair("unconfirmed", f"the stop could not be proved on {nodes}", width, style="$error"))
     if diagnosis is not None and diagnosis.offset is not None:
         lines.append(pair("", "enter jumps to the line that proves it", width, style=MUTED))
+    if record.state in ("aborted", "failed") and (kept := newest_checkpoint(snapshot)) is not None:
+        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
     return lines
 
 
