@@ -58,8 +58,8 @@ class Fused(FrozenModel):
 
     @property
     def summary(self) -> str:
-        kept = f"{self.kept:.1%} of the gain" if self.kept is not None else "no gain to keep"
-        return f"kept {kept}" if self.accepted else f"refused: it would keep {kept}"
+        kept = f"kept {self.kept:.1%}" if self.kept is not None else "no gain to keep"
+        return kept if self.accepted else f"refused: {kept}"
 
 
 class Answer(FrozenModel):

@@ -313,7 +313,8 @@ def bar(state: DeckState) -> list[Action]:
         order = _with(order, abort=(*_chat_first(state), "launch"))
     elif state.view == "dashboard" and state.snapshot is not None and not state.active:
         # The plan of the next launch is behind a run that has ended.
-        order = _with(order, launch=(*_chat_first(state), "launch"), help=("back", "help"))
+        uses = _chat_first(state)
+        order = _with(order, launch=(*uses, "launch"), abort=() if uses else ("abort",), help=("back", "help"))
     return [BY_ID[name] for name in order if BY_ID[name].applies(state)]
 
 

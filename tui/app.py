@@ -507,7 +507,7 @@ class FlightDeckApp(App[None]):
             self._request(self.client.publish(use, target))
 
     def on_published(self, message: Published) -> None:
-        self._show_commands(f"published to {message.folder}", message.commands)
+        self._show_commands(f"published to {message.folder.name}", message.commands)
 
     def _show_commands(self, title: str, commands: Sequence[str]) -> None:
         def answered(go: bool | None) -> None:

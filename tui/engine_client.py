@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -479,7 +480,8 @@ class EngineClient:
         with self._request("publish", busy=None):
             request = api.PublicationRequest(use.run, target, folder)
             done = await asyncio.to_thread(self.engine.results.publish, request)
-            self._post(Published(done.folder or folder, done.commands))
+            place = (done.folder or folder).absolute()
+            self._post(Published(place, [f"cd {shlex.quote(str(place))}", *done.commands]))
 
     async def chat_history(self, run: str) -> tuple[list[ChatExchange], str]:
         """The exchanges that were kept with a run, and a first question that fits its data."""

@@ -12,7 +12,7 @@ from typing import Final
 from textual.pilot import Pilot
 from textual.strip import Strip
 
-from engine.models import NodeFacts
+from engine.models import NodeFacts, RunState
 from engine.snapshots import NodeCondition, RunSnapshot
 from tests.tui import fake_engine, macs
 from tests.tui.conftest import Console
@@ -40,6 +40,12 @@ def everything() -> list[RunSnapshot]:
 
 def ended() -> list[RunSnapshot]:
     return everything()[1:]
+
+
+def used() -> list[RunSnapshot]:
+    """A run that has left an adapter, and two tasks on it."""
+    evaluation = fake_engine.task("evaluate", RunState.SUCCEEDED, *fake_engine.evaluated("base", "adapter"))
+    return [fake_engine.refused(), evaluation, fake_engine.failed(), fake_engine.trained()]
 
 
 def incomplete() -> list[NodeFacts]:
@@ -154,6 +160,9 @@ OTHERS: Final = (
     Screenshot("starting", lambda: [fake_engine.starting()], "▶ preflight"),
     Screenshot("aborted", ended, "■ aborted", follow="demo-0314-132000"),
     Screenshot("succeeded", ended, "✓ succeeded  60", follow="demo-0313-091500"),
+    Screenshot("use", used, "a letter or enter chooses", ("u",), follow="demo-0313-091500"),
+    Screenshot("refused-fusion", used, "u f fuses it", follow="demo-0314-140200-fuse"),
+    Screenshot("tasks", used, "base 6.174", ("5", "j")),
     Screenshot("empty-history", list, "no runs yet", ("5",)),
     Screenshot("launch", ended, "mlx.launch starts 2 ranks", ("n",)),
     Screenshot("abort", everything, "Abort the run", ("ctrl+x",)),

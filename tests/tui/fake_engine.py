@@ -53,13 +53,16 @@ from engine.snapshots import (
     FetchProgress,
     RankStatus,
     ResultFile,
+    RunResult,
     RunSnapshot,
     Sample,
     Series,
     SeriesMark,
     StopProgress,
+    TrainedFile,
 )
 from engine.store.layout import RunDir
+from engine.task_result import Evaluated, FuseChoice, Fused, Variant
 
 NOW = datetime(2026, 3, 14, 14, 2, 12, tzinfo=UTC)
 
@@ -367,6 +370,48 @@ def succeeded() -> RunSnapshot:
         record=ended, supervised=False, state_since=ago(103_540), ranks=ranks("ended", exit_code=0, iteration=60),
         checks=tuple(CHECKS), series=series(60), taken_at=NOW,
     )  # fmt: skip
+
+
+def trained() -> RunSnapshot:
+    """A run that has left an adapter."""
+    path, name = "/home/ana/adapters.safetensors", "adapters.safetensors"
+    file = ResultFile("adapter", False, 60, "local-0", path, name, 1_500_000, "f")
+    return replace(
+        succeeded(),
+        trained=TrainedFile(path, 1_500_000, "local-0", "mlx_lm generate"),
+        result=RunResult(files=(file,)),
+    )
+
+
+def task(kind: str, state: RunState = RunState.SUCCEEDED, *results: Evaluated | Fused) -> RunSnapshot:
+    """On the result of `trained`."""
+    ended = record(
+        f"demo-0314-140200-{kind}", state, task=kind, source=trained().record.id, iteration=None, iterations=None,
+        train_loss=None, val_loss=None, tokens_per_second=None, ended_at=NOW if state.ended else None,
+        outcome=", ".join(result.summary for result in results) or None,
+    )  # fmt: skip
+    phases = ranks("ended" if state.ended else "validating", iteration=None, step_s=None, exit_code=0)
+    return RunSnapshot(
+        record=ended, supervised=True, state_since=ago(3), ranks=phases, checks=tuple(CHECKS), task_results=results
+    )
+
+
+def evaluated(*variants: Variant) -> list[Evaluated]:
+    losses: dict[Variant, float] = {"base": 6.174, "adapter": 1.968, "fused": 5.753}
+    return [
+        Evaluated(
+            variant=name, split="test", loss=losses[name], perplexity=math.exp(losses[name]), tokens=2808, seconds=2.0
+        )
+        for name in variants
+    ]
+
+
+def refused() -> RunSnapshot:
+    """A fusion that would keep too little."""
+    why = "less than 95% of the gain: the base model is quantized, and rounding took the rest"
+    choices = FuseChoice(dequantize=True, bytes=3_000_000), FuseChoice(bits=8, bytes=1_000_000)
+    fused = Fused(path="/home/ana/fused", bytes=600_000, kept=0.1, accepted=False, why=why, choices=choices)
+    return task("fuse", RunState.SUCCEEDED, *evaluated("base", "adapter", "fused"), fused)
 
 
 def stopping(stage: str = "stop", acknowledged: tuple[int, ...] = ()) -> RunSnapshot:

@@ -5,28 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from engine.api import TaskRequest
 from engine.models import RunState
-from engine.snapshots import ResultFile, RunResult, RunSnapshot
-from engine.task_result import FuseChoice, Fused
+from engine.snapshots import RunResult, RunSnapshot
 from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
-from tests.tui.test_chat import TRAINED
 from tui.screens.use import Choices
 
 SOURCE: Final = fake_engine.succeeded().record.id
-FILE: Final = ResultFile(
-    "adapter", False, 60, "local-0", "/home/ana/adapters.safetensors", "adapters.safetensors", 7, "f"
-)
-
-
-def trained() -> RunSnapshot:
-    return replace(fake_engine.succeeded(), trained=TRAINED, result=RunResult(files=(FILE,)))
 
 
 @asynccontextmanager
@@ -38,7 +29,7 @@ async def showing(fake: FakeEngine, run: str = SOURCE, size: tuple[int, int] = D
 
 @pytest.mark.parametrize("size", [SMALL, DASHBOARD])
 async def test_u_lists_what_a_result_is_good_for(fake: FakeEngine, size: tuple[int, int]) -> None:
-    fake.add(trained())
+    fake.add(fake_engine.trained())
     async with showing(fake, size=size) as console:
         await console.press("u")
         await console.shows("a letter or enter chooses")
@@ -61,7 +52,7 @@ async def test_u_lists_what_a_result_is_good_for(fake: FakeEngine, size: tuple[i
 async def test_a_task_is_started_after_a_confirmation_and_shown(
     fake: FakeEngine, keys: tuple[str, ...], request_: TaskRequest
 ) -> None:
-    fake.add(trained())
+    fake.add(fake_engine.trained())
     async with showing(fake) as console:
         await console.press("u", *keys)
         await console.shows("Cancel")
@@ -76,7 +67,7 @@ async def test_a_task_is_started_after_a_confirmation_and_shown(
 
 async def test_a_letter_right_behind_the_key_is_for_the_dialog(fake: FakeEngine) -> None:
     """e is the next error of the log otherwise, and the result is read in another thread."""
-    fake.add(trained())
+    fake.add(fake_engine.trained())
     async with showing(fake) as console:
         console.app.deck.action_press("u")
         await console.press("c")
@@ -104,9 +95,9 @@ async def test_what_cannot_be_done_now_says_why_and_stays(fake: FakeEngine, snap
 
 
 async def test_what_cannot_be_served_can_still_be_evaluated(fake: FakeEngine) -> None:
-    source = trained()
-    saved = replace(TRAINED, unserved="serving needs an MLX run")
-    fake.add(replace(source, trained=saved))
+    source = fake_engine.trained()
+    assert source.trained is not None
+    fake.add(replace(source, trained=replace(source.trained, unserved="serving needs an MLX run")))
     async with showing(fake) as console:
         await console.press("u")
         await console.shows("chat       not now: serving needs an MLX run")
@@ -115,7 +106,7 @@ async def test_what_cannot_be_served_can_still_be_evaluated(fake: FakeEngine) ->
 
 
 async def test_no_task_is_started_where_another_run_uses_the_nodes(fake: FakeEngine) -> None:
-    fake.add(fake_engine.running(), trained())
+    fake.add(fake_engine.running(), fake_engine.trained())
     async with showing(fake) as console:
         await console.press("u", "e")
         await console.shows("not now: demo-0314-140130 uses the nodes now")
@@ -123,7 +114,7 @@ async def test_no_task_is_started_where_another_run_uses_the_nodes(fake: FakeEng
 
 
 async def test_a_run_is_used_from_the_history(fake: FakeEngine) -> None:
-    fake.add(fake_engine.failed(), trained())
+    fake.add(fake_engine.failed(), fake_engine.trained())
     async with opened(fake) as console:
         await console.press("5", "j", "u")
         await console.shows(f"use {SOURCE}")
@@ -137,20 +128,9 @@ async def test_a_failed_run_is_resumed(fake: FakeEngine) -> None:
         await console.until(lambda: fake.resumed == [failed.record.id], "the request")
 
 
-def task(kind: str, state: RunState = RunState.SUCCEEDED, **changes: Any) -> RunSnapshot:
-    record = fake_engine.record(
-        f"demo-0314-140200-{kind}", state, task=kind, source=SOURCE, iteration=None, iterations=None, train_loss=None,
-        val_loss=None, tokens_per_second=None, ended_at=fake_engine.NOW if state.ended else None,
-    )  # fmt: skip
-    ranks = fake_engine.ranks("validating", iteration=None, step_s=None)
-    return RunSnapshot(record=record, supervised=True, state_since=fake_engine.ago(3), ranks=ranks, **changes)
-
-
 async def test_a_refused_fusion_shows_its_ways_out_and_the_dialog_their_sizes(fake: FakeEngine) -> None:
-    choices = FuseChoice(dequantize=True, bytes=3_000_000), FuseChoice(bits=8, bytes=1_000_000)
-    refused = Fused(path="/f", bytes=1, kept=0.1, accepted=False, why="rounding", choices=choices)
-    fused = task("fuse", task_results=(refused,))
-    fake.add(fused, trained())
+    fused = fake_engine.refused()
+    fake.add(fused, fake_engine.trained())
     async with showing(fake, fused.record.id) as console:
         await console.shows("u f fuses it in another form")
         assert "--bits 8" in console.screen and "no loss yet" not in console.screen
@@ -160,8 +140,8 @@ async def test_a_refused_fusion_shows_its_ways_out_and_the_dialog_their_sizes(fa
 
 
 async def test_a_task_that_runs_shows_phases_and_nothing_of_a_training(fake: FakeEngine) -> None:
-    evaluation = task("evaluate", RunState.RUNNING)
-    fake.add(evaluation, trained())
+    evaluation = fake_engine.task("evaluate", RunState.RUNNING)
+    fake.add(evaluation, fake_engine.trained())
     async with showing(fake, evaluation.record.id) as console:
         await console.shows(f"evaluate of {SOURCE}")
         assert "validating" in console.screen and "ctrl+x stops it" in console.screen
@@ -169,25 +149,24 @@ async def test_a_task_that_runs_shows_phases_and_nothing_of_a_training(fake: Fak
             assert text not in console.screen
         await console.press("L")
         assert console.notifications[-1:] == ["log axis: a task trains nothing"]
+        await console.press("ctrl+x")
+        await console.shows(f"the result of {SOURCE}, which it only reads")
 
 
 async def test_history_has_tasks_below_their_run_with_their_outcomes(fake: FakeEngine) -> None:
-    evaluation = task("evaluate")
-    evaluation = replace(
-        evaluation, record=evaluation.record.model_copy(update={"outcome": "base 2.250, adapter 1.000"})
-    )
-    fake.add(evaluation, fake_engine.failed(), trained())
+    evaluation = fake_engine.task("evaluate", RunState.SUCCEEDED, *fake_engine.evaluated("base", "adapter"))
+    fake.add(evaluation, fake_engine.failed(), fake_engine.trained())
     async with opened(fake) as console:
         await console.press("5")
         await console.shows("└ demo-0314-140200-evaluate")
         rows = [line for line in console.screen.splitlines() if "demo-03" in line]
         assert [name in row for name, row in zip(("134500", SOURCE, "└ demo"), rows, strict=False)] == [True] * 3
         await console.press("j")
-        await console.shows("evaluate      ✓ succeeded 46 s ago · base 2.250, adapter 1.000")
+        await console.shows("evaluate      ✓ succeeded 46 s ago · base 6.174, adapter 1.968")
 
 
 async def test_a_result_is_published_and_what_comes_next_is_shown(fake: FakeEngine) -> None:
-    fake.add(trained())
+    fake.add(fake_engine.trained())
     async with showing(fake) as console:
         await console.press("u", "p", "o")
         await console.shows("ollama create demo")
@@ -195,7 +174,7 @@ async def test_a_result_is_published_and_what_comes_next_is_shown(fake: FakeEngi
 
 
 async def test_the_hub_is_reached_by_command(fake: FakeEngine) -> None:
-    fake.add(trained())
+    fake.add(fake_engine.trained())
     async with showing(fake) as console:
         await console.press("u", "p", "u")
         await console.shows(f"flightdeck publish {SOURCE} --hub OWNER/NAME --private")

@@ -167,8 +167,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     for label, text in sample_texts(snapshot.samples):
         lines.say(f"  {label:<10} {text}")
     _show_result(lines, snapshot)
-    for task in engine.runs.tasks_of(record.id):
-        lines.say(f"  {task.task or '':<10} {task.state}{f': {task.outcome}' if task.outcome else ''} ({task.id})")
+    _show_tasks(lines, engine, record)
     for text in (text for tracker in snapshot.trackers for text in tracker_texts(tracker)):
         lines.say(f"  {'tracker':<10} {text}")
     lines.say(f"  {'files':<10} {directory.path}")
@@ -186,6 +185,13 @@ def _show_result(lines: Lines, snapshot: RunSnapshot) -> None:
         for label, text in texts.items():
             if text:
                 lines.say(f"  {label:<10} {text}")
+
+
+def _show_tasks(lines: Lines, engine: Engine, record: RunRecord) -> None:
+    if record.task is not None:
+        lines.say(f"  {'task':<10} {record.task} of {record.source}")
+    for task in engine.runs.tasks_of(record.id):
+        lines.say(f"  {task.task or '':<10} {task.state}{f': {task.outcome}' if task.outcome else ''} ({task.id})")
 
 
 def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:

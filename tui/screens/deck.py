@@ -204,7 +204,7 @@ class DeckScreen(Screen[None]):
             self._store.change(node=node, check=check, run=run, searching=searching)
 
     def on_pane_selected(self, event: Pane.Selected) -> None:
-        self._store.change(**{"node" if event.pane == "nodes" else "check": event.row})
+        self._store.change(**{{"nodes": "node", "preflight": "check", "history": "run"}[event.pane]: event.row})
 
     def on_logs_pane_search_changed(self, event: LogsPane.SearchChanged) -> None:
         self._store.change(searching=event.searching)

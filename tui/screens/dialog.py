@@ -138,6 +138,9 @@ def confirm_abort(state: DeckState, width: int) -> Confirm:
     if own_program(snapshot):
         effect = "TERM to your program on every rank, then KILL for what is left"
         kept = "what your program has saved itself, or saves when it gets TERM"
+    elif record.task is not None:
+        effect = "all ranks leave; then TERM, then KILL for what is left"
+        kept = f"the result of {record.source}, which it only reads"
     else:
         effect = "all ranks finish their step, save and leave; then TERM, then KILL for what is left"
         checkpoint = newest_checkpoint(snapshot)

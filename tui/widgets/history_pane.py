@@ -14,6 +14,7 @@ from tui.formatting import duration, loss, rate
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets.pane import Pane, RowList
+from tui.widgets.run_summary import task_lines
 from tui.widgets.text import Column, Text, lay_out, pair
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class HistoryPane(Pane):
 
     def on_row_list_moved(self) -> None:
         self._detail()
+        self.post_message(self.Selected(self.NAME, self.selected))
 
     @property
     def selected(self) -> str | None:
@@ -95,7 +97,7 @@ def _columns(state: DeckState, runs: Sequence[RunRecord]) -> list[Column]:
         Column("state", [state.glyphs.state(STATES[run.state], run.state) for run in runs], 9),
         Column("run", [f"{branch if run.task is not None else ''}{run.id}" for run in runs], 9),
         Column("task", [run.task or "" for run in runs], 8, optional=True),
-        Column("outcome", [run.outcome or "" for run in runs], 4, optional=True),
+        Column("outcome", [", ".join((run.outcome or "").split(", ")[-2:]) for run in runs], 6, optional=True),
         Column("name", [run.name for run in runs], 1),
         Column("why it ended", [run.reason or none for run in runs], 6),
         Column("where", where, 3),
@@ -127,8 +129,5 @@ def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
         lines.append(pair("left out", f"{', '.join(run.excluded)}: the files there differ", width))
     if run.unconfirmed:
         lines.append(pair("unconfirmed", f"the stop could not be proved on {', '.join(run.unconfirmed)}", width))
-    for task in (task for task in state.runs or () if task.source == run.id):
-        mark = state.glyphs.shape(STATES[task.state])
-        text = f"{mark} {task.state} {state.ago(task.created_at)}{separator}{task.outcome or task.id}"
-        lines.append(pair(task.task or "", text, width))
+    lines += task_lines(state, run.id, width)
     return Content("\n").join(lines)

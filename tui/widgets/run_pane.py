@@ -86,8 +86,11 @@ class RunPane(Pane, can_focus=True):
         summary = [*run_summary.outcome(state, snapshot, room), *run_summary.attempts(snapshot, room, every=self.full)]
         summary += run_summary.alarms(state, snapshot, room)
         summary += run_summary.task_results(snapshot, room)
-        summary += run_summary.next_key(state, snapshot, room)
+        if snapshot.record.task is not None:
+            summary = [*(summary or [_waiting(state)]), run_summary.next_key(state, snapshot, room)]
         summary += run_summary.trained(snapshot, room, command=self.full or self.content_size.height >= TALL)
+        if self.full:
+            summary += run_summary.task_lines(state, snapshot.record.id, room)
         summary += run_summary.trackers(snapshot, room)
         self._put("#summary", summary)
         # Without a curve the log gets the room: it shows a failure, or the output of a program of one's own.

@@ -185,7 +185,8 @@ def rank_table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: b
     if straggler is None:
         columns.pop()
     if state.snapshot is not None and state.snapshot.record.task is not None:
-        columns = [column for column in columns if column.title in ("rank", "node", "state", "peak")]
+        peak = ["peak"] if any(rank.memory_bytes for rank in ranks) else []
+        columns = [column for column in columns if column.title in ("rank", "node", "state", *peak)]
     elif headed:
         waits = [figure(rank.exchange_s, _seconds) for rank in ranks]
         norms = [figure(rank.grad_norm, ".3g") for rank in ranks]
@@ -301,7 +302,8 @@ def trained(snapshot: RunSnapshot, width: int, *, command: bool) -> list[Content
     file, result = snapshot.trained, snapshot.result
     if not snapshot.record.state.ended:
         return []
-    lines = [pair("trained", trained_text(file), width)] if file is not None else []
+    # A task's own results name its fused model.
+    lines = [pair("trained", trained_text(file), width)] if file is not None and snapshot.record.task is None else []
     if file is not None and command:
         lines.append(pair("use it", file.command, width, style="bold"))
     text = result_text(result) if result is not None else ""
@@ -321,22 +323,30 @@ def task_results(snapshot: RunSnapshot, width: int) -> list[Content]:
     return [Content(part) for line in lines for part in textwrap.wrap(line, max(20, width)) or [""]]
 
 
-def next_key(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
+def task_lines(state: DeckState, run: str, width: int) -> list[Content]:
+    """The tasks on the result of a run, with what each has come to."""
+    lines = []
+    for task in (task for task in state.runs or () if task.source == run):
+        mark = state.glyphs.shape(STATES[task.state])
+        text = f"{mark} {task.state} {state.ago(task.created_at)}{state.glyphs.separator}{task.outcome or task.id}"
+        lines.append(pair(task.task or "", text, width))
+    return lines
+
+
+def next_key(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     """The key that helps now in a task on what another run has trained."""
-    task, results = snapshot.record.task, snapshot.task_results
-    if task is None:
-        return []
+    results = snapshot.task_results
     refused = any(result.kind == "fused" and not result.accepted for result in results)
     served = any(result.kind == "serving" for result in results)
     texts = {
-        "c asks it; ctrl+x stops it": state.active and served,
-        "ctrl+x stops it; esc leads back to its run": state.active,
+        "c asks it, ctrl+x stops it": state.active and served,
+        "ctrl+x stops it, esc leads to its run": state.active,
         "u f fuses it in another form": refused,
         "u tries again": snapshot.record.state != "succeeded",
-        "u p publishes it": task == "fuse",
-        "u lists what else can be done with it, esc leads back to its run": True,
+        "u p publishes it": snapshot.record.task == "fuse",
+        "u lists other uses, esc leads to its run": True,
     }
-    return [pair("next", next(text for text, holds in texts.items() if holds), width)]
+    return pair("next", next(text for text, holds in texts.items() if holds), width)
 
 
 def trackers(snapshot: RunSnapshot, width: int) -> list[Content]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from engine.store.layout import RunDir
 from engine.task_result import Evaluated, Served
 from tests.unit.launch.host_layouts import local_layout
 from tests.unit.run.run_maker import START, MadeRun, made_decisions, make_run_config, planned_attempt
+from tui.commands import runs as commands
 
 ADAPTER = "/node/runs/r/adapters/adapters.safetensors"
 STATE = "/c/step/weights.safetensors"
@@ -154,6 +156,27 @@ async def test_a_run_that_failed_is_used_by_its_newest_whole_state(
     config = await start(tmp_path, run.id, divided=True)
     assert config.job.task is not None
     assert (config.job.task.weights, [there.name for there in config.nodes]) == used
+
+
+async def test_show_and_runs_name_the_tasks_of_a_run_with_their_outcomes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path)
+    task = MadeRun(tmp_path, created=START + timedelta(hours=1), number=1, config=await start(tmp_path, run.id))
+    results = [Evaluated(variant=name, split="test", loss=1.5, tokens=9, seconds=0.1) for name in ("base", "adapter")]
+    task.attempt().append(*(ResultReported(result=result) for result in results))
+    task.state("running", "succeeded", reason="completed").close()
+    commands.show(Namespace(run=run.id, json=False), Engine(tmp_path))
+    assert f"evaluate   succeeded: base 1.500, adapter 1.500 ({task.id})" in capsys.readouterr().out
+    commands.show(Namespace(run=task.id, json=False), Engine(tmp_path))
+    assert f"task       evaluate of {run.id}" in capsys.readouterr().out
+    commands.runs(Namespace(limit=None, json=False), Engine(tmp_path))
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["RUN", "STATE", "TASK"]
+    assert [row.split()[:3] for row in (first, second)] == [
+        [task.id, "succeeded", "evaluate"],
+        [run.id, "succeeded", "-"],
+    ]
 
 
 def test_results_are_part_of_the_runs_state(tmp_path: Path) -> None:
