@@ -106,7 +106,8 @@ def served(home: Path, trained: Trained, ranks: int = 1, **options: Any) -> Iter
     assert [server.events("end", rank)[0]["stopped"] for rank in range(ranks)] == [True] * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_eight_clients_at_once_get_what_each_gets_alone(ranks: int, trained: Trained, tmp_path: Path) -> None:
     with served(tmp_path, trained, ranks) as server:
         alone = [server.ask(question) for question in QUESTIONS]
