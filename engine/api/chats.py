@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import ValidationError
 
 from engine.api.runs import RunsApi
 from engine.api.session import Session
@@ -65,9 +67,9 @@ class ChatsApi:
         """The server of a run's result that is there, or a new one, whose supervisor is in charge. Raises as
         TasksApi.start."""
         source = await asyncio.to_thread(self._runs.find_trained, run)
-        for record in await asyncio.to_thread(self._runs.all):
-            if (record.task, record.source) == ("serve", source.id) and not record.state.ended:
-                return ChatServer(record.id, started=False)
+        for task in await asyncio.to_thread(self._runs.tasks_of, source.id):
+            if task.task == "serve" and not task.state.ended:
+                return ChatServer(task.id, started=False)
         request = serve_request("127.0.0.1", 0, divided=divided)
         return ChatServer((await self._tasks.start(source.id, request)).id, started=True)
 
@@ -122,9 +124,12 @@ class ChatsApi:
             file.append(exchange.model_dump_json().encode())
 
     def exchanges(self, run: str, limit: int = 100) -> list[ChatExchange]:
-        """The newest that were kept, oldest first."""
-        lines = LineTail(self._runs.find(run).chat).objects()
-        return [ChatExchange.model_validate(line) for line in [*lines][-limit:]]
+        """The newest that were kept, oldest first; damaged ones are left out."""
+        exchanges = deque[ChatExchange](maxlen=limit)
+        for line in LineTail(self._runs.find(run).chat).objects():
+            with contextlib.suppress(ValidationError):
+                exchanges.append(ChatExchange.model_validate(line))
+        return list(exchanges)
 
     def suggestion(self, run: str) -> str:
         """The beginning of the first row that the run was validated with, or trained on, where its data is on this

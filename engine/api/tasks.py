@@ -59,7 +59,7 @@ class TasksApi:
         record, weights = _weights(directory)
         options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
         task = Task(request.kind, record.id, weights.path, request.fused, options)
-        return _with_task(_as_launched(directory), task, weights.node, divided=request.divided)
+        return _with_task(_as_launched(directory, weights.node), task, weights.node, divided=request.divided)
 
 
 def _weights(directory: RunDir) -> tuple[RunRecord, TrainedFile | ResultFile]:
@@ -100,11 +100,12 @@ def _refuse_divided(framework: FrameworkTraits, request: TaskRequest) -> None:
         raise InputError("it answers on one node", why=why, todo="leave out --divided")
 
 
-def _as_launched(directory: RunDir) -> Config:
-    """The configuration of a run's last attempt, with what was decided for it."""
+def _as_launched(directory: RunDir, node: str) -> Config:
+    """The configuration of a run's last attempt, with what was decided for it; that of `node`, which has the weights,
+    alone where the attempt was without it."""
     history = read_history(directory)
-    last = history.last_attempt
-    return history.plan_on(read_plan(directory.plan), last.plan.nodes if last is not None else ()).config
+    nodes = history.last_attempt.plan.nodes if history.last_attempt is not None else (node,)
+    return history.plan_on(read_plan(directory.plan), nodes if node in nodes else (node,)).config
 
 
 def _with_task(config: Config, task: Task, node: str, *, divided: bool) -> Config:

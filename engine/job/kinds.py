@@ -68,11 +68,6 @@ class JobKind:
     """Checks of what it has no use for, by name → why it has none."""
 
     @property
-    def program(self) -> str:
-        """The module of ours that each rank runs."""
-        return self.framework.trainer
-
-    @property
     def survivors_keep_state(self) -> bool:
         """Ranks that lost another one can save all that a restart needs."""
         return self.reports and not self.strategy.partitioned
@@ -138,40 +133,20 @@ class Lockstep(JobKind):
 
 
 class ResultTask(JobKind):
-    """A program of ours on every rank that takes what another run has trained, and trains nothing."""
+    """Every rank of ours takes what another run has trained, to measure it or to fuse it, and trains nothing."""
 
     compared = False
     trains = False
     keeps_state = False
-    module: ClassVar[str]
-    """Beside the framework's trainer."""
     needless_checks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("pre_rdma_sync", "checkpoint_layer", "performance_layer"), "nothing is trained"
     )
 
-    @property
-    def program(self) -> str:
-        trainer = self.framework.trainer
-        return trainer if self.framework.runs_tasks else f"{trainer.rpartition('.')[0]}.{self.module}"
-
-
-class Evaluation(ResultTask):
-    module = "evaluation"
-
-
-class ModelFusion(ResultTask):
-    module = "fusion"
-
 
 class TextGeneration(ResultTask):
-    module = "generation"
+    """It answers prompts, or serves until it is stopped."""
+
     needless_checks: ClassVar[Mapping[str, str]] = {**ResultTask.needless_checks, "data_matches": "no data is read"}
-
-
-class Serving(TextGeneration):
-    """It goes on until it is stopped, and generates a token now and then to show that it can."""
-
-    module = "serving"
 
 
 class PeriodicAveraging(JobKind):
@@ -260,10 +235,10 @@ class ElasticTorchrun(OwnCommand):
 
 
 TASKS: Final[dict[TaskKind, type[JobKind]]] = {
-    "evaluate": Evaluation,
-    "fuse": ModelFusion,
+    "evaluate": ResultTask,
+    "fuse": ResultTask,
     "generate": TextGeneration,
-    "serve": Serving,
+    "serve": TextGeneration,
 }
 
 

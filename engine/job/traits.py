@@ -19,7 +19,7 @@ class FrameworkTraits:
     command_packages: tuple[str, ...]
     """A command may import these."""
     trainer: str
-    """The module that each rank of a training runs."""
+    """The module that each rank runs, of a training and of a task on its result."""
     undivided: Strategy
     """Every rank has the whole model."""
     adapters: str
@@ -35,8 +35,6 @@ class FrameworkTraits:
     """Its trainer compresses checkpoints as [checkpoint] says."""
     takes_launchers: bool = False
     """Flight Deck takes the place of PyTorch's launcher that a command begins with."""
-    runs_tasks: bool = False
-    """Its trainer does tasks on what was trained, too; else a module beside it for each kind does."""
     unserved: str | None = None
     """Why what it has trained is neither served, nor divided over the ranks of a task; None where it can be."""
     unmeasured: str | None = None
@@ -68,7 +66,6 @@ TORCH: Final = FrameworkTraits(
     waits_busily=False,
     compresses=False,
     takes_launchers=True,
-    runs_tasks=True,
     unserved="serving needs an MLX run: `flightdeck generate` answers",
     unmeasured="single nodes are measured with MLX alone: a PyTorch job has equal shares, unless [[node]] share sets "
     "them",

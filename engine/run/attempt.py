@@ -228,7 +228,7 @@ def attempt_spec(
         ranks=[_rank_spec(plan, rank, attempt.layout(rank), decisions) for rank in range(len(plan.nodes))],
         job=trainer_job(config, decisions.layer_split),
         command=job_command(config.job),
-        trainer=config.job.kind.program,
+        trainer=config.job.kind.framework.trainer,
         task=asdict(config.job.task) if config.job.task is not None else None,
         as_torchrun=config.job.kind.framework.takes_launchers and bool(config.job.words),
         logging_dir=config.job.logging_dir,

@@ -19,6 +19,8 @@ from engine.task_result import TaskResult
 
 ALARMS_SHOWN = 20
 MANIFESTS_KEPT = 32
+MOST_RESULTS = 1_000
+"""A task reports no more of them in one attempt."""
 """Per rank: a trainer considers no more of its states."""
 
 
@@ -222,6 +224,7 @@ def _plan_attempt(history: RunHistory, event: events.AttemptPlanned) -> RunHisto
         "backend": decisions.network.backend if decisions is not None else history.record.backend,
         "world_size": len(attempt.nodes) or history.record.world_size,
         "logs_missing": [],
+        "outcome": None,
     }
     status = AttemptStatus(attempt.number, tuple(enumerate(attempt.nodes)), event.at, history.next_why)
     return replace(

@@ -190,7 +190,10 @@ class RunWatch:
         config, saved = self._plan.config, reports[0].saved if reports else None
         if saved is None or not config.nodes:
             return None
-        node, path = config.nodes[0], PurePosixPath(saved.path)
+        path = PurePosixPath(saved.path)
+        node = next(
+            (node for node in self._whole_plan.config.nodes if node.name == self._saved_on(path)), config.nodes[0]
+        )
         model = on_node(node.model or config.job.model or "", node, config.folder)
         # A file of adapters is loaded with its folder's adapter_config.json, onto the model.
         adapters = path.suffix == ".safetensors"
@@ -202,6 +205,11 @@ class RunWatch:
         argv = [node.python, *generate[config.job.framework]]
         command, unserved = " ".join(map(quoted, argv)), config.job.kind.framework.unserved
         return TrainedFile(saved.path, saved.size, node.name, command, unserved)
+
+    def _saved_on(self, path: PurePosixPath) -> str | None:
+        """The node: that of rank 0 then, which a later attempt may be without. None in journals of earlier releases."""
+        saves = sorted(self._history.weights.values(), key=lambda event: event.at)
+        return next((event.node for event in reversed(saves) if path.is_relative_to(event.saved.folder)), None)
 
     def result(self) -> RunResult:
         """The result so far, as of the last poll."""

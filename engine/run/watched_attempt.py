@@ -18,6 +18,7 @@ from engine.run.command_watch import CommandWatch
 from engine.run.consistency_watch import ConsistencyWatch
 from engine.run.effects import Judge, Standing
 from engine.run.failure_evidence import EvidenceCollector
+from engine.run.history import MOST_RESULTS
 from engine.run.logs.mirror import Gap, Mirror
 from engine.run.observation import CommandView, Judged, RankView
 from engine.run.progress import EventIntake
@@ -216,7 +217,8 @@ class WatchedAttempt:
                 event = event.model_copy(update={"node": self.context.plan.nodes[event.rank]})
                 recorded = newest == event.model_copy(update={"at": newest.at if newest is not None else event.at})
             case events.ResultReported():
-                recorded = event.attempt == history.results_of and event.result in history.task_results
+                results = history.task_results if event.attempt == history.results_of else ()
+                recorded = event.result in results or len(results) >= MOST_RESULTS
             case _:
                 recorded = history.training is not None and history.training.attempt == self.context.attempt.number
         if not recorded:

@@ -1,5 +1,6 @@
-"""The MLX trainer: `python -m engine.trainer.main`. MLX is imported late, and mlx-lm only after the group is up: a rank
-that connects 15 seconds after the others fails the ring's start, so nothing slow may run in between."""
+"""The MLX trainer, for a training and for tasks on its result: `python -m engine.trainer.main`. MLX is imported late,
+and mlx-lm only after the group is up: a rank that connects 15 seconds after the others fails the ring's start, so
+nothing slow may run in between."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import gc
 import sys
 from typing import TYPE_CHECKING
 
+from engine.protocol.task import Task
 from engine.training.process import TrainingProcess, run_rank
 
 if TYPE_CHECKING:
@@ -39,8 +41,31 @@ def load_training(process: TrainingProcess) -> Loop:
     return load_training(process, collective)
 
 
+def do_task(process: TrainingProcess, task: Task) -> None:
+    """Join the group, and then take what another run has trained. Raises as the function of the task's kind."""
+    collective = join(process)
+    match task.kind:
+        case "evaluate":
+            from engine.trainer.variants import evaluate as do
+        case "fuse":
+            from engine.trainer.fused_model import fuse as do
+        case "generate":
+            from engine.trainer.answers import answer_prompts as do
+        case "serve":
+            from engine.trainer.http_server import serve as do
+    collect_garbage()
+    do(process, collective)
+
+
+def run(process: TrainingProcess) -> None:
+    if process.spec.task is not None:
+        do_task(process, Task(**process.spec.task))
+    else:
+        load_training(process).run_and_test()
+
+
 def main() -> int:
-    return run_rank(lambda process: load_training(process).run_and_test())
+    return run_rank(run)
 
 
 if __name__ == "__main__":

@@ -92,10 +92,15 @@ class Variants(MeasuredVariants):
                 for source in self.job.model.glob("*.py"):
                     (directory / source.name).write_bytes(source.read_bytes())
                 for name, header, size in files:
-                    with (directory / name).open("wb") as file:
+                    with (directory / Path(name).name).open("wb") as file:
                         file.write(header.encode("latin-1"))
                         file.truncate(size)
                 yield directory
+
+
+def evaluate(process: TrainingProcess, collective: Collective) -> None:
+    """One rank's part of the task. Raises JobError, GroupError, PeerLost."""
+    Variants.of(process, collective).measure_all()
 
 
 def _evaluated(job: Job, ranks: int) -> Job:

@@ -171,7 +171,7 @@ def test_lora_dora_and_full_of_every_strategy_measure_alike_on_1_2_and_4_ranks(
 def test_it_runs_under_a_keeper_and_stops(tiny: Tiny, lora: Trained, tmp_path: Path, strategy: str) -> None:
     job, weights = lora
     task = Task("evaluate", "run", str(weights))
-    fields = {"trainer": "engine.trainer.evaluation", "task": asdict(task), "stop_grace_s": 30.0}
+    fields = {"task": asdict(task), "stop_grace_s": 30.0}
     job = {**job, "strategy": strategy}
     run = launch(tmp_path / "whole", job, shares=(1.0, 1.0), spec_fields=fields).succeeded()
     alone = losses(run_here(tmp_path / "alone", job, task))

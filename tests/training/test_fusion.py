@@ -215,7 +215,7 @@ def test_two_ranks_fuse_what_one_fuses_and_a_keeper_runs_it(tiny: Tiny, tmp_path
     first, second = run_on_ring(tmp_path / "ring", 2, {"fuse": (job, task)})["fuse"]
     assert losses(first) == pytest.approx(alone, abs=1e-5) and verdict(first)["accepted"]
     assert [event for event in second if event["event"] == "result"] == []
-    fields = {"trainer": "engine.trainer.fusion", "task": {**asdict(task), "options": {"path": str(tmp_path / "kept")}}}
+    fields = {"task": {**asdict(task), "options": {"path": str(tmp_path / "kept")}}}
     run = launch(tmp_path / "kept run", job, spec_fields=fields).succeeded()
     assert losses(run.events()) == pytest.approx(alone, abs=1e-5) and verdict(run.events())["kept"] > 0.99
     tensors = {(tmp_path / name / "model.safetensors").read_bytes() for name in ("both", "kept", "alone/fused")}

@@ -255,7 +255,7 @@ def test_what_cannot_be_is_refused_by_name(llama: Trained, tmp_path: Path) -> No
 def start(directory: Path, trained: Trained, ranks: int, **options: Any) -> Launched:
     """By mlx.launch, start.sh and keepers."""
     described = case("a", trained, **options)
-    fields = {"trainer": "engine.trainer.generation", "task": described["task"]}
+    fields = {"task": described["task"]}
     return launch(directory, described["job"], shares=(1.0,) * ranks, spec_fields=fields)
 
 

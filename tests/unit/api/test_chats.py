@@ -76,6 +76,7 @@ async def test_an_answer_comes_in_pieces_and_is_kept_with_the_run_that_trained(t
     async with backend(b": keepalive\n\n", *map(event, PIECES), b"data: [DONE]\n\n") as (asked, port):
         trained, server = serving(tmp_path, port)
         async with Engine(tmp_path) as engine:
+            trained.directory.chat.write_text('{"model": "base"}\n')
             assert await answer(engine, server.id) == list(PIECES)
             (kept,) = engine.chats.exchanges(trained.id)
     assert (kept.model, kept.prompt, kept.answer) == ("trained", "Hi", "Hello you")

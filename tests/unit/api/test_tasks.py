@@ -19,7 +19,7 @@ from engine.protocol.attempt import AttemptSpec
 from engine.protocol.job import Strategy
 from engine.protocol.task import Task, TaskKind
 from engine.run.attempt import attempt_spec
-from engine.run.events import ResultReported, SavedFiles, StateSaved, WeightsSaved
+from engine.run.events import AttemptPlanned, ResultReported, SavedFiles, StateSaved, WeightsSaved
 from engine.run.run_plan import RunPlan
 from engine.run.watch import RunWatch
 from engine.store.layout import RunDir
@@ -88,7 +88,6 @@ async def test_pytorch_has_the_whole_model_on_every_rank_and_serves_none(tmp_pat
     run = MadeRun(tmp_path, config=config).attempt().events(0, SAVED).state("running", "succeeded", reason="completed")
     measured = await start(tmp_path, run.close().id, divided=True)
     assert (measured.job.strategy, len(measured.nodes)) == ("ddp", 2)
-    assert measured.job.kind.program == "engine.torch_trainer.main"
     with pytest.raises(InputError, match="serving needs an MLX run: `flightdeck generate` answers"):
         await start(tmp_path, run.id, "serve", options={"host": "127.0.0.1"})
     with pytest.raises(InputError, match="leave out --divided"):
@@ -102,7 +101,7 @@ async def test_every_rank_gets_the_task_and_no_state_to_resume(tmp_path: Path) -
     plan = RunPlan(run_id="x", nonce="n", created_at=START, config=config)
     second = planned_attempt(RunDir(tmp_path / "runs" / "x"), plan, [local_layout(tmp_path / "node", 2)], number=2)
     spec = attempt_spec(plan, second, made_decisions(plan), {})
-    assert spec.trainer == "engine.trainer.evaluation"
+    assert spec.trainer == "engine.trainer.main"
     assert config.job.task is not None and spec.task == asdict(config.job.task)
     assert (spec.resume, spec.needs_state, spec.checkpoint_every) == (False, "", 0)
     assert AttemptSpec.from_json(spec.to_json()) == spec
@@ -188,5 +187,20 @@ def test_results_are_part_of_the_runs_state(tmp_path: Path) -> None:
 def test_a_restart_reports_its_results_anew(tmp_path: Path) -> None:
     first, second = (Served(address=f"http://127.0.0.1:{port}/v1", model="job", token=False) for port in (8080, 8081))
     reports = [ResultReported(attempt=1, result=first), ResultReported(attempt=2, result=second)]
-    run = MadeRun(tmp_path).attempt().append(*reports).close()
-    assert list(RunWatch(run.directory).poll().task_results) == [second]
+    run = MadeRun(tmp_path).attempt().append(reports[0]).attempt(2).append(reports[1]).close()
+    snapshot = RunWatch(run.directory).poll()
+    assert (list(snapshot.task_results), snapshot.record.outcome) == ([second], second.address)
+
+
+async def test_weights_on_a_node_that_a_later_attempt_was_without_are_used_there(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path).attempt().events(0, SAVED)
+    folder = ADAPTER.rpartition("/")[0]
+    saved = SavedFiles(folder=folder, iteration=60, files=(("adapters.safetensors", 7, "1" * 64),))
+    later = planned_attempt(run.directory, run.plan.among(["node1"]), [local_layout(tmp_path / "node", 1)], number=2)
+    run.append(
+        WeightsSaved(rank=0, node="node0", attempt=1, holds="adapter", saved=saved), AttemptPlanned(attempt=later)
+    )
+    run.state("running", "failed", reason="node_lost").close()
+    config = await start(tmp_path, run.id, divided=True)
+    assert config.job.task is not None and config.job.task.weights == ADAPTER
+    assert [node.name for node in config.nodes] == ["node0"]

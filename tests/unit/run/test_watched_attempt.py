@@ -152,6 +152,22 @@ def test_the_view_of_progress_is_the_same_until_something_is_read(watched: Watch
     assert (view.furthest, progress.furthest, progress.steps, progress.reached) == (0, 3, 1, {0: 3})
 
 
+def test_of_one_attempt_not_more_than_so_many_results_are_recorded(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.run.watched_attempt.MOST_RESULTS", 1)
+    facts = {"kind": "evaluation", "variant": "base", "split": "test", "tokens": 9, "seconds": 0.1}
+    for loss in (1.0, 2.0):
+        watched.live.report(0, "result", loss=loss, **facts)
+        watched.attempt.poll()
+        for event in watched.news:
+            watched.live.recorder.append(event)
+        watched.news.clear()
+    history = watched.live.recorder.history
+    assert [getattr(result, "loss", None) for result in history.task_results] == [1.0]
+    assert history.record.outcome == "base 1.000"
+
+
 def test_a_node_that_is_lost_is_why_the_end_of_its_rank_is_not_known(watched: Watched) -> None:
     watched.live.start(0, 1)
     watched.live.exit(0, TrainerExit.PEER_LOST)
