@@ -24,7 +24,6 @@ from textual.message import Message
 
 from engine import api
 from engine.errors import InputError
-from engine.snapshots import FetchProgress
 from tui import scaling_text
 from tui.fixes import FixCommand
 from tui.formatting import fetch_text
@@ -431,7 +430,7 @@ class EngineClient:
         with self._request("fetch", busy=None):
             async with aclosing(self._loop.each(lambda: self.engine.results.fetch(run))) as steps:
                 async for step in steps:
-                    if isinstance(step, FetchProgress):
+                    if isinstance(step, api.FetchProgress):
                         self._store.change(busy=f"fetching {fetch_text(step)}")
                     else:
                         self._notify(f"fetched to {step.folder}")

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from engine.errors import plural
-from engine.snapshots import RunSnapshot, ServedRequests
-from engine.task_result import Answer, Evaluated, Fused, Served, TaskResult
 from tui.formatting import NOT_MEASURED, duration, rate, size, table
+
+if TYPE_CHECKING:
+    from engine.snapshots import RunSnapshot, ServedRequests
+    from engine.task_result import Evaluated, Fused, TaskResult
 
 
 def result_lines(results: Sequence[TaskResult]) -> Iterator[str]:
-    losses = [result for result in results if isinstance(result, Evaluated)]
+    losses = [result for result in results if result.kind == "evaluation"]
     if losses:
         headers = ("WEIGHTS", "SPLIT", "LOSS", "PERPLEXITY", "TOKENS", "TOOK")
         yield from table(headers, [_row(result) for result in losses]).splitlines()
     for result in results:
-        if isinstance(result, Fused):
+        if result.kind == "fused":
             yield from _fused(result)
-        elif isinstance(result, Answer):
+        elif result.kind == "answer":
             yield f"--- {result.variant} · {result.tokens:,} tokens · {rate(result.tokens_per_second)}"
             yield from result.text.splitlines()
-        elif isinstance(result, Served):
+        elif result.kind == "serving":
             yield f"{result.model} answers at {result.address}" + (" to those who have its token" * result.token)
 
 
@@ -32,7 +35,7 @@ def served_text(served: ServedRequests) -> str:
 
 def serving_lines(snapshot: RunSnapshot, how_to_stop: str) -> Iterator[str]:
     """The requests that a server that goes on has answered."""
-    if not snapshot.record.state.ended and any(isinstance(result, Served) for result in snapshot.task_results):
+    if not snapshot.record.state.ended and any(result.kind == "serving" for result in snapshot.task_results):
         served = snapshot.ranks[0].served if snapshot.ranks else None
         yield f"{served_text(served) if served is not None else 'no request yet'}; {how_to_stop}"
 

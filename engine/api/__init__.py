@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from engine.security.paths import path_fault
     from engine.security.redact import redact
     from engine.security.sanitise import sanitise
+    from engine.snapshots import FetchProgress
     from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
 _NAMES: Final = {
@@ -72,6 +73,7 @@ _NAMES: Final = {
     "engine.security.paths": "path_fault",
     "engine.security.redact": "redact",
     "engine.security.sanitise": "sanitise",
+    "engine.snapshots": "FetchProgress",
     "engine.store.layout": "LAUNCHER_SOURCE RunDir",
 }
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -21,6 +21,10 @@ def test_the_session_never_imports_mlx_or_a_frontend() -> None:
     assert not imported_by("import engine.api") & {"mlx", "mlx_lm", "transformers", "textual", "rich", "tui"}
 
 
+def test_the_console_paints_before_it_loads_the_engine() -> None:
+    assert not imported_by("import tui.app") & {"pydantic", "asyncssh", "tinydb", "httpx", "huggingface_hub", "mlx"}
+
+
 def test_the_keepers_wire_format_needs_the_standard_library_only() -> None:
     assert not imported_by("import engine.protocol.attempt") & {"mlx", "pydantic", "numpy"}
 

@@ -16,7 +16,6 @@ from typing import Final
 
 from engine.run.logs.line_index import GrowingFile, IndexEntry, LogIndex
 from engine.run.logs.pattern import SHOWN_BYTES, LogPattern
-from engine.run.run_plan import redactor_of
 from engine.security.redact import KEY_MARK, KeyLines, Redactor
 from engine.security.sanitise import sanitise
 from engine.store.layout import RunDir
@@ -236,6 +235,9 @@ class LogReader:
 
     @cached_property
     def _redactor(self) -> Redactor:
+        # Late: a console paints before it loads pydantic.
+        from engine.run.run_plan import redactor_of  # noqa: PLC0415
+
         return redactor_of(self.run_dir)
 
     def _within_key(self, source: int, offset: int) -> bool:
