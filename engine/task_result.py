@@ -25,8 +25,9 @@ class Evaluated(FrozenModel):
     kind: Literal["evaluation"] = "evaluation"
     variant: Variant
     split: Literal["test", "valid"]
-    loss: Annotated[float, Field(allow_inf_nan=False)]
-    """Mean cross-entropy over all target tokens, nats."""
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Mean cross-entropy over all target tokens, nats; null where it is not finite, as of weights that have
+    diverged."""
     perplexity: Figure | None = None
     """e to the loss; null where that is beyond what a float holds."""
     tokens: Count
@@ -34,7 +35,7 @@ class Evaluated(FrozenModel):
 
     @property
     def summary(self) -> str:
-        return f"{self.variant} {self.loss:.3f}"
+        return f"{self.variant} {self.loss:.3f}" if self.loss is not None else f"{self.variant} not finite"
 
 
 class FuseChoice(FrozenModel):

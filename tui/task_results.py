@@ -42,7 +42,8 @@ def serving_lines(snapshot: RunSnapshot, how_to_stop: str) -> Iterator[str]:
 
 def _row(result: Evaluated) -> tuple[str, ...]:
     perplexity = f"{result.perplexity:,.3f}" if result.perplexity is not None else NOT_MEASURED
-    figures = f"{result.loss:.4f}", perplexity, f"{result.tokens:,}", duration(result.seconds)
+    loss = f"{result.loss:.4f}" if result.loss is not None else "not finite"
+    figures = loss, perplexity, f"{result.tokens:,}", duration(result.seconds)
     return result.variant, result.split, *figures
 
 

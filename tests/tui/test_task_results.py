@@ -21,6 +21,8 @@ def test_losses_are_a_table() -> None:
         "base     test   2.2500  9.488       1,234   1:05",
         "adapter  test   1.0000  9.488       1,234   1:05",
     ]
+    diverged = base.model_copy(update={"variant": "adapter", "loss": None, "perplexity": None})
+    assert "adapter  test   not finite" in list(result_lines([diverged]))[-1]
 
 
 def test_a_fused_model_says_what_is_kept() -> None:

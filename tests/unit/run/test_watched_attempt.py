@@ -19,7 +19,7 @@ from engine.protocol.events import ExitOutput
 from engine.protocol.exit_codes import TrainerExit
 from engine.run.attempt import AttemptOrigin
 from engine.run.effects import Judge, Standing
-from engine.run.events import Event, Trigger
+from engine.run.events import Event, ResultReported, Trigger
 from engine.run.observation import RankView
 from engine.run.run_context import AttemptContext
 from engine.run.watched_attempt import WatchedAttempt
@@ -166,6 +166,14 @@ def test_of_one_attempt_not_more_than_so_many_results_are_recorded(
     history = watched.live.recorder.history
     assert [getattr(result, "loss", None) for result in history.task_results] == [1.0]
     assert history.record.outcome == "base 1.000"
+
+
+def test_a_loss_that_is_not_finite_is_a_result(watched: Watched) -> None:
+    facts = {"kind": "evaluation", "variant": "adapter", "split": "test", "tokens": 9, "seconds": 0.1}
+    watched.live.report(0, "result", loss=None, perplexity=None, **facts)
+    watched.attempt.poll()
+    (event,) = watched.news
+    assert isinstance(event, ResultReported) and event.result.summary == "adapter not finite"
 
 
 def test_a_node_that_is_lost_is_why_the_end_of_its_rank_is_not_known(watched: Watched) -> None:
