@@ -82,6 +82,9 @@ class ChatsApi:
         watch = RunWatch(await asyncio.to_thread(self._runs.find, server))
         while True:
             snapshot = await asyncio.to_thread(watch.poll)
+            if (record := snapshot.record).task != "serve":
+                why = "it is a training" if record.task is None else f"it is a task ({record.task})"
+                raise InputError(f"{record.id} is no server", why=why, todo="name one of `flightdeck serve`")
             if snapshot.record.state.ended:
                 raise _ended(snapshot.record)
             # A restart may have given it another port.

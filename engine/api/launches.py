@@ -74,7 +74,7 @@ class LaunchesApi:
         """Resume a run that has ended from the state that it saved, on other data than it was saved with or without a
         state where that is told; return once a supervisor is in charge. Raises RunNotFound, InputError, LaunchError,
         StateError, and NodesInUse while a calibration is going on there."""
-        directory = await asyncio.to_thread(self._runs.find, run)
+        directory = await asyncio.to_thread(self._runs.find_trained, run)
         wishes = {"accept_changed_data": accept_changed_data, "without_state": without_state}
         await asyncio.to_thread(self._resume, directory, **wishes)
         audit_log("resume", "started", {"run": directory.id, **wishes}, home=self._session.home)

@@ -35,7 +35,7 @@ _WANTED = {
     "best": (
         ("adapter", "weights", "model"),
         True,
-        "none were saved as the best: that takes save_best = true in [job]",
+        "no best weights were saved: that takes save_best = true in [job]",
     ),
     "weights": (("model", "weights"), False, "no full weights were saved: the run trains an adapter"),
     "checkpoint": (("checkpoint",), False, "no checkpoint has been saved whole"),
@@ -62,7 +62,7 @@ class ResultsApi:
         anything was written, NodeUnreachable, LaunchError, FileDiffers, StateError."""
 
         async def work(report: Callable[[FetchProgress | Fetched], None]) -> None:
-            directory = await asyncio.to_thread(self._runs.find, run)
+            directory = await asyncio.to_thread(self._runs.find_trained, run)
             files = _chosen(await asyncio.to_thread(self.result, directory.id), wanted, directory.id)
             target = (folder or Path(directory.id)).expanduser().absolute()
             missing = await asyncio.to_thread(_missing, files, target)
@@ -151,6 +151,8 @@ def _missing(files: Sequence[ResultFile], target: Path) -> dict[Path, ResultFile
     """The files that are not there yet, by their paths below `target`. Raises InputError where there is no room, or
     other files of these names."""
     paths = {validate_path(target / file.name, "the file", roots=[target]): file for file in files}
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is a file", todo="name a folder")
     missing = {path: file for path, file in paths.items() if not (path.is_file() and _is_same(path, file))}
     if other := next(filter(os.path.lexists, missing), None):
         why = f"{other} is there, and another file"

@@ -83,7 +83,7 @@ class RunsApi:
 
     def metrics(self, run: str) -> list[dict[str, int | float | None]]:
         """mlx-lm's report dicts in order."""
-        return [figures(row, _REPORT_ONLY) for row in LineTail(self.find(run).metrics).objects()]
+        return [figures(row, _REPORT_ONLY) for row in LineTail(self.find_trained(run).metrics).objects()]
 
     def watch(self, run: str) -> RunWatch:
         """A new watch of a run, for one reader. Raises RunNotFound, StateError."""

@@ -307,7 +307,7 @@ async def test_all_parts_of_a_checkpoint_come_from_all_nodes(run: MadeRun, tmp_p
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        ("best", "none were saved as the best: that takes save_best = true in [job]"),
+        ("best", "no best weights were saved: that takes save_best = true in [job]"),
         ("weights", "no full weights were saved: the run trains an adapter"),
         ("checkpoint", "no checkpoint has been saved whole"),
     ],

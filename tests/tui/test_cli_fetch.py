@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from engine.protocol.task import Task
 from engine.run.events import SavedFiles, TrainingStarted, WeightsSaved
 from tests.tui.commands import flightdeck
-from tests.unit.run.run_maker import MadeRun
+from tests.unit.run.run_maker import START, MadeRun, make_run_config
 
 
 @pytest.fixture
@@ -43,8 +45,26 @@ def test_the_adapter_is_fetched_and_the_command_says_where(run: MadeRun, home: P
     assert (report["folder"], [file["name"] for file in report["files"]]) == (str(folder), ["adapters.safetensors"])
 
 
+def test_last_is_the_newest_training_where_a_task_came_after_it(run: MadeRun, home: Path, tmp_path: Path) -> None:
+    config = make_run_config(1)
+    config = config.model_copy(update={"job": config.job.model_copy(update={"task": Task("evaluate", run.id)})})
+    task = MadeRun(home, created=START + timedelta(hours=1), name="job-evaluate", config=config)
+    task.state("failed", reason="rank_failed").close()
+    assert flightdeck(home, "fetch", "last", cwd=tmp_path).out.startswith(str(tmp_path / run.id))
+    assert json.loads(flightdeck(home, "metrics", "last", "--json").out)
+    assert f"{run.id} has succeeded" in flightdeck(home, "resume", "last").err
+    assert f"{task.id} has trained nothing" in flightdeck(home, "resume", task.id).err
+
+
+def test_a_file_is_no_folder_to_fetch_to(run: MadeRun, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"kept")
+    done = flightdeck(home, "fetch", run.id, str(tmp_path / "file"))
+    assert done.code == 2 and f"{tmp_path / 'file'} is a file" in done.err
+    assert (tmp_path / "file").read_bytes() == b"kept"
+
+
 def test_what_cannot_be_fetched_is_refused_in_one_line_as_bad_usage(run: MadeRun, home: Path, tmp_path: Path) -> None:
-    for option, why in (("--best", "none were saved as the best"), ("--checkpoint", "no checkpoint has been saved")):
+    for option, why in (("--best", "no best weights were saved"), ("--checkpoint", "no checkpoint has been saved")):
         done = flightdeck(home, "fetch", "last", str(tmp_path / "here"), option)
         assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1) and why in done.err
     assert flightdeck(home, "fetch", "last", "--best", "--checkpoint").code == 2

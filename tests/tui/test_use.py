@@ -109,7 +109,7 @@ async def test_no_task_is_started_where_another_run_uses_the_nodes(fake: FakeEng
     fake.add(fake_engine.running(), fake_engine.trained())
     async with showing(fake) as console:
         await console.press("u", "e")
-        await console.shows("not now: demo-0314-140130 uses the nodes now")
+        await console.shows("not now: demo-0314-140130 uses the nodes: 5 lists it")
         assert isinstance(console.app.screen, Choices)
 
 

@@ -19,7 +19,7 @@ def chat(options: argparse.Namespace, engine: Engine) -> int:
     """Every line of stdin is a message. Without --server a server is started for it, and stopped at the end."""
     progress = Lines(sys.stderr)
     if options.server is not None:
-        return asyncio.run(_converse(options, engine, engine.runs.find(options.server).id))
+        return _converse(options, engine, engine.runs.find(options.server).id)
     request = serve_request("127.0.0.1", 0, options.max_tokens, divided=options.divided)
     record, interrupts = begin(lambda: asyncio.run(engine.tasks.start(options.run, request)), progress)
     try:
@@ -28,14 +28,24 @@ def chat(options: argparse.Namespace, engine: Engine) -> int:
         if snapshot.record.state.ended:
             print_end(progress, snapshot)
             return ExitCode.FAILED
-        return asyncio.run(_converse(options, engine, record.id))
+        return _converse(options, engine, record.id)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     finally:
         asyncio.run(stop_run(engine, record.id, progress))
 
 
-async def _converse(options: argparse.Namespace, engine: Engine, server: str) -> int:
+def _converse(options: argparse.Namespace, engine: Engine, server: str) -> int:
+    """Lines are read between runs of the loop: a thread that reads them would keep ctrl+c waiting for one more."""
+    with asyncio.Runner() as loop:
+        try:
+            loop.run(engine.chats.served(server))
+            return _exchange(options, engine, server, loop)
+        finally:
+            loop.run(engine.close())
+
+
+def _exchange(options: argparse.Namespace, engine: Engine, server: str, loop: asyncio.Runner) -> int:
     person, progress = is_person(sys.stdin), Lines(sys.stderr)
     model, messages, exchanges = "base" if options.base else "trained", list[dict[str, str]](), list[dict[str, str]]()
     if person:
@@ -43,7 +53,7 @@ async def _converse(options: argparse.Namespace, engine: Engine, server: str) ->
     while True:
         if person:
             print(f"{model}> ", end="", file=sys.stderr, flush=True)
-        if not (line := await asyncio.to_thread(sys.stdin.readline)):
+        if not (line := sys.stdin.readline()):
             break
         text = line.strip()
         if text == "/new":
@@ -54,12 +64,11 @@ async def _converse(options: argparse.Namespace, engine: Engine, server: str) ->
             progress.say(f"{sanitise(text.encode())} is no command: there are {', '.join(COMMANDS)}")
         elif text:
             messages.append({"role": "user", "content": text})
-            answer = await _answer(options, engine, server, messages, model)
+            answer = loop.run(_answer(options, engine, server, messages, model))
             messages.append({"role": "assistant", "content": answer})
             exchanges.append({"model": model, "prompt": text, "answer": answer})
     if options.json:
         print_json(exchanges)
-    await engine.close()
     return ExitCode.OK
 
 

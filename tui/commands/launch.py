@@ -80,8 +80,7 @@ def follow_own(
 
 def resume(options: argparse.Namespace, engine: Engine) -> int:
     """Resume a run; without --follow, return once preflight has let it through."""
-
-    run = engine.runs.find(options.run).id
+    run = engine.runs.find_trained(options.run).id
     follower = Follower(engine, run, progress_lines(options))
     follower.skip()
 

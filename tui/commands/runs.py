@@ -163,7 +163,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     _show_watch(lines, snapshot)
     how_to_stop = f"to stop it: flightdeck abort {record.id}"
     for text in (*result_lines(snapshot.task_results), *serving_lines(snapshot, how_to_stop)):
-        lines.say(text)
+        lines.say(f"  {text}")
     for label, text in sample_texts(snapshot.samples):
         lines.say(f"  {label:<10} {text}")
     _show_result(lines, snapshot)

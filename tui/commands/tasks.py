@@ -46,7 +46,8 @@ def serve(options: argparse.Namespace, engine: Engine) -> int:
     follower = Follower(engine, record.id, progress, quiet=True)
     try:
         interrupts.deliver()
-        snapshot, token = follower.follow(until_served), engine.chats.token(record.id)
+        snapshot = follower.follow(until_served)
+        token = engine.chats.token(record.id) if not snapshot.record.state.ended else None
         if not options.json:
             for text in (*result_lines(snapshot.task_results), *([f"token: {token}"] if token is not None else [])):
                 Lines().say(text)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.api import ChatExchange, ChatServer
 
 MODELS: Final = ("trained", "base")
-_KEYS: Final = "enter ask · tab base or trained · ctrl+n new · esc close"
+_KEYS: Final = "enter ask · tab base or trained · ctrl+n new · pgup scroll · esc close"
 
 
 class ChatClient(Protocol):
@@ -155,5 +155,5 @@ class Chat(ModalScreen[None]):
             lines.append(Content.assemble((f"{who}  " if who else "", style), (shown, "" if who else MUTED)))
         self.query_one("#chat-text", Static).update(Content("\n").join(lines))
         self.query_one("#chat-log").scroll_end(animate=False)
-        others = f"{self._model} answers" + (f" · {self._status}" if self._status else "")
-        self.query_one("#chat-status", Static).update(Content.styled(others, MUTED))
+        status = f"{self._model} answers" + (f" · {self._status}" if self._status else "")
+        self.query_one("#chat-status", Static).update(Content.styled(status, MUTED))

@@ -158,7 +158,7 @@ class RunUse:
 def uses(use: RunUse, running: RunRecord | None) -> list[DialogChoice]:
     """`running`: a run that has not ended."""
     run, record, result = use.run, use.snapshot.record, use.snapshot.result
-    taken = f"{running.id} uses the nodes now: ctrl+x stops it where it is shown" if running is not None else None
+    taken = f"{running.id} uses the nodes: 5 lists it, enter opens it, ctrl+x stops it" if running is not None else None
     files = result.files if result is not None else ()
     no_files = None if any(file.holds != "checkpoint" for file in files) else "it has left no weights with hashes"
     resumable = {"succeeded": "it has succeeded: there is nothing left to train", "completed": record.cause}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import sys
+import threading
+from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,6 +21,7 @@ from engine.protocol.task import API_TOKEN_ENV, Task
 from engine.run.events import ResultReported
 from engine.task_result import Served
 from tests.unit.run.run_maker import MadeRun, make_run_config
+from tui.commands.chat import chat
 
 PIECES = ("He", "llo", " you")
 
@@ -55,15 +61,18 @@ async def backend(*pieces: bytes, status: str = "200 OK") -> AsyncIterator[tuple
         yield server, listening.sockets[0].getsockname()[1]
 
 
-def serving(home: Path, port: int, *, token: str | None = None) -> tuple[MadeRun, MadeRun]:
-    """A training that has ended, and the run that serves it."""
+def serving(home: Path, port: int, *, token: str | None = None, cause: str | None = None) -> tuple[MadeRun, MadeRun]:
+    """A training that has ended, and the run that serves it. `cause`: it has failed."""
     trained = MadeRun(home).attempt().state("succeeded", reason="completed").close()
     config = make_run_config(1)
     env = {API_TOKEN_ENV: token} if token is not None else {}
     job = config.job.model_copy(update={"task": Task("serve", trained.id), "env": env})
     server = MadeRun(home, number=1, config=config.model_copy(update={"job": job}))
     result = Served(address=f"http://127.0.0.1:{port}/v1", model="job", token=token is not None)
-    return trained, server.state("running").append(ResultReported(result=result)).close()
+    server.state("running").append(ResultReported(result=result))
+    if cause is not None:
+        server.state("failed", reason="rank_failed", cause=cause)
+    return trained, server.close()
 
 
 async def answer(engine: Engine, server: str, questions: Sequence[str] = ("Hi",)) -> list[str]:
@@ -114,8 +123,7 @@ async def test_a_server_that_refuses_is_one_line(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_has_ended_is_told(tmp_path: Path) -> None:
-    trained = MadeRun(tmp_path).attempt().state("succeeded", reason="completed").close()
-    ended = MadeRun(tmp_path, number=1).attempt().state("failed", reason="rank_failed", cause="no room").close()
+    trained, ended = serving(tmp_path, 1, cause="no room")
     async with Engine(tmp_path) as engine:
         with pytest.raises(InputError, match="it has ended: no room"):
             await engine.chats.served(ended.id)
@@ -141,3 +149,24 @@ def test_a_first_question_is_of_the_runs_own_data(tmp_path: Path, row: dict[str,
     job = config.job.model_copy(update={"data": str(tmp_path / "data")})
     run = MadeRun(tmp_path, config=config.model_copy(update={"job": job})).close()
     assert Engine(tmp_path).chats.suggestion(run.id) == suggested
+
+
+async def test_a_training_is_no_server(tmp_path: Path) -> None:
+    trained, _ = serving(tmp_path, 1)
+    async with Engine(tmp_path) as engine:
+        with pytest.raises(InputError, match="is no server: it is a training"):
+            await engine.chats.served(trained.id)
+
+
+def test_the_command_reads_in_the_main_thread_so_that_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def readline(self, size: int = -1, /) -> str:
+            assert threading.current_thread() is threading.main_thread()
+            raise KeyboardInterrupt
+
+    engine = mock.MagicMock()
+    engine.chats.served, engine.close = mock.AsyncMock(), mock.AsyncMock()
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(KeyboardInterrupt):
+        chat(Namespace(server="served", base=False, json=False), engine)
+    engine.close.assert_awaited_once()
