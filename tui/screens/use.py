@@ -212,7 +212,7 @@ def forms(use: RunUse) -> list[DialogChoice]:
 
 
 _EFFECTS: Final = {
-    "evaluate": "measures the test data, else the validation data, with each of base and trained",
+    "evaluate": "measures base model and trained weights on the test data, else on the validation data",
     "fuse": "writes a copy of the base model with what was trained; refused where less than 95 % of the gain is kept",
     "serve": "loads the model and answers at http://127.0.0.1:8080/v1 there",
 }
@@ -224,7 +224,7 @@ def confirm_task(kind: str, use: RunUse, command: str, width: int) -> Confirm:
         pair("on", use.nodes(kind), width),
         pair("effect", _EFFECTS[kind], width),
         pair("lasts", "until ctrl+x stops it" if kind == "serve" else "its nodes are taken until its end", width),
-        pair("as by", f"flightdeck {command} {use.run}", width),
+        pair("command", f"flightdeck {command} {use.run}", width),
         pair("then", "it is shown as a run of its own; esc leads back to this one", width),
     ]
     return Confirm(f"{kind} the result of {use.run}?", lines, kind.capitalize())

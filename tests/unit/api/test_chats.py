@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import sys
 import threading
@@ -159,8 +158,11 @@ async def test_a_training_is_no_server(tmp_path: Path) -> None:
 
 
 def test_the_command_reads_in_the_main_thread_so_that_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def readline(self, size: int = -1, /) -> str:
+    class Terminal:
+        def isatty(self) -> bool:
+            return False
+
+        def readline(self) -> str:
             assert threading.current_thread() is threading.main_thread()
             raise KeyboardInterrupt
 
