@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from engine.task_result import Evaluated, Fused, TaskResult
 
 
-def result_lines(results: Sequence[TaskResult]) -> Iterator[str]:
+def result_lines(results: Sequence[TaskResult], *, ended: bool = False) -> Iterator[str]:
+    """`ended`: a server answers no longer at its address."""
     losses = [result for result in results if result.kind == "evaluation"]
     if losses:
         headers = ("WEIGHTS", "SPLIT", "LOSS", "PERPLEXITY", "TOKENS", "TOOK")
@@ -24,7 +25,7 @@ def result_lines(results: Sequence[TaskResult]) -> Iterator[str]:
         elif result.kind == "answer":
             yield f"--- {result.variant} · {result.tokens:,} tokens · {rate(result.tokens_per_second)}"
             yield from result.text.splitlines()
-        elif result.kind == "serving":
+        elif result.kind == "serving" and not ended:
             yield f"{result.model} answers at {result.address}" + (" to those who have its token" * result.token)
 
 

@@ -59,6 +59,8 @@ def test_what_is_no_result_is_not_taken_for_one(kind: Any, value: Any) -> None:
 def test_a_server_that_goes_on_says_what_it_has_answered_and_how_it_is_stopped() -> None:
     served = Served(address="http://127.0.0.1:8080/v1", model="job", token=False)
     begun = replace(fake_engine.running(), task_results=(served,))
+    assert list(result_lines([served])) == ["job answers at http://127.0.0.1:8080/v1"]
+    assert list(result_lines([served], ended=True)) == []
     assert list(serving_lines(begun, "ctrl+x stops it")) == ["no request yet; ctrl+x stops it"]
     ranks = (replace(begun.ranks[0], served=ServedRequests(1234, 56_789, 35.25)), *begun.ranks[1:])
     asked = replace(begun, ranks=ranks)

@@ -318,7 +318,10 @@ def samples(snapshot: RunSnapshot, width: int) -> list[Content]:
 
 def task_results(snapshot: RunSnapshot, width: int) -> list[Content]:
     """The results of a task on what another run has trained."""
-    texts = *result_lines(snapshot.task_results), *serving_lines(snapshot, "ctrl+x stops it")
+    texts = (
+        *result_lines(snapshot.task_results, ended=snapshot.record.state.ended),
+        *serving_lines(snapshot, "ctrl+x stops it"),
+    )
     lines = [line for text in texts for line in text.splitlines() or [""]]
     return [Content(part) for line in lines for part in textwrap.wrap(line, max(20, width)) or [""]]
 
