@@ -9,11 +9,11 @@ from pydantic import AfterValidator, Field
 
 from engine.measurements import Count, Figure
 from engine.models import FrozenModel
-from engine.security.sanitise import sanitise
+from engine.security.sanitise import sanitise_text
 
 
 def _harmless(text: str) -> str:
-    return "\n".join(sanitise(line.encode(errors="replace")) for line in text.splitlines())
+    return sanitise_text("\n".join(text.splitlines()))
 
 
 Text = Annotated[str, Field(max_length=1_000_000), AfterValidator(_harmless)]

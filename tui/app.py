@@ -54,9 +54,7 @@ from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.stopping import Stopping
 from tui.screens.use import (
     FORMS,
-    KEEP,
     PLACES,
-    SERVE_PORT,
     TARGETS,
     Choices,
     DialogChoice,
@@ -477,7 +475,7 @@ class FlightDeckApp(App[None]):
             form = Choices(f"fuse {use.run}", self.state, width, forms(use))
             self.push_screen(form, lambda form: self._ask_fuse(use, form))
         elif key == "s":
-            self._ask_task(use, api.serve_request("127.0.0.1", SERVE_PORT, divided=False), "serve")
+            self._ask_task(use, api.serve_request("127.0.0.1", api.SERVE_PORT, divided=False), "serve")
         elif key == "F":
             self._request(self.client.fetch(use.run))
         elif key == "p":
@@ -490,7 +488,7 @@ class FlightDeckApp(App[None]):
         if form is not None:
             options = FORMS[form]
             words = "".join(f" --{name}" + f" {value}" * (value is not True) for name, value in options.items())
-            self._ask_task(use, api.TaskRequest("fuse", {"keep": KEEP, **options}), f"fuse{words}")
+            self._ask_task(use, api.TaskRequest("fuse", {"keep": api.KEEP, **options}), f"fuse{words}")
 
     def _ask_task(self, use: RunUse, request: TaskRequest, command: str) -> None:
         def answered(go: bool | None) -> None:

@@ -431,7 +431,9 @@ def _tasks(commands: Commands) -> None:
         ("flightdeck fuse demo --dequantize", "a quantized base rounds small updates away; in 16 bits they stay"),
     )
     _run(fuse)
-    fuse.add_argument("--keep", type=_share, default=0.95, metavar="SHARE", help="of the gain, 0 to 1; default: 0.95")
+    fuse.add_argument(
+        "--keep", type=_share, default=api.KEEP, metavar="SHARE", help=f"of the gain, 0 to 1; default: {api.KEEP}"
+    )
     form = fuse.add_mutually_exclusive_group()
     form.add_argument("--dequantize", action="store_true", help="write a quantized base's weights in 16 bits")
     form.add_argument(
@@ -475,8 +477,8 @@ def _serving(commands: Commands) -> None:
     )
     _run(serve)
     serve.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on; default: 127.0.0.1")
-    what = "default: 8080; 0: a free one"
-    serve.add_argument("--port", type=_count(65_535, least=0), default=8080, metavar="PORT", help=what)
+    what = f"default: {api.SERVE_PORT}; 0: a free one"
+    serve.add_argument("--port", type=_count(65_535, least=0), default=api.SERVE_PORT, metavar="PORT", help=what)
     serve.add_argument("--divided", action="store_true", help=divided)
     serve.add_argument("--max-tokens", type=_count(1_000_000), default=512, metavar="N", help=most)
     serve.add_argument("--follow", action="store_true", help="print what happens until it has ended")

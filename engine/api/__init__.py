@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engine.plan.strategy import with_strategy
     from engine.protocol.exit_codes import ExitCode
     from engine.protocol.job import Strategy
+    from engine.protocol.task import KEEP, SERVE_PORT
     from engine.publish.model_card import PublicationRequest
     from engine.run.logs.pattern import ERRORS, LogPattern
     from engine.run.logs.reader import LogFilter, LogLine, LogReader
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from engine.security.identifiers import safe_repr
     from engine.security.paths import path_fault
     from engine.security.redact import redact
-    from engine.security.sanitise import sanitise
+    from engine.security.sanitise import sanitise, sanitise_text
     from engine.snapshots import FetchProgress
     from engine.store.layout import LAUNCHER_SOURCE, RunDir
 
@@ -63,6 +64,7 @@ _NAMES: Final = {
     "engine.plan.strategy": "with_strategy",
     "engine.protocol.exit_codes": "ExitCode",
     "engine.protocol.job": "Strategy",
+    "engine.protocol.task": "KEEP SERVE_PORT",
     "engine.publish.model_card": "PublicationRequest",
     "engine.run.logs.pattern": "ERRORS LogPattern",
     "engine.run.logs.reader": "LogFilter LogLine LogReader",
@@ -72,7 +74,7 @@ _NAMES: Final = {
     "engine.security.identifiers": "safe_repr",
     "engine.security.paths": "path_fault",
     "engine.security.redact": "redact",
-    "engine.security.sanitise": "sanitise",
+    "engine.security.sanitise": "sanitise sanitise_text",
     "engine.snapshots": "FetchProgress",
     "engine.store.layout": "LAUNCHER_SOURCE RunDir",
 }

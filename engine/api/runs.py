@@ -69,8 +69,8 @@ class RunsApi:
 
     def find_trained(self, run: str) -> RunDir:
         """As `find`, but "last" is the newest training. Raises InputError for what is no training."""
-        trainings = (record.id for record in self._stored() if record.task is None) if run == "last" else iter(())
-        directory = self.find(next(trainings, run))
+        newest = self._stored(lambda fields: fields.get("task") is None, limit=1) if run == "last" else []
+        directory = self.find(newest[0].id if newest else run)
         record = self.record(directory.id)
         if record.task is not None:
             why = f"it is a task ({record.task}) on the result of {record.source}"

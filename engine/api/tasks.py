@@ -18,7 +18,7 @@ from engine.job.traits import FrameworkTraits
 from engine.models import RunRecord
 from engine.protocol.task import API_TOKEN_ENV, Task, TaskKind, is_loopback
 from engine.run.journal import read_history
-from engine.run.run_plan import read_plan
+from engine.run.run_plan import RunPlan, read_plan
 from engine.run.watch import RunWatch
 from engine.snapshots import ResultFile, RunSnapshot, TrainedFile
 from engine.store.layout import RunDir
@@ -51,21 +51,23 @@ class TasksApi:
 
     async def weights(self, run: str) -> TrainedFile | ResultFile:
         """Those that a task on the run's result uses. Raises RunNotFound, InputError where there are none."""
-        return await asyncio.to_thread(lambda: _weights(self._runs.find_trained(run))[1])
+        directory = await asyncio.to_thread(self._runs.find_trained, run)
+        return (await asyncio.to_thread(lambda: _weights(directory, read_plan(directory.plan))))[1]
 
     def _config(self, run: str, request: TaskRequest) -> Config:
         directory = self._runs.find_trained(run)
-        _refuse_divided(read_plan(directory.plan).config.job.kind.framework, request)
-        record, weights = _weights(directory)
+        plan = read_plan(directory.plan)
+        _refuse_divided(plan.config.job.kind.framework, request)
+        record, weights = _weights(directory, plan)
         options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
         task = Task(request.kind, record.id, weights.path, request.fused, options)
-        return _with_task(_as_launched(directory, weights.node), task, weights.node, divided=request.divided)
+        return _with_task(_as_launched(directory, plan, weights.node), task, weights.node, divided=request.divided)
 
 
-def _weights(directory: RunDir) -> tuple[RunRecord, TrainedFile | ResultFile]:
+def _weights(directory: RunDir, plan: RunPlan) -> tuple[RunRecord, TrainedFile | ResultFile]:
     snapshot = RunWatch(directory).poll()
     record, weights, yet = snapshot.record, _newest_weights(snapshot), ""
-    why, todo = read_plan(directory.plan).config.job.kind.own_model, "see `flightdeck runs` for one that has"
+    why, todo = plan.config.job.kind.own_model, "see `flightdeck runs` for one that has"
     if not record.state.ended:
         why, todo, yet = f"it is {record.state}", f"wait for its end, or stop it: flightdeck abort {record.id}", " yet"
     elif weights is None:
@@ -100,12 +102,12 @@ def _refuse_divided(framework: FrameworkTraits, request: TaskRequest) -> None:
         raise InputError("it answers on one node", why=why, todo="leave out --divided")
 
 
-def _as_launched(directory: RunDir, node: str) -> Config:
+def _as_launched(directory: RunDir, plan: RunPlan, node: str) -> Config:
     """The configuration of a run's last attempt, with what was decided for it; that of `node`, which has the weights,
     alone where the attempt was without it."""
     history = read_history(directory)
     nodes = history.last_attempt.plan.nodes if history.last_attempt is not None else (node,)
-    return history.plan_on(read_plan(directory.plan), nodes if node in nodes else (node,)).config
+    return history.plan_on(plan, nodes if node in nodes else (node,)).config
 
 
 def _with_task(config: Config, task: Task, node: str, *, divided: bool) -> Config:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 TaskKind = Literal["evaluate", "fuse", "generate", "serve"]
+KEEP = 0.95
+"""Least share of the gain that a fused model keeps, where no other is given."""
+SERVE_PORT = 8080
+"""The same of a server's port."""
 API_TOKEN_ENV = "FLIGHTDECK_API_TOKEN"
 """The token that a server's clients need; none where it is not set."""
 

@@ -71,6 +71,11 @@ def sanitise(data: bytes, limit: int | None = None) -> str:
     return text.expandtabs(TAB_COLUMNS) if limit is None else _cut(text, max(0, limit))
 
 
+def sanitise_text(text: str) -> str:
+    """`sanitise` of each line, also of a part that begins or ends in the middle of one."""
+    return "\n".join(sanitise(line.encode(errors="replace")) for line in text.split("\n"))
+
+
 def _without_piled_marks(text: str) -> str:
     if max(text) < "\u0300":
         return text

@@ -30,7 +30,7 @@ from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_syst
 
 from engine.protocol.exit_codes import TrainerError
 from engine.protocol.job import JobError
-from engine.protocol.task import API_TOKEN_ENV, Task, is_loopback
+from engine.protocol.task import API_TOKEN_ENV, SERVE_PORT, Task, is_loopback
 from engine.trainer.answers import Generator, load
 from engine.trainer.collective import Collective
 from engine.trainer.variants import broadcast_tensors
@@ -57,7 +57,7 @@ class ServeOptions:
     name: str
     """The model's, as clients see it."""
     host: str = "127.0.0.1"
-    port: int = 8080
+    port: int = SERVE_PORT
     """0: a free one."""
     max_tokens: int = 512
     """The limit of a request that names none."""

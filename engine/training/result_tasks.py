@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 
 from engine.protocol.job import Job, JobError, config_hash
-from engine.protocol.task import Task
+from engine.protocol.task import KEEP, Task
 from engine.training.checkpoint_files import replace_folder
 from engine.training.data import RowFormat, Split, files_checksum, warn_of_truncation
 from engine.training.loop import sum_losses
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Outcome, Reporter, SavedWeights
 
-KEEP = 0.95
-"""Least share of the gain, by default."""
 _EQUAL = 1e-3
 """Largest relative difference of two losses that are the same, where there is no gain to compare with."""
 _NO_GAIN = 1e-6

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 
-from engine.api import Engine, ExitCode, sanitise, serve_request
+from engine.api import Engine, ExitCode, sanitise, sanitise_text, serve_request
 from tui.commands.follow import Follower, print_end
 from tui.commands.launch import begin, stop_run
 from tui.commands.tasks import until_served
@@ -80,8 +80,7 @@ async def _answer(
     async for piece in engine.chats.reply(server, messages, model=model, max_tokens=options.max_tokens):
         pieces.append(piece)
         if not options.json:
-            # A piece may hold newlines, and begin or end in the middle of a line.
-            print("\n".join(sanitise(part.encode()) for part in piece.split("\n")), end="", flush=True)
+            print(sanitise_text(piece), end="", flush=True)
     if not options.json:
         print(flush=True)
     return "".join(pieces)

@@ -58,8 +58,8 @@ class Chat(ModalScreen[None]):
         self._server: ChatServer | None = None
         self._model = MODELS[0]
         self._status = "starting the model: its first answer takes a few seconds longer"
-        self._shown: list[tuple[str, str]] = []
-        """(who, text) of each message that is shown: "you", "trained", "base", or "" for a remark."""
+        self._shown: list[Content] = []
+        """Each message as it is drawn."""
         self._messages: dict[str, list[dict[str, str]]] = {model: [] for model in MODELS}
         self._answering: Worker[None] | None = None
         self._opened = asyncio.Event()
@@ -84,7 +84,7 @@ class Chat(ModalScreen[None]):
         try:
             exchanges, suggestion = await self._client.chat_history(self._run)
             for exchange in exchanges:
-                self._shown += [("you", exchange.prompt), (exchange.model, exchange.answer)]
+                self._shown += [_drawn("you", exchange.prompt), _drawn(exchange.model, exchange.answer)]
             if not self.query_one(Input).value:
                 self.query_one(Input).value = suggestion
             self._draw()
@@ -107,7 +107,7 @@ class Chat(ModalScreen[None]):
     async def _ask(self, question: str) -> None:
         model, messages = self._model, self._messages[self._model]
         messages.append({"role": "user", "content": question})
-        self._shown += [("you", question), (model, "")]
+        self._shown += [_drawn("you", question), _drawn(model, "")]
         self._draw()
         await self._opened.wait()
         if not self._ready:
@@ -118,7 +118,7 @@ class Chat(ModalScreen[None]):
             async with aclosing(self._client.reply(self._server.id, messages, model)) as pieces:
                 async for piece in pieces:
                     answer += piece
-                    self._shown[-1] = (model, answer)
+                    self._shown[-1] = _drawn(model, answer)
                     self._draw()
         except ENGINE_ERRORS as error:
             self._say_status(str(error))
@@ -131,7 +131,7 @@ class Chat(ModalScreen[None]):
     def action_renew(self) -> None:
         for messages in self._messages.values():
             messages.clear()
-        self._shown.append(("", "a new conversation: what was said before is not part of it"))
+        self._shown.append(Content.styled("a new conversation: what was said before is not part of it", MUTED))
         self._draw()
 
     def action_page(self, direction: int) -> None:
@@ -148,12 +148,13 @@ class Chat(ModalScreen[None]):
         self._draw()
 
     def _draw(self) -> None:
-        lines = []
-        for who, text in self._shown:
-            shown = "\n".join(api.sanitise(line.encode()) for line in text.split("\n"))
-            style = {"you": "bold", "trained": "bold $success", "base": "bold $warning"}.get(who, MUTED)
-            lines.append(Content.assemble((f"{who}  " if who else "", style), (shown, "" if who else MUTED)))
-        self.query_one("#chat-text", Static).update(Content("\n").join(lines))
+        self.query_one("#chat-text", Static).update(Content("\n").join(self._shown))
         self.query_one("#chat-log").scroll_end(animate=False)
         status = f"{self._model} answers" + (f" · {self._status}" if self._status else "")
         self.query_one("#chat-status", Static).update(Content.styled(status, MUTED))
+
+
+def _drawn(who: str, text: str) -> Content:
+    """A message of "you", "trained" or "base"."""
+    style = {"you": "bold", "trained": "bold $success", "base": "bold $warning"}.get(who, MUTED)
+    return Content.assemble((f"{who}  ", style), api.sanitise_text(text))

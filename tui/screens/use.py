@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from engine.task_result import Fused
 
 
-KEEP: Final = 0.95
-SERVE_PORT: Final = 8080
-"""As by command, where nothing else is given."""
-
-
 @dataclass(frozen=True)
 class DialogChoice:
     key: str
