@@ -88,15 +88,20 @@ class Fetch:
             await self._task
 
 
+async def begun(nodes: Cluster, fetch: Fetch) -> Fetch:
+    """Over slow links, once something of every node has come."""
+    for name in NAMES:
+        nodes[name].slow_link("8mbit")
+    await fetch.until(lambda: all(fetch.parts().values()))
+    return fetch
+
+
 @pytest.mark.slow
 async def test_a_checkpoint_of_four_nodes_comes_whole_though_two_links_are_cut_in_the_middle(
     nodes: Cluster, home: Path, run: ClusterRun, tmp_path: Path
 ) -> None:
     async with Engine(home=home) as engine:
-        for name in NAMES:
-            nodes[name].slow_link("8mbit")
-        fetch = Fetch(engine, run, tmp_path / "here")
-        await fetch.until(lambda: all(fetch.parts().values()))
+        fetch = await begun(nodes, Fetch(engine, run, tmp_path / "here"))
         nodes["bea"].cut(Traffic.SSH)
         nodes["dov"].reset_ssh()
         await fetch.until(lambda: {note.split()[0] for note in fetch.notes} == CUT.keys())
@@ -122,10 +127,7 @@ async def test_a_node_that_stays_away_ends_the_fetch_with_one_line_and_keeps_wha
     nodes: Cluster, home: Path, run: ClusterRun, tmp_path: Path
 ) -> None:
     async with Engine(home=home) as engine:
-        for name in NAMES:
-            nodes[name].slow_link("8mbit")
-        fetch = Fetch(engine, run, tmp_path / "here", patience_s=5.0)
-        await fetch.until(lambda: all(fetch.parts().values()))
+        fetch = await begun(nodes, Fetch(engine, run, tmp_path / "here", patience_s=5.0))
         nodes["bea"].power_off()
         with pytest.raises(Exception, match="bea") as failed:
             await fetch.ended()

@@ -17,7 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import quantize_model, save_model
 
 from tests.training import kinds
-from tests.training.partitioned_cases import start_ranks
+from tests.training.partitioned_cases import run_ranks
 from tests.training.tiny import Tiny
 
 RING_LIMIT_S = 480.0
@@ -130,12 +130,5 @@ def run(directory: Path, cases: list[dict[str, Any]], ranks: int) -> dict[str, A
     """On a ring; by case."""
     directory.mkdir(parents=True)
     (directory / "cases.json").write_text(json.dumps(cases))
-    started = start_ranks("tests.training.generation_program", directory, ranks)
-    try:
-        codes = [process.wait(RING_LIMIT_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    output = [(directory / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
-    assert codes == [0] * ranks, "\n".join(text[-3000:] for text in output)
+    run_ranks("tests.training.generation_program", directory, ranks, RING_LIMIT_S)
     return {item["name"]: read(directory, item["name"], ranks) for item in cases}

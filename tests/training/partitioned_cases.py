@@ -84,18 +84,23 @@ def start_ranks(program: str, directory: Path, ranks: int) -> list[Forked]:
     return started
 
 
-def run(directory: Path, cases: list[dict[str, Any]], ranks: int) -> dict[str, Ran]:
-    """Run the cases on so many ranks; by name."""
-    directory.mkdir(parents=True)
-    (directory / "cases.json").write_text(json.dumps(cases))
-    started = start_ranks("tests.training.partitioned_program", directory, ranks)
+def run_ranks(program: str, directory: Path, ranks: int, limit_s: float = LIMIT_S) -> None:
+    """As `start_ranks`, until all have succeeded."""
+    started = start_ranks(program, directory, ranks)
     try:
-        codes = [process.wait(LIMIT_S) for process in started]
+        codes = [process.wait(limit_s) for process in started]
     finally:
         for process in started:
             process.kill()
     output = [(directory / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
     assert codes == [0] * ranks, "\n".join(text[-3000:] for text in output)
+
+
+def run(directory: Path, cases: list[dict[str, Any]], ranks: int) -> dict[str, Ran]:
+    """Run the cases on so many ranks; by name."""
+    directory.mkdir(parents=True)
+    (directory / "cases.json").write_text(json.dumps(cases))
+    run_ranks("tests.training.partitioned_program", directory, ranks)
     results = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return {
         case["name"]: Ran(directory, case["name"], [reported[case["name"]] for reported in results]) for case in cases

@@ -33,7 +33,7 @@ from engine.training.data import DataLoader, Split
 from engine.training.process import Control, TrainingProcess
 from engine.training.reporting import Reporter
 from tests.training import kinds
-from tests.training.partitioned_cases import LIMIT_S, start_ranks
+from tests.training.partitioned_cases import run_ranks
 from tests.training.tiny import Tiny
 
 Events = list[dict[str, Any]]
@@ -116,14 +116,7 @@ def run_on_ring(directory: Path, ranks: int, cases: dict[str, tuple[dict[str, An
     directory.mkdir(parents=True)
     described = {name: [job, asdict(task)] for name, (job, task) in cases.items()}
     (directory / "cases.json").write_text(json.dumps(described))
-    started = start_ranks("tests.training.task_runs", directory, ranks)
-    try:
-        codes = [process.wait(LIMIT_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    output = [(directory / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
-    assert codes == [0] * ranks, "\n".join(text[-3000:] for text in output)
+    run_ranks("tests.training.task_runs", directory, ranks)
     return {
         name: [read_events(directory / name / f"rank{rank}.events.jsonl") for rank in range(ranks)] for name in cases
     }
