@@ -436,6 +436,8 @@ class LogsMissing(Event, kind="logs_missing"):
     attempt: int
     files: dict[str, int | None]
     """Name on the head → bytes; None where that is not known."""
+    reached: int = 0
+    """The furthest iteration by what has come."""
 
 
 class Note(Event, kind="note"):

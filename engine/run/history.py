@@ -347,6 +347,10 @@ def _changes(history: RunHistory, event: events.Event) -> dict[str, Any]:
                 changes["restart_refused"] = None
         case events.AttemptFailed():
             changes = {"failures": (*history.failures, event), "reached": max(history.reached, event.reached)}
+        case events.LogsMissing() if history.failures and history.failures[-1].attempt == event.attempt:
+            reached = max(history.failures[-1].reached, event.reached)
+            last = history.failures[-1].model_copy(update={"reached": reached})
+            changes = {"failures": (*history.failures[:-1], last), "reached": max(history.reached, reached)}
         case events.ResultReported():
             earlier = history.task_results if event.attempt == history.results_of else ()
             changes = {"task_results": (*earlier, event.result), "results_of": event.attempt}

@@ -192,4 +192,5 @@ def _confirm(t: Transition, host: HostView) -> None:
 
 def record_missing(t: Transition, settled: Settled) -> None:
     if dict(settled.missing) != dict(t.state.attempt.missing):
-        t.record(events.LogsMissing(attempt=t.watch.number, files=dict(settled.missing)))
+        files, reached = dict(settled.missing), t.seen.progress.furthest
+        t.record(events.LogsMissing(attempt=t.watch.number, files=files, reached=reached))

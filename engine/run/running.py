@@ -21,6 +21,8 @@ from engine.run.state import Phase, Transition, WatchState, has_ended
 
 _SERVING_S = 30.0
 """A server reports at least every 20 s: it generates a token every 10 s, if nobody asks for one."""
+_HELD_UP_S = 15.0
+"""Longer between two looks: this supervisor was held up, by a disk for example."""
 SLOW_PHASES = frozenset({"loading", "validating", "saving", "generating"})
 _TIMES = 5.0
 
@@ -276,14 +278,15 @@ def find_hang(t: Transition) -> events.Hang | None:
 def _overdue(t: Transition) -> events.Hang | None:
     """No step for max(`hang_s`, 5 x the 99th percentile of the updates so far). Loading, validating, saving and the
     first steps have their own limit, `stall_s`. Time counts only while events could come: some node that is watched
-    answers, and the head takes what it sends. A node whose disk is full loses its events; as long as one rank's events
-    come, that is no hang."""
+    answers, and the head looks, and takes what it sends. A node whose disk is full loses its events; as long as one
+    rank's events come, that is no hang."""
     seen, watch, kind = t.seen, t.watch, t.state.plan.config.job.kind
     watched = kind.watched_ranks(len(seen.ranks))
-    since = watch.quiet_since
-    if not (seen.receiving and any(seen.host_of(rank).answering for rank in watched)):
+    since, passed_s = watch.quiet_since, seen.now - watch.looked_at
+    answering = any(seen.host_of(rank).answering for rank in watched)
+    if not (seen.receiving and answering) or passed_s > _HELD_UP_S:
         # What happened meanwhile is not known: that time does not count.
-        since += seen.now - watch.looked_at
+        since += passed_s
     # Before the first update these wait for all others.
     moved = seen.progress.moved_at.items()
     since = max([since, *(at for rank, at in moved if rank in watched or not seen.progress.steps)])

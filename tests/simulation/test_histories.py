@@ -160,6 +160,14 @@ HISTORIES = {
         '{"nodes":3,"local":false,"iterations":8,"period_s":3.0,"min_nodes":2,"recovery":5,'
         '"faults":[["node_sleeps",11.05,0,70.0]]}'
     ),
+    "that the supervisor was held up by its disk is no hang of a rank": (
+        '{"seed":130283257,"kind":"local","nodes":3,"local":false,"iterations":40,"period_s":3.0,"every":3,"faults":'
+        '[["head_disk_stalled",3.94,2,110.0],["head_sleeps",85.14,2,70.0]]}'
+    ),
+    "what was reached is known once there is room for its events, and that a node that is left out may have a state": (
+        '{"seed":482480305,"local":false,"iterations":6,"period_s":0.2,"every":0,"min_nodes":1,"faults":'
+        '[["head_disk_full",3.78,0,30.0],["cut",5.58,1,0.0],["rank_killed",5.83,0,7.0]]}'
+    ),
 }
 
 

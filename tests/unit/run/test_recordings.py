@@ -327,9 +327,11 @@ def _short(value: Any) -> str:
 
 def _fields(value: Any) -> dict[str, Any]:
     named = dict(value) if isinstance(value, BaseModel) else {f.name: getattr(value, f.name) for f in fields(value)}
+    # Not recorded then.
     if isinstance(value, events.StopStageReached):
-        # Not recorded then.
         del named["trigger"]
+    if isinstance(value, events.LogsMissing):
+        del named["reached"]
     kind = {"event": value.kind} if isinstance(value, events.Event) else {}
     return kind | {name: one for name, one in named.items() if name not in ("at", *SINCE_THEN)}
 

@@ -76,8 +76,8 @@ class Training:
         return hang
 
     def wait(self, seconds: float, *, receiving: bool = True) -> Any:
-        """What is found meanwhile, at ten checks a second, or 300 in all."""
-        checks = min(round(seconds * 10), 300)
+        """What is found meanwhile, at ten checks a second, or 300 in all, but one at least every 10 s."""
+        checks = max(min(round(seconds * 10), 300), round(seconds / 10))
         for _ in range(checks):
             self.now += seconds / checks
             if (hang := self.check(receiving=receiving)) is not None:
@@ -191,6 +191,15 @@ def test_time_in_which_nothing_could_be_received_does_not_count() -> None:
     training = Training()
     training.steps(1, 10)
     assert training.wait(300.0, receiving=False) is None
+    assert training.wait(HANG_S - 1) is None
+    assert training.wait(2.0) is not None
+
+
+def test_time_in_which_the_supervisor_was_held_up_does_not_count() -> None:
+    training = Training()
+    training.steps(1, 10)
+    training.now += 76.0
+    assert training.check() is None
     assert training.wait(HANG_S - 1) is None
     assert training.wait(2.0) is not None
 

@@ -285,6 +285,13 @@ def test_a_node_that_goes_away_in_the_middle_of_its_log_is_asked_again(life: Lif
     assert RequestProcesses("1:node1") in life.step()
 
 
+def test_what_events_that_come_late_show_was_reached(life: Life) -> None:
+    failed_with_node1_away(life)
+    assert life.state.history.newest_reached == 5
+    life.step(Settled((), {"rank1.events.jsonl": None}), progress=ProgressView(steps=8, furthest=8))
+    assert life.state.history.newest_reached == 8
+
+
 def check(status: CheckStatus, **fields: Any) -> PreflightReport:
     result = CheckResult(name="disk", status=status, summary="no room", **fields)
     return PreflightReport(checks=[result], overall_status=status)
