@@ -197,6 +197,11 @@ class RunRecord(FrozenModel):
     """Nodes that preflight left out because their files differed."""
     logs_missing: list[str] = Field(default_factory=list)
     """The head's files of the last attempt that lack bytes which its nodes have."""
+    settings: dict[str, str | int | float] = Field(default_factory=dict)
+    """Those of the job that runs are told apart by, under mlx-lm's names, and `command`; none of earlier releases."""
+    tags: list[str] = Field(default_factory=list)
+    """A person's, ascending. The store has them and the note, not the journal."""
+    note: str | None = None
 
 
 class CheckStatus(StrEnum):

@@ -304,6 +304,37 @@ class Fetched:
 
 
 @dataclass(frozen=True)
+class RunFolders:
+    """The folders of a run on one machine."""
+
+    node: str
+    """Its nodes; "" for this machine as the head."""
+    folders: tuple[str, ...]
+    bytes: int | None = None
+    """That they take, or took; None where that is not known."""
+    problem: str | None = None
+    """Why they are still there, or could not be looked at."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """The space that a run takes, and whether it is deleted."""
+
+    run: str
+    here: RunFolders
+    nodes: tuple[RunFolders, ...] = ()
+    kept: tuple[tuple[str, str], ...] = ()
+    """(node, folder) of what the run has saved in folders that are not its own, or an address."""
+    deleted: bool = False
+    """It is no longer listed."""
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """By node, why its folders stay."""
+        return {part.node: part.problem for part in self.nodes if part.problem is not None}
+
+
+@dataclass(frozen=True)
 class TrackerStatus:
     name: str
     """ "tensorboard" or "wandb"."""

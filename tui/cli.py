@@ -341,8 +341,19 @@ def _init(commands: Commands) -> None:
 
 
 def _history(commands: Commands) -> None:
-    runs = _command(commands, "runs", "runs.runs", "every run, newest first", ("flightdeck runs -n 5", "the last five"))
-    runs.add_argument("-n", "--limit", type=_count(1_000_000), metavar="N", help="only the newest N")
+    runs = _command(
+        commands,
+        "runs",
+        "runs.runs",
+        "every run, newest first",
+        ("flightdeck runs -n 5", "the last five"),
+        ("flightdeck runs --filter 'state:failed lr<1e-4 age<7d'", "and, or, not, -, ( ) combine terms"),
+        ("flightdeck runs --filter 'tag:night or note:*' --sort val", "by the last validation loss, lowest first"),
+    )
+    runs.add_argument("-n", "--limit", type=_count(1_000_000), metavar="N", help="only the first N")
+    runs.add_argument("--filter", default="", metavar="TERMS", help="field:text, field<figure, or words of name or id")
+    runs.add_argument("--sort", metavar="FIELD", help="ascending; -FIELD descending (write --sort=-loss)")
+    _annotations(commands)
     show = _command(
         commands,
         "show",
@@ -408,6 +419,43 @@ def _history(commands: Commands) -> None:
         "`metrics` of [job] where the configuration has it",
     )
     metrics.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default: table")
+
+
+def _annotations(commands: Commands) -> None:
+    tag = _command(
+        commands,
+        "tag",
+        "history.tag",
+        "tags of a run, by which runs are filtered",
+        ("flightdeck tag last night baseline", "adds two"),
+        ("flightdeck tag demo --remove night", ""),
+    )
+    _run(tag, required=True)
+    tag.add_argument("tags", nargs="*", metavar="TAG", help="letters, digits, - and _")
+    tag.add_argument("--remove", action="append", default=[], metavar="TAG", help="may be repeated")
+    note = _command(
+        commands,
+        "note",
+        "history.note",
+        "a line of your own about a run",
+        ('flightdeck note last "too high a learning rate"', 'replaces it; "" removes it'),
+        ("flightdeck note demo", "prints it"),
+    )
+    _run(note, required=True)
+    note.add_argument("text", nargs="?", metavar="TEXT", help="at most 500 characters")
+    delete = _command(
+        commands,
+        "delete",
+        "history.delete",
+        "delete runs that have ended: their folders here and on every node, once you have agreed",
+        ("flightdeck delete demo", "says what it frees on each machine, and asks"),
+        ("flightdeck delete 20260102 --yes", "1 where a node does not answer: the run stays listed then"),
+        adopts=False,
+    )
+    delete.add_argument("runs", nargs="+", metavar="RUN", help='id, the beginning of one, name (its newest) or "last"')
+    delete.add_argument("--yes", action="store_true", help="without a question")
+    what = "delete a run here although a node keeps its folder; that is named"
+    delete.add_argument("--anyway", action="store_true", help=what)
 
 
 def _tasks(commands: Commands) -> None:

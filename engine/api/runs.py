@@ -6,28 +6,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-from collections.abc import AsyncIterator, Callable, Mapping
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from engine.api.session import Session
 from engine.errors import InputError, LaunchError, RunNotFound, StateError
 from engine.models import RunRecord, RunState
+from engine.run.deletion import delete_folders, delete_here
 from engine.run.failure_cause import diagnose
+from engine.run.journal import read_history
 from engine.run.json_lines import LineTail
 from engine.run.logs.reader import LogReader
 from engine.run.metrics import figures
-from engine.run.supervisor_process import adopt_orphans, request_abort, start_supervisor
+from engine.run.run_filter import run_filter, sorted_runs
+from engine.run.run_plan import read_plan
+from engine.run.supervisor_process import adopt_orphans, request_abort, start_supervisor, take_lock
 from engine.run.watch import RunWatch, supervisor_alive
 from engine.security.audit import audit_log
-from engine.security.identifiers import is_identifier, safe_repr
-from engine.snapshots import RunSnapshot, StopProgress
+from engine.security.identifiers import is_identifier, safe_repr, validate_identifier
+from engine.security.sanitise import plain
+from engine.snapshots import Deletion, RunSnapshot, StopProgress
 from engine.store.layout import LAUNCHER_SOURCE, RunDir, run_names
 
 _REPORT_ONLY = frozenset({"kind", "attempt", "at"})
 """Keys that the head adds to mlx-lm's report dicts."""
 _EVIDENCE_CHARACTERS = 1_000
 """Shown of one line."""
+_NOTE_LIMIT = 500
 _POLL_S = 0.05
 _SUPERVISOR_STARTS = 3
 """How often an abort starts another supervisor for a run before it gives up."""
@@ -37,10 +45,20 @@ class RunsApi:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._watches: dict[str, RunWatch] = {}
+        self._directories: tuple[int | None, Mapping[str, object], list[str]] = (None, {}, [])
+        """When the folder of runs had changed last, the store's records then, and the runs that these lacked."""
 
     def all(self, limit: int | None = None) -> list[RunRecord]:
         """Every run, newest first, at most `limit`; running ones with their live figures."""
         return [record if record.state.ended else self._live(record) for record in self._stored(limit=limit)]
+
+    def select(self, filter: str = "", order: str | None = None, limit: int | None = None) -> list[RunRecord]:
+        """The runs that a filter takes (engine.run.run_filter), newest first or in the order of a field. Raises
+        InputError."""
+        now = datetime.now(UTC)
+        taken = run_filter(filter, now)
+        runs = [run for run in self.all(None if filter or order else limit) if taken(run)]
+        return (sorted_runs(runs, order, now) if order is not None else runs)[:limit]
 
     def find(self, run: str) -> RunDir:
         """A run by id, unique id prefix, name (its newest) or "last". Raises RunNotFound."""
@@ -138,6 +156,62 @@ class RunsApi:
                 reported = snapshot.stop
                 yield reported
 
+    def annotate(
+        self, run: str, *, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None
+    ) -> RunRecord:
+        """Add and remove tags of a run, and replace its note ("" removes it, None leaves it). Raises RunNotFound,
+        InputError for what is no tag, StateError."""
+        record = self.listed(self.find(run).id)
+        added, removed = ({validate_identifier(tag, "tag") for tag in tags} for tags in (add, remove))
+        tags = sorted({*record.tags, *added} - removed)
+        text = record.note if note is None else plain(note, _NOTE_LIMIT).strip() or None
+        store = self._session.store
+        if record.id not in store.run_fields():
+            store.put_run(record)
+        store.annotate(record.id, tags=tags, note=text)
+        return record.model_copy(update={"tags": tags, "note": text})
+
+    def listed(self, run: str) -> RunRecord:
+        """The run of this id with what a person has written about it. Raises RunNotFound."""
+        if not (records := self._stored(lambda fields: fields.get("id") == run, limit=1)):
+            raise RunNotFound(f"no run {safe_repr(run)}", todo="see `flightdeck runs`")
+        return records[0]
+
+    async def delete(self, run: str, *, go: bool, anyway: bool = False) -> Deletion:
+        """The space that a run takes here and on its nodes; with `go` it is deleted. A node that does not answer, or
+        refuses, keeps the run in the list, until a later deletion finds that node, unless it is deleted `anyway`.
+        Raises RunNotFound, InputError for a run that has not ended or is in use, StateError."""
+        directory = await asyncio.to_thread(self.find, run)
+        if (held := await asyncio.to_thread(self._hold, directory)) is None:
+            why = "its supervisor is still at work: a node has not answered, or logs are copied"
+            raise InputError("the run is not deleted", where=directory.id, why=why, todo="try again later")
+        try:
+            plan, history = await asyncio.to_thread(lambda: (read_plan(directory.plan), read_history(directory)))
+            deletion = await delete_folders(self._session.fleet, directory, plan, history, go=go)
+            if go and (anyway or not deletion.problems):
+                await asyncio.to_thread(self._session.store.delete_run, directory.id)
+                await asyncio.to_thread(delete_here, directory)
+                deletion = replace(deletion, deleted=True)
+        except OSError as error:
+            raise StateError("the run's directory cannot be deleted", where=str(directory.path), why=error) from error
+        finally:
+            os.close(held)
+        if go:
+            context = {"run": directory.id, "left": deletion.problems, "kept": deletion.kept}
+            audit_log("delete", "done" if deletion.deleted else "incomplete", context, home=self._session.home)
+        return deletion
+
+    def _hold(self, directory: RunDir) -> int | None:
+        """Keep supervisors from a run that has ended and is used by no task; None while it has one. Raises
+        InputError."""
+        if not self.record(directory.id).state.ended:
+            todo = f"flightdeck abort {directory.id}"
+            raise InputError("the run is not deleted", where=directory.id, why="it has not ended", todo=todo)
+        if users := [task.id for task in self.tasks_of(directory.id) if not task.state.ended]:
+            todo = f"flightdeck abort {users[0]}"
+            raise InputError("the run is not deleted", where=directory.id, why=f"{users[0]} uses it", todo=todo)
+        return take_lock(directory)
+
     def _stored(
         self, chosen: Callable[[Mapping[str, Any]], bool] = lambda fields: True, limit: int | None = None
     ) -> list[RunRecord]:
@@ -145,8 +219,7 @@ class RunsApi:
         those that `chosen` takes by their fields. Of thousands only these are checked."""
         store = self._session.store
         fields = store.run_fields()
-        names = {*run_names(self._session.home)} - fields.keys()
-        unknown = [record for name in names if (record := self._read(name)) is not None]
+        unknown = [record for name in self._unlisted(fields) if (record := self._read(name)) is not None]
         if store.notices and unknown:
             # What was lost from the state is in the runs' own journals.
             store.rebuild(unknown)
@@ -156,6 +229,18 @@ class RunsApi:
         records = [*store.valid_runs(taken), *(record for record in unknown if chosen(vars(record)))]
         self._session.report_damage(store)
         return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)[:limit]
+
+    def _unlisted(self, fields: Mapping[str, object]) -> list[str]:
+        """Run directories that the store does not know: looked for where there is another run, or record, than at the
+        last time."""
+        changed_at = None
+        with contextlib.suppress(FileNotFoundError):
+            changed_at = (self._session.home / "runs").stat().st_mtime_ns
+        before, listed, names = self._directories
+        if changed_at != before or listed is not fields:
+            names = [name for name in run_names(self._session.home) if name not in fields]
+            self._directories = changed_at, fields, names
+        return names
 
     def _read(self, run: str) -> RunRecord | None:
         """A run as its own directory has it."""
@@ -177,7 +262,7 @@ class RunsApi:
                 return record
             self._session.notify(f"{record.id}: {error}")
             return record.model_copy(update={"state": RunState.LOST, "cause": str(error)})
-        live = snapshot.record
+        live = snapshot.record.model_copy(update={"tags": record.tags, "note": record.note})
         for text in snapshot.damage:
             self._session.notify(f"{record.id}: {text}")
         if live.state.ended:

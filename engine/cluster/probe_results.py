@@ -125,6 +125,15 @@ class LoadingReport(_Report):
     untried: ShortText | None = None
 
 
+class RemovalReport(_Report):
+    tells = (("bytes",), ("running",), ("problem",))
+    bytes: Count | None = None
+    """That the folders take on the disk, or took."""
+    running: Annotated[list[ShortText], Field(max_length=1_000)] = Field(default_factory=list)
+    """Processes of the run, because of which nothing was removed."""
+    problem: ShortText | None = None
+
+
 class AdapterReport(_Report):
     tells = (("names", "trained"), ("names", "problem"), ("untried",))
     names: Annotated[list[ShortText], Field(max_length=1_000)] = Field(default_factory=list)

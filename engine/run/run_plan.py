@@ -80,7 +80,21 @@ class RunPlan(FrozenModel):
             task=task.kind if task is not None else None,
             source=task.source if task is not None else None,
             iterations=int(iterations) if iterations is not None else None,
+            settings=_settings(self.config),
         )
+
+
+_SETTINGS = ("learning_rate", "batch_size", "num_layers", "max_seq_length", "seed", "optimizer", "fine_tune_type")
+
+
+def _settings(config: Config) -> dict[str, str | int | float]:
+    """RunRecord.settings. Of a command nothing but itself is known."""
+    job = config.job
+    settings: dict[str, Any] = {"framework": job.framework, "command": " ".join(job.shown_command)}
+    if job.kind.own_model is None:
+        settings |= {"model": job.model, "data": job.data, "strategy": job.strategy}
+        settings |= {name: job.mlx_lm.get(name) for name in _SETTINGS}
+    return {name: value for name, value in settings.items() if value not in (None, "")}
 
 
 def redactor_of(run_dir: RunDir) -> Redactor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -54,14 +54,31 @@ _KINDS: Final[Mapping[type[BaseModel], _Kind]] = {
 }
 
 
-_READ: Final[dict[Path, tuple[tuple[int, int, int], dict[str, Mapping[str, Any]]]]] = {}
-"""The stored runs of the file that was read last, with its identity: a command asks for them several times."""
+_ANNOTATIONS: Final = "annotations"
+"""The table of what a person has written about runs, by the run's id."""
+
+
+class _RunsRead(NamedTuple):
+    identity: tuple[int, int, int]
+    fields: dict[str, Mapping[str, Any]]
+    """By id; the same object as in the reading before where the record is the same."""
+    valid: dict[str, tuple[Mapping[str, Any], RunRecord]]
+    """Those that were checked, with the fields that they were made of."""
+
+
+_READ: Final[dict[Path, _RunsRead]] = {}
+"""The stored runs of the file that was read last: a command asks for them several times, and the console every second,
+of thousands of which one has changed."""
 
 
 class _Table(Table):
     """Run id → record, cluster/node → facts, or cluster/fingerprint → calibration or scaling."""
 
     document_id_class = str  # type: ignore[assignment]
+
+
+_Tables = Callable[[str], Table]
+"""The table of a name."""
 
 
 class Store:
@@ -85,12 +102,18 @@ class Store:
         """The records by id as they are stored, unchecked: to choose among thousands. Raises StateError."""
         kind, file, reported = _KINDS[RunRecord], self._identity(), len(self.notices)
         cached = _READ.get(self._path)
-        if cached is not None and cached[0] == file:
-            return cached[1]
-        rows = self._transaction(kind.table, lambda table: table.all())
-        fields: dict[str, Mapping[str, Any]] = {str(row.get(kind.name)): row for row in rows}
+        if cached is not None and cached.identity == file:
+            return cached.fields
+        # Not by TinyDB, which makes a Document of each.
+        tables = AtomicStorage(self._path, self.notices.append).read() or {}
+        written, fields = tables.get(_ANNOTATIONS, {}), dict[str, Mapping[str, Any]]()
+        for row in tables.get(kind.table, {}).values():
+            run = str(row.get(kind.name))
+            row = {**row, **written[run]} if run in written else row
+            before = cached.fields.get(run) if cached is not None else None
+            fields[run] = before if before is not None and before == row else row
         if file is not None and len(self.notices) == reported:
-            _READ[self._path] = file, fields
+            _READ[self._path] = _RunsRead(file, fields, cached.valid if cached is not None else {})
         return fields
 
     def _identity(self) -> tuple[int, int, int] | None:
@@ -102,7 +125,15 @@ class Store:
 
     def valid_runs(self, fields: Iterable[Mapping[str, Any]]) -> list[RunRecord]:
         """The valid ones among stored records, newest first."""
-        records = self._valid(RunRecord, fields)
+        records, cached = list[RunRecord](), _READ.get(self._path)
+        checked = cached.valid if cached is not None else {}
+        for row in fields:
+            run = str(row.get("id"))
+            if (seen := checked.get(run)) is not None and seen[0] is row:
+                records.append(seen[1])
+            elif valid := self._valid(RunRecord, (row,)):
+                records += valid
+                checked[run] = row, valid[0]
         return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
     def put_run(self, record: RunRecord) -> None:
@@ -112,7 +143,31 @@ class Store:
 
     def rebuild(self, records: Iterable[RunRecord]) -> None:
         """Put all `records`, from the journals, in one change. Records of other runs stay. Raises StateError."""
-        self._put(RunRecord, {record.id: record.model_dump(mode="json") for record in records})
+        # What a person has written is in a table of its own: a supervisor does not know it.
+        written = {"tags", "note"}
+        self._put(RunRecord, {record.id: record.model_dump(mode="json", exclude=written) for record in records})
+
+    def annotate(self, run: str, *, tags: Sequence[str], note: str | None) -> None:
+        """Replace the tags and the note of a run. Raises StateError."""
+
+        def write(tables: _Tables) -> None:
+            rows = tables(_ANNOTATIONS)
+            if rows.contains(doc_id=run):  # type: ignore[arg-type]
+                rows.remove(doc_ids=[run])  # type: ignore[list-item]
+            if tags or note:
+                rows.insert(Document({"tags": sorted(tags), "note": note}, doc_id=run))  # type: ignore[arg-type]
+
+        self._change(write)
+
+    def delete_run(self, run: str) -> None:
+        """Remove the record and what a person has written about it. Raises StateError."""
+
+        def delete(tables: _Tables) -> None:
+            for name in (_KINDS[RunRecord].table, _ANNOTATIONS):
+                if (rows := tables(name)).contains(doc_id=run):  # type: ignore[arg-type]
+                    rows.remove(doc_ids=[run])  # type: ignore[list-item]
+
+        self._change(delete)
 
     def last_facts(self, cluster: str) -> list[NodeFacts]:
         """The last known facts of this cluster's nodes, however old. Raises StateError."""
@@ -149,7 +204,7 @@ class Store:
 
     def _all(self, model: type[_Model], cluster: str) -> list[_Model]:
         """All valid entries of a cluster."""
-        rows = self._transaction(_KINDS[model].table, lambda table: table.all())
+        rows = self._transaction(lambda tables: tables(_KINDS[model].table).all())
         return self._valid(model, (row for row in rows if row.get("cluster") == cluster))
 
     def _valid(self, model: type[_Model], documents: Iterable[Mapping[str, Any]]) -> list[_Model]:
@@ -169,7 +224,8 @@ class Store:
         kind = _KINDS[model]
         whole = [Document(dict(values), doc_id=name) for name, values in documents.items()]  # type: ignore[arg-type]
 
-        def put(rows: Table) -> None:
+        def put(tables: _Tables) -> None:
+            rows = tables(kind.table)
             # TinyDB's upsert merges: a field that is null again would keep its old value.
             if replaced := [document.doc_id for document in whole if rows.contains(doc_id=document.doc_id)]:
                 rows.remove(doc_ids=replaced)
@@ -178,20 +234,24 @@ class Store:
                 oldest = sorted(rows.all(), key=lambda document: str(document.get(kind.age)))
                 rows.remove(doc_ids=[document.doc_id for document in oldest[: len(rows) - kind.limit]])
 
+        self._change(put)
+
+    def _change(self, change: Callable[[_Tables], None]) -> None:
+        """One change, on the disk when this returns. Raises StateError."""
         make_home(self._home)
         with write_lock(self._home / "state.lock", self._wait_s, self._sleep):
             reported = len(self.notices)
             try:
-                self._transaction(kind.table, put)
+                self._transaction(change)
             except OSError as error:
                 todo = "make room on its disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
                 raise StateError("the state cannot be written", where=str(self._path), why=error, todo=todo) from error
         if self.notices[reported:]:
             audit_log("state", "damaged", {"notices": self.notices[reported:]}, home=self._home)
 
-    def _transaction(self, table: str, action: Callable[[Table], _Answer]) -> _Answer:
+    def _transaction(self, action: Callable[[_Tables], _Answer]) -> _Answer:
         """One read, and one write at the end when the action has changed something. Nothing is cached between
         transactions, as another process may write in between."""
         storage = CachingMiddleware(AtomicStorage)  # type: ignore[no-untyped-call]
         with TinyDB(self._path, self.notices.append, storage=storage) as database:
-            return action(_Table(database.storage, table, cache_size=0))
+            return action(lambda name: _Table(database.storage, name, cache_size=0))

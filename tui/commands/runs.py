@@ -75,16 +75,16 @@ _COLUMNS = {
 
 
 def runs(options: argparse.Namespace, engine: Engine) -> int:
-    records = engine.runs.all(options.limit)
+    records = engine.runs.select(options.filter, options.sort, options.limit)
     if options.json:
         print_json(records)
         return ExitCode.OK
     lines = Lines()
     if not records:
-        lines.say("no runs yet: `flightdeck demo` makes one")
+        lines.say("no run is like that" if options.filter else "no runs yet: `flightdeck demo` makes one")
         return ExitCode.OK
     now = datetime.now(UTC)
-    headers = ("RUN", "STATE", "TASK", "WHY", "STARTED", "TOOK", "RANKS", "ITERATION", "LOSS", "VAL LOSS")
+    headers = ("RUN", "STATE", "TASK", "WHY", "STARTED", "TOOK", "RANKS", "ITERATION", "LOSS", "VAL LOSS", "TAGS")
     # Coloured after padding: escape codes would count as width.
     drawn = table(headers, [_run_row(record, now) for record in records]).splitlines()
     lines.say(lines.ink(drawn[0], "dim"))
@@ -105,6 +105,7 @@ def _run_row(record: RunRecord, now: datetime) -> list[str]:
         _progress(record),
         loss(record.train_loss),
         loss(record.val_loss),
+        ", ".join(record.tags),
     ]
 
 
@@ -118,7 +119,7 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     """One run: state, cause, fix, the lines that prove it, its ranks, and where its files are."""
     directory = engine.runs.find(options.run)
     snapshot = engine.runs.watch(directory.id).poll()
-    record = snapshot.record
+    record, written = snapshot.record, engine.runs.listed(directory.id)
     if options.json:
         more = {
             "supervised": snapshot.supervised,
@@ -137,6 +138,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
             "samples": snapshot.samples,
             "task_results": snapshot.task_results,
             "tasks": engine.runs.tasks_of(record.id),
+            "tags": written.tags,
+            "note": written.note,
         }
         print_json({**record.model_dump(mode="json"), **more})
         return ExitCode.OK
@@ -146,7 +149,8 @@ def show(options: argparse.Namespace, engine: Engine) -> int:
     if not record.state.ended and not snapshot.supervised:
         lines.say(lines.ink("its supervisor is gone: the next `flightdeck` or `flightdeck abort` takes it over", "red"))
     cause = "note" if record.reason is Reason.COMPLETED else "cause"
-    for label, text in ((cause, snapshot.cause), ("fix", snapshot.fix)):
+    texts = {"tags": ", ".join(written.tags), "your note": written.note, cause: snapshot.cause, "fix": snapshot.fix}
+    for label, text in texts.items():
         if text:
             lines.say(f"  {label:<10} {text}")
     for line in engine.runs.evidence(directory.id, snapshot, limit=_EVIDENCE_LINES):

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.node.probes import did_you_mean, is_withheld, nearest, reason_of
 from engine.node.probes.foreign_files import MAGIC
+from engine.node.processes import with_nonce
 from engine.protocol.attempt import read_regular, sync_file, write_atomic
 from engine.protocol.safetensors import CheckpointError, Shape, check_header
 
@@ -235,3 +236,37 @@ def _largest(runs: Path) -> list[list[Any]]:
         return []
     sizes = sorted(((size_of(folder), str(folder)) for folder in folders), reverse=True)
     return [[folder, size] for size, folder in sizes[:_LARGEST] if size]
+
+
+_ASIDE = ".deleted-"
+
+
+def probe_run_folders(request_text: str) -> dict[str, Any]:
+    """`bytes` that the JSON request's `folders` of a `run` take on the disk; with `remove` they are removed, unless
+    processes with the run's `nonce` are `running`. A folder bears the run's id."""
+    request = json.loads(request_text)
+    run, folders = request["run"], [Path(folder) for folder in request["folders"]]
+    running = [process.command[:200] for process in with_nonce(request["nonce"])]
+    if running:
+        return {"running": running}
+    for folder in folders:
+        if not run or folder.name != run or not folder.is_absolute() or folder.is_symlink():
+            return {"problem": f"{folder} is no folder of the run"}
+    taken, problem = sum(disk_usage(folder) for folder in folders), None
+    for folder in folders if request["remove"] else ():
+        aside = folder.with_name(f"{_ASIDE}{run}")
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            if folder.exists():
+                # One rename: a removal that is killed leaves nothing that a resumption would take for a state.
+                folder.rename(aside)
+                shutil.rmtree(aside)
+        except OSError as error:
+            problem = f"{folder}: {reason_of(error, folder)}"
+    return {"bytes": taken, "problem": problem}
+
+
+def disk_usage(folder: Path) -> int:
+    """Bytes on the disk, a file with several names once."""
+    status = [os.lstat(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names]
+    return sum({(entry.st_dev, entry.st_ino): entry.st_blocks * 512 for entry in status}.values())

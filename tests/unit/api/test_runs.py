@@ -58,7 +58,7 @@ def test_of_thousands_of_runs_only_those_that_are_asked_for_are_checked(
     assert [run.id for run in runs.all(3)] == [f"run-{number:05d}" for number in range(MANY - 1, MANY - 4, -1)]
     assert runs.find("last").id == f"run-{MANY - 1:05d}"
     assert runs.find("run-00012").id == "run-00012"
-    assert len(checked) == 4
+    assert len(checked) == 3, "each once"
     with pytest.raises(RunNotFound, match="2000 ids begin with it"):
         runs.find("run-0")
     with pytest.raises(RunNotFound, match="no id, id prefix or name"):

@@ -169,7 +169,7 @@ async def test_show_and_runs_name_the_tasks_of_a_run_with_their_outcomes(
     assert f"evaluate   succeeded: base 1.500, adapter 1.500 ({task.id})" in capsys.readouterr().out
     commands.show(Namespace(run=task.id, json=False), Engine(tmp_path))
     assert f"task       evaluate of {run.id}" in capsys.readouterr().out
-    commands.runs(Namespace(limit=None, json=False), Engine(tmp_path))
+    commands.runs(Namespace(limit=None, filter="", sort=None, json=False), Engine(tmp_path))
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["RUN", "STATE", "TASK"]
     assert [row.split()[:3] for row in (first, second)] == [

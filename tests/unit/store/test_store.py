@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import StateError
-from engine.models import RunState
+from engine.models import RunRecord, RunState
 from engine.store.storage import Unreadable, decode, encode, write_lock
 from engine.store.store import Store
 from tests.needs import mounted_disk
@@ -48,6 +48,38 @@ def test_runs_are_newest_first(home: Path) -> None:
     for number in (2, 3, 1):
         store.put_run(record(number))
     assert [run.id for run in store.runs()] == ["run-00003", "run-00002", "run-00001"]
+
+
+def test_tags_and_a_note_stay_when_the_record_is_written_again_and_go_with_the_run(home: Path) -> None:
+    store = Store(home)
+    store.rebuild([record(1), record(2)])
+    store.annotate("run-00001", tags=["night", "base"], note="slow")
+    Store(home).put_run(record(1, state=RunState.FAILED))
+    run = next(run for run in store.runs() if run.id == "run-00001")
+    assert (run.state, run.tags, run.note) == (RunState.FAILED, ["base", "night"], "slow")
+    store.delete_run("run-00001")
+    store.put_run(record(1))
+    assert [(run.id, run.tags, run.note) for run in store.runs()] == [("run-00002", [], None), ("run-00001", [], None)]
+
+
+def test_of_thousands_only_a_record_that_has_changed_is_checked_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store(home).rebuild([record(number) for number in range(100)])
+    before = {run.id: run for run in Store(home).runs()}
+    Store(home).put_run(record(7, train_loss=1.5))
+    checked: list[object] = []
+    validate = RunRecord.model_validate
+
+    def check(row: dict[str, object]) -> RunRecord:
+        checked.append(row["id"])
+        return validate(row)
+
+    monkeypatch.setattr(RunRecord, "model_validate", check)
+    after = {run.id: run for run in Store(home).runs()}
+    assert checked == ["run-00007"]
+    assert after["run-00007"].train_loss == 1.5
+    assert all(after[run] is before[run] for run in before if run != "run-00007")
 
 
 def test_the_file_is_private_and_one_json_document(home: Path) -> None:
