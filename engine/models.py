@@ -530,6 +530,9 @@ class NodeTelemetry(FrozenModel):
     cpu_temperature_c: float | None = None
     gpu_temperature_c: float | None = None
     thermal: str | None = None
+    received_bytes_per_s: float | None = None
+    """Over all network interfaces but the loopback, since the sample before."""
+    sent_bytes_per_s: float | None = None
     ranks: tuple[RankUse, ...] = ()
     """Those whose memory is known."""
     source: str | None = None

@@ -113,7 +113,7 @@ def _chat(state: DeckState) -> str | None:
     return None if left else "the run has saved no weights"
 
 
-def _plot(state: DeckState) -> str | None:
+def _chart(state: DeckState) -> str | None:
     if state.snapshot is not None and state.snapshot.record.task is not None:
         return "a task trains nothing"
     if state.snapshot is None or not (state.snapshot.series.train or state.snapshot.series.val):
@@ -180,6 +180,10 @@ _SHOWN: Final = {
     "ampersand": "&",
     "left_square_bracket": "[",
     "right_square_bracket": "]",
+    "plus": "+",
+    "minus": "-",
+    "less_than_sign": "<",
+    "greater_than_sign": ">",
     "escape": "esc",
 }
 
@@ -227,10 +231,10 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("previous_pane", ("shift+tab",), "pane back", "Previous pane", "move", palette=False),
     Action("down", ("j", "down"), "down", "Move down", "move", palette=False),
     Action("up", ("k", "up"), "up", "Move up", "move", palette=False),
-    Action("left", ("h", "left"), "left", "Move left: along a line in a log, else to the pane before", "move",
-           palette=False),
-    Action("right", ("l", "right"), "right", "Move right: along a line in a log, else to the next pane", "move",
-           palette=False),
+    Action("left", ("h", "left"), "left", "Move left: in a log, or a full chart's cursor; else to the pane before",
+           "move", palette=False),
+    Action("right", ("l", "right"), "right", "Move right: in a log, or a full chart's cursor; else to the next pane",
+           "move", palette=False),
     Action("page_down", ("pagedown", "ctrl+d"), "page down", "A page down", "move", palette=False),
     Action("page_up", ("pageup", "ctrl+u"), "page up", "A page up", "move", palette=False),
     Action("top", ("g", "home"), "top", "To the top", "move", palette=False),
@@ -253,8 +257,24 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("all_ranks", ("a",), "all ranks", "Log of all ranks, merged", "logs", LOG_VIEWS, why_not=_log),
     Action("wrap", ("w",), "wrap", "Wrap long lines", "logs", LOG_VIEWS, why_not=_log),
     Action("timestamps", ("t",), "timestamps", "Show when each line arrived", "logs", LOG_VIEWS, why_not=_log),
-    Action("log_axis", ("L",), "log axis", "Logarithmic loss axis", "display", LOG_VIEWS, why_not=_plot),
-    Action("samples", ("s",), "samples", "Answers of the run while it trains, or the plot", "display", LOG_VIEWS,
+    Action("next_metric", ("m",), "metric", "Next metric of the run (in the grid: its next page)", "chart", LOG_VIEWS,
+           why_not=_chart),
+    Action("metric_grid", ("M",), "grid", "Small charts of all metrics, or one", "chart", LOG_VIEWS, why_not=_chart),
+    Action("chart_axis", ("X",), "x axis", "x in iterations, tokens or active time", "chart", LOG_VIEWS,
+           why_not=_chart),
+    Action("chart_average", ("A",), "average", "Moving average in a band from minimum to maximum", "chart", LOG_VIEWS,
+           why_not=_chart),
+    Action("log_axis", ("L",), "log axis", "Logarithmic y axis", "chart", LOG_VIEWS, why_not=_chart),
+    Action("zoom_in", ("plus",), "zoom in", "Show half of what is shown, around the cursor", "chart", LOG_VIEWS,
+           why_not=_chart),
+    Action("zoom_out", ("minus",), "zoom out", "Show twice as much", "chart", LOG_VIEWS, why_not=_chart),
+    Action("pan_left", ("less_than_sign",), "pan", "Go back by half of what is shown", "chart", LOG_VIEWS,
+           why_not=_chart),
+    Action("pan_right", ("greater_than_sign",), "pan", "Go on by half of what is shown", "chart", LOG_VIEWS,
+           why_not=_chart),
+    Action("fit_chart", ("0",), "fit", "Show everything from the first x to the last", "chart", LOG_VIEWS,
+           why_not=_chart),
+    Action("samples", ("s",), "samples", "Answers of the run while it trains, or the chart", "display", LOG_VIEWS,
            why_not=_samples),
     Action("maximise", ("z",), "maximise", "Give the pane the whole screen, and back", "display"),
     Action("freeze", ("space",), "freeze", "Hold the display still; data keeps arriving", "display"),
@@ -274,6 +294,7 @@ GROUPS: Final = {
     "views": "Views",
     "move": "Move",
     "logs": "Logs",
+    "chart": "Chart",
     "display": "Display",
     "console": "Console",
 }

@@ -350,6 +350,7 @@ class FlightDeckApp(App[None]):
         self.store.change(snapshot=None, has_log=True, searching=False)
         self.poller.follow(run_dir.id)
         self.deck.logs.view.open(run_dir)
+        self.deck.chart.open(self.client.engine.runs.series(run_dir.id))
         if self.state.view != "run":
             self.deck.go("dashboard")
         return True
@@ -362,6 +363,7 @@ class FlightDeckApp(App[None]):
         self._shown = None
         self.poller.follow(None)
         self.deck.logs.view.open(None)
+        self.deck.chart.open(None)
         self.store.change(snapshot=None, has_log=False, searching=False)
         if self.state.plan is None:
             self._request(self.client.plan())

@@ -4,7 +4,7 @@ line summaries of a run's attempts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,37 @@ def duration(seconds: float | None) -> str:
     whole = max(0, int(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def axis_text(axis: str) -> Callable[[float], str]:
+    """Writes x of a chart's axis."""
+    return {"time": duration, "tokens": count_text}.get(axis, "{:,.0f}".format)
+
+
+def count_text(count: float) -> str:
+    """ "12,300", "1.25 M", "3 G"."""
+    for unit, factor in (("G", 1e9), ("M", 1e6)):
+        if abs(count) >= factor:
+            return f"{count / factor:.4g} {unit}"
+    return f"{count:,.0f}"
+
+
+def scale_of(unit: str, highest: float) -> tuple[float, str]:
+    """The divisor of a series in `unit` for an axis up to `highest`, and its unit then."""
+    if unit == "%":
+        return 0.01, "%"
+    if not unit.startswith("B"):
+        return 1.0, unit
+    steps = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
+    factor, prefix = next((step for step in steps if highest >= step[0]), (1.0, ""))
+    return factor, prefix + unit
+
+
+def figure_text(value: float, unit: str) -> str:
+    """A value of a series with its unit."""
+    factor, shown = scale_of(unit, abs(value))
+    number = f"{value / factor:,.0f}" if abs(value / factor) >= 1000 else f"{value / factor:.4g}"
+    return f"{number} {shown}".strip()
 
 
 def age(then: datetime | None, now: datetime) -> str:

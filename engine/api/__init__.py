@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from engine.run.logs.pattern import ERRORS, LogPattern
     from engine.run.logs.reader import LogFilter, LogLine, LogReader
     from engine.run.metrics import MetricsTrial, decimate
+    from engine.run.series.reader import AXES, UNITS, RunSeries, SeriesChart, SeriesCurve
     from engine.run.verification import GPU, NOT_MEASURED, gpu_line
     from engine.run.watch import RunWatch
     from engine.security.identifiers import safe_repr
@@ -69,6 +70,7 @@ _NAMES: Final = {
     "engine.run.logs.pattern": "ERRORS LogPattern",
     "engine.run.logs.reader": "LogFilter LogLine LogReader",
     "engine.run.metrics": "MetricsTrial decimate",
+    "engine.run.series.reader": "AXES UNITS RunSeries SeriesChart SeriesCurve",
     "engine.run.verification": "GPU NOT_MEASURED gpu_line",
     "engine.run.watch": "RunWatch",
     "engine.security.identifiers": "safe_repr",

@@ -23,6 +23,7 @@ from engine.run.logs.reader import LogReader
 from engine.run.metrics import figures
 from engine.run.run_filter import run_filter, sorted_runs
 from engine.run.run_plan import read_plan
+from engine.run.series.reader import RunSeries
 from engine.run.supervisor_process import adopt_orphans, request_abort, start_supervisor, take_lock
 from engine.run.watch import RunWatch, supervisor_alive
 from engine.security.audit import audit_log
@@ -102,6 +103,10 @@ class RunsApi:
     def metrics(self, run: str) -> list[dict[str, int | float | None]]:
         """mlx-lm's report dicts in order."""
         return [figures(row, _REPORT_ONLY) for row in LineTail(self.find_trained(run).metrics).objects()]
+
+    def series(self, run: str) -> RunSeries:
+        """The run's series, for a chart. Raises RunNotFound."""
+        return RunSeries(self.find(run))
 
     def watch(self, run: str) -> RunWatch:
         """A new watch of a run, for one reader. Raises RunNotFound, StateError."""

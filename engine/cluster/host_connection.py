@@ -437,7 +437,7 @@ class HostConnection:
         if self._listing.unanswered is not None:
             # Behind the files: with its answer the agent reports how long they are.
             yield self._listing.unanswered
-        yield messages.ProbeRequest(_POWER, "telemetry", [f"{_POWER_EVERY_S:g}", "sensors"])
+        yield messages.ProbeRequest(_POWER, "telemetry", [f"{_POWER_EVERY_S:g}"])
 
     def _take(self, message: messages.Message) -> None:
         # Until now nothing had come.

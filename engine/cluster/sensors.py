@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.models import GpuMemory
 from engine.security.sanitise import (
@@ -97,6 +97,45 @@ def cpu_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> floa
         return None
     busy, whole = now[0] - before[0], now[1] - before[1]
     return busy / whole if 0 <= busy <= whole != 0 else None
+
+
+class Traffic(NamedTuple):
+    """Counters since boot, over all interfaces but the loopback."""
+
+    at: float
+    """Seconds on the node's monotonic clock."""
+    received: int
+    sent: int
+    """Bytes."""
+
+
+def traffic(report: object) -> Traffic | None:
+    """From a time and /proc/net/dev, or `netstat -ibn` of macOS."""
+    if not (isinstance(report, list) and len(report) == 2 and isinstance(report[1], str)):
+        return None
+    at, counters = number(report[0]), list[list[int]]()
+    for line in report[1].splitlines():
+        name, colon, words = line.partition(":")
+        if colon and len(fields := words.split()) == 16:
+            places = fields[0], fields[8]
+        elif len(fields := line.split()) >= 10 and fields[2].startswith("<Link#"):
+            # An interface without an address has a column less.
+            name, places = fields[0], (fields[-5], fields[-2])
+        else:
+            continue
+        if not name.strip().startswith("lo") and all(place.isdecimal() and len(place) < 20 for place in places):
+            counters.append([int(place) for place in places])
+    return Traffic(at, *map(sum, zip(*counters, strict=True))) if at is not None and counters else None
+
+
+def traffic_rates(before: Traffic | None, now: Traffic | None) -> Readings:
+    """Fields of NodeTelemetry between two readings; none when one is missing or a counter was reset."""
+    if before is None or now is None or now.at <= before.at:
+        return {}
+    seconds, received, sent = (later - earlier for earlier, later in zip(before, now, strict=True))
+    if min(received, sent) < 0:
+        return {}
+    return {"received_bytes_per_s": received / seconds, "sent_bytes_per_s": sent / seconds}
 
 
 def mac_swap_used(swapusage: str) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -134,6 +135,7 @@ class TelemetryParser:
         """`gpu`: the number of the one whose values are taken, where it is listed; None for all."""
         self._gpu = gpu
         self._ticks: tuple[int, int] | None = None
+        self._traffic: sensors.Traffic | None = None
         self._slow: dict[str, Any] = {}
         self._tools: dict[str, Any] = {}
 
@@ -147,6 +149,9 @@ class TelemetryParser:
             self._slow["ranks"] = _ranks(sample["ranks"])
         if "thermal" in sample:
             self._slow["thermal"] = sensors.mac_thermal_pressure(_text(sample["thermal"]))
+        if "network" in sample:
+            before, self._traffic = self._traffic, sensors.traffic(sample["network"])
+            self._slow |= sensors.traffic_rates(before, self._traffic)
         return values | self._slow
 
     def _linux(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -190,6 +195,7 @@ class TelemetryParser:
 
 
 _LINE_BYTES = 1 << 20
+_MOST_SAMPLES = 8
 _LONGEST_GAP_S, _MOST_WATTS = 60.0, 1e6
 """Between two samples that count; and more than a rack has."""
 
@@ -200,6 +206,8 @@ class PowerMeter:
     def __init__(self) -> None:
         self._parser = TelemetryParser()
         self._torn = b""
+        self.samples = deque[dict[str, Any]](maxlen=_MOST_SAMPLES)
+        """The newest fields of NodeTelemetry: for whoever takes them out."""
         self._last: tuple[float, float] | None = None
         """When it came (s), and its watts."""
         self._measured = 0.0, 0.0
@@ -209,6 +217,7 @@ class PowerMeter:
         *lines, torn = (self._torn + data).split(b"\n")
         self._torn = torn[-_LINE_BYTES:]
         for values in filter(None, map(self._parser.read, lines)):
+            self.samples.append(values)
             watts = values.get("power_w") or values.get("gpu_power_w")
             if watts is not None and watts < _MOST_WATTS:
                 began, before = self._last or (now, watts)

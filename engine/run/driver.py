@@ -131,6 +131,7 @@ class LiveRun:
     async def close(self) -> None:
         """The end, also of the trackers, which have about a minute to send what is left."""
         await self.let_go()
+        await self._in_thread(self._observer.series.close)
         await asyncio.to_thread(self._observer.trackers.close)
         with contextlib.suppress(OSError):
             await self._in_thread(self._record_news)

@@ -16,6 +16,7 @@ from engine.run import events
 from engine.run.attempt_hosts import UnknownAttempt
 from engine.run.observation import HostView, Observation, ProgressView, Result
 from engine.run.run_context import RunContext
+from engine.run.series.keeper import SeriesKeeper
 from engine.run.supervisor_process import read_requests
 from engine.run.tracker import RunTrackers
 from engine.run.watched_attempt import WatchedAttempt
@@ -55,6 +56,7 @@ class Observer:
 
     def __init__(self, run: RunContext) -> None:
         self.trackers = RunTrackers(run.run_dir, run.whole_plan.config.job)
+        self.series = SeriesKeeper(run.run_dir)
         self.hosts: dict[str, LiveHost] = {}
         self.attempt: WatchedAttempt | None = None
         self.unknown: UnknownAttempt | None = None
@@ -74,6 +76,7 @@ class Observer:
         hosts = tuple(host.view(attempt) for host in self.hosts.values())
         if attempt is not None:
             attempt.poll()
+        self.series.poll(now, (host.connection for host in self.hosts.values()))
         intake = attempt.intake if attempt is not None else None
         return Observation(
             now=now,

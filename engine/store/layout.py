@@ -59,6 +59,16 @@ class RunDir:
         """The line index of all logs (engine.run.logs.line_index)."""
 
     @property
+    def telemetry(self) -> Path:
+        """Samples of its nodes' telemetry, one a line."""
+        return self.path / "telemetry.jsonl"
+
+    @property
+    def series(self) -> Path:
+        """The folder of its series' pyramids (engine.run.series), which can be made anew."""
+        return self.path / "series"
+
+    @property
     def chat(self) -> Path:
         """Conversations with what the run has trained, one question with its answer a line."""
         return self.path / "chat.jsonl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import signal
@@ -100,15 +99,6 @@ async def own_address(agent: AgentClient) -> object:
 
 async def agent_pid(agent: AgentClient) -> int:
     return int((await agent.run(["/bin/sh", "-c", "echo $PPID"], timeout_s=20)).stdout)
-
-
-async def test_the_power_of_a_host_without_a_sensor_is_not_asked_for(
-    agent: AgentClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with contextlib.closing(await agent.start_probe("telemetry", "1", "sensors")) as request:
-        done = await request.completed(20)
-    assert (done.code, done.stdout) == (0, b"")
 
 
 async def test_probes_are_answered_in_whatever_order_they_end_by_one_agent(agent: AgentClient, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from tests.tui.fake_engine import NOW, FakeEngine
 from tui.app import FlightDeckApp
 from tui.glyphs import Glyphs
 from tui.state import DeckState
+from tui.widgets.chart import Chart
 from tui.widgets.log_view import LogView
-from tui.widgets.loss_plot import LossPlot
 
 # Times on the screen are local; the pictures are of one place wherever they are drawn.
 os.environ["TZ"] = "UTC"
@@ -84,7 +84,7 @@ async def _settled(console: Console) -> None:
     """Wait until no plot is to be redrawn and two drawings are alike, colours included."""
     seen: list[Strip] = []
     while seen != (seen := console.app.screen._compositor.render_strips()) or any(
-        plot._due for plot in console.app.deck.query(LossPlot)
+        not chart.settled for chart in console.app.deck.query(Chart)
     ):
         # On a busy machine its own interval is late.
         for log in console.app.deck.query(LogView):

@@ -4,6 +4,7 @@ fixed moment. What it says has the shapes of a real two-rank demo run."""
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ from engine.plan.prediction import Prediction, predict
 from engine.protocol.job import Strategy
 from engine.publish.targets import Publication
 from engine.run.logs.mirror import Mirror
+from engine.run.series.reader import RunSeries
 from engine.snapshots import (
     Diagnosis,
     Fetched,
@@ -237,6 +239,20 @@ def series(until: int, *, restart: int | None = None) -> Series:
         tokens_per_second=tuple((step, 1840.0) for step in range(1, until + 1)),
         marks=tuple(marks),
     )
+
+
+def write_metrics(directory: RunDir, series: Series) -> None:
+    """As a supervisor keeps them: a second and 700 tokens a step."""
+    rows: list[dict[str, Any]] = [{"kind": "val", "iteration": step, "val_loss": loss} for step, loss in series.val]
+    speeds = dict(series.tokens_per_second)
+    for step, loss in series.train:
+        figures = {"train_loss": loss, "tokens_per_second": speeds.get(step), "trained_tokens": 700 * step}
+        rows.append({"kind": "train", "iteration": step, **figures, "learning_rate": 1e-3})
+    rows.sort(key=lambda row: (row["iteration"], row["kind"] == "val"))
+    for row in rows:
+        row |= {"attempt": 1, "at": (NOW - timedelta(seconds=60 - row["iteration"])).isoformat()}
+    directory.path.mkdir(parents=True, exist_ok=True)
+    directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def record(run: str = "demo-0314-140130", state: RunState = RunState.RUNNING, **changes: Any) -> RunRecord:
@@ -485,6 +501,13 @@ class FakeEngine:
             self.snapshots[snapshot.record.id] = snapshot
             write_logs(RunDir(self.home / "runs" / snapshot.record.id), snapshot)
         return self
+
+    def series(self, run: str) -> RunSeries:
+        """Those of the snapshot, on disk."""
+        directory = RunDir(self.home / "runs" / run)
+        if not directory.metrics.exists():
+            write_metrics(directory, self.snapshots[run].series)
+        return RunSeries(directory)
 
     def put(self, snapshot: RunSnapshot) -> None:
         """The run is now like this."""

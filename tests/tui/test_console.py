@@ -302,7 +302,7 @@ async def test_tab_walks_the_panes_of_the_dashboard(fake: FakeEngine) -> None:
 
 
 async def test_help_shows_every_key_and_why_one_does_not_work_now(fake: FakeEngine) -> None:
-    async with opened(fake, size=(120, 100)) as console:
+    async with opened(fake, size=(120, 130)) as console:
         await console.press("question_mark")
         assert isinstance(console.app.screen, Help)
         for text in (

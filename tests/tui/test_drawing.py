@@ -12,14 +12,15 @@ from textual.app import App, ComposeResult
 from textual.content import Content
 
 from engine.cluster.topology import topology
-from engine.snapshots import Series, SeriesMark
+from engine.run.series.reader import SeriesChart, SeriesCurve
 from tests.tui import fake_engine, macs
 from tui import topology as topology_drawing
 from tui.glyphs import Glyphs
 from tui.state import DeckState
 from tui.topology import ring
 from tui.widgets.bars import header
-from tui.widgets.loss_plot import Axis, Canvas, draw, step_of, tick_text
+from tui.widgets.chart import ChartCurve, Picture, draw, picture
+from tui.widgets.plot import Axis, Canvas, ChartMark, step_of, tick_text
 from tui.widgets.run_summary import skew, slowest
 from tui.widgets.text import Column, Text, justify, lay_out, pair
 
@@ -97,8 +98,9 @@ def test_the_plot_fits_its_room_whatever_the_series(
     ascii: bool,
 ) -> None:
     width, height = size
-    series = Series(train=train, val=val, marks=(SeriesMark(3, "checkpoint"), SeriesMark(9, "restart")))
-    lines = draw(series, width, height, glyphs=Glyphs(ascii=ascii), logarithmic=logarithmic).split("\n")
+    marks = (ChartMark(3, "checkpoint"), ChartMark(9, "restart"))
+    shown = replace(losses(train, val), marks=marks, logarithmic=logarithmic)
+    lines = draw(shown, width, height, Glyphs(ascii=ascii)).split("\n")
     if len(lines) > 1:
         assert len(lines) == height
         assert all(line.cell_length <= width for line in lines)
@@ -106,13 +108,46 @@ def test_the_plot_fits_its_room_whatever_the_series(
         assert all(line.plain.isascii() for line in lines)
 
 
+def losses(*curves: tuple[tuple[int, float], ...]) -> Picture:
+    kinds = (("train", "solid"), ("validation", "dotted"))
+    drawn = [ChartCurve(name, points, "$text", kind) for points, (name, kind) in zip(curves, kinds, strict=False)]
+    steps = [step for points in curves for step, _ in points]
+    return Picture("loss", tuple(drawn), (min(steps, default=0), max(steps, default=0)))
+
+
+def test_a_value_that_is_not_finite_is_a_gap() -> None:
+    whole, gap = (((1, 1.0), (2, middle), (3, middle), (4, 1.0)) for middle in (1.0, math.nan))
+    rows = [draw(losses(points), 60, 8, Glyphs()).plain for points in (whole, gap)]
+    dots = [sum("\u2800" < character < "\u2900" for character in row) for row in rows]
+    assert dots[0] > 50 and 0 < dots[1] < 4
+
+
+def test_curves_are_told_apart_without_colour() -> None:
+    levels = [SeriesCurve(f"rank {y}", [(1.0, float(y)), (60.0, float(y))], []) for y in range(4)]
+    chart = SeriesChart("compute", "s", "iterations", tuple(levels))
+    for glyphs in (Glyphs(), Glyphs(ascii=True)):
+        text = draw(picture(chart, (1, 60), glyphs), 70, 20, glyphs).plain
+        rows = [line.partition("┤")[2] or line.partition("│")[2] or line[4:] for line in text.splitlines()[1:-2]]
+        lines = [row.strip() for row in rows if len(set(row.strip())) > 0 and row.strip()]
+        assert sorted(row[-1] for row in lines) == ["0", "1", "2", "3"]
+        assert len({row[:40] for row in lines}) == 4
+
+
+@given(POINTS)
+def test_a_curve_is_cut_at_the_edges_of_the_window(points: tuple[tuple[int, float], ...]) -> None:
+    shown = replace(losses(points), window=(2.0, 3.0))
+    assert all(line.cell_length <= 60 for line in draw(shown, 60, 12, Glyphs()).split("\n"))
+
+
 def test_a_diverged_loss_is_left_out_of_the_plot_and_breaks_nothing() -> None:
-    series = Series(train=((1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)))
-    assert "train" in draw(series, 60, 12, glyphs=Glyphs(), logarithmic=True).plain
+    train = ((1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0))
+    assert "train" in draw(replace(losses(train), logarithmic=True), 60, 12, Glyphs()).plain
 
 
 def test_checkpoints_and_restarts_are_marks_on_the_axis() -> None:
-    text = draw(fake_engine.series(60, restart=33), 80, 16, glyphs=Glyphs(), logarithmic=False).plain
+    series = fake_engine.series(60, restart=33)
+    marks = tuple(ChartMark(mark.iteration, mark.kind) for mark in series.marks)
+    text = draw(replace(losses(series.train, series.val), marks=marks), 80, 16, Glyphs()).plain
     axis = text.splitlines()[-2]
     assert axis.count("▾") == 3 and axis.count("↻") == 1
 

@@ -29,7 +29,7 @@ from tui.glyphs import FAIL, STOPPED, WARN
 from tui.screens.dialog import Confirm
 from tui.state import DeckState
 from tui.widgets.bars import header
-from tui.widgets.loss_plot import draw
+from tui.widgets.chart import ChartCurve, Picture, draw
 from tui.widgets.run_summary import rank_glyph
 
 PROGRAM = CheckResult(name="program_present", status=CheckStatus.PASS, summary="python train.py")
@@ -203,9 +203,9 @@ async def test_what_is_typed_right_behind_the_search_key_is_text(fake: FakeEngin
 async def test_the_help_breaks_its_lines_beside_the_keys(fake: FakeEngine) -> None:
     async with opened(fake, size=SMALL) as console:
         await console.press("question_mark", "pagedown", *["down"] * 4)
-        await console.shows("l right           Move right: along a line in a log, else to the")
+        await console.shows("l right           Move right: in a log, or a full chart's cursor;")
         broken = next(line for line in console.screen.splitlines() if "next pane" in line)
-        assert broken.index("next pane") == 25
+        assert broken.index("else to the next pane") == 25
 
 
 async def test_without_a_configuration_the_nodes_say_so(fake: FakeEngine) -> None:
@@ -311,7 +311,8 @@ async def test_streamed_data_says_how_far_it_is(fake: FakeEngine, epoch: int, pr
 
 def test_a_low_plot_has_a_scale_of_two_figures() -> None:
     state = DeckState()
-    plot = draw(Series(train=((1, 6.4), (60, 1.4))), 76, 7, glyphs=state.glyphs, logarithmic=False)
+    curve = ChartCurve("train", ((1, 6.4), (60, 1.4)), "$text")
+    plot = draw(Picture("loss", (curve,), (1, 60)), 76, 7, state.glyphs)
     assert sum("┤" in line for line in plot.plain.splitlines()) >= 2
 
 

@@ -17,6 +17,7 @@ from textual.widgets import Input
 from tui.actions import Action, action_for, keys
 from tui.state import VIEWS, DeckState, StateStore
 from tui.widgets.bars import KeyBar, RunHeader, TabStrip
+from tui.widgets.chart import Chart
 from tui.widgets.checks_pane import ChecksPane
 from tui.widgets.history_pane import HistoryPane
 from tui.widgets.logs_pane import LogsPane
@@ -288,6 +289,8 @@ class DeckScreen(Screen[None]):
         """One step back: the log's own bars, the maximised pane, the view, the shown task, or run that has ended."""
         if self.state.pane == "logs" and self.logs.back():
             return
+        if self.state.pane == "run" and self.chart.back():
+            return
         if self.maximised_pane is not None:
             self.do_maximise()
         elif self.state.detail:
@@ -307,5 +310,36 @@ class DeckScreen(Screen[None]):
     def do_samples(self) -> None:
         self.query_one(RunPane).toggle_samples()
 
+    @property
+    def chart(self) -> Chart:
+        return self.query_one(Chart)
+
+    def do_next_metric(self) -> None:
+        self.chart.next_metric()
+
+    def do_metric_grid(self) -> None:
+        self.chart.change(grid=not self.chart.view.grid, page=0)
+
+    def do_chart_axis(self) -> None:
+        self.chart.next_axis()
+
+    def do_chart_average(self) -> None:
+        self.chart.change(smooth=not self.chart.view.smooth)
+
     def do_log_axis(self) -> None:
-        self.query_one(RunPane).plot.toggle_log_axis()
+        self.chart.change(logarithmic=not self.chart.view.logarithmic)
+
+    def do_zoom_in(self) -> None:
+        self.chart.zoom(0.5)
+
+    def do_zoom_out(self) -> None:
+        self.chart.zoom(2.0)
+
+    def do_pan_left(self) -> None:
+        self.chart.pan(-1)
+
+    def do_pan_right(self) -> None:
+        self.chart.pan(1)
+
+    def do_fit_chart(self) -> None:
+        self.chart.change(span=None, right=None)

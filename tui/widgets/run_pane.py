@@ -1,4 +1,4 @@
-"""Pane 4: the plan while nothing runs; then the loss plot, the ranks and the run's figures; and, when something is
+"""Pane 4: the plan while nothing runs; then the chart, the ranks and the run's figures; and, when something is
 wrong, the first cause and its fix above the log that proves it."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from textual.content import Content
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets import plan_summary, run_summary
-from tui.widgets.loss_plot import LEAST_ROWS, LossPlot
+from tui.widgets.chart import LEAST_ROWS, Chart
 from tui.widgets.pane import Pane
 from tui.widgets.run_summary import figures, own_program, rank_line, rank_table
 from tui.widgets.text import Text
@@ -35,7 +35,7 @@ class RunPane(Pane, can_focus=True):
 
     def compose(self) -> ComposeResult:
         yield Text(id="summary")
-        yield LossPlot(id="loss")
+        yield Chart(id="chart")
         yield Text(id="ranks")
         yield Text(id="figures")
         yield Text(id="watch")
@@ -45,8 +45,15 @@ class RunPane(Pane, can_focus=True):
         return self.state.view == "run"
 
     @property
-    def plot(self) -> LossPlot:
-        return self.query_one(LossPlot)
+    def chart(self) -> Chart:
+        return self.query_one(Chart)
+
+    def move(self, name: str) -> bool:
+        direction = {"left": -1, "right": 1}.get(name)
+        if direction is None or not (self.full and self.chart.display):
+            return super().move(name)
+        self.chart.move_cursor(direction)
+        return True
 
     def toggle_samples(self) -> None:
         self.samples_shown = not self.samples_shown
@@ -70,7 +77,7 @@ class RunPane(Pane, can_focus=True):
                 "#summary",
                 plan_summary.overview(state, self.scrollable_content_region.width, short=short, full=self.full),
             )
-            self.plot.display = False
+            self.chart.display = False
             self._put("#ranks", [])
             self._put("#figures", [])
             self._put("#watch", [])
@@ -79,7 +86,7 @@ class RunPane(Pane, can_focus=True):
             self._put("#summary", run_summary.samples(snapshot, self.room - SCROLLBAR_CELLS))
             for selector in ("#ranks", "#figures", "#watch"):
                 self._put(selector, [])
-            self.plot.display = False
+            self.chart.display = False
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
         room = self.room - SCROLLBAR_CELLS
@@ -112,9 +119,9 @@ class RunPane(Pane, can_focus=True):
         if self.full and has_loss and left - len(verified) < PLOT_ROWS:
             verified = run_summary.verification(state, snapshot, self.room, every=False)
         self._put("#watch", verified)
-        self.plot.display = has_loss and left - len(verified) >= LEAST_ROWS
-        if self.plot.display:
-            self.plot.show(snapshot.series, state.glyphs)
+        self.chart.display = has_loss and left - len(verified) >= LEAST_ROWS
+        if self.chart.display:
+            self.chart.show(run_summary.marks(snapshot), state.glyphs, ended=not state.active)
 
     def _put(self, selector: str, lines: list[Content]) -> None:
         text = self.query_one(selector, Text)

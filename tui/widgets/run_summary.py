@@ -416,3 +416,11 @@ def _place(snapshot: RunSnapshot) -> str:
 def newest_checkpoint(snapshot: RunSnapshot) -> int | None:
     """Iteration of the newest committed checkpoint, None when there is none."""
     return max((mark.iteration for mark in snapshot.series.marks if mark.kind == "checkpoint"), default=None)
+
+
+def marks(snapshot: RunSnapshot) -> list[tuple[int, str]]:
+    """The marks of a chart: iterations, each with its kind."""
+    placed = [(mark.iteration, mark.kind) for mark in snapshot.series.marks]
+    best = min((point for point in snapshot.series.val), key=lambda point: point[1], default=None)
+    lost = [(past.reached, "lost node") for past in snapshot.attempts if past.reason == "node_lost" and past.reached]
+    return placed + ([(best[0], "best validation")] if best is not None else []) + lost

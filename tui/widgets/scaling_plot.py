@@ -8,7 +8,7 @@ from textual.content import Content
 
 from tui.glyphs import FAIL, MUTED, Glyphs
 from tui.scaling_text import HEADERS, problems, remarks, row, subject, verdict
-from tui.widgets.loss_plot import FRAME, TRAIN, Axis, Canvas, framed, labels_of, margin_of
+from tui.widgets.plot import FRAME, TRAIN, Axis, Canvas, framed, labels_of, margin_of
 from tui.widgets.text import Column, lay_out, pair
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def draw_scaling(scaling: Scaling, width: int, rows: int, glyphs: Glyphs) -> lis
     def dot(ranks: float, speed_up: float) -> tuple[int, int]:
         return across.position(ranks), upright.dots - 1 - upright.position(speed_up)
 
-    canvas.line(dot(0, 0), dot(last, last), MUTED, dotted=True)
+    canvas.line(dot(0, 0), dot(last, last), MUTED, "dotted")
     canvas.curve([dot(*point) for point in points], TRAIN)
     for x, y in (dot(*point) for point in points):
         for beside in (-1, 0, 1):

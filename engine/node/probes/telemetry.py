@@ -205,6 +205,7 @@ class Linux:
         report: dict[str, object] = {
             "cpu": content("/proc/stat", 1024).split("\n", 1)[0],
             "meminfo": content("/proc/meminfo"),
+            "network": [time.monotonic(), content("/proc/net/dev", 65_536)],
         }
         millidegrees = content(self.thermometer).strip()
         if millidegrees.isdigit():
@@ -241,7 +242,8 @@ class Mac:
         self.own = Paced(self.tools, interval, BUDGET / 2)
         self.interval = interval
         self.ranks = Ranks()
-        self.slow = [Paced(self.ranks.read, SLOW_S, BUDGET / 4), Paced(thermal, SLOW_S, BUDGET / 8)]
+        self.slow = [Paced(self.ranks.read, SLOW_S, BUDGET / 4)]
+        self.slow += [Paced(reading, SLOW_S, BUDGET / 8) for reading in (thermal, mac_network)]
         self.read: collections.deque[dict[str, object]] = collections.deque()
         """Reports of the tools since the last sample."""
         self.reader = threading.Thread()
@@ -285,6 +287,10 @@ class Mac:
 
 def thermal() -> dict[str, object]:
     return {"thermal": tool_output("/usr/bin/notifyutil", "-g", "com.apple.system.thermalpressurelevel")}
+
+
+def mac_network() -> dict[str, object]:
+    return {"network": [time.monotonic(), tool_output("/usr/sbin/netstat", "-ibn")]}
 
 
 class MacTicks:
@@ -339,15 +345,13 @@ def stream_samples(machine: Linux | Mac, interval: float) -> None:
             due = now + interval
 
 
-def probe_telemetry(interval_s: str, sensors: str = "") -> Iterator[dict[str, object]]:
-    """With `sensors` nothing where neither macmon nor nvidia-smi is there."""
+def probe_telemetry(interval_s: str) -> Iterator[dict[str, object]]:
     interval = float(interval_s)
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     machine = Mac(interval) if sys.platform == "darwin" else Linux(interval)
     try:
-        if machine.stream.process is not None or not sensors:
-            stream_samples(machine, interval)
+        stream_samples(machine, interval)
     finally:
         machine.stream.stop()
     # It has printed its samples itself.

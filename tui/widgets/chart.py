@@ -1,0 +1,469 @@
+"""One chart for every series of a run: several curves over iterations, tokens or active time, told apart by the kind of
+their line and a letter at their end, and by colour besides.
+
+Drawn at most twice a second, at once after a key, and only while visible. The points are read in a thread, at most two
+for each column of dots."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import TYPE_CHECKING, Final, Protocol
+
+from textual.app import RenderResult
+from textual.content import Content
+from textual.widget import Widget
+
+from engine import api
+from tui.formatting import axis_text, figure_text, scale_of
+from tui.glyphs import MUTED, RANK_STYLES, Glyphs
+from tui.state import ENGINE_ERRORS
+from tui.widgets.plot import (
+    FRAME,
+    KINDS,
+    MARKS,
+    SAMPLES,
+    Axis,
+    Canvas,
+    ChartMark,
+    framed,
+    labels_of,
+    margin_of,
+    mark_shape,
+)
+
+if TYPE_CHECKING:
+    from engine.api import SeriesChart
+
+REDRAW_S: Final = 0.5
+LEAST_ROWS: Final = 4
+"""Rows of a chart at least; one of so few has no legend."""
+LEAST_WIDTH: Final = 24
+_GRID_CELL: Final = (38, 8)
+"""Cells of a small chart at least, across and down."""
+_SYMBOLS: Final = ("", "o", "+", "x", "%", "=")
+"""Curves in ASCII; the first is drawn by the shape of its dots."""
+_NAMED_CURVES: Final = 2
+"""When there are more, each has a letter at its end."""
+_ZOOM_POINTS: Final = 4
+"""Fewer are not zoomed in on."""
+
+Points = Sequence[tuple[float, float]]
+
+
+class SeriesSource(Protocol):
+    """Read in a thread: `engine.api.RunSeries`, or several of them as one."""
+
+    def refresh(self, *, ended: bool = False) -> None: ...
+
+    @property
+    def metrics(self) -> list[str]: ...
+
+    def extent(self, metric: str, axis: str) -> tuple[float, float]: ...
+
+    def chart(
+        self, metric: str, axis: str, window: tuple[float, float] | None, width: int, *, smooth: bool = False
+    ) -> SeriesChart: ...
+
+    def places(self, axis: str, iterations: Sequence[float]) -> list[float]: ...
+
+    def values(self, axis: str, x: float) -> Iterable[tuple[tuple[str, str], float]]: ...
+
+
+@dataclass(frozen=True)
+class ChartCurve:
+    name: str
+    points: Points
+    """x ascending; NaN is a gap."""
+    style: str
+    kind: str = "solid"
+    average: Points = ()
+    """Drawn in place of the points, which are the band around it then."""
+    symbol: str = ""
+    tag: str = ""
+    """At its end, where there are many."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A chart, ready to be drawn."""
+
+    title: str
+    curves: tuple[ChartCurve, ...]
+    window: tuple[float, float]
+    """First and last x."""
+    axis: str = "iterations"
+    marks: tuple[ChartMark, ...] = ()
+    logarithmic: bool = False
+    cursor: float | None = None
+    values: str = ""
+    """At the cursor."""
+
+
+def picture(chart: SeriesChart, window: tuple[float, float], glyphs: Glyphs) -> Picture:
+    """Without marks and cursor."""
+    highest = max((abs(y) for curve in chart.curves for _, y in curve.points if math.isfinite(y)), default=0.0)
+    factor, unit = scale_of(chart.unit, highest)
+    labels = [curve.label for curve in chart.curves]
+    curves = []
+    for number, curve in enumerate(chart.curves):
+        points, average = ([(x, y / factor) for x, y in part] for part in (curve.points, curve.average))
+        kind, style = list(KINDS)[number % len(KINDS)], RANK_STYLES[number % len(RANK_STYLES)]
+        symbol = _SYMBOLS[number % len(_SYMBOLS)]
+        curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, _tag(labels, number)))
+    unit = unit.replace("°", "") if glyphs.ascii else unit
+    return Picture(f"{chart.metric}, {unit}" if unit else chart.metric, tuple(curves), window, chart.axis)
+
+
+def _tag(labels: Sequence[str], number: int) -> str:
+    """A letter that tells the label from the others; none where there are only few."""
+    if len(labels) <= _NAMED_CURVES:
+        return ""
+    for place in (0, -1):
+        letters = [label[place : place + 1 or None] for label in labels]
+        if all(letters) and len(set(letters)) == len(letters):
+            return letters[number]
+    return chr(ord("a") + number % 26)
+
+
+def draw(picture: Picture, width: int, height: int, glyphs: Glyphs) -> Content:
+    """The whole chart as `height` lines of `width` cells; a plain sentence when there is nothing to draw."""
+    finite = [y for curve in picture.curves for _, y in curve.points if math.isfinite(y)]
+    logarithmic = picture.logarithmic and any(y > 0 for y in finite)
+    finite = [y for y in finite if y > 0] if logarithmic else finite
+    if not finite:
+        return Content.styled(f"no {picture.title} yet", FRAME)
+    if height < LEAST_ROWS or width < LEAST_WIDTH:
+        return Content.styled("too small for the chart", FRAME)
+    legend = height > LEAST_ROWS
+    upright = Axis.of(finite, (height - 2 - legend) * 4, logarithmic=logarithmic)
+    labels = labels_of(upright)
+    columns = width - margin_of(labels) - 1
+    low, high = picture.window
+    across = Axis(low, high if high > low else low + 1, columns * 2, kind=picture.axis)
+    canvas = Canvas(columns, upright.dots // 4)
+    # The first curve is the one that matters most: it comes on top.
+    for curve in reversed(picture.curves):
+        _draw_curve(canvas, curve, across, upright)
+    if picture.cursor is not None:
+        canvas.upright(across.position(picture.cursor) // 2, "|" if glyphs.ascii else "│", FRAME)
+    lines = [_legend(picture, width, glyphs, logarithmic=logarithmic)] if legend else []
+    lines += framed(canvas, labels, across, glyphs, picture.marks)
+    return Content("\n").join(lines)
+
+
+def _draw_curve(canvas: Canvas, curve: ChartCurve, x: Axis, y: Axis) -> None:
+    if curve.average:
+        band: dict[int, list[int]] = {}
+        for part in _parts(curve.points, x, y):
+            for column, row in part:
+                band.setdefault(column, []).append(row)
+        for column, rows in band.items():
+            canvas.fill(column, min(rows), max(rows), MUTED)
+    parts = list(_parts(curve.average or curve.points, x, y))
+    for part in parts:
+        canvas.curve(part, curve.style, curve.kind, curve.symbol)
+    if curve.tag and parts and parts[-1]:
+        column, row = parts[-1][-1][0] // 2, parts[-1][-1][1] // 4
+        while column > 0 and canvas.is_written(column, row):
+            column -= 1
+        canvas.write(column, row, curve.tag, curve.style)
+
+
+def _parts(points: Points, x: Axis, y: Axis) -> Iterable[list[tuple[int, int]]]:
+    """The dots of a curve between its gaps, up to the edges."""
+    part: list[tuple[float, float]] = []
+    for at, value in (*points, (math.inf, math.nan)):
+        if math.isfinite(value) and not (y.logarithmic and value <= 0):
+            part.append((x.share(at), y.share(value)))
+        elif part:
+            kept, part = _clipped(part), []
+            yield [(round(across * (x.dots - 1)), round((1 - up) * (y.dots - 1))) for across, up in kept]
+
+
+def _clipped(part: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The part of a line that lies between 0 and 1 across, within 0 and 1 upright."""
+    kept = []
+    for number, (across, up) in enumerate(part):
+        other = part[min(number + 1, len(part) - 1)] if across < 0 else part[max(0, number - 1)]
+        edge = min(max(across, 0.0), 1.0)
+        if edge != across:
+            if (other[0] - edge) * (across - edge) >= 0:
+                continue
+            up += (edge - across) / (other[0] - across) * (other[1] - up)
+        kept.append((edge, min(max(up, 0.0), 1.0)))
+    return kept
+
+
+def _legend(picture: Picture, width: int, glyphs: Glyphs, *, logarithmic: bool) -> Content:
+    title = [(picture.title, "bold")]
+    if picture.cursor is not None:
+        left = Content.assemble(*title, "  ", picture.values)
+        return left.truncate(width, ellipsis=not glyphs.ascii)
+    parts: list[tuple[str, str]] = []
+    for curve in picture.curves:
+        if curve.name:
+            parts.append((" ".join(filter(None, (_sample(curve, glyphs), curve.tag, curve.name))), curve.style))
+    for kind in MARKS:
+        if any(mark.kind == kind for mark in picture.marks):
+            parts.append((f"{mark_shape(kind, glyphs)} {kind}", MARKS[kind][2]))
+    options = {"log axis": logarithmic, "average": any(curve.average for curve in picture.curves)}
+    parts += [(name, FRAME) for name, on in options.items() if on]
+    parts += [(picture.axis, FRAME)] if picture.axis != "iterations" else []
+    gap, room = 3, width - len(picture.title) - 2
+    while parts and sum(len(text) + gap for text, _ in parts) - gap > room:
+        parts.pop()
+    right = Content(" " * gap).join([Content.styled(text, style) for text, style in parts])
+    return Content.assemble(*title, " " * max(2, width - len(picture.title) - right.cell_length), right)
+
+
+def _sample(curve: ChartCurve, glyphs: Glyphs) -> str:
+    if glyphs.ascii:
+        return (curve.symbol or "-") * 2
+    return SAMPLES[curve.kind]
+
+
+@dataclass(frozen=True)
+class View:
+    """The part of the series that is looked at, and how."""
+
+    metric: str | None = None
+    """None: the first."""
+    axis: str = "iterations"
+    span: float | None = None
+    """Width of the window in x; None is everything."""
+    right: float | None = None
+    """Its last x; None follows the end."""
+    logarithmic: bool = False
+    smooth: bool = False
+    cursor: float | None = None
+    grid: bool = False
+    page: int = 0
+
+    def window(self, extent: tuple[float, float]) -> tuple[float, float]:
+        first, last = extent
+        if self.span is None:
+            return extent
+        right = last if self.right is None else min(self.right, last)
+        return max(first, right - self.span), right
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The result of reading the series for a view."""
+
+    view: View
+    metrics: tuple[str, ...] = ()
+    metric: str | None = None
+    extent: tuple[float, float] = (0.0, 0.0)
+    pictures: tuple[Picture, ...] = ()
+    """One, or the small ones of the grid."""
+
+
+class Chart(Widget):
+    """`open` names the source; `show` says that there may be more. The keys change what is looked at."""
+
+    DEFAULT_CSS = "Chart { height: 1fr; }"
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.view = View()
+        self.glyphs = Glyphs()
+        self.reading: Reading | None = None
+        self._source: SeriesSource | None = None
+        self._marks: Sequence[tuple[float, str]] = ()
+        self._ended = False
+        self._fault = ""
+        self._busy = False
+        self._due = False
+        self._read_at = float("-inf")
+
+    def open(self, source: SeriesSource | None) -> None:
+        if source is not self._source:
+            self._source, self.reading, self._fault = source, None, ""
+            self.view = replace(self.view, span=None, right=None, cursor=None)
+            self.refresh()
+
+    def show(self, marks: Sequence[tuple[float, str]], glyphs: Glyphs, *, ended: bool) -> None:
+        """There may be new points. `marks`: iterations, each with a key of MARKS."""
+        self._marks, self.glyphs, self._ended = marks, glyphs, ended
+        self._read_soon()
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is to be read."""
+        return not (self._busy or self._due)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return self.reading.metrics if self.reading is not None else ()
+
+    def change(self, **view: object) -> None:
+        """Look at something else, at once."""
+        self.view = replace(self.view, **view)  # type: ignore[arg-type]
+        self._read()
+
+    def next_metric(self) -> None:
+        if self.view.grid:
+            self.change(page=self.view.page + 1)
+        elif self.reading is not None and self.reading.metric is not None:
+            place = self.metrics.index(self.reading.metric) + 1
+            self.change(metric=self.metrics[place % len(self.metrics)])
+
+    def next_axis(self) -> None:
+        place = api.AXES.index(self.view.axis) + 1
+        self.change(axis=api.AXES[place % len(api.AXES)], span=None, right=None, cursor=None)
+
+    def zoom(self, factor: float) -> None:
+        """Show `factor` of what is shown, around the cursor, else at the end that is followed or around the middle."""
+        if self.reading is None or not self.reading.pictures:
+            return
+        (low, high), (first, last) = self.view.window(self.reading.extent), self.reading.extent
+        shown = sum(low <= x <= high for curve in self.reading.pictures[0].curves for x, _ in curve.points)
+        if factor < 1 and shown <= _ZOOM_POINTS:
+            return
+        span, middle = (high - low) * factor, self.view.cursor
+        if span >= last - first:
+            self.change(span=None, right=None)
+            return
+        share = (middle - low) / (high - low) if middle is not None and high > low else 0.5
+        right = low + (high - low) * share + span * (1 - share)
+        follows = middle is None and self.view.right is None and self.view.span is not None
+        self.change(span=span, right=None if follows or right >= last else max(right, first + span))
+
+    def pan(self, direction: int) -> None:
+        if self.reading is None or self.view.span is None:
+            return
+        first, last = self.reading.extent
+        right = (last if self.view.right is None else self.view.right) + direction * self.view.span / 2
+        self.change(right=None if right >= last else max(right, first + self.view.span))
+
+    def move_cursor(self, direction: int) -> None:
+        """To the next point that lies in another column."""
+        if self.reading is None or not self.reading.pictures or self.view.grid:
+            return
+        shown = self.reading.pictures[0]
+        low, high = shown.window
+        columns = max(2, self.size.width - 8)
+        across = Axis(low, high if high > low else low + 1, columns)
+        xs = sorted({x for curve in shown.curves for x, _ in curve.points if low <= x <= high})
+        if not xs:
+            return
+        here = self.view.cursor
+        if here is None:
+            self.change(cursor=xs[-1])
+            return
+        beyond = [x for x in xs if (across.position(x) - across.position(here)) * direction > 0]
+        if beyond:
+            self.change(cursor=beyond[0] if direction > 0 else beyond[-1])
+
+    def back(self) -> bool:
+        """Take away the cursor, else the grid; False when there is neither."""
+        if self.view.cursor is None and not self.view.grid:
+            return False
+        self.change(**({"cursor": None} if self.view.cursor is not None else {"grid": False, "page": 0}))
+        return True
+
+    def on_show(self) -> None:
+        self._read_soon()
+
+    def on_resize(self) -> None:
+        self._read()
+
+    def _read_soon(self) -> None:
+        """Read at most every REDRAW_S."""
+        wait = self._read_at + REDRAW_S - monotonic()
+        if not self._due and wait > 0:
+            self._due = True
+            self.set_timer(wait, self._read)
+        elif not self._due:
+            self._read()
+
+    def _read(self) -> None:
+        if self._source is None or not self.is_on_screen or not self.size.width:
+            self._due = False
+        elif self._busy:
+            self._due = True
+        else:
+            self._busy, self._due, self._read_at = True, False, monotonic()
+            self.run_worker(self._reread, group="chart")  # type: ignore[arg-type]
+
+    async def _reread(self) -> None:
+        source = self._source
+        try:
+            reading = await asyncio.to_thread(self._load, source, self.view) if source is not None else None
+            if source is self._source:
+                self.reading, self._fault = reading, ""
+        except ENGINE_ERRORS as error:
+            self._fault = str(error)
+        finally:
+            self._busy = False
+        self.refresh()
+        if self._due:
+            self._read()
+
+    def _load(self, source: SeriesSource, view: View) -> Reading:
+        """In a thread."""
+        source.refresh(ended=self._ended)
+        metrics = tuple(source.metrics)
+        if not metrics:
+            return Reading(view)
+        metric = view.metric if view.metric in metrics else metrics[0]
+        extent = source.extent(metric, view.axis)
+        if view.grid:
+            across, down = self._grid()
+            pages = math.ceil(len(metrics) / (across * down))
+            first = view.page % pages * across * down
+            names, width = metrics[first : first + across * down], self.size.width // across
+        else:
+            names, width = (metric,), self.size.width
+        pictures = tuple(self._picture(source, view, name, width) for name in names)
+        return Reading(view, metrics, metric, extent, pictures)
+
+    def _picture(self, source: SeriesSource, view: View, metric: str, width: int) -> Picture:
+        window = view.window(source.extent(metric, view.axis))
+        chart = source.chart(metric, view.axis, window, max(1, width - 8) * 2, smooth=view.smooth)
+        places = source.places(chart.axis, [iteration for iteration, _ in self._marks])
+        marks = tuple(ChartMark(x, kind) for x, (_, kind) in zip(places, self._marks, strict=True))
+        shown = replace(picture(chart, window, self.glyphs), logarithmic=view.logarithmic, marks=marks)
+        if view.cursor is None or view.grid:
+            return shown
+        at = {tuple(name): y for name, y in source.values(chart.axis, view.cursor)}
+        return replace(shown, cursor=view.cursor, values=_values(at, metric, chart.axis, view.cursor))
+
+    def _grid(self) -> tuple[int, int]:
+        """Small charts across and down."""
+        return max(1, self.size.width // _GRID_CELL[0]), max(1, self.size.height // _GRID_CELL[1])
+
+    def render(self) -> RenderResult:
+        width, height = self.size
+        if self._fault:
+            return Content.styled(f"the series cannot be read: {self._fault}", "$warning")
+        if self.reading is None:
+            return Content.styled("reading the series", FRAME)
+        if not self.reading.pictures:
+            return Content.styled("no figures yet", FRAME)
+        if not self.reading.view.grid:
+            return draw(self.reading.pictures[0], width, height, self.glyphs)
+        across, down = self._grid()
+        cell, lines = (width - 2 * (across - 1)) // across, []
+        for start in range(0, len(self.reading.pictures), across):
+            row = self.reading.pictures[start : start + across]
+            drawn = [draw(replace(shown, marks=()), cell, height // down, self.glyphs).split("\n") for shown in row]
+            for number in range(height // down):
+                parts = [small[number] if number < len(small) else Content("") for small in drawn]
+                lines.append(Content("  ").join([part.pad_right(max(0, cell - part.cell_length)) for part in parts]))
+        return Content("\n").join(lines)
+
+
+def _values(at: dict[tuple[str, ...], float], metric: str, axis: str, x: float) -> str:
+    """All values at the cursor, those of the shown metric first."""
+    parts = [f"{axis.removesuffix('s')} {axis_text(axis)(x)}"]
+    for (name, label), y in sorted(at.items(), key=lambda item: item[0][0] != metric):
+        if name != "clock":
+            title = label if name == metric and label else f"{name} {label}".strip()
+            parts.append(f"{title} {figure_text(y, api.UNITS.get(name, ''))}")
+    return "   ".join(parts)
