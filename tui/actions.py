@@ -359,6 +359,7 @@ def label(action: Action, state: DeckState, *, short: bool = False) -> str:
         return names.get(type(fix_for(state)), "run the fix")
     special = {
         "quit": "quit (the run goes on)" if state.running is not None and not short else None,
+        "enter": "the line that proves it" if state.pane == "run" and state.proof is not None else None,
         "back": _behind(state) if state.view == "dashboard" else None,
         "recheck": "probe" if state.pane != "preflight" else None,
         "calibrate": "stop measuring" if state.calibrating is not None else None,

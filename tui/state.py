@@ -17,7 +17,7 @@ from tui.glyphs import Glyphs
 if TYPE_CHECKING:
     from engine.api import CalibrationProgress, Config, NetworkPlan, Prediction, Scaling, TrainingPlan
     from engine.models import CheckResult, NodeFacts, NodeTelemetry, RunRecord, Topology
-    from engine.snapshots import RunSnapshot
+    from engine.snapshots import Diagnosis, RunSnapshot
 
 VIEWS: Final = ("dashboard", "nodes", "preflight", "calibration", "run", "history")
 """The dashboard and the full views, in the order of their number keys (0 has none)."""
@@ -118,6 +118,12 @@ class DeckState:
         if self.pane == "history":
             record = next((run for run in self.runs or () if run.id == self.run), None)
         return (record.source or record.id) if record is not None else None
+
+    @property
+    def proof(self) -> Diagnosis | None:
+        """The diagnosis of the shown run, where a line of the log proves it."""
+        diagnosis = self.snapshot.diagnosis if self.snapshot is not None else None
+        return diagnosis if diagnosis is not None and diagnosis.offset is not None else None
 
     def _shown(self, run: RunRecord) -> bool:
         return self.snapshot is not None and run.id == self.snapshot.record.id

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -29,6 +30,7 @@ from engine.protocol.task import API_TOKEN_ENV
 from engine.run.json_lines import LineFile, LineTail
 from engine.run.run_plan import read_plan
 from engine.run.watch import RunWatch
+from engine.security.sanitise import json_object, json_or_none
 from engine.task_result import Served, Text
 
 _POLL_S = 0.1
@@ -109,14 +111,23 @@ class ChatsApi:
             url = f"http://{host}:{port}{address.path}/chat/completions"
             try:
                 async with client.stream("POST", url, json=body, headers=headers) as response:
-                    response.raise_for_status()
+                    if response.is_error:
+                        why = str(_error(await response.aread()) or f"HTTP {response.status_code}")
+                        raise InputError(f"{directory.id} refuses to answer", why=why, todo="see its log")
+                    whole = False
                     async for line in response.aiter_lines():
+                        whole = whole or line == "data: [DONE]"
                         if piece := _piece(line):
                             pieces.append(piece)
                             yield piece
+                    if not whole:
+                        raise httpx.ReadError("it ends in the middle")
             except httpx.HTTPError as error:
-                why = str(error) or type(error).__name__
-                raise InputError(f"{directory.id} does not answer", why=why, todo="see its log") from error
+                late = isinstance(error, httpx.TimeoutException)
+                why = f"nothing came for {_ANSWER_LIMIT_S:.0f} s" if late else "the connection was lost"
+                raise InputError(
+                    f"{directory.id} does not answer", why=why, todo="ask again, or see its log"
+                ) from error
         if config.job.task is not None:
             values = {"prompt": messages[-1]["content"], "answer": "".join(pieces), "model": model}
             exchange = ChatExchange(at=datetime.now(UTC), **values)
@@ -163,6 +174,12 @@ def _first_texts(data: Path, keys: Mapping[str, str]) -> Iterator[str]:
 def _ended(record: RunRecord) -> InputError:
     why = f"it has ended: {record.cause or record.reason or record.state}"
     return InputError(f"{record.id} serves nothing", why=why, todo="serve the run again")
+
+
+def _error(body: bytes) -> Any:
+    """The message of mlx-lm's error, or of OpenAI's."""
+    error = json_object(json_or_none(body)).get("error")
+    return error.get("message") if isinstance(error, dict) else error
 
 
 def _piece(line: str) -> str:

@@ -287,6 +287,8 @@ def _end(event: events.StateChanged, record: RunRecord) -> dict[str, Any]:
     # An end that is known only later was then all the same.
     ended_at = record.ended_at or event.at if event.state.ended else None
     changes: dict[str, Any] = {"state": event.state, "ended_at": ended_at}
+    if event.state.ended and record.task == "serve":
+        changes["outcome"] = None  # an address at which nothing answers
     if event.verdict is not None:
         changes |= {name: getattr(event.verdict, name) for name in _CLEARED if name != "ended_at"}
         changes["unconfirmed"] = list(event.unconfirmed)

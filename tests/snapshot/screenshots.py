@@ -48,6 +48,11 @@ def used() -> list[RunSnapshot]:
     return [fake_engine.refused(), evaluation, fake_engine.failed(), fake_engine.trained()]
 
 
+def answering() -> list[RunSnapshot]:
+    """A run whose prompts are answered while it trains."""
+    return [fake_engine.sampled(), *ended()]
+
+
 def incomplete() -> list[NodeFacts]:
     """A chain with a computer of somebody else's at one end."""
     return macs.facts(cables=[(0, 1), (1, 2), (2, 3)], stranger=True)
@@ -123,6 +128,8 @@ class Screenshot:
         if self.studio is not None:
             engine.found, config = self.studio(), macs.configuration()
             engine.values = macs.telemetry()
+        engine.kept = list(fake_engine.CONVERSATION)
+        engine.serving.set()
         app = FlightDeckApp(engine.engine, config, follow=self.follow, clock=lambda: NOW)
         app.store.state = app.state.__class__(now=NOW, glyphs=Glyphs(ascii=self.ascii))
 
@@ -152,6 +159,8 @@ PICTURED: Final = (
     Screenshot("calibration", divided, "measured", ("3",), calibrated=True),
     Screenshot("run", everything, "rank 1 ", ("4",)),
     Screenshot("history", everything, "user_abort", ("5", "j")),
+    Screenshot("samples", answering, "of the training time", ("4", "s")),
+    Screenshot("chat", used, "base  over Over", ("c",), follow="demo-0313-091500"),
 )
 """Drawn at every size, for the README too."""
 
@@ -159,7 +168,7 @@ OTHERS: Final = (
     Screenshot("not-calibrated", everything, "not measured", ("3",)),
     Screenshot("starting", lambda: [fake_engine.starting()], "▶ preflight"),
     Screenshot("aborted", ended, "■ aborted", follow="demo-0314-132000"),
-    Screenshot("succeeded", ended, "✓ succeeded  60", follow="demo-0313-091500"),
+    Screenshot("succeeded", used, "val loss 4.172 to 1.321", follow="demo-0313-091500"),
     Screenshot("use", used, "a letter or enter chooses", ("u",), follow="demo-0313-091500"),
     Screenshot("refused-fusion", used, "u f fuses it", follow="demo-0314-140200-fuse"),
     Screenshot("tasks", used, "base 6.174", ("5", "j")),

@@ -62,6 +62,7 @@ from engine.snapshots import (
     SeriesMark,
     StopProgress,
     TrainedFile,
+    ValidationLoss,
 )
 from engine.store.layout import RunDir
 from engine.task_result import Evaluated, FuseChoice, Fused, Variant
@@ -394,8 +395,17 @@ def trained() -> RunSnapshot:
     file = ResultFile("adapter", False, 60, "local-0", path, name, 1_500_000, "f")
     return replace(
         succeeded(),
-        trained=TrainedFile(path, 1_500_000, "local-0", "mlx_lm generate"),
-        result=RunResult(files=(file,)),
+        trained=TrainedFile(
+            path, 1_500_000, "local-0", f"python -m mlx_lm generate --adapter-path {Path(path).parent}"
+        ),
+        result=RunResult(
+            (file,),
+            ValidationLoss(0, 4.172),
+            ValidationLoss(40, 1.318),
+            ValidationLoss(60, 1.321),
+            tokens=42_307,
+            seconds=44.6,
+        ),
     )
 
 
@@ -420,6 +430,13 @@ def evaluated(*variants: Variant) -> list[Evaluated]:
         )
         for name in variants
     ]
+
+
+CONVERSATION = [
+    ChatExchange(at=NOW, model=model, prompt="tower to heron: hold", answer=answer)
+    for model, answer in (("trained", "over the beacon, report entering."), ("base", "over Over xq over"))
+]
+"""The same question to both models."""
 
 
 def refused() -> RunSnapshot:
@@ -488,6 +505,8 @@ class FakeEngine:
     served_already: bool = False
     asked: list[tuple[str, list[str]]] = field(default_factory=list)
     """The model and the messages of each question of a chat."""
+    pieces: Sequence[str | FlightDeckError] = ("an answer", " of ")
+    """Of each answer, before the model's name; an error ends it."""
     kept: list[ChatExchange] = field(default_factory=list)
     why_no_tasks: str | None = None
     started: list[tuple[str, TaskRequest]] = field(default_factory=list)
@@ -659,7 +678,10 @@ class FakeEngine:
         self, server: str, messages: Sequence[Mapping[str, str]], *, model: str, max_tokens: int = 512
     ) -> AsyncIterator[str]:
         self.asked.append((model, [message["content"] for message in messages]))
-        for piece in ("an answer", " of ", f"{model}\x1b[2J"):
+        for piece in (*self.pieces, f"{model}\x1b[2J"):
+            await self.served(server)
+            if isinstance(piece, FlightDeckError):
+                raise piece
             yield piece
 
     def exchanges(self, run: str, limit: int = 100) -> list[ChatExchange]:

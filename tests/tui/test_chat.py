@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 from textual.widgets import Input
 
 from engine.api import ChatExchange
-from engine.errors import LaunchError
+from engine.errors import InputError, LaunchError
 from engine.snapshots import RunSnapshot, TrainedFile
 from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
@@ -94,13 +93,49 @@ async def test_only_a_server_of_its_own_is_stopped(
         await console.until(lambda: console.on_deck and fake.aborted == stopped, "the stop")
 
 
-async def test_a_refusal_is_shown_and_the_chat_stays(fake: FakeEngine) -> None:
-    fake.refusal = LaunchError("the nodes are in use")
-    async with chatting(fake) as console:
-        await console.shows("the nodes are in use")
-        await console.press("enter")
-        await asyncio.sleep(0)
+async def test_a_server_that_cannot_start_is_one_clear_line_and_the_next_question_tries_again(fake: FakeEngine) -> None:
+    fake.refusal = LaunchError("no model can be loaded", why="its folder /home/ana/models/base is gone")
+    fake.serving.set()
+    async with chatting(fake, size=SMALL) as console:
+        await console.shows("error  no model can be loaded: its folder /home/ana/models/base is gone")
         assert fake.asked == [] and not console.on_deck
+        fake.refusal = None
+        await console.press("enter")
+        await console.shows("trained  an answer of trained")
+        assert "tries again" not in console.screen
+
+
+async def test_a_server_that_dies_while_it_answers_is_one_line_behind_what_had_come(fake: FakeEngine) -> None:
+    fake.pieces = ("half an", " answer", InputError("it does not answer", why="the connection was lost"))
+    fake.serving.set()
+    async with chatting(fake) as console:
+        await console.press("enter")
+        await console.shows("error  it does not answer: the connection was lost")
+        assert "trained  half an answer" in console.screen
+        fake.pieces = ("here again, ",)
+        await console.press(*"more", "enter")
+        await console.shows("trained  here again, trained")
+
+
+async def test_who_has_scrolled_up_stays_there_until_the_end_is_seen_again(fake: FakeEngine) -> None:
+    fake.kept = [ChatExchange(at=fake_engine.NOW, model="base", prompt=f"question {n}", answer="-") for n in range(50)]
+    fake.serving.set()
+    async with chatting(fake, size=SMALL) as console:
+        log = console.app.screen.query_one("#chat-log")
+        await console.press("enter")
+        await console.shows("an answer of trained")
+        await console.until(lambda: log.scroll_y == log.max_scroll_y > 0, "the end")
+        fake.serving.clear()
+        fake.pieces = ("line\n" * 30,)
+        await console.press("tab", *"more", "enter", "pageup")
+        place = log.scroll_y
+        assert place < log.max_scroll_y
+        before = log.max_scroll_y
+        fake.serving.set()
+        await console.until(lambda: log.max_scroll_y > before, "the answer")
+        assert log.scroll_y == place
+        await console.press(*["pagedown"] * 9)
+        await console.until(lambda: log.scroll_y == log.max_scroll_y, "the end")
 
 
 @pytest.mark.parametrize(

@@ -515,7 +515,7 @@ async def test_the_ranks_logs_are_switched_and_merged_again(fake: FakeEngine) ->
 async def test_enter_on_a_failed_run_jumps_to_the_line_that_proves_it(fake: FakeEngine) -> None:
     fake.add(fake_engine.failed())
     async with opened(fake, follow="demo-0314-134500") as console:
-        await console.shows("enter jumps to the line")
+        await console.shows("enter the line that proves it")
         await console.press("g")
         await console.press("enter")
         assert console.app.state.pane == "logs"

@@ -3,6 +3,7 @@ failed preflight, keys typed faster than they are drawn."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -29,7 +30,7 @@ from tui.glyphs import FAIL, STOPPED, WARN
 from tui.screens.dialog import Confirm
 from tui.state import DeckState
 from tui.widgets.bars import header
-from tui.widgets.chart import ChartCurve, Picture, draw
+from tui.widgets.chart import Chart, ChartCurve, Picture, draw
 from tui.widgets.run_summary import rank_glyph
 
 PROGRAM = CheckResult(name="program_present", status=CheckStatus.PASS, summary="python train.py")
@@ -64,22 +65,23 @@ async def test_at_80x24_the_plan_fits_with_the_one_key_that_goes_on(fake: FakeEn
             await console.shows(text)
 
 
-async def test_at_80x24_the_curve_of_a_run_that_has_succeeded_is_still_there(fake: FakeEngine) -> None:
-    ended = fake_engine.succeeded()
-    fake.add(ended)
-    async with opened(fake, size=SMALL, follow=ended.record.id) as console:
-        await console.shows("60 iterations in")
+@pytest.mark.parametrize("size", [SMALL, (120, 36), (160, 45)])
+@pytest.mark.parametrize("end", [fake_engine.trained, fake_engine.aborted, fake_engine.failed])
+async def test_of_a_run_that_has_ended_the_curve_has_half_of_its_pane(
+    fake: FakeEngine, size: tuple[int, int], end: Callable[[], RunSnapshot]
+) -> None:
+    """Whatever else there is to say: the rest is scrolled to."""
+    verified = tuple(Verification(name, True, "as planned") for name in ("backend", "loss", "replicas", "a", "b", "c"))
+    left = fake_engine.trained()
+    fake.add(ended := replace(end(), verification=verified, result=left.result, trained=left.trained))
+    async with opened(fake, size=size, follow=ended.record.id) as console:
+        await console.press("4")
+        await console.shows(f"{ended.record.state.value} ")
         await console.shows("── train")
-
-
-async def test_at_80x24_the_curve_of_an_aborted_run_is_there_without_its_legend(fake: FakeEngine) -> None:
-    record = fake_engine.record(state=RunState.ABORTED, reason=Reason.USER_ABORT, cause="stopped as requested",
-                                ended_at=fake_engine.ago(3))  # fmt: skip
-    fake.add(ended := replace(fake_engine.running(), record=record))
-    async with opened(fake, size=SMALL, follow=ended.record.id) as console:
-        await console.shows("aborted (user_abort)")
-        await console.shows("┤")
-        assert "too small" not in console.screen and "── train" not in console.screen
+        pane = console.app.deck.pane("run")
+        assert console.app.deck.query_one(Chart).size.height >= 0.45 * pane.content_size.height
+        if ended.record.cause:
+            await console.shows(ended.record.cause[:40])
 
 
 TRAINED: Final = TrainedFile(
@@ -89,10 +91,10 @@ TRAINED: Final = TrainedFile(
 
 async def test_the_end_of_a_run_says_where_the_trained_weights_are_and_how_they_are_used(fake: FakeEngine) -> None:
     fake.add(ended := replace(fake_engine.succeeded(), trained=TRAINED))
-    async with opened(fake, size=SMALL, follow=ended.record.id) as console:
+    async with opened(fake, follow=ended.record.id) as console:
+        await console.press("4")
         await console.shows("adapters/adapters.safetensors")
         await console.shows("(1.5 MB) on ana")
-        await console.press("4")
         await console.shows("python -m mlx_lm generate …")
     fake.add(going := replace(fake_engine.running(), trained=TRAINED))
     async with opened(fake, size=SMALL, follow=going.record.id) as console:
@@ -115,7 +117,8 @@ async def test_the_end_of_a_run_says_what_it_came_to_and_one_key_fetches_the_wei
     fake.add(ended := replace(fake_engine.succeeded(), result=RESULT))
     fake.held.add(ended.record.id)
     async with opened(fake, size=SMALL, follow=ended.record.id) as console:
-        await console.shows("val loss 6.198 to 1.395, best 1.372 at iteration 40;")
+        await console.shows("val loss 6.198 to 1.395, best 1.372 at iteration 40 ")
+        await console.press("z")
         await console.shows("tokens in 0:44; F fetches the weights")
         await console.press("F")
         await console.shows("1.2 MB of 4.1 MB, 112 kB/s, ETA 0:25")
@@ -288,18 +291,6 @@ async def test_the_log_of_a_run_that_started_nothing_does_not_promise_any(fake: 
     fake.snapshots["failed"] = failed_preflight()
     async with opened(fake, size=(120, 36), follow="failed") as console:
         await console.shows("no output: no rank has printed anything")
-
-
-async def test_an_aborted_run_has_its_curve_in_the_full_view(fake: FakeEngine) -> None:
-    lines = tuple(Verification(name, True, "as planned") for name in ("backend", "loss", "replicas", "a", "b", "c"))
-    record = fake_engine.record(state=RunState.ABORTED, reason=Reason.USER_ABORT, cause="stopped on request",
-                              ended_at=fake_engine.ago(3))  # fmt: skip
-    fake.add(ended := replace(fake_engine.running(), record=record, verification=lines))
-    async with opened(fake, size=(120, 36), follow=ended.record.id) as console:
-        await console.press("4")
-        await console.shows("aborted (user_abort)")
-        await console.shows("── train")
-        assert "too small" not in console.screen
 
 
 @pytest.mark.parametrize(("epoch", "progress"), [(1, "data chunk 3/20 (15%)"), (2, "data chunk 3/20 (15%, epoch 2)")])

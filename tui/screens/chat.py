@@ -57,14 +57,14 @@ class Chat(ModalScreen[None]):
         self._run = run
         self._server: ChatServer | None = None
         self._model = MODELS[0]
-        self._status = "starting the model: its first answer takes a few seconds longer"
+        self._status = ""
         self._shown: list[Content] = []
         """Each message as it is drawn."""
         self._messages: dict[str, list[dict[str, str]]] = {model: [] for model in MODELS}
         self._answering: Worker[None] | None = None
-        self._opened = asyncio.Event()
-        """The server answers (`_ready`), or never will."""
-        self._ready = False
+        self._starting: asyncio.Task[None] | None = None
+        """Until the server answers. It outlives this screen: a server that comes too late is stopped."""
+        self._left = False
 
     def compose(self) -> ComposeResult:
         with Vertical(id="chat") as box:
@@ -76,7 +76,10 @@ class Chat(ModalScreen[None]):
             yield Input(id="chat-input", placeholder="a question", compact=True)
 
     def on_mount(self) -> None:
-        self.query_one(Input).focus()
+        field = self.query_one(Input)
+        field.cursor_blink = False
+        field.focus()
+        self.query_one("#chat-log").anchor()
         self._draw()
         self.run_worker(self._open(), group="server")
 
@@ -88,15 +91,30 @@ class Chat(ModalScreen[None]):
             if not self.query_one(Input).value:
                 self.query_one(Input).value = suggestion
             self._draw()
-            self._server = await self._client.open_server(self._run)
-            await self._client.await_server(self._server.id)
+            await self._server_ready()
         except ENGINE_ERRORS as error:
-            self._say_status(str(error))
+            if self._answering is None:
+                self._shown.append(_drawn("error", str(error)))
+                self._say_status("a question tries again")
+
+    async def _server_ready(self) -> None:
+        """Start a server where there is none, and wait for it; again after a failure. Raises ENGINE_ERRORS."""
+        if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
+            self._say_status("starting the model, which takes a few seconds")
+            self._starting = asyncio.create_task(self._start())
+            # Nobody may be there any more to whom it matters.
+            self._starting.add_done_callback(lambda starting: starting.cancelled() or starting.exception())
+        await asyncio.shield(self._starting)
+        self._say_status("")
+
+    async def _start(self) -> None:
+        server = await self._client.open_server(self._run)
+        if self._server is None or self._server.id != server.id:
+            self._server = server
+        if self._left:
+            self._stop()
         else:
-            self._ready = True
-            self._say_status("")
-        finally:
-            self._opened.set()
+            await self._client.await_server(server.id)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """A question that comes before the model is ready waits for it."""
@@ -109,20 +127,24 @@ class Chat(ModalScreen[None]):
         messages.append({"role": "user", "content": question})
         self._shown += [_drawn("you", question), _drawn(model, "")]
         self._draw()
-        await self._opened.wait()
-        if not self._ready:
-            return
-        assert self._server is not None
+        self.query_one("#chat-log").anchor()
         answer = ""
         try:
+            await self._server_ready()
+            assert self._server is not None
             async with aclosing(self._client.reply(self._server.id, messages, model)) as pieces:
                 async for piece in pieces:
                     answer += piece
                     self._shown[-1] = _drawn(model, answer)
                     self._draw()
         except ENGINE_ERRORS as error:
-            self._say_status(str(error))
-        messages.append({"role": "assistant", "content": answer})
+            self._starting = None
+            self._shown[len(self._shown) - (not answer) :] = [_drawn("error", str(error))]
+            self._say_status("a question tries again")
+        if answer and messages:
+            messages.append({"role": "assistant", "content": answer})
+        else:
+            del messages[-1:]
 
     def action_switch(self) -> None:
         self._model = MODELS[1 - MODELS.index(self._model)]
@@ -139,9 +161,13 @@ class Chat(ModalScreen[None]):
         log.scroll_relative(y=direction * max(1, log.size.height - 1), animate=False)
 
     def action_leave(self) -> None:
+        self._left = True
+        self._stop()
+        self.dismiss(None)
+
+    def _stop(self) -> None:
         if self._server is not None and self._server.started:
             self.app.run_worker(self._client.close_server(self._server), group="requests")
-        self.dismiss(None)
 
     def _say_status(self, text: str) -> None:
         self._status = text
@@ -149,12 +175,12 @@ class Chat(ModalScreen[None]):
 
     def _draw(self) -> None:
         self.query_one("#chat-text", Static).update(Content("\n").join(self._shown))
-        self.query_one("#chat-log").scroll_end(animate=False)
         status = f"{self._model} answers" + (f" · {self._status}" if self._status else "")
         self.query_one("#chat-status", Static).update(Content.styled(status, MUTED))
 
 
 def _drawn(who: str, text: str) -> Content:
-    """A message of "you", "trained" or "base"."""
-    style = {"you": "bold", "trained": "bold $success", "base": "bold $warning"}.get(who, MUTED)
+    """A message of "you", "trained", "base" or "error"."""
+    styles = {"you": "bold", "trained": "bold $success", "base": "bold $warning", "error": "bold $error"}
+    style = styles.get(who, MUTED)
     return Content.assemble((f"{who}  ", style), api.sanitise_text(text))

@@ -270,14 +270,13 @@ class DeckScreen(Screen[None]):
     def do_enter(self) -> None:
         """Drill in: a run of the history opens, a failure jumps to its line, else the pane's full view or a node."""
         pane = self.state.pane
-        snapshot = self.state.snapshot
         if pane == "history":
             run = self.query_one(HistoryPane).selected
             if run is not None:
                 self._actions.open_run(run)
-        elif pane == "run" and snapshot and snapshot.diagnosis and snapshot.diagnosis.offset is not None:
+        elif pane == "run" and (proof := self.state.proof) is not None and proof.offset is not None:
             self.focus_pane("logs")
-            self.logs.view.jump_to(snapshot.diagnosis.source, snapshot.diagnosis.offset)
+            self.logs.view.jump_to(proof.source, proof.offset)
         elif pane == "logs":
             self.do_maximise()
         elif pane == "nodes" and self.state.view == "nodes" and self.state.node is not None:

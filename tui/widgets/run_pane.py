@@ -14,10 +14,8 @@ from tui.widgets.pane import Pane
 from tui.widgets.run_summary import figures, own_program, rank_line, rank_table
 from tui.widgets.text import Text
 
-PLOT_ROWS = 6
-"""Lines of what is verified give way to so many rows of a plot, but for what is wrong."""
 TALL = 12
-"""Rows of a pane with room for a line a rank, and for the command that uses what was trained."""
+"""Rows of a pane with room for a line a rank, and for the path of what was trained and the command that uses it."""
 SCROLLBAR_CELLS = 1
 """Left free beside the summary: a long fix scrolls, and its lines are broken before that is known."""
 SHORT_SCREEN = 30
@@ -45,6 +43,10 @@ class RunPane(Pane, can_focus=True):
         return self.state.view == "run"
 
     @property
+    def opens(self) -> bool:
+        return super().opens or self.state.proof is not None
+
+    @property
     def chart(self) -> Chart:
         return self.query_one(Chart)
 
@@ -66,7 +68,8 @@ class RunPane(Pane, can_focus=True):
         record, separator = state.snapshot.record, state.glyphs.separator
         most = max(state.snapshot.most_attempts, record.attempts)
         attempt = f"{separator}attempt {record.attempts} of {most}" if record.attempts > 1 else ""
-        return f"run{separator}{run_summary.title(record)}{attempt}"
+        samples = f"{separator}samples" if self.samples_shown and state.snapshot.samples else ""
+        return f"run{separator}{run_summary.title(record)}{attempt}{samples}"
 
     def draw(self, state: DeckState) -> None:
         snapshot = state.snapshot
@@ -89,37 +92,36 @@ class RunPane(Pane, can_focus=True):
             self.chart.display = False
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
-        room = self.room - SCROLLBAR_CELLS
-        summary = [*run_summary.outcome(state, snapshot, room), *run_summary.attempts(snapshot, room, every=self.full)]
+        room, height = self.room - SCROLLBAR_CELLS, self.content_size.height
+        tall = height >= TALL
+        attempts = run_summary.attempts(snapshot, room, every=self.full)
+        summary = [*run_summary.outcome(state, snapshot, room), *(attempts if state.active else [])]
         summary += run_summary.alarms(state, snapshot, room)
         summary += run_summary.task_results(snapshot, room)
         if snapshot.record.task is not None:
             summary = [*(summary or [_waiting(state)]), run_summary.next_key(state, snapshot, room)]
-        summary += run_summary.trained(snapshot, room, command=self.full or self.content_size.height >= TALL)
-        if self.full:
-            summary += run_summary.task_lines(state, snapshot.record.id, room)
-        summary += run_summary.trackers(snapshot, room)
+        elif not summary and not has_loss:
+            summary = [_waiting(state)]
         self._put("#summary", summary)
         # Without a curve the log gets the room: it shows a failure, or the output of a program of one's own.
         self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-summary")
-        summary_rows = sum(len(text.plain.splitlines()) for text in summary)
-        if not summary and not has_loss:
-            self._put("#summary", [_waiting(state)])
-        tall = self.content_size.height >= TALL
-        whole = tall or not has_loss
-        ranks = (
-            rank_table(state, snapshot, self.room, headed=self.full)
-            if whole
-            else [rank_line(state, snapshot, self.room)]
-        )
+        # The style sheet gives it half of the pane at least; what has no room below it is scrolled to.
+        self.chart.display = has_loss and height >= 2 * LEAST_ROWS
+        if tall or not has_loss:
+            ranks = rank_table(state, snapshot, room, headed=self.full)
+        else:
+            ranks = [rank_line(state, snapshot, room)] if state.active else []
         self._put("#ranks", ranks)
-        self._put("#figures", [figures(state, snapshot, self.room, peak=not whole)] if has_loss else [])
-        verified = run_summary.verification(state, snapshot, self.room, every=self.full)
-        left = self.content_size.height - summary_rows - len(ranks) - 1
-        if self.full and has_loss and left - len(verified) < PLOT_ROWS:
-            verified = run_summary.verification(state, snapshot, self.room, every=False)
-        self._put("#watch", verified)
-        self.chart.display = has_loss and left - len(verified) >= LEAST_ROWS
+        self._put("#figures", [figures(state, snapshot, room, peak=not tall)] if has_loss else [])
+        rest = run_summary.left(snapshot, room, tall=tall)
+        rest += [] if state.active else attempts
+        if self.full:
+            rest += run_summary.task_lines(state, snapshot.record.id, room)
+        rest += run_summary.trackers(snapshot, room)
+        verified = run_summary.verification(state, snapshot, room, every=self.full)
+        if has_loss and _rows(summary) + height // 2 + len(ranks) + 1 + _rows([*rest, *verified]) > height:
+            verified = run_summary.verification(state, snapshot, room, every=False)
+        self._put("#watch", [*verified, *rest])
         if self.chart.display:
             self.chart.show(run_summary.marks(snapshot), state.glyphs, ended=not state.active)
 
@@ -138,7 +140,7 @@ class RunPane(Pane, can_focus=True):
             *run_summary.alarms(state, snapshot, 200),
             *run_summary.task_results(snapshot, 200),
             *run_summary.samples(snapshot, 200),
-            *run_summary.trained(snapshot, 200, command=True),
+            *run_summary.left(snapshot, 200, tall=True),
             *run_summary.trackers(snapshot, 200),
             figures(state, snapshot, 200),
             *run_summary.verification(state, snapshot, 200, every=True),
@@ -152,6 +154,10 @@ class RunPane(Pane, can_focus=True):
         """The fix when the run failed (that is what one pastes), else everything."""
         snapshot = self.state.snapshot
         return (snapshot.fix if snapshot is not None else None) or self.text()
+
+
+def _rows(lines: list[Content]) -> int:
+    return sum(line.plain.count("\n") + 1 for line in lines)
 
 
 def _waiting(state: DeckState) -> Content:

@@ -290,30 +290,33 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
     if record.unconfirmed:
         nodes = ", ".join(record.unconfirmed)
         lines.append(pair("unconfirmed", f"the stop could not be proved on {nodes}", width, style="$error"))
-    if diagnosis is not None and diagnosis.offset is not None:
-        lines.append(pair("", "enter jumps to the line that proves it", width, style=MUTED))
-    if record.state in ("aborted", "failed") and (kept := newest_checkpoint(snapshot)) is not None:
-        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
     return lines
 
 
-def trained(snapshot: RunSnapshot, width: int, *, command: bool) -> list[Content]:
-    """The newest trained weights of a run that has ended, with `command` how to use them, and what it came to."""
-    file, result = snapshot.trained, snapshot.result
-    if not snapshot.record.state.ended:
+def left(snapshot: RunSnapshot, width: int, *, tall: bool) -> list[Content]:
+    """A run that has ended: what it came to, its newest checkpoint and weights, and how these are used. Where the pane
+    is not `tall`, no paths and no commands, which `flightdeck show` has."""
+    record, file, result = snapshot.record, snapshot.trained, snapshot.result
+    if not record.state.ended:
         return []
+    lines = []
+    if result is not None and (text := result_text(result)):
+        text = (text + "; F fetches the weights" * bool(result.files)) if tall else text.partition(";")[0]
+        lines.append(pair("result", text, width))
+    if record.state in ("aborted", "failed") and (kept := newest_checkpoint(snapshot)) is not None:
+        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
     # A task's own results name its fused model.
-    lines = [pair("trained", trained_text(file), width)] if file is not None and snapshot.record.task is None else []
-    if file is not None and command:
+    if tall and file is not None and record.task is None:
+        lines.append(pair("trained", trained_text(file), width))
+    if tall and file is not None:
         lines.append(pair("use it", file.command, width, style="bold"))
-    text = result_text(result) if result is not None else ""
-    text += "; F fetches the weights" if text and result is not None and result.files else ""
-    return [*lines, *([pair("result", text, width)] if text else [])]
+    return lines
 
 
 def samples(snapshot: RunSnapshot, width: int) -> list[Content]:
     """The answers while it trained."""
-    return [pair(label, text, width) for label, text in sample_texts(snapshot.samples)]
+    texts = sample_texts(snapshot.samples)
+    return [pair(label, text, width, style="bold" if label == "prompt" else "") for label, text in texts]
 
 
 def task_results(snapshot: RunSnapshot, width: int) -> list[Content]:

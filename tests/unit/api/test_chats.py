@@ -18,6 +18,7 @@ from engine.api.engine import Engine
 from engine.errors import InputError
 from engine.protocol.task import API_TOKEN_ENV, Task
 from engine.run.events import ResultReported
+from engine.run.watch import RunWatch
 from engine.task_result import Served
 from tests.unit.run.run_maker import MadeRun, make_run_config
 from tui.commands.chat import chat
@@ -30,7 +31,8 @@ def event(text: str) -> bytes:
 
 
 class Backend:
-    """A server of the tests that speaks as much of the API as an answer needs."""
+    """A server of the tests that speaks as much of the API as an answer needs. It waits for the client to go, but after
+    [DONE]; an empty piece is its own death."""
 
     def __init__(self, *pieces: bytes, status: str = "200 OK") -> None:
         self._pieces, self._status = pieces, status
@@ -47,7 +49,7 @@ class Backend:
         for piece in self._pieces:
             writer.write(piece)
             await writer.drain()
-        if not self._pieces[-1].endswith(b"[DONE]\n\n") and self._status == "200 OK":
+        if self._pieces[-1] and not self._pieces[-1].endswith(b"[DONE]\n\n") and self._status == "200 OK":
             await reader.read()
             self.left.set()
         writer.close()
@@ -113,12 +115,30 @@ async def test_an_answer_that_is_closed_ends_the_request(tmp_path: Path) -> None
             assert engine.chats.exchanges(trained.id) == []
 
 
-async def test_a_server_that_refuses_is_one_line(tmp_path: Path) -> None:
-    async with backend(b"{}", status="503 Service Unavailable") as (_, port):
-        _, server = serving(tmp_path, port)
+@pytest.mark.parametrize(
+    ("pieces", "status", "why"),
+    [
+        ((b"{}",), "503 Service Unavailable", "refuses to answer: HTTP 503"),
+        ((b'{"error": {"message": "no\\nroom"}}',), "400 Bad Request", "refuses to answer: no room"),
+        ((b'{"error": "no room"}',), "404 Not Found", "refuses to answer: no room"),
+        ((event("Hello"), b""), "200 OK", "does not answer: the connection was lost"),
+    ],
+)
+async def test_a_server_that_refuses_or_breaks_off_is_one_line_and_its_answer_is_not_kept(
+    tmp_path: Path, pieces: tuple[bytes, ...], status: str, why: str
+) -> None:
+    async with backend(*pieces, status=status) as (_, port):
+        trained, server = serving(tmp_path, port)
         async with Engine(tmp_path) as engine:
-            with pytest.raises(InputError, match=r"does not answer.*503"):
+            with pytest.raises(InputError, match=why) as refusal:
                 await answer(engine, server.id)
+            assert "\n" not in str(refusal.value) and engine.chats.exchanges(trained.id) == []
+
+
+@pytest.mark.parametrize("cause", [None, "killed"])
+async def test_the_address_is_what_a_server_came_to_while_it_runs(tmp_path: Path, cause: str | None) -> None:
+    _, server = serving(tmp_path, 8080, cause=cause)
+    assert RunWatch(server.directory).poll().record.outcome == (None if cause else "http://127.0.0.1:8080/v1")
 
 
 async def test_a_server_that_has_ended_is_told(tmp_path: Path) -> None:
