@@ -38,6 +38,23 @@ class Evaluated(FrozenModel):
         return f"{self.variant} {self.loss:.3f}" if self.loss is not None else f"{self.variant} not finite"
 
 
+class Score(FrozenModel):
+    """What a task of lm-eval has measured."""
+
+    kind: Literal["score"] = "score"
+    variant: Variant
+    task: Text
+    metric: Text
+    """With the name of lm-eval's filter, unless that is "none"."""
+    value: Annotated[float, Field(allow_inf_nan=False)]
+    stderr: Figure | None = None
+    """Standard error; null where lm-eval has none."""
+
+    @property
+    def summary(self) -> str:
+        return self.task
+
+
 class FuseChoice(FrozenModel):
     """Another form of the fused model."""
 
@@ -94,4 +111,4 @@ class Served(FrozenModel):
         return self.address
 
 
-TaskResult = Annotated[Evaluated | Fused | Answer | Served, Field(discriminator="kind")]
+TaskResult = Annotated[Evaluated | Score | Fused | Answer | Served, Field(discriminator="kind")]

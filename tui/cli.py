@@ -26,7 +26,7 @@ _STRATEGIES = get_args(Strategy)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 success, 1 a failed run or check, 2 bad usage or configuration, 130 interrupted."""
     _prepare_streams()
-    options = command_parser().parse_args(arguments)
+    options = _parsed(arguments)
     try:
         code: int = options.run_command(options)
         sys.stdout.flush()
@@ -466,10 +466,18 @@ def _tasks(commands: Commands) -> None:
         "loss and perplexity of the base model and of what a run has trained, over the run's nodes",
         ("flightdeck eval", "of the newest training, on its test data, else on what it was validated with"),
         ("flightdeck eval demo --split valid --json | jq .task_results", ""),
+        ("flightdeck eval demo --tasks arc_easy,hellaswag", "by lm-eval, on the node that has the weights"),
     )
     _run(evaluate)
     evaluate.add_argument("--split", choices=("valid", "test"), help="default: test where there is one, else valid")
     evaluate.add_argument("--batches", type=_count(10**9), metavar="N", help="at most N batches; default: all")
+    what = "in place of the loss: the scores of lm-eval's tasks of these names, with commas between"
+    evaluate.add_argument("--tasks", type=_names, metavar="NAMES", help=what)
+    evaluate.add_argument("--limit", type=_count(10**9), metavar="N", help="at most N examples of each task")
+    what = "examples before each question; default: as each task says"
+    evaluate.add_argument("--num-fewshot", type=_count(10**6, least=0), metavar="N", help=what)
+    what = "a folder of tasks of your own on the node, as lm-eval's --include_path"
+    evaluate.add_argument("--include-path", metavar="DIR", help=what)
     fuse = _command(
         commands,
         "fuse",
@@ -499,7 +507,9 @@ def _tasks(commands: Commands) -> None:
         ('flightdeck generate demo -p "Hello" --divided', "the model's layers divided over the run's nodes"),
     )
     _run(generate)
-    generate.add_argument("-p", "--prompt", action="append", required=True, metavar="TEXT", help="may be repeated")
+    generate.add_argument(
+        "-p", "--prompt", type=_prompt, action="append", required=True, metavar="TEXT", help="may be repeated"
+    )
     which = generate.add_mutually_exclusive_group()
     which.add_argument("--base", action="store_true", help="the base model in place of what was trained")
     which.add_argument("--compare", action="store_true", help="the base model, and then what was trained")
@@ -623,6 +633,17 @@ def _run(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
         parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=what + "; default: last")
 
 
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "folder", "") is None:
+        # argparse gives an optional argument nothing once an option has followed the one before it.
+        options.folder = _file(rest.pop())
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
+
+
 def _count(most: int, least: int = 1) -> Callable[[str], int]:
     """An argparse type: a whole number from `least` to `most`."""
 
@@ -636,6 +657,18 @@ def _count(most: int, least: int = 1) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def _names(text: str) -> list[str]:
+    """An argparse type: names with commas between."""
+    return [name for name in map(str.strip, text.split(",")) if name]
+
+
+def _prompt(text: str) -> str:
+    """An argparse type: a text that is not empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
 
 
 def _number(text: str, most: float = 100.0) -> float:

@@ -10,7 +10,7 @@ from tui.formatting import NOT_MEASURED, duration, rate, size, table
 
 if TYPE_CHECKING:
     from engine.snapshots import RunSnapshot, ServedRequests
-    from engine.task_result import Evaluated, Fused, TaskResult
+    from engine.task_result import Evaluated, Fused, Score, TaskResult
 
 
 def result_lines(results: Sequence[TaskResult], *, ended: bool = False) -> Iterator[str]:
@@ -19,6 +19,8 @@ def result_lines(results: Sequence[TaskResult], *, ended: bool = False) -> Itera
     if losses:
         headers = ("WEIGHTS", "SPLIT", "LOSS", "PERPLEXITY", "TOKENS", "TOOK")
         yield from table(headers, [_row(result) for result in losses]).splitlines()
+    if scores := [result for result in results if result.kind == "score"]:
+        yield from table(("TASK", "METRIC", "BASE", "TRAINED"), list(_score_rows(scores))).splitlines()
     for result in results:
         if result.kind == "fused":
             yield from _fused(result)
@@ -46,6 +48,16 @@ def _row(result: Evaluated) -> tuple[str, ...]:
     loss = f"{result.loss:.4f}" if result.loss is not None else "not finite"
     figures = loss, perplexity, f"{result.tokens:,}", duration(result.seconds)
     return result.variant, result.split, *figures
+
+
+def _score_rows(scores: Sequence[Score]) -> Iterator[tuple[str, ...]]:
+    texts = {
+        (score.task, score.metric, score.variant): f"{score.value:.4f}"
+        + (f" ± {score.stderr:.4f}" if score.stderr is not None else "")
+        for score in scores
+    }
+    for place in dict.fromkeys((score.task, score.metric) for score in scores):
+        yield *place, *(texts.get((*place, variant), NOT_MEASURED) for variant in ("base", "adapter"))
 
 
 def kept_text(result: Fused) -> str:

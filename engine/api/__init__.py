@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engine.plan.strategy import with_strategy
     from engine.protocol.exit_codes import ExitCode
     from engine.protocol.job import Strategy
-    from engine.protocol.task import KEEP, SERVE_PORT
+    from engine.protocol.task import KEEP, SERVE_PORT, TaskKind
     from engine.publish.model_card import PublicationRequest
     from engine.run.logs.pattern import ERRORS, LogPattern
     from engine.run.logs.reader import LogFilter, LogLine, LogReader
@@ -65,7 +65,7 @@ _NAMES: Final = {
     "engine.plan.strategy": "with_strategy",
     "engine.protocol.exit_codes": "ExitCode",
     "engine.protocol.job": "Strategy",
-    "engine.protocol.task": "KEEP SERVE_PORT",
+    "engine.protocol.task": "KEEP SERVE_PORT TaskKind",
     "engine.publish.model_card": "PublicationRequest",
     "engine.run.logs.pattern": "ERRORS LogPattern",
     "engine.run.logs.reader": "LogFilter LogLine LogReader",

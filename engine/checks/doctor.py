@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from engine.checks.check import verdict
-from engine.checks.interpreter import IMPORT_LIMIT_S, as_interpreter, with_mlx_lm
+from engine.checks.interpreter import IMPORT_LIMIT_S, as_interpreter, with_modules
 from engine.checks.versions import MLX_MINIMUM, dotted, install_fix, new_enough
 from engine.cluster.network_interfaces import rdma_device_names, whole_rdma_table
 from engine.cluster.probe_results import PackagesReport, probe_here
@@ -42,7 +42,7 @@ async def _mlx() -> CheckResult:
     seen = as_interpreter(report, ["mlx"], sys.executable)
     if seen.python is not None:
         mlx_lm = await probe_here("mlx_lm", "import", "mlx_lm", result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
-        seen = with_mlx_lm(seen, mlx_lm)
+        seen = with_modules(seen, mlx_lm, {"mlx_lm": "mlx-lm"})
     if seen.problem or not new_enough(mlx := seen.packages.get("mlx"), MLX_MINIMUM):
         summary = seen.problem or f"mlx {mlx} is older than {dotted(MLX_MINIMUM)}"
         wanted = {"mlx": f">={dotted(MLX_MINIMUM)}", "mlx-lm": ""}

@@ -100,18 +100,23 @@ async def probe_imports(agent: AgentClient, seen: Interpreter, job: JobConfig) -
         return await _probe(agent, "torch", "import", job.kind.packages(job.words))
     # A job with a command of its own may never import it.
     how = "import" if job.kind.reports else "find"
-    probed = agent.probe("mlx_lm", how, "mlx_lm", result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
-    return with_mlx_lm(seen, await probed)
+    modules = {name.replace("-", "_"): name for name in job.kind.packages(job.words) if name != "mlx"}
+    probed = agent.probe("mlx_lm", how, *modules, result_type=PackagesReport, timeout_s=IMPORT_LIMIT_S)
+    return with_modules(seen, await probed, modules)
 
 
-def with_mlx_lm(seen: Interpreter, report: PackagesReport | NoValue) -> Interpreter:
+def with_modules(seen: Interpreter, report: PackagesReport | NoValue, modules: Mapping[str, str]) -> Interpreter:
+    """`modules`: those that were asked for, each with its package's name."""
     if isinstance(report, NoValue):
-        seen, problem = replace(seen, unknown=("mlx-lm",)), f"it is not known whether mlx-lm can be imported: {report}"
-    elif "mlx_lm" in report.versions:
-        return replace(seen, packages={**seen.packages, "mlx-lm": report.versions["mlx_lm"]})
+        names = tuple(modules.values())
+        problems = [f"it is not known whether {' and '.join(names)} can be imported: {report}"]
+        seen = replace(seen, unknown=names)
     else:
-        problem = f"mlx-lm cannot be imported: {explained(report.errors.get('mlx_lm', 'not known'))}"
-    return replace(seen, problem="; ".join(filter(None, (seen.problem, problem))))
+        missing = {name: report.errors.get(module) for module, name in modules.items() if module not in report.versions}
+        problems = [f"{name} cannot be imported: {explained(error or 'not known')}" for name, error in missing.items()]
+        versions = {name: report.versions[module] for module, name in modules.items() if name not in missing}
+        seen = replace(seen, packages={**seen.packages, **versions})
+    return replace(seen, problem="; ".join(filter(None, (seen.problem, *problems))) or None)
 
 
 def as_interpreter(report: PackagesReport | NoValue, packages: Iterable[str], python: str) -> Interpreter:

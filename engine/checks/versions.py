@@ -41,6 +41,7 @@ MLX_MINIMUM = (0, 32, 1)
 MLX_LM_MINIMUM = (0, 32, 0)
 _UNTRIED = "and older ones were never tried"
 _COMMAND = {
+    "lm_eval": Minimum((0, 4, 9), "the first whose module tells it"),
     "mlx": Minimum(MLX_MINIMUM),
     "mlx-lm": Minimum(MLX_LM_MINIMUM),
     "torch": Minimum((2, 0), _UNTRIED),

@@ -149,6 +149,13 @@ class TextGeneration(ResultTask):
     needless_checks: ClassVar[Mapping[str, str]] = {**ResultTask.needless_checks, "data_matches": "no data is read"}
 
 
+class Benchmark(TextGeneration):
+    """It does tasks of lm-eval, which has its own data."""
+
+    def packages(self, words: Sequence[str]) -> tuple[str, ...]:
+        return (*super().packages(words), "lm_eval")
+
+
 class PeriodicAveraging(JobKind):
     """A training of ours, each rank by itself from one averaging of the weights to the next, which rank 0 makes."""
 
@@ -236,6 +243,7 @@ class ElasticTorchrun(OwnCommand):
 
 TASKS: Final[dict[TaskKind, type[JobKind]]] = {
     "evaluate": ResultTask,
+    "lm_eval": Benchmark,
     "fuse": ResultTask,
     "generate": TextGeneration,
     "serve": TextGeneration,

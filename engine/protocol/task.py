@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-TaskKind = Literal["evaluate", "fuse", "generate", "serve"]
+TaskKind = Literal["evaluate", "lm_eval", "fuse", "generate", "serve"]
 KEEP = 0.95
 """Least share of the gain that a fused model keeps, where no other is given."""
 SERVE_PORT = 8080

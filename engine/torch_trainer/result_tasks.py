@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ from engine.training.result_tasks import (
     Conversation,
     FusionTask,
     GenerateOptions,
+    LmEvalOptions,
     MeasuredVariants,
+    TaskStopped,
     evaluated_split,
     messages_of,
 )
@@ -89,6 +91,25 @@ class WeightLoader:
             if whole or parameter.requires_grad:
                 dist.broadcast(parameter.data, 0)
         return model.eval().to(self.device)
+
+    def variants(self, task: Task, chosen: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Each of the `chosen` with its model. Raises JobError."""
+        trained = Path(task.weights) if task.weights is not None else None
+        # Its base is the model without it.
+        adapter, model = trained is not None and self.job.fine_tune_type != "full", None
+        for variant in [variant for variant in VARIANTS if variant in chosen]:
+            self.process.reporter.phase("loading")
+            if model is None or not adapter:
+                model = None
+                model = self.load(trained if adapter or variant == "adapter" else None)
+            with model.disable_adapter() if adapter and variant == "base" else contextlib.nullcontext():
+                yield variant, model
+
+    def end(self) -> None:
+        # The first rank to exit would take the others down.
+        dist.barrier()
+        stopped = self.process.control.stop.is_set()
+        self.process.reporter.end(Outcome(not stopped, stopped, 0))
 
 
 def weight_bytes(directory: Path, dtype: torch.dtype) -> int:
@@ -245,22 +266,32 @@ def answer_prompts(process: TrainingProcess, task: Task) -> None:
     stop = process.control.stop
     options, loader = GenerateOptions.of(task), WeightLoader.of(process)
     generator = TorchGenerator(process, load_tokenizer(loader.job), options, loader.device)
-    trained = Path(task.weights) if task.weights is not None else None
-    # Its base is the model without it.
-    adapter, model = trained is not None and loader.job.fine_tune_type != "full", None
-    for variant in [variant for variant in VARIANTS if variant in options.variants]:
-        process.reporter.phase("loading")
-        if model is None or not adapter:
-            model = None
-            model = loader.load(trained if adapter or variant == "adapter" else None)
+    for variant, model in loader.variants(task, options.variants):
         process.reporter.phase("generating")
-        with model.disable_adapter() if adapter and variant == "base" else contextlib.nullcontext():
-            for prompt in options.prompts:
-                if process.rank == 0 and not stop.is_set():
-                    generator.answer(model, variant, prompt)
-    # The first rank to exit would take the others down.
-    dist.barrier()
-    process.reporter.end(Outcome(not stop.is_set(), stop.is_set(), 0))
+        for prompt in options.prompts:
+            if process.rank == 0 and not stop.is_set():
+                generator.answer(model, variant, prompt)
+    loader.end()
+
+
+def do_lm_eval(process: TrainingProcess, task: Task) -> None:
+    """Do lm-eval's tasks of the task. Raises JobError, GroupError."""
+    from lm_eval.models.huggingface import HFLM
+
+    options, loader = LmEvalOptions(**task.options), WeightLoader.of(process)
+    tokenizer = load_tokenizer(loader.job)
+
+    def go_on(*_: object) -> None:
+        if process.control.stop.is_set():
+            raise TaskStopped
+        process.reporter.going_on()
+
+    with contextlib.suppress(TaskStopped):
+        for variant, model in loader.variants(task, VARIANTS):
+            model.get_input_embeddings().register_forward_pre_hook(go_on)
+            lm = HFLM(model, tokenizer=tokenizer, batch_size=loader.job.batch_size)
+            options.measure(lm, variant, process.reporter, chat_template=tokenizer.chat_template is not None)
+    loader.end()
 
 
 def run(process: TrainingProcess) -> None:
@@ -268,6 +299,8 @@ def run(process: TrainingProcess) -> None:
     task = Task(**process.spec.task or {})
     if task.kind == "generate":
         answer_prompts(process, task)
+    elif task.kind == "lm_eval":
+        do_lm_eval(process, task)
     elif task.kind == "fuse":
         PeftMerge(TorchVariants.of(process, task)).run_to_end()
     else:

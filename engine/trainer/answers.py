@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from engine.trainer.variants import broadcast_tensors, build
 from engine.training.data import files_checksum, rank_job
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Outcome
-from engine.training.result_tasks import VARIANTS, Conversation, GenerateOptions
+from engine.training.result_tasks import VARIANTS, Conversation, GenerateOptions, LmEvalOptions, TaskStopped
+
+_LM_EVAL_TOKENS = 256
+"""lm-eval's own limit of an answer."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,22 @@ class Generator:
     def stopping(self) -> bool:
         """On all ranks alike."""
         return self.divided.stopping if self.divided is not None else self.process.control.stop.is_set()
+
+    def loaded(self, collective: Collective, task: Task, chosen: Sequence[str]) -> Iterator[str]:
+        """Each of the `chosen` variants, once the model computes as it. Raises PeerLost."""
+        for variant in VARIANTS:
+            if variant in chosen and not self.stopping:
+                self.process.reporter.phase("loading")
+                if variant == "adapter":
+                    parts = broadcast_tensors(collective, Path(task.weights or ""))
+                    self.adapter.load(parts, fuse=self.divided is not None)
+                self.adapter.evaluate()
+                yield variant
+
+    def end(self, collective: Collective) -> None:
+        # The first rank to exit would take the others down.
+        collective.barrier()
+        self.process.reporter.end(Outcome(not self.stopping, self.stopping, 0))
 
     def answer_all(self, variant: str, options: GenerateOptions) -> None:
         """On rank 0, while the others follow. Raises PeerLost, GroupError."""
@@ -79,6 +99,22 @@ class Generator:
         self.process.reporter.event("result", kind="answer", variant=variant, **facts)
 
 
+class WatchedModel:
+    """A generator's whole model, whose calls show that the task goes on, and end it when it is stopped."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator.model, name)
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        if self._generator.stopping:
+            raise TaskStopped
+        self._generator.process.reporter.going_on()
+        return self._generator.model(*inputs, **more)
+
+
 def load(process: TrainingProcess, collective: Collective, task: Task) -> Generator:
     """With the base model, not evaluated. Raises JobError, GroupError, PeerLost."""
     spec = process.spec
@@ -104,18 +140,34 @@ def answer_prompts(process: TrainingProcess, collective: Collective) -> None:
     reporter, task = process.reporter, Task(**process.spec.task or {})
     options = GenerateOptions.of(task)
     generator = load(process, collective, task)
-    for variant in VARIANTS:
-        if variant in options.variants and not generator.stopping:
-            reporter.phase("loading")
-            if variant == "adapter":
-                parts = broadcast_tensors(collective, Path(task.weights or ""))
-                generator.adapter.load(parts, fuse=generator.divided is not None)
-            generator.adapter.evaluate()
-            reporter.phase("generating")
-            if process.rank == 0:
-                generator.answer_all(variant, options)
-            elif generator.divided is not None:
-                generator.divided.follow(reporter.going_on)
-    # The first rank to exit would take the others down.
-    collective.barrier()
-    reporter.end(Outcome(not generator.stopping, generator.stopping, 0))
+    for variant in generator.loaded(collective, task, options.variants):
+        reporter.phase("generating")
+        if process.rank == 0:
+            generator.answer_all(variant, options)
+        elif generator.divided is not None:
+            generator.divided.follow(reporter.going_on)
+    generator.end(collective)
+
+
+def do_lm_eval(process: TrainingProcess, collective: Collective) -> None:
+    """Do lm-eval's tasks of the task, which mlx-lm connects its models with. Raises JobError, GroupError, PeerLost."""
+    # Imports lm-eval, which no other task needs.
+    from mlx_lm import evaluate
+
+    task = Task(**process.spec.task or {})
+    options, generator = LmEvalOptions(**task.options), load(process, collective, task)
+    # By itself it loads a base model from its path.
+    evaluate.load = lambda *_, **__: (WatchedModel(generator), generator.tokenizer)
+
+    class LmEvalModel(evaluate.MLXLM):  # type: ignore[misc]
+        def generate_until(self, requests: list[Any]) -> Any:
+            # mlx-lm looks for the limit by another name than lm-eval's, and has one of 8,192 tokens.
+            for _, settings in (request.args for request in requests):
+                settings.setdefault("max_gen_tokens", settings.get("max_gen_toks", _LM_EVAL_TOKENS))
+            return super().generate_until(requests)
+
+    with contextlib.suppress(TaskStopped):
+        for variant in generator.loaded(collective, task, VARIANTS):
+            lm = LmEvalModel("")
+            options.measure(lm, variant, process.reporter, chat_template=lm.use_chat_template)
+    generator.end(collective)

@@ -21,15 +21,11 @@ from engine.trainer.variants import Variants, build, load_tensors, put
 from engine.trainer.weights import WeightStream
 from engine.training.process import TrainingProcess
 from engine.training.reporting import SavedWeights
-from engine.training.result_tasks import FusionTask
+from engine.training.result_tasks import FusionTask, TaskStopped
 
 _WIDER_BITS = (5, 6, 8)
 _LEAST_GROUP = 32
 """Fewest weights with one scale in MLX's affine quantization."""
-
-
-class _Stopped(Exception):
-    pass
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ class Fusion(FusionTask):
         def arrays() -> Iterator[mx.array]:
             for array in model.weights.arrays:
                 if process.control.stop.is_set():
-                    raise _Stopped
+                    raise TaskStopped
                 yield array
                 process.reporter.going_on()
                 mx.clear_cache()
@@ -129,7 +125,7 @@ class Fusion(FusionTask):
         base = self.source if self.source.is_dir() else job.model
         try:
             saved = write_model(self.scratch, base, WeightStream(model.weights.entries, arrays()), model.config)
-        except _Stopped:
+        except TaskStopped:
             return None, None
         return saved, model.rounding
 

@@ -35,7 +35,7 @@ from engine.trainer.answers import Generator, load
 from engine.trainer.collective import Collective
 from engine.trainer.variants import broadcast_tensors
 from engine.training.process import TrainingProcess
-from engine.training.reporting import Outcome, Reporter
+from engine.training.reporting import Reporter
 
 TRAINED, BASE = "trained", "base"
 PROBE = "probe"
@@ -357,6 +357,4 @@ def serve(process: TrainingProcess, collective: Collective) -> None:
                 generator.divided.end()
         elif generator.divided is not None:
             generator.divided.follow(reporter.going_on, partial(select, generator))
-    # The first rank to exit would take the others down.
-    collective.barrier()
-    reporter.end(Outcome(not stop.is_set(), stop.is_set(), 0))
+    generator.end(collective)

@@ -47,6 +47,8 @@ def do_task(process: TrainingProcess, task: Task) -> None:
     match task.kind:
         case "evaluate":
             from engine.trainer.variants import evaluate as do
+        case "lm_eval":
+            from engine.trainer.answers import do_lm_eval as do
         case "fuse":
             from engine.trainer.fused_model import fuse as do
         case "generate":

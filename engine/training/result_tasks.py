@@ -59,6 +59,46 @@ class GenerateOptions:
         return options
 
 
+@dataclass(frozen=True)
+class LmEvalOptions:
+    """Task.options."""
+
+    tasks: list[str]
+    num_fewshot: int | None = None
+    """None: as each task says."""
+    limit: int | None = None
+    """Examples of each task."""
+    include_path: str | None = None
+    """A folder of further tasks on the node."""
+
+    def measure(self, lm: Any, variant: str, reporter: Reporter, *, chat_template: bool) -> None:
+        """Report each score of `lm`, which answers lm-eval. Raises JobError."""
+        # The node's, and only this needs it.
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+
+        reporter.phase("validating")
+        manager = TaskManager(include_path=self.include_path)
+        if lacking := [name for name in self.tasks if not manager.match_tasks([name])]:
+            raise JobError(f"lm-eval has no task {', '.join(lacking)}")
+        chosen = {"tasks": self.tasks, "num_fewshot": self.num_fewshot, "limit": self.limit, "log_samples": False}
+        measured = simple_evaluate(lm, task_manager=manager, apply_chat_template=chat_template, **chosen)
+        for task, figures in measured["results"].items():
+            for key, value in figures.items():
+                metric, _, rest = key.partition(",")
+                if not rest or metric.endswith("_stderr") or not isinstance(value, float):
+                    continue
+                stderr = figures.get(f"{metric}_stderr,{rest}")
+                name = metric if rest == "none" else key
+                about = {"task": task, "metric": name, "stderr": stderr if isinstance(stderr, float) else None}
+                reporter.event("result", kind="score", variant=variant, value=value, **about)
+                reporter.print(f"{variant}: {task} {name} {value:.4f}")
+
+
+class TaskStopped(Exception):
+    """The task was asked to stop in the middle of what it does."""
+
+
 def messages_of(prompt: str | Conversation) -> Conversation:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 

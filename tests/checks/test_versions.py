@@ -18,16 +18,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from engine.checks import versions as check
-from engine.checks.interpreter import Interpreter, as_interpreter, environment_of, with_mlx_lm
+from engine.checks.interpreter import Interpreter, as_interpreter, environment_of, with_modules
 from engine.checks.versions import evaluate
 from engine.cluster.probe_results import PackagesReport
 from engine.failures.explanation import findings
 from engine.failures.signatures import BY_ID
 from engine.models import CheckResult, CheckStatus, Failed, Late, Unparsable
+from engine.protocol.task import Task
 from tests.checks.conftest import make_config, run_check
 
 pytestmark = pytest.mark.usefixtures("shared_agent")
 
+MLX_LM = {"mlx_lm": "mlx-lm"}
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -82,7 +84,7 @@ def test_an_import_error_is_explained_as_in_a_run(error: str, signature: str) ->
     for name in ("mlx", "torch"):
         seen = as_interpreter(report, [name], "python")
         assert seen.problem == f"{name} cannot be imported: {explained}"
-    assert explained in (with_mlx_lm(seen, report).problem or "")
+    assert explained in (with_modules(seen, report, MLX_LM).problem or "")
 
 
 async def test_a_job_that_may_not_need_mlx_lm_has_it_found_and_not_imported(
@@ -211,16 +213,38 @@ def test_a_build_without_the_ring_is_refused(model: Path, data: Path, tmp_path: 
 def test_an_answer_about_mlx_lm_that_did_not_come_is_no_missing_package(
     model: Path, data: Path, tmp_path: Path, answer: Late | Failed | Unparsable
 ) -> None:
-    seen = with_mlx_lm(replace(FIRST, packages={"mlx": "0.32.4"}), answer)
+    seen = with_modules(replace(FIRST, packages={"mlx": "0.32.4"}), answer, MLX_LM)
     result = evaluate(make_config(model, data, tmp_path), {"node0": FIRST, "node1": seen})
     assert (result.status, result.blames, result.fix_command) == (CheckStatus.FAIL, (1, "node1"), None)
     assert f"it is not known whether mlx-lm can be imported: {answer}" in result.summary
 
 
+def test_lm_eval_is_needed_by_its_own_tasks_alone(model: Path, data: Path, tmp_path: Path) -> None:
+    config = make_config(model, data, tmp_path)
+    job = config.job.model_copy(update={"task": Task("lm_eval", "run")})
+    modules = {"mlx_lm": "mlx-lm", "lm_eval": "lm_eval"}
+    assert config.job.kind.packages(()) == ("mlx", "mlx-lm") and job.kind.packages(()) == ("mlx", *modules.values())
+    report = PackagesReport(
+        python="3.11.9",
+        linux=False,
+        venv=True,
+        versions={"mlx_lm": "0.32.2"},
+        errors={"lm_eval": "No module named it"},
+        backends=[],
+    )
+    seen = with_modules(replace(FIRST, packages={"mlx": "0.32.4"}), report, modules)
+    result = evaluate(config.model_copy(update={"job": job}), {"node0": seen, "node1": seen})
+    assert result.status is CheckStatus.FAIL and "lm_eval cannot be imported: No module named it" in result.summary
+    assert "'lm_eval>=0.4.9'" in (result.fix_command or "") and "mlx-lm>=" not in (result.fix_command or "")
+    fit = replace(seen, packages={**seen.packages, "lm_eval": "0.4.13"}, problem=None)
+    assert evaluate(config.model_copy(update={"job": job}), {"node0": fit, "node1": fit}).status is CheckStatus.PASS
+
+
 def test_a_missing_package_is_installed_whatever_is_not_known_of_another(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    late = with_mlx_lm(replace(FIRST, packages={}, problem="no mlx"), Late(command="the mlx_lm probe", after_s=60))
+    answer = Late(command="the mlx_lm probe", after_s=60)
+    late = with_modules(replace(FIRST, packages={}, problem="no mlx"), answer, MLX_LM)
     result = evaluate(make_config(model, data, tmp_path), {"node0": FIRST, "node1": late})
     assert "mlx==0.32.4" in (result.fix_command or "") and "mlx-lm" not in (result.fix_command or "")
 

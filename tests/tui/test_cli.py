@@ -116,7 +116,15 @@ def test_closed_streams_are_no_error(home: Path, failed: MadeRun) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["fly"], ["demo", "--ranks", "0"], ["demo", "--ranks", "two"], ["abort"], ["logs", "--rank", "1", "--launcher"]],
+    [
+        ["fly"],
+        ["demo", "--ranks", "0"],
+        ["demo", "--ranks", "two"],
+        ["abort"],
+        ["logs", "--rank", "1", "--launcher"],
+        ["generate", "-p", " "],
+        ["fetch", "last", "--best", "a", "b"],
+    ],
 )
 def test_bad_usage_exits_2_with_one_line_that_says_what_is_accepted(home: Path, arguments: list[str]) -> None:
     done = flightdeck(home, *arguments)

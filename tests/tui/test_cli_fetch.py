@@ -66,6 +66,7 @@ def test_a_file_is_no_folder_to_fetch_to(run: MadeRun, home: Path, tmp_path: Pat
 def test_what_cannot_be_fetched_is_refused_in_one_line_as_bad_usage(run: MadeRun, home: Path, tmp_path: Path) -> None:
     for option, why in (("--best", "no best weights were saved"), ("--checkpoint", "no checkpoint has been saved")):
         done = flightdeck(home, "fetch", "last", str(tmp_path / "here"), option)
+        assert flightdeck(home, "fetch", "last", option, str(tmp_path / "here")) == done, "in any order"
         assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1) and why in done.err
     assert flightdeck(home, "fetch", "last", "--best", "--checkpoint").code == 2
     assert flightdeck(home, "fetch", "nobody").code == 2

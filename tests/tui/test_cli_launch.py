@@ -97,12 +97,13 @@ def test_a_headless_demo_succeeds_with_one_document_on_stdout(ended_demo: Done) 
     assert record["tokens_per_second"] > 0
     for word in ("pass  versions_match", "pass  gradient_layer", "running", f"iteration {ITERATIONS}/{ITERATIONS}"):
         assert word in ended_demo.err
-    ended, losses, sentence = ended_demo.err.splitlines()[-3:]
+    ended, losses, sentence, following = ended_demo.err.splitlines()[-4:]
     assert ended.startswith("succeeded: completed")
     before, after, *perplexities = map(float, re.findall(r"\d+\.?\d*(?:e\+\d+)?", losses))
     assert losses.startswith("valid loss ") and before > after
     assert perplexities == pytest.approx([math.exp(before), math.exp(after)], rel=0.01)
     assert re.fullmatch(r'"tower to heron: land" goes on as ".*" before, as ".*" after', sentence)
+    assert following == "ask it: flightdeck chat demo   make one model of it: flightdeck fuse demo"
 
 
 def test_its_answers_are_shown(shared_home: Path, ended_demo: Done) -> None:

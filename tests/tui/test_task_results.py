@@ -9,9 +9,20 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from engine.snapshots import ServedRequests
-from engine.task_result import Answer, Evaluated, FuseChoice, Fused, Served, TaskResult
+from engine.task_result import Answer, Evaluated, FuseChoice, Fused, Score, Served, TaskResult
 from tests.tui import fake_engine
 from tui.task_results import result_lines, serving_lines
+
+
+def test_scores_of_base_and_trained_weights_stand_side_by_side() -> None:
+    base = Score(variant="base", task="arc_easy", metric="acc", value=0.25, stderr=0.05)
+    alone = Score(variant="adapter", task="arc_easy", metric="acc_norm", value=0.5)
+    scores = [base, base.model_copy(update={"variant": "adapter", "value": 0.5}), alone]
+    assert list(result_lines(scores)) == [
+        "TASK      METRIC    BASE             TRAINED",
+        "arc_easy  acc       0.2500 ± 0.0500  0.5000 ± 0.0500",
+        "arc_easy  acc_norm  -                0.5000",
+    ]
 
 
 def test_losses_are_a_table() -> None:

@@ -235,6 +235,9 @@ def print_learned(lines: Lines, snapshot: RunSnapshot) -> None:
     if len(answers := [sample for sample in snapshot.samples if sample.prompt == snapshot.samples[0].prompt]) > 1:
         first, last = answers[0], answers[-1]
         lines.say(f'"{first.prompt}" goes on as "{first.text}" before, as "{last.text}" after')
+    if snapshot.trained is not None:
+        chat, fuse = (f"flightdeck {command} {snapshot.record.name}" for command in ("chat", "fuse"))
+        lines.say(f"ask it: {chat}   make one model of it: {fuse}")
 
 
 def ending(record: RunRecord) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from itertools import chain
 
-from engine.api import Engine, ExitCode, TaskRequest, serve_request
+from engine.api import Engine, ExitCode, TaskKind, TaskRequest, serve_request
+from engine.errors import InputError
 from engine.models import RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from engine.task_result import Fused
@@ -17,10 +19,14 @@ from tui.task_results import result_lines
 
 
 def evaluate(options: argparse.Namespace, engine: Engine) -> int:
-    """Loss and perplexity of the base model and of what was trained."""
-    chosen = {"split": options.split, "batches": options.batches}
-    request = TaskRequest("evaluate", {key: value for key, value in chosen.items() if value is not None}, divided=True)
-    return _run(options, engine, request)
+    """Loss and perplexity of the base model and of what was trained, or their scores in lm-eval's tasks."""
+    kind: TaskKind = "evaluate" if options.tasks is None else "lm_eval"
+    names = {"evaluate": ("split", "batches"), "lm_eval": ("tasks", "limit", "num_fewshot", "include_path")}
+    given = {name: value for name in chain(*names.values()) if (value := getattr(options, name)) is not None}
+    if misplaced := [f"--{name.replace('_', '-')}" for name in given if name not in names[kind]]:
+        why = f"{'without' if options.tasks is None else 'with'} --tasks it says nothing"
+        raise InputError(misplaced[0], why=why, todo="leave it out")
+    return _run(options, engine, TaskRequest(kind, given, divided=kind == "evaluate"))
 
 
 def fuse(options: argparse.Namespace, engine: Engine) -> int:
