@@ -72,8 +72,6 @@ class RankReport:
     """How long its training has waited for saves and checkpoints in this attempt."""
     training_s: float | None = None
     """Since the start event."""
-    saved: SavedFile | None = None
-    """The newest trained weights that can be used by themselves."""
     chunk: ChunkProgress | None = None
     """The last one that was finished of data that is streamed."""
     warnings: tuple[str, ...] = ()
@@ -207,19 +205,13 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class SavedFile:
-    """Adapters, or trained weights, or a whole model."""
+class TrainedFile:
+    """The newest adapters, trained weights or whole model that a run has saved."""
 
     path: str
     """On its node."""
-    size: int | None
+    size: int
     """Bytes."""
-
-
-@dataclass(frozen=True)
-class TrainedFile(SavedFile):
-    """The newest that a run has saved."""
-
     node: str
     command: str
     """Uses it, in a shell of that node."""

@@ -8,11 +8,13 @@ import secrets
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from engine.api.calibrations import CalibrationsApi
 from engine.api.runs import RunsApi
 from engine.api.session import Session
 from engine.checks.context import CheckContext
+from engine.checks.plan_inputs import read_model
 from engine.checks.runner import make_training_plan, validate_skip
 from engine.cluster.host_locks import shared_hosts
 from engine.config.draft import set_job_keys
@@ -50,6 +52,11 @@ class LaunchesApi:
         with contextlib.suppress(StateError):
             await asyncio.to_thread(self._session.store.put_facts, config.cluster.name, seen)
         return plan
+
+    async def model(self, config: Config) -> dict[str, Any] | None:
+        """config.json of the job's model, from the first node that has it; None where none told it."""
+        async with CheckContext(config, self._session.fleet) as context:
+            return (await read_model(context, config.nodes))[0]
 
     def apply_plan(self, config: Config, plan: TrainingPlan) -> tuple[list[str], Path]:
         """Write the plan's suggested batch, learning rate and warm-up into the configuration's file: the lines of

@@ -4,6 +4,7 @@ result it takes."""
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,11 +21,8 @@ from engine.protocol.task import API_TOKEN_ENV, Task, TaskKind, is_loopback
 from engine.run.journal import read_history
 from engine.run.run_plan import RunPlan, read_plan
 from engine.run.watch import RunWatch
-from engine.snapshots import ResultFile, RunSnapshot, TrainedFile
+from engine.snapshots import TrainedFile
 from engine.store.layout import RunDir
-
-STATE_WEIGHTS = "weights.safetensors"
-"""The trained weights in a saved state, where they are not compressed (engine.trainer.checkpoint.store)."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,14 @@ class TasksApi:
         """Start a task on the result of a run that has ended, and return once a supervisor is in charge of it. Raises
         RunNotFound, InputError where the run has no such result, and as LaunchesApi.launch."""
         config = await asyncio.to_thread(self._config, run, request)
+        if request.options.get("bits") is not None:
+            model = await self._launches.model(config)
+            if model is not None and "quantization" not in json.dumps(model):
+                bits, why = f"--bits {request.options['bits']}", f"its base {config.job.model} is not quantized"
+                raise InputError(bits, why=why, todo="leave it out, or train on a quantized base")
         return await self._launches.launch(config)
 
-    async def weights(self, run: str) -> TrainedFile | ResultFile:
+    async def weights(self, run: str) -> TrainedFile:
         """Those that a task on the run's result uses. Raises RunNotFound, InputError where there are none."""
         directory = await asyncio.to_thread(self._runs.find_trained, run)
         return (await asyncio.to_thread(lambda: _weights(directory, read_plan(directory.plan))))[1]
@@ -64,26 +67,22 @@ class TasksApi:
         return _with_task(_as_launched(directory, plan, weights.node), task, weights.node, divided=request.divided)
 
 
-def _weights(directory: RunDir, plan: RunPlan) -> tuple[RunRecord, TrainedFile | ResultFile]:
+def _weights(directory: RunDir, plan: RunPlan) -> tuple[RunRecord, TrainedFile]:
     snapshot = RunWatch(directory).poll()
-    record, weights, yet = snapshot.record, _newest_weights(snapshot), ""
+    record, weights, yet = snapshot.record, snapshot.trained, ""
     why, todo = plan.config.job.kind.own_model, "see `flightdeck runs` for one that has"
-    if not record.state.ended:
+    if snapshot.result is None:
         why, todo, yet = f"it is {record.state}", f"wait for its end, or stop it: flightdeck abort {record.id}", " yet"
-    elif weights is None:
-        why = why or "it has saved no weights"
+    elif weights is None and why is None:
+        why = "it has saved no weights"
+        if states := snapshot.result.newest("checkpoint"):
+            parts = len({PurePath(file.path).parent for file in states})
+            form = f"is in {parts} parts" if parts > 1 else "is compressed"
+            why += f" by themselves, and its newest state, of iteration {states[0].iteration:,}, {form}"
+            todo = f"`flightdeck resume {record.id}` goes on from that, and saves them"
     if weights is None or why is not None:
         raise InputError(f"{record.id} has no result{yet}", why=why or "", todo=todo)
     return record, weights
-
-
-def _newest_weights(snapshot: RunSnapshot) -> TrainedFile | ResultFile | None:
-    """Those that the run has saved last: by themselves, or in the state of a run that ended before its time."""
-    files = snapshot.result.files if snapshot.result is not None else ()
-    states = [file for file in files if file.holds == "checkpoint" and PurePath(file.path).name == STATE_WEIGHTS]
-    saved = max((file.iteration for file in files if file.holds != "checkpoint"), default=-1)
-    # A state in parts has no part that could be used alone.
-    return states[0] if len(states) == 1 and states[0].iteration > saved else snapshot.trained
 
 
 def serve_request(host: str, port: int, max_tokens: int = 512, *, divided: bool) -> TaskRequest:
@@ -103,18 +102,17 @@ def _refuse_divided(framework: FrameworkTraits, request: TaskRequest) -> None:
 
 
 def _as_launched(directory: RunDir, plan: RunPlan, node: str) -> Config:
-    """The configuration of a run's last attempt, with what was decided for it; that of `node`, which has the weights,
-    alone where the attempt was without it."""
+    """The configuration of a run's last attempt, with what was decided for it, and with `node`, which has the weights,
+    where the attempt was without it."""
     history = read_history(directory)
-    nodes = history.last_attempt.plan.nodes if history.last_attempt is not None else (node,)
-    return history.plan_on(plan, nodes if node in nodes else (node,)).config
+    nodes = history.last_attempt.plan.nodes if history.last_attempt is not None else ()
+    return history.plan_on(plan, (node, *nodes)).config
 
 
 def _with_task(config: Config, task: Task, node: str, *, divided: bool) -> Config:
     """`config` for a task in place of its training, on all its nodes or on `node`, which has the weights, alone."""
     # Rank 0 has them.
-    if not divided or node != config.nodes[0].name:
-        config = select_nodes(config, [node])
+    config = select_nodes(config, [other.name for other in config.nodes] if divided else [node], first=node)
     job = config.job
     framework, alone = job.kind.framework, len(config.nodes) == 1 and job.kind.strategy.least_ranks > 1
     if alone or framework.unserved is not None:

@@ -91,7 +91,7 @@ async def collect_plan_inputs(
     report, report_problem = await asyncio.to_thread(load_data_report, config)
     answering = [node for node in planned.nodes if node.name not in problems]
     (model, model_source), (examples, examples_source), obstacles = await asyncio.gather(
-        _model(context, answering),
+        read_model(context, answering),
         _examples(context, answering, report),
         reporting_obstacles(context, planned.nodes[0], problems),
     )
@@ -204,7 +204,7 @@ async def _first_answer(
     return None, next((task.result()[1] for task in tasks), "no node answers")
 
 
-async def _model(context: CheckContext, nodes: list[NodeConfig]) -> tuple[dict[str, Any] | None, str]:
+async def read_model(context: CheckContext, nodes: Sequence[NodeConfig]) -> tuple[dict[str, Any] | None, str]:
     """config.json, and where it was read, or why it was not."""
     job = context.config.job
     if job.kind.own_model is not None:

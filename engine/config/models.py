@@ -368,18 +368,21 @@ def on_node(text: str, node: NodeConfig, base: Path) -> str:
     return posixpath.normpath(below)
 
 
-def select_nodes(config: Config, names: Collection[str]) -> Config:
-    """The configuration with only the nodes in `names`, in its own order. Ranks are renumbered; RDMA devices towards
-    the other nodes are dropped, and a pipeline's layer_split if a node was. Raises InputError when no node is left."""
+def select_nodes(config: Config, names: Collection[str], *, first: str | None = None) -> Config:
+    """The configuration with only the nodes in `names`, in its own order, or in the same circle from `first` on. Ranks
+    are renumbered; RDMA devices towards the other nodes are dropped, and a pipeline's layer_split where that is not for
+    these. Raises InputError when no node is left."""
     kept = [rank for rank, node in enumerate(config.nodes) if node.name in names]
     if not kept:
         raise InputError("no node of the configuration is left")
+    place = next((place for place, rank in enumerate(kept) if config.nodes[rank].name == first), 0)
+    kept = kept[place:] + kept[:place]
     nodes = tuple(
         node.model_copy(update={"rdma": node.rdma and tuple(node.rdma[rank] for rank in kept)})
         for node in (config.nodes[rank] for rank in kept)
     )
     changed: dict[str, object] = {"nodes": nodes}
-    if len(nodes) < len(config.nodes) and config.job.layer_split is not None:
+    if kept != [*range(len(config.nodes))] and config.job.layer_split is not None:
         changed["job"] = config.job.model_copy(update={"layer_split": None})
     return config.model_copy(update=changed)
 

@@ -62,6 +62,8 @@ class JobKind:
     """They may take longer than all others: nothing is compiled or cached yet."""
     trains = True
     """Else it uses what another run has trained."""
+    generates = False
+    """Its ranks have some layers each of a model that they generate with."""
     keeps_state = True
     """A restart goes on from a state that an earlier attempt saved; else it begins anew."""
     needless_checks: ClassVar[Mapping[str, str]] = {}
@@ -146,6 +148,7 @@ class ResultTask(JobKind):
 class TextGeneration(ResultTask):
     """It answers prompts, or serves until it is stopped."""
 
+    generates = True
     needless_checks: ClassVar[Mapping[str, str]] = {**ResultTask.needless_checks, "data_matches": "no data is read"}
 
 

@@ -12,11 +12,10 @@ from typing import Any
 from engine.protocol.events import STEP_FIELD
 from engine.run.json_lines import LineTail, parse_json_line
 from engine.security.sanitise import count_or_none, finite_or_none, moment_or_none, plain, text_or_none
-from engine.snapshots import ChunkProgress, RankReport, Sample, SavedFile, ServedRequests
+from engine.snapshots import ChunkProgress, RankReport, Sample, ServedRequests
 
 NAME_END = 32
 """The name of an event stands in the first bytes of its line."""
-_PATH_LIMIT = 4096
 PHASE_LIMIT = 40
 """Characters."""
 _WARNING_LIMIT, _MOST_WARNINGS = 500, 20
@@ -66,7 +65,7 @@ class RankEvents:
         attempt = event.get("attempt")
         if isinstance(attempt, int) and attempt != self.report.attempt:
             # A new attempt begins with a new process: no earlier report holds for it.
-            kept = {name: getattr(self.report, name) for name in ("seen_at", "saved", "samples")}
+            kept = {name: getattr(self.report, name) for name in ("seen_at", "samples")}
             self.report = replace(RankReport(phase="loading", attempt=attempt), **kept)
             self._step_times.clear()
             self._started_at = None
@@ -107,10 +106,6 @@ class RankEvents:
                 waited = finite_or_none(event.get("blocking_seconds" if event.get("background") else "seconds"))
                 changes = {"saved_bytes": count_or_none(event.get("bytes"))}
                 changes["saving_s"] = self.report.saving_s + max(0.0, waited or 0.0)
-                path = text_or_none(event.get("path"), _PATH_LIMIT)
-                # Those of a state hold more than the weights, and the best ones lie beside the newest.
-                if path is not None and event.get("kind") != "state" and "val_loss" not in event:
-                    changes["saved"] = SavedFile(path, changes["saved_bytes"])
                 iteration = count_or_none(event.get("iteration"))
                 # One that was written in the background may be reported after a newer one.
                 if iteration is not None and iteration > max(self.checkpoints[-1:], default=-1):

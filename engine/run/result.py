@@ -16,6 +16,8 @@ from engine.snapshots import Energy, ResultFile, RunResult, ValidationLoss
 
 _WEIGHTS = re.compile(r"[0-9]+_adapters\.safetensors|best_adapters\.safetensors")
 """Fetched as the adapters.safetensors that mlx-lm loads beside adapter_config.json."""
+STATE_WEIGHTS = "weights.safetensors"
+"""The trained weights in a saved state, where they are not compressed (engine.trainer.checkpoint.store)."""
 _PART = re.compile(r"part[0-9]+")
 
 
@@ -44,6 +46,24 @@ def _energy(history: RunHistory, tokens: int | None) -> Energy | None:
     joules, seconds = (sum(getattr(event, name) for event in history.energy) for name in ("joules", "seconds"))
     nodes = tuple(dict.fromkeys(event.node for event in history.energy))
     return Energy(joules, seconds, nodes, joules / tokens * 1e6 if tokens else None) if nodes else None
+
+
+def newest_weights(history: RunHistory) -> tuple[str, str, int] | None:
+    """The node, the path and the bytes of the trained weights that can be used alone and were saved last: by
+    themselves, or in the state of a run that ended before its time."""
+    saves = [event for (_, best), event in history.weights.items() if not best]
+    saved = max(saves, key=lambda event: event.at, default=None)
+    states = [file for file in _newest_state(history) if PurePosixPath(file.path).name == STATE_WEIGHTS]
+    # A state in parts has no part that could be used alone.
+    if len(states) == 1 and (saved is None or states[0].iteration > saved.saved.iteration):
+        return states[0].node, states[0].path, states[0].bytes
+    if saved is None:
+        return None
+    sizes = {name: size for name, size, _ in saved.saved.files}
+    # mlx-lm's adapters are a file, of which a folder may have several; all else is used as a whole.
+    if (name := next((name for name in sizes if name.endswith("adapters.safetensors")), None)) is not None:
+        return saved.node, str(PurePosixPath(saved.saved.folder, name)), sizes[name]
+    return saved.node, saved.saved.folder, sum(sizes.values())
 
 
 def _weights(history: RunHistory) -> Iterator[ResultFile]:

@@ -21,7 +21,7 @@ from engine.run.history import AttemptHistory, fold, run_history
 from engine.run.journal import JournalTail, describe_damage
 from engine.run.metrics import MetricsSeries
 from engine.run.rank_events import RankEvents
-from engine.run.result import run_result
+from engine.run.result import STATE_WEIGHTS, newest_weights, run_result
 from engine.run.run_plan import read_plan_and_damage
 from engine.run.verification import verify
 from engine.snapshots import (
@@ -111,7 +111,7 @@ class RunWatch:
             division=self._plan.division,
             chunk=_chunk(reports, record),
             damage=tuple(self._damage(newest_attempt, supervised=supervised)),
-            trained=self._trained(reports),
+            trained=self._trained(),
             result=self.result() if record.state.ended else None,
             task_results=history.task_results,
             trackers=tuple(self._trackers()),
@@ -185,15 +185,15 @@ class RunWatch:
         checkpoint = max(self._ranks[0].checkpoints[-1:], default=None)
         return verify(self._plan, record.backend, current, self._series, checkpoint)
 
-    def _trained(self, reports: Sequence[RankReport]) -> TrainedFile | None:
-        """The newest trained weights; rank 0 saves them."""
-        config, saved = self._plan.config, reports[0].saved if reports else None
-        if saved is None or not config.nodes:
+    def _trained(self) -> TrainedFile | None:
+        config, weights = self._whole_plan.config, newest_weights(self._history)
+        if weights is None:
             return None
-        path = PurePosixPath(saved.path)
-        node = next(
-            (node for node in self._whole_plan.config.nodes if node.name == self._saved_on(path)), config.nodes[0]
-        )
+        name, path, size = weights[0], PurePosixPath(weights[1]), weights[2]
+        unserved = config.job.kind.framework.unserved
+        if path.name == STATE_WEIGHTS:
+            return TrainedFile(str(path), size, name, f"flightdeck generate {self._rundir.id} -p Hello", unserved)
+        node = next(node for node in config.nodes if node.name == name)
         model = on_node(node.model or config.job.model or "", node, config.folder)
         # A file of adapters is loaded with its folder's adapter_config.json, onto the model.
         adapters = path.suffix == ".safetensors"
@@ -203,13 +203,7 @@ class RunWatch:
             "torch": ["-c", _GENERATE.format(str(path.parent if adapters else path))],
         }
         argv = [node.python, *generate[config.job.framework]]
-        command, unserved = " ".join(map(quoted, argv)), config.job.kind.framework.unserved
-        return TrainedFile(saved.path, saved.size, node.name, command, unserved)
-
-    def _saved_on(self, path: PurePosixPath) -> str | None:
-        """The node: that of rank 0 then, which a later attempt may be without. None in journals of earlier releases."""
-        saves = sorted(self._history.weights.values(), key=lambda event: event.at)
-        return next((event.node for event in reversed(saves) if path.is_relative_to(event.saved.folder)), None)
+        return TrainedFile(str(path), size, name, " ".join(map(quoted, argv)), unserved)
 
     def result(self) -> RunResult:
         """The result so far, as of the last poll."""

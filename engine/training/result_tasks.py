@@ -155,9 +155,12 @@ class MeasuredVariants(ABC):
             raise JobError(f"there is nothing to evaluate as {', '.join(lacking)}, only {', '.join(present)}")
         self.end(stopped=any(self.measure(name, present[name]) is None for name in chosen))
 
-    def end(self, *, stopped: bool) -> None:
-        # The first rank to exit would take the others down.
+    def wait(self) -> None:
+        """For all ranks: the first one to exit would take the others down."""
         self._sum([0.0])
+
+    def end(self, *, stopped: bool) -> None:
+        self.wait()
         self.process.reporter.end(Outcome(not stopped, stopped, 0))
 
     def measure(self, variant: str, path: Path | None) -> float | None:
@@ -243,31 +246,35 @@ class FusionTask(ABC):
         return []
 
     def run_to_end(self) -> None:
-        """Raises JobError, PeerLost, OSError."""
+        """Raises JobError, also where the fused model is not accepted, PeerLost, OSError."""
         try:
-            self.variants.end(stopped=not self._run())
+            result = self._run()
+            if result is not None and not result.accepted:
+                self.variants.wait()
+                raise JobError(str(result.why))
+            self.variants.end(stopped=result is None)
         finally:
             if self.variants.process.rank == 0:
                 shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def _run(self) -> bool:
-        """Fuse and measure, on every rank; False when stopped."""
+    def _run(self) -> FusionResult | None:
+        """Fuse and measure, on every rank; None when stopped."""
         leads, measure = self.variants.process.rank == 0, self.variants.measure
         if leads and self.target.exists():
             raise JobError(f"{self.target} exists already: remove it, or name another path")
         source = self.source
         if (base := measure("base", None)) is None or (adapter := measure("adapter", source)) is None:
-            return False
+            return None
         self.variants.process.reporter.phase("saving")
         saved, rounding = self._write() if leads else (None, None)
         rounding = self.variants.broadcast(rounding)
         if rounding is None or (fused := measure("fused", self.scratch)) is None:
-            return False
+            return None
         keep = self.variants.task.options.get("keep")
         result = FusionResult.of(base, adapter, fused, keep=KEEP if keep is None else keep, rounding=rounding)
         if saved is not None:
             self._report(saved, result)
-        return True
+        return result
 
     def _report(self, saved: SavedWeights, result: FusionResult) -> None:
         reporter = self.variants.process.reporter

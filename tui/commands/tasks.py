@@ -87,8 +87,8 @@ def _run(options: argparse.Namespace, engine: Engine, request: TaskRequest) -> i
         return asyncio.run(engine.tasks.start(options.run, request))
 
     snapshot, interrupted = follow_own(engine, start, progress, quiet=True)
-    succeeded = snapshot.record.state is RunState.SUCCEEDED
-    if not succeeded:
+    refused = any(isinstance(result, Fused) and not result.accepted for result in snapshot.task_results)
+    if snapshot.record.state is not RunState.SUCCEEDED and not refused:
         print_end(progress, snapshot)
     if options.json:
         print_json(_document(snapshot))
@@ -97,5 +97,4 @@ def _run(options: argparse.Namespace, engine: Engine, request: TaskRequest) -> i
             Lines().say(text)
     if interrupted:
         return ExitCode.INTERRUPTED
-    refused = any(isinstance(result, Fused) and not result.accepted for result in snapshot.task_results)
-    return ExitCode.OK if succeeded and not refused else ExitCode.FAILED
+    return ExitCode.OK if snapshot.record.state is RunState.SUCCEEDED else ExitCode.FAILED

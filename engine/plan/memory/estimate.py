@@ -71,6 +71,10 @@ class RankWorkload(Workload):
     """Layers of a pipeline stage, half-open; None means all of them."""
     fused_attention: Literal["", "metal", "cuda"] = ""
     """The device whose MLX computes attention's gradient from tiles of the scores, where it can."""
+    task_share: float | None = None
+    """Share of its weights that the rank of a task has, which computes forward alone; None: it trains."""
+    cached: bool = False
+    """The task keeps the keys and values of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -467,7 +471,32 @@ def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
     return _estimate(_Rank(shape, workload), workload.batch)
 
 
+def _forward_estimate(rank: _Rank, batch: int, task_share: float) -> MemoryEstimate:
+    """One layer's activations at a time, and keys and values that are at most as wide as the model."""
+    shape, tokens = rank.shape, batch * rank.workload.sequence
+    cache = 2 * shape.hidden * shape.dtype_bytes * len(rank.layers) * task_share if rank.workload.cached else 0
+    sizes = {
+        "weights": math.ceil(rank.weights * task_share / rank.share),
+        "activations": math.ceil(tokens * (max((whole for whole, *_ in rank._kept), default=0) + cache)),
+        "logits": rank.activations(batch).loss,
+        "communication": rank.communication if rank.share > 1 else 0,
+        "gradients": 0,
+        "optimizer": 0,
+        "update": 0,
+    }
+    return MemoryEstimate(
+        **{f"{name}_bytes": size for name, size in sizes.items()},
+        before_bytes=sizes["weights"] + sizes["communication"],
+        peak_bytes=sum(sizes.values()),
+        reserve_bytes=RESERVE_BYTES,
+        trainable_parameters=rank.trained.parameters,
+        assumption=f"weights in {shape.dtype}, nothing is trained",
+    )
+
+
 def _estimate(rank: _Rank, batch: int) -> MemoryEstimate:
+    if rank.workload.task_share is not None:
+        return _forward_estimate(rank, batch, rank.workload.task_share)
     weights, optimizer = (-(-size // rank.share) for size in (rank.weights, rank.optimizer_state))
     gradients, update, communication = rank.gradients, rank.update, rank.communication
     sizes = rank.activations(batch)

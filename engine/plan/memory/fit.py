@@ -98,7 +98,7 @@ def memory_fit(context: PlanContext) -> MemoryFit:
     _warn_of_older_mlx(context, shape, ranks)
     rows = [_rank_memory(context, place, workload, need) for place, workload, need in ranks]
     ways: tuple[WayOut, ...] = ()
-    if any(row.fits is False for row in rows):
+    if context.job.kind.trains and any(row.fits is False for row in rows):
         places = [
             replace(place, measured=max(1.0, row.needed_bytes / need.needed_bytes))
             for (place, _, need), row in zip(ranks, rows, strict=True)
@@ -207,8 +207,14 @@ def _workloads(context: PlanContext, split: LayerSplit | None, places: Sequence[
         wire=str(settings.get("wire", AUTO)),
         outer_momentum=bool(settings["outer_momentum"]),
         strategy=context.strategy,
+        task_share=None if context.job.kind.trains else 1.0,
     )
-    if context.strategy == "pipeline":
+    if context.job.kind.generates:
+        # A model that is divided is so by its layers' bytes and the nodes' memory.
+        sizes = [place.limit_bytes or 0 for place in places]
+        shares = [size / sum(sizes) if all(sizes) else 1 / len(sizes) for size in sizes]
+        ranks = [replace(common, strategy="data", batch=1, task_share=share, cached=True) for share in shares]
+    elif context.strategy == "pipeline":
         ranks = _stages(common, int(settings["batch_size"]), split)
     else:
         batches = context.micro_batches or dict.fromkeys(context.names, even)
@@ -287,7 +293,8 @@ def _need(
     calibration = usable_calibration(context)
     # A probe's step is of one rank alone: with local it would lack the averaging, which may be the peak, and the
     # averaged weights with their momentum.
-    if calibration is None or calibration.synthetic_model or context.strategy != "data":
+    unlike = context.strategy != "data" or workload.task_share is not None
+    if calibration is None or calibration.synthetic_model or unlike:
         return estimated, "estimate"
     measured, peak = calibration.measure_of(node), None
     # With other settings the probe steps tell nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -30,27 +31,40 @@ from tui.commands import runs as commands
 
 ADAPTER = "/node/runs/r/adapters/adapters.safetensors"
 STATE = "/c/step/weights.safetensors"
-SAVED = {"event": "checkpoint", "phase": "committed", "kind": "weights", "path": ADAPTER, "bytes": 7, "iteration": 60}
+_FOLDER, _NAME = ADAPTER.rsplit("/", 1)
+SAVED = WeightsSaved(
+    rank=0,
+    node="node0",
+    attempt=1,
+    holds="adapter",
+    saved=SavedFiles(folder=_FOLDER, iteration=60, files=((_NAME, 7, "1" * 64),)),
+)
 
 
 def trained(home: Path, strategy: Strategy = "data") -> MadeRun:
     run = MadeRun(home, strategy=strategy).attempt()
-    return run.events(0, SAVED).state("running", "succeeded", reason="completed").close()
+    return run.append(SAVED).state("running", "succeeded", reason="completed").close()
 
 
 class Launched:
     """Takes the place of the launches: the configurations that were to be launched."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: dict[str, Any] | None) -> None:
         self.configs: list[Config] = []
+        self._model = model
+
+    async def model(self, _: Config) -> dict[str, Any] | None:
+        return self._model
 
     async def launch(self, config: Config) -> RunRecord | None:
         self.configs.append(config)
         return None
 
 
-async def start(home: Path, run: str, kind: TaskKind = "evaluate", **request: Any) -> Config:
-    launched: Any = Launched()
+async def start(
+    home: Path, run: str, kind: TaskKind = "evaluate", model: dict[str, Any] | None = None, **request: Any
+) -> Config:
+    launched: Any = Launched(model)
     engine = Engine(home)
     await TasksApi(engine.runs, launched).start(run, TaskRequest(kind, **request))
     (config,) = launched.configs
@@ -85,7 +99,7 @@ async def test_undivided_it_runs_where_the_weights_are(tmp_path: Path, strategy:
 async def test_pytorch_has_the_whole_model_on_every_rank_and_serves_none(tmp_path: Path, strategy: Strategy) -> None:
     config = make_run_config(strategy=strategy)
     config = config.model_copy(update={"job": config.job.model_copy(update={"framework": "torch"})})
-    run = MadeRun(tmp_path, config=config).attempt().events(0, SAVED).state("running", "succeeded", reason="completed")
+    run = MadeRun(tmp_path, config=config).attempt().append(SAVED).state("running", "succeeded", reason="completed")
     measured = await start(tmp_path, run.close().id, divided=True)
     assert (measured.job.strategy, len(measured.nodes)) == ("ddp", 2)
     with pytest.raises(InputError, match="serving needs an MLX run: `flightdeck generate` answers"):
@@ -119,7 +133,7 @@ async def test_the_last_run_is_the_last_training(tmp_path: Path) -> None:
 
 
 async def test_a_run_that_goes_on_has_no_result_yet(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path).attempt().events(0, SAVED).state("running").close()
+    run = MadeRun(tmp_path).attempt().append(SAVED).state("running").close()
     with pytest.raises(InputError, match=r"has no result yet.*flightdeck abort"):
         await start(tmp_path, run.id)
 
@@ -134,7 +148,7 @@ async def test_a_run_that_saved_nothing_has_no_result(tmp_path: Path) -> None:
     ("node", "iteration", "parts", "used"),
     [
         ("node0", 80, 1, (STATE, ["node0", "node1"])),
-        ("node1", 80, 1, (STATE, ["node1"])),
+        ("node1", 80, 1, (STATE, ["node1", "node0"])),
         ("node0", 80, 2, (ADAPTER, ["node0", "node1"])),
         ("node0", 40, 1, (ADAPTER, ["node0", "node1"])),
     ],
@@ -145,12 +159,8 @@ async def test_a_run_that_failed_is_used_by_its_newest_whole_state(
 ) -> None:
     files = (("weights.safetensors", 5, "0" * 64), ("optimizer.safetensors", 5, "0" * 64))
     state = SavedFiles(folder="/c/step", iteration=iteration, files=files, parts=parts)
-    adapter = SavedFiles(folder="/node", iteration=60, files=(("adapters.safetensors", 7, "1" * 64),))
-    run = MadeRun(tmp_path).attempt().events(0, SAVED)
-    run.append(
-        WeightsSaved(rank=0, node="node0", attempt=1, holds="adapter", saved=adapter),
-        StateSaved(rank=0, node=node, state=f"{iteration}.0", manifest="2" * 64, saved=state),
-    )
+    run = MadeRun(tmp_path).attempt()
+    run.append(SAVED, StateSaved(rank=0, node=node, state=f"{iteration}.0", manifest="2" * 64, saved=state))
     run.state("running", "failed", reason="rank_failed").close()
     config = await start(tmp_path, run.id, divided=True)
     assert config.job.task is not None
@@ -193,14 +203,31 @@ def test_a_restart_reports_its_results_anew(tmp_path: Path) -> None:
 
 
 async def test_weights_on_a_node_that_a_later_attempt_was_without_are_used_there(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path).attempt().events(0, SAVED)
-    folder = ADAPTER.rpartition("/")[0]
-    saved = SavedFiles(folder=folder, iteration=60, files=(("adapters.safetensors", 7, "1" * 64),))
+    run = MadeRun(tmp_path).attempt()
     later = planned_attempt(run.directory, run.plan.among(["node1"]), [local_layout(tmp_path / "node", 1)], number=2)
-    run.append(
-        WeightsSaved(rank=0, node="node0", attempt=1, holds="adapter", saved=saved), AttemptPlanned(attempt=later)
-    )
-    run.state("running", "failed", reason="node_lost").close()
-    config = await start(tmp_path, run.id, divided=True)
-    assert config.job.task is not None and config.job.task.weights == ADAPTER
-    assert [node.name for node in config.nodes] == ["node0"]
+    run.append(SAVED, AttemptPlanned(attempt=later)).state("running", "failed", reason="node_lost").close()
+    for divided, nodes in ((False, ["node0"]), (True, ["node0", "node1"])):
+        config = await start(tmp_path, run.id, divided=divided)
+        assert config.job.task is not None and config.job.task.weights == ADAPTER
+        assert [node.name for node in config.nodes] == nodes
+
+
+async def test_a_state_in_parts_is_no_result_but_can_be_resumed(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, strategy="sharded").attempt()
+    for part in range(2):
+        files = ((f"part{part}/step-80/weights.safetensors", 5, "0" * 64),)
+        state = SavedFiles(folder="/c", iteration=80, files=files, parts=2)
+        run.append(StateSaved(rank=part, node=f"node{part}", state=f"80.{part}", manifest="2" * 64, saved=state))
+    run.state("running", "failed", reason="rank_failed").close()
+    why = f"its newest state, of iteration 80, is in 2 parts .`flightdeck resume {run.id}` goes on from that, and saves"
+    with pytest.raises(InputError, match=f"no result: it has saved no weights by themselves, and {why}"):
+        await start(tmp_path, run.id)
+
+
+@pytest.mark.parametrize(("model", "refused"), [({}, True), ({"quantization": {"bits": 4}}, False), (None, False)])
+async def test_more_bits_for_a_base_that_is_not_quantized_are_refused_before_the_launch(
+    tmp_path: Path, model: dict[str, Any] | None, refused: bool
+) -> None:
+    run = trained(tmp_path)
+    with pytest.raises(InputError, match="its base /model is not quantized") if refused else nullcontext():
+        await start(tmp_path, run.id, "fuse", model=model, options={"bits": 8})

@@ -32,10 +32,12 @@ from engine.run.events import (
     Resumed,
     RunPlanned,
     RunReopened,
+    SavedFiles,
     StateChanged,
     StopStage,
     StopStageReached,
     Verdict,
+    WeightsSaved,
 )
 from engine.run.failure_cause import diagnose
 from engine.run.journal import Journal
@@ -47,6 +49,8 @@ from engine.store.layout import RunDir
 from tests.damage import IRREGULAR, make_irregular
 from tests.unit.run.run_maker import MadeRun, end, report, validation
 from tui.formatting import attempt_summary, membership_change, recovery_summary
+
+ADAPTER = "/data/my adapters/0000004_adapters.safetensors"
 
 
 @pytest.fixture
@@ -117,18 +121,18 @@ def test_the_newest_trained_weights_are_named_with_the_command_that_uses_them(ru
     run.state("preflight", "launching").attempt().state("running")
     watch = watched(run)
     assert watch.poll().trained is None
-    saved = {"event": "checkpoint", "phase": "committed", "bytes": 7, "iteration": 4}
-    run.events(0, {**saved, "path": "/data/my adapters/0000004_adapters.safetensors"})
-    run.events(0, {**saved, "kind": "state", "path": "/data/checkpoints/step-4"})
-    run.events(0, {**saved, "val_loss": 1.5, "path": "/data/my adapters/best_adapters.safetensors"})
-    run.events(0, {**saved, "path": "x" * 10, "phase": "begin"})
+    saved = SavedFiles(folder="/data/my adapters", iteration=4, files=(("0000004_adapters.safetensors", 7, "0" * 64),))
+    event = WeightsSaved(rank=0, node="node0", attempt=1, holds="adapter", saved=saved)
+    best = saved.model_copy(update={"files": (("best_adapters.safetensors", 8, "0" * 64),)})
+    run.append(event, event.model_copy(update={"val_loss": 1.5, "saved": best}))
     found = watch.poll().trained
     assert found is not None
-    assert (found.node, found.path, found.size) == ("node0", "/data/my adapters/0000004_adapters.safetensors", 7)
+    assert (found.node, found.path, found.size) == ("node0", ADAPTER, 7)
     assert found.command.endswith("-m mlx_lm generate --model /model --adapter-path '/data/my adapters' --prompt Hello")
-    run.events(0, {"event": "start", "attempt": 2}, {**saved, "attempt": 2, "path": "/data/adapters/model"})
+    whole = SavedFiles(folder="/data/model", iteration=8, files=(("config.json", 2, "0" * 64),))
+    run.append(event.model_copy(update={"attempt": 2, "holds": "model", "saved": whole}))
     found = watch.poll().trained
-    assert found is not None and found.command.endswith("generate --model /data/adapters/model --prompt Hello")
+    assert found is not None and found.command.endswith("generate --model /data/model --prompt Hello")
 
 
 def test_there_is_no_eta_when_nothing_runs(run: MadeRun) -> None:

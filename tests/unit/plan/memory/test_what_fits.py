@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from engine.plan.document import ChosenSettings
+from engine.plan.document import ChosenSettings, TrainingPlan
 from engine.plan.memory.choice import choose, with_settings
 from engine.plan.memory.estimate import RankWorkload, estimate
 from engine.plan.memory.fit import WORKING_SET
 from engine.plan.memory.shape import ModelShape
+from engine.plan.planner import make_plan
 from engine.protocol.job import AUTO
-from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B, QWEN3_32B
+from engine.protocol.task import Task, TaskKind
+from tests.unit.plan.clusters import LLAMA_70B, QWEN3_4B, QWEN3_32B, inputs, mac
 
 _UNTIED: dict[str, Any] = {**QWEN3_4B, "tie_word_embeddings": False}
 MODELS = {
@@ -108,3 +110,26 @@ def test_with_checkpointing_a_model_needs_no_more_than_users_have(model: str, mo
 def test_what_is_refused_does_not_fit_mlx_lm_either(model: str, size_gb: int) -> None:
     if not choose(MODELS[model], [ALONE], [limit(size_gb)], OPEN).fits:
         assert needs(model, STOCK) * GB > limit(size_gb)
+
+
+def plan_of(model: dict[str, Any], macs_gb: tuple[int, ...], task: TaskKind | None) -> TrainingPlan:
+    """On Macs with so much memory: a full fine-tuning of 8 sequences with plain AdamW, or a task on its result."""
+    keys = {"fine_tune_type": "full", "optimizer": "adamw", "batch_size": 8, "grad_checkpoint": True}
+    nodes = [mac(f"mac{rank}", rank, "Apple M4 Max", size) for rank, size in enumerate(macs_gb)]
+    job = {"task": Task(task, "run") if task is not None else None}
+    return make_plan(inputs(nodes, settings=keys, model=model, job=job))
+
+
+def refusals(plan: TrainingPlan) -> list[str]:
+    return [refusal.text for refusal in plan.refusals]
+
+
+@pytest.mark.parametrize("task", ["evaluate", "fuse", "generate", "serve"])
+def test_a_task_on_a_full_fine_tuning_needs_the_weights_and_no_optimizer(task: TaskKind) -> None:
+    assert refusals(plan_of(QWEN3_4B, (24,), None)) and not refusals(plan_of(QWEN3_4B, (24,), task))
+    assert refusals(plan_of(QWEN3_32B, (64,), task)), "65 GB of weights"
+
+
+def test_a_model_is_divided_by_the_memory_of_those_that_generate_with_it() -> None:
+    assert refusals(plan_of(LLAMA_70B, (128,), "generate"))
+    assert not refusals(plan_of(LLAMA_70B, (128, 96, 36), "generate")), "141 GB of weights on 96, 72 and 27"
