@@ -39,7 +39,7 @@ class Evaluated(FrozenModel):
 
 
 class Score(FrozenModel):
-    """What a task of lm-eval has measured."""
+    """A figure of one of lm-eval's tasks."""
 
     kind: Literal["score"] = "score"
     variant: Variant

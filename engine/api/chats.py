@@ -7,10 +7,9 @@ import asyncio
 import contextlib
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,12 +19,8 @@ from pydantic import ValidationError
 from engine.api.runs import RunsApi
 from engine.api.session import Session
 from engine.api.tasks import TasksApi, serve_request
-from engine.config.models import on_node
 from engine.errors import InputError
 from engine.models import FrozenModel, RunRecord
-from engine.protocol.attempt import open_regular
-from engine.protocol.job import Job
-from engine.protocol.jsonl import content_of, form_of, parse
 from engine.protocol.task import API_TOKEN_ENV
 from engine.run.json_lines import LineFile, LineTail
 from engine.run.run_plan import read_plan
@@ -36,9 +31,6 @@ from engine.task_result import Served, Text
 _POLL_S = 0.1
 _ANSWER_LIMIT_S = 120.0
 """For the next piece of an answer."""
-_ROW_BYTES = 65_536
-_SUGGESTED_WORDS = 4
-_PARTS = ("prompt", "completion", "chat", "text")
 
 
 class ChatExchange(FrozenModel):
@@ -146,29 +138,9 @@ class ChatsApi:
         return list(exchanges)
 
     def suggestion(self, run: str) -> str:
-        """The beginning of the first row that the run was validated with, or trained on, where its data is on this
-        machine; else ""."""
-        plan = read_plan(self._runs.find(run).plan)
-        node, job = plan.config.nodes[0], plan.config.job
-        folder = on_node(node.data or job.data or "", node, plan.config.folder)
-        keys = {part: job.mlx_lm.get(f"{part}_feature") or getattr(Job, f"{part}_feature") for part in _PARTS}
-        texts = _first_texts(Path(folder).expanduser(), keys) if node.local and job.data else iter(())
-        return " ".join(next(texts, "").split()[:_SUGGESTED_WORDS])
-
-
-def _first_texts(data: Path, keys: Mapping[str, str]) -> Iterator[str]:
-    for name in ("valid.jsonl", "train.jsonl"):
-        try:
-            with open_regular(data / name) as file:
-                row = parse(file.readline(_ROW_BYTES))
-            content = content_of(row, form_of(row, keys), keys)
-        except (OSError, ValueError, KeyError):
-            continue
-        first = (
-            content if isinstance(content, str) else next((m["content"] for m in content if m["role"] == "user"), "")
-        )
-        if isinstance(first, str) and first:
-            yield first
+        """The first of the run's sample_prompts, else ""."""
+        prompts = read_plan(self._runs.find(run).plan).config.job.mlx_lm.get("sample_prompts") or ("",)
+        return str(prompts[0])
 
 
 def _ended(record: RunRecord) -> InputError:

@@ -149,23 +149,12 @@ async def test_a_server_that_has_ended_is_told(tmp_path: Path) -> None:
         assert engine.chats.exchanges(trained.id) == []
 
 
-@pytest.mark.parametrize(
-    ("row", "suggested"),
-    [
-        ({"text": "tower to heron: climb and maintain"}, "tower to heron: climb"),
-        (
-            {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Why is it so?"}]},
-            "Why is it so?",
-        ),
-        ({"prompt": "one two", "completion": "three"}, "one two"),
-        ({"other": 1}, ""),
-    ],
-)
-def test_a_first_question_is_of_the_runs_own_data(tmp_path: Path, row: dict[str, object], suggested: str) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "valid.jsonl").write_text(json.dumps(row) + "\n")
+@pytest.mark.parametrize(("prompts", "suggested"), [(["Why is it so?", "Who?"], "Why is it so?"), (None, "")])
+def test_a_first_question_is_one_that_was_asked_while_it_trained(
+    tmp_path: Path, prompts: list[str] | None, suggested: str
+) -> None:
     config = make_run_config(1)
-    job = config.job.model_copy(update={"data": str(tmp_path / "data")})
+    job = config.job.model_copy(update={"mlx_lm": {**config.job.mlx_lm, "sample_prompts": prompts}})
     run = MadeRun(tmp_path, config=config.model_copy(update={"job": job})).close()
     assert Engine(tmp_path).chats.suggestion(run.id) == suggested
 
