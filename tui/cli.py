@@ -497,6 +497,7 @@ def _tasks(commands: Commands) -> None:
     )
     what = "folder of the fused model on the node that has the weights; default: in the task's own folder there"
     fuse.add_argument("--to", metavar="DIR", help=what)
+    fuse.add_argument("--divided", action="store_true", help="measured over all nodes of the run, as `eval` does")
     generate = _command(
         commands,
         "generate",

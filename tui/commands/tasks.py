@@ -32,7 +32,7 @@ def evaluate(options: argparse.Namespace, engine: Engine) -> int:
 def fuse(options: argparse.Namespace, engine: Engine) -> int:
     """Fuse what was trained into the base model, and measure how much of the gain is kept."""
     chosen = {"keep": options.keep, "dequantize": options.dequantize, "bits": options.bits, "path": options.to}
-    return _run(options, engine, TaskRequest("fuse", chosen))
+    return _run(options, engine, TaskRequest("fuse", chosen, divided=options.divided))
 
 
 def generate(options: argparse.Namespace, engine: Engine) -> int:
