@@ -36,15 +36,14 @@ class Adapter:
         not quantized, which would round them; at most one layer is in memory twice. `keep_base`: keep the weights that
         a full fine-tuning replaces, so that it can be detached."""
         self.attach()
-        base = dict(tree_flatten(self.part.parameters()))
         for tensors in parts:
+            base = dict(tree_flatten(self.part.parameters()))
             mine = {name: value for name, value in tensors.items() if name in base}
             mx.eval(mine)
             self.part.load_weights(list(mine.items()), strict=False)
             if keep_base and not self._layers:
                 self._trained.update(mine)
                 self._replaced.update({name: base[name] for name in mine})
-        del base
         for name in [name for name, base in self._bases.items() if fuse and not hasattr(base, "bits")]:
             fused, base = self._layers.pop(name).fuse(), self._bases.pop(name)
             # mlx-lm's `fuse` of DoRA gives float32.

@@ -29,7 +29,8 @@ from engine.training.data import rank_job
 from engine.training.process import TrainingProcess
 from engine.training.result_tasks import MeasuredVariants, evaluated_split
 
-_PART_BYTES = 2**26
+_LEAST_PART_BYTES = 2**20
+"""A 256th of the tensors is sent at once, and no less than this: a rank has some copies of it beside its own."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def broadcast_tensors(collective: Collective, path: Path) -> Iterator[Mapping[st
     """The tensors of rank 0's `path` on every rank, part by part. Raises PeerLost."""
     weights = load_tensors(path) if collective.rank == 0 else {}
     sizes = broadcast_object(collective, {name: value.nbytes for name, value in weights.items()}, 0)
-    for names in packed(sizes, sizes.__getitem__, _PART_BYTES):
+    for names in packed(sizes, sizes.__getitem__, max(_LEAST_PART_BYTES, sum(sizes.values()) // 256)):
         mine = {"": {name: weights.pop(name) for name in names}} if collective.rank == 0 else None
         yield broadcast_arrays(collective, mine, 0)[""]
 
