@@ -78,9 +78,15 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
     first = faults[0] if faults else None
     explained = first is not None and _explains_the_end(first, evidence.trigger)
     of_attempt = None if explained else _of_attempt(evidence)
-    if of_attempt is None and first is not None:
+    if of_attempt is None and first is not None and not _why_is_lost(first, evidence):
         return _of_unseen_end(first, evidence) or _of_rank(first, evidence)
     return of_attempt or _unexplained(evidence)
+
+
+def _why_is_lost(fault: Fault, evidence: FailureEvidence) -> bool:
+    """The fault follows from that an earlier supervisor had ended ranks, and has left no reason."""
+    ends = [_ended_at(rank) for rank in evidence.ranks if rank.record is not None and rank.record.stopped_by == "end"]
+    return evidence.adopted and fault.weight is Weight.CONSEQUENCE and min(ends, default=fault.at) < fault.at
 
 
 def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
@@ -149,9 +155,13 @@ def _faults_of(evidence: FailureEvidence) -> list[Fault]:
     for rank in evidence.ranks:
         weight = _weight(rank, evidence)
         if weight is not None:
-            at = rank.record.ended_at - rank.clock_ahead_s if rank.record is not None else float("-inf")
-            faults.append(Fault(weight, at, rank))
+            faults.append(Fault(weight, _ended_at(rank), rank))
     return sorted(faults, key=lambda fault: (fault.weight.value, fault.at, fault.evidence.rank))
+
+
+def _ended_at(rank: RankEvidence) -> float:
+    """As Fault.at."""
+    return rank.record.ended_at - rank.clock_ahead_s if rank.record is not None else float("-inf")
 
 
 def _weight(rank: RankEvidence, evidence: FailureEvidence) -> Weight | None:

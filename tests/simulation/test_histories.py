@@ -168,6 +168,10 @@ HISTORIES = {
         '{"seed":482480305,"local":false,"iterations":6,"period_s":0.2,"every":0,"min_nodes":1,"faults":'
         '[["head_disk_full",3.78,0,30.0],["cut",5.58,1,0.0],["rank_killed",5.83,0,7.0]]}'
     ),
+    "why the ranks were ended is lost with a supervisor whose disk was full, and is not that another rank lost them": (
+        '{"seed":400778015,"kind":"local","nodes":5,"iterations":5,"period_s":3.0,"every":0,"recovery":2,"faults":'
+        '[["node_sleeps",2.44,3,70.0],["head_disk_full",3.95,1,70.0],["head_killed_at_effect",57,1,30.0]]}'
+    ),
 }
 
 

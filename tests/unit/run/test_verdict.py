@@ -488,6 +488,15 @@ def test_a_lost_node_that_comes_back_to_ended_peers_is_the_cause() -> None:
     assert adopted.cause == "right was cut off, and its rank lost the others", "for how long nobody knows any more"
 
 
+def test_why_a_lost_supervisor_ended_the_ranks_is_not_that_a_later_one_lost_them() -> None:
+    ended, came_back = rank(0, sig=15, at=40.0, stopped_by="end"), rank(1, 5, at=63.0, left_for_peers=True)
+    adopted = verdict_on(evidence(ended, came_back, trigger=Trigger.ENDED, adopted=True))
+    assert (adopted.reason, adopted.rank) == (Reason.SUPERVISOR_LOST, None)
+    assert verdict_on(evidence(ended, came_back, trigger=Trigger.ENDED)).rank == 1
+    left_first = replace(came_back, clock_ahead_s=30.0)
+    assert verdict_on(evidence(ended, left_first, trigger=Trigger.ENDED, adopted=True)).rank == 1
+
+
 @pytest.mark.parametrize("trigger", [Trigger.RANK, Trigger.ENDED, Trigger.HUNG])
 def test_of_more_lost_ranks_than_can_be_spared_one_is_the_cause(trigger: Trigger) -> None:
     away = [replace(REMOTE, rank=number, started=True, unreachable_s=20.0, dispensable=True) for number in (1, 2)]
