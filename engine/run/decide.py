@@ -112,7 +112,7 @@ class RunningAttempt:
         failed = [rank for rank in self.ranks if rank.failed]
         return bool(failed) and (self.failing_s > SETTLE_S or any(not rank.consequence for rank in failed))
 
-    @property
+    @cached_property
     def starting(self) -> bool:
         """Ranks are missing, and none that started has failed."""
         return not all(rank.started for rank in self.ranks) and not any(rank.failed for rank in self.ranks)

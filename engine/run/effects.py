@@ -14,14 +14,14 @@ class Effect:
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Record(Effect):
     """Append the event to the journal, before what follows it is done."""
 
     event: events.Event
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Send(Effect):
     """STOP, EMERGENCY_CHECKPOINT or END to the keeper of a rank."""
 
@@ -30,36 +30,36 @@ class Send(Effect):
     command: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KillPrograms(Effect):
     """KILL to the groups of the programs of the host's ranks."""
 
     host: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RequestProcesses(Effect):
     """Ask for the attempt's processes on the host, and kill them; nothing of the attempt can start there any more."""
 
     host: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RequestExitOutput(Effect):
     host: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SignalLauncher(Effect):
     number: signal.Signals
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DropPipes(Effect):
     """The launcher lets go of the pipes that its ranks have left."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Standing:
     """A rank, as far as a step knows more of it than its RankView."""
 
@@ -77,7 +77,7 @@ class Standing:
     """The longest time for which its node was away."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Judge(Effect):
     """Collect the evidence of the attempt's end, and give the verdict on it → Judged."""
 
@@ -88,14 +88,14 @@ class Judge(Effect):
     """Nothing runs any more: who holds a port that was taken is looked up."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Settle(Effect):
     """Take in the ends of these hosts' ranks, and the rest of their files, and see what is missing → Settled."""
 
     hosts: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunPreflight(Effect):
     """Preflight of the run's nodes → Checked."""
 
@@ -103,7 +103,7 @@ class RunPreflight(Effect):
     """The nodes that the check before it has excluded → why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanAttempt(Effect):
     """Decide on the next attempt, with free ports → Planned. It writes the same files as the last one: what a host of
     that has not sent by now stays there."""
@@ -113,7 +113,7 @@ class PlanAttempt(Effect):
     """The last attempt, whose nodes need not be probed again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Connect(Effect):
     """Connect the hosts of the attempt, which is the one that is watched from here on."""
 
@@ -122,7 +122,7 @@ class Connect(Effect):
     """Hosts of attempts before it on which the proof of their end is still sought; all others are let go."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reconnect(Effect):
     """Connect the hosts of an attempt before the one that is watched, of these nodes, and end what is left there."""
 
@@ -130,30 +130,30 @@ class Reconnect(Effect):
     nodes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ConnectUnknown(Effect):
     """The same for an attempt of which the journal has nothing, by the nonce of the run, on all its nodes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Start(Effect):
     """Put the files of the attempt in place, and start its ranks → Started."""
 
     attempt: events.Attempt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Find(Effect):
     """Look for an earlier supervisor's launcher and ranks → Found."""
 
     attempt: events.Attempt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cancel(Effect):
     """Cancel the check, the plan, the start or the search that is under way → Cancelled."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EndTrackers(Effect):
     pass

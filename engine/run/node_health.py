@@ -28,7 +28,7 @@ def lost_after_s(config: Config) -> float | None:
     return recovery.lease_s + MAX_UNANSWERED_HEARTBEATS + grace_s + recovery.term_grace_s + _MARGIN_S
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostHealth:
     condition: Condition | None = None
     """As last recorded."""

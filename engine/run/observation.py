@@ -14,7 +14,7 @@ from engine.protocol.attempt import ExitRecord, Identity
 from engine.run import events
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankView:
     """One rank as its host last showed it."""
 
@@ -48,7 +48,7 @@ class RankView:
         return self.launcher_code is not None and not self.started
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostView:
     """One host that is connected: of the attempt that is watched, or of one before it."""
 
@@ -82,7 +82,7 @@ class HostView:
         return self.silent_s < SILENCE_S
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProgressView:
     """How far the attempt has come, by the events of its trainers that have arrived."""
 
@@ -109,7 +109,7 @@ class ProgressView:
     resumed: events.Resumed | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CommandView:
     """The ranks of a command, by what they print and by what their keepers see of their processes."""
 
@@ -126,14 +126,14 @@ class CommandView:
     """The state that it went on from, by its first steps."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checked:
     report: PreflightReport | None = None
     error: str | None = None
     """Why there is no report."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Planned:
     """The next attempt is planned, and what was decided anew for it; nothing of it has started."""
 
@@ -142,7 +142,7 @@ class Planned:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Started:
     launcher: events.LauncherStarted | None = None
     """None where the ranks were started by hand, or nothing was."""
@@ -150,7 +150,7 @@ class Started:
     """Why no rank runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Found:
     """An earlier supervisor's attempt, as an adopter finds it."""
 
@@ -159,14 +159,14 @@ class Found:
     """A rank has started, or may still: a node that does not answer may have one, or this machine was restarted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Judged:
     verdict: events.Verdict
     ends_known: int
     """How many ranks' ends were known."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Settled:
     """The rest of these hosts' files has come, or does not come any more."""
 
@@ -175,7 +175,7 @@ class Settled:
     """As events.LogsMissing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cancelled:
     """A task was cancelled before it had a result."""
 
@@ -183,7 +183,7 @@ class Cancelled:
 Result = Checked | Planned | Started | Found | Judged | Settled | Cancelled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Observation:
     now: float
     at: datetime

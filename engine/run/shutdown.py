@@ -52,7 +52,7 @@ _LAUNCHER_LEAVES_S = 0.3
 _NEVER = float("-inf")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CleanupProof:
     """The proof that nothing of an attempt is left on one host."""
 
@@ -72,7 +72,7 @@ class CleanupProof:
         return replace(proof, requested_at=now), [RequestProcesses(host.key)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StopPlan:
     cooperative: bool = False
     """Begin with a cooperative stop."""
@@ -88,7 +88,7 @@ class StopPlan:
         return StopStage.STOP if self.cooperative else StopStage.TERM
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttemptView:
     """An attempt as it is seen while it is ended."""
 
@@ -106,7 +106,7 @@ class AttemptView:
         return [Send(self.seen.host_of(rank.number).key, rank.number, command) for rank in wanted]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shutdown:
     """The end of one attempt, as far as it has come. Everything in it may happen twice."""
 

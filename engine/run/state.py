@@ -53,7 +53,7 @@ class Phase(Enum):
     OVER = auto()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WatchState:
     """The volatile part of the attempt that is watched. Times are as in Observation."""
 
@@ -88,7 +88,7 @@ class WatchState:
     """When that was last looked at."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ending:
     """The volatile part of an attempt's end."""
 
@@ -105,7 +105,7 @@ class Ending:
     """Hosts on which nothing is left, and whose files are awaited."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class State:
     launched_plan: RunPlan
     """As the run was launched."""

@@ -628,23 +628,21 @@ class Supervisor:
             self._finish(Planned(error="the decisions of its launch are missing in journal.jsonl"))
             return
         number = max(history.record.attempts, self.world.disk.newest_attempt) + 1
-        attempt = events.Attempt.model_construct(
-            number=number,
-            nonce=f"{history.nonce}.{number}",
-            starting_port=40_000 + number,
-            log_bases={},
-            event_bases={},
-            layouts=(),
-            memory_kills=self.world.head_machine.memory_kills,
-            nodes=plan.nodes,
-            needs_state=needs_state(plan, history),
-            accept_changed_data=history.reopened.accept_changed_data,
-            manifests=[entry for saved in history.manifests.values() for entry in saved],
-        )
+        changes = {
+            "number": number,
+            "nonce": f"{history.nonce}.{number}",
+            "starting_port": 40_000 + number,
+            "memory_kills": self.world.head_machine.memory_kills,
+            "nodes": plan.nodes,
+            "needs_state": needs_state(plan, history),
+            "accept_changed_data": history.reopened.accept_changed_data,
+            "manifests": [entry for saved in history.manifests.values() for entry in saved],
+        }
+        attempt = quick_copy(_ATTEMPT, update=changes)
         decided: tuple[events.Event, ...] = ()
         if history.decisions_for(plan.nodes) is None:
             decisions = launch_decisions(self.world.scenario.kind, plan.config.nodes)
-            decided = (events.LaunchDecided.model_construct(decisions=decisions),)
+            decided = (quick_copy(_DECIDED, update={"decisions": decisions}),)
         self._finish(Planned(attempt, decided))
 
     def _start(self, effect: effects.Start) -> None:
@@ -802,6 +800,8 @@ class Supervisor:
         self._end_all(before)
 
 
+_ATTEMPT = events.Attempt(number=0, nonce="", starting_port=0, log_bases={}, event_bases={}, layouts=())
+_DECIDED = events.LaunchDecided.model_construct()
 _SAVED = events.StateSaved(rank=0, state="1.0", manifest="0" * 64)
 _PASSED = PreflightReport(checks=[], overall_status=CheckStatus.PASS)
 

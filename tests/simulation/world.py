@@ -91,7 +91,7 @@ class World:
         return START.timestamp() + moment
 
     def head_wall(self) -> datetime:
-        return START + timedelta(seconds=self.time.now + self.head_machine.clock_ahead_s)
+        return START + timedelta(0, self.time.now + self.head_machine.clock_ahead_s)
 
     def lease_clock(self, machine: Machine) -> float:
         return self.time.now
