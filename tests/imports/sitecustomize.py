@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
 
 # Not typing's, whose import each python that starts would pay for.
 TYPE_CHECKING = False
@@ -56,26 +57,26 @@ class StructureLoader(SourceFileLoader):
         module.create_import_structure_from_path = create_import_structure_from_path
 
 
-class LazyFinder:
-    """Finds wandb, which is then executed when something of it is used."""
+class LaterImported(ModuleType):
+    """Stands for wandb, which is imported when something of it is used. It is not in sys.modules: whoever looks through
+    them, as hypothesis does, would use it."""
 
-    @staticmethod
-    def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        from importlib.util import LazyLoader
+    def __getattr__(self, name: str) -> Any:
+        import wandb
 
-        spec = PathFinder.find_spec(name, path, target) if name == "wandb" else None
-        if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = LazyLoader(spec.loader)
-        return spec
+        return getattr(wandb, name)
 
 
 class ReportsLoader(SourceFileLoader):
     def exec_module(self, module: Any) -> None:
-        sys.meta_path.insert(0, LazyFinder)
+        if "wandb" in sys.modules or PathFinder.find_spec("wandb") is None:
+            super().exec_module(module)
+            return
+        sys.modules["wandb"] = LaterImported("wandb")
         try:
             super().exec_module(module)
         finally:
-            sys.meta_path.remove(LazyFinder)
+            del sys.modules["wandb"]
 
 
 class LauncherLoader(SourceFileLoader):

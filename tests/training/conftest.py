@@ -13,15 +13,23 @@ from tests.training.partitioned_cases import CASES, MORE, PartitionedBench, Ran,
 from tests.training.tiny import UNEQUAL, Tiny, make_tiny, undisturbed_job
 
 
-@pytest.fixture(autouse=True)
-def without_fused_kernels() -> Iterator[None]:
+def disable_fused_kernels() -> None:
     """As the trainer does on the CPU: each new shape would cost seconds of the C++ compiler."""
-    if mx.default_device() != mx.Device(mx.cpu):
-        yield
-        return
-    mx.disable_compile()
+    if mx.default_device() == mx.Device(mx.cpu):
+        mx.disable_compile()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fixtures_without_fused_kernels() -> Iterator[None]:
+    disable_fused_kernels()
     yield
     mx.enable_compile()
+
+
+@pytest.fixture(autouse=True)
+def without_fused_kernels() -> None:
+    """Also after a test that has enabled them."""
+    disable_fused_kernels()
 
 
 @pytest.fixture(scope="session")
