@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from engine.errors import InputError
@@ -76,11 +77,11 @@ class Layer:
     normed: int
     """Elements per token that pass through those norms."""
 
-    @property
+    @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
         return tuple(matrix for sublayer in self.sublayers for matrix in sublayer.matrices)
 
-    @property
+    @cached_property
     def unquantized(self) -> int:
         """Parameters outside the matrices."""
         return self.norms + sum(sublayer.unquantized for sublayer in self.sublayers)

@@ -87,13 +87,17 @@ class TrainedParameters:
     """Elements of all one-dimensional parameters."""
 
     @cached_property
+    def _sizes(self) -> list[int]:
+        return [copies * rows * columns for copies, rows, columns in self.tables]
+
+    @cached_property
     def parameters(self) -> int:
-        return self.vectors + sum(copies * rows * columns for copies, rows, columns in self.tables)
+        return self.vectors + sum(self._sizes)
 
     @cached_property
     def largest(self) -> int:
         """Elements of the largest parameter."""
-        return max((copies * rows * columns for copies, rows, columns in self.tables), default=0)
+        return max(self._sizes, default=0)
 
     def piece(self, room: int) -> int:
         """Elements of a piece of whole parameters with `room` for so many, but at least the largest parameter."""
@@ -168,9 +172,7 @@ class Rank:
         self.shape, self.workload = shape, workload
         self.full = workload.fine_tune_type == "full"
         self.is_last = end == shape.layers
-        self.numbers = range(first, end)
-        """The numbers of its layers in the whole model."""
-        self.layers = shape.architecture.layers[first:end]
+        self.layers, self.layer_bytes = shape.architecture.layers[first:end], shape.layer_bytes[first:end]
         # mlx-lm trains the model's last layers.
         first_trained = 0 if workload.num_layers < 0 else max(0, shape.layers - workload.num_layers)
         self.trained_layers = self.layers[max(first_trained - first, 0) :]
@@ -226,7 +228,7 @@ class _Rank(Rank):
     @cached_property
     def weights(self) -> int:
         """Bytes of the weights as stored, adapters included."""
-        stored = sum(map(self.shape.layer_bytes, self.numbers))
+        stored = sum(self.layer_bytes)
         stored += sum(map(self.shape.matrix_bytes, self.embedding_and_head))
         if self.is_last:
             stored += self.shape.architecture.last_norm * self.shape.dtype_bytes
@@ -314,7 +316,7 @@ class _Rank(Rank):
         if self.share == 1:
             return 0
         ends = [self.shape.matrix_bytes(matrix) for matrix in self.embedding_and_head]
-        sections = [*ends[:1], *map(self.shape.layer_bytes, self.numbers), *ends[-1:]]
+        sections = [*ends[:1], *self.layer_bytes, *ends[-1:]]
         gathered = max(here + following for here, following in pairwise(sections))
         frozen = len(self.layers) - len(self.trained_layers)
         reduced = max(layer.parameters for layer in self.layers[frozen:]) if self.full else 0

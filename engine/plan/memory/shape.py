@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Final
 
 from engine.errors import InputError
@@ -210,11 +211,13 @@ class ModelShape:
         head = model.head.parameters if model.head else 0
         return sum(layer.parameters for layer in model.layers) + model.embedding.weights + model.last_norm + head
 
-    def layer_bytes(self, number: int) -> int:
-        """Bytes of the weights of one layer as loaded."""
-        layer = self.architecture.layers[number]
-        packed = sum(self.matrix_bytes(matrix, number) for matrix in layer.matrices)
-        return packed + layer.unquantized * self.dtype_bytes
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of the weights of each layer as loaded."""
+        return tuple(
+            sum(self.matrix_bytes(matrix, number) for matrix in layer.matrices) + layer.unquantized * self.dtype_bytes
+            for number, layer in enumerate(self.architecture.layers)
+        )
 
     def matrix_bytes(self, matrix: Matrix, layer: int | None = None) -> int:
         """Bytes of one matrix as loaded, packed if the model is quantized. `layer` is its number; None for the

@@ -117,7 +117,7 @@ class _TorchRank(Rank):
             return self.frozen * self.workload.compute_bytes
         model = shape.architecture
         ends = sum(map(shape.matrix_bytes, [model.embedding, *([model.head] if model.head else [])]))
-        return sum(map(shape.layer_bytes, range(shape.layers))) + ends + model.last_norm * shape.dtype_bytes
+        return sum(shape.layer_bytes) + ends + model.last_norm * shape.dtype_bytes
 
     @cached_property
     def weights(self) -> int:
