@@ -43,7 +43,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First the tests whose ranks keep every core busy while they wait for each other: in a whole run one worker has
     them all, one after the other, as at the same time each would take several times as long. Last those for which the
     other workers wait: near the end there is less to wait for."""
-    items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not item.get_closest_marker("busy")))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, Path]:
+        return bool(item.get_closest_marker("alone")), not item.get_closest_marker("busy"), item.path
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Each worker begins with another part of a folder: in a new clone it compiles that one, and the others' not."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and report.passed and (name := os.environ.get("PYTEST_XDIST_WORKER")):
+        begin = int(name.removeprefix("gw")) * len(report.result) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        report.result = report.result[begin:] + report.result[:begin]
+    return report
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
