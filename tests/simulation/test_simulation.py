@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.needs import required
 from tests.simulation.command import first_violation
 from tests.simulation.plants import PLANTS, planted
 from tests.simulation.scenario import Scenario
@@ -14,7 +15,8 @@ from tests.simulation.shrinking import shrink
 from tests.simulation.simulate import simulate, virtual_engine
 
 SEED = 1
-PARTS, HISTORIES = 10, 500
+PARTS, HISTORIES = 10, 500 if required() else 100
+"""CI has 5,000: 40 s of a core."""
 
 
 @pytest.fixture(autouse=True)
