@@ -72,23 +72,26 @@ STRATEGIES = [
 
 
 def test_a_run_that_lost_its_rank_early_begins_anew(home: Path, demo: Config) -> None:
-    begins_anew(home, demo.model_copy(update={"nodes": demo.nodes[:1]}))
+    run = begins_anew(home, demo.model_copy(update={"nodes": demo.nodes[:1]}))
+    first, second = losses(run, 1), losses(run, 2)
+    assert len(first) >= KILLED_AFTER and first.items() <= second.items()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_that_lost_all_its_ranks_early_begins_anew(home: Path, demo: Config, strategy: str) -> None:
-    begins_anew(home, dividing(demo, strategy))
-
-
-def begins_anew(home: Path, config: Config) -> None:
+    config = dividing(demo, strategy)
     undisturbed = start_config(home, config)
     assert undisturbed.ended().state is RunState.SUCCEEDED, undisturbed.troubles()
     expected = weights(undisturbed)
+    run = begins_anew(home, config)
+    assert losses(run, 2) == losses(undisturbed) and weights(run) == expected
+
+
+def begins_anew(home: Path, config: Config) -> Run:
     run = start_config(home, config)
     kill_all(run)
     record = run.ended()
     assert (record.state, record.reason, record.attempts) == (RunState.SUCCEEDED, Reason.COMPLETED, 2), run.troubles()
-    assert losses(run, 2) == losses(undisturbed) and weights(run) == expected
     (resumed,) = run.events_of(AttemptResumed)
     reached = resumed.repeated
     assert (
@@ -101,6 +104,7 @@ def begins_anew(home: Path, config: Config) -> None:
     series = RunWatch(run.dir).poll().series
     assert [iteration for iteration, _ in series.train] == list(range(1, ITERATIONS + 1)), "one curve"
     assert trained(run).count(1) == 2, "the rows of both attempts are kept"
+    return run
 
 
 @pytest.mark.slow

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
-_SCALARS = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-read = EventAccumulator(sys.argv[1]).Reload()
-tags = read.Tags()["scalars"]
-print(json.dumps({tag: [[each.step, each.value, each.wall_time] for each in read.Scalars(tag)] for tag in tags}))
-"""
 _RECORDS = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -39,9 +33,14 @@ _BLOCK, _HEADER = 32768, 7
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Tag → (step, value, time) of each point, as TensorBoard shows them. In a process of its own, for its warnings."""
-    done = subprocess.run([sys.executable, "-c", _SCALARS, str(folder)], capture_output=True, text=True, check=True)
-    return {tag: [tuple(point) for point in points] for tag, points in json.loads(done.stdout).items()}
+    """Tag → (step, value, time) of each point, as TensorBoard shows them."""
+    with warnings.catch_warnings(action="ignore"):
+        accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+        events = accumulator.EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(point.step, point.value, point.wall_time) for point in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def steps(folder: Path, tag: str) -> list[int]:
