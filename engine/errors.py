@@ -79,6 +79,10 @@ class InputError(FlightDeckError, ValueError):
     """A refused identifier, path or argument. Also a ValueError, for programs that call the engine's functions."""
 
 
+class InputsChanged(InputError):
+    """A run cannot be repeated as it was: its data, its base model or its packages are others by now."""
+
+
 class NodeUnreachable(FlightDeckError):
     """A node did not respond in time."""
 

@@ -180,6 +180,8 @@ class RunRecord(FrozenModel):
     task: str | None = None
     """The use of the result of the run `source`: "evaluate", "fuse", "generate", "serve"; null for a training."""
     source: str | None = None
+    repeats: str | None = None
+    """The run whose configuration it has, perhaps with changes."""
     outcome: str | None = None
     """The task's findings so far, one line: its losses, the share of the gain that is kept, its address."""
     recovery_s: float | None = None

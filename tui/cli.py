@@ -185,6 +185,20 @@ def _starting(commands: Commands) -> None:
         help="begin again at iteration 1 where no node has a state, however far the run had come",
     )
     resume.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
+    repeat = _command(
+        commands,
+        "repeat",
+        "launch.repeat",
+        "launch a run's configuration again as a new run, on the same data with the same versions",
+        ("flightdeck repeat last", "refused where data, base model or versions are others now, which it names"),
+        ("flightdeck repeat last --set learning_rate=5e-5 --set lora_parameters.rank=16", "with other settings"),
+    )
+    _run(repeat, required=True)
+    what = "another setting of [job], as in TOML; may be repeated"
+    repeat.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=what)
+    what = "go on although data, base model or versions are not those that the run began with"
+    repeat.add_argument("--accept-changed", action="store_true", help=what)
+    repeat.add_argument("--follow", action="store_true", help="print progress until the run ends, exit as it did")
     abort = _command(
         commands,
         "abort",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
+import tomllib
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,12 +19,15 @@ from engine.checks.context import CheckContext
 from engine.checks.plan_inputs import read_model
 from engine.checks.runner import make_training_plan, validate_skip
 from engine.cluster.host_locks import shared_hosts
-from engine.config.draft import set_job_keys
+from engine.cluster.probe_results import InputsReport
+from engine.config.edit import Settings, with_settings, write_settings
 from engine.config.models import Config
-from engine.errors import InputError, StateError
+from engine.errors import InputError, InputsChanged, StateError
 from engine.models import NodeFacts, RunRecord
 from engine.plan.document import TrainingPlan
+from engine.protocol.checksums import BASE_MODEL
 from engine.protocol.job import Strategy
+from engine.run.events import TrainingStarted
 from engine.run.journal import read_history
 from engine.run.run_plan import RunPlan, read_plan, write_plan
 from engine.run.supervisor_process import resume_run, start_supervisor
@@ -30,6 +35,9 @@ from engine.security.audit import audit_log
 from engine.security.identifiers import validate_identifier
 from engine.security.paths import make_home
 from engine.store.layout import RunDir
+
+_CHECKSUMS_S = 300.0
+"""For those of the data: they are read whole."""
 
 
 class LaunchesApi:
@@ -66,8 +74,9 @@ class LaunchesApi:
         if suggested is None or config.file is None:
             why = config.job.kind.own_model or "no batch fits every node"
             raise InputError("there is nothing to apply", why=why)
-        lines = suggested.job_keys.splitlines()
-        return lines, set_job_keys(config.file, lines)
+        kept = write_settings(config, tomllib.loads(suggested.job_keys), backup=True)
+        assert kept is not None
+        return suggested.job_keys.splitlines(), kept
 
     async def launch(self, config: Config, *, skip: Iterable[str] = ()) -> RunRecord:
         """Make the run, start its supervisor, and return once that is in charge (state planned or later).
@@ -87,18 +96,62 @@ class LaunchesApi:
         audit_log("resume", "started", {"run": directory.id, **wishes}, home=self._session.home)
         return await asyncio.to_thread(self._runs.record, directory.id)
 
+    async def repeat(self, run: str, settings: Settings, *, accept_changed: bool = False) -> RunRecord:
+        """Launch the configuration of a run that has ended again, with other settings where some are given; else also
+        with what was decided for it, and its shares. Raises InputsChanged where its data, base model or packages are
+        others by now, unless they are accepted; RunNotFound, ConfigError, and as `launch`."""
+        directory = await asyncio.to_thread(self._runs.find_trained, run)
+        plan, history = await asyncio.to_thread(lambda: (read_plan(directory.plan), read_history(directory)))
+        if not history.record.state.ended:
+            why = f"it is {history.record.state}"
+            raise InputError(f"{directory.id} has not ended", why=why, todo="wait for its end, or abort it")
+        config = with_settings(plan.config, settings, "the changes") if settings else history.plan_on(plan, ()).config
+        if history.training is not None and (changed := await self._changed(config, history.training)):
+            if not accept_changed:
+                todo = f"put them back, or go on all the same: flightdeck repeat {directory.id} --accept-changed"
+                raise InputsChanged(f"{directory.id} cannot be repeated as it was", why="; ".join(changed), todo=todo)
+            audit_log("repeat", "changed", {"run": directory.id, "changed": changed}, home=self._session.home)
+        same = plan if not settings else None
+        repeated = await asyncio.to_thread(self._prepare, config, plan.skip, repeats=directory.id, same=same)
+        await asyncio.to_thread(start_supervisor, repeated)
+        return await asyncio.to_thread(self._runs.record, repeated.id)
+
+    async def _changed(self, config: Config, training: TrainingStarted) -> list[str]:
+        """The inputs and versions that differ on rank 0's node from those that a run began with."""
+        node = config.nodes[0]
+        files = [name for name in training.inputs if name != BASE_MODEL]
+        packages = [name for name in training.versions if name != "python"]
+        request = {"data": node.data, "model": node.model, "files": files, "packages": packages}
+        async with CheckContext(config, self._session.fleet) as context:
+            now = await context.probe(
+                node, "inputs", json.dumps(request), result_type=InputsReport, timeout_s=_CHECKSUMS_S
+            )
+        then = {**training.inputs, **training.versions}
+        present = {**now.inputs, **now.versions}
+        return [
+            f"{name}: {value} then, {present.get(name, 'none')} now"
+            for name, value in then.items()
+            if present.get(name) != value
+        ]
+
     def _resume(self, directory: RunDir, **wishes: bool) -> None:
         plan = read_plan(directory.plan).without(read_history(directory).record.excluded)
         with shared_hosts(self._session.home, [node.ssh for node in plan.config.nodes]):
             resume_run(directory, **wishes)
 
-    def _prepare(self, config: Config, skip: tuple[str, ...]) -> RunDir:
-        """The run's directory with its plan, and its record in the store: the intent, before anything starts."""
+    def _prepare(
+        self, config: Config, skip: tuple[str, ...], *, repeats: str | None = None, same: RunPlan | None = None
+    ) -> RunDir:
+        """The run's directory with its plan, and its record in the store: the intent, before anything starts. With the
+        shares of the plan that is the `same`."""
         skip = tuple(validate_skip([*config.preflight.skip, *skip]))
         make_home(self._session.home)
         # A calibration under way keeps the launch out; a later one sees the run in the store.
         with shared_hosts(self._session.home, [node.ssh for node in config.nodes]):
-            config, division, calibration = self._calibrations.divide(config)
+            if same is not None and same.division is not None:
+                division, calibration = same.division, same.calibration
+            else:
+                config, division, calibration = self._calibrations.divide(config)
             created = datetime.now(UTC)
             directory = self._runs.directory(run_id(config.job.name, created))
             plan = RunPlan(
@@ -109,6 +162,7 @@ class LaunchesApi:
                 skip=skip,
                 division=division,
                 calibration=calibration,
+                repeats=repeats,
             )
             try:
                 directory.path.parent.mkdir(mode=0o700, exist_ok=True)

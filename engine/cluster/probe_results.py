@@ -256,6 +256,13 @@ class FileHashes(FrozenModel):
     """Name → SHA-256; None where there is no such file."""
 
 
+class InputsReport(FrozenModel):
+    """TrainingStarted's, as a training would begin now."""
+
+    inputs: Annotated[dict[ShortText, ShortText], Field(max_length=100)]
+    versions: Annotated[dict[ShortText, ShortText], Field(max_length=100)]
+
+
 class ModelConfiguration(_Report):
     """`configuration`: its figures are used; its texts are not safe to show."""
 

@@ -3,19 +3,15 @@ a comment wherever the user has to decide; and sets keys of [job] in one that th
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import re
 import secrets
-import stat
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config.documents import DocumentError, read_text, read_yaml
+from engine.config.documents import DocumentError, read_yaml
 from engine.config.formats import address_form, device_form, host_form, path_form
 from engine.config.mlx_lm_keys import KEYS
 from engine.errors import InputError, StateError
@@ -129,53 +125,6 @@ def write_draft(path: Path, text: str, *, force: bool = False) -> None:
         raise StateError("cannot be written", where=str(path), why=error) from error
 
 
-_TABLE = re.compile(r"\s*\[")
-_JOB = re.compile(r"\s*\[\s*job\s*\]\s*(#.*)?")
-_COMMENT = re.compile(r"[^\"'#]*(?P<comment>\s+#.*)")
-
-
-def set_job_keys(path: Path, lines: Sequence[str]) -> Path:
-    """Write `lines`, each "key = value", into [job] of the flightdeck.toml at `path`: in place of the key's own line,
-    or at the end of the table; all else stays as it is. What was there before is in the file whose path is returned.
-    Raises InputError where [job] is written in a way that is only for a person to change, ConfigError, StateError."""
-    path = path.resolve()
-    before = read_text(path, "a flightdeck.toml")
-    text = before.splitlines()
-    first = next((number for number, line in enumerate(text, 1) if _JOB.fullmatch(line)), len(text))
-    end = next((number for number in range(first, len(text)) if _TABLE.match(text[number])), len(text))
-    while end > first and not text[end - 1].strip():
-        end -= 1
-    added = []
-    for line in lines:
-        key = line.partition(" = ")[0]
-        pattern = re.compile(rf"\s*{re.escape(key)}\s*=(?P<value>.*)")
-        place = next((number for number in range(first, end) if pattern.match(text[number])), None)
-        if place is None:
-            added.append(line)
-            continue
-        comment = _COMMENT.fullmatch(text[place])
-        text[place] = line + (comment["comment"] if comment is not None else "")
-    after = "\n".join([*text[:end], *added, *text[end:]]) + "\n"
-    names = (f"{path.name}.bak{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
-    kept = next(file for name in names if not (file := path.with_name(name)).exists())
-    try:
-        wanted = tomllib.loads(before)
-        wanted["job"] = {**wanted.get("job", {}), **tomllib.loads("\n".join(lines))}
-        as_wanted = tomllib.loads(after) == wanted
-    except tomllib.TOMLDecodeError:
-        as_wanted = False
-    if not as_wanted:
-        todo = "write into [job]: " + "; ".join(lines)
-        raise InputError("the keys cannot be set", where=str(path), why="[job] has an unusual form", todo=todo)
-    try:
-        for file, content in ((kept, before), (path, after)):
-            with replacing(file, stat.S_IMODE(path.stat().st_mode)) as written:
-                written.write(content.encode())
-    except OSError as error:
-        raise StateError("cannot be written", where=str(path), why=error) from error
-    return kept
-
-
 def already_there(path: Path) -> InputError:
     return InputError(f"{path} already exists", todo="--force overwrites it, -o FILE writes another file")
 
@@ -219,7 +168,7 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
             _set("iters", 1000),
         ]
     if job.env:
-        lines.append("env = {" + ", ".join(f"{_toml(name)} = {_toml(value)}" for name, value in job.env.items()) + "}")
+        lines.append(_set("env", dict(job.env)))
     lines += [
         "# Any key of an mlx-lm training YAML is accepted here. Or replace the job by a custom command:",
         '# command = ["python", "my_script.py"]',
@@ -227,13 +176,15 @@ def _job(job: DraftJob, ranks: int) -> list[str]:
     return lines
 
 
-def _set(key: str, value: str | int | Sequence[str | Sequence[str]], comment: str = "") -> str:
-    return _commented(f"{key} = {_toml(value)}", comment)
+def _set(key: str, value: object, comment: str = "") -> str:
+    return _commented(f"{key} = {toml_value(value)}", comment)
 
 
-def _toml(value: str | int | Sequence[str | Sequence[str]]) -> str:
+def toml_value(value: object) -> str:
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {toml_value(inner)}" for name, inner in value.items()) + "}"
     # JSON strings are TOML strings, except that TOML requires DEL to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,8 +29,6 @@ class ImportedHosts:
     backend: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     """Variables for the ranks."""
-    text: str = ""
-    """The file's, as it was parsed."""
 
 
 def read_hostfile(path: Path, faults: list[ConfigFault]) -> ImportedHosts:
@@ -38,13 +36,11 @@ def read_hostfile(path: Path, faults: list[ConfigFault]) -> ImportedHosts:
     try:
         text, here = read_text(path, _WANTED), FileTable(file_text(path), faults=faults)
         if text.lstrip()[:1] in ("[", "{"):
-            imported = _from_json(here, read_json(path, text))
-        else:
-            imported = _from_lines(here, text)
+            return _from_json(here, read_json(path, text))
+        return _from_lines(here, text)
     except DocumentError as error:
         faults += error.faults
         return ImportedHosts()
-    return replace(imported, text=text)
 
 
 def _from_json(here: FileTable, document: Any) -> ImportedHosts:

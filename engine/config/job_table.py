@@ -36,7 +36,8 @@ _RESERVED_NAMES = (
     "FLIGHTDECK_*, MLX_RANK, MLX_HOSTFILE, MLX_IBV_DEVICES, MLX_WORLD_SIZE, MLX_JACCL_*, MASTER_ADDR, MASTER_PORT, "
     "RANK, LOCAL_RANK, GROUP_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and TORCHELASTIC_*"
 )
-_SAME = {"epochs": "iters", "iters": "epochs"}
+SAME_KEYS = {"epochs": "iters", "iters": "epochs"}
+"""A job has one or the other."""
 _REQUIRED = {
     "model": "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors",
     "data": "a directory with train.jsonl, and optionally valid.jsonl and test.jsonl",
@@ -91,14 +92,21 @@ def read_job(table: FileTable, base: Path) -> ReadJob:
         del values["command"]
     values.setdefault("name", _name(values.get("command"), settings.get("model")))
     named = {key: settings[key] for key in ("model", "data", "fine_tune_type") if settings.get(key) is not None}
-    if by_rule := settings.get("learning_rate") == AUTO and {"batch_size", "optimizer"} <= settings.keys():
-        total = settings["batch_size"] * settings.get("grad_accumulation_steps", 1)
-        settings["learning_rate"] = mlx_lm_keys.scaled_rate(total, mlx_lm_keys.scaling_rule(settings["optimizer"]))
+    by_rule = apply_rate_rule(settings)
     values["unused"] = sorted(key for key in unused if key in locations)
     given = sorted(key for key in locations if key not in unused)
     document = {**values, **named, "mlx_lm": settings, "given": given, "rate_by_rule": by_rule}
     config = table.validated(JobConfig, document)
     return ReadJob(config if len(table.faults) == before else None, settings, locations, command)
+
+
+def apply_rate_rule(settings: dict[str, Any]) -> bool:
+    """Put the rule's value in place of learning_rate = "auto"; False where it is another."""
+    if settings.get("learning_rate") != AUTO or not {"batch_size", "optimizer"} <= settings.keys():
+        return False
+    total = settings["batch_size"] * settings.get("grad_accumulation_steps", 1)
+    settings["learning_rate"] = mlx_lm_keys.scaled_rate(total, mlx_lm_keys.scaling_rule(settings["optimizer"]))
+    return True
 
 
 def _with_command(table: FileTable) -> FileTable:
@@ -207,7 +215,7 @@ def _training(table: FileTable, base: Path) -> tuple[dict[str, Any], dict[str, F
     locations: dict[str, FileTable] = {}
     for source in (table, _yaml_keys(table, base)):
         # Keys of the table win, also as the other way to say the same.
-        settled = {*given, *(_SAME[key] for key in given if key in _SAME)}
+        settled = {*given, *(SAME_KEYS[key] for key in given if key in SAME_KEYS)}
         for key, value in source.items():
             if key in mlx_lm_keys.KEYS and key != "config" and value is not None and key not in settled:
                 given[key], locations[key] = value, source

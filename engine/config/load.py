@@ -123,7 +123,7 @@ def _check_command(tables: Sequence[FileTable]) -> None:
                 table.refuse(key, accepted)
 
 
-def _check_training(inline: FileTable, tables: Sequence[FileTable], job: ReadJob) -> None:
+def check_training(inline: FileTable, tables: Sequence[FileTable], job: ReadJob) -> None:
     nodes, settings, config = len(tables), job.settings, job.config
     batch_size = settings.get("batch_size")
     strategy = config.strategy if config is not None else None
@@ -176,7 +176,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://[\x21-\x7e]{1,1000}")
 
 def load_config(path: Path) -> Config:
     """Raises ConfigError with all faults, and nothing else."""
-    document, text = read_toml(path)
+    document = read_toml(path)
     file = path.absolute()
     here = FileTable(file_text(path), "", document)
     here.unknown(_TABLES, _HINTS)
@@ -205,7 +205,7 @@ def load_config(path: Path) -> Config:
     if job.is_command:
         _check_command([*tables, defaults])
     elif tables:
-        _check_training(job_table, tables, job)
+        check_training(job_table, tables, job)
     good = tuple(node for node in nodes if node is not None)
     _check_job_paths(job, good)
     config = job.config
@@ -217,7 +217,7 @@ def load_config(path: Path) -> Config:
         config = config.model_copy(update={"env": {**imported.env, **config.env}})
     placed = tuple(_with_job(node, config.model, config.data, file.parent) for node in good)
     loaded = Config(file=file, cluster=cluster, nodes=placed, job=config, **sections)
-    return loaded.model_copy(update={"digest": content_digest(loaded, text, imported.text if imported else "")})
+    return loaded.model_copy(update={"digest": programs_digest(loaded)})
 
 
 def _read_sections(here: FileTable, nodes: Sequence[NodeConfig | None]) -> dict[str, Any]:
@@ -301,8 +301,7 @@ def named_programs(config: Config, *, launch: bool) -> list[tuple[str, str]]:
     programs += [("sync_script", str(path)) for path in _sync_script(config)]
     if config.job.mlx_lm.get("trust_remote_code"):
         programs += [("the model's own code", f"{node.model} (trust_remote_code)") for node in config.nodes]
-    # Among them may be LD_PRELOAD and PYTHONPATH.
-    if variables := [name for name in config.job.env if not is_public(name) or name.endswith("PLUGIN")]:
+    if variables := _variables(config.job):
         programs.append(("with the variables", ", ".join(variables)))
     return list(dict.fromkeys(programs))
 
@@ -317,12 +316,14 @@ def _sync_script(config: Config) -> list[Path]:
     return []
 
 
-def content_digest(config: Config, *texts: str) -> str:
-    """SHA-256 of the `texts` of the configuration's files, and of what they name that runs here before a launch."""
-    digest, files = hashlib.sha256("".join(texts).encode()), _sync_script(config)
-    if config.job.mlx_lm.get("trust_remote_code"):
-        # The YAML may set both.
-        digest.update(f"trust_remote_code {config.job.model}".encode())
+def programs_digest(config: Config) -> str:
+    """SHA-256 of what the configuration makes run: the hosts, interpreters, command and variables of `named_programs`,
+    and the content of what runs here before a launch."""
+    job, files = config.job, _sync_script(config)
+    nodes = [(node.ssh, node.python, node.workdir) for node in config.nodes]
+    digest = hashlib.sha256(repr((nodes, job.words, [(name, job.env[name]) for name in _variables(job)])).encode())
+    if job.mlx_lm.get("trust_remote_code"):
+        digest.update(f"trust_remote_code {[node.model for node in config.nodes]}".encode())
         folders = {Path(node.model) for node in config.nodes if node.local and node.model is not None}
         files += sorted(file for folder in folders for depth in ("*.py", "*/*.py") for file in folder.glob(depth))
     for file in files:
@@ -330,3 +331,8 @@ def content_digest(config: Config, *texts: str) -> str:
         with contextlib.suppress(OSError):
             digest.update(str(file).encode() + (file.read_bytes() if file.is_file() else b""))
     return digest.hexdigest()
+
+
+def _variables(job: JobConfig) -> list[str]:
+    """Among them may be LD_PRELOAD and PYTHONPATH."""
+    return [name for name in job.env if not is_public(name) or name.endswith("PLUGIN")]

@@ -332,8 +332,7 @@ class Config(_Section):
     file: Path | None = None
     """The file it was read from; None for the demo."""
     digest: str = Field(default="", exclude=True, repr=False)
-    """SHA-256 of the text that was parsed, and of what it names (programs.content_digest). Not part of a stored plan.
-    """
+    """SHA-256 of what it makes run (load.programs_digest). Not part of a stored plan."""
     cluster: ClusterConfig
     nodes: tuple[NodeConfig, ...] = Field(min_length=1)
     job: JobConfig

@@ -35,6 +35,8 @@ class RunPlan(FrozenModel):
     """Checks to leave out, from the configuration and from --skip."""
     division: Division | None = None
     """None where no calibration was looked up."""
+    repeats: str | None = None
+    """The run that it does again."""
     calibration: Calibration | None = None
     """The calibration behind `division`: of all nodes of the configuration, also of those that are left out."""
 
@@ -79,6 +81,7 @@ class RunPlan(FrozenModel):
             backend=backend,
             task=task.kind if task is not None else None,
             source=task.source if task is not None else None,
+            repeats=self.repeats,
             iterations=int(iterations) if iterations is not None else None,
             settings=_settings(self.config),
         )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
+from engine.protocol.checksums import package_versions
 from engine.protocol.job import TorchSettings, config_hash
 from engine.torch_trainer.checkpoint import StateCheckpoints, all_gather_object
 from engine.torch_trainer.model import (
@@ -35,7 +36,7 @@ from engine.torch_trainer.model import (
 from engine.torch_trainer.optimizer import Schedule, make_schedule
 from engine.torch_trainer.strategies import STRATEGIES, TorchStrategy, distributed_type, join_group
 from engine.torch_trainer.waits import WaitTimer
-from engine.training.checkpoint_files import Origin, TrainingPoint, package_versions
+from engine.training.checkpoint_files import Origin, TrainingPoint
 from engine.training.data import Batch, DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
 from engine.training.loop import TrainingLoop, report_start
 from engine.training.process import TrainingProcess

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from engine.protocol.checksums import package_versions
 from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.partition import LayerSplit, format_split, layer_split, parse_split
 from engine.trainer.checkpoint.resume import CheckpointLocations, Resume
@@ -25,7 +26,7 @@ from engine.trainer.strategies.data_parallel import DataParallel
 from engine.trainer.strategies.local import LocalSteps
 from engine.trainer.strategies.pipeline import Pipeline
 from engine.trainer.strategies.sharded import Sharded
-from engine.training.checkpoint_files import Origin, ResumePoint, package_versions, packer
+from engine.training.checkpoint_files import Origin, ResumePoint, packer
 from engine.training.data import DataLoader, Split, checksums, files_checksum, load_splits, rank_facts, rank_job
 from engine.training.loop import report_start
 from engine.training.process import TrainingProcess

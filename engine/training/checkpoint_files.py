@@ -15,7 +15,6 @@ import importlib
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import tempfile
@@ -23,7 +22,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from io import BufferedReader, UnsupportedOperation
 from pathlib import Path
 from typing import Any, TypeVar
@@ -202,15 +200,6 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
     "bytes": _number(),
     "compression": lambda value: isinstance(value, str) and value in _SUFFIX,
 }
-
-
-def package_versions(*names: str) -> dict[str, str]:
-    """The versions of Python and of those packages that this node has."""
-    versions = {"python": platform.python_version()}
-    for name in names:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
 
 
 def folder_name(update: int) -> str:

@@ -7,7 +7,6 @@ of one chunk."""
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.attempt import AttemptSpec, RankSpec, open_regular
+from engine.protocol.attempt import AttemptSpec, RankSpec
+from engine.protocol.checksums import BASE_MODEL, crc32_text, model_checksum
 from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.jsonl import fault_of, form_of, half_pair
 from engine.protocol.partition import (
@@ -193,10 +193,6 @@ class DataLoader:
         return True
 
 
-_PIECE, _PIECES = 2**12, 2**9
-"""Bytes of one read, and about how many reads per file."""
-
-
 def rank_job(raw: dict[str, Any], rank: RankSpec, home: Path) -> Job:
     """The job with this rank's own paths. Raises JobError."""
     of_rank = {"adapter_path": rank.adapter_path, "resume_adapter_file": rank.resume_adapter_file}
@@ -244,21 +240,11 @@ def rank_facts(spec: AttemptSpec, train: Split, valid: Split, checksum: str) -> 
 
 def checksums(job: Job, **splits: Split) -> dict[str, str]:
     """Origin.inputs, of these splits by name. Raises OSError."""
-    files = {f"{name}.jsonl": f"crc32 {split.checksum:08x}" for name, split in splits.items()}
-    return {**files, "the base model": files_checksum(job, adapter=False)}
+    files = {f"{name}.jsonl": crc32_text(split.checksum) for name, split in splits.items()}
+    return {**files, BASE_MODEL: files_checksum(job, adapter=False)}
 
 
 def files_checksum(job: Job, *, adapter: bool) -> str:
-    """16 hexadecimal digits of samples of the model's files, and with `adapter` of its file. Raises OSError."""
-    digest = hashlib.blake2b(digest_size=8)
-    paths = [job.model / "config.json", *sorted(job.model.glob("model*.safetensors"))]
-    if adapter and job.resume_adapter_file is not None:
-        paths.append(Path(job.resume_adapter_file))
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open_regular(path) as file:
-            for start in range(0, size, max(_PIECE, size // _PIECES)):
-                file.seek(start)
-                digest.update(file.read(_PIECE))
-    return digest.hexdigest()
+    """That of the model's files, and with `adapter` of its file. Raises OSError."""
+    adapters = [Path(job.resume_adapter_file)] if adapter and job.resume_adapter_file is not None else []
+    return model_checksum(job.model, adapters)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.protocol.attempt import open_regular, read_regular, write_atomic
+from engine.protocol.checksums import crc32
 from engine.protocol.job import JobError
 from engine.protocol.jsonl import is_blank, lines, parse
 
@@ -203,9 +204,5 @@ def _write_offsets(path: Path, file: BinaryIO, stored: BinaryIO) -> int:
 
 
 def _checksum(file: BinaryIO) -> int:
-    """CRC-32 of the whole of `file`."""
-    checksum = 0
     file.seek(0)
-    while block := file.read(_BLOCK_BYTES):
-        checksum = zlib.crc32(block, checksum)
-    return checksum
+    return crc32(file)

@@ -51,11 +51,14 @@ def test_what_was_accepted_is_not_asked_again_until_it_changes(home: Path, folde
     write(folder, PYTHON)
     assert flightdeck(home, "nodes", "--accept", cwd=folder, accept=False).code == 1
     assert marker.exists()
-    for command in ("nodes", "plan"):
-        assert "accepted" not in flightdeck(home, command, cwd=folder, accept=False).err
     write(folder, PYTHON + "batch_size = 4\n")
+    for command in ("nodes", "plan", "preflight"):
+        assert "accepted" not in flightdeck(home, command, cwd=folder, accept=False).err
+    (folder / "python").rename(folder / "python3")
+    write(folder, PYTHON.replace("{python}", "{python}3"))
     marker.unlink()
-    assert flightdeck(home, "nodes", cwd=folder, accept=False).code == 2
+    for command in ("nodes", "plan", "preflight"):
+        assert flightdeck(home, command, cwd=folder, accept=False).code == 2
     assert not marker.exists()
 
 
@@ -134,7 +137,8 @@ def test_a_person_is_asked_and_only_yes_is_yes(
     monkeypatch.setattr("builtins.input", lambda: answer)
     done = flightdeck(home, "nodes", "--json", cwd=folder, accept=False)
     assert (done.code, marker.exists()) == ((1, True) if answer == "y" else (2, False))
-    assert f"  this machine  {folder}/python\nrun them (asked once for each content of the file)? [y/N] " in done.err
+    question = "run them (asked again only when other things would run)? [y/N] "
+    assert f"  this machine  {folder}/python\n{question}" in done.err
 
 
 def test_this_machine_with_nothing_of_its_own_needs_nothing(home: Path, folder: Path) -> None:

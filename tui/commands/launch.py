@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from engine.api import Config, Engine, ExitCode, with_strategy
+from engine.api import Config, Engine, ExitCode, parse_settings, with_strategy
 from engine.errors import plural
 from engine.models import RunRecord, RunState
 from engine.snapshots import RunSnapshot, StopProgress
@@ -89,6 +89,17 @@ def resume(options: argparse.Namespace, engine: Engine) -> int:
         return asyncio.run(engine.launches.resume(run, **wishes))
 
     return _start_and_follow(options, engine, start, follower=follower)
+
+
+def repeat(options: argparse.Namespace, engine: Engine) -> int:
+    """Launch a run's configuration again, perhaps with other settings."""
+    settings = parse_settings(options.set)
+
+    async def start() -> RunRecord:
+        async with engine:
+            return await engine.launches.repeat(options.run, settings, accept_changed=options.accept_changed)
+
+    return _start_and_follow(options, engine, lambda: asyncio.run(start()))
 
 
 def _start_and_follow(

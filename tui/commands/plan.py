@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.api import Engine, ExitCode, TorchSection, TrainingPlan, explained, summary, with_strategy
 from engine.errors import InputError, memory_text
-from tui.commands.terminal import Lines, accepted_config, config_file, print_json
+from tui.commands.terminal import Lines, accepted_config, print_json
 
 _WIDEST = 120
 
@@ -41,8 +41,6 @@ def plan(options: argparse.Namespace, engine: Engine) -> int:
             Lines().say(f"written: {path}")
     if options.apply:
         written, kept = engine.launches.apply_plan(config, made)
-        # What the file makes run has been accepted, and is the same.
-        engine.nodes.accept(engine.load_config(config_file(options)).digest)
         lines = Lines(sys.stderr if options.json or options.format is not None else sys.stdout)
         lines.say(f"written into [job] of {config.file}, whose former text is in {kept}:")
         for line in written:

@@ -69,7 +69,7 @@ def _ask(config: Config, programs: Sequence[tuple[str, str]]) -> None:
     width = max(len(label) for label, _ in programs)
     for label, text in programs:
         lines.say(f"  {label:<{width}}  {text}")
-    if not agreed_to("run them (asked once for each content of the file)?", lines):
+    if not agreed_to("run them (asked again only when other things would run)?", lines):
         raise InputError(f"{config.file} was not accepted", why="nothing was run")
 
 

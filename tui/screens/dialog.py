@@ -123,7 +123,10 @@ def confirm_programs(file: Path | None, programs: Sequence[tuple[str, str]], wid
     lines = [Content.styled(str(file), "bold"), Content("")]
     lines.append(Content("It makes these run, some as soon as its nodes are asked what they are:"))
     lines += [pair(label, text, width, style="bold") for label, text in programs]
-    lines += [Content(""), Content.styled("Asked once for each content of the file and of what it names.", MUTED)]
+    lines += [
+        Content(""),
+        Content.styled("Asked again only when other things would run, or their content has changed.", MUTED),
+    ]
     return Confirm("run what this file names?", lines, "Run them")
 
 

@@ -42,6 +42,7 @@ PROBES = {
     "facts": Probe("facts"),
     "free_ports": Probe("network"),
     "hashes": Probe("files"),
+    "inputs": Probe("files"),
     "jsonl": Probe("dataset"),
     "lease": Probe("leases", streams=True, own_process=True, outlives_agent=True),
     "listen": Probe("network", streams=True),

@@ -1,5 +1,5 @@
-"""The `hashes` and `tree` probes: whether files are the same on every node; `program`: where a job's own
-program is; and `write`, which puts the files of an attempt in place."""
+"""The `hashes` and `tree` probes: whether files are the same on every node; `inputs`: what a training would begin with;
+`program`: where a job's own program is; and `write`, which puts the files of an attempt in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from engine.node.probes import did_you_mean, is_withheld, reason_of
 from engine.node.probes.model_files import HASHED, file_hash, sha256
 from engine.node.processes import abandoned_locks, find_program
 from engine.protocol.attempt import open_regular, write_atomic
+from engine.protocol.checksums import BASE_MODEL, crc32, crc32_text, model_checksum, package_versions
 from engine.protocol.job import config_hash
 from engine.protocol.launchers import nested_launcher
 
@@ -35,6 +36,28 @@ def probe_hashes(request_text: str) -> dict[str, Any]:
         hashes["job"] = config_hash(request["job"])
     hashes["worker"] = bundle_hash(PACKAGE)
     return {"hashes": hashes}
+
+
+def probe_inputs(request_text: str) -> dict[str, Any]:
+    """An InputsReport of the head's: the JSON request's `files` of `data`, its `model` and `packages`, as a trainer
+    reports them when it starts."""
+    request = json.loads(request_text)
+    data, model = (Path(request[name]).expanduser() for name in ("data", "model"))
+    inputs = {name: _or_reason(_file_checksum, data / name) for name in request["files"]}
+    inputs[BASE_MODEL] = _or_reason(model_checksum, model)
+    return {"inputs": inputs, "versions": package_versions(*request["packages"])}
+
+
+def _or_reason(checksum: Callable[[Path], str], path: Path) -> str:
+    try:
+        return checksum(path)
+    except OSError as error:
+        return f"none, {reason_of(error, path)}"
+
+
+def _file_checksum(path: Path) -> str:
+    with open_regular(path) as file:
+        return crc32_text(crc32(file))
 
 
 LINK = -1

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, cast
 import mlx.core as mx
 
 from engine.protocol.attempt import read_regular, sync_folder
+from engine.protocol.checksums import package_versions
 from engine.protocol.job import JobError
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.trainer.weights import State
@@ -63,7 +64,7 @@ def write(folder: Path, snapshot: Snapshot, origin: checkpoint_files.Origin, com
         manifest = checkpoint_files.Manifest(
             **asdict(origin),
             **snapshot.facts(),
-            versions=checkpoint_files.package_versions(*PACKAGES),
+            versions=package_versions(*PACKAGES),
             files=tuple(entries),
         )
         with contextlib.closing(checkpoint_files.HashedFile(scratch, checkpoint_files.MANIFEST_NAME, "none")) as file:

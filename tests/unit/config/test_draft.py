@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.draft import DraftJob, DraftNode, draft, find_job, set_job_keys, unique_names, write_draft
+from engine.config.draft import DraftJob, DraftNode, draft, find_job, unique_names, write_draft
 from engine.config.load import load_config
 from engine.errors import InputError, StateError
 from engine.security.identifiers import is_identifier
@@ -130,48 +130,3 @@ def test_a_file_is_written_whole_and_none_is_written_over(tmp_path: Path) -> Non
     with pytest.raises(StateError):
         write_draft(tmp_path / "no" / "such" / "folder.toml", "x")
     assert [file.name for file in tmp_path.iterdir()] == ["flightdeck.toml"]
-
-
-FILE = """# ours
-[[node]]
-[job]  # the training
-model = "m"   # on every node
-data = "d"
-batch_size = 6 # of two nodes
-
-[job.lora_parameters]
-rank = 4
-"""
-
-
-def test_keys_of_the_job_are_set_where_they_are_and_all_else_stays(tmp_path: Path) -> None:
-    path = tmp_path / "flightdeck.toml"
-    path.write_text(FILE)
-    path.chmod(0o600)
-    schedule = 'lr_schedule = {name = "linear_schedule", arguments = [2e-05, 2e-05, 250], warmup = 13}'
-    for _ in range(2):
-        kept = set_job_keys(path, ["batch_size = 8", "learning_rate = 2e-05", schedule])
-        text = path.read_text()
-        assert text == FILE.replace(
-            "batch_size = 6 # of two nodes\n", f"batch_size = 8 # of two nodes\nlearning_rate = 2e-05\n{schedule}\n"
-        ), "set again, it is the same"
-    assert load_config(path).job.mlx_lm["lr_schedule"]["warmup"] == 13
-    assert path.stat().st_mode & 0o777 == kept.stat().st_mode & 0o777 == 0o600
-    assert kept == path.with_name("flightdeck.toml.bak-2")
-    assert path.with_name("flightdeck.toml.bak").read_text() == FILE, "the first way back is kept"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        'node = [{}]\njob = {model = "m", data = "d"}\n',
-        '[[node]]\n[job]\nmodel = "m"\ndata = """\nbatch_size = 3\n"""\n',
-    ],
-    ids=["a table in one line", "a key within a text"],
-)
-def test_an_unusual_file_is_left_as_it_is_with_the_lines_to_write(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "flightdeck.toml"
-    path.write_text(text)
-    with pytest.raises(InputError, match=r"write into \[job\]: batch_size = 8"):
-        set_job_keys(path, ["batch_size = 8"])
-    assert path.read_text() == text and [file.name for file in tmp_path.iterdir()] == [path.name]

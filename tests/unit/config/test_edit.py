@@ -1,0 +1,131 @@
+"""Settings of a job: read from texts, checked as the file's own, written into the file, and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.edit import changed_keys, parse_settings, setting, with_settings, write_settings
+from engine.config.load import load_config
+from engine.config.models import Config
+from engine.errors import ConfigError, InputError
+
+FILE = """# ours
+[[node]]
+[job]  # the training
+model = "m"   # on every node
+data = "d"
+batch_size = 6 # of two nodes
+
+[job.lora_parameters]
+rank = 4
+
+# the end
+[ui]
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (path := tmp_path / "flightdeck.toml").write_text(FILE)
+    return path
+
+
+def test_settings_are_written_where_they_are_and_all_else_stays(path: Path) -> None:
+    path.chmod(0o600)
+    schedule = {"name": "linear_schedule", "arguments": [2e-05, 2e-05, 250], "warmup": 13}
+    line = 'lr_schedule = {name = "linear_schedule", arguments = [2e-05, 2e-05, 250], warmup = 13}'
+    for _ in range(2):
+        changes = {"batch_size": 8, "learning_rate": 2e-05, "lr_schedule": schedule, "lora_parameters.rank": 16}
+        kept = write_settings(load_config(path), changes, backup=True)
+        added = f"batch_size = 8 # of two nodes\nlearning_rate = 2e-05\n{line}\n"
+        text = FILE.replace("batch_size = 6 # of two nodes\n", added).replace("rank = 4", "rank = 16")
+        assert path.read_text() == text, "set again, it is the same"
+    assert load_config(path).job.mlx_lm["lora_parameters"]["rank"] == 16
+    assert kept is not None and path.stat().st_mode & 0o777 == kept.stat().st_mode & 0o777 == 0o600
+    assert kept == path.with_name("flightdeck.toml.bak-2")
+    assert path.with_name("flightdeck.toml.bak").read_text() == FILE, "the first way back is kept"
+
+
+def test_one_key_of_a_table_that_only_the_yaml_has_is_written_with_the_others(path: Path) -> None:
+    path.write_text('[[node]]\n[job]\nconfig = "lora.yaml"\nmodel = "m"\ndata = "d"\n')
+    (path.parent / "lora.yaml").write_text("lora_parameters: {rank: 4, scale: 7.0, dropout: 0.0}\nepochs: 2\n")
+    write_settings(load_config(path), {"lora_parameters.rank": 16, "iters": 50})
+    job = load_config(path).job.mlx_lm
+    assert job["lora_parameters"] == {"rank": 16, "scale": 7.0, "dropout": 0.0}
+    assert (job["iters"], job.get("epochs")) == (50, None)
+    assert [file.name for file in sorted(path.parent.iterdir())] == ["flightdeck.toml", "lora.yaml"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'node = [{}]\njob = {model = "m", data = "d"}\n',
+        '[[node]]\n[job]\nmodel = "m"\ndata = """\nbatch_size = 3\n"""\n',
+    ],
+    ids=["a table in one line", "a key within a text"],
+)
+def test_an_unusual_file_is_left_as_it_is_with_the_lines_to_write(path: Path, text: str) -> None:
+    config = load_config(path)
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"write into \[job\]: batch_size = 8"):
+        write_settings(config, {"batch_size": 8})
+    assert path.read_text() == text and [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def job(path: Path, keys: str = "") -> Config:
+    path.write_text(FILE.replace("# of two nodes", f"\n{keys}"))
+    return load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("texts", "values"),
+    [
+        (["learning_rate=1e-5", "batch_size=8"], {"learning_rate": 1e-5, "batch_size": 8}),
+        (["fine_tune_type=dora", "lora_parameters.rank = 8"], {"fine_tune_type": "dora", "lora_parameters.rank": 8}),
+        (["epochs=2"], {"epochs": 2, "iters": None}),
+    ],
+)
+def test_other_settings_are_those_that_the_file_would_have(
+    path: Path, texts: list[str], values: dict[str, Any]
+) -> None:
+    changed = with_settings(job(path), parse_settings(texts), "--set")
+    assert {key: setting(changed, key) for key in values} == values
+    write_settings(load_config(path), parse_settings(texts))
+    assert changed_keys(changed, load_config(path)) == []
+
+
+def test_a_rate_by_rule_follows_the_batch(path: Path) -> None:
+    config = job(path, 'learning_rate = "auto"')
+    four = with_settings(config, {"batch_size": 24}, "--set")
+    assert setting(four, "learning_rate") == 2 * setting(config, "learning_rate")
+    assert setting(with_settings(config, {"batch_size": 24, "learning_rate": 0.5}, "--set"), "learning_rate") == 0.5
+
+
+def test_all_faults_are_named_and_nothing_is_changed(path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_settings(job(path), parse_settings(["batch_size=0", "lerning_rate=1", "data=x"]), "--set")
+    assert str(caught.value).splitlines() == [
+        "--set: job.lerning_rate = 1: expected a known key; did you mean learning_rate?",
+        "--set: job.data = 'x': expected no value here: change it in the file",
+        "--set: job.batch_size = 0: expected a whole number, 1 or more",
+    ]
+    with pytest.raises(ConfigError, match="grad_accumulation_steps = 900: expected at most iters = 10"):
+        with_settings(job(path), {"iters": 10, "grad_accumulation_steps": 900}, "--set")
+    with pytest.raises(InputError, match="'rank' is no setting"):
+        parse_settings(["rank"])
+
+
+def test_a_commands_settings_are_its_own(path: Path) -> None:
+    path.write_text('[[node]]\n[job]\ncommand = ["true"]\n')
+    with pytest.raises(ConfigError, match="the command has its own settings"):
+        with_settings(load_config(path), {"iters": 10}, "--set")
+
+
+def test_what_differs_is_named_by_key_and_a_secret_never_shown(path: Path) -> None:
+    before = job(path)
+    after = job(path, 'learning_rate = 1e-4\nenv = { TOKEN = "hf_secret" }\n')
+    assert changed_keys(before, after) == ["learning_rate 1e-05 → 0.0001", "env.TOKEN"]
+    assert changed_keys(before, before) == []
