@@ -100,6 +100,19 @@ def _use(state: DeckState) -> str | None:
     return "no run is shown: 5 lists them" if state.used_run is None else None
 
 
+def _again(state: DeckState) -> str | None:
+    records = ([state.snapshot.record] if state.snapshot is not None else []) + list(state.runs or ())
+    record = next((record for record in records if record.id == state.used_run), None)
+    if record is None:
+        return "no run is shown: 5 lists them"
+    return None if record.state.ended else f"{record.id} is {record.state}: ctrl+x stops it"
+
+
+def _edit(state: DeckState) -> str | None:
+    named = state.config is not None and state.config.file is not None
+    return None if named else "there is no file: `flightdeck init` writes one"
+
+
 def _chat(state: DeckState) -> str | None:
     if state.snapshot is None:
         return "no run is shown: 5 lists them"
@@ -184,6 +197,8 @@ _SHOWN: Final = {
     "minus": "-",
     "less_than_sign": "<",
     "greater_than_sign": ">",
+    "left_curly_bracket": "{",
+    "right_curly_bracket": "}",
     "escape": "esc",
 }
 
@@ -203,8 +218,12 @@ ACTIONS: Final[tuple[Action, ...]] = (
            why_not=_abort),
     Action("fetch", ("F",), "fetch", "Copy the trained weights of the shown run to ./<run id> here", "run",
            why_not=_first(_loading, _fetch, _busy)),
-    Action("use", ("u",), "use", "Evaluate, fuse, serve, fetch, publish or resume a run",
+    Action("use", ("u",), "use", "Evaluate, fuse, serve, fetch or publish what a run has trained",
            "run", panes=("run", "logs", "history"), why_not=_first(_loading, _use)),
+    Action("again", ("R",), "again", "Start a run that has ended again: resumed, the same, or with changes", "run",
+           panes=("run", "logs", "history"), why_not=_first(_loading, _again, _busy)),
+    Action("edit", ("e",), "edit", "Edit the configuration in $EDITOR; it is read again at once", "run",
+           why_not=_first(_loading, _edit)),
     Action("recheck", ("r",), "re-check", "Run the preflight checks again (in preflight), else probe the nodes", "run",
            why_not=_first(_loading, _nothing_to("check"), _checked_by_run, _busy)),
     Action("demo", ("d",), "demo", "Run the demo, where there is no configuration", "run",
@@ -249,8 +268,9 @@ ACTIONS: Final[tuple[Action, ...]] = (
            LOG_VIEWS, why_not=_log),
     Action("follow", ("f",), "follow", "Follow the log's end (TAIL), or stop following", "logs", LOG_VIEWS,
            why_not=_log),
-    Action("next_error", ("e",), "error", "Next error in the log", "logs", LOG_VIEWS, why_not=_log),
-    Action("previous_error", ("E",), "error back", "Previous error in the log", "logs", LOG_VIEWS, why_not=_log),
+    Action("next_error", ("right_curly_bracket",), "error", "Next error in the log", "logs", LOG_VIEWS, why_not=_log),
+    Action("previous_error", ("left_curly_bracket",), "error back", "Previous error in the log", "logs",
+           LOG_VIEWS, why_not=_log),
     Action("previous_rank", ("left_square_bracket",), "rank", "Log of the rank before", "logs", LOG_VIEWS,
            why_not=_log),
     Action("next_rank", ("right_square_bracket",), "rank", "Log of the next rank", "logs", LOG_VIEWS, why_not=_log),
@@ -305,7 +325,7 @@ _BAR: Final[dict[str, tuple[str, ...]]] = {
     "preflight": ("recheck", "fix", "copy", "back", "launch", "help", "quit"),
     "calibration": ("calibrate", "calibrate_quick", "scaling", "copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "log_axis", "back", "help", "quit"),
-    "history": ("enter", "use", "copy", "back", "launch", "help", "quit"),
+    "history": ("enter", "use", "again", "copy", "back", "launch", "help", "quit"),
 }
 _PLAN_BAR: Final = ("launch", "recheck", "maximise", "copy", "back", "help", "quit")
 """The run's view while it shows the plan."""
@@ -345,7 +365,7 @@ def _with(order: Iterable[str], **others: tuple[str, ...]) -> list[str]:
 
 
 def _chat_first(state: DeckState) -> tuple[str, ...]:
-    return ("chat", "use") if _chat(state) is None else ()
+    return (*(("chat", "use") if _chat(state) is None else ()), *(("again",) if _again(state) is None else ()))
 
 
 def _behind(state: DeckState) -> str:

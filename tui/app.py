@@ -15,7 +15,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from tui.engine_client import (
     EngineClient,
     FixFinished,
     FixProgressed,
+    InputsDiffer,
     Notice,
     Published,
     RunLaunched,
@@ -51,6 +52,7 @@ from tui.screens.deck import DeckScreen
 from tui.screens.dialog import Confirm, Welcome, confirm_abort, confirm_launch, confirm_programs, text_width
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix, confirm_setup
 from tui.screens.help import ActionProvider, Help, PaletteEntry
+from tui.screens.settings import SettingsForm, starts
 from tui.screens.stopping import Stopping
 from tui.screens.use import (
     FORMS,
@@ -64,7 +66,7 @@ from tui.screens.use import (
     publish_command,
     uses,
 )
-from tui.state import DeckState, StateStore
+from tui.state import ENGINE_ERRORS, DeckState, StateStore
 from tui.widgets.text import pair
 
 if TYPE_CHECKING:
@@ -119,6 +121,8 @@ class FlightDeckApp(App[None]):
         self._first_shown = self._asked = self._leaving = False
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
+        self._first_config: Config | None = None
+        """As it was read first, or launched last."""
         self._due = False
         self.poller = RunPoller(
             engine if callable(engine) else lambda: engine,
@@ -236,11 +240,11 @@ class FlightDeckApp(App[None]):
     def on_config_edited(self, message: ConfigEdited) -> None:
         """The file as it is now counts, or, while it has faults, what was read before; both are said."""
         if message.ready is None or message.ready.config is None:
-            self.store.change(fault=f"edited, and not read again; the former one still counts:\n{message.fault}")
+            self.store.change(fault=f"edited, and faulty: what was read before still counts\n{message.fault}")
             self.say("the edited configuration has faults: the plan shows them", severity="warning")
         elif message.ready.accepted:
             self._take_config(message.ready)
-            self.say(f"{message.ready.config.file} was edited: read again")
+            self.say(f"{message.ready.config.file} was edited: {', '.join(self.state.edits) or 'as it was first'}")
         else:
             self._ask_config(message.ready, message.ready.config)
 
@@ -265,8 +269,10 @@ class FlightDeckApp(App[None]):
 
     def _take_config(self, message: EngineReady) -> None:
         config = message.config
+        self._first_config = self._first_config or config
+        edits = api.changed_keys(self._first_config, config) if config is not None and self._first_config else ()
         facts = {facts.node: facts for facts in message.facts}
-        self.store.change(config=config, facts=facts, prediction=message.prediction, fault=None)
+        self.store.change(config=config, facts=facts, prediction=message.prediction, fault=None, edits=tuple(edits))
         self.store.change(scaling=message.scaling, plan=None, checks=(), checks_at=None)
         if config is not None:
             self.theme = config.ui.theme
@@ -396,11 +402,77 @@ class FlightDeckApp(App[None]):
         config = self.state.config
         assert config is not None
 
-        def answered(go: bool | None) -> None:
-            if go:
-                self._request(self.client.launch(config))
+        def answered(answer: str | None) -> None:
+            if answer == "go":
+                self._launch(config)
+            elif answer == "settings":
+                self._ask_settings(config)
 
         self.push_screen(confirm_launch(self.state, text_width(self.size.width)), answered)
+
+    def _launch(self, config: Config, changes: Mapping[str, Any] | None = None) -> None:
+        self._first_config = None
+        self.store.change(edits=())
+        self._request(self.client.launch_with(config, changes) if changes else self.client.launch(config))
+
+    def _ask_settings(self, config: Config) -> None:
+        def answered(changes: Mapping[str, Any] | None) -> None:
+            if changes is not None:
+                self._launch(config, changes)
+
+        effect = f"changes are written into {config.file}" if config.file else "changes are of this launch alone"
+        title, width = f"launch {config.job.name} with these settings?", text_width(self.size.width)
+        self.push_screen(SettingsForm(title, config, width, self.client.plan_of, effect), answered)
+
+    def do_again(self) -> None:
+        run, snapshot = self.state.used_run, None
+        assert run is not None
+
+        async def read() -> Sequence[DialogChoice] | None:
+            nonlocal snapshot
+            snapshot = await self.client.read_run(run)
+            return starts(snapshot, self.state.running) if snapshot is not None else None
+
+        def chosen(key: str | None) -> None:
+            if key == "r":
+                self._request(self.client.resume(run))
+            elif key == "s":
+                self._request(self.client.repeat(run, {}))
+            elif key == "c":
+                self._ask_changes(run)
+
+        self.push_screen(Choices(f"start {run} again", self.state, text_width(self.size.width), read=read), chosen)
+
+    def _ask_changes(self, run: str) -> None:
+        def answered(changes: Mapping[str, Any] | None) -> None:
+            if changes is not None:
+                self._request(self.client.repeat(run, changes))
+
+        try:
+            config = self.client.engine.launches.configuration(run)
+        except ENGINE_ERRORS as error:
+            self.say(str(error), severity="error")
+            return
+        effect = f"a new run with the configuration of {run}; its file stays as it is"
+        title, width = f"run {run} again with these settings?", text_width(self.size.width)
+        self.push_screen(SettingsForm(title, config, width, self.client.plan_of, effect), answered)
+
+    def on_inputs_differ(self, message: InputsDiffer) -> None:
+        def answered(go: bool | None) -> None:
+            if go:
+                self._request(self.client.repeat(message.run, message.settings, accept_changed=True))
+
+        width = text_width(self.size.width)
+        lines = [pair("changed", text, width, style="$warning") for text in message.changed.split("; ")]
+        lines.append(pair("effect", "a new run with what there is now: its losses cannot be compared exactly", width))
+        self.push_screen(Confirm(f"{message.run} cannot be repeated as it was", lines, "Go on all the same"), answered)
+
+    def do_edit(self) -> None:
+        config = self.state.config
+        assert config is not None and config.file is not None
+        editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+        argv = [*shlex.split(editor), str(config.file)]
+        self._in_terminal("the editor", "this machine", f"editing {config.file}", lambda: argv)
 
     def do_abort(self) -> None:
         assert self.state.snapshot is not None
@@ -483,8 +555,6 @@ class FlightDeckApp(App[None]):
         elif key == "p":
             places = Choices(f"publish {use.run}", self.state, width, PLACES)
             self.push_screen(places, lambda place: self._publish(use, TARGETS.get(place or "")))
-        elif key == "r":
-            self._request(self.client.resume(use.run))
 
     def _ask_fuse(self, use: RunUse, form: str | None) -> None:
         if form is not None:

@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import shlex
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from textual.message import Message
 
 from engine import api
-from engine.errors import InputError
+from engine.errors import InputError, InputsChanged
 from tui import scaling_text
 from tui.fixes import FixCommand
 from tui.formatting import fetch_text
@@ -31,7 +32,7 @@ from tui.screens.use import RunUse
 from tui.state import ENGINE_ERRORS, StateStore
 
 if TYPE_CHECKING:
-    from engine.api import ChatExchange, ChatServer, Completed, Config, Engine, NetworkPlan, TaskRequest
+    from engine.api import ChatExchange, ChatServer, Completed, Config, Engine, NetworkPlan, TaskRequest, TrainingPlan
     from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
     from engine.snapshots import RunSnapshot
     from engine.task_result import Fused
@@ -205,6 +206,15 @@ class Published(Message):
 
     folder: Path
     commands: Sequence[str]
+
+
+@dataclass
+class InputsDiffer(Message):
+    """A run's data or versions are others now: what differs, as text."""
+
+    run: str
+    settings: Mapping[str, Any]
+    changed: str
 
 
 class FixProgressed(Message):
@@ -469,6 +479,42 @@ class EngineClient:
         with self._request("resume", busy=None):
             await self._loop.call(lambda: self.engine.launches.resume(run))
             self._post(RunLaunched(run))
+
+    async def read_run(self, run: str) -> RunSnapshot | None:
+        """None where it cannot be read, which is said."""
+        with self._request("reading the run"):
+            return await asyncio.to_thread(lambda: self.engine.runs.watch(run).poll())
+        return None
+
+    async def repeat(self, run: str, settings: Mapping[str, Any], *, accept_changed: bool = False) -> None:
+        """Start a run anew; where its data or versions have changed, a person is asked."""
+        self._store.change(busy="starting it again")
+        with self._request("run again", busy=None):
+            try:
+                repeat = partial(self.engine.launches.repeat, run, settings, accept_changed=accept_changed)
+                record = await self._loop.call(repeat)
+            except InputsChanged as changed:
+                self._post(InputsDiffer(run, settings, changed.why))
+            else:
+                self._post(RunLaunched(record.id))
+
+    async def launch_with(self, config: Config, changes: Mapping[str, Any]) -> None:
+        """Write the settings into the configuration's file, if it has one, and launch what that says then."""
+        with self._request("settings"):
+            if config.file is not None:
+                await asyncio.to_thread(self.engine.launches.write_settings, config, changes)
+                config = await asyncio.to_thread(self.engine.load_config, config.file)
+            else:
+                config = api.with_settings(config, changes, "settings")
+            await self.launch(config)
+
+    async def plan_of(self, config: Config) -> TrainingPlan | str:
+        """The plan of a configuration, or why there is none; the nodes are probed where their facts are not known."""
+        facts = self._store.state.known_facts if config.nodes == self._config.nodes else None
+        try:
+            return await self._loop.call(lambda: self.engine.launches.plan(config, facts=facts))
+        except ENGINE_ERRORS as error:
+            return str(error)
 
     async def publish(self, use: RunUse, target: str) -> None:
         """Publish the fused model that is on this machine, else what is fetched for it."""

@@ -213,6 +213,15 @@ def sample_texts(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
         yield "answers", f"{newest.share:.1%} of the training time"
 
 
+def resume_text(snapshot: RunSnapshot) -> str:
+    """ "from iteration 37 (checkpoint on ultra)", as far as it is known before the nodes are asked."""
+    files = snapshot.result.newest("checkpoint") if snapshot.result is not None else ()
+    if files:
+        nodes = ", ".join(dict.fromkeys(file.node for file in files))
+        return f"from iteration {files[0].iteration:,} (checkpoint on {nodes})"
+    return "from the newest state that its nodes have"
+
+
 def fetch_text(step: FetchProgress) -> str:
     """ "1.2 GB of 4.1 GB, 112 MB/s, ETA 0:26", within 80 columns."""
     parts = [f"{size(step.bytes)} of {size(step.total)}"]

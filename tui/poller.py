@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 from textual.message import Message
 
+from engine import api
 from engine.api import ExitCode
+from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.api import Config, Engine, Prediction, RunWatch, Scaling
@@ -218,7 +220,7 @@ class RunPoller:
         try:
             self._post(ConfigEdited(self._ready(engine, engine.load_config(self._config))))
         except Exception as trouble:  # what was read before stays
-            self._post(ConfigEdited(None, _error_text(trouble)))
+            self._post(ConfigEdited(None, _with_lines(trouble, self._config)))
 
     def _ready(self, engine: Engine, config: Config | None) -> EngineReady:
         ready = EngineReady(engine, config)
@@ -251,6 +253,18 @@ class RunPoller:
 
 def _error_text(trouble: Exception) -> str:
     return str(trouble) or type(trouble).__name__
+
+
+def _with_lines(trouble: Exception, path: Path) -> str:
+    """Each fault, with its line of the file where it has one."""
+    if not isinstance(trouble, ConfigError):
+        return _error_text(trouble)
+    texts = []
+    for fault in trouble.faults:
+        if fault.file == str(path) and (line := api.line_of(path, fault.key)) is not None:
+            texts.append(f"line {line[0]}: {api.sanitise_text(line[1]).strip()[:200]}")
+        texts.append(str(fault).removeprefix(f"{path}: "))
+    return "\n".join(texts)
 
 
 def _differs(fresh: RunSnapshot, last: RunSnapshot) -> bool:

@@ -44,6 +44,8 @@ class DeckState:
     config: Config | None = None
     fault: str | None = None
     """Why there is no usable configuration, or why the last launch failed; may have several lines."""
+    edits: tuple[str, ...] = ()
+    """Its keys that were changed since the console read it first, or since the last launch."""
     facts: Mapping[str, NodeFacts] = field(default_factory=dict)
     """By node; at the start those that the store has, with their age."""
     probing: bool = False

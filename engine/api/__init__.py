@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_hostfile, hosts_from_names, is_address
     from engine.cluster.transport.base import Completed
     from engine.config.draft import DraftJob, DraftNode, already_there, draft, find_job, unique_names, write_draft
-    from engine.config.edit import EDITED_KEYS, changed_keys, parse_settings, parse_value, setting, with_settings
+    from engine.config.edit import changed_keys, edited_settings, line_of, parse_settings, parse_value, with_settings
     from engine.config.models import Config
     from engine.measurements import (
         Calibration,
@@ -57,7 +57,7 @@ _NAMES: Final = {
     "engine.cluster.discovery": "FoundHost FoundPython hosts_from_hostfile hosts_from_names is_address",
     "engine.cluster.transport.base": "Completed",
     "engine.config.draft": "DraftJob DraftNode already_there draft find_job unique_names write_draft",
-    "engine.config.edit": "EDITED_KEYS changed_keys parse_settings parse_value setting with_settings",
+    "engine.config.edit": "changed_keys edited_settings line_of parse_settings parse_value with_settings",
     "engine.config.models": "Config",
     "engine.measurements": "Calibration CalibrationProgress GroupMeasure LinkMeasure NodeMeasure Scaling ScalingPoint",
     "engine.plan.document": "TorchSection TrainingPlan",

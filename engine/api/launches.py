@@ -78,6 +78,10 @@ class LaunchesApi:
         assert kept is not None
         return suggested.job_keys.splitlines(), kept
 
+    def write_settings(self, config: Config, changes: Settings) -> None:
+        """Into [job] of the configuration's file. Blocking. Raises InputError, ConfigError, StateError."""
+        write_settings(config, changes)
+
     async def launch(self, config: Config, *, skip: Iterable[str] = ()) -> RunRecord:
         """Make the run, start its supervisor, and return once that is in charge (state planned or later).
         Preflight is the supervisor's first step. Raises InputError, StateError, LaunchError, and NodesInUse while a
@@ -95,6 +99,10 @@ class LaunchesApi:
         await asyncio.to_thread(self._resume, directory, **wishes)
         audit_log("resume", "started", {"run": directory.id, **wishes}, home=self._session.home)
         return await asyncio.to_thread(self._runs.record, directory.id)
+
+    def configuration(self, run: str) -> Config:
+        """That of a run, as it was launched first. Raises RunNotFound, InputError, StateError."""
+        return read_plan(self._runs.find_trained(run).plan).config
 
     async def repeat(self, run: str, settings: Settings, *, accept_changed: bool = False) -> RunRecord:
         """Launch the configuration of a run that has ended again, with other settings where some are given; else also

@@ -7,6 +7,7 @@ import itertools
 import re
 import stat
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ from engine.config.draft import toml_value
 from engine.config.faults import FileTable
 from engine.config.job_table import PATH_KEYS, SAME_KEYS, ReadJob, apply_rate_rule
 from engine.config.load import check_training
-from engine.config.mlx_lm_keys import KEYS
+from engine.config.mlx_lm_keys import KEYS, with_defaults
 from engine.config.models import Config
 from engine.errors import ConfigError, InputError, StateError
 from engine.protocol.attempt import replacing
@@ -54,11 +55,16 @@ def parse_value(text: str) -> Any:
         return text.strip()
 
 
-def setting(config: Config, key: str) -> Any:
-    """The value that counts; None where the job has none of that name."""
-    name, _, inner = key.partition(".")
-    value = config.job.mlx_lm.get(name)
-    return value.get(inner) if inner and isinstance(value, dict) else value
+def edited_settings(config: Config) -> dict[str, Any]:
+    """The values of EDITED_KEYS that the job has."""
+    settings = {}
+    for key in EDITED_KEYS:
+        name, _, inner = key.partition(".")
+        value = config.job.mlx_lm.get(name)
+        value = value.get(inner) if inner and isinstance(value, dict) else value
+        if value is not None and not (inner and config.job.fine_tune_type == "full"):
+            settings[key] = value
+    return settings
 
 
 def with_settings(config: Config, changes: Settings, source: str) -> Config:
@@ -76,6 +82,8 @@ def with_settings(config: Config, changes: Settings, source: str) -> Config:
             table.refuse(key, fault)
     replaced = [SAME_KEYS[key] for key in table if key in SAME_KEYS]
     settings = {key: value for key, value in job.mlx_lm.items() if key not in replaced} | table
+    if "fine_tune_type" in table and "num_layers" not in {*job.given, *table}:
+        settings["num_layers"] = with_defaults({"fine_tune_type": table["fine_tune_type"]})["num_layers"]
     if table.faults:
         raise ConfigError(table.faults)
     if job.rate_by_rule and "learning_rate" not in table:
@@ -104,16 +112,43 @@ def _whole(config: Config, changes: Settings) -> dict[str, Any]:
     return whole
 
 
+def line_of(path: Path, key: str) -> tuple[int, str] | None:
+    """The line, from 1, and the text there of a ConfigFault's key in a TOML file; None where it has none."""
+    try:
+        lines = read_text(path, "").splitlines()
+    except ConfigError:
+        return None
+    if number := re.fullmatch(r"line ([0-9]+)", key):
+        place = int(number[1])
+        return (place, lines[place - 1]) if place <= len(lines) else None
+    table, count = "", Counter[str]()
+    for place, text in enumerate(lines, 1):
+        if header := re.match(r"\s*(\[\[?)\s*([\w. -]+?)\s*\]", text):
+            table = header[2] if header[1] == "[" else f"{header[2]}[{count[header[2]]}]"
+            count[header[2]] += 1
+        name = re.match(r"\s*([\w-]+)\s*=", text)
+        if name is not None and re.fullmatch(rf"{re.escape(f'{table}.{name[1]}'.lstrip('.'))}(\[.*|\..*)?", key):
+            return place, text
+    return None
+
+
 def changed_keys(before: Config, after: Config) -> list[str]:
-    """Each key with another value, "learning_rate 0.001 → 0.0005"; of a list or text only that it has changed."""
+    """Each key with another value, "learning_rate 0.001 → 0.0005"; of a list, a long text or a variable of `env` only
+    that it has changed."""
     left, right = dict(_leaves(before)), dict(_leaves(after))
     texts = []
     for key in dict.fromkeys([*left, *right]):
         old, new = left.get(key), right.get(key)
         if old != new:
-            shown = all(value is None or isinstance(value, bool | int | float) for value in (old, new))
+            shown = not key.startswith("env.") and all(map(_is_short, (old, new)))
             texts.append(f"{key} {_shown(old)} → {_shown(new)}" if shown else key)
     return texts
+
+
+def _is_short(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= _SHOWN and value.isprintable()
+    return value is None or isinstance(value, bool | int | float)
 
 
 def _shown(value: object) -> str:
@@ -142,6 +177,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 _NO_SETTINGS = ("file", "digest", "cluster", "nodes")
+_SHOWN = 60
 
 
 def write_settings(config: Config, changes: Settings, *, backup: bool = False) -> Path | None:

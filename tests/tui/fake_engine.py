@@ -18,7 +18,7 @@ from engine.cluster.topology import topology
 from engine.cluster.transport.base import Completed
 from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import ClusterConfig, Config, JobConfig, NodeConfig
-from engine.errors import FlightDeckError, InputError, RunNotFound
+from engine.errors import FlightDeckError, InputError, InputsChanged, RunNotFound
 from engine.measurements import (
     Calibration,
     CalibrationProgress,
@@ -511,6 +511,11 @@ class FakeEngine:
     why_no_tasks: str | None = None
     started: list[tuple[str, TaskRequest]] = field(default_factory=list)
     """Tasks, by the run whose result they use."""
+    repeated: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    changed_inputs: str | None = None
+    """What has changed since the run that is repeated."""
+    written: list[dict[str, Any]] = field(default_factory=list)
+    """Settings, into the configuration's file."""
     resumed: list[str] = field(default_factory=list)
     published: list[tuple[str, str, Path]] = field(default_factory=list)
 
@@ -738,6 +743,19 @@ class FakeEngine:
         task = record(f"{run}-{request.kind}", task=request.kind, source=run, iteration=None, train_loss=None)
         self.snapshots = {**FakeEngine(self.home).add(replace(running(), record=task)).snapshots, **self.snapshots}
         return task
+
+    async def repeat(self, run: str, settings: Mapping[str, Any], *, accept_changed: bool = False) -> RunRecord:
+        if self.changed_inputs is not None and not accept_changed:
+            raise InputsChanged("cannot be repeated as it was", why=self.changed_inputs)
+        self.repeated.append((run, dict(settings)))
+        return running().record
+
+    def configuration(self, run: str) -> Config:
+        config = configuration()
+        return config.model_copy(update={"job": whole_job(config.job)})
+
+    def write_settings(self, config: Config, changes: Mapping[str, Any]) -> None:
+        self.written.append(dict(changes))
 
     async def resume(self, run: str) -> RunRecord:
         self.resumed.append(run)

@@ -67,7 +67,7 @@ def test_the_runs_view_names_the_launch_where_nothing_runs() -> None:
         return [action.id for action in bar(replace(state, view="run"))]
 
     assert named(IDLE)[0] == "launch" and not {"abort", "search", "log_axis"} & set(named(IDLE))
-    assert named(replace(IDLE, snapshot=fake_engine.succeeded()))[:2] == ["launch", "search"]
+    assert named(replace(IDLE, snapshot=fake_engine.succeeded()))[:3] == ["again", "launch", "search"]
     assert named(RUNNING)[:2] == ["abort", "search"]
 
 

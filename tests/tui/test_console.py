@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from engine.config.models import Config
 from engine.errors import LaunchError
 from engine.models import RunState
 from engine.snapshots import StopProgress
 from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
-from tui.screens.dialog import Confirm, Welcome
+from tui.screens.dialog import Confirm, ConfirmLaunch, Welcome
 from tui.screens.help import Help
 from tui.screens.stopping import Stopping
 from tui.widgets.pane import RowList
@@ -29,7 +27,7 @@ async def test_idle_it_shows_what_would_be_launched_and_the_one_key(fake: FakeEn
 async def test_launch_asks_first_with_the_focus_on_cancel(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.press("n")
-        assert isinstance(console.app.screen, Confirm)
+        assert isinstance(console.app.screen, ConfirmLaunch)
         assert console.app.focused is not None and console.app.focused.id == "cancel"
         assert "2 ranks" in console.app.screen.body and "full fine-tuning" in console.app.screen.body
         await console.press("enter")
@@ -302,7 +300,7 @@ async def test_tab_walks_the_panes_of_the_dashboard(fake: FakeEngine) -> None:
 
 
 async def test_help_shows_every_key_and_why_one_does_not_work_now(fake: FakeEngine) -> None:
-    async with opened(fake, size=(120, 130)) as console:
+    async with opened(fake, size=(120, 134)) as console:
         await console.press("question_mark")
         assert isinstance(console.app.screen, Help)
         for text in (
@@ -558,30 +556,3 @@ async def test_the_clock_may_tick_when_the_screens_have_gone(fake: FakeEngine) -
         pass
     assert console.app.screen_stack == []
     console.app._tick()
-
-
-async def test_an_edited_configuration_is_read_again_or_its_fault_is_said(fake: FakeEngine, tmp_path: Path) -> None:
-    file = tmp_path / "flightdeck.toml"
-    file.write_text("first")
-
-    def load(path: Path) -> Config:
-        text = path.read_text()
-        if text == "broken":
-            raise LaunchError("flightdeck.toml: [job] iters = 'x': a whole number")
-        config = fake_engine.configuration()
-        return config.model_copy(update={"job": config.job.model_copy(update={"name": text}), "file": path})
-
-    fake.load_config = load  # type: ignore[method-assign]
-    async with opened(fake, config=file) as console:
-        await console.shows("ready to launch  first")
-        file.write_text("second one")
-        await console.shows("ready to launch  second one")
-        assert console.notifications == [f"{file} was edited: read again"]
-        file.write_text("broken")
-        await console.shows("a whole number")
-        await console.shows("the former one still counts")
-        config = console.app.state.config
-        assert config is not None and config.job.name == "second one"
-        file.write_text("third")
-        await console.shows("ready to launch  third")
-        assert "a whole number" not in console.screen

@@ -33,9 +33,8 @@ async def test_u_lists_what_a_result_is_good_for(fake: FakeEngine, size: tuple[i
     async with showing(fake, size=size) as console:
         await console.press("u")
         await console.shows("a letter or enter chooses")
-        for label in ("chat", "evaluate", "fuse", "serve", "fetch", "publish", "resume"):
+        for label in ("chat", "evaluate", "fuse", "serve", "fetch", "publish"):
             assert f"  {label} " in console.screen
-        assert "not now: it has succeeded: there is nothing" in console.screen
 
 
 @pytest.mark.parametrize(
@@ -118,14 +117,6 @@ async def test_a_run_is_used_from_the_history(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.press("5", "j", "u")
         await console.shows(f"use {SOURCE}")
-
-
-async def test_a_failed_run_is_resumed(fake: FakeEngine) -> None:
-    failed = fake_engine.failed()
-    fake.add(failed)
-    async with showing(fake, failed.record.id) as console:
-        await console.press("u", "r")
-        await console.until(lambda: fake.resumed == [failed.record.id], "the request")
 
 
 async def test_a_refused_fusion_shows_its_ways_out_and_the_dialog_their_sizes(fake: FakeEngine) -> None:

@@ -24,7 +24,7 @@ from engine.api import (
     safe_repr,
 )
 from engine.errors import InputError, plural
-from engine.models import Reason, RunRecord
+from engine.models import Reason, RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from tui.commands.follow import SupervisorRestart, ending, lasted
 from tui.commands.terminal import Lines, config_file, print_json
@@ -39,6 +39,7 @@ from tui.formatting import (
     memory,
     rate,
     result_text,
+    resume_text,
     sample_texts,
     table,
     tracker_texts,
@@ -189,6 +190,18 @@ def _show_result(lines: Lines, snapshot: RunSnapshot) -> None:
         for label, text in texts.items():
             if text:
                 lines.say(f"  {label:<10} {text}")
+    _show_again(lines, snapshot)
+
+
+def _show_again(lines: Lines, snapshot: RunSnapshot) -> None:
+    """How to go on with a training that has ended."""
+    record = snapshot.record
+    if record.repeats is not None:
+        lines.say(f"  {'repeats':<10} {record.repeats}")
+    if record.state.ended and record.task is None:
+        if record.state not in (RunState.SUCCEEDED, RunState.COMPLETED):
+            lines.say(f"  {'resume':<10} flightdeck resume {record.id}   {resume_text(snapshot)}")
+        lines.say(f"  {'again':<10} flightdeck repeat {record.id} [--set KEY=VALUE]   as a new run")
 
 
 def _show_tasks(lines: Lines, engine: Engine, record: RunRecord) -> None:

@@ -20,7 +20,7 @@ from textual.widgets.button import ButtonVariant
 from engine.errors import plural
 from tui.glyphs import MUTED
 from tui.state import DeckState
-from tui.widgets.plan_summary import hosts, job_rows
+from tui.widgets.plan_summary import edited, hosts, job_rows
 from tui.widgets.run_summary import newest_checkpoint, own_program
 from tui.widgets.text import pair
 
@@ -101,8 +101,27 @@ class Confirm(Dialog[bool]):
         self.dismiss(event.button.id == "go")
 
 
-def confirm_launch(state: DeckState, width: int) -> Confirm:
-    """The job, its nodes, and what happens first."""
+class ConfirmLaunch(Dialog[str]):
+    """Answers "go", or "settings" to change them first."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("c", "settings", show=False)]
+
+    def __init__(self, title: str, lines: Sequence[Content], *, settings: bool) -> None:
+        """`settings`: it has some that can be changed here."""
+        self._settings = settings
+        change = [button("Change settings (c)", "settings")] * settings
+        super().__init__(title, lines, button("Cancel", "cancel"), button("Launch", "go", "success"), *change)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id)
+
+    def action_settings(self) -> None:
+        if self._settings:
+            self.dismiss("settings")
+
+
+def confirm_launch(state: DeckState, width: int) -> ConfirmLaunch:
+    """The job, its nodes, what was changed, and what happens first."""
     assert state.config is not None
     config = state.config
     first = "preflight: every check runs again before a rank starts; a failed one stops the launch"
@@ -110,12 +129,15 @@ def confirm_launch(state: DeckState, width: int) -> Confirm:
     launcher = "Flight Deck itself starts" if config.starts_directly else "mlx.launch starts"
     lines = [
         *(pair(label, text, width) for label, text in job_rows(config, state)),
+        *edited(state, width),
         pair("hosts", hosts(config), width),
         pair("first", first, width),
         pair("then", f"{launcher} {ranks}, and the run outlives this console", width),
         pair("stop it", "ctrl+x, at any time", width),
     ]
-    return Confirm(f"launch {config.job.name}?", lines, "Launch")
+    if state.fault:
+        lines += [pair("but", line, width, style="$warning") for line in state.fault.splitlines()]
+    return ConfirmLaunch(f"launch {config.job.name}?", lines, settings=config.job.command is None)
 
 
 def confirm_programs(file: Path | None, programs: Sequence[tuple[str, str]], width: int) -> Confirm:

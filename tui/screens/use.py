@@ -152,12 +152,10 @@ class RunUse:
 
 def uses(use: RunUse, running: RunRecord | None) -> list[DialogChoice]:
     """`running`: a run that has not ended."""
-    run, record, result = use.run, use.snapshot.record, use.snapshot.result
+    run, result = use.run, use.snapshot.result
     taken = f"{running.id} uses the nodes: 5 lists it, enter opens it, ctrl+x stops it" if running is not None else None
     files = result.files if result is not None else ()
     no_files = None if any(file.holds != "checkpoint" for file in files) else "it has left no weights with hashes"
-    resumable = {"succeeded": "it has succeeded: there is nothing left to train", "completed": record.cause}
-    no_resume = resumable.get(record.state) if record.state.ended else f"it is {record.state}: it goes on"
     served = running is not None and (running.task, running.source) == ("serve", run)
     unserved = use.snapshot.trained.unserved if use.snapshot.trained is not None else None
     no_server = use.why_no_tasks or unserved
@@ -173,7 +171,6 @@ def uses(use: RunUse, running: RunRecord | None) -> list[DialogChoice]:
         ),
         DialogChoice("F", "fetch", f"copy its weights to ./{run} here", no_files),
         DialogChoice("p", "publish", "for LM Studio, Ollama, llama.cpp or the Hub", no_files),
-        DialogChoice("r", "resume", "go on with the training from the newest state", no_resume or taken),
     ]
 
 

@@ -47,14 +47,17 @@ def overview(state: DeckState, width: int, *, short: bool = False, full: bool = 
     refused = state.plan is not None and state.plan.refused
     title = ("refused by the plan  ", "$error") if refused else ("ready to launch  ", MUTED)
     lines = [Content.assemble(title, (config.job.name, "bold")), Content("")]
+    if state.fault:
+        faults = [pair("", line, width, style="$error", indent=0) for line in state.fault.splitlines()]
+        lines += [*faults, Content("")]
     if full and state.plan is not None:
+        lines += edited(state, width)
         lines += [_launch_key(state, width), Content(""), pair("needs", _needs(state), width, indent=16)]
         return [*lines, *whole(state, width)]
     lines += [pair(label, text, width) for label, text in job_rows(config, state)]
+    lines += edited(state, width)
     lines += brief(state, width)
     lines += [pair("needs", _needs(state), width), Content("")]
-    if state.fault:
-        lines += [pair("", line, width, style="$error", indent=0) for line in state.fault.splitlines()]
     lines.append(_launch_key(state, width))
     return [line for line in lines if line.plain or not short]
 
@@ -96,6 +99,12 @@ def job_rows(config: Config, state: DeckState) -> list[tuple[str, str]]:
     if (expected := _predicted(state)) is not None:
         rows.append(("expects", expected))
     return rows
+
+
+def edited(state: DeckState, width: int) -> list[Content]:
+    """The keys of the configuration that were changed."""
+    text = shortened(", ".join(state.edits), 3 * width)
+    return [pair("changed", text, width, style="$text-primary")] if text else []
 
 
 def hosts(config: Config) -> str:

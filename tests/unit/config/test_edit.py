@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.edit import changed_keys, parse_settings, setting, with_settings, write_settings
+from engine.config.edit import changed_keys, edited_settings, line_of, parse_settings, with_settings, write_settings
 from engine.config.load import load_config
 from engine.config.models import Config
 from engine.errors import ConfigError, InputError
@@ -84,7 +84,8 @@ def job(path: Path, keys: str = "") -> Config:
     ("texts", "values"),
     [
         (["learning_rate=1e-5", "batch_size=8"], {"learning_rate": 1e-5, "batch_size": 8}),
-        (["fine_tune_type=dora", "lora_parameters.rank = 8"], {"fine_tune_type": "dora", "lora_parameters.rank": 8}),
+        (["fine_tune_type=dora", "lora_parameters.rank = 8"], {"lora_parameters.rank": 8}),
+        (["fine_tune_type=full"], {"lora_parameters.rank": None}),
         (["epochs=2"], {"epochs": 2, "iters": None}),
     ],
 )
@@ -92,7 +93,7 @@ def test_other_settings_are_those_that_the_file_would_have(
     path: Path, texts: list[str], values: dict[str, Any]
 ) -> None:
     changed = with_settings(job(path), parse_settings(texts), "--set")
-    assert {key: setting(changed, key) for key in values} == values
+    assert {key: edited_settings(changed).get(key) for key in values} == values
     write_settings(load_config(path), parse_settings(texts))
     assert changed_keys(changed, load_config(path)) == []
 
@@ -100,8 +101,9 @@ def test_other_settings_are_those_that_the_file_would_have(
 def test_a_rate_by_rule_follows_the_batch(path: Path) -> None:
     config = job(path, 'learning_rate = "auto"')
     four = with_settings(config, {"batch_size": 24}, "--set")
-    assert setting(four, "learning_rate") == 2 * setting(config, "learning_rate")
-    assert setting(with_settings(config, {"batch_size": 24, "learning_rate": 0.5}, "--set"), "learning_rate") == 0.5
+    assert edited_settings(four)["learning_rate"] == 2 * edited_settings(config)["learning_rate"]
+    fixed = with_settings(config, {"batch_size": 24, "learning_rate": 0.5}, "--set")
+    assert edited_settings(fixed)["learning_rate"] == 0.5
 
 
 def test_all_faults_are_named_and_nothing_is_changed(path: Path) -> None:
@@ -129,3 +131,19 @@ def test_what_differs_is_named_by_key_and_a_secret_never_shown(path: Path) -> No
     after = job(path, 'learning_rate = 1e-4\nenv = { TOKEN = "hf_secret" }\n')
     assert changed_keys(before, after) == ["learning_rate 1e-05 → 0.0001", "env.TOKEN"]
     assert changed_keys(before, before) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        ("job.batch_size", 6),
+        ("job.lora_parameters.rank", 9),
+        ("line 4", 4),
+        ("node[0].python", None),
+        ("job.data[0]", 5),
+        ("line 99", None),
+    ],
+)
+def test_a_fault_is_found_in_the_file(path: Path, key: str, line: int | None) -> None:
+    found = line_of(path, key)
+    assert found == (None if line is None else (line, FILE.splitlines()[line - 1]))

@@ -1,0 +1,141 @@
+"""A run that has ended is started again, and the settings are changed, from the console."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config.load import load_config
+from engine.models import RunState
+from engine.snapshots import ResultFile, RunResult, RunSnapshot
+from tests.tui import fake_engine
+from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.fake_engine import FakeEngine
+
+WIDE = (160, 45)
+CHECKPOINT = ResultFile("checkpoint", False, 37, "ultra", "/srv/step-37", "step-37", 1_500_000, "f")
+
+
+def aborted() -> RunSnapshot:
+    return replace(fake_engine.aborted(), result=RunResult(files=(CHECKPOINT,)))
+
+
+RUN = aborted().record.id
+
+
+async def shown(console: Console) -> None:
+    await console.until(lambda: console.app.state.snapshot is not None, "the run")
+
+
+@pytest.mark.parametrize("size", [SMALL, DASHBOARD, WIDE])
+async def test_the_ways_to_start_it_again_are_said_before_one_is_taken(fake: FakeEngine, size: tuple[int, int]) -> None:
+    fake.add(aborted())
+    async with opened(fake, size=size, follow=RUN) as console:
+        await shown(console)
+        await console.press("R")
+        await console.shows("a letter or enter chooses")
+        assert f"start {RUN} again" in console.screen
+        assert "this run, from iteration 37 (checkpoint on ultra)" in console.screen
+        assert "a new run: same configuration, data and versions" in console.screen
+        assert "a new run with other settings" in console.screen
+        await console.press("r")
+        await console.until(lambda: fake.resumed == [RUN], "the resumption")
+
+
+async def test_a_run_of_the_history_is_run_again_and_shown(fake: FakeEngine) -> None:
+    fake.add(aborted(), fake_engine.running())
+    fake.put(replace(fake_engine.running(), record=fake_engine.record("demo-0314-140130", RunState.FAILED)))
+    async with opened(fake) as console:
+        await console.press("5", "R")
+        await console.shows("a letter or enter chooses")
+        await console.press("s")
+        await console.until(lambda: fake.repeated == [(RUN, {})], "the repetition")
+        await console.until(lambda: console.app.state.snapshot is not None, "the new run")
+
+
+async def test_what_has_changed_is_named_and_asked_for(fake: FakeEngine) -> None:
+    fake.add(aborted())
+    fake.changed_inputs = "train.jsonl: crc32 1 then, crc32 2 now; mlx: 0.32.1 then, 0.32.4 now"
+    async with opened(fake, follow=RUN) as console:
+        await shown(console)
+        await console.press("R", "s")
+        await console.shows("mlx: 0.32.1 then, 0.32.4 now")
+        assert "train.jsonl: crc32 1 then, crc32 2 now" in console.screen and fake.repeated == []
+        await console.press("right", "enter")
+        await console.until(lambda: fake.repeated == [(RUN, {})], "the repetition")
+
+
+@pytest.mark.parametrize("size", [SMALL, DASHBOARD, WIDE])
+async def test_a_run_is_run_again_with_other_settings_beside_their_plan(
+    fake: FakeEngine, size: tuple[int, int]
+) -> None:
+    fake.add(aborted())
+    async with opened(fake, size=size, follow=RUN) as console:
+        await shown(console)
+        await console.press("R", "c")
+        await console.shows("memory  ")
+        await console.press(*"5e-4")
+        await console.shows("was 0.001")
+        await console.press("down", "0")
+        await console.shows("a whole number, 1 or more")
+        await console.press("enter", "enter")
+        assert fake.repeated == [], "a fault is not launched"
+        await console.press("backspace", *"16")
+        await console.shows("16 per update")
+        await console.press("enter", "enter")
+        await console.until(
+            lambda: fake.repeated == [(RUN, {"learning_rate": 5e-4, "batch_size": 16})], "the repetition"
+        )
+
+
+async def test_settings_are_changed_before_a_launch(fake: FakeEngine) -> None:
+    config = fake.configuration("")
+    async with opened(fake, config=config) as console:
+        await console.press("n", "c", *"2e-3", "enter", "enter")
+        await console.until(lambda: len(fake.launched) == 1, "the launch")
+        assert fake.launched[0].job.mlx_lm["learning_rate"] == 2e-3
+        assert fake.written == [], "there is no file"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (file := tmp_path / "flightdeck.toml").write_text('[[node]]\n[job]\nmodel = "m"\ndata = "d"\niters = 50\n')
+    return file
+
+
+async def test_an_edit_is_read_at_once_and_its_keys_are_said(
+    fake: FakeEngine, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "load_config", load_config)
+    async with opened(fake, config=file) as console:
+        file.write_text(file.read_text().replace("iters = 50", "iters = 75"))
+        await console.shows("changed       iters 50 → 75")
+        assert console.notifications == [f"{file} was edited: iters 50 → 75"]
+        await console.press("n")
+        await console.shows("launch m?")
+        assert "changed       iters 50 → 75" in console.screen
+        await console.press("escape")
+        good, faulty = file.read_text(), file.read_text().replace("iters = 75", "iters = 0  # none")
+        file.write_text(faulty)
+        await console.shows("line 5: iters = 0  # none")
+        assert "job.iters = 0: expected" in console.screen and console.app.state.config is not None
+        await console.press("n")
+        await console.shows("what was read before still counts")
+        await console.press("escape")
+        file.write_text(good.replace("75", "80"))
+        await console.shows("changed       iters 50 → 80")
+        assert "expected" not in console.screen
+
+
+async def test_the_configuration_is_edited_in_the_editor(
+    fake: FakeEngine, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "load_config", load_config)
+    monkeypatch.setenv("VISUAL", "nano -w")
+    asked: list[list[str]] = []
+    async with opened(fake, config=file) as console:
+        monkeypatch.setattr(console.app, "_in_terminal", lambda *arguments: asked.append(arguments[3]()))
+        await console.press("e")
+        assert asked == [["nano", "-w", str(file)]]
