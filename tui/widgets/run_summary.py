@@ -304,7 +304,7 @@ def left(snapshot: RunSnapshot, width: int, *, tall: bool) -> list[Content]:
         text = (text + "; F fetches the weights" * bool(result.files)) if tall else text.partition(";")[0]
         lines.append(pair("result", text, width))
     if record.state in ("aborted", "failed") and (kept := newest_checkpoint(snapshot)) is not None:
-        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}", width))
+        lines.append(pair("kept", f"the checkpoint of iteration {kept:,}: R resumes from it", width))
     # A task's own results name its fused model.
     if tall and file is not None and record.task is None:
         lines.append(pair("trained", trained_text(file), width))
