@@ -29,7 +29,7 @@ EDITED_KEYS: Final = (
     *("learning_rate", "batch_size", "iters", "epochs", "lora_parameters.rank", "num_layers", "max_seq_length"),
     *("grad_accumulation_steps", "steps_per_eval", "save_every", "seed"),
 )
-"""What people change most from one run to the next; a job has iters or epochs."""
+"""Those that people change most from one run to the next; a job has iters or epochs."""
 _TABLE = re.compile(r"\s*\[")
 _COMMENT = re.compile(r"[^\"'#]*(?P<comment>\s+#.*)")
 Settings = Mapping[str, Any]
