@@ -71,7 +71,7 @@ def with_settings(config: Config, changes: Settings, source: str) -> Config:
     """The configuration with other settings of its training. Raises ConfigError, its faults said of `source`, with all
     of them, as for a file."""
     table, job = FileTable(source, "job", _whole(config, changes)), config.job
-    if job.command is not None:
+    if job.words:
         for key in table:
             table.refuse(key, "no value here: the command has its own settings, which the file says")
         raise ConfigError(table.faults)
