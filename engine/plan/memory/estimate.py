@@ -71,10 +71,11 @@ class RankWorkload(Workload):
     """Layers of a pipeline stage, half-open; None means all of them."""
     fused_attention: Literal["", "metal", "cuda"] = ""
     """The device whose MLX computes attention's gradient from tiles of the scores, where it can."""
-    task_share: float | None = None
-    """Share of its weights that the rank of a task has, which computes forward alone; None: it trains."""
-    cached: bool = False
-    """The task keeps the keys and values of its tokens."""
+    forward: Literal["", "measure", "generate"] = ""
+    """It trains no layer (`num_layers` is 0), and computes one after the other; to generate, it keeps keys and values,
+    which are at most as wide as the model."""
+    weight_share: float = 1.0
+    """The part of its layers' bytes that it has, where those who generate divide them by their memory."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,8 @@ class _Rank(Rank):
         stored += sum(map(self.shape.matrix_bytes, self.embedding_and_head))
         if self.is_last:
             stored += self.shape.architecture.last_norm * self.shape.dtype_bytes
-        return stored if self.full else stored + self.trained.parameters * FLOAT32_BYTES
+        stored = stored if self.full else stored + self.trained.parameters * FLOAT32_BYTES
+        return round(stored * self.workload.weight_share)
 
     @property
     def _state_bytes(self) -> float:
@@ -319,7 +321,7 @@ class _Rank(Rank):
         sections = [*ends[:1], *self.layer_bytes, *ends[-1:]]
         gathered = max(here + following for here, following in pairwise(sections))
         frozen = len(self.layers) - len(self.trained_layers)
-        reduced = max(layer.parameters for layer in self.layers[frozen:]) if self.full else 0
+        reduced = max((layer.parameters for layer in self.layers[frozen:]), default=0) if self.full else 0
         return gathered + reduced * (element_bytes + FLOAT32_BYTES)
 
     @cached_property
@@ -350,6 +352,10 @@ class _Rank(Rank):
         again = (ratio * whole - states + outputs for whole, states, outputs, _ in kept[:recomputed])
         recomputing = max(again, default=0)
         held = inputs + tokens * sum(whole for whole, *_ in kept[recomputed:])
+        if self.workload.forward:
+            held = tokens * max(kept_per_token(shape, layer, self.workload) for layer in set(self.layers))
+        if self.workload.forward == "generate":
+            held += round(tokens * 2 * shape.hidden * one * len(self.layers) * self.workload.weight_share)
         loss = waiting = 0
         if self.is_last:
             counted = loss_tokens(tokens, shape.vocabulary)
@@ -473,32 +479,7 @@ def estimate(shape: ModelShape, workload: RankWorkload) -> MemoryEstimate:
     return _estimate(_Rank(shape, workload), workload.batch)
 
 
-def _forward_estimate(rank: _Rank, batch: int, task_share: float) -> MemoryEstimate:
-    """One layer's activations at a time, and keys and values that are at most as wide as the model."""
-    shape, tokens = rank.shape, batch * rank.workload.sequence
-    cache = 2 * shape.hidden * shape.dtype_bytes * len(rank.layers) * task_share if rank.workload.cached else 0
-    sizes = {
-        "weights": math.ceil(rank.weights * task_share / rank.share),
-        "activations": math.ceil(tokens * (max((whole for whole, *_ in rank._kept), default=0) + cache)),
-        "logits": rank.activations(batch).loss,
-        "communication": rank.communication if rank.share > 1 else 0,
-        "gradients": 0,
-        "optimizer": 0,
-        "update": 0,
-    }
-    return MemoryEstimate(
-        **{f"{name}_bytes": size for name, size in sizes.items()},
-        before_bytes=sizes["weights"] + sizes["communication"],
-        peak_bytes=sum(sizes.values()),
-        reserve_bytes=RESERVE_BYTES,
-        trainable_parameters=rank.trained.parameters,
-        assumption=f"weights in {shape.dtype}, nothing is trained",
-    )
-
-
 def _estimate(rank: _Rank, batch: int) -> MemoryEstimate:
-    if rank.workload.task_share is not None:
-        return _forward_estimate(rank, batch, rank.workload.task_share)
     weights, optimizer = (-(-size // rank.share) for size in (rank.weights, rank.optimizer_state))
     gradients, update, communication = rank.gradients, rank.update, rank.communication
     sizes = rank.activations(batch)
@@ -570,6 +551,8 @@ def _assumption(rank: _Rank) -> str:
     if workload.optimizer_precision != "parameter" or workload.moments != "float32":
         kept.append(moments)
     count, all_of_them = rank.recomputed, len(rank.trained_layers)
+    if workload.forward:
+        return f"{stored} weights, nothing is trained"
     worked = f"{count} of {all_of_them} layers recomputed" if count else "all sizes kept"
     return (
         f"{workload.fine_tune_type}, {stored} weights, {workload.optimizer} with {' and '.join(kept) or moments}, "

@@ -207,13 +207,13 @@ def _workloads(context: PlanContext, split: LayerSplit | None, places: Sequence[
         wire=str(settings.get("wire", AUTO)),
         outer_momentum=bool(settings["outer_momentum"]),
         strategy=context.strategy,
-        task_share=None if context.job.kind.trains else 1.0,
     )
+    if not context.job.kind.trains:
+        common = replace(common, num_layers=0, forward="measure")
     if context.job.kind.generates:
-        # A model that is divided is so by its layers' bytes and the nodes' memory.
+        common = replace(common, forward="generate", strategy="data", batch=1)
         sizes = [place.limit_bytes or 0 for place in places]
-        shares = [size / sum(sizes) if all(sizes) else 1 / len(sizes) for size in sizes]
-        ranks = [replace(common, strategy="data", batch=1, task_share=share, cached=True) for share in shares]
+        ranks = [replace(common, weight_share=size / sum(sizes) if all(sizes) else 1 / len(sizes)) for size in sizes]
     elif context.strategy == "pipeline":
         ranks = _stages(common, int(settings["batch_size"]), split)
     else:
@@ -293,7 +293,7 @@ def _need(
     calibration = usable_calibration(context)
     # A probe's step is of one rank alone: with local it would lack the averaging, which may be the peak, and the
     # averaged weights with their momentum.
-    unlike = context.strategy != "data" or workload.task_share is not None
+    unlike = context.strategy != "data" or workload.forward
     if calibration is None or calibration.synthetic_model or unlike:
         return estimated, "estimate"
     measured, peak = calibration.measure_of(node), None
