@@ -152,7 +152,8 @@ def test_what_rounding_takes_is_not_kept(tiny: Tiny, tmp_path: Path) -> None:
     model = in_bfloat16(tiny, tmp_path / "model")
     job = torch_job(tiny, fine_tune_type="lora", model=str(model), iters=4, lr_schedule=None, learning_rate=1e-6)
     small = trained(tmp_path / "small", job)
-    lost = run_task(tmp_path / "lost", job, "fuse", small)
+    lost = start_task(tmp_path / "lost", job, "fuse", small)
+    assert refused(lost) == verdict(lost)["why"]
     assert losses(lost)["base"] - losses(lost)["adapter"] > 1e-5, losses(lost)
     assert not verdict(lost)["accepted"], verdict(lost)
     assert "rounding to bfloat16 kept" in verdict(lost)["why"] and "less than 95%" in verdict(lost)["why"]

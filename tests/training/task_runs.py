@@ -98,10 +98,12 @@ def run_rank(home: Path, job: dict[str, Any], task: Task, collective: Collective
     if task.kind == "fuse":
         try:
             fuse(process, collective)
-        except JobError:
-            # An end that follows the verdict: `verdict` has it.
-            if not any(event.get("accepted") is False for event in read_events(path)):
+        except JobError as error:
+            verdicts = [event for event in read_events(path) if event.get("kind") == "fused"]
+            if rank == 0 and [event["why"] for event in verdicts] != [str(error)]:
                 raise
+        else:
+            assert not any(event.get("accepted") is False for event in read_events(path)), "its run has succeeded"
     else:
         Variants.of(process, collective).measure_all()
     return read_events(path)
