@@ -148,7 +148,10 @@ class MeasuredVariants(ABC):
 
     def measure_all(self) -> None:
         """Measure those that the task asks for, by default all that there are, and end. Raises JobError, PeerLost."""
-        paths = {"base": "", "adapter": self.task.weights, "fused": self.task.fused}
+        paths, fused = {"base": "", "adapter": self.task.weights}, self.task.fused
+        # It may be gone since.
+        if fused is not None and self.broadcast(Path(fused).is_dir()):
+            paths["fused"] = fused
         present = {name: Path(path) if path else None for name, path in paths.items() if path is not None}
         chosen = self.task.options.get("variants") or present
         if lacking := [name for name in chosen if name not in present]:

@@ -24,7 +24,7 @@ from engine.run.events import AttemptPlanned, ResultReported, SavedFiles, StateS
 from engine.run.run_plan import RunPlan
 from engine.run.watch import RunWatch
 from engine.store.layout import RunDir
-from engine.task_result import Evaluated, Served
+from engine.task_result import Evaluated, Fused, Served
 from tests.unit.launch.host_layouts import local_layout
 from tests.unit.run.run_maker import START, MadeRun, made_decisions, make_run_config, planned_attempt
 from tui.commands import runs as commands
@@ -210,6 +210,19 @@ async def test_weights_on_a_node_that_a_later_attempt_was_without_are_used_there
         config = await start(tmp_path, run.id, divided=divided)
         assert config.job.task is not None and config.job.task.weights == ADAPTER
         assert [node.name for node in config.nodes] == nodes
+
+
+async def test_the_newest_fused_model_is_measured_beside_base_and_adapter(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    for number, (path, state) in enumerate((("/older", "succeeded"), ("/fused", "succeeded"), ("/refused", "failed"))):
+        config, later = await start(tmp_path, run.id, "fuse"), START + timedelta(hours=1 + number)
+        task = MadeRun(tmp_path, created=later, number=1 + number, config=config).attempt()
+        result = Fused(path=path, bytes=7, kept=0.99, accepted=state == "succeeded")
+        task.append(ResultReported(result=result))
+        task.state("running", state, reason="completed" if result.accepted else "rank_failed").close()
+    evaluation, other = await start(tmp_path, run.id), await start(tmp_path, run.id, "generate")
+    assert evaluation.job.task is not None and evaluation.job.task.fused == "/fused"
+    assert other.job.task is not None and other.job.task.fused is None
 
 
 async def test_a_state_in_parts_is_no_result_but_can_be_resumed(tmp_path: Path) -> None:
