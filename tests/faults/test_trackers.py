@@ -24,7 +24,7 @@ from tests.faults.local_runs import Run, kill_and_await, start_config
 from tests.faults.test_training import await_iteration, trained, with_keys
 from tests.unit.run.tracker_files import scalars, steps, wandb_records
 
-pytestmark = [pytest.mark.busy, pytest.mark.needs("trackers")]
+pytestmark = [pytest.mark.busy, pytest.mark.slow, pytest.mark.needs("trackers")]
 
 
 def tracked_demo(folder: Path, *, ranks: int = 2, **keys: Any) -> Config:
@@ -84,7 +84,6 @@ def test_the_curves_of_a_training_are_in_both_trackers_after_a_restart(home: Pat
     compare(run)
 
 
-@pytest.mark.slow
 def test_trackers_outlive_a_supervisor_and_are_replaced_when_killed(home: Path, tmp_path: Path) -> None:
     run = start_config(home, tracked_demo(tmp_path, iters=150))
     run.wait(lambda: len(trackers_of(run, "wandb")) == 2)
@@ -102,7 +101,6 @@ def test_trackers_outlive_a_supervisor_and_are_replaced_when_killed(home: Path, 
     assert run.events_of(TrackerFailed) == []
 
 
-@pytest.mark.slow
 def test_a_tracker_that_fails_is_one_event_of_a_run_that_succeeds(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,12 @@ def event_files(run_dir: RunDir) -> list[Path]:
     return sorted(run_dir.tracker("tensorboard").glob("*"))
 
 
+def use(run: Tracked) -> str | None:
+    """What is told of the one tracker."""
+    (status,) = RunWatch(run.dir).poll().trackers
+    return status.use
+
+
 def test_tensorboard_reads_every_figure_and_drops_what_a_restart_repeats(tracked: Callable[..., Tracked]) -> None:
     run = tracked("tensorboard")
     run.row(1, val_loss=3.5, val_time=0.1)
@@ -97,6 +103,7 @@ def test_tensorboard_reads_every_figure_and_drops_what_a_restart_repeats(tracked
     assert [point[:2] for point in found["train_loss"]] == [(1, 1.0), (2, 0.5), (3, 9.0)]
     assert found["tokens_per_second"][0][1] == 1e9
     assert found["val_loss"][0] == (1, 3.5, (START + timedelta(seconds=1)).timestamp())
+    assert use(run) == f"tensorboard --logdir {run.dir.tracker('tensorboard')}"
 
 
 def test_a_killed_tracker_is_replaced_by_one_that_writes_everything(tracked: Callable[..., Tracked]) -> None:
@@ -150,6 +157,7 @@ def test_wandb_writes_an_offline_run_and_an_adopter_writes_it_anew(tracked: Call
     run.trackers.start()
     wait_until(lambda: not set(stopped) & set(run.pids("wandb")))
     assert run.close() == []
+    assert str(use(run)).startswith(f"wandb sync {run.dir.tracker('wandb')}/offline-run-")
     records = wandb_records(run.dir.tracker("wandb"))
     (made,) = [fields for kind, fields in records if kind == "run"]
     assert (made["id"], made["project"]) == (run.dir.id, "ours")
