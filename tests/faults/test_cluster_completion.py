@@ -24,6 +24,8 @@ from tests.faults.test_cluster_recovery import training
 from tests.faults.test_recovery import losses
 from tests.faults.test_training import await_iteration, trained, with_keys
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 16
 AWAY_AT = 4
 LEASE_S = 12.0
@@ -65,7 +67,7 @@ def succeeds(run: ClusterRun) -> None:
     run.mirrors_are_equal()
 
 
-@pytest.mark.parametrize("name", [pytest.param("ana", marks=pytest.mark.slow), "bea"])
+@pytest.mark.parametrize("name", ["ana", "bea"])
 def test_a_node_that_was_away_when_its_rank_completed(nodes: Cluster, home: Path, name: str) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home))
     await_iteration(run, AWAY_AT)
@@ -84,7 +86,6 @@ def test_a_node_that_was_away_when_its_rank_completed(nodes: Cluster, home: Path
     assert run.record.ended_at == record.ended_at, "that is when it ended"
 
 
-@pytest.mark.slow
 def test_an_adopter_fetches_what_was_missing(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home))
     await_iteration(run, AWAY_AT)
@@ -100,7 +101,6 @@ def test_an_adopter_fetches_what_was_missing(nodes: Cluster, home: Path) -> None
     succeeds(run)
 
 
-@pytest.mark.slow
 def test_all_nodes_away_and_nothing_known_of_any_rank(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home))
     await_iteration(run, AWAY_AT)
@@ -112,7 +112,6 @@ def test_all_nodes_away_and_nothing_known_of_any_rank(nodes: Cluster, home: Path
     succeeds(run)
 
 
-@pytest.mark.slow
 def test_all_nodes_away_for_longer_than_they_are_waited_for(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home, RECOVERY.model_copy(update={"node_wait_s": 1.0})))
     await_iteration(run, AWAY_AT)
@@ -126,7 +125,6 @@ def test_all_nodes_away_for_longer_than_they_are_waited_for(nodes: Cluster, home
     succeeds(run)
 
 
-@pytest.mark.slow
 def test_a_supervisor_that_was_stopped_for_longer_than_the_lease(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, two_nodes(nodes, home))
     await_iteration(run, AWAY_AT)
