@@ -129,9 +129,7 @@ def _chat(state: DeckState) -> str | None:
 def _chart(state: DeckState) -> str | None:
     if state.snapshot is not None and state.snapshot.record.task is not None:
         return "a task trains nothing"
-    if state.snapshot is None or not (state.snapshot.series.train or state.snapshot.series.val):
-        return "no loss yet"
-    return None
+    return None if state.metrics else "no figures yet"
 
 
 def _samples(state: DeckState) -> str | None:
@@ -294,6 +292,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            why_not=_chart),
     Action("fit_chart", ("0",), "fit", "Show everything from the first x to the last", "chart", LOG_VIEWS,
            why_not=_chart),
+    Action("export_chart", ("P",), "chart file", "Save the chart as SVG, and as PNG where Pillow is installed", "chart",
+           LOG_VIEWS, why_not=_chart),
     Action("samples", ("s",), "samples", "Answers of the run while it trains, or the chart", "display", LOG_VIEWS,
            why_not=_samples),
     Action("maximise", ("z",), "maximise", "Give the pane the whole screen, and back", "display"),

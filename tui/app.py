@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shlex
 import signal
@@ -30,6 +31,7 @@ from textual.worker import Worker
 from engine import api
 from engine.errors import plural
 from tui.actions import ACTIONS, Action
+from tui.chart_files import COLUMNS, NO_PNG, png_possible, write_chart
 from tui.engine_client import (
     BATCH_S,
     AbortProgressed,
@@ -67,6 +69,7 @@ from tui.screens.use import (
     uses,
 )
 from tui.state import ENGINE_ERRORS, DeckState, StateStore
+from tui.widgets.chart import Chart
 from tui.widgets.text import pair
 
 if TYPE_CHECKING:
@@ -721,6 +724,23 @@ class FlightDeckApp(App[None]):
         if path is not None:
             self.say(f"saved to {path}")
 
+    def do_export_chart(self) -> None:
+        self._request(self._export_chart(self.deck.chart))
+
+    async def _export_chart(self, chart: Chart) -> None:
+        record = self.state.snapshot.record if self.state.snapshot is not None else None
+        title = f"{record.name} ({record.id})" if record is not None else ""
+        try:
+            pictures = await asyncio.to_thread(chart.read_pictures, COLUMNS)
+            path = new_file(self.client.engine.home / "saved", "chart", self._clock(), ".svg")
+            write_chart(pictures, title, path)
+            if png_possible():
+                await asyncio.to_thread(write_chart, pictures, title, path.with_suffix(".png"))
+        except ENGINE_ERRORS as error:
+            self.say(f"the chart could not be saved: {error}", severity="error")
+        else:
+            self.say(f"saved to {path}" + (" and .png" if png_possible() else f"; {NO_PNG}"))
+
     def _save(self, text: str, name: str) -> Path | None:
         if not self.state.ready:
             self.say("the engine is still loading", severity="warning")
@@ -764,17 +784,20 @@ class FlightDeckApp(App[None]):
 
 
 def save_text(text: str, directory: Path, name: str, now: datetime) -> Path:
-    """Write `text` to a new 0600 file below `directory` (made 0700 when missing) and return its path."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = directory / f"{name}-{now:%Y%m%d-%H%M%S}.txt"
-    number = 1
-    while path.exists():
-        number += 1
-        path = directory / f"{name}-{now:%Y%m%d-%H%M%S}-{number}.txt"
+    """Write `text` to a new 0600 file below `directory` and return its path."""
+    path = new_file(directory, name, now, ".txt")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text if text.endswith("\n") else text + "\n")
     return path
+
+
+def new_file(directory: Path, name: str, now: datetime, suffix: str) -> Path:
+    """A path below `directory` (made 0700 when missing) that is not taken."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stem = f"{name}-{now:%Y%m%d-%H%M%S}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(path for free in names if not (path := directory / f"{free}{suffix}").exists())
 
 
 def copy_to_pasteboard(text: str) -> bool:

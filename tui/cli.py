@@ -420,6 +420,7 @@ def _history(commands: Commands) -> None:
         ("flightdeck metrics", "a table"),
         ("flightdeck metrics last --format csv > loss.csv", ""),
         ("flightdeck metrics demo --json | jq '.[-1].train_loss'", ""),
+        ("flightdeck metrics last --chart loss.svg", "the loss over the iterations, as a picture"),
         ("flightdeck metrics --try train.log", "what would be read from a program's output; 1 when nothing is"),
     )
     _run(metrics)
@@ -433,6 +434,10 @@ def _history(commands: Commands) -> None:
         "`metrics` of [job] where the configuration has it",
     )
     metrics.add_argument("--format", choices=("table", "json", "csv"), default="table", help="default: table")
+    metrics.add_argument("--chart", type=_file, metavar="FILE", help="draw a chart into FILE.svg or FILE.png instead")
+    metrics.add_argument("--metric", metavar="NAME", help="of the chart: loss (default), step time, memory, power, …")
+    metrics.add_argument("--axis", choices=("iterations", "tokens", "time"), default="iterations", help="of the chart")
+    metrics.add_argument("--average", action="store_true", help="of the chart: a moving average in its band")
 
 
 def _annotations(commands: Commands) -> None:

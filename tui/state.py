@@ -81,6 +81,8 @@ class DeckState:
     calibrating: Mapping[str, CalibrationProgress] | None = None
     """Progress of the calibration or scaling under way, by what is measured; None while there is none."""
     snapshot: RunSnapshot | None = None
+    metrics: tuple[str, ...] = ()
+    """Those of the shown run that a chart can be drawn of."""
     runs: tuple[RunRecord, ...] | None = None
     """Newest first; None until they have been read."""
     busy: str | None = None

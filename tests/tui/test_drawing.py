@@ -112,7 +112,7 @@ def losses(*curves: tuple[tuple[int, float], ...]) -> Picture:
     kinds = (("train", "solid"), ("validation", "dotted"))
     drawn = [ChartCurve(name, points, "$text", kind) for points, (name, kind) in zip(curves, kinds, strict=False)]
     steps = [step for points in curves for step, _ in points]
-    return Picture("loss", tuple(drawn), (min(steps, default=0), max(steps, default=0)))
+    return Picture("loss", "", tuple(drawn), (min(steps, default=0), max(steps, default=0)))
 
 
 def test_a_value_that_is_not_finite_is_a_gap() -> None:
@@ -126,7 +126,7 @@ def test_curves_are_told_apart_without_colour() -> None:
     levels = [SeriesCurve(f"rank {y}", [(1.0, float(y)), (60.0, float(y))], []) for y in range(4)]
     chart = SeriesChart("compute", "s", "iterations", tuple(levels))
     for glyphs in (Glyphs(), Glyphs(ascii=True)):
-        text = draw(picture(chart, (1, 60), glyphs), 70, 20, glyphs).plain
+        text = draw(picture(chart, (1, 60)), 70, 20, glyphs).plain
         rows = [line.partition("┤")[2] or line.partition("│")[2] or line[4:] for line in text.splitlines()[1:-2]]
         lines = [row.strip() for row in rows if len(set(row.strip())) > 0 and row.strip()]
         assert sorted(row[-1] for row in lines) == ["0", "1", "2", "3"]

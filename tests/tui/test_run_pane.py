@@ -303,7 +303,7 @@ async def test_streamed_data_says_how_far_it_is(fake: FakeEngine, epoch: int, pr
 def test_a_low_plot_has_a_scale_of_two_figures() -> None:
     state = DeckState()
     curve = ChartCurve("train", ((1, 6.4), (60, 1.4)), "$text")
-    plot = draw(Picture("loss", (curve,), (1, 60)), 76, 7, state.glyphs)
+    plot = draw(Picture("loss", "", (curve,), (1, 60)), 76, 7, state.glyphs)
     assert sum("┤" in line for line in plot.plain.splitlines()) >= 2
 
 

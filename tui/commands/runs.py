@@ -262,6 +262,11 @@ def _show_watch(lines: Lines, snapshot: RunSnapshot) -> None:
 
 
 def metrics(options: argparse.Namespace, engine: Engine) -> int:
+    if options.chart is not None:
+        # Textual draws it, which no other command of a run needs.
+        from tui.commands.chart import metrics_chart
+
+        return metrics_chart(options, engine)
     trial = _metrics_trial(options.tried, options, engine) if options.tried is not None else None
     reports = trial.reports if trial is not None else engine.runs.metrics(options.run)
     if options.json or options.format == "json":

@@ -289,6 +289,7 @@ class DeckScreen(Screen[None]):
         if self.state.pane == "logs" and self.logs.back():
             return
         if self.state.pane == "run" and self.chart.back():
+            self.query_one(RunPane).refresh_pane()
             return
         if self.maximised_pane is not None:
             self.do_maximise()
@@ -318,6 +319,10 @@ class DeckScreen(Screen[None]):
 
     def do_metric_grid(self) -> None:
         self.chart.change(grid=not self.chart.view.grid, page=0)
+        self.query_one(RunPane).refresh_pane()
+
+    def on_chart_metrics_read(self, event: Chart.MetricsRead) -> None:
+        self._store.change(metrics=event.metrics)
 
     def do_chart_axis(self) -> None:
         self.chart.next_axis()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol
 
 from textual.app import RenderResult
 from textual.content import Content
+from textual.message import Message
 from textual.widget import Widget
 
 from engine import api
@@ -48,10 +49,13 @@ _SYMBOLS: Final = ("", "o", "+", "x", "%", "=")
 """Curves in ASCII; the first is drawn by the shape of its dots."""
 _NAMED_CURVES: Final = 2
 """When there are more, each has a letter at its end."""
+_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 _ZOOM_POINTS: Final = 4
 """Fewer are not zoomed in on."""
 
 Points = Sequence[tuple[float, float]]
+Marks = Sequence[tuple[float, str]]
+"""Iterations, each with a key of MARKS."""
 
 
 class SeriesSource(Protocol):
@@ -91,7 +95,8 @@ class ChartCurve:
 class Picture:
     """A chart, ready to be drawn."""
 
-    title: str
+    metric: str
+    unit: str
     curves: tuple[ChartCurve, ...]
     window: tuple[float, float]
     """First and last x."""
@@ -102,44 +107,45 @@ class Picture:
     values: str = ""
     """At the cursor."""
 
+    @property
+    def title(self) -> str:
+        return f"{self.metric}, {self.unit}" if self.unit else self.metric
 
-def picture(chart: SeriesChart, window: tuple[float, float], glyphs: Glyphs) -> Picture:
+
+def picture(chart: SeriesChart, window: tuple[float, float]) -> Picture:
     """Without marks and cursor."""
     highest = max((abs(y) for curve in chart.curves for _, y in curve.points if math.isfinite(y)), default=0.0)
     factor, unit = scale_of(chart.unit, highest)
-    labels = [curve.label for curve in chart.curves]
+    tags = _tags([curve.label for curve in chart.curves])
     curves = []
     for number, curve in enumerate(chart.curves):
         points, average = ([(x, y / factor) for x, y in part] for part in (curve.points, curve.average))
         kind, style = list(KINDS)[number % len(KINDS)], RANK_STYLES[number % len(RANK_STYLES)]
         symbol = _SYMBOLS[number % len(_SYMBOLS)]
-        curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, _tag(labels, number)))
-    unit = unit.replace("°", "") if glyphs.ascii else unit
-    return Picture(f"{chart.metric}, {unit}" if unit else chart.metric, tuple(curves), window, chart.axis)
+        curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, tags[number]))
+    return Picture(chart.metric, unit, tuple(curves), window, chart.axis)
 
 
-def _tag(labels: Sequence[str], number: int) -> str:
-    """A letter that tells the label from the others; none where there are only few."""
+def _tags(labels: Sequence[str]) -> list[str]:
+    """A letter of each label, or its last digit, that tells it from the others; none where there are only few."""
     if len(labels) <= _NAMED_CURVES:
-        return ""
-    for place in (0, -1):
-        letters = [label[place : place + 1 or None] for label in labels]
-        if all(letters) and len(set(letters)) == len(letters):
-            return letters[number]
-    return chr(ord("a") + number % 26)
+        return [""] * len(labels)
+    tags: list[str] = []
+    for label in labels:
+        letters = [letter for letter in (label[-1:] if label[-1:].isdigit() else label) + _LETTERS if letter.isalnum()]
+        tags.append(next((letter for letter in letters if letter not in tags), letters[0]))
+    return tags
 
 
 def draw(picture: Picture, width: int, height: int, glyphs: Glyphs) -> Content:
     """The whole chart as `height` lines of `width` cells; a plain sentence when there is nothing to draw."""
-    finite = [y for curve in picture.curves for _, y in curve.points if math.isfinite(y)]
-    logarithmic = picture.logarithmic and any(y > 0 for y in finite)
-    finite = [y for y in finite if y > 0] if logarithmic else finite
-    if not finite:
+    heights, logarithmic = finite_heights(picture)
+    if not heights:
         return Content.styled(f"no {picture.title} yet", FRAME)
     if height < LEAST_ROWS or width < LEAST_WIDTH:
         return Content.styled("too small for the chart", FRAME)
     legend = height > LEAST_ROWS
-    upright = Axis.of(finite, (height - 2 - legend) * 4, logarithmic=logarithmic)
+    upright = Axis.of(heights, (height - 2 - legend) * 4, logarithmic=logarithmic)
     labels = labels_of(upright)
     columns = width - margin_of(labels) - 1
     low, high = picture.window
@@ -153,6 +159,13 @@ def draw(picture: Picture, width: int, height: int, glyphs: Glyphs) -> Content:
     lines = [_legend(picture, width, glyphs, logarithmic=logarithmic)] if legend else []
     lines += framed(canvas, labels, across, glyphs, picture.marks)
     return Content("\n").join(lines)
+
+
+def finite_heights(picture: Picture) -> tuple[list[float], bool]:
+    """All y that are drawn, and whether on a logarithmic axis: with nothing above 0 there is none."""
+    heights = [y for curve in picture.curves for _, y in curve.points if math.isfinite(y)]
+    logarithmic = picture.logarithmic and any(y > 0 for y in heights)
+    return [y for y in heights if y > 0 or not logarithmic], logarithmic
 
 
 def _draw_curve(canvas: Canvas, curve: ChartCurve, x: Axis, y: Axis) -> None:
@@ -173,15 +186,21 @@ def _draw_curve(canvas: Canvas, curve: ChartCurve, x: Axis, y: Axis) -> None:
         canvas.write(column, row, curve.tag, curve.style)
 
 
-def _parts(points: Points, x: Axis, y: Axis) -> Iterable[list[tuple[int, int]]]:
-    """The dots of a curve between its gaps, up to the edges."""
+def _parts(points: Points, x: Axis, y: Axis) -> Iterator[list[tuple[int, int]]]:
+    """The dots of a curve between its gaps."""
+    for part in curve_parts(points, x, y):
+        yield [(round(across * (x.dots - 1)), round((1 - up) * (y.dots - 1))) for across, up in part]
+
+
+def curve_parts(points: Points, x: Axis, y: Axis) -> Iterator[list[tuple[float, float]]]:
+    """A curve between its gaps, up to the edges: shares of both axes."""
     part: list[tuple[float, float]] = []
     for at, value in (*points, (math.inf, math.nan)):
         if math.isfinite(value) and not (y.logarithmic and value <= 0):
             part.append((x.share(at), y.share(value)))
         elif part:
             kept, part = _clipped(part), []
-            yield [(round(across * (x.dots - 1)), round((1 - up) * (y.dots - 1))) for across, up in kept]
+            yield kept
 
 
 def _clipped(part: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -199,7 +218,7 @@ def _clipped(part: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _legend(picture: Picture, width: int, glyphs: Glyphs, *, logarithmic: bool) -> Content:
-    title = [(picture.title, "bold")]
+    title = [(picture.title.replace("°", "") if glyphs.ascii else picture.title, "bold")]
     if picture.cursor is not None:
         left = Content.assemble(*title, "  ", picture.values)
         return left.truncate(width, ellipsis=not glyphs.ascii)
@@ -263,8 +282,27 @@ class Reading:
     """One, or the small ones of the grid."""
 
 
+def read_picture(source: SeriesSource, view: View, metric: str, columns: int, marks: Marks) -> Picture:
+    """One metric in the view's window, with at most two points a column."""
+    window = view.window(source.extent(metric, view.axis))
+    chart = source.chart(metric, view.axis, window, columns, smooth=view.smooth)
+    places = source.places(chart.axis, [iteration for iteration, _ in marks])
+    placed = tuple(ChartMark(x, kind) for x, (_, kind) in zip(places, marks, strict=True))
+    shown = replace(picture(chart, window), logarithmic=view.logarithmic, marks=placed)
+    if view.cursor is None or view.grid:
+        return shown
+    at = {tuple(name): y for name, y in source.values(chart.axis, view.cursor)}
+    return replace(shown, cursor=view.cursor, values=_values(at, metric, chart.axis, view.cursor))
+
+
 class Chart(Widget):
     """`open` names the source; `show` says that there may be more. The keys change what is looked at."""
+
+    @dataclass
+    class MetricsRead(Message):
+        """The source has other metrics than before."""
+
+        metrics: tuple[str, ...]
 
     DEFAULT_CSS = "Chart { height: 1fr; }"
 
@@ -274,7 +312,7 @@ class Chart(Widget):
         self.glyphs = Glyphs()
         self.reading: Reading | None = None
         self._source: SeriesSource | None = None
-        self._marks: Sequence[tuple[float, str]] = ()
+        self._marks: Marks = ()
         self._ended = False
         self._fault = ""
         self._busy = False
@@ -285,10 +323,11 @@ class Chart(Widget):
         if source is not self._source:
             self._source, self.reading, self._fault = source, None, ""
             self.view = replace(self.view, span=None, right=None, cursor=None)
+            self.post_message(self.MetricsRead(()))
             self.refresh()
 
-    def show(self, marks: Sequence[tuple[float, str]], glyphs: Glyphs, *, ended: bool) -> None:
-        """There may be new points. `marks`: iterations, each with a key of MARKS."""
+    def show(self, marks: Marks, glyphs: Glyphs, *, ended: bool) -> None:
+        """There may be new points."""
         self._marks, self.glyphs, self._ended = marks, glyphs, ended
         self._read_soon()
 
@@ -296,6 +335,10 @@ class Chart(Widget):
     def settled(self) -> bool:
         """Nothing is to be read."""
         return not (self._busy or self._due)
+
+    @property
+    def _seen(self) -> bool:
+        return self.is_on_screen and bool(self.size.width)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -309,8 +352,8 @@ class Chart(Widget):
     def next_metric(self) -> None:
         if self.view.grid:
             self.change(page=self.view.page + 1)
-        elif self.reading is not None and self.reading.metric is not None:
-            place = self.metrics.index(self.reading.metric) + 1
+        elif self.metrics:
+            place = self.metrics.index(self.view.metric) + 1 if self.view.metric in self.metrics else 1
             self.change(metric=self.metrics[place % len(self.metrics)])
 
     def next_axis(self) -> None:
@@ -383,7 +426,8 @@ class Chart(Widget):
             self._read()
 
     def _read(self) -> None:
-        if self._source is None or not self.is_on_screen or not self.size.width:
+        # What there is to be shown is read before it can be seen.
+        if self._source is None or not (self.is_attached and (self._seen or not self.metrics)):
             self._due = False
         elif self._busy:
             self._due = True
@@ -396,7 +440,9 @@ class Chart(Widget):
         try:
             reading = await asyncio.to_thread(self._load, source, self.view) if source is not None else None
             if source is self._source:
-                self.reading, self._fault = reading, ""
+                before, self.reading, self._fault = self.metrics, reading, ""
+                if self.metrics != before:
+                    self.post_message(self.MetricsRead(self.metrics))
         except ENGINE_ERRORS as error:
             self._fault = str(error)
         finally:
@@ -420,19 +466,16 @@ class Chart(Widget):
             names, width = metrics[first : first + across * down], self.size.width // across
         else:
             names, width = (metric,), self.size.width
-        pictures = tuple(self._picture(source, view, name, width) for name in names)
+        columns = max(1, width - 8) * 2
+        pictures = tuple(read_picture(source, view, name, columns, self._marks) for name in names)
         return Reading(view, metrics, metric, extent, pictures)
 
-    def _picture(self, source: SeriesSource, view: View, metric: str, width: int) -> Picture:
-        window = view.window(source.extent(metric, view.axis))
-        chart = source.chart(metric, view.axis, window, max(1, width - 8) * 2, smooth=view.smooth)
-        places = source.places(chart.axis, [iteration for iteration, _ in self._marks])
-        marks = tuple(ChartMark(x, kind) for x, (_, kind) in zip(places, self._marks, strict=True))
-        shown = replace(picture(chart, window, self.glyphs), logarithmic=view.logarithmic, marks=marks)
-        if view.cursor is None or view.grid:
-            return shown
-        at = {tuple(name): y for name, y in source.values(chart.axis, view.cursor)}
-        return replace(shown, cursor=view.cursor, values=_values(at, metric, chart.axis, view.cursor))
+    def read_pictures(self, columns: int) -> tuple[Picture, ...]:
+        """Those that are shown, for a wider chart. In a thread."""
+        if self._source is None or self.reading is None:
+            return ()
+        names, view = [shown.metric for shown in self.reading.pictures], replace(self.view, cursor=None)
+        return tuple(read_picture(self._source, view, name, columns, self._marks) for name in names)
 
     def _grid(self) -> tuple[int, int]:
         """Small charts across and down."""

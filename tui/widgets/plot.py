@@ -167,18 +167,19 @@ class Canvas:
         return (row, column) in self._texts
 
     def row(self, number: int, *, ascii: bool = False) -> Content:
-        parts: list[str | tuple[str, str]] = []
-        cells = zip(self._masks[number], self._styles[number], self._symbols[number], strict=True)
-        for column, (mask, style, symbol) in enumerate(cells):
-            text, style = self._texts.get((number, column), ("", style))
-            text = text or (
-                (symbol if mask and symbol else _ascii(mask)) if ascii else chr(_BLANK + mask) if mask else " "
-            )
-            if parts and isinstance(parts[-1], tuple) and parts[-1][1] == style:
-                parts[-1] = (parts[-1][0] + text, style)
-            else:
-                parts.append((text, style))
-        return Content.assemble(*parts)
+        masks, styles = self._masks[number], self._styles[number].copy()
+        if ascii:
+            symbols = zip(masks, self._symbols[number], strict=True)
+            cells = [(symbol or _ascii(mask)) if mask else " " for mask, symbol in symbols]
+        else:
+            cells = [chr(_BLANK + mask) if mask else " " for mask in masks]
+        for (row, column), (text, style) in self._texts.items():
+            if row == number:
+                cells[column], styles[column] = text, style
+        # An empty cell looks the same in every style.
+        starts = [0, *(place for place in range(1, self.width) if styles[place] and styles[place] != styles[place - 1])]
+        runs = zip(starts, [*starts[1:], self.width], strict=True)
+        return Content.assemble(*(("".join(cells[start:stop]), styles[start]) for start, stop in runs))
 
 
 def _ascii(mask: int) -> str:
@@ -223,8 +224,13 @@ def framed(
 def labels_of(axis: Axis) -> dict[int, str]:
     """Ticks of an upright axis by the row of cells, from the top."""
     rows = axis.dots // 4
-    ticks = _ticks(axis, max(2, rows // 3))
-    return {rows - 1 - axis.position(tick) // 4: _tick(tick, ticks) for tick in ticks}
+    return {rows - 1 - axis.position(tick) // 4: text for tick, text in tick_texts(axis, max(2, rows // 3))}
+
+
+def tick_texts(axis: Axis, count: int) -> list[tuple[float, str]]:
+    """About `count` ticks with their labels."""
+    ticks = _ticks(axis, count)
+    return [(tick, _tick(tick, ticks)) for tick in ticks]
 
 
 def margin_of(labels: Mapping[int, str]) -> int:

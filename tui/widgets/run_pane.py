@@ -92,6 +92,13 @@ class RunPane(Pane, can_focus=True):
             self.chart.display = False
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
+        self.chart.show(run_summary.marks(snapshot), state.glyphs, ended=not state.active)
+        if self.full and self.chart.view.grid and state.metrics:
+            for selector in ("#summary", "#ranks", "#figures", "#watch"):
+                self._put(selector, [])
+            self.chart.display = True
+            return
+        charted = has_loss or (self.full and bool(state.metrics))
         room, height = self.room - SCROLLBAR_CELLS, self.content_size.height
         tall = height >= TALL
         attempts = run_summary.attempts(snapshot, room, every=self.full)
@@ -106,7 +113,7 @@ class RunPane(Pane, can_focus=True):
         # Without a curve the log gets the room: it shows a failure, or the output of a program of one's own.
         self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-summary")
         # The style sheet gives it half of the pane at least; what has no room below it is scrolled to.
-        self.chart.display = has_loss and height >= 2 * LEAST_ROWS
+        self.chart.display = charted and height >= 2 * LEAST_ROWS
         if tall or not has_loss:
             ranks = rank_table(state, snapshot, room, headed=self.full)
         else:
@@ -119,11 +126,9 @@ class RunPane(Pane, can_focus=True):
             rest += run_summary.task_lines(state, snapshot.record.id, room)
         rest += run_summary.trackers(snapshot, room)
         verified = run_summary.verification(state, snapshot, room, every=self.full)
-        if has_loss and _rows(summary) + height // 2 + len(ranks) + 1 + _rows([*rest, *verified]) > height:
+        if charted and _rows(summary) + height // 2 + len(ranks) + 1 + _rows([*rest, *verified]) > height:
             verified = run_summary.verification(state, snapshot, room, every=False)
         self._put("#watch", [*verified, *rest])
-        if self.chart.display:
-            self.chart.show(run_summary.marks(snapshot), state.glyphs, ended=not state.active)
 
     def _put(self, selector: str, lines: list[Content]) -> None:
         text = self.query_one(selector, Text)

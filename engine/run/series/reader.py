@@ -41,6 +41,8 @@ _BY_NODE: Final = frozenset({"GPU use", "CPU use", "power", "temperature", "memo
 _BLOCKS_PER_COLUMN: Final = 3
 _SMOOTHED: Final = 0.02
 """Time constant of the moving average, as a share of the whole series."""
+_LEAST_AVERAGED: Final = 16
+"""A series of fewer points has no average."""
 _WARM_UP: Final = 5
 """Time constants before a window in which its average begins."""
 
@@ -162,7 +164,7 @@ class RunSeries:
         start, stop = reader.index(borders[0]) - 1, reader.index(borders[-1]) + 1
         blocks = reader.blocks(max(0, start), min(stop + 1, reader.count), _BLOCKS_PER_COLUMN * width)
         average: Points = []
-        if smooth and reader.count > 1:
+        if smooth and reader.count >= _LEAST_AVERAGED:
             first, last = self._ends(name)
             constant = (last - first) * _SMOOTHED
             warm_up = reader.index(borders[0] - _WARM_UP * constant)

@@ -1,0 +1,148 @@
+"""The chart of a run by keys: metrics, axes, cursor, zoom, grid, and the same as a file."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from engine.errors import InputError
+from engine.run.series.reader import SeriesChart, SeriesCurve
+from engine.snapshots import Series
+from tests.tui import fake_engine
+from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.fake_engine import FakeEngine
+from tui.chart_files import NO_PNG, write_chart
+from tui.glyphs import Glyphs
+from tui.widgets.chart import Picture, draw, picture
+from tui.widgets.plot import ChartMark
+
+SIZES = (SMALL, DASHBOARD, (160, 45))
+
+
+async def pressed(console: Console, *keys: str) -> Picture:
+    """What is drawn after the keys."""
+    await console.press(*keys)
+    chart = console.app.deck.chart
+    await console.until(lambda: chart.settled and chart.reading is not None and chart.reading.view == chart.view)
+    assert chart.reading is not None
+    return chart.reading.pictures[0]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+async def test_the_chart_goes_by_keys(fake: FakeEngine, size: tuple[int, int]) -> None:
+    fake.add(fake_engine.running())
+    async with opened(fake, size=size) as console:
+        await console.shows("── train")
+        await pressed(console, "4")
+        assert (await pressed(console, "m")).metric == "learning rate"
+        assert [(await pressed(console, "m")).metric for _ in range(2)] == ["throughput", "loss"]
+        assert [(await pressed(console, "X")).window for _ in range(3)] == [(700, 28_700), (0, 40), (1, 41)]
+        await console.shows("★ best validation")
+        assert (await pressed(console, "L")).logarithmic
+        assert len((await pressed(console, "L", "A")).curves[0].average) == 41
+        assert (await pressed(console, "A", "plus")).window == (11, 31)
+        assert (await pressed(console, "less_than_sign")).window == (1, 21)
+        assert (await pressed(console, "greater_than_sign", "greater_than_sign", "greater_than_sign")).window == (
+            21,
+            41,
+        )
+        assert (await pressed(console, "minus")).window == (1, 41)
+        assert (await pressed(console, "plus", "plus", "0")).window == (1, 41)
+        assert (await pressed(console, "h")).cursor == 41
+        shown = await pressed(console, "left", "h")
+        assert shown.cursor == 39 and f"train {fake_engine.loss_at(39):.4g}" in shown.values
+        await console.shows("iteration 39   train 1.266")
+        assert (await pressed(console, "l")).cursor == 40
+        assert (await pressed(console, "escape")).cursor is None
+        assert console.app.state.view == "run"
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+async def test_the_grid_has_every_metric_and_the_whole_pane(fake: FakeEngine, size: tuple[int, int]) -> None:
+    fake.add(fake_engine.running())
+    async with opened(fake, size=size) as console:
+        await console.shows("── train")
+        await pressed(console, "4", "M")
+        pane, chart = console.app.deck.pane("run"), console.app.deck.chart
+        await console.until(lambda: chart.size.height == pane.content_size.height)
+        seen = set[str]()
+        for _ in range(3):
+            await pressed(console, "m")
+            assert chart.reading is not None
+            seen |= {small.metric for small in chart.reading.pictures}
+        assert seen == {"loss", "learning rate", "throughput"}
+        await pressed(console, "escape")
+        assert not chart.view.grid and console.app.state.view == "run"
+        await console.shows("rank 0")
+
+
+async def test_new_points_are_drawn_and_a_zoomed_end_is_followed(fake: FakeEngine) -> None:
+    fake.add(run := fake_engine.running())
+    async with opened(fake) as console:
+        await console.shows("── train")
+        await pressed(console, "4", "plus", "greater_than_sign", "greater_than_sign", "greater_than_sign")
+        fake_engine.write_metrics(console.app.deck.chart._source._run_dir, fake_engine.series(51))  # type: ignore[union-attr]
+        fake.put(replace(run, series=fake_engine.series(51)))
+        chart = console.app.deck.chart
+        await console.until(lambda: chart.reading is not None and chart.reading.pictures[0].window == (31, 51))
+
+
+async def test_a_run_without_figures_says_so(fake: FakeEngine) -> None:
+    fake.add(replace(fake_engine.running(), series=Series()))
+    async with opened(fake) as console:
+        await console.press("4", "m")
+        await console.until(lambda: "metric: no figures yet" in console.notifications)
+
+
+async def test_the_chart_is_saved_as_a_picture(fake: FakeEngine) -> None:
+    fake.add(fake_engine.running())
+    async with opened(fake) as console:
+        await console.shows("── train")
+        await pressed(console, "P")
+        await console.until(lambda: any("saved to" in text for text in console.notifications))
+        folder = fake.home / "saved"
+        assert sorted(path.suffix for path in folder.glob("chart-*")) == [".png", ".svg"]
+
+
+def chart_of(*labels: str) -> Picture:
+    curves = [SeriesCurve(label, [(x, y + x / 10) for x in range(1, 61)], []) for y, label in enumerate(labels)]
+    marks = (ChartMark(20, "checkpoint"), ChartMark(30, "lost node"))
+    return replace(picture(SeriesChart("memory", "B", "time", tuple(curves)), (1, 60)), marks=marks)
+
+
+def test_an_svg_has_each_curve_and_says_what_it_is(tmp_path: Path) -> None:
+    write_chart([chart_of("rank 0", "<b>"), chart_of("a")], "a & b", tmp_path / "c.svg")
+    root = ElementTree.parse(tmp_path / "c.svg").getroot()
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a & b", "rank 0", "<b>", "memory, B", "0:30", "v checkpoint   x lost node"} <= set(texts)
+    lines = [element.get("points", "") for element in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert sum(line.count(",") == 60 for line in lines) == 3
+
+
+def test_a_png_is_one(tmp_path: Path) -> None:
+    write_chart([chart_of("rank 0", "rank 1")], "t", tmp_path / "c.png")
+    data = (tmp_path / "c.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and struct.unpack(">2I", data[16:24]) == (2400, 1008)
+    assert zlib.crc32(data) and len(data) > 10_000
+
+
+def test_without_pillow_a_png_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(InputError, match=NO_PNG.split(":")[0]):
+        write_chart([chart_of("a")], "t", tmp_path / "c.png")
+    with pytest.raises(InputError, match="ends in neither"):
+        write_chart([chart_of("a")], "t", tmp_path / "c.gif")
+    write_chart([chart_of("a")], "t", tmp_path / "c.svg")
+
+
+def test_of_many_curves_each_has_a_letter_at_its_end() -> None:
+    rows = draw(chart_of("ultra", "max", "mini"), 60, 14, Glyphs()).plain.splitlines()
+    assert all(f"{tag} {name}" in rows[0] for tag, name in (("u", "ultra"), ("m", "max"), ("i", "mini")))
+    assert [row[-1] for row in rows[1:-2] if row[-1].isalpha()] == ["i", "m", "u"]
+    assert " 0 rank 0 " in draw(chart_of("rank 0", "rank 1", "rank 2"), 90, 14, Glyphs()).plain
