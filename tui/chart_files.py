@@ -31,12 +31,12 @@ _TEXT_PX: Final = 14
 _PNG_SCALE: Final = 2
 NO_PNG: Final = "a PNG needs Pillow: pip install 'mlx-flightdeck[png]'"
 
-Place = tuple[float, float]
+Pixel = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class DrawnLine:
-    places: Sequence[Place]
+    places: Sequence[Pixel]
     colour: str
     width: float = 1.0
     dashes: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class DrawnLine:
 
 @dataclass(frozen=True)
 class DrawnText:
-    place: Place
+    place: Pixel
     text: str
     anchor: str = "start"
     """ "start", "middle" or "end"."""
@@ -83,7 +83,7 @@ def _shapes(picture: Picture, top: float) -> Shapes:
     upright = Axis.of(heights, HEIGHT - _TOP - _BOTTOM, logarithmic=logarithmic)
     bottom, right = top + HEIGHT - _BOTTOM, WIDTH - _RIGHT
 
-    def place(share: Place) -> Place:
+    def place(share: Pixel) -> Pixel:
         return _LEFT + share[0] * across.dots, bottom - share[1] * upright.dots
 
     shapes: Shapes = [DrawnText((_LEFT, top + 20), picture.title)]
@@ -153,7 +153,7 @@ def _write_png(shapes: Shapes, height: float, path: Path) -> None:
     image.save(path)
 
 
-def _dashed(places: Sequence[Place], dashes: Sequence[int]) -> Iterator[list[Place]]:
+def _dashed(places: Sequence[Pixel], dashes: Sequence[int]) -> Iterator[list[Pixel]]:
     """The parts of a line that are drawn."""
     if not dashes:
         yield list(places)

@@ -221,6 +221,7 @@ async def test_the_power_of_a_host_with_a_sensor_is_measured(tmp_path: Path, mon
     await until(is_measured)
     await link.close()
     assert all(joules == pytest.approx(250 * seconds) for joules, seconds in measured)
+    assert link.power.samples[-1]["gpu_power_w"] == 250
 
 
 class LineTransport(LocalTransport):

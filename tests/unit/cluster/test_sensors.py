@@ -54,6 +54,40 @@ def test_a_new_macmon_names_each_and_the_active_share_is_taken() -> None:
     assert (values["gpu_use"], values["gpu_mhz"], values["cpu_use"]) == (0.75, 1398, 0.5)
 
 
+LINUX_NETWORK = """Inter-|   Receive                                          |  Transmit
+ face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
+    lo: 999999     10    0    0    0     0          0         0   999999      10    0    0    0     0       0          0
+  eth0: {eth}    20    0    0    0     0          0         0     500      20    0    0    0     0       0          0
+  ib0:{ib} 1 0 0 0 0 0 0 70 1 0 0 0 0 0 0
+"""
+MAC_NETWORK = """Name    Mtu   Network       Address            Ipkts Ierrs  Ibytes  Opkts Oerrs  Obytes  Coll
+lo0        16384 <Link#1>                         6000     0    9999999     6000     0    9999999     0
+lo0        16384 127           127.0.0.1          6000     -    9999999     6000     -    9999999     -
+en0        1500  <Link#11>   aa:bb:cc:dd:ee:ff    1000     0       {en}     900     0        300     0
+en0        1500  192.168.2     192.168.2.10       1000     -       {en}     900     -        300     -
+utun0      1380  <Link#15>                          10     0         40       10     0         20     0
+"""
+
+
+def test_traffic_counts_every_interface_but_the_loopback() -> None:
+    first = sensors.traffic([10.0, LINUX_NETWORK.format(eth=1000, ib=30)])
+    later = sensors.traffic([12.0, LINUX_NETWORK.format(eth=3000, ib=30)])
+    assert first == (10.0, 1030, 570)
+    assert sensors.traffic_rates(first, later) == {"received_bytes_per_s": 1000.0, "sent_bytes_per_s": 0.0}
+    assert sensors.traffic([1.0, MAC_NETWORK.format(en=700)]) == (1.0, 740, 320)
+
+
+def test_a_counter_that_begins_anew_gives_no_rate() -> None:
+    first, later = (sensors.traffic([at, MAC_NETWORK.format(en=bytes)]) for at, bytes in ((1.0, 700), (2.0, 10)))
+    assert sensors.traffic_rates(first, later) == sensors.traffic_rates(None, first) == {}
+    assert sensors.traffic_rates(first, first) == {}
+
+
+@given(st.none() | st.text() | st.lists(st.text() | st.floats(), max_size=3))
+def test_traffic_is_none_for_what_is_no_counter(report: object) -> None:
+    assert sensors.traffic(report) is None
+
+
 def test_a_machine_without_a_sensor_for_the_whole_gives_cpu_and_gpu() -> None:
     assert parse_macmon(json.dumps(OLD | {"sys_power": 0.0}))["power_w"] == 2.5
 
