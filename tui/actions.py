@@ -324,7 +324,7 @@ _BAR: Final[dict[str, tuple[str, ...]]] = {
     "nodes": ("recheck", "fix", "shell", "copy", "back", "launch", "help", "quit"),
     "preflight": ("recheck", "fix", "copy", "back", "launch", "help", "quit"),
     "calibration": ("calibrate", "calibrate_quick", "scaling", "copy", "back", "launch", "help", "quit"),
-    "run": ("abort", "search", "follow", "log_axis", "back", "help", "quit"),
+    "run": ("abort", "search", "follow", "next_metric", "back", "help", "quit"),
     "history": ("enter", "use", "again", "copy", "back", "launch", "help", "quit"),
 }
 _PLAN_BAR: Final = ("launch", "recheck", "maximise", "copy", "back", "help", "quit")

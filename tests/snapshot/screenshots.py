@@ -165,6 +165,8 @@ PICTURED: Final = (
 """Drawn at every size, for the README too."""
 
 OTHERS: Final = (
+    Screenshot("metric-grid", everything, "throughput, tok/s", ("4", "M"), narrow=("m",)),
+    Screenshot("chart-cursor", everything, "iteration 39", ("4", "h", "h", "h")),
     Screenshot("not-calibrated", everything, "not measured", ("3",)),
     Screenshot("starting", lambda: [fake_engine.starting()], "▶ preflight"),
     Screenshot("aborted", ended, "■ aborted", follow="demo-0314-132000"),

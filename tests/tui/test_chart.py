@@ -13,14 +13,16 @@ import pytest
 
 from engine.errors import InputError
 from engine.run.series.reader import SeriesChart, SeriesCurve
-from engine.snapshots import Series
+from engine.snapshots import ResultFile, RunResult, Series, TrainedFile, Verification
 from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.chart_files import NO_PNG, write_chart
 from tui.glyphs import Glyphs
+from tui.state import DeckState
 from tui.widgets.chart import Picture, draw, picture
 from tui.widgets.plot import ChartMark
+from tui.widgets.run_summary import rank_line
 
 SIZES = (SMALL, DASHBOARD, (160, 45))
 
@@ -146,3 +148,51 @@ def test_of_many_curves_each_has_a_letter_at_its_end() -> None:
     assert all(f"{tag} {name}" in rows[0] for tag, name in (("u", "ultra"), ("m", "max"), ("i", "mini")))
     assert [row[-1] for row in rows[1:-2] if row[-1].isalpha()] == ["i", "m", "u"]
     assert " 0 rank 0 " in draw(chart_of("rank 0", "rank 1", "rank 2"), 90, 14, Glyphs()).plain
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+async def test_the_chart_is_the_largest_thing_of_a_runs_view(fake: FakeEngine, size: tuple[int, int]) -> None:
+    results = {"adapter": ResultFile("adapter", False, 60, "ana", "/a", "adapters.safetensors", 9, "0" * 64)}
+    left = replace(
+        fake_engine.succeeded(),
+        result=RunResult(files=tuple(results.values()), tokens=42_307, seconds=44.6),
+        trained=TrainedFile("/a/adapters.safetensors", 1_511_312, "ana", "python -m mlx_lm generate --model /m"),
+        verification=(Verification("backend", True, "ring"), Verification("loss", True, "falling")),
+    )
+    fake.add(fake_engine.running(), fake_engine.aborted(), left)
+    async with opened(fake, size=size) as console:
+        await console.press("4")
+        for run in list(fake.snapshots):
+            if console.app.state.snapshot is None or run != console.app.state.snapshot.record.id:
+                console.app.open_run(run)
+            await console.until(lambda: console.app.state.snapshot is not None)
+            await pressed(console, "m")
+            pane, chart = console.app.deck.pane("run"), console.app.deck.chart
+            await console.until(lambda: chart.size.height >= 0.45 * pane.content_size.height)  # noqa: B023
+            assert chart.region.bottom <= pane.content_region.bottom
+
+
+async def test_what_is_well_is_folded_until_the_pane_is_maximised(fake: FakeEngine) -> None:
+    verified = (Verification("backend", True, "ring, world of 2"), Verification("GPU use", None, "on the CPU"))
+    fake.add(run := replace(fake_engine.running(), verification=verified))
+    async with opened(fake) as console:
+        await console.press("4")
+        await console.shows("✓ backend   ? GPU use")
+        assert "exchange" not in console.screen
+        await console.press("z")
+        await console.shows("ring, world of 2")
+        assert "exchange" in console.screen
+        await console.press("z")
+        await console.shows("✓ backend   ? GPU use")
+        stale = replace(run.ranks[1], seen_at=fake_engine.ago(300))
+        bad = Verification("loss", False, "not finite")
+        fake.put(replace(run, ranks=(run.ranks[0], stale), verification=(*verified, bad)))
+        await console.shows("not finite")
+        await console.shows("exchange")
+
+
+def test_many_ranks_are_counted_on_one_line() -> None:
+    ranks = tuple(replace(fake_engine.ranks()[0], rank=rank, step_s=0.5 + rank / 100) for rank in range(64))
+    snapshot = replace(fake_engine.running(), ranks=ranks)
+    line = rank_line(DeckState(now=fake_engine.NOW, snapshot=snapshot), snapshot, 100).plain
+    assert line == "64 ranks   0.500 to 1.130 s   rank 63 ← slowest   ▶ 64 training"

@@ -374,7 +374,7 @@ async def test_the_ranks_are_shown_with_exchange_gradient_and_peak_and_the_run_w
     async with opened(fake, size=(160, 40)) as console:
         for text in ("gradient 1.94", "skew 25%"):
             await console.shows(text)
-        await console.press("4")
+        await console.press("4", "z")
         for text in ("exchange", "0.112 s", "2.27", "201 MB", "← slowest"):
             await console.shows(text)
 

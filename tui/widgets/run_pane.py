@@ -27,7 +27,7 @@ class RunPane(Pane, can_focus=True):
 
     NAME = "run"
     NUMBER = "4"
-    HINTS = ("samples", "log_axis", "maximise", "enter")
+    HINTS = ("samples", "next_metric", "metric_grid", "export_chart", "maximise", "enter")
     samples_shown = False
     """The answers to sample_prompts are in place of all else."""
 
@@ -114,10 +114,12 @@ class RunPane(Pane, can_focus=True):
         self.set_class(not has_loss and (not state.active or own_program(snapshot)), "-summary")
         # The style sheet gives it half of the pane at least; what has no room below it is scrolled to.
         self.chart.display = charted and height >= 2 * LEAST_ROWS
-        if tall or not has_loss:
-            ranks = rank_table(state, snapshot, room, headed=self.full)
+        # Maximised it shows each rank and each check, else those of which not all is well.
+        folded = self.chart.display and not self.screen.has_class("-maximised")
+        if folded and (not tall or run_summary.ranks_well(state, snapshot)):
+            ranks = [rank_line(state, snapshot, room)] if tall or state.active else []
         else:
-            ranks = [rank_line(state, snapshot, room)] if state.active else []
+            ranks = rank_table(state, snapshot, room, headed=self.full)
         self._put("#ranks", ranks)
         self._put("#figures", [figures(state, snapshot, room, peak=not tall)] if has_loss else [])
         rest = run_summary.left(snapshot, room, tall=tall)
@@ -125,9 +127,9 @@ class RunPane(Pane, can_focus=True):
         if self.full:
             rest += run_summary.task_lines(state, snapshot.record.id, room)
         rest += run_summary.trackers(snapshot, room)
-        verified = run_summary.verification(state, snapshot, room, every=self.full)
-        if charted and _rows(summary) + height // 2 + len(ranks) + 1 + _rows([*rest, *verified]) > height:
-            verified = run_summary.verification(state, snapshot, room, every=False)
+        verified = run_summary.verification(state, snapshot, room, every=self.full and not folded)
+        if self.full and tall and folded:
+            verified += run_summary.verified_line(state, snapshot, room)
         self._put("#watch", [*verified, *rest])
 
     def _put(self, selector: str, lines: list[Content]) -> None:
@@ -159,10 +161,6 @@ class RunPane(Pane, can_focus=True):
         """The fix when the run failed (that is what one pastes), else everything."""
         snapshot = self.state.snapshot
         return (snapshot.fix if snapshot is not None else None) or self.text()
-
-
-def _rows(lines: list[Content]) -> int:
-    return sum(line.plain.count("\n") + 1 for line in lines)
 
 
 def _waiting(state: DeckState) -> Content:

@@ -5,6 +5,7 @@ its first cause and fix.
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from textual.content import Content
@@ -32,6 +33,7 @@ from tui.glyphs import (
     OK,
     PENDING,
     PHASES,
+    RUNNING,
     STALE,
     STATES,
     STOPPED,
@@ -55,6 +57,8 @@ SHOWN_ALARMS: Final = 3
 GRAVE: Final = frozenset({"backend", "replicas"})
 """Lines without which a training is worthless; the others only warn."""
 _INDENT: Final = 14
+_NAMED_RANKS: Final = 4
+"""On one line; more are counted."""
 NAMED_NODES: Final = 8
 """Unreachable nodes that are named."""
 
@@ -81,6 +85,19 @@ def verification(state: DeckState, snapshot: RunSnapshot, width: int, *, every: 
     """A line each; without `every` only of what is not as it should be."""
     lines = [_with_telemetry(state, snapshot, line) for line in snapshot.verification]
     return [_line(state, line, width) for line in lines if every or line.good is False]
+
+
+def verified_line(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
+    """The names of what is as it should be, and of what is not known, on one line."""
+    lines = [_with_telemetry(state, snapshot, line) for line in snapshot.verification]
+    named = {glyph: [line.name for line in lines if line.good is good] for good, glyph in ((True, OK), (None, UNKNOWN))}
+    parts = [state.glyphs.state(glyph, ", ".join(names)) for glyph, names in named.items() if names]
+    return [Content("   ").join(parts).truncate(width, ellipsis=not state.glyphs.ascii)] if parts else []
+
+
+def ranks_well(state: DeckState, snapshot: RunSnapshot) -> bool:
+    """Every rank trains, or has ended as it should."""
+    return all(rank_glyph(state, rank)[0] in (RUNNING, OK) for rank in snapshot.ranks)
 
 
 def _line(state: DeckState, line: Verification, width: int) -> Content:
@@ -214,6 +231,13 @@ def rank_line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
         late = Content.styled(arrow if rank.rank == straggler else "", "$warning")
         named = Content.styled(f"rank {rank.rank} ", rank_style(rank.rank))
         parts.append(Content.assemble(named, state.glyphs.state(glyph, word), took, late))
+    if len(parts) > _NAMED_RANKS:
+        times = [rank.step_s for rank in snapshot.ranks if rank.step_s is not None]
+        spread = f"   {min(times):.3f} to {max(times):.3f} s" if times else ""
+        late = Content.styled(f"   rank {straggler}{arrow}" if straggler is not None else "", "$warning")
+        words = Counter(rank_glyph(state, rank) for rank in snapshot.ranks)
+        states = [state.glyphs.state(glyph, f"{count} {word}") for (glyph, word), count in words.items()]
+        parts = [Content.assemble(f"{len(parts)} ranks", spread, late), *states]
     return Content("   ").join(parts).truncate(width, ellipsis=not state.glyphs.ascii)
 
 
