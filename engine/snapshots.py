@@ -109,7 +109,7 @@ class NodeCondition:
 
 @dataclass(frozen=True)
 class SeriesMark:
-    """A point on the loss plot's axis: a checkpoint or a restart."""
+    """A point on a chart's axis: a checkpoint or a restart."""
 
     iteration: int
     kind: str

@@ -29,6 +29,7 @@ SMALLEST = {
     "precision": ["--steps", "3"],
     "preflight": ["--rounds", "1"],
     "recovery": ["--seeds", "1"],
+    "series": ["--points", "2000", "--runs", "2"],
     "startup": ["--pairs", "1"],
     "telemetry": ["3"],
     "throughput": ["--rounds", "1", "--epochs", "1", "--only", "1 rank, lora, float32, equal"],

@@ -89,6 +89,19 @@ COMMANDS = [
 ]
 
 
+def test_a_chart_is_a_file_and_a_metric_that_is_not_there_names_those_that_are(
+    home: Path, failed: MadeRun, tmp_path: Path
+) -> None:
+    picture = tmp_path / "loss.svg"
+    shown = flightdeck(home, "metrics", "broken", "--chart", str(picture), "--axis", "tokens")
+    assert (shown.code, shown.out) == (0, f"wrote {picture}\n")
+    assert ">loss</text>" in picture.read_text() and ">train</text>" in picture.read_text()
+    refused = flightdeck(home, "metrics", "broken", "--chart", str(picture), "--metric", "power")
+    assert refused.code == 2 and "it has loss" in refused.err
+    refused = flightdeck(home, "metrics", "broken", "--chart", str(tmp_path / "loss.jpg"))
+    assert refused.code == 2 and "neither .svg nor .png" in refused.err
+
+
 @pytest.mark.needs("linux")
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_an_output_that_cannot_be_written_is_one_line(home: Path, failed: MadeRun, arguments: list[str]) -> None:

@@ -38,6 +38,7 @@ from tui.widgets.plot import (
 
 if TYPE_CHECKING:
     from engine.api import SeriesChart
+    from engine.snapshots import RunSnapshot
 
 REDRAW_S: Final = 0.5
 LEAST_ROWS: Final = 4
@@ -313,28 +314,33 @@ class Chart(Widget):
         self.reading: Reading | None = None
         self._source: SeriesSource | None = None
         self._marks: Marks = ()
-        self._ended = False
+        self._snapshot: RunSnapshot | None = None
         self._fault = ""
         self._busy = False
+        self._again = False
+        """It is to be read anew once the reading under way has ended."""
         self._due = False
+        """A timer reads it."""
         self._read_at = float("-inf")
 
     def open(self, source: SeriesSource | None) -> None:
         if source is not self._source:
-            self._source, self.reading, self._fault = source, None, ""
+            self._source, self._snapshot, self.reading, self._fault = source, None, None, ""
             self.view = replace(self.view, span=None, right=None, cursor=None)
             self.post_message(self.MetricsRead(()))
             self.refresh()
 
-    def show(self, marks: Marks, glyphs: Glyphs, *, ended: bool) -> None:
-        """There may be new points."""
-        self._marks, self.glyphs, self._ended = marks, glyphs, ended
-        self._read_soon()
+    def show(self, snapshot: RunSnapshot, marks: Marks, glyphs: Glyphs) -> None:
+        """There may be new points, where it is another snapshot than before."""
+        self._marks, self.glyphs = marks, glyphs
+        if snapshot is not self._snapshot:
+            self._snapshot = snapshot
+            self._read_soon()
 
     @property
     def settled(self) -> bool:
         """Nothing is to be read."""
-        return not (self._busy or self._due)
+        return not (self._busy or self._again or self._due)
 
     @property
     def _seen(self) -> bool:
@@ -419,20 +425,26 @@ class Chart(Widget):
     def _read_soon(self) -> None:
         """Read at most every REDRAW_S."""
         wait = self._read_at + REDRAW_S - monotonic()
-        if not self._due and wait > 0:
+        if self._due:
+            return
+        if wait > 0:
             self._due = True
-            self.set_timer(wait, self._read)
-        elif not self._due:
+            self.set_timer(wait, self._read_due)
+        else:
             self._read()
+
+    def _read_due(self) -> None:
+        self._due = False
+        self._read()
 
     def _read(self) -> None:
         # What there is to be shown is read before it can be seen.
         if self._source is None or not (self.is_attached and (self._seen or not self.metrics)):
-            self._due = False
-        elif self._busy:
-            self._due = True
+            return
+        if self._busy:
+            self._again = True
         else:
-            self._busy, self._due, self._read_at = True, False, monotonic()
+            self._busy, self._again, self._read_at = True, False, monotonic()
             self.run_worker(self._reread, group="chart")  # type: ignore[arg-type]
 
     async def _reread(self) -> None:
@@ -448,12 +460,13 @@ class Chart(Widget):
         finally:
             self._busy = False
         self.refresh()
-        if self._due:
+        if self._again:
+            self._again = False
             self._read()
 
     def _load(self, source: SeriesSource, view: View) -> Reading:
         """In a thread."""
-        source.refresh(ended=self._ended)
+        source.refresh(ended=self._snapshot is not None and self._snapshot.record.state.ended)
         metrics = tuple(source.metrics)
         if not metrics:
             return Reading(view)
@@ -491,7 +504,8 @@ class Chart(Widget):
             return Content.styled("no figures yet", FRAME)
         if not self.reading.view.grid:
             return draw(self.reading.pictures[0], width, height, self.glyphs)
-        across, down = self._grid()
+        across, _ = self._grid()
+        down = math.ceil(len(self.reading.pictures) / across)
         cell, lines = (width - 2 * (across - 1)) // across, []
         for start in range(0, len(self.reading.pictures), across):
             row = self.reading.pictures[start : start + across]

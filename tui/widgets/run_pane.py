@@ -27,7 +27,7 @@ class RunPane(Pane, can_focus=True):
 
     NAME = "run"
     NUMBER = "4"
-    HINTS = ("samples", "next_metric", "metric_grid", "export_chart", "maximise", "enter")
+    HINTS = ("samples", "next_metric", "metric_grid", "maximise", "enter")
     samples_shown = False
     """The answers to sample_prompts are in place of all else."""
 
@@ -92,7 +92,7 @@ class RunPane(Pane, can_focus=True):
             self.chart.display = False
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
-        self.chart.show(run_summary.marks(snapshot), state.glyphs, ended=not state.active)
+        self.chart.show(snapshot, run_summary.marks(snapshot), state.glyphs)
         if self.full and self.chart.view.grid and state.metrics:
             for selector in ("#summary", "#ranks", "#figures", "#watch"):
                 self._put(selector, [])

@@ -231,7 +231,7 @@ def rank_line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
         late = Content.styled(arrow if rank.rank == straggler else "", "$warning")
         named = Content.styled(f"rank {rank.rank} ", rank_style(rank.rank))
         parts.append(Content.assemble(named, state.glyphs.state(glyph, word), took, late))
-    if len(parts) > _NAMED_RANKS:
+    if len(parts) > _NAMED_RANKS or sum(part.cell_length + 3 for part in parts) > width + 3:
         times = [rank.step_s for rank in snapshot.ranks if rank.step_s is not None]
         spread = f"   {min(times):.3f} to {max(times):.3f} s" if times else ""
         late = Content.styled(f"   rank {straggler}{arrow}" if straggler is not None else "", "$warning")
