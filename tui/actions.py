@@ -142,6 +142,14 @@ def _fix(state: DeckState) -> str | None:
     return fix if isinstance(fix := fix_for(state), str) else None
 
 
+def _skip(state: DeckState) -> str | None:
+    check = state.selected_check
+    if check is None:
+        return "no check is selected"
+    failed = check.status == "fail" or check.name in state.skips
+    return None if failed else f"{check.name} has not failed"
+
+
 def _shell(state: DeckState) -> str | None:
     if state.config is None or state.node is None:
         return "no configuration says how to reach the node"
@@ -237,6 +245,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            panes=("calibration",), why_not=_scale, when=lambda state: state.calibrating is None),
     Action("fix", ("x",), "fix", "Fix what is selected: run a fix, set up cables, or compare a host key; asks first",
            "nodes", panes=("nodes", "preflight"), why_not=_first(_loading, _fix)),
+    Action("skip", ("s",), "skip", "Skip the selected check at the next launch, with a reason; or no longer", "nodes",
+           panes=("preflight",), why_not=_first(_loading, _skip)),
     Action("shell", ("s",), "shell", "Open a shell on the selected node; the console waits for its end", "nodes",
            panes=("nodes",), why_not=_first(_loading, _shell)),
     Action("view_nodes", ("1",), "nodes", "Nodes, full screen", "views"),
@@ -322,7 +332,7 @@ GROUPS: Final = {
 _BAR: Final[dict[str, tuple[str, ...]]] = {
     "dashboard": ("demo", "launch", "abort", "recheck", "help", "palette", "quit"),
     "nodes": ("recheck", "fix", "shell", "copy", "back", "launch", "help", "quit"),
-    "preflight": ("recheck", "fix", "copy", "back", "launch", "help", "quit"),
+    "preflight": ("recheck", "fix", "skip", "copy", "back", "launch", "help", "quit"),
     "calibration": ("calibrate", "calibrate_quick", "scaling", "copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "next_metric", "back", "help", "quit"),
     "history": ("enter", "use", "again", "copy", "back", "launch", "help", "quit"),

@@ -52,7 +52,7 @@ from tui.poller import POLL_S, ConfigEdited, EngineFailed, EngineReady, RunPolle
 from tui.screens.chat import Chat
 from tui.screens.deck import DeckScreen
 from tui.screens.dialog import Confirm, Welcome, confirm_abort, confirm_launch, confirm_programs, text_width
-from tui.screens.fix import ChangedKey, FixDialog, UnknownKey, confirm_fix, confirm_setup
+from tui.screens.fix import ChangedKey, FixDialog, SkipCheck, UnknownKey, confirm_fix, confirm_setup
 from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.settings import SettingsForm, starts
 from tui.screens.stopping import Stopping
@@ -589,6 +589,21 @@ class FlightDeckApp(App[None]):
 
         lines = pair("in a shell", "\n".join(commands), text_width(self.size.width))
         self.push_screen(Confirm(title, [lines], "Copy"), answered)
+
+    def do_skip(self) -> None:
+        """Skip the check under the cursor at the next launch, or no longer."""
+        check = self.state.selected_check
+        assert check is not None
+        if check.name in self.state.skips:
+            skips = {name: why for name, why in self.state.skips.items() if name != check.name}
+            self.store.change(skips=skips)
+            return
+
+        def answered(reason: str | None) -> None:
+            if reason is not None:
+                self.store.change(skips={**self.state.skips, check.name: reason})
+
+        self.push_screen(SkipCheck(check, text_width(self.size.width)), answered)
 
     def do_fix(self) -> None:
         fix = fix_for(self.state)

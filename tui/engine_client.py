@@ -415,13 +415,14 @@ class EngineClient:
     async def launch(self, config: Config) -> None:
         self._store.change(busy="launching", fault=None)
         try:
-            record = await self._loop.call(lambda: self.engine.launches.launch(config))
+            skips = self._store.state.skips
+            record = await self._loop.call(lambda: self.engine.launches.launch(config, skip=skips))
         except ENGINE_ERRORS as error:
             self._store.change(fault=str(error))
             self._notify(str(error), "error")
         else:
             # The supervisor's own preflight counts now, not an earlier one.
-            self._store.change(checks=(), checks_at=None)
+            self._store.change(checks=(), checks_at=None, skips={})
             self._post(RunLaunched(record.id))
         finally:
             self._store.change(busy=None)

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from engine import api
 from tui.state import DeckState
 
 if TYPE_CHECKING:
-    from engine.models import CheckResult, NodeFacts
+    from engine.models import NodeFacts
 
 _OURS: Final = "flightdeck "
 """A fix that begins so runs on this machine: the console does it itself, or a person does."""
+HERE: Final = "this machine"
+_FIXED: Final = ("fail", "warn")
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ def _node_fix(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
     if facts.problem:
         return f"no command fixes this{f': {facts.fix}' if facts.fix else ''}"
     for check in state.shown_checks:
-        command = _commands(check).get(state.node)
-        if command is not None:
+        command = check.fixes.get(state.node, _OURS) if check.status in _FIXED else _OURS
+        if not command.startswith(_OURS):
             return CheckFix(check.name, {state.node: command}, check.effects)
     if state.topology is not None and state.node in state.topology.setup:
         return CableSetup(state.topology.setup)
@@ -88,20 +91,19 @@ def _check_fix(state: DeckState) -> CheckFix | HostKeyFix | str:
     check = state.selected_check
     if check is None:
         return "no check is selected"
-    if check.status not in ("fail", "warn"):
+    if check.status not in _FIXED:
         return f"{check.name} has nothing to fix"
-    commands = _commands(check)
-    if commands:
+    assert state.config is not None
+    commands = {node: command for node, command in check.fixes.items() if not command.startswith(_OURS)}
+    line = check.fix_command or ""
+    if commands and line in ("", api.as_shell_line(state.config, check.fixes)):
         return CheckFix(check.name, commands, check.effects)
+    if line and not line.startswith(_OURS):
+        # More than what the nodes can do alone, such as a copy from one to another.
+        return CheckFix(check.name, {HERE: line}, {HERE: check.fix_effect} if check.fix_effect else {})
     keys = [node for node, command in check.fixes.items() if command.startswith(_OURS)]
     shown = (state.facts.get(node) for node in keys)
     offer = next((facts for facts in shown if facts is not None and facts.host_key is not None), None)
     if offer is not None:
         return HostKeyFix(offer)
-    return "a person must do this; y copies the command" if check.fix_command else "no command fixes this"
-
-
-def _commands(check: CheckResult) -> dict[str, str]:
-    if check.status not in ("fail", "warn"):
-        return {}
-    return {node: command for node, command in check.fixes.items() if not command.startswith(_OURS)}
+    return f"in a shell here: {check.fix_command} (y copies it)" if check.fix_command else "no command fixes this"

@@ -72,6 +72,8 @@ class DeckState:
     """The run under the cursor of the history."""
     checks: tuple[CheckResult, ...] = ()
     """The preflight started from the console, without a launch."""
+    skips: Mapping[str, str] = field(default_factory=dict)
+    """Checks that the next launch skips, and why, as a person says."""
     checks_at: datetime | None = None
     """When that preflight ended; None while it runs."""
     prediction: Prediction | None = None
@@ -170,7 +172,7 @@ class DeckState:
 
     def failures(self) -> int:
         """Failed checks of the console's own preflight: those block a launch."""
-        return sum(check.status == "fail" for check in self.checks)
+        return sum(check.status == "fail" and check.name not in self.skips for check in self.checks)
 
     def ago(self, moment: datetime | None) -> str:
         """ "just now" or "3 min ago"."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine.api.chats import ChatExchange, ChatServer
     from engine.api.engine import Engine
     from engine.api.tasks import TaskRequest, serve_request
-    from engine.checks.fixes import asks_for_password
+    from engine.checks.fixes import as_shell_line, asks_for_password
     from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_hostfile, hosts_from_names, is_address
     from engine.cluster.transport.base import Completed
     from engine.config.draft import DraftJob, DraftNode, already_there, draft, find_job, unique_names, write_draft
@@ -53,7 +53,7 @@ _NAMES: Final = {
     "engine.api.chats": "ChatServer ChatExchange",
     "engine.api.engine": "Engine",
     "engine.api.tasks": "TaskRequest serve_request",
-    "engine.checks.fixes": "asks_for_password",
+    "engine.checks.fixes": "as_shell_line asks_for_password",
     "engine.cluster.discovery": "FoundHost FoundPython hosts_from_hostfile hosts_from_names is_address",
     "engine.cluster.transport.base": "Completed",
     "engine.config.draft": "DraftJob DraftNode already_there draft find_job unique_names write_draft",

@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,13 @@ class LaunchesApi:
         """Into [job] of the configuration's file. Blocking. Raises InputError, ConfigError, StateError."""
         write_settings(config, changes)
 
-    async def launch(self, config: Config, *, skip: Iterable[str] = ()) -> RunRecord:
-        """Make the run, start its supervisor, and return once that is in charge (state planned or later).
-        Preflight is the supervisor's first step. Raises InputError, StateError, LaunchError, and NodesInUse while a
-        calibration uses them."""
+    async def launch(self, config: Config, *, skip: Iterable[str] | Mapping[str, str] = ()) -> RunRecord:
+        """Make the run, start its supervisor, and return once that is in charge (state planned or later). `skip`:
+        checks, perhaps with a person's reasons for the audit log. Preflight is the supervisor's first step. Raises
+        InputError, StateError, LaunchError, and NodesInUse while a calibration uses them."""
         directory = await asyncio.to_thread(self._prepare, config, tuple(skip))
+        if isinstance(skip, Mapping) and skip:
+            audit_log("launch", "skips", {"run": directory.id, "why": dict(skip)}, home=self._session.home)
         await asyncio.to_thread(start_supervisor, directory)
         return await asyncio.to_thread(self._runs.record, directory.id)
 

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import AsyncIterator, Sequence
 
 from engine.api.session import Session
+from engine.cluster.agent_client import THIS_MACHINE
 from engine.cluster.discovery import FoundHost, FoundPython, discover, find_pythons
 from engine.cluster.facts import probe_as_completed
 from engine.cluster.telemetry import telemetry
@@ -159,6 +160,8 @@ def _as_typed(command: str) -> str:
 
 
 def _node(config: Config, name: str) -> NodeConfig:
+    if name == THIS_MACHINE.name:
+        return THIS_MACHINE
     node = next((node for node in config.nodes if node.name == name), None)
     if node is None:
         raise InputError(f"no node {name!r}", todo=f"nodes: {', '.join(node.name for node in config.nodes)}")

@@ -12,7 +12,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -194,11 +194,18 @@ async def run(context: CheckContext) -> CheckResult:
             context.progress(NAME, message)
 
     scripted = await run_script(context.config, report_line)
+    if scripted.status == "not_found" and not _wants_script(context.config):
+        scripted = replace(scripted, message="")
     compared = None
     if scripted.status != "failed":
-        context.progress(NAME, f"{scripted.message}; comparing the trees")
+        context.progress(NAME, "; ".join(filter(None, [scripted.message, "comparing the trees"])))
         compared = await compare_workdirs(context, distinct_workdirs(context.config))
     return evaluate(context.config, scripted, compared)
+
+
+def _wants_script(config: Config) -> bool:
+    """The job is code of the user's own, which each of several hosts must have, or a script is named."""
+    return bool(config.job.words) or "sync_script" in config.preflight.model_fields_set
 
 
 async def run_script(config: Config, on_line: Callable[[str], None]) -> SyncScriptOutcome:
@@ -302,8 +309,10 @@ def _evaluate_trees(
             incomplete.append(node)
     if findings.verdict().status is CheckStatus.PASS:
         proved = compared.differences or not compared.homes
-        status = CheckStatus.PASS if scripted.status == "success" and proved else CheckStatus.WARN
-        return verdict(NAME, status, "; ".join([scripted.message, *_checks(compared)]), evidence=findings.evidence)
+        as_wanted = scripted.status == "success" or not scripted.message
+        status = CheckStatus.PASS if as_wanted and proved else CheckStatus.WARN
+        summary = "; ".join(filter(None, [scripted.message, *_checks(compared)]))
+        return verdict(NAME, status, summary, evidence=findings.evidence)
     workdirs = {node.name: node.workdir for node in config.nodes}
     copied = compared.trees.get(compared.reference.name)
     excluded = copied.left if copied is not None else ()

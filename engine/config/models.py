@@ -213,7 +213,8 @@ class PreflightConfig(_Section):
     sync: bool = True
     """Run the sync script before a launch."""
     sync_script: _HeadPath = "~/Dev/sync-dev.sh"
-    """Script on this machine that copies the project to the nodes. If it does not exist, that is a warning."""
+    """Script on this machine that copies the project to the nodes. If it does not exist, that is a warning where it is
+    named here, or the job is a command."""
     block_on_failure: bool = True
     """A failing sync script blocks the launch; otherwise it is a warning."""
     consistency: bool = True

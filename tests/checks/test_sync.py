@@ -167,10 +167,14 @@ async def test_a_bare_home_is_not_read_and_nothing_is_claimed_of_it(two: Config,
     assert "not compared on node1: the workdir is a bare home" in result.summary
 
 
-async def test_without_a_script_it_warns_and_goes_on(two: Config) -> None:
+async def test_a_missing_script_is_said_only_where_one_is_wanted(two: Config) -> None:
     result = await run_check(sync.run, two)
-    assert result.status is CheckStatus.WARN
-    assert result.summary.startswith("no sync script ~/Dev/sync-dev.sh")
+    assert (result.status, result.summary) == (CheckStatus.PASS, "1 of 1 trees are the same as on node0")
+    own = two.model_copy(update={"job": two.job.model_copy(update={"command": ("python", "train.py")})})
+    for wanted in (own, with_preflight(two, sync_script="~/Dev/sync-dev.sh")):
+        result = await run_check(sync.run, wanted)
+        assert result.status is CheckStatus.WARN
+        assert result.summary.startswith("no sync script ~/Dev/sync-dev.sh")
     (workdir(two, 1) / "src" / "train.py").write_text("print(2)\n")
     differing = await run_check(sync.run, two)
     assert differing.status is CheckStatus.WARN

@@ -511,6 +511,8 @@ class FakeEngine:
     why_no_tasks: str | None = None
     started: list[tuple[str, TaskRequest]] = field(default_factory=list)
     """Tasks, by the run whose result they use."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Checks of the last launch, with the reasons."""
     repeated: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     changed_inputs: str | None = None
     """What has changed since the run that is repeated."""
@@ -718,9 +720,10 @@ class FakeEngine:
         for result in self.check_results:
             yield result
 
-    async def launch(self, config: Config, *, skip: Iterable[str] = ()) -> RunRecord:
+    async def launch(self, config: Config, *, skip: Iterable[str] | Mapping[str, str] = ()) -> RunRecord:
         if self.refusal is not None:
             raise self.refusal
+        self.skipped = dict(skip) if isinstance(skip, Mapping) else {}
         self.launched.append(config)
         self.snapshots = {**FakeEngine(self.home).add(running()).snapshots, **self.snapshots}
         return running().record

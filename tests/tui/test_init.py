@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from engine.cluster.discovery import FoundPython
+from engine.config.draft import PYTHON_GUESS
 from engine.config.load import load_config
+from engine.models import HostKeyOffer
 from tests.terminal import Terminal
 from tests.tui.commands import FLIGHTDECK, Done, environment, flightdeck
+from tui.commands.init import init as init_command
 
 CLOSED_PORT = 9
 
@@ -129,3 +135,48 @@ def test_at_a_terminal_a_person_chooses(folder: Path, monkeypatch: pytest.Monkey
                 terminal.press(leave)
             assert (terminal.wait() if leave is not None else terminal.interrupt()) == code
     assert not (folder / "flightdeck.toml").exists()
+
+
+class KeyedHost:
+    """An engine whose one host shows a key, and is asked only once that is accepted."""
+
+    def __init__(self) -> None:
+        self.nodes = self
+        self.offer = HostKeyOffer(target="ana@ultra", key="ssh-ed25519 AAAA", fingerprint="SHA256:ultra")
+        self.accepted: list[HostKeyOffer] = []
+
+    async def __aenter__(self) -> KeyedHost:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def find_pythons(self, hosts: list[str]) -> list[FoundPython]:
+        if self.accepted:
+            return [FoundPython("/opt/mlx/bin/python", "python 3.12", hostname="ultra.local") for _ in hosts]
+        return [FoundPython(None, problem="its host key is unknown", host_key=self.offer) for _ in hosts]
+
+    async def accept_host_key(self, offer: HostKeyOffer) -> None:
+        self.accepted.append(offer)
+
+    def load_config(self, path: Path) -> Any:
+        return load_config(path)
+
+    def accept(self, digest: str) -> None: ...
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_a_host_key_is_asked_for_and_its_host_asked_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    engine, file = KeyedHost(), folder / "flightdeck.toml"
+    monkeypatch.setattr("tui.commands.init.is_person", lambda stream: True)
+    monkeypatch.setattr("builtins.input", lambda: answer)
+    options = argparse.Namespace(
+        hosts=["ana@10.0.0.7"], output=file, force=False, hostfile=None, from_ssh_config=False, bonjour=False, name=None
+    )
+    options.json = False
+    assert init_command(options, cast(Any, engine)) == 0
+    (node,) = load_config(file).nodes
+    expected = ("ultra", "/opt/mlx/bin/python") if answer == "y" else ("node0", PYTHON_GUESS)
+    assert (node.name, node.python) == expected
+    assert ("NOT VERIFIED" in file.read_text()) == (answer == "n")

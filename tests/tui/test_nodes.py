@@ -27,7 +27,7 @@ from tui.app import _WAITS, FlightDeckApp
 from tui.engine_client import TelemetryReceived
 from tui.fixes import FixCommand
 from tui.formatting import memory
-from tui.screens.dialog import Confirm
+from tui.screens.dialog import Confirm, ConfirmLaunch
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey
 from tui.widgets.node_detail import detail
 
@@ -369,7 +369,7 @@ async def test_the_confirmation_of_a_launch_names_hosts_and_backend(studio: Fake
         await console.until(lambda: console.app.state.network_plan is not None)
         await console.press("n")
         dialog = console.app.screen
-        assert isinstance(dialog, Confirm)
+        assert isinstance(dialog, ConfirmLaunch)
         assert "ana@ultra.local, bea@max.local, cyd@mini.local" in dialog.body and "4 ranks · jaccl" in dialog.body
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import re
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from engine.api import (
     write_draft,
 )
 from engine.errors import plural
-from tui.commands.terminal import DEFAULT_FILE, Lines, is_person, print_json
+from tui.commands.terminal import DEFAULT_FILE, Lines, agreed_to_key, is_person, print_json
 from tui.formatting import table
 
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
@@ -48,7 +47,7 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
             "flightdeck: no host was chosen (name some: flightdeck init ana@ultra.local …, or take all with --yes)"
         )
         return ExitCode.USAGE
-    pythons = asyncio.run(_ask(engine, hosts, progress))
+    pythons = asyncio.run(_ask(engine, hosts, progress, asks=is_person(sys.stdin) and not options.json))
     nodes = _nodes(hosts, pythons)
     folder = Path.cwd() if target == _STDOUT else target.absolute().parent
     job = find_job(folder, remote=any(not host.here for host in hosts))
@@ -60,7 +59,7 @@ def init(options: argparse.Namespace, engine: Engine) -> int:
         print(text, end="")
         return ExitCode.OK
     write_draft(target, text, force=options.force)
-    engine.nodes.accept(hashlib.sha256(text.encode()).hexdigest())
+    engine.nodes.accept(engine.load_config(target).digest)
     if options.json:
         _print_document(target, text, nodes, pythons)
     else:
@@ -133,10 +132,19 @@ def chosen_numbers(answer: str, count: int) -> list[int] | None:
     return numbers
 
 
-async def _ask(engine: Engine, hosts: Sequence[FoundHost], progress: Lines) -> list[FoundPython]:
+async def _ask(engine: Engine, hosts: Sequence[FoundHost], progress: Lines, *, asks: bool) -> list[FoundPython]:
+    """With `asks` a person is asked for each new host key, and what shows one that is accepted is asked again."""
     if is_person(progress.stream):
         progress.say(f"asking {plural(len(hosts), 'host')} for a python with mlx and mlx-lm …")
-    return await engine.nodes.find_pythons([host.ssh for host in hosts])
+    async with engine:
+        pythons = await engine.nodes.find_pythons([host.ssh for host in hosts])
+        offers = dict.fromkeys(python.host_key for python in pythons if python.host_key is not None)
+        accepted = [offer for offer in offers if asks and is_person(progress.stream) and agreed_to_key(offer, progress)]
+        for offer in accepted:
+            await engine.nodes.accept_host_key(offer)
+        again = [host.ssh for host, python in zip(hosts, pythons, strict=True) if python.host_key in accepted]
+        answers = dict(zip(again, await engine.nodes.find_pythons(again), strict=True)) if again else {}
+    return [answers.get(host.ssh, python) for host, python in zip(hosts, pythons, strict=True)]
 
 
 def _nodes(hosts: Sequence[FoundHost], pythons: Sequence[FoundPython]) -> list[DraftNode]:

@@ -16,7 +16,7 @@ from engine.api import Config, Engine, ExitCode, NetworkPlan
 from engine.errors import FlightDeckError, InputError, StateError
 from engine.models import HostKeyOffer, NodeFacts, Topology
 from tui import node_state, topology
-from tui.commands.terminal import Lines, accepted_config, agreed_to, is_person, print_json
+from tui.commands.terminal import Lines, accepted_config, agreed_to, agreed_to_key, is_person, print_json
 from tui.formatting import NOT_MEASURED, ago, size, table
 from tui.glyphs import Glyphs, utf8_terminal
 from tui.state import DeckState
@@ -72,7 +72,7 @@ async def _probe(
         for fingerprint in set(trusted) - {offer.fingerprint for offer in offers}:
             progress.say(f"flightdeck: no node shows {fingerprint} as a new host key: nothing is accepted for it")
         if asks:
-            accepted += [offer for offer in offers if offer not in accepted and _agreed(offer, progress)]
+            accepted += [offer for offer in offers if offer not in accepted and agreed_to_key(offer, progress)]
         for offer in accepted:
             await engine.nodes.accept_host_key(offer)
             progress.say(f"accepted {offer.fingerprint} for {offer.target}")
@@ -113,13 +113,6 @@ def _print_setup(lines: Lines, cabling: Topology) -> None:
 def unique_offers(facts: Iterable[NodeFacts]) -> list[HostKeyOffer]:
     """Each new key once, however many nodes are behind it."""
     return list(dict.fromkeys(fact.host_key for fact in facts if fact.host_key is not None))
-
-
-def _agreed(offer: HostKeyOffer, progress: Lines) -> bool:
-    kind = offer.key.partition(" ")[0]
-    progress.say(f"{offer.target} shows a host key ({kind}) that nobody has accepted. On the node itself,")
-    progress.say("  ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub  must print the same fingerprint.")
-    return agreed_to(f"accept {offer.fingerprint} for {offer.target}?", progress)
 
 
 def _print(lines: Lines, config: Config, engine: Engine, seen: ClusterProbe) -> None:

@@ -19,6 +19,7 @@ from engine.errors import InputError
 
 if TYPE_CHECKING:
     from engine.api import Config, Engine
+    from engine.models import HostKeyOffer
 
 DEFAULT_FILE = Path("flightdeck.toml")
 """The configuration when none is named."""
@@ -81,6 +82,13 @@ def agreed_to(question: str, progress: Lines) -> bool:
         return input().strip().lower() in ("y", "yes")
     except EOFError:
         return False
+
+
+def agreed_to_key(offer: HostKeyOffer, progress: Lines) -> bool:
+    kind = offer.key.partition(" ")[0]
+    progress.say(f"{offer.target} shows a host key ({kind}) that nobody has accepted. On the node itself,")
+    progress.say("  ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub  must print the same fingerprint.")
+    return agreed_to(f"accept {offer.fingerprint} for {offer.target}?", progress)
 
 
 def flush_input() -> None:

@@ -6,20 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
+from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.widgets import Button
+from textual.events import Mount
+from textual.widgets import Button, Input
 
 from tui.fixes import CheckFix, FixCommand
 from tui.formatting import duration
 from tui.glyphs import FAIL, MUTED, OK, RUNNING
 from tui.screens.dialog import Confirm, Dialog, button
 from tui.state import DeckState
-from tui.widgets.text import pair
+from tui.widgets.text import folded, pair
 
 if TYPE_CHECKING:
-    from engine.models import HostKeyChange, HostKeyOffer
+    from engine.models import CheckResult, HostKeyChange, HostKeyOffer
 
 
 COMPARE = "ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub"
@@ -78,20 +80,42 @@ SHOWN_LINES: Final = 200
 """The last lines of a command's output; the saved file has all of them."""
 
 
-def confirm_fix(fix: CheckFix, hosts: dict[str, str], width: int, *, asks: bool) -> Confirm:
+class ConfirmFix(Confirm):
+    """Long commands are folded until a key shows them whole."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("o", "unfold", show=False)]
+
+    def __init__(self, title: str, lines: Sequence[Content], whole: Sequence[Content]) -> None:
+        super().__init__(title, lines, "Run it", dangerous=True)
+        self._whole = whole
+
+    def action_unfold(self) -> None:
+        self.set_body(self._whole)
+
+
+def confirm_fix(fix: CheckFix, hosts: dict[str, str], width: int, *, asks: bool) -> ConfirmFix:
     """The commands, their nodes and what they change; the focus is on Cancel. `asks`: for the password of sudo."""
+    lines, whole = (_fix_lines(fix, hosts, width, asks=asks, fold=fold) for fold in (True, False))
+    if lines != whole:
+        lines.append(pair("", "o shows the whole command", width, style=MUTED))
+    return ConfirmFix(f"run the fix on {', '.join(fix.commands)}?", lines, whole)
+
+
+def _fix_lines(fix: CheckFix, hosts: dict[str, str], width: int, *, asks: bool, fold: bool) -> list[Content]:
     lines = []
     for node, command in fix.commands.items():
-        lines.append(pair(f"on {node}"[:13], f"{command}\n({hosts.get(node, node)})", width))
+        text = folded(command, width) if fold else command
+        host = hosts.get(node, node)
+        lines.append(pair(f"on {node}"[:13], text + (f"\n({host})" if host != node else ""), width))
         # A report of an earlier release has none.
         lines.append(pair("effect", fix.effects.get(node, "not recorded: read the command"), width))
     lines += [
         pair("fixes", fix.check, width),
-        pair("runs", "once, as the node's user, in a login shell", width),
+        pair("runs", "once, as its user, in a login shell", width),
         *([pair("asks for", "the password of sudo, in this terminal", width)] if asks else []),
         pair("then", "its output and exit code are shown, and the check can be run again", width),
     ]
-    return Confirm(f"run the fix on {', '.join(fix.commands)}?", lines, "Run it", dangerous=True)
+    return lines
 
 
 def confirm_setup(commands: Mapping[str, Sequence[str]], width: int) -> Confirm:
@@ -104,6 +128,34 @@ def confirm_setup(commands: Mapping[str, Sequence[str]], width: int) -> Confirm:
         pair("then", "the nodes are probed again", width),
     ]
     return Confirm(f"set up the cables of {', '.join(commands)}?", lines, "Set up", dangerous=True)
+
+
+class SkipCheck(Dialog[str]):
+    """Answers the reason, which is not empty."""
+
+    def __init__(self, check: CheckResult, width: int) -> None:
+        lines = [
+            pair("check", f"{check.name}: {check.summary}", width),
+            pair("effect", "the next launch goes on although it fails; the audit log keeps the reason", width),
+            pair("take back", "s again, or r: it is checked again", width),
+            Content(""),
+            Content("why?"),
+        ]
+        super().__init__(f"skip {check.name} at the next launch?", lines, button("Cancel", "cancel"))
+
+    def on_mount(self, event: Mount) -> None:  # type: ignore[override]
+        # The frame's own would give the button the focus.
+        event.prevent_default()
+        self._fit()
+        self.query_one("#dialog-body").mount(Input(placeholder="a reason; enter skips it", compact=True))
+        self.query_one(Input).focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if reason := event.value.strip():
+            self.dismiss(reason)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(None)
 
 
 class FixDialog(Dialog[str]):
@@ -140,7 +192,7 @@ class FixDialog(Dialog[str]):
             else:
                 mark = state.glyphs.state(OK if command.succeeded else FAIL, command.outcome)
             lines.append(Content.assemble((command.node, "bold"), "  ", mark))
-            lines.append(pair("command", command.line, self._width))
+            lines.append(pair("command", folded(command.line, self._width), self._width))
             hidden = len(command.output) - SHOWN_LINES
             if hidden > 0:
                 lines.append(pair("output", f"{hidden} lines before these are in the file", self._width, style=MUTED))

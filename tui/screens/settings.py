@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual.app import ComposeResult
@@ -133,7 +134,7 @@ class SettingsForm(Dialog[Mapping[str, Any]]):
             self.set_body([pair("not possible", text, self._width, style="$error") for text in others])
         else:
             # No coroutine, which a newer one would cancel before it has begun.
-            self.run_worker(lambda: self._show_plan(changed), exclusive=True)  # type: ignore[arg-type]
+            self.run_worker(partial(self._show_plan, changed), exclusive=True)  # type: ignore[arg-type]
 
     async def _show_plan(self, config: Config) -> None:
         # Read at once, its last answer would still be that of other settings.

@@ -12,7 +12,7 @@ from engine.errors import plural
 from tui.glyphs import CHECKS, MUTED, Glyphs
 from tui.state import DeckState
 from tui.widgets.pane import Pane, RowList
-from tui.widgets.text import Column, Text, lay_out, pair
+from tui.widgets.text import Column, Text, folded, lay_out, pair
 
 if TYPE_CHECKING:
     from engine.models import CheckResult
@@ -124,11 +124,16 @@ def _rows(state: DeckState, width: int) -> list[tuple[str, Content]]:
         Column("", [state.glyphs.mark(glyph) for glyph in glyphs], 9),
         Column("", labels, 8),
         Column("", [check.name for check in checks], 9),
-        Column("", [check.summary.replace("\n", " ") for check in checks], 5, grows=True, minimum=18),
+        Column("", [_summary(state, check) for check in checks], 5, grows=True, minimum=18),
         Column("", [Content.styled(text, MUTED) for text in took], 4, right=True),
     ]
     _, lines = lay_out(columns, width)
     return [(check.name, line) for check, line in zip(checks, lines, strict=True)]
+
+
+def _summary(state: DeckState, check: CheckResult) -> str:
+    why = state.skips.get(check.name)
+    return (f"skipped at the next launch: {why}; " if why is not None else "") + check.summary.replace("\n", " ")
 
 
 def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
@@ -144,14 +149,17 @@ def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
     if check.fix_command:
         lines += [
             Content(""),
-            pair("fix", check.fix_command, width, style="bold"),
+            pair("fix", folded(check.fix_command, width), width, style="bold"),
             *([pair("effect", check.fix_effect, width)] if check.fix_effect else []),
             pair("", "y copies it", width, style=MUTED),
         ]
     if len(check.fixes) > 1:
-        lines += [pair(f"on {node}", command, width) for node, command in check.fixes.items()]
-    if any(not command.startswith("flightdeck ") for command in check.fixes.values()):
-        lines.append(pair("", "x runs it there, after you confirm", width, style=MUTED))
+        lines += [pair(f"on {node}", folded(command, width), width) for node, command in check.fixes.items()]
+    commands = [check.fix_command, *check.fixes.values()]
+    if any(command is not None and not command.startswith("flightdeck ") for command in commands):
+        lines.append(pair("", "x runs it, after you confirm", width, style=MUTED))
+    if check.status == "fail":
+        lines.append(pair("", "s skips this check at the next launch", width, style=MUTED))
     if check.status == "fail" and not check.fix_command:
         lines += [Content(""), Content("no command fixes this: a person must act")]
     return Content("\n").join(lines)

@@ -102,9 +102,10 @@ def job_rows(config: Config, state: DeckState) -> list[tuple[str, str]]:
 
 
 def edited(state: DeckState, width: int) -> list[Content]:
-    """The keys of the configuration that were changed."""
+    """The keys of the configuration that were changed, and the checks that are to be skipped."""
     text = shortened(", ".join(state.edits), 3 * width)
-    return [pair("changed", text, width, style="$text-primary")] if text else []
+    lines = [pair("changed", text, width, style="$text-primary")] if text else []
+    return lines + [pair("skips", f"{name}: {why}", width, style="$warning") for name, why in state.skips.items()]
 
 
 def hosts(config: Config) -> str:

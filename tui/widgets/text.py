@@ -50,6 +50,18 @@ def pair(label: str, text: str, width: int, *, style: str = "", indent: int = 14
     return Content("\n").join([first, *(Content.assemble(" " * indent, (line, style)) for line in lines[1:])])
 
 
+FOLDED = 3
+"""Lines of a long command that are shown."""
+
+
+def folded(text: str, width: int, *, indent: int = 14) -> str:
+    """A command in at most FOLDED lines, and how many more it has."""
+    room = max(16, width - indent)
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, room) or [""]]
+    more = len(lines) - FOLDED
+    return "\n".join([*lines[:FOLDED], *([f"… and {more} more line{'s' * (more > 1)}"] if more > 0 else [])])
+
+
 GAP = 2
 """Cells between two columns."""
 
