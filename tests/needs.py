@@ -102,7 +102,7 @@ ABILITIES: dict[str, Callable[[], str | None]] = {
     "namespaces": _namespaces,
     "torch": lambda: None if TORCH.exists() else f"PyTorch in {TORCH.parents[1]} (CONTRIBUTING.md says how)",
     "foreign": lambda: (
-        None if FOREIGN.exists() else f"trl and Lightning in {FOREIGN.parents[1]} (CONTRIBUTING.md says how)"
+        None if FOREIGN.exists() else f"trl, Lightning and lm-eval in {FOREIGN.parents[1]} (CONTRIBUTING.md says how)"
     ),
     "trackers": lambda: None if all(map(find_spec, ("wandb", "tensorboard"))) else "wandb and tensorboard (uv sync)",
     "recordings": lambda: None if RECORDINGS.is_dir() else f"the recordings of Macs in {RECORDINGS}",
