@@ -497,6 +497,8 @@ def _tasks(commands: Commands) -> None:
     evaluate.add_argument("--num-fewshot", type=_count(10**6, least=0), metavar="N", help=what)
     what = "a folder of tasks of your own on the node, as lm-eval's --include_path"
     evaluate.add_argument("--include-path", metavar="DIR", help=what)
+    what = "ask as in a chat, as lm-eval's option does; default: as plain text"
+    evaluate.add_argument("--apply-chat-template", action="store_const", const=True, help=what)
     fuse = _command(
         commands,
         "fuse",

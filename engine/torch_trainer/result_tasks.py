@@ -290,7 +290,7 @@ def do_lm_eval(process: TrainingProcess, task: Task) -> None:
         for variant, model in loader.variants(task, VARIANTS):
             model.get_input_embeddings().register_forward_pre_hook(go_on)
             lm = HFLM(model, tokenizer=tokenizer, batch_size=loader.job.batch_size)
-            options.measure(lm, variant, process.reporter, chat_template=tokenizer.chat_template is not None)
+            options.measure(lm, variant, process.reporter)
     loader.end()
 
 

@@ -168,6 +168,6 @@ def do_lm_eval(process: TrainingProcess, collective: Collective) -> None:
 
     with contextlib.suppress(TaskStopped):
         for variant in generator.loaded(collective, task, VARIANTS):
-            lm = LmEvalModel("")
-            options.measure(lm, variant, process.reporter, chat_template=lm.use_chat_template)
+            lm = LmEvalModel("", use_chat_template=options.apply_chat_template)
+            options.measure(lm, variant, process.reporter)
     generator.end(collective)

@@ -70,8 +70,10 @@ class LmEvalOptions:
     """Examples of each task."""
     include_path: str | None = None
     """A folder of further tasks on the node."""
+    apply_chat_template: bool = False
+    """As lm-eval's own option."""
 
-    def measure(self, lm: Any, variant: str, reporter: Reporter, *, chat_template: bool) -> None:
+    def measure(self, lm: Any, variant: str, reporter: Reporter) -> None:
         """Report each score of `lm`, which answers lm-eval. Raises JobError."""
         # The node's, and only this needs it.
         from lm_eval import simple_evaluate
@@ -82,7 +84,8 @@ class LmEvalOptions:
         if lacking := [name for name in self.tasks if not manager.match_tasks([name])]:
             raise JobError(f"lm-eval has no task {', '.join(lacking)}")
         chosen = {"tasks": self.tasks, "num_fewshot": self.num_fewshot, "limit": self.limit, "log_samples": False}
-        measured = simple_evaluate(lm, task_manager=manager, apply_chat_template=chat_template, **chosen)
+        chosen["apply_chat_template"] = self.apply_chat_template
+        measured = simple_evaluate(lm, task_manager=manager, **chosen)
         for task, figures in measured["results"].items():
             for key, value in figures.items():
                 metric, _, rest = key.partition(",")

@@ -21,7 +21,10 @@ from tui.task_results import result_lines
 def evaluate(options: argparse.Namespace, engine: Engine) -> int:
     """Loss and perplexity of the base model and of what was trained, or their scores in lm-eval's tasks."""
     kind: TaskKind = "evaluate" if options.tasks is None else "lm_eval"
-    names = {"evaluate": ("split", "batches"), "lm_eval": ("tasks", "limit", "num_fewshot", "include_path")}
+    names = {
+        "evaluate": ("split", "batches"),
+        "lm_eval": ("tasks", "limit", "num_fewshot", "include_path", "apply_chat_template"),
+    }
     given = {name: value for name in chain(*names.values()) if (value := getattr(options, name)) is not None}
     if misplaced := [f"--{name.replace('_', '-')}" for name in given if name not in names[kind]]:
         why = f"{'without' if options.tasks is None else 'with'} --tasks it says nothing"
