@@ -168,6 +168,5 @@ def do_lm_eval(process: TrainingProcess, collective: Collective) -> None:
 
     with contextlib.suppress(TaskStopped):
         for variant in generator.loaded(collective, task, VARIANTS):
-            lm = LmEvalModel("", use_chat_template=options.apply_chat_template)
-            options.measure(lm, variant, process.reporter)
+            options.measure(LmEvalModel("", use_chat_template=options.apply_chat_template), variant, process.reporter)
     generator.end(collective)

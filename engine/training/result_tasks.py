@@ -71,7 +71,6 @@ class LmEvalOptions:
     include_path: str | None = None
     """A folder of further tasks on the node."""
     apply_chat_template: bool = False
-    """As lm-eval's own option."""
 
     def measure(self, lm: Any, variant: str, reporter: Reporter) -> None:
         """Report each score of `lm`, which answers lm-eval. Raises JobError."""
@@ -83,9 +82,8 @@ class LmEvalOptions:
         manager = TaskManager(include_path=self.include_path)
         if lacking := [name for name in self.tasks if not manager.match_tasks([name])]:
             raise JobError(f"lm-eval has no task {', '.join(lacking)}")
-        chosen = {"tasks": self.tasks, "num_fewshot": self.num_fewshot, "limit": self.limit, "log_samples": False}
-        chosen["apply_chat_template"] = self.apply_chat_template
-        measured = simple_evaluate(lm, task_manager=manager, **chosen)
+        chosen = {name: value for name, value in vars(self).items() if name != "include_path"}
+        measured = simple_evaluate(lm, task_manager=manager, log_samples=False, **chosen)
         for task, figures in measured["results"].items():
             for key, value in figures.items():
                 metric, _, rest = key.partition(",")
