@@ -40,7 +40,6 @@ from tui.engine_client import (
     FixProgressed,
     InputsDiffer,
     Notice,
-    Published,
     RunLaunched,
     TelemetryReceived,
 )
@@ -574,13 +573,15 @@ class FlightDeckApp(App[None]):
 
     def _publish(self, use: RunUse, target: str | None) -> None:
         """On the Hub only by command: it needs a name there."""
+
+        async def publish(target: str) -> None:
+            if commands := await self.client.publish(use.run, target):
+                self._show_commands(f"{use.run} is published", commands)
+
         if target == "hub":
             self._show_commands(f"{use.run} on the Hub", [publish_command(use)])
         elif target is not None:
-            self._request(self.client.publish(use, target))
-
-    def on_published(self, message: Published) -> None:
-        self._show_commands(f"published to {message.folder.name}", message.commands)
+            self._request(publish(target))
 
     def _show_commands(self, title: str, commands: Sequence[str]) -> None:
         def answered(go: bool | None) -> None:

@@ -393,6 +393,7 @@ def _history(commands: Commands) -> None:
         ("best", "the weights of the best validation"),
         ("checkpoint", "the newest state that was saved whole"),
         ("weights", "full weights: the whole model, or all trained layers"),
+        ("fused", "the model that the newest `fuse` has left, to ./RUN-fused"),
     ):
         wanted.add_argument(f"--{name}", action="store_const", dest="wanted", const=name, default="trained", help=what)
     log = _command(
@@ -585,13 +586,15 @@ def _publishing(commands: Commands) -> None:
         "results.publish",
         "the weights of a run for LM Studio, Ollama or llama.cpp, or on the Hugging Face Hub, with a model card",
         ("flightdeck publish last --hub ana/support-lora --private", "the adapter; again, where it broke off"),
-        ("flightdeck publish last --from fused --lmstudio", "into ~/.lmstudio/models"),
-        ("flightdeck publish last --from fused --ollama models", "a folder with a Modelfile, and what to run next"),
-        ("flightdeck publish last --from fused --gguf models", "llama.cpp's commands; nothing is run"),
+        ("flightdeck publish last --lmstudio", "the fused model, into ~/.lmstudio/models"),
+        ("flightdeck publish last --ollama models", "a folder with a Modelfile, and what to run next"),
+        ("flightdeck publish last --from DIR --gguf models", "llama.cpp's commands; nothing is run"),
     )
     _run(publish)
-    what = "a folder with an adapter or a whole model (default: what `fetch` brings to ./RUN)"
-    publish.add_argument("--from", dest="source", type=_file, metavar="DIR", help=what)
+    what = "a folder with an adapter or a whole model (default: the fused model, else what `fetch` brings)"
+    source = publish.add_mutually_exclusive_group()
+    source.add_argument("--from", dest="source", type=_file, metavar="DIR", help=what)
+    source.add_argument("--fused", action="store_true", help="on the Hub, too, the fused model and not the adapter")
     target = publish.add_mutually_exclusive_group(required=True)
     for option, what in (
         ("--lmstudio", "below LM Studio's models (default: ~/.lmstudio/models)"),

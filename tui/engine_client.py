@@ -201,14 +201,6 @@ class TelemetryReceived(Message):
 
 
 @dataclass
-class Published(Message):
-    """The weights are in `folder`; the commands come next."""
-
-    folder: Path
-    commands: Sequence[str]
-
-
-@dataclass
 class InputsDiffer(Message):
     """A run's data or versions are others now: what differs, as text."""
 
@@ -434,12 +426,12 @@ class EngineClient:
                 async for _ in stages:
                     self._post(AbortProgressed())
 
-    async def fetch(self, run: str) -> Path | None:
-        """Copy the run's trained weights to ./<run id>, with the progress in the header: the folder, None where that
-        has failed."""
+    async def fetch(self, run: str, wanted: str = "trained") -> Path | None:
+        """Copy what a run has left to a folder here, with the progress in the header: the folder, None where that has
+        failed."""
         self._store.change(busy="fetching")
         with self._request("fetch", busy=None):
-            async with aclosing(self._loop.each(lambda: self.engine.results.fetch(run))) as steps:
+            async with aclosing(self._loop.each(lambda: self.engine.results.fetch(run, wanted=wanted))) as steps:
                 async for step in steps:
                     if isinstance(step, api.FetchProgress):
                         self._store.change(busy=f"fetching {fetch_text(step)}")
@@ -517,17 +509,17 @@ class EngineClient:
         except ENGINE_ERRORS as error:
             return str(error)
 
-    async def publish(self, use: RunUse, target: str) -> None:
-        """Publish the fused model that is on this machine, else what is fetched for it."""
-        folder = use.folder or await self.fetch(use.run)
-        if folder is None:
-            return
-        self._store.change(busy=f"publishing for {target}")
+    async def publish(self, run: str, target: str) -> Sequence[str]:
+        """Publish the fused model or the adapter, as the target takes it, fetched where it is not on this machine; the
+        commands that come next, none where that has failed."""
         with self._request("publish", busy=None):
-            request = api.PublicationRequest(use.run, target, folder)
-            done = await asyncio.to_thread(self.engine.results.publish, request)
-            place = (done.folder or folder).absolute()
-            self._post(Published(place, [f"cd {shlex.quote(str(place))}", *done.commands]))
+            wanted, folder = await asyncio.to_thread(self.engine.results.to_publish, run, target)
+            if folder is not None or (folder := await self.fetch(run, wanted)) is not None:
+                self._store.change(busy=f"publishing for {target}")
+                request = api.PublicationRequest(run, target, folder)
+                done = await asyncio.to_thread(self.engine.results.publish, request)
+                return [f"cd {shlex.quote(str((done.folder or folder).absolute()))}", *done.commands]
+        return ()
 
     async def chat_history(self, run: str) -> tuple[list[ChatExchange], str]:
         """The exchanges that were kept with a run, and a first question that fits its data."""
@@ -542,9 +534,6 @@ class EngineClient:
 
     def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[str, None]:
         return self._loop.each(lambda: self.engine.chats.reply(server, messages, model=model), every_s=REPLY_S)
-
-    async def close_server(self, server: ChatServer) -> None:
-        await self.abort(server.id, now=False)
 
     async def demo(self) -> None:
         """Make the demo's model where it is missing (seconds), then launch it."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from engine.api.runs import RunsApi
@@ -16,16 +16,18 @@ from engine.api.session import Session, stream
 from engine.cluster.file_copy import FileCopy
 from engine.config.models import NodeConfig
 from engine.errors import InputError, StateError
+from engine.models import RunRecord
 from engine.node.probes import nearest
 from engine.protocol.attempt import sync_folder
 from engine.publish.model_card import PublicationRequest, TrainedRun
-from engine.publish.model_folder import read_folder
-from engine.publish.targets import Publication, write_target
+from engine.publish.model_folder import ADAPTERS, ModelFolder, read_folder
+from engine.publish.targets import Publication, check_target, write_target
 from engine.run.run_plan import read_plan
 from engine.run.watch import RunWatch
 from engine.security.audit import audit_log
 from engine.security.paths import validate_path
 from engine.snapshots import Fetched, FetchProgress, ResultFile, RunResult
+from engine.task_result import Evaluated, Fused
 
 PATIENCE_S = 120.0
 _SPARE_BYTES = 64 * 10**6
@@ -39,6 +41,7 @@ _WANTED = {
     ),
     "weights": (("model", "weights"), False, "no full weights were saved: the run trains an adapter"),
     "checkpoint": (("checkpoint",), False, "no checkpoint has been saved whole"),
+    "fused": (("model",), False, "no fusion has left a model: flightdeck fuse makes one"),
 }
 
 
@@ -56,15 +59,15 @@ class ResultsApi:
     def fetch(
         self, run: str, folder: Path | None = None, wanted: str = "trained", *, patience_s: float = PATIENCE_S
     ) -> AsyncGenerator[FetchProgress | Fetched, None]:
-        """Copy what is `wanted` ("trained", "best", "weights" or "checkpoint") of a run to `folder`, by default
-        ./<run id>, from all nodes that have some of it at once: progress, and at last what is there. Closing the
-        iterator ends it; what has come by then is not sent again the next time. Raises RunNotFound, InputError before
-        anything was written, NodeUnreachable, LaunchError, FileDiffers, StateError."""
+        """Copy what is `wanted` ("trained", "best", "weights", "checkpoint" or "fused") of a run to `folder`, else to
+        ./<run id> (./<run id>-fused), from all nodes that have some of it at once: progress, and at last what is there.
+        Closing the iterator ends it; what has come by then is not sent again the next time. Raises RunNotFound,
+        InputError before anything was written, NodeUnreachable, LaunchError, FileDiffers, StateError."""
 
         async def work(report: Callable[[FetchProgress | Fetched], None]) -> None:
             directory = await asyncio.to_thread(self._runs.find_trained, run)
-            files = _chosen(await asyncio.to_thread(self.result, directory.id), wanted, directory.id)
-            target = (folder or Path(directory.id)).expanduser().absolute()
+            files = await asyncio.to_thread(self._chosen, directory.id, wanted)
+            target = (folder or Path(directory.id + "-fused" * (wanted == "fused"))).expanduser().absolute()
             missing = await asyncio.to_thread(_missing, files, target)
             total, kept = sum(file.bytes for file in files), sum(_kept(*item) for item in missing.items())
             here = total - sum(file.bytes for file in missing.values()) + kept
@@ -94,6 +97,48 @@ class ResultsApi:
 
         return stream(work, name="fetch")
 
+    def to_publish(self, run: str, target: str, *, fused: bool = False) -> tuple[str, Path | None]:
+        """Name what `fetch` is to bring for a target: "fused" where asked for, or where it is there and the target is
+        not the Hub; with its folder where it lies on this machine. Raises RunNotFound, StateError; InputError where
+        there is nothing, or the target cannot take it."""
+        directory = self._runs.find_trained(run)
+        models, result = self._fused(directory.id), self.result(directory.id)
+        if fused or (models and target != "hub"):
+            model, nodes = self._chosen(directory.id, "fused")[0], read_plan(directory.plan).config.nodes
+            folder, here = Path(model.path).parent, any(node.local for node in nodes if node.name == model.node)
+            return "fused", folder if here and folder.is_dir() else None
+        wanted = "weights" if result.newest("model") else "trained"
+        files = self._chosen(directory.id, wanted)
+        if files[0].holds != "model" and target != "hub":
+            library = next((ADAPTERS[file.name] for file in files if file.name in ADAPTERS), "")
+            check_target(target, ModelFolder(Path(directory.id), files[0].holds, library, {}, (), ()), directory.id)
+        return wanted, None
+
+    def _chosen(self, run: str, wanted: str) -> Sequence[ResultFile]:
+        """The files, each of another name. Raises InputError."""
+        kinds, best, why = _WANTED[wanted]
+        result = RunResult(self._fused(run)) if wanted == "fused" else self.result(run)
+        files = next((files for kind in kinds if (files := result.newest(kind, best=best))), ())
+        if not files:
+            raise InputError("there is nothing to fetch", where=run, why=why)
+        return list({file.name: file for file in files}.values())
+
+    def _fused(self, run: str) -> tuple[ResultFile, ...]:
+        """The model that the newest successful fusion of the run's weights has left."""
+        fusions = (task.id for task in self._runs.tasks_of(run) if task.task == "fuse")
+        return next(filter(None, (self.result(task).newest("model") for task in fusions)), ())
+
+    def _measured(self, run: RunRecord, weights: ModelFolder, path: str | None) -> Iterator[Evaluated | Fused]:
+        """The findings of tasks, since the end of the run, on these weights, at `path` of a node; newest first."""
+        paths = (path, str(Path(path).parent)) if path is not None else ()
+        for task in self._runs.tasks_of(run.id):
+            watch, asked = self._runs.watch(task.id), read_plan(self._runs.find(task.id).plan).config.job.task
+            results = [result for result in watch.poll().task_results if isinstance(result, Evaluated | Fused)]
+            fused = any(file.sha256 in weights.hashes.values() for file in watch.result().files)
+            late = task.created_at >= (run.ended_at or run.created_at)
+            if late and (fused or (asked is not None and asked.weights in paths)):
+                yield from (one for one in results if fused or getattr(one, "variant", "fused") != "fused")
+
     def publish(self, request: PublicationRequest) -> Publication:
         """Blocking. Raises RunNotFound, StateError, OSError; InputError while the run goes on, and where the target
         cannot load the weights; FlightDeckError for an upload that broke off."""
@@ -105,7 +150,7 @@ class ResultsApi:
             raise InputError("nothing is known of what it trained", where=directory.id, why=config.job.kind.own_model)
         names, facts = {node.name for node in config.nodes}, self._session.store.last_facts(config.cluster.name)
         chips = sorted({fact.chip for fact in facts if fact.chip and fact.node in names})
-        run = TrainedRun(snapshot.record, snapshot.result, config, chips, request)
+        run = TrainedRun(snapshot.record, snapshot.result, config, chips, request, self._measured)
         if request.target == "hub":
             from engine.publish.hub import upload
 
@@ -136,15 +181,6 @@ class _Progress:
         (began, before), (now, here) = self._samples[0], self._samples[-1]
         rate = (here - before) / (now - began) if now > began and not note else None
         self._report(FetchProgress(self._here, self._total, rate, note))
-
-
-def _chosen(result: RunResult, wanted: str, run: str) -> Sequence[ResultFile]:
-    """The files, each of another name. Raises InputError."""
-    kinds, best, why = _WANTED[wanted]
-    files = next((files for kind in kinds if (files := result.newest(kind, best=best))), ())
-    if not files:
-        raise InputError("there is nothing to fetch", where=run, why=why)
-    return list({file.name: file for file in files}.values())
 
 
 def _missing(files: Sequence[ResultFile], target: Path) -> dict[Path, ResultFile]:

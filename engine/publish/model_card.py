@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,6 +17,7 @@ from engine.errors import InputError
 from engine.models import RunRecord, RunState
 from engine.publish.model_folder import ModelFolder
 from engine.snapshots import ResultFile, RunResult
+from engine.task_result import Evaluated, Fused
 
 _CACHED = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+)/")
 """A model in the cache of huggingface_hub, by its owner and name."""
@@ -46,6 +47,8 @@ class TrainedRun:
     config: Config
     known_chips: Sequence[str]
     request: PublicationRequest
+    measured: Callable[[RunRecord, ModelFolder, str | None], Iterable[Evaluated | Fused]]
+    """The findings of tasks on the published weights, newest first, by their path on a node."""
 
     @property
     def base_on_hub(self) -> str | None:
@@ -70,6 +73,7 @@ class TrainedRun:
 def model_card(run: TrainedRun, folder: ModelFolder, name: str, usage: Sequence[str]) -> str:
     """Markdown. `name`: that of the publication. `usage`: commands for a shell. Raises InputError, OSError."""
     noun, saved, record = _NOUNS[run.config.job.fine_tune_type], run.saved_as(folder), run.record
+    measured = [*run.measured(record, folder, saved.path if saved is not None else None)]
     what = f"A model with its {noun} fused" if folder.holds == "model" and noun != "model" else f"A {noun}"
     what = "The layers that full fine-tuning has trained" if folder.holds == "weights" else what
     checksums = [*run.result.inputs.items(), *((file, f"SHA-256 {digest}") for file, digest in folder.hashes.items())]
@@ -80,7 +84,9 @@ def model_card(run: TrainedRun, folder: ModelFolder, name: str, usage: Sequence[
     lines += [f"{what}, trained from {run.base} with MLX Flight Deck.", end]
     if saved is not None:
         lines.append(f"These weights were saved at iteration {saved.iteration}{', the best' * saved.best}.")
-    lines += ["", "## Losses", "", *_table(("", "iteration", "loss", "perplexity"), _losses(run.result))]
+    lines += ["", "## Losses", "", *_table(("", "iteration", "loss", "perplexity"), _losses(run.result, measured))]
+    if (kept := next((result.kept for result in measured if isinstance(result, Fused)), None)) is not None:
+        lines += ["", f"The fused model keeps {kept:.1%} of the gain of what was trained over the base model."]
     lines += ["", "## Training", "", *_table(("", ""), _training(run)), "", "## Checksums", ""]
     lines += ["Those of the data are of its examples, that of the base model of samples of its files.", ""]
     lines += [*_table(("", ""), checksums), "", "## Use", "", "```sh", *usage, "```", ""]
@@ -96,10 +102,14 @@ def _front_matter(run: TrainedRun, folder: ModelFolder) -> dict[str, Any]:
     return {key: value for key, value in {**front, **rest}.items() if value is not None}
 
 
-def _losses(result: RunResult) -> Iterator[tuple[str, ...]]:
+def _losses(result: RunResult, measured: Sequence[Evaluated | Fused]) -> Iterator[tuple[str, ...]]:
     points = (("first validation", result.first), ("best validation", result.best), ("last validation", result.last))
-    rows = [(label, str(point.iteration), point.loss) for label, point in points if point is not None]
-    for label, iteration, loss in [("base model", "", result.base), *rows, ("test", "", result.test_loss)]:
+    rows: list[tuple[str, str, float | None]] = [("base model", "", result.base)]
+    rows += [(label, str(point.iteration), point.loss) for label, point in points if point is not None]
+    tasks = {task.variant: task for task in reversed(measured) if isinstance(task, Evaluated)}
+    rows += [("test", "", result.test_loss)]
+    rows += [(f"{name}, {task.tokens:,} tokens of {task.split}", "", task.loss) for name, task in tasks.items()]
+    for label, iteration, loss in rows:
         if loss is not None:
             yield label, iteration, f"{loss:.4f}", f"{math.exp(loss):,.3f}" if loss < 50 else ""
 

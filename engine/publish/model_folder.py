@@ -17,7 +17,7 @@ from engine.protocol.attempt import read_regular
 from engine.protocol.safetensors import CheckpointError, check_header
 from engine.security.sanitise import json_object, json_or_none
 
-_ADAPTERS = {"adapters.safetensors": "mlx", "adapter_model.safetensors": "peft"}
+ADAPTERS = {"adapters.safetensors": "mlx", "adapter_model.safetensors": "peft"}
 _ADAPTER_CONFIG = "adapter_config.json"
 _CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json", _ADAPTER_CONFIG)
 _OF_MODEL = {".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
@@ -68,9 +68,9 @@ def read_folder(path: Path) -> ModelFolder:
     """Raises InputError for a folder with neither an adapter nor a whole model, or a damaged one."""
     try:
         files = sorted(entry.name for entry in path.iterdir() if entry.is_file() and not entry.name.startswith("."))
-        weights = next(([name] for name in _ADAPTERS if {name, _ADAPTER_CONFIG} <= {*files}), None)
+        weights = next(([name] for name in ADAPTERS if {name, _ADAPTER_CONFIG} <= {*files}), None)
         if adapter := weights is not None:
-            files, library, config = [*weights, _ADAPTER_CONFIG], _ADAPTERS[weights[0]], _ADAPTER_CONFIG
+            files, library, config = [*weights, _ADAPTER_CONFIG], ADAPTERS[weights[0]], _ADAPTER_CONFIG
         else:
             weights, config = [name for name in files if name.endswith(".safetensors")], "config.json"
             index = read_document(path / "model.safetensors.index.json").get("weight_map") or {}

@@ -35,7 +35,7 @@ class Publication:
     """To run in the folder next; LLAMA_CPP is a checkout of https://github.com/ggml-org/llama.cpp."""
 
 
-def _check(target: str, folder: ModelFolder, run: str) -> None:
+def check_target(target: str, folder: ModelFolder, run: str) -> None:
     """Raises InputError where the target cannot load these weights."""
     todo, why, config = f"fuse them into the base model: flightdeck fuse {run} --dequantize", None, folder.config
     if folder.holds == "weights" or (target == "lmstudio" and folder.holds == "adapter"):
@@ -68,7 +68,7 @@ def _adapter_fault(folder: ModelFolder) -> str | None:
 def write_target(run: TrainedRun, folder: ModelFolder) -> Publication:
     """Write the target's folder; it is complete, or not there. Raises InputError, OSError."""
     target, name, place, models = run.request.target, run.record.id, run.request.place, _LM_STUDIO.expanduser()
-    _check(target, folder, name)
+    check_target(target, folder, name)
     if target == "lmstudio" and place is None and not models.is_dir():
         raise InputError("LM Studio's models were not found", where=str(_LM_STUDIO), todo="give their folder")
     below = f"flightdeck/{name}" if target == "lmstudio" else f"{name}-{target}"

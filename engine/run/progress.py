@@ -245,7 +245,7 @@ class EventIntake:
                     self._take(rank, event)
                     if "manifest" in event:
                         states.append(event)
-                    elif "holds" in event:
+                    elif "holds" in event and rank == 0:
                         weights[str(event["holds"]), "val_loss" in event] = event
             for event in (*states, *weights.values()):
                 with contextlib.suppress(ValidationError):

@@ -768,7 +768,10 @@ class FakeEngine:
         self.published.append((request.run, request.target, request.folder))
         return Publication(folder=request.folder, commands=("ollama create demo",))
 
-    async def fetch(self, run: str) -> AsyncIterator[FetchProgress | Fetched]:
+    def to_publish(self, run: str, target: str, *, fused: bool = False) -> tuple[str, Path | None]:
+        return "trained", None
+
+    async def fetch(self, run: str, *, wanted: str = "trained") -> AsyncIterator[FetchProgress | Fetched]:
         yield FetchProgress(1_200_000, 4_100_000, 112e3)
         while run in self.held:
             await asyncio.sleep(0.005)

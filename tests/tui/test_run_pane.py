@@ -26,7 +26,7 @@ from engine.snapshots import (
 from tests.tui import fake_engine
 from tests.tui.conftest import SMALL, opened
 from tests.tui.fake_engine import FakeEngine
-from tui.glyphs import FAIL, STOPPED, WARN
+from tui.glyphs import FAIL, PENDING, STALE, STOPPED, WARN
 from tui.screens.dialog import Confirm
 from tui.state import DeckState
 from tui.widgets.bars import header
@@ -169,6 +169,17 @@ def test_a_rank_whose_processes_are_stopped_is_marked() -> None:
     snapshot = replace(own_program(), ranks=fake_engine.ranks("suspended", iteration=None, seen_at=None))
     state = DeckState(now=fake_engine.NOW, snapshot=snapshot)
     assert rank_glyph(state, snapshot.ranks[0]) == (WARN, "suspended")
+
+
+def test_a_rank_that_waits_while_another_answers_or_saves_is_not_called_silent() -> None:
+    first, second = fake_engine.ranks("training", seen_at=fake_engine.ago(40))
+    answering = replace(first, phase="generating", seen_at=fake_engine.ago(1))
+    for ranks, shown in (
+        ((answering, second), (PENDING, "waits for rank 0")),
+        ((first, second), (STALE, "training, silent 40 s")),
+    ):
+        snapshot = replace(fake_engine.running(), ranks=ranks)
+        assert rank_glyph(DeckState(now=fake_engine.NOW, snapshot=snapshot), second) == shown
 
 
 def test_a_rank_that_another_ones_failure_ended_is_not_marked_as_failed() -> None:

@@ -46,13 +46,15 @@ def publish(options: argparse.Namespace, engine: Engine) -> int:
     target = next(name for name in ("lmstudio", "ollama", "gguf", "hub") if getattr(options, name) is not None)
     if options.private and target != "hub":
         raise InputError("--private", why="only a repository on the Hub is private", todo="use it with --hub")
-    run = engine.runs.find_trained(options.run).id
-    wanted = "weights" if engine.results.result(run).newest("model") else "trained"
+    run, folder = engine.runs.find_trained(options.run).id, options.source
+    if folder is None:
+        wanted, folder = engine.results.to_publish(run, target, fused=options.fused)
+        folder = folder or asyncio.run(_fetched(engine, run, wanted=wanted)).folder
     publication = engine.results.publish(
         PublicationRequest(
             run=run,
             target=target,
-            folder=options.source or asyncio.run(_fetched(engine, run, wanted=wanted)).folder,
+            folder=folder,
             place=getattr(options, target) or None,
             private=options.private,
             base_model=options.base_model,

@@ -37,7 +37,7 @@ class ChatClient(Protocol):
 
     def reply(self, server: str, messages: list[dict[str, str]], model: str) -> AsyncGenerator[str, None]: ...
 
-    async def close_server(self, server: ChatServer) -> None: ...
+    async def abort(self, run: str, *, now: bool) -> None: ...
 
 
 class Chat(ModalScreen[None]):
@@ -167,7 +167,7 @@ class Chat(ModalScreen[None]):
 
     def _stop(self) -> None:
         if self._server is not None and self._server.started:
-            self.app.run_worker(self._client.close_server(self._server), group="requests")
+            self.app.run_worker(self._client.abort(self._server.id, now=False), group="requests")
 
     def _say_status(self, text: str) -> None:
         self._status = text

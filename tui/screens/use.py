@@ -3,10 +3,8 @@ fused model, and the confirmation of a task that takes nodes."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual.binding import Binding, BindingType
@@ -136,12 +134,6 @@ class RunUse:
     def run(self) -> str:
         return self.snapshot.record.id
 
-    @property
-    def folder(self) -> Path | None:
-        """The newest fused model, where it is on this machine."""
-        paths = (Path(fused.path) for fused in self.fused if fused.accepted)
-        return next(filter(Path.is_dir, paths), None)
-
     def nodes(self, kind: str) -> str:
         """Those that the task runs on."""
         nodes = [rank.node for rank in self.snapshot.ranks]
@@ -232,5 +224,5 @@ PLACES: Final = (
 
 
 def publish_command(use: RunUse) -> str:
-    source = f" --from {shlex.quote(str(use.folder))}" if use.folder is not None else ""
-    return f"flightdeck publish {use.run}{source} --hub OWNER/NAME --private"
+    fused = " --fused" if any(fused.accepted for fused in use.fused) else ""
+    return f"flightdeck publish {use.run}{fused} --hub OWNER/NAME --private"

@@ -73,23 +73,17 @@ class RunPane(Pane, can_focus=True):
 
     def draw(self, state: DeckState) -> None:
         snapshot = state.snapshot
-        short = self.screen.size.height < SHORT_SCREEN
         self.set_class(snapshot is None, "-plan")
+        alone = None
         if snapshot is None:
-            self._put(
-                "#summary",
-                plan_summary.overview(state, self.scrollable_content_region.width, short=short, full=self.full),
-            )
+            width, short = self.scrollable_content_region.width, self.screen.size.height < SHORT_SCREEN
+            alone = plan_summary.overview(state, width, short=short, full=self.full)
+        elif self.samples_shown and snapshot.samples:
+            alone = run_summary.samples(snapshot, self.room - SCROLLBAR_CELLS)
+        if snapshot is None or alone is not None:
             self.chart.display = False
-            self._put("#ranks", [])
-            self._put("#figures", [])
-            self._put("#watch", [])
-            return
-        if self.samples_shown and snapshot.samples:
-            self._put("#summary", run_summary.samples(snapshot, self.room - SCROLLBAR_CELLS))
-            for selector in ("#ranks", "#figures", "#watch"):
-                self._put(selector, [])
-            self.chart.display = False
+            for selector, lines in (("#summary", alone or []), ("#ranks", []), ("#figures", []), ("#watch", [])):
+                self._put(selector, lines)
             return
         has_loss = bool(snapshot.series.train or snapshot.series.val)
         self.chart.show(snapshot, run_summary.marks(snapshot), state.glyphs)

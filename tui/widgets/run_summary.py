@@ -129,6 +129,10 @@ MARKED_SKEW = 0.05
 """A rank is called slowest when it needs this much longer than the fastest; below it is noise."""
 
 
+_ALONE: Final = ("saving", "generating")
+"""Phases of one rank while the others wait."""
+
+
 def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
     """The rank's phase: stale when its last report is old, its exit code or signal once it has ended."""
     if rank.signal is not None:
@@ -140,11 +144,19 @@ def rank_glyph(state: DeckState, rank: RankStatus) -> tuple[Glyph, str]:
     if (link := away(state, rank)) is not None and rank.phase != "ended":
         return UNKNOWN, f"{link.condition} {age(link.since, state.now)}"
     working = state.active and rank.phase in ("training", "validating", "saving", "generating")
-    if working and rank.seen_at is not None and state.age_s(rank.seen_at) > RANK_LIMIT_S:
+    if working and _silent(state, rank):
+        ranks = state.snapshot.ranks if state.snapshot is not None else ()
+        busy = [other.rank for other in ranks if other.phase in _ALONE and not _silent(state, other)]
+        if busy:
+            return PENDING, f"waits for rank {busy[0]}"
         return STALE, f"{rank.phase}, silent {age(rank.seen_at, state.now)}"
     if rank.phase == "ended" and rank.exit_code is None:
         return STOPPED, "ended"
     return PHASES.get(rank.phase, STALE), rank.phase
+
+
+def _silent(state: DeckState, rank: RankStatus) -> bool:
+    return rank.seen_at is not None and state.age_s(rank.seen_at) > RANK_LIMIT_S
 
 
 def _ended_badly(state: DeckState, rank: RankStatus) -> Glyph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from datetime import timedelta
@@ -14,7 +15,10 @@ import yaml
 from engine.api import Engine, PublicationRequest
 from engine.errors import InputError
 from engine.protocol.task import Task
+from engine.publish.model_folder import read_folder
 from engine.publish.targets import Publication
+from engine.run.events import ResultReported, SavedFiles, WeightsSaved
+from engine.task_result import Evaluated, Fused, Variant
 from tests.model_files import safetensors
 from tests.tui.commands import flightdeck
 from tests.unit.publish.conftest import LORA, WriteModel, ended_run, write_adapter
@@ -240,6 +244,69 @@ def test_the_base_is_named_as_the_hub_does_where_that_is_known(
     front = yaml.safe_load(text.split("---")[1])
     assert (front["base_model"], front["base_model_relation"]) == ("Qwen/Qwen3-0.6B", "finetune")
     assert "of-the-job-12345" not in text, "a value of the job's environment"
+
+
+LOSSES: dict[Variant, float] = {"base": 5.0, "adapter": 2.0, "fused": 2.03}
+
+
+def fused_model(home: Path, run: str, model: Path, *, kind: str = "fuse") -> MadeRun:
+    """A task of the run that has measured its weights and, as a fusion, left this model."""
+    config = make_run_config(1, name=f"support-{kind}")
+    task = Task(kind, run, str(home.parent / "adapter" / "adapters.safetensors"))  # type: ignore[arg-type]
+    config = config.model_copy(update={"job": config.job.model_copy(update={"task": task})})
+    made = MadeRun(home, name=f"support-{kind}", created=START + timedelta(hours=1), config=config).attempt()
+    names: list[Variant] = ["base", "adapter", "fused"] if kind == "fuse" else ["base", "adapter"]
+    losses = [Evaluated(variant=name, split="test", loss=LOSSES[name], tokens=900, seconds=1.0) for name in names]
+    made.append(*(ResultReported(result=result) for result in losses))
+    if kind == "fuse":
+        made.append(
+            WeightsSaved(rank=0, node="node0", attempt=1, holds="model", saved=saved_files(model)),
+            ResultReported(result=Fused(path=str(model), bytes=9, kept=0.99, accepted=True)),
+        )
+    return made.state("running", "succeeded").close()
+
+
+def saved_files(folder: Path) -> SavedFiles:
+    contents = [(path.name, path.read_bytes()) for path in sorted(folder.iterdir())]
+    files = tuple((name, len(content), hashlib.sha256(content).hexdigest()) for name, content in contents)
+    return SavedFiles(folder=str(folder), iteration=0, files=files)
+
+
+def test_the_card_has_what_was_measured_of_the_published_weights_and_of_no_others(
+    home: Path, run: str, adapter: Path, write_model: WriteModel, tmp_path: Path
+) -> None:
+    model = write_model()
+    fused_model(home, run, model)
+    text = card(publish(home, run, "gguf", model, tmp_path / "out"))
+    assert "| fused, 900 tokens of test |  | 2.0300 | 7.614 |" in text
+    assert "The fused model keeps 99.0% of the gain of what was trained over the base model." in text
+    (model / "model.safetensors").write_bytes(safetensors(LORA))
+    text = card(publish(home, run, "gguf", model, tmp_path / "other"))
+    assert "of test" not in text and "keeps" not in text, "another model than was measured"
+    fused_model(home, run, model, kind="evaluate")
+    results = Engine(home).results
+    measured = [
+        *results._measured(Engine(home).runs.record(run), read_folder(adapter), f"{adapter}/adapters.safetensors")
+    ]
+    assert [getattr(result, "variant", "fused") for result in measured] == ["base", "adapter"] * 2
+
+
+def test_a_target_that_takes_no_adapter_is_refused_before_anything_is_fetched_and_gets_the_fused_model(
+    home: Path, run: str, write_model: WriteModel, tmp_path: Path
+) -> None:
+    done = flightdeck(home, "publish", run, "--ollama", str(tmp_path / "out"), cwd=tmp_path)
+    assert done.code == 2 and "Ollama's does not read the scale" in done.err and f"flightdeck fuse {run}" in done.err
+    assert not (tmp_path / run).exists()
+    fused_model(home, run, model := write_model())
+    assert Engine(home).results.to_publish(run, "ollama") == ("fused", model)
+    assert Engine(home).results.to_publish(run, "hub") == ("trained", None)
+    assert flightdeck(home, "publish", run, "--ollama", str(tmp_path / "out"), cwd=tmp_path).code == 0
+    model.rename(elsewhere := tmp_path / "elsewhere")
+    assert Engine(home).results.to_publish(run, "hub", fused=True) == ("fused", None)
+    elsewhere.rename(model)
+    done = flightdeck(home, "fetch", run, "--fused", cwd=tmp_path)
+    assert done.code == 0, done
+    assert (tmp_path / f"{run}-fused" / "config.json").read_bytes() == (model / "config.json").read_bytes()
 
 
 def test_a_run_whose_weights_are_not_known_is_not_published(

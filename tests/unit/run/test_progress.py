@@ -133,15 +133,17 @@ def test_saved_weights_and_the_files_of_states_are_passed_on_and_hostile_ones_ar
         "files": [file],
     }
     write(run_dir, 0, started, weights(iteration=2), weights(), weights(val_loss=1.5), event("checkpoint", **state))
+    intake.poll()
     outside: list[dict[str, Any]] = [
         {"files": [[name, 7, 64 * "a"]]} for name in ("../x", "/etc/passwd", "a/../../x", "a\nb", "", "-rf", 5)
     ]
     outside += [{"folder": folder} for folder in ("adapters", "/a/../b", "", None)]
     outside += [{"files": [["x", -1, 64 * "a"]]}, {"files": [["x", 1, "a"]]}, {"holds": "all"}, {"iteration": -1}]
     for fields in outside:
-        write(run_dir, 1, weights(1, **fields))
+        write(run_dir, 0, weights(**fields))
         intake.poll()
-    write(run_dir, 1, event("checkpoint", 1, **{**state, "files": [["../x", 7, 64 * "a"]]}))
+    # Those of a run are saved by rank 0.
+    write(run_dir, 1, weights(1, iteration=5), event("checkpoint", 1, **{**state, "files": [["../x", 7, 64 * "a"]]}))
     intake.poll()
     training, saved, best, whole, unfetchable = [TrainingStarted, StateSaved, WeightsSaved, WeightsSaved, StateSaved]
     assert [type(event) for event in passed_on] == [training, saved, best, whole, unfetchable]
