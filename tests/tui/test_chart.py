@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from engine.errors import InputError
+from engine.models import Reason
 from engine.run.series.reader import SeriesChart, SeriesCurve
-from engine.snapshots import ResultFile, RunResult, Series, TrainedFile, Verification
+from engine.snapshots import AttemptStatus, ResultFile, RunResult, Series, TrainedFile, Verification
 from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
 from tests.tui.fake_engine import FakeEngine
@@ -22,7 +23,7 @@ from tui.glyphs import Glyphs
 from tui.state import DeckState
 from tui.widgets.chart import Picture, draw, picture
 from tui.widgets.plot import ChartMark
-from tui.widgets.run_summary import rank_line
+from tui.widgets.run_summary import marks, rank_line
 
 SIZES = (SMALL, DASHBOARD, (160, 45))
 
@@ -114,8 +115,8 @@ async def test_the_chart_is_saved_as_a_picture(fake: FakeEngine) -> None:
 
 def chart_of(*labels: str) -> Picture:
     curves = [SeriesCurve(label, [(x, y + x / 10) for x in range(1, 61)], []) for y, label in enumerate(labels)]
-    marks = (ChartMark(20, "checkpoint"), ChartMark(30, "lost node"))
-    return replace(picture(SeriesChart("memory", "B", "time", tuple(curves)), (1, 60)), marks=marks)
+    placed = (ChartMark(20, "checkpoint"), ChartMark(30, "lost node"))
+    return replace(picture(SeriesChart("memory", "B", "time", tuple(curves)), (1, 60)), marks=placed)
 
 
 def test_an_svg_has_each_curve_and_says_what_it_is(tmp_path: Path) -> None:
@@ -196,3 +197,22 @@ def test_many_ranks_are_counted_on_one_line() -> None:
     snapshot = replace(fake_engine.running(), ranks=ranks)
     line = rank_line(DeckState(now=fake_engine.NOW, snapshot=snapshot), snapshot, 100).plain
     assert line == "64 ranks   0.500 to 1.130 s   rank 63 ← slowest   ▶ 64 training"
+
+
+def test_a_validation_looks_the_same_before_there_is_a_report() -> None:
+    def kinds(*labels: str) -> dict[str, tuple[str, str]]:
+        curves = tuple(SeriesCurve(label, [(1.0, 1.0)], []) for label in labels)
+        drawn = picture(SeriesChart("loss", "", "iterations", curves), (0, 1)).curves
+        return {curve.name: (curve.kind, curve.style) for curve in drawn}
+
+    assert kinds("validation")["validation"] == kinds("train", "validation")["validation"]
+
+
+def test_a_lost_node_and_the_best_validation_are_marked() -> None:
+    run = fake_engine.running()
+    lost = AttemptStatus(1, ((0, "a"),), fake_engine.NOW, reason=Reason.NODE_LOST, reached=33)
+    killed = replace(lost, number=2, reason=Reason.RANK_KILLED, reached=35)
+    placed = marks(replace(run, attempts=(lost, killed)))
+    assert (33, "lost node") in placed and 35 not in {iteration for iteration, _ in placed}
+    best = min(run.series.val, key=lambda point: point[1])[0]
+    assert [iteration for iteration, kind in placed if kind == "best validation"] == [best]

@@ -119,11 +119,13 @@ def picture(chart: SeriesChart, window: tuple[float, float]) -> Picture:
     factor, unit = scale_of(chart.unit, highest)
     tags = _tags([curve.label for curve in chart.curves])
     curves = []
-    for number, curve in enumerate(chart.curves):
+    # A validation looks the same before there is a report of the training.
+    first = int([curve.label for curve in chart.curves] == ["validation"])
+    for number, curve in enumerate(chart.curves, first):
         points, average = ([(x, y / factor) for x, y in part] for part in (curve.points, curve.average))
         kind, style = list(KINDS)[number % len(KINDS)], RANK_STYLES[number % len(RANK_STYLES)]
         symbol = _SYMBOLS[number % len(_SYMBOLS)]
-        curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, tags[number]))
+        curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, tags[number - first]))
     return Picture(chart.metric, unit, tuple(curves), window, chart.axis)
 
 
