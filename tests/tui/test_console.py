@@ -199,7 +199,7 @@ async def test_the_plans_view_has_no_figure_of_the_run_before(fake: FakeEngine, 
         await console.shows("ready to launch")
         assert figure not in console.screen
         await console.press("L")
-        assert console.notifications[-1] == "log axis: no loss yet"
+        assert console.notifications[-1] == "log axis: no figures yet"
 
 
 async def test_while_the_engine_loads_nothing_is_said_to_be_missing(fake: FakeEngine) -> None:

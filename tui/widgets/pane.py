@@ -181,8 +181,13 @@ class Pane(Vertical):
     def _put_border(self) -> None:
         """The title, and the keys when the pane has them. Setting either repaints the whole pane, so only another one
         is set."""
-        hints = [name for name in self.HINTS if name != "enter" or self.opens]
-        keys = hint(self.state, self.state.glyphs.separator, *hints) if self.state.pane == self.NAME else ""
+        keys, hints = "", [name for name in self.HINTS if name != "enter" or self.opens]
+        while self.state.pane == self.NAME:
+            keys = hint(self.state, self.state.glyphs.separator, *hints)
+            if len(keys) <= self.size.width - 6 or len(hints) < 3:
+                break
+            # The outer ones matter most.
+            del hints[(len(hints) - 1) // 2]
         border = Content(f"{self.NUMBER} {self.title(self.state)}".strip()), Content(keys)
         if self._border is None or not all(map(Content.is_same, border, self._border)):
             self._border = border
