@@ -7,32 +7,63 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from engine import api
 from engine.api import ExitCode, Strategy
 from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound
-from tui.commands.terminal import DEFAULT_FILE, check_terminal, discard
+from tui.commands.terminal import DEFAULT_FILE, Lines, check_terminal, discard
 
 Commands = Any
 """The type that add_subparsers returns, which argparse does not name."""
+_SHELLS = ("zsh", "bash", "fish")
 _STRATEGIES = get_args(Strategy)
+
+
+class Parser(argparse.ArgumentParser):
+    """Suggests what is nearly the same as a word that it does not accept."""
+
+    def print_help(self, file: Any = None) -> None:
+        """As argparse's, but one that cannot be written is an error."""
+        print(self.format_help(), end="", file=file, flush=True)
+
+    def error(self, message: str) -> NoReturn:
+        """argparse names all that it accepts, which for a command are too many to read."""
+        if invalid := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            near = _suggestion(invalid[1], re.findall(r"'(.*?)'", invalid[2]))
+            message = message.replace(f" (choose from {invalid[2]})", near) if near else message
+        super().error(message)
+
+    def refuse(self, arguments: Sequence[str]) -> NoReturn:
+        options = self._option_string_actions
+        near = _suggestion(arguments[0].partition("=")[0], options) if arguments[0].startswith("-") else ""
+        self.error(f"unrecognized arguments: {' '.join(arguments)}{near}")
+
+
+def _suggestion(word: str, accepted: Iterable[str]) -> str:
+    near = get_close_matches(word, accepted, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 success, 1 a failed run or check, 2 bad usage or configuration, 130 interrupted."""
     _prepare_streams()
-    options = _parsed(arguments)
+    Lines.cut = False
     try:
+        options = _parsed(arguments)
         code: int = options.run_command(options)
         sys.stdout.flush()
+        if Lines.cut:
+            raise BrokenPipeError
     except BrokenPipeError:
         discard(sys.stdout)
-        return ExitCode.OK
+        return _print_error(FlightDeckError("the output is cut", why="its reader has left"), ExitCode.FAILED)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except (ConfigError, InputError, RunNotFound) as error:
@@ -106,8 +137,8 @@ def _version(_: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def command_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def command_parser() -> Parser:
+    parser = Parser(
         prog="flightdeck",
         description="Checks, launches, watches and stops distributed training with MLX or PyTorch. Alone it opens the "
         "console.",
@@ -133,6 +164,7 @@ def command_parser() -> argparse.ArgumentParser:
     _history(commands)
     _tasks(commands)
     _publishing(commands)
+    _shell(commands)
     return parser
 
 
@@ -609,6 +641,46 @@ def _publishing(commands: Commands) -> None:
     publish.add_argument("--license", metavar="ID", help="for the card, as the Hub names it, such as apache-2.0")
 
 
+def _shell(commands: Commands) -> None:
+    completion = _command(
+        commands,
+        "completion",
+        "",
+        "a script by which the shell completes commands, options, files and runs",
+        ("flightdeck completion zsh > ~/.zfunc/_flightdeck", "fpath+=~/.zfunc before compinit in ~/.zshrc"),
+        ("flightdeck completion bash > ~/.local/share/bash-completion/completions/flightdeck", "needs bash-completion"),
+        ("flightdeck completion fish > ~/.config/fish/completions/flightdeck.fish", ""),
+        json=False,
+    )
+    completion.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=", ".join(_SHELLS))
+    completion.set_defaults(run_command=_completion)
+    what = "what a command does, with its options and examples"
+    asked = _command(
+        commands, "help", "", what, ("flightdeck help launch", "as `flightdeck launch --help`"), json=False
+    )
+    asked.add_argument(
+        "about", nargs="?", choices=tuple(commands.choices), metavar="COMMAND", help="default: all, in short"
+    )
+    asked.set_defaults(run_command=_help)
+
+
+def _help(options: argparse.Namespace) -> int:
+    parser = command_parser()
+    if options.about is None:
+        parser.print_help()
+    else:
+        parser.parse_args([options.about, "--help"])
+    return ExitCode.OK
+
+
+def _completion(options: argparse.Namespace) -> int:
+    # shtab is needed for nothing else.
+    from tui.commands.completion import script
+
+    print(script(command_parser(), options.shell, api.state_home()))
+    return ExitCode.OK
+
+
 def _command(
     commands: Commands,
     name: str,
@@ -616,8 +688,9 @@ def _command(
     summary: str,
     *examples: tuple[str, str],
     adopts: bool = True,
+    json: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command with --json, its summary in both helps, and its examples."""
+    """A command, with --json where it has a document, its summary in both helps, and its examples."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -625,8 +698,9 @@ def _command(
         epilog=_examples(*examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.set_defaults(run_command=_run_command, command=command, adopts=adopts)
+    if json:
+        parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.set_defaults(run_command=_run_command, command=command, adopts=adopts, parser=parser)
     return parser
 
 
@@ -665,7 +739,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         # argparse gives an optional argument nothing once an option has followed the one before it.
         options.folder = _file(rest.pop())
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        getattr(options, "parser", parser).refuse(rest)
     return options
 
 

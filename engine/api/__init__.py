@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from engine.run.verification import GPU, NOT_MEASURED, gpu_line
     from engine.run.watch import RunWatch
     from engine.security.identifiers import safe_repr
-    from engine.security.paths import path_fault
+    from engine.security.paths import path_fault, state_home
     from engine.security.redact import redact
     from engine.security.sanitise import sanitise, sanitise_text
     from engine.snapshots import FetchProgress
@@ -76,7 +76,7 @@ _NAMES: Final = {
     "engine.run.verification": "GPU NOT_MEASURED gpu_line",
     "engine.run.watch": "RunWatch",
     "engine.security.identifiers": "safe_repr",
-    "engine.security.paths": "path_fault",
+    "engine.security.paths": "path_fault state_home",
     "engine.security.redact": "redact",
     "engine.security.sanitise": "sanitise sanitise_text",
     "engine.snapshots": "FetchProgress",

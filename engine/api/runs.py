@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from typing import Any
 
 from engine.api.session import Session
@@ -79,7 +80,10 @@ class RunsApi:
             why = f"{len(matching)} ids begin with it: {', '.join(matching[:4])}{', …' if len(matching) > 4 else ''}"
             raise RunNotFound(f"{safe_repr(run)} is not one run", why=why, todo="give more of the id")
         why = "no id, id prefix or name is that"
-        raise RunNotFound(f"no run {safe_repr(run)}", why=why, todo="see `flightdeck runs`")
+        names = {name for record in self._stored() for name in (record.name, record.id)}
+        near = get_close_matches(run, names, 1)
+        todo = f"did you mean {near[0]}?" if near else "see `flightdeck runs`"
+        raise RunNotFound(f"no run {safe_repr(run)}", why=why, todo=todo)
 
     def tasks_of(self, run: str) -> list[RunRecord]:
         """The tasks on the result of the run of this id, newest first."""

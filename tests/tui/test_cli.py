@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -80,11 +81,13 @@ def test_help_has_examples_for_every_command(home: Path) -> None:
 
 
 COMMANDS = [
-    ["runs"],
     ["runs", "--json"],
     ["show"],
+    ["runs"],
     ["logs", "--rank", "1", "--raw"],
     ["metrics"],
+    ["--help"],
+    ["completion", "bash"],
     ["--version"],
 ]
 
@@ -328,13 +331,35 @@ def test_aborting_what_has_ended_says_so_and_is_no_failure(home: Path, failed: M
     assert (done.code, "has ended already: failed" in done.out) == (0, True)
 
 
-def test_a_reader_that_leaves_early_is_no_trouble(home: Path) -> None:
-    run = MadeRun(home)
-    run.metrics(report(iteration, 1.0) for iteration in range(4_000))
-    run.state("preflight", "failed", reason="preflight_failed").close()
-    shell = f"{FLIGHTDECK} metrics | head -n 1"
-    done = subprocess.run(["/bin/sh", "-c", shell], capture_output=True, text=True, env=environment(home), check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("arguments", COMMANDS[2:7], ids=" ".join)
+def test_a_reader_that_has_left_is_one_line(home: Path, failed: MadeRun, arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([FLIGHTDECK, *arguments], stdout=writer, stderr=PIPE, env=environment(home), check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"flightdeck: the output is cut: its reader has left\n")
+
+
+def test_help_for_one_command_is_its_own_help(home: Path) -> None:
+    assert flightdeck(home, "help", "abort").out == flightdeck(home, "abort", "--help").out
+    assert flightdeck(home, "help").out == flightdeck(home, "--help").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["lauch"], "launch"),
+        (["help", "rnus"], "runs"),
+        (["runs", "--fliter=x"], "--filter"),
+        (["launch", "--strategy", "shraded"], "sharded"),
+        (["show", "brokn"], "broken"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_was_meant_is_suggested(home: Path, failed: MadeRun, arguments: list[str], meant: str) -> None:
+    done = flightdeck(home, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert f"did you mean {meant}?" in done.err.splitlines()[-1]
 
 
 def test_output_is_without_colour_where_there_is_no_terminal(home: Path, failed: MadeRun) -> None:

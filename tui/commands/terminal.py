@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from engine.errors import InputError
 
@@ -123,7 +123,11 @@ def discard(stream: TextIO) -> None:
 
 
 class Lines:
-    """Plain lines for people, each flushed as it comes. A reader that leaves early silences them, nothing else."""
+    """Plain lines for people, each flushed as it comes. A reader that leaves early silences them, and the command goes
+    on; at its end `cut` says that they were printed in part."""
+
+    cut: ClassVar = False
+    """The reader of stdout has left."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stdout
@@ -133,6 +137,7 @@ class Lines:
         try:
             print(text, file=self.stream, flush=True)
         except BrokenPipeError:
+            Lines.cut = Lines.cut or self.stream is sys.stdout
             discard(self.stream)
 
     def ink(self, text: str, colour: str | None) -> str:
