@@ -172,6 +172,11 @@ HISTORIES = {
         '{"seed":400778015,"kind":"local","nodes":5,"iterations":5,"period_s":3.0,"every":0,"recovery":2,"faults":'
         '[["node_sleeps",2.44,3,70.0],["head_disk_full",3.95,1,70.0],["head_killed_at_effect",57,1,30.0]]}'
     ),
+    "an attempt that never started, and was not recorded on a full disk, leaves its number to one on other nodes": (
+        '{"kind":"direct","nodes":5,"local":false,"iterations":8,"period_s":3.0,"every":3,"min_nodes":4,"faults":'
+        '[["rank_killed",4.41,1,7.0],["head_disk_full",4.44,1,12.0],["head_power",8.33,3,0.4],'
+        '["agent_stopped",9.11,4,180.0]]}'
+    ),
 }
 
 

@@ -115,7 +115,9 @@ class World:
             self.launcher.end()
 
     def attempt_of(self, plan: RunPlan, planned: events.Attempt) -> Attempt:
-        if planned.number not in self.attempts:
+        before = self.attempts.get(planned.number)
+        # What never started, and was not recorded on a full disk, leaves its number to the next.
+        if before is None or (before.planned.nodes != planned.nodes and not before.keepers):
             machines = [self.machines[name] for name in planned.nodes]
             self.attempts[planned.number] = Attempt(self, plan, planned, machines)
         return self.attempts[planned.number]
