@@ -32,6 +32,7 @@ from engine import api
 from engine.errors import plural
 from tui.actions import ACTIONS, Action
 from tui.chart_files import COLUMNS, NO_PNG, png_possible, write_chart
+from tui.encoding import prepare
 from tui.engine_client import (
     BATCH_S,
     AbortProgressed,
@@ -839,6 +840,7 @@ def run_console(
     `engine` may be a function and `config` a path: both are then loaded after the first paint, off the app's loop.
     `start` is launched at once; else the newest active run is shown.
     """
+    prepare(sys.__stderr__, cells=True)  # where Textual draws
     app = FlightDeckApp(engine, config, start=start, slow_link=slow_link)
     asyncio.run(_run_with_signals(app))
     return app.return_code or 0

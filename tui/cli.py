@@ -5,7 +5,6 @@ one of its commands.
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import re
 import sys
@@ -19,6 +18,7 @@ from engine import api
 from engine.api import ExitCode, Strategy
 from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound
 from tui.commands.terminal import DEFAULT_FILE, Lines, check_terminal, discard
+from tui.encoding import prepare
 
 Commands = Any
 """The type that add_subparsers returns, which argparse does not name."""
@@ -78,13 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """A stream that the caller has closed is /dev/null, so that no file that is opened takes its descriptor; a
-    character that the locale lacks is printed as its escape."""
+    """A stream that the caller has closed is /dev/null, so that no file that is opened takes its descriptor."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    prepare(sys.stdout)
+    prepare(sys.stderr)
 
 
 def _run_command(options: argparse.Namespace) -> int:

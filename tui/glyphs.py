@@ -6,12 +6,13 @@ needs nothing of the engine.
 
 from __future__ import annotations
 
-import locale
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from textual.content import Content
+
+from tui.encoding import locale_encoding
 
 Value = TypeVar("Value")
 
@@ -86,7 +87,7 @@ def rank_style(rank: int) -> str:
 
 def utf8_terminal() -> bool:
     """The locale has more than ASCII."""
-    return "utf" in locale.getpreferredencoding(False).lower()
+    return "utf" in locale_encoding().lower()
 
 
 @dataclass(frozen=True)

@@ -114,15 +114,29 @@ def test_an_output_that_cannot_be_written_is_one_line(home: Path, failed: MadeRu
     assert done.stderr.decode() == "flightdeck: the output cannot be written: No space left on device\n"
 
 
-def test_a_character_that_the_locale_lacks_is_printed_as_its_escape(home: Path, failed: MadeRun) -> None:
+@pytest.mark.parametrize(
+    ("locale", "shown"),
+    [
+        ({"PYTHONIOENCODING": "iso-8859-1"}, b"loss 6 -> 2... \xe9 \\u4e2d\n"),
+        ({"LC_ALL": "C"}, b"loss 6 -> 2... \\xe9 \\u4e2d\n"),
+    ],
+    ids=["iso-8859-1", "C"],
+)
+def test_what_the_locale_lacks_is_ascii_and_a_foreign_character_its_escape(
+    home: Path, failed: MadeRun, locale: dict[str, str], shown: bytes
+) -> None:
     mirror = Mirror(failed.directory, lambda gap: None)
     mirror.follow(0, None, 0)
-    failed.directory.log(0).write_bytes("é 中 loss 1.5\n".encode())
+    failed.directory.log(0).write_bytes("loss 6 → 2… é 中\n".encode())
     mirror.pump()
     mirror.close()
-    env = environment(home, PYTHONIOENCODING="iso-8859-1")
+    env = environment(home, **locale)
     done = subprocess.run([FLIGHTDECK, "logs", "--rank", "0"], capture_output=True, env=env, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"\xe9 \\u4e2d loss 1.5\n", b"")
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown, b"")
+
+
+def test_the_console_keeps_its_columns_in_ascii() -> None:
+    assert "╭─ 6 → 2… é 中 ▇".encode("ascii", "flightdeck.cells") == b"+- 6 > 2. ? ??  "
 
 
 def test_closed_streams_are_no_error(home: Path, failed: MadeRun) -> None:
