@@ -13,6 +13,7 @@ from textual.app import App, ComposeResult
 from textual.events import MouseScrollDown
 from textual.geometry import Offset
 from textual.selection import Selection
+from textual.widgets import Input
 
 from engine.store.layout import LAUNCHER_SOURCE, RunDir
 from tests.terminal import Terminal
@@ -354,6 +355,15 @@ async def test_the_prompt_answers_with_a_pattern_or_says_what_is_wrong(logs: Run
         bar.open("filter", "")
         await pilot.press("!", "x", "enter")
         assert app.answers[1:] == [("filter", "!x")]
+        bar.open("search")
+        await pilot.press("g", "o", "enter")
+        bar.open("search", "go")
+        entry = bar.query_one(Input)
+        shown = []
+        for key in ("up", "up", "up", "down", "down"):
+            await pilot.press(key)
+            shown.append(entry.value)
+        assert shown == ["go", "loss", "loss", "go", ""]
 
 
 HOSTILE = (

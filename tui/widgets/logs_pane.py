@@ -7,6 +7,7 @@ from typing import Final
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal
+from textual.events import Key
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input, Static
@@ -21,7 +22,7 @@ SEARCH: Final = "search"
 FILTER: Final = "filter"
 _PROMPTS: Final = {SEARCH: "/", FILTER: "&"}
 _HINTS: Final = {
-    SEARCH: "text, or re: and a regular expression",
+    SEARCH: "text, or re: and a regular expression; up: earlier ones",
     FILTER: "lines to keep; ! inverts; empty shows all",
 }
 
@@ -48,6 +49,10 @@ class FilterBar(Horizontal):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.kind = SEARCH
+        self._entered: dict[str, list[str]] = {SEARCH: [], FILTER: []}
+        """The patterns, oldest first, each once."""
+        self._at = 0
+        """The entry that up and down have come to; past the last: what is typed."""
 
     def compose(self) -> ComposeResult:
         yield Static("", classes="prompt", markup=False)
@@ -60,6 +65,7 @@ class FilterBar(Horizontal):
 
     def open(self, kind: str, text: str = "") -> None:
         self.kind = kind
+        self._at = len(self._entered[kind])
         self.query_one(".prompt", Static).update(_PROMPTS[kind])
         entry = self.query_one(Input)
         entry.placeholder, entry.value = _HINTS[kind], text
@@ -70,6 +76,17 @@ class FilterBar(Horizontal):
 
     def close(self) -> None:
         self.remove_class("-open")
+
+    def on_key(self, event: Key) -> None:
+        """Up and down go through what was entered before."""
+        entered = self._entered[self.kind]
+        if event.key not in ("up", "down"):
+            return
+        event.stop()
+        self._at = max(0, min(len(entered), self._at + (1 if event.key == "down" else -1)))
+        entry = self.query_one(Input)
+        entry.value = entered[self._at] if self._at < len(entered) else ""
+        entry.cursor_position = len(entry.value)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
@@ -84,6 +101,9 @@ class FilterBar(Horizontal):
         except ValueError as fault:
             self._show_fault(str(fault))
             return
+        if event.value:
+            entered = self._entered[self.kind]
+            entered[:] = [text for text in entered if text != event.value] + [event.value]
         self.close()
         self.post_message(self.Answered(self.kind, event.value))
 

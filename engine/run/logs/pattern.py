@@ -31,12 +31,17 @@ class LogPattern:
     def parse(cls, text: str) -> LogPattern:
         """A literal, or a regular expression after "re:"; capitals count only when there are some.
         Raises ValueError for an empty pattern and for a regular expression that is none."""
-        folded = not any(character.isupper() for character in text)
+        # The capital of an escape such as \S is none.
+        typed = re.sub(r"\\.", "", text) if text.startswith(REGEX_PREFIX) else text
+        folded = not any(character.isupper() for character in typed)
         flags = re.IGNORECASE if folded else 0
         if not text.startswith(REGEX_PREFIX):
             if not text:
                 raise ValueError("nothing to search for")
             literal = re.compile(re.escape(text), flags)
+            if folded and not text.isascii():
+                # Bytes have no other case of é: each line with more than ASCII is looked at.
+                return cls(text, literal, raw=re.compile(rb"[^\x00-\x7f]"))
             return cls(text, literal, needles=((text.lower() if folded else text).encode(),), folded=folded)
         expression = text.removeprefix(REGEX_PREFIX)
         try:

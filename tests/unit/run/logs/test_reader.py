@@ -128,6 +128,20 @@ def test_an_index_that_is_another_file_starts_the_numbers_anew(logs: RunLogs) ->
     assert texts(reader) == ["one", "two"]
 
 
+def test_a_capital_counts_only_where_one_is_typed(logs: RunLogs) -> None:
+    logs.write(0, "Loss 1\nloss 2\nÉtat 3\nétat 4\n")
+    reader = LogReader(logs.run_dir)
+    numbers = {}
+    for wanted in ("loss", "Loss", "état", "État", "re:lo\\S+ 1", "re:L\\w+"):
+        kept = LogFilter.parse(reader, wanted)
+        while kept.advance(100):
+            pass
+        numbers[wanted] = list(kept.numbers)
+    assert numbers == {
+        "loss": [0, 1], "Loss": [0], "état": [2, 3], "État": [2], "re:lo\\S+ 1": [0], "re:L\\w+": [0]
+    }  # fmt: skip
+
+
 @given(chatter, st.sampled_from(["foo", "Foo", "bar", "é", "re:^fo+$", "re:ba?r|Foo", "o f"]), st.booleans())
 def test_a_search_finds_what_reading_every_line_finds(
     parts: list[tuple[int, list[str]]], wanted: str, merged: bool
