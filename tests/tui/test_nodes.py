@@ -236,6 +236,17 @@ async def test_an_unreachable_node_says_why_and_what_to_do_and_y_copies_that(stu
         await console.until(lambda: console.app.clipboard == "is it on, and on this network?")
 
 
+async def test_y_on_a_node_copies_the_fix_of_a_check_as_a_line_for_a_shell_here(studio: FakeEngine) -> None:
+    config = macs.configuration()
+    node = config.nodes[-1].name
+    studio.check_results = [fake_engine.FAILED_PORTS.model_copy(update={"fixes": {node: "kill 4711"}})]
+    async with opened(studio, config=config) as console:
+        await console.check()
+        await console.press("1", "G", "y")
+        await console.until(lambda: console.app.clipboard.startswith("ssh "))
+        assert console.app.clipboard.endswith(" 'kill 4711'")
+
+
 async def test_a_clock_that_is_off_and_low_power_are_warned_of(studio: FakeEngine) -> None:
     put(studio, studio.found[1].model_copy(update={"clock_skew_s": -2.4, "low_power_mode": True}))
     async with opened(studio, size=WIDE, config=macs.configuration()) as console:

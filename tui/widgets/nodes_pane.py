@@ -12,7 +12,9 @@ from textual.app import ComposeResult
 from textual.containers import Container, VerticalScroll
 from textual.content import Content
 
+from engine import api
 from tui import node_state
+from tui.fixes import CheckFix, fix_for
 from tui.formatting import age, memory, size
 from tui.glyphs import MUTED, Glyph
 from tui.node_state import node_names
@@ -325,11 +327,15 @@ class NodesPane(Pane):
         return True
 
     def copy_text(self) -> str:
-        """A node's fix where it has a problem with one, else all that is known of the node."""
+        """A node's fix where it has a problem with one, or a check that failed there, as a line for this machine's
+        shell; else all that is known of the node."""
         facts = self.state.selected_facts
         if facts is not None and facts.problem:
             key = facts.host_key.fingerprint if facts.host_key else None
             return key or facts.fix or facts.problem
+        fix = fix_for(self.state)
+        if isinstance(fix, CheckFix) and self.state.config is not None:
+            return api.as_shell_line(self.state.config, fix.commands) or ""
         return detail(self.state, self.state.node, TEXT_WIDTH).plain if self.state.node else self.text()
 
     def text(self) -> str:
