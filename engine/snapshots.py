@@ -321,6 +321,11 @@ class Deletion:
     """It is no longer listed."""
 
     @property
+    def freed(self) -> int:
+        """Bytes, of the folders of which that is known and that do not stay."""
+        return sum(part.bytes or 0 for part in (self.here, *self.nodes) if part.problem is None)
+
+    @property
     def problems(self) -> dict[str, str]:
         """By node, why its folders stay."""
         return {part.node: part.problem for part in self.nodes if part.problem is not None}
@@ -386,6 +391,10 @@ class RunSnapshot:
     task_results: tuple[TaskResult, ...] = ()
     """The results of a task on what another run has trained."""
     trackers: tuple[TrackerStatus, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        return self.record.state.ended
 
     @property
     def activity(self) -> str | None:

@@ -58,13 +58,13 @@ def _abort(state: DeckState) -> str | None:
     if state.active:
         return None
     if state.running is not None:
-        return f"{state.running.id} is not shown: 5 lists it, enter opens it"
+        return f"{state.running.id} is not shown: 5 lists it, enter twice opens it"
     return f"{state.snapshot.record.id} has ended" if state.snapshot is not None else "no run is under way"
 
 
 def _fetch(state: DeckState) -> str | None:
     if state.snapshot is None:
-        return "no run is shown: 5 lists them, enter opens one"
+        return "no run is shown: 5 lists them"
     run, result = state.snapshot.record.id, state.snapshot.result
     if result is None:
         return f"{run} has not ended: `flightdeck fetch {run}` copies what it has saved so far"
@@ -127,6 +127,8 @@ def _chat(state: DeckState) -> str | None:
 
 
 def _chart(state: DeckState) -> str | None:
+    if state.view == "compare":
+        return None
     if state.snapshot is not None and state.snapshot.record.task is not None:
         return "a task trains nothing"
     return None if state.metrics else "no figures yet"
@@ -136,6 +138,20 @@ def _samples(state: DeckState) -> str | None:
     if state.snapshot is None:
         return "no run is shown: 5 lists them"
     return None if state.snapshot.samples else "no answers yet: the job's sample_prompts are answered while it trains"
+
+
+def _run_selected(state: DeckState) -> str | None:
+    return None if state.run is not None else "there is no run here"
+
+
+def _comparable(state: DeckState) -> bool:
+    return len(state.marked) > 1 and not state.detail
+
+
+def _deletable(state: DeckState) -> str | None:
+    chosen = state.marked or ((state.run,) if state.run is not None else ())
+    active = next((run.id for run in state.runs or () if run.id in chosen and not run.state.ended), None)
+    return _run_selected(state) or (f"{active} has not ended: ctrl+x aborts it" if active else None)
 
 
 def _fix(state: DeckState) -> str | None:
@@ -214,6 +230,7 @@ def shown_key(key: str) -> str:
 
 
 LOG_VIEWS: Final = ("dashboard", "run")
+CHART_VIEWS: Final = (*LOG_VIEWS, "compare")
 
 ACTIONS: Final[tuple[Action, ...]] = (
     Action("next_match", ("n",), "next", "Next match of the search", "logs", LOG_VIEWS, why_not=_log,
@@ -253,7 +270,27 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("view_preflight", ("2",), "preflight", "Preflight, full screen", "views"),
     Action("view_calibration", ("3",), "calibration", "Calibration and shares, full screen", "views"),
     Action("view_run", ("4",), "run", "The run: loss, ranks and logs, full screen", "views"),
-    Action("view_history", ("5",), "history", "Every run; enter opens one", "views"),
+    Action("view_history", ("5",), "history", "Every run; enter describes one", "views"),
+    Action("compare", ("enter",), "compare", "Compare the marked runs: curves, what differs, and why", "history",
+           panes=("history",), why_not=_first(_loading, _busy), when=_comparable),
+    Action("describe", ("enter",), "describe", "Settings, result and commands of the selected run; enter opens it",
+           "history", panes=("history",), why_not=_first(_loading, _run_selected),
+           when=lambda state: not state.detail and not _comparable(state)),
+    Action("open", ("enter",), "open", "Show the described run on the dashboard", "history", panes=("history",),
+           why_not=_run_selected, when=lambda state: state.detail, palette=False),
+    Action("mark", ("space",), "mark", "Mark the selected run; enter compares the marked ones", "history",
+           panes=("history",), why_not=_run_selected),
+    Action("filter_runs", ("slash",), "filter", "Show only runs that match: state:failed lr<1e-4 tag:night",
+           "history", panes=("history",), why_not=_loading),
+    Action("sort_runs", ("o",), "sort", "Order the runs by the next column", "history", panes=("history",)),
+    Action("reverse_runs", ("O",), "reverse", "Reverse the order of the runs", "history", panes=("history",)),
+    Action("tag_run", ("T",), "tag", "Tags of the selected run", "history", panes=("history",),
+           why_not=_first(_loading, _run_selected)),
+    Action("note_run", ("N",), "note", "A note on the selected run", "history", panes=("history",),
+           why_not=_first(_loading, _run_selected)),
+    Action("delete_run", ("ctrl+k",), "delete", "Delete the selected or marked runs, here and on their nodes",
+           "history", panes=("history",), dangerous=True, why_not=_first(_loading, _deletable, _busy)),
+    Action("pin_run", ("p",), "pin", "Draw the next run over the others", "history", ("compare",)),
     Action("next_pane", ("tab",), "pane", "Next pane (next tab on a small terminal)", "move", palette=False),
     Action("previous_pane", ("shift+tab",), "pane back", "Previous pane", "move", palette=False),
     Action("down", ("j", "down"), "down", "Move down", "move", palette=False),
@@ -267,7 +304,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("top", ("g", "home"), "top", "To the top", "move", palette=False),
     Action("bottom", ("G", "end"), "bottom", "To the bottom", "move", palette=False),
     Action("enter", ("enter",), "open",
-           "Open what is selected; on a failed run, jump to the line that proves it", "move", palette=False),
+           "Open what is selected; on a failed run, jump to the line that proves it", "move", palette=False,
+           when=lambda state: state.pane != "history"),
     Action("back", ("escape",), "back", "One step back; never quits", "move", palette=False),
     Action("search", ("slash",), "search", "Search the log", "logs", LOG_VIEWS, why_not=_log),
     Action("previous_match", ("N",), "previous", "Previous match of the search (n: next)", "logs", LOG_VIEWS,
@@ -285,29 +323,30 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("all_ranks", ("a",), "all ranks", "Log of all ranks, merged", "logs", LOG_VIEWS, why_not=_log),
     Action("wrap", ("w",), "wrap", "Wrap long lines", "logs", LOG_VIEWS, why_not=_log),
     Action("timestamps", ("t",), "timestamps", "Show when each line arrived", "logs", LOG_VIEWS, why_not=_log),
-    Action("next_metric", ("m",), "metric", "Next metric of the run (in the grid: its next page)", "chart", LOG_VIEWS,
+    Action("next_metric", ("m",), "metric", "Next metric of the run (in the grid: its next page)", "chart", CHART_VIEWS,
            why_not=_chart),
-    Action("metric_grid", ("M",), "grid", "Small charts of all metrics, or one", "chart", LOG_VIEWS, why_not=_chart),
-    Action("chart_axis", ("X",), "x axis", "x in iterations, tokens or active time", "chart", LOG_VIEWS,
+    Action("metric_grid", ("M",), "grid", "Small charts of all metrics, or one", "chart", CHART_VIEWS, why_not=_chart),
+    Action("chart_axis", ("X",), "x axis", "x in iterations, tokens or active time", "chart", CHART_VIEWS,
            why_not=_chart),
-    Action("chart_average", ("A",), "average", "Moving average in a band from minimum to maximum", "chart", LOG_VIEWS,
+    Action("chart_average", ("A",), "average", "Moving average in a band from minimum to maximum", "chart", CHART_VIEWS,
            why_not=_chart),
-    Action("log_axis", ("L",), "log axis", "Logarithmic y axis", "chart", LOG_VIEWS, why_not=_chart),
-    Action("zoom_in", ("plus",), "zoom in", "Show half of what is shown, around the cursor", "chart", LOG_VIEWS,
+    Action("log_axis", ("L",), "log axis", "Logarithmic y axis", "chart", CHART_VIEWS, why_not=_chart),
+    Action("zoom_in", ("plus",), "zoom in", "Show half of what is shown, around the cursor", "chart", CHART_VIEWS,
            why_not=_chart),
-    Action("zoom_out", ("minus",), "zoom out", "Show twice as much", "chart", LOG_VIEWS, why_not=_chart),
-    Action("pan_left", ("less_than_sign",), "pan", "Go back by half of what is shown", "chart", LOG_VIEWS,
+    Action("zoom_out", ("minus",), "zoom out", "Show twice as much", "chart", CHART_VIEWS, why_not=_chart),
+    Action("pan_left", ("less_than_sign",), "pan", "Go back by half of what is shown", "chart", CHART_VIEWS,
            why_not=_chart),
-    Action("pan_right", ("greater_than_sign",), "pan", "Go on by half of what is shown", "chart", LOG_VIEWS,
+    Action("pan_right", ("greater_than_sign",), "pan", "Go on by half of what is shown", "chart", CHART_VIEWS,
            why_not=_chart),
-    Action("fit_chart", ("0",), "fit", "Show everything from the first x to the last", "chart", LOG_VIEWS,
+    Action("fit_chart", ("0",), "fit", "Show everything from the first x to the last", "chart", CHART_VIEWS,
            why_not=_chart),
     Action("export_chart", ("P",), "chart file", "Save the chart as SVG, and as PNG where Pillow is installed", "chart",
-           LOG_VIEWS, why_not=_chart),
+           CHART_VIEWS, why_not=_chart),
     Action("samples", ("s",), "samples", "Answers of the run while it trains, or the chart", "display", LOG_VIEWS,
            why_not=_samples),
     Action("maximise", ("z",), "maximise", "Give the pane the whole screen, and back", "display"),
-    Action("freeze", ("space",), "freeze", "Hold the display still; data keeps arriving", "display"),
+    Action("freeze", ("space",), "freeze", "Hold the display still; data keeps arriving", "display",
+           when=lambda state: state.pane != "history"),
     Action("copy", ("y",), "copy", "Copy what is selected (clipboard, and always a file)", "display"),
     Action("save", ("ctrl+s",), "save pane", "Save the pane's text to a file", "display"),
     Action("help", ("question_mark",), "help", "This help", "console"),
@@ -322,6 +361,7 @@ GROUPS: Final = {
     "run": "Run",
     "nodes": "Nodes",
     "views": "Views",
+    "history": "History",
     "move": "Move",
     "logs": "Logs",
     "chart": "Chart",
@@ -335,7 +375,8 @@ _BAR: Final[dict[str, tuple[str, ...]]] = {
     "preflight": ("recheck", "fix", "skip", "copy", "back", "launch", "help", "quit"),
     "calibration": ("calibrate", "calibrate_quick", "scaling", "copy", "back", "launch", "help", "quit"),
     "run": ("abort", "search", "follow", "next_metric", "back", "help", "quit"),
-    "history": ("enter", "use", "again", "copy", "back", "launch", "help", "quit"),
+    "history": ("compare", "describe", "open", "mark", "filter_runs", "use", "again", "back", "help", "quit"),
+    "compare": ("next_metric", "chart_average", "pin_run", "copy", "back", "help", "quit"),
 }
 _PLAN_BAR: Final = ("launch", "recheck", "maximise", "copy", "back", "help", "quit")
 """The run's view while it shows the plan."""

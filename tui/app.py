@@ -36,22 +36,34 @@ from tui.encoding import prepare
 from tui.engine_client import (
     BATCH_S,
     AbortProgressed,
+    DeletionMeasured,
     EngineClient,
     FixFinished,
     FixProgressed,
     InputsDiffer,
     Notice,
+    RunDescribed,
     RunLaunched,
+    RunsCompared,
     TelemetryReceived,
 )
 from tui.fixes import CableSetup, CheckFix, FixCommand, HostKeyFix, fix_for
-from tui.formatting import shortened
+from tui.formatting import shortened, size
 from tui.gc_pauses import GcScheduler
 from tui.glyphs import FEW_COLOURS, Glyphs, utf8_terminal
 from tui.poller import POLL_S, ConfigEdited, EngineFailed, EngineReady, RunPoller, RunsRead, SnapshotTaken, Trouble
 from tui.screens.chat import Chat
 from tui.screens.deck import DeckScreen
-from tui.screens.dialog import Confirm, Welcome, confirm_abort, confirm_launch, confirm_programs, text_width
+from tui.screens.dialog import (
+    Confirm,
+    Welcome,
+    confirm_abort,
+    confirm_delete,
+    confirm_incomplete,
+    confirm_launch,
+    confirm_programs,
+    text_width,
+)
 from tui.screens.fix import ChangedKey, FixDialog, SkipCheck, UnknownKey, confirm_fix, confirm_setup
 from tui.screens.help import ActionProvider, Help, PaletteEntry
 from tui.screens.settings import SettingsForm, starts
@@ -70,6 +82,8 @@ from tui.screens.use import (
 )
 from tui.state import ENGINE_ERRORS, DeckState, StateStore
 from tui.widgets.chart import Chart
+from tui.widgets.compare_pane import ComparePane
+from tui.widgets.history_pane import HistoryPane
 from tui.widgets.text import pair
 
 if TYPE_CHECKING:
@@ -359,7 +373,7 @@ class FlightDeckApp(App[None]):
         self.store.change(snapshot=None, has_log=True, searching=False)
         self.poller.follow(run_dir.id)
         self.deck.logs.view.open(run_dir)
-        self.deck.chart.open(self.client.engine.runs.series(run_dir.id))
+        self.deck.run_chart.open(self.client.engine.runs.series(run_dir.id))
         if self.state.view != "run":
             self.deck.go("dashboard")
         return True
@@ -372,7 +386,7 @@ class FlightDeckApp(App[None]):
         self._shown = None
         self.poller.follow(None)
         self.deck.logs.view.open(None)
-        self.deck.chart.open(None)
+        self.deck.run_chart.open(None)
         self.store.change(snapshot=None, has_log=False, searching=False)
         if self.state.plan is None:
             self._request(self.client.plan())
@@ -607,6 +621,60 @@ class FlightDeckApp(App[None]):
 
         self.push_screen(SkipCheck(check, text_width(self.size.width)), answered)
 
+    def do_describe(self) -> None:
+        if self.state.view != "history":
+            self.deck.go("history")
+        self.store.change(detail=True)
+        assert self.state.run is not None
+        self._request(self.client.describe(self.state.run))
+
+    def on_history_pane_asked(self, message: HistoryPane.Asked) -> None:
+        self._request(self.client.describe(message.run))
+
+    def on_run_described(self, message: RunDescribed) -> None:
+        self.deck.history.describe(message.snapshot, self.client.engine.runs.series(message.snapshot.record.id))
+
+    def do_compare(self) -> None:
+        self._request(self.client.compare(self.state.marked))
+
+    def on_runs_compared(self, message: RunsCompared) -> None:
+        sources = {run.id: self.client.engine.runs.series(run.id) for run in message.comparison.runs}
+        self.deck.query_one(ComparePane).open(message.comparison, sources)
+        self.deck.go("compare")
+
+    def on_history_pane_annotated(self, message: HistoryPane.Annotated) -> None:
+        run = next((run for run in self.state.runs or () if run.id == message.run), None)
+        if run is not None:
+            tags, note = (message.text.split(), None) if message.kind == "tags" else (None, message.text)
+            self._request(self.client.annotate(run, tags=tags, note=note))
+
+    def do_delete_run(self) -> None:
+        """Ask what it frees first; the answer comes as DeletionMeasured."""
+        assert self.state.run is not None
+        self._request(self.client.delete(self.state.marked or (self.state.run,), go=False))
+
+    def on_deletion_measured(self, message: DeletionMeasured) -> None:
+        runs, width = [deletion.run for deletion in message.deletions], text_width(self.size.width)
+
+        def answered(go: bool | None, *, anyway: bool = False) -> None:
+            if go:
+                self._request(self.client.delete(runs, go=True, anyway=anyway))
+
+        if not message.done:
+            self.push_screen(confirm_delete(message.deletions, width), answered)
+            return
+        gone = [deletion.run for deletion in message.deletions if deletion.deleted]
+        self.store.change(marked=tuple(run for run in self.state.marked if run not in gone), detail=False)
+        if self._shown in gone:
+            self.close_run()
+        freed = size(sum(deletion.freed for deletion in message.deletions))
+        left = [deletion for deletion in message.deletions if not deletion.deleted]
+        if left:
+            runs[:] = [deletion.run for deletion in left]
+            self.push_screen(confirm_incomplete(left, width), lambda go: answered(go, anyway=True))
+        else:
+            self.say(f"deleted {plural(len(gone), 'run')}: {freed} freed")
+
     def do_fix(self) -> None:
         fix = fix_for(self.state)
         if isinstance(fix, CheckFix):
@@ -746,7 +814,7 @@ class FlightDeckApp(App[None]):
 
     async def _export_chart(self, chart: Chart) -> None:
         record = self.state.snapshot.record if self.state.snapshot is not None else None
-        title = f"{record.name} ({record.id})" if record is not None else ""
+        title = f"{record.name} ({record.id})" if record is not None and self.state.view != "compare" else ""
         try:
             pictures = await asyncio.to_thread(chart.read_pictures, COLUMNS)
             path = new_file(self.client.engine.home / "saved", "chart", self._clock(), ".svg")

@@ -399,6 +399,7 @@ def _history(commands: Commands) -> None:
     runs.add_argument("--filter", default="", metavar="TERMS", help="field:text, field<figure, or words of name or id")
     runs.add_argument("--sort", metavar="FIELD", help="ascending; -FIELD descending (write --sort=-loss)")
     _annotations(commands)
+    _comparing(commands)
     show = _command(
         commands,
         "show",
@@ -507,6 +508,31 @@ def _annotations(commands: Commands) -> None:
     delete.add_argument("--yes", action="store_true", help="without a question")
     what = "delete a run here although a node keeps its folder; that is named"
     delete.add_argument("--anyway", action="store_true", help=what)
+
+
+def _comparing(commands: Commands) -> None:
+    what = 'id, the beginning of one, name (its newest) or "last"'
+    compare = _command(
+        commands,
+        "compare",
+        "compare.compare",
+        "what differs between runs, which is best, and why their speeds differ",
+        ("flightdeck compare last 20260102", "only what differs: configuration, data, versions, plan, result"),
+        ("flightdeck compare a b c --json | jq .speeds", ""),
+    )
+    compare.add_argument("runs", nargs="+", metavar="RUN", help=what)
+    export = _command(
+        commands,
+        "export",
+        "compare.export",
+        "the metrics of one or several runs, for other programs",
+        ("flightdeck export a b --format csv > metrics.csv", "a row a report, with its run"),
+        ("flightdeck export last --format jsonl -o metrics.jsonl", ""),
+        ("flightdeck export a b --format tensorboard -o logs", "a folder for each run below logs"),
+    )
+    export.add_argument("runs", nargs="+", metavar="RUN", help=what)
+    export.add_argument("--format", choices=("csv", "jsonl", "tensorboard"), default="csv", help="default: csv")
+    export.add_argument("-o", "--output", type=_file, metavar="PATH", help="default: -, standard output")
 
 
 def _tasks(commands: Commands) -> None:

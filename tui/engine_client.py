@@ -28,13 +28,24 @@ from engine.errors import InputError, InputsChanged
 from tui import scaling_text
 from tui.fixes import FixCommand
 from tui.formatting import fetch_text
+from tui.poller import RunsRead
 from tui.screens.use import RunUse
 from tui.state import ENGINE_ERRORS, StateStore
 
 if TYPE_CHECKING:
-    from engine.api import ChatExchange, ChatServer, Completed, Config, Engine, NetworkPlan, TaskRequest, TrainingPlan
-    from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, Topology
-    from engine.snapshots import RunSnapshot
+    from engine.api import (
+        ChatExchange,
+        ChatServer,
+        Comparison,
+        Completed,
+        Config,
+        Engine,
+        NetworkPlan,
+        TaskRequest,
+        TrainingPlan,
+    )
+    from engine.models import HostKeyOffer, NodeFacts, NodeTelemetry, RunRecord, Topology
+    from engine.snapshots import Deletion, RunSnapshot
     from engine.task_result import Fused
 
 Answer = TypeVar("Answer")
@@ -207,6 +218,24 @@ class InputsDiffer(Message):
     run: str
     settings: Mapping[str, Any]
     changed: str
+
+
+@dataclass
+class RunDescribed(Message):
+    snapshot: RunSnapshot
+
+
+@dataclass
+class RunsCompared(Message):
+    comparison: Comparison
+
+
+@dataclass
+class DeletionMeasured(Message):
+    """The space that the deletion of runs would free, or has freed."""
+
+    deletions: Sequence[Deletion]
+    done: bool
 
 
 class FixProgressed(Message):
@@ -459,6 +488,37 @@ class EngineClient:
                 node, why = None, error.why
             return RunUse(snapshot, node, why, tuple(fused))
         return None
+
+    async def describe(self, run: str) -> None:
+        with self._request("describe"):
+            self._post(RunDescribed(await asyncio.to_thread(lambda: self.engine.runs.watch(run).poll())))
+
+    async def compare(self, runs: Sequence[str]) -> None:
+        self._store.change(busy="comparing")
+        with self._request("compare", busy=None):
+            self._post(RunsCompared(await asyncio.to_thread(self.engine.comparisons.compare, runs)))
+
+    async def annotate(self, run: RunRecord, *, tags: Sequence[str] | None = None, note: str | None = None) -> None:
+        """Replace the tags or the note of a run."""
+        with self._request("tag" if note is None else "note"):
+            gone = set(run.tags).difference(run.tags if tags is None else tags)
+            await asyncio.to_thread(self.engine.runs.annotate, run.id, add=tags or (), remove=gone, note=note)
+            await self._read_runs()
+
+    async def delete(self, runs: Sequence[str], *, go: bool, anyway: bool = False) -> None:
+        """Delete the runs, or without `go` ask what that frees; one after the other."""
+        self._store.change(busy="deleting" if go else "asking the nodes")
+        deletions: list[Deletion] = []
+        with self._request("delete", busy=None):
+            for run in runs:
+                deletions.append(await self._loop.call(partial(self.engine.runs.delete, run, go=go, anyway=anyway)))
+        if deletions:
+            self._post(DeletionMeasured(deletions, go))
+        if go:
+            await self._read_runs()
+
+    async def _read_runs(self) -> None:
+        self._post(RunsRead(tuple(await asyncio.to_thread(self.engine.runs.all))))
 
     async def start_task(self, run: str, request: TaskRequest) -> None:
         """Start a task on the run's result, which is the shown run then."""

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from engine.errors import memory_text, plural
 
 if TYPE_CHECKING:
+    from engine.api import Comparison, Difference
     from engine.snapshots import (
         AttemptStatus,
         FetchProgress,
@@ -198,6 +199,39 @@ def result_text(result: RunResult) -> str:
     if (energy := result.energy) is not None:
         parts.append(f"{energy.joules / 3.6e6:.3g} kWh")
     return "; ".join(parts)
+
+
+_CELLS: Final[dict[str, Callable[[float], str]]] = {
+    **dict.fromkeys(("time", "time lost to recoveries"), duration),
+    "step time": latency,
+    "peak memory": memory,
+    "tokens/s": lambda value: rate(value, ""),
+    "energy": lambda joules: f"{joules / 3.6e6:.3g} kWh",
+    "J per million tokens": lambda joules: f"{joules:,.0f}",
+}
+"""Figures of a comparison by their key; losses are all others of the result."""
+
+
+def cell_text(difference: Difference, value: object) -> str:
+    """A value in a comparison's table."""
+    if value is None:
+        return NOT_MEASURED
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if difference.section == "result" and isinstance(value, int | float):
+        return _CELLS.get(difference.key, loss)(value).strip()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def comparison_rows(comparison: Comparison, width: int = 40) -> list[list[str]]:
+    """Section (once), key, a text of at most `width` for each run, and the name of the best."""
+    rows, section = list[list[str]](), None
+    for difference in comparison.differences:
+        label, section = difference.section if difference.section != section else "", difference.section
+        cells = [shortened(cell_text(difference, value), width) for value in difference.values]
+        best = comparison.names[difference.best] if difference.best is not None else ""
+        rows.append([label, difference.key, *cells, best])
+    return rows
 
 
 def sample_texts(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:

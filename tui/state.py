@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from engine.models import CheckResult, NodeFacts, NodeTelemetry, RunRecord, Topology
     from engine.snapshots import Diagnosis, RunSnapshot
 
-VIEWS: Final = ("dashboard", "nodes", "preflight", "calibration", "run", "history")
-"""The dashboard and the full views, in the order of their number keys (0 has none)."""
+NUMBERED: Final = ("nodes", "preflight", "calibration", "run", "history")
+"""The full views, in the order of their number keys."""
+VIEWS: Final = ("dashboard", *NUMBERED, "compare")
 
 ENGINE_ERRORS: Final = (FlightDeckError, OSError)
 """How the engine refuses a request."""
@@ -70,6 +71,8 @@ class DeckState:
     """The preflight check under the cursor."""
     run: str | None = None
     """The run under the cursor of the history."""
+    marked: tuple[str, ...] = ()
+    """Runs of the history that are to be compared or deleted together, in the order of their marks."""
     checks: tuple[CheckResult, ...] = ()
     """The preflight started from the console, without a launch."""
     skips: Mapping[str, str] = field(default_factory=dict)

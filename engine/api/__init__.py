@@ -36,13 +36,15 @@ if TYPE_CHECKING:
     from engine.protocol.job import Strategy
     from engine.protocol.task import KEEP, SERVE_PORT, TaskKind
     from engine.publish.model_card import PublicationRequest
+    from engine.run.compare import Comparison, Difference, SpeedReasons
     from engine.run.logs.pattern import ERRORS, LogPattern
     from engine.run.logs.reader import LogFilter, LogLine, LogReader
     from engine.run.metrics import MetricsTrial, decimate
+    from engine.run.run_filter import run_filter, sorted_runs
     from engine.run.series.reader import AXES, UNITS, RunSeries, SeriesChart, SeriesCurve
     from engine.run.verification import GPU, NOT_MEASURED, gpu_line
     from engine.run.watch import RunWatch
-    from engine.security.identifiers import safe_repr
+    from engine.security.identifiers import safe_repr, validate_identifier
     from engine.security.paths import path_fault, state_home
     from engine.security.redact import redact
     from engine.security.sanitise import sanitise, sanitise_text
@@ -69,13 +71,15 @@ _NAMES: Final = {
     "engine.protocol.job": "Strategy",
     "engine.protocol.task": "KEEP SERVE_PORT TaskKind",
     "engine.publish.model_card": "PublicationRequest",
+    "engine.run.compare": "Comparison Difference SpeedReasons",
     "engine.run.logs.pattern": "ERRORS LogPattern",
     "engine.run.logs.reader": "LogFilter LogLine LogReader",
     "engine.run.metrics": "MetricsTrial decimate",
+    "engine.run.run_filter": "run_filter sorted_runs",
     "engine.run.series.reader": "AXES UNITS RunSeries SeriesChart SeriesCurve",
     "engine.run.verification": "GPU NOT_MEASURED gpu_line",
     "engine.run.watch": "RunWatch",
-    "engine.security.identifiers": "safe_repr",
+    "engine.security.identifiers": "safe_repr validate_identifier",
     "engine.security.paths": "path_fault state_home",
     "engine.security.redact": "redact",
     "engine.security.sanitise": "sanitise sanitise_text",

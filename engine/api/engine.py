@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from engine.api.calibrations import CalibrationsApi
     from engine.api.chats import ChatsApi
     from engine.api.checks import ChecksApi
+    from engine.api.comparisons import ComparisonsApi
     from engine.api.launches import LaunchesApi
     from engine.api.nodes import NodesApi
     from engine.api.results import ResultsApi
@@ -52,6 +53,12 @@ class Engine(Session):
         from engine.api.runs import RunsApi
 
         return RunsApi(self)
+
+    @cached_property
+    def comparisons(self) -> ComparisonsApi:
+        from engine.api.comparisons import ComparisonsApi
+
+        return ComparisonsApi(self, self.runs)
 
     @cached_property
     def results(self) -> ResultsApi:

@@ -58,9 +58,10 @@ class TensorBoardFile:
     """An event file: TFRecords (length, its CRC, data, its CRC) of Event protocol buffers, as tensorflow/core/util/
     event.proto has them. TensorBoard drops what it has read at or after the step of a start of a session."""
 
-    def __init__(self, run_dir: RunDir, _config: Config) -> None:
-        folder = run_dir.tracker("tensorboard")
-        folder.mkdir(mode=0o700, exist_ok=True)
+    def __init__(self, run_dir: RunDir, _config: Config | None = None, folder: Path | None = None) -> None:
+        """`folder`: in place of the run's own."""
+        folder = folder or run_dir.tracker("tensorboard")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for earlier in folder.glob("events.out.tfevents.*"):
             earlier.unlink()
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
@@ -187,14 +188,27 @@ def follow(run_dir: RunDir, tracker: Tracker) -> None:
     while not ended:
         # Before reading: then nothing comes any more.
         ended = _input_ended(_POLL_S)
-        for line in tail.lines():
-            row = parse_json_line(line)
-            iteration = finite_or_none(row.get("iteration")) if row is not None else None
-            if row is not None and iteration is not None and iteration >= 0:
-                tracker.add(number, row, int(iteration))
-            number += bool(line.strip())
+        number = _add_rows(tail, tracker, number)
     signal.alarm(_END_LIMIT_S)
     tracker.close()
+
+
+def write_tensorboard(run_dir: RunDir, folder: Path) -> None:
+    """The event file of what there is of a run by now. Raises OSError, StateError."""
+    tracker = TensorBoardFile(run_dir, folder=folder)
+    _add_rows(LineTail(run_dir.metrics), tracker, 0)
+    tracker.close()
+
+
+def _add_rows(tail: LineTail, tracker: Tracker, number: int) -> int:
+    """Write the new rows, the first of which is `number`; that of the next one."""
+    for line in tail.lines():
+        row = parse_json_line(line)
+        iteration = finite_or_none(row.get("iteration")) if row is not None else None
+        if row is not None and iteration is not None and iteration >= 0:
+            tracker.add(number, row, int(iteration))
+        number += bool(line.strip())
+    return number
 
 
 def _input_ended(wait_s: float) -> bool:

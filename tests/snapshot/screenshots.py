@@ -174,6 +174,8 @@ OTHERS: Final = (
     Screenshot("use", used, "a letter or enter chooses", ("u",), follow="demo-0313-091500"),
     Screenshot("refused-fusion", used, "u f fuses it", follow="demo-0314-140200-fuse"),
     Screenshot("tasks", used, "base 6.174", ("5", "j")),
+    Screenshot("described", ended, "── train", ("5", "G", "enter")),
+    Screenshot("compare", ended, "makes 1,226 tokens/s", ("5", "space", "space", "enter")),
     Screenshot("empty-history", list, "no runs yet", ("5",)),
     Screenshot("launch", ended, "mlx.launch starts 2 ranks", ("n",)),
     Screenshot("abort", everything, "Abort the run", ("ctrl+x",)),

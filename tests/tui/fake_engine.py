@@ -47,14 +47,17 @@ from engine.plan.planner import make_plan
 from engine.plan.prediction import Prediction, predict
 from engine.protocol.job import Strategy
 from engine.publish.targets import Publication
+from engine.run.compare import Cell, Comparison, Difference, SpeedReasons
 from engine.run.logs.mirror import Mirror
 from engine.run.series.reader import RunSeries
 from engine.snapshots import (
+    Deletion,
     Diagnosis,
     Fetched,
     FetchProgress,
     RankStatus,
     ResultFile,
+    RunFolders,
     RunResult,
     RunSnapshot,
     Sample,
@@ -520,6 +523,11 @@ class FakeEngine:
     """Settings, into the configuration's file."""
     resumed: list[str] = field(default_factory=list)
     published: list[tuple[str, str, Path]] = field(default_factory=list)
+    annotated: list[tuple[str, list[str], list[str], str | None]] = field(default_factory=list)
+    """Run, added and removed tags, note."""
+    deleted: list[str] = field(default_factory=list)
+    away: str | None = None
+    """Why a node cannot be asked when a run is deleted."""
 
     def add(self, *snapshots: RunSnapshot) -> FakeEngine:
         """Runs in the history, newest first, each with logs on disk."""
@@ -548,7 +556,7 @@ class FakeEngine:
         """Every part of the Engine at once: their methods' names differ."""
         return self
 
-    nodes = checks = calibrations = launches = runs = results = chats = tasks = part
+    nodes = checks = calibrations = launches = runs = results = chats = tasks = comparisons = part
 
     def load_config(self, path: Path) -> Config:
         return configuration()
@@ -572,6 +580,40 @@ class FakeEngine:
 
     def adopt_orphans(self) -> list[str]:
         return []
+
+    def annotate(
+        self, run: str, *, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None
+    ) -> RunRecord:
+        self.annotated.append((run, sorted(add), sorted(remove), note))
+        before = self.snapshots[run]
+        tags = sorted({*before.record.tags, *add}.difference(remove))
+        text = before.record.note if note is None else note or None
+        record = before.record.model_copy(update={"tags": tags, "note": text})
+        self.put(replace(before, record=record))
+        return record
+
+    async def delete(self, run: str, *, go: bool, anyway: bool = False) -> Deletion:
+        node = RunFolders("ultra, max", (f"/Users/ana/.flightdeck/runs/{run}",), 1_500_000_000, self.away)
+        gone = go and (anyway or self.away is None)
+        if gone:
+            self.deleted.append(run)
+            del self.snapshots[run]
+        here = RunFolders("", (f"/home/ana/runs/{run}",), 200_000)
+        return Deletion(run, here, (node,), (("ultra", "~/adapters"),), deleted=gone)
+
+    def compare(self, runs: Sequence[str]) -> Comparison:
+        records = tuple(self.snapshots[run].record for run in runs)
+        names = tuple(f"{record.name}-{record.id[-4:]}" for record in records)
+        rates: tuple[Cell, ...] = tuple(1e-3 / (number + 1) for number in range(len(runs)))
+        differences = (
+            Difference("configuration", "learning_rate", rates),
+            Difference("plan", "backend", ("ring", *["jaccl"] * (len(runs) - 1))),
+            Difference("result", "val loss", tuple(record.val_loss for record in records), len(runs) - 1),
+            Difference("result", "tokens/s", (1226.0, *[1840.0] * (len(runs) - 1)), 1),
+        )
+        why = "its ranks were connected by ring, not jaccl"
+        summary = f"{names[0]} makes 1,226 tokens/s, 33% less than {names[1]} (1,840)"
+        return Comparison(records, names, differences, (SpeedReasons(runs[0], runs[1], summary, (why,)),))
 
     def is_accepted(self, config: Config, *, launch: bool = False) -> bool:
         return True

@@ -33,7 +33,7 @@ def test_every_key_is_bound_on_the_deck() -> None:
 
 
 def test_nothing_destructive_is_on_a_bare_letter() -> None:
-    assert [action.id for action in ACTIONS if action.dangerous] == ["abort"]
+    assert [action.id for action in ACTIONS if action.dangerous] == ["abort", "delete_run"]
     assert all(len(key) > 1 and "+" in key for action in ACTIONS if action.dangerous for key in action.keys)
 
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_fetched_says_why() -> None:
 
     ended, run = fake_engine.succeeded(), fake_engine.running().record.id
     saved = ResultFile("adapter", False, 60, "ana", "/a", "a", 9, "0" * 64)
-    assert why(None) == "no run is shown: 5 lists them, enter opens one"
+    assert why(None) == "no run is shown: 5 lists them"
     assert (
         why(fake_engine.running()) == f"{run} has not ended: `flightdeck fetch {run}` copies what it has saved so far"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -103,3 +105,46 @@ def test_delete_ends_with_1_where_a_node_keeps_its_folder(home: Path) -> None:
     assert "the run stays listed while node0, node1 cannot be cleaned up; --anyway deletes the rest" in done.out
     assert flightdeck(home, "delete", "away", "--yes", "--anyway").code == 1
     assert names(home) == []
+
+
+def test_compare_says_what_differs_and_which_is_best(home: Path, runs: list[MadeRun]) -> None:
+    done = flightdeck(home, "compare", "first", "third")
+    assert (done.code, done.err) == (0, "")
+    rows = {line.split()[-3]: line.split()[-2:] for line in done.out.splitlines() if "learning_rate" in line}
+    assert rows == {"learning_rate": ["0.001", "1e-05"]}
+    assert any(line.split() == ["train", "loss", "3.000", "1.000", "third-0000"] for line in done.out.splitlines())
+    document = json.loads(flightdeck(home, "compare", "first", "third", "--json").out)
+    assert document["names"] == ["first-0000", "third-0000"]
+    assert {"section": "configuration", "key": "learning_rate", "values": [1e-3, 1e-5], "best": None} in document[
+        "differences"
+    ]
+    assert document["speeds"][0]["summary"] == "third-0000 is as fast as first-0000: 800 and 800 tokens/s"
+
+
+@pytest.mark.parametrize("names", [["first"], ["first", "first"]])
+def test_compare_takes_two_runs(home: Path, runs: list[MadeRun], names: list[str]) -> None:
+    done = flightdeck(home, "compare", *names)
+    assert (done.code, done.err) == (2, "flightdeck: there is nothing to compare: it takes 2 to 50 runs\n")
+
+
+def test_runs_are_exported_as_rows_with_their_run(home: Path, runs: list[MadeRun], tmp_path: Path) -> None:
+    done = flightdeck(home, "export", "first", "second")
+    rows = list(csv.DictReader(io.StringIO(done.out)))
+    assert [(row["run"], row["iteration"], row["train_loss"]) for row in rows] == [
+        (runs[0].id, "10", "3.0"),
+        (runs[1].id, "10", "2.0"),
+    ]
+    lines = flightdeck(home, "export", "first", "--format", "jsonl").out.splitlines()
+    assert [json.loads(line)["train_loss"] for line in lines] == [3.0]
+    file = tmp_path / "rows.csv"
+    assert flightdeck(home, "export", "first", "-o", str(file)).out == f"{file}: 1 run\n"
+    assert file.read_text() == done.out.replace(f"{done.out.splitlines()[2]}\n", "")
+
+
+def test_runs_are_exported_for_tensorboard_a_folder_each(home: Path, runs: list[MadeRun], tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    assert flightdeck(home, "export", "first", "--format", "tensorboard").code == 2
+    done = flightdeck(home, "export", "first", "second", "--format", "tensorboard", "-o", str(folder), "--json")
+    assert json.loads(done.out) == {"output": str(folder), "runs": [runs[0].id, runs[1].id]}
+    (file,) = (folder / runs[0].id).glob("events.out.tfevents.*")
+    assert b"train_loss" in file.read_bytes()

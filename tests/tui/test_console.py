@@ -183,7 +183,7 @@ async def test_a_run_that_goes_on_unseen_is_in_the_header_and_abort_says_how_to_
     async with opened(fake, follow="demo-0313-091500") as console:
         await console.shows("✓ succeeded")
         await console.press("ctrl+x")
-        assert console.notifications == ["abort: demo-0314-140130 is not shown: 5 lists it, enter opens it"]
+        assert console.notifications == ["abort: demo-0314-140130 is not shown: 5 lists it, enter twice opens it"]
         await console.press("escape")
         await console.shows("▶ demo-0314-140130 running, not shown")
         assert "idle" not in console.screen
@@ -241,7 +241,7 @@ async def test_the_history_lists_every_run_and_opens_one(fake: FakeEngine) -> No
         await console.press("5")
         for text in ("▶ running", "✗ failed", "■ aborted", "✓ succeeded", "rank_failed", "user_abort"):
             await console.shows(text)
-        await console.press("j", "enter")
+        await console.press("j", "enter", "enter")
         await console.shows("first cause")
         assert console.app.state.view == "dashboard"
 
@@ -300,7 +300,7 @@ async def test_tab_walks_the_panes_of_the_dashboard(fake: FakeEngine) -> None:
 
 
 async def test_help_shows_every_key_and_why_one_does_not_work_now(fake: FakeEngine) -> None:
-    async with opened(fake, size=(120, 134)) as console:
+    async with opened(fake, size=(120, 160)) as console:
         await console.press("question_mark")
         assert isinstance(console.app.screen, Help)
         for text in (

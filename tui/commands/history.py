@@ -63,8 +63,7 @@ async def _delete(options: argparse.Namespace, engine: Engine) -> int:
 
 def deletion_lines(deletion: Deletion) -> Iterator[str]:
     """The space on each machine, its folders that stay and why, and those that are not the run's own."""
-    freed = (deletion.here.bytes or 0) + sum(part.bytes or 0 for part in deletion.nodes if part.problem is None)
-    yield f"{deletion.run}: {'freed ' if deletion.deleted else ''}{size(freed)}"
+    yield f"{deletion.run}: {'freed ' if deletion.deleted else ''}{size(deletion.freed)}"
     for part in (deletion.here, *deletion.nodes):
         place, folders = part.node or "this machine", ", ".join(part.folders)
         if part.problem is None:

@@ -19,6 +19,7 @@ from tui.state import VIEWS, DeckState, StateStore
 from tui.widgets.bars import KeyBar, RunHeader, TabStrip
 from tui.widgets.chart import Chart
 from tui.widgets.checks_pane import ChecksPane
+from tui.widgets.compare_pane import ComparePane
 from tui.widgets.history_pane import HistoryPane
 from tui.widgets.logs_pane import LogsPane
 from tui.widgets.nodes_pane import NodesPane
@@ -31,7 +32,7 @@ NARROW: Final = (100, 30)
 
 LEFT: Final = ("nodes", "preflight", "calibration", "history")
 RIGHT: Final = ("run", "logs")
-_ORDER: Final = ("nodes", "preflight", "calibration", "history", "run", "logs")
+_ORDER: Final = ("nodes", "preflight", "calibration", "history", "compare", "run", "logs")
 _TABS: Final = (
     ("nodes", "nodes"),
     ("preflight", "preflight"),
@@ -44,7 +45,7 @@ _TABS: Final = (
 MOVES: Final = frozenset({"down", "up", "left", "right", "page_down", "page_up", "top", "bottom"})
 """Actions that a pane does by itself."""
 _WAITING: Final = MOVES | {"enter"}
-_PROMPTS: Final = ("slash", "ampersand")
+_PROMPTS: Final = ("slash", "ampersand", "T", "N")
 _AT_ONCE: Final = ("ctrl+x", "tab", "shift+tab", *_PROMPTS)
 """Keys taken before what has the focus sees them. Those that open a prompt are among them so that what is typed right
 behind them is text: as ordinary keys they wait in a queue, and the "n" of a fast "/train" would launch."""
@@ -101,6 +102,7 @@ class DeckScreen(Screen[None]):
                 yield ChecksPane()
                 yield SharesPane()
                 yield HistoryPane()
+                yield ComparePane()
             with Vertical(id="right"):
                 yield RunPane()
                 yield LogsPane(redraw_s=self._redraw_s)
@@ -125,6 +127,10 @@ class DeckScreen(Screen[None]):
     @property
     def logs(self) -> LogsPane:
         return self.query_one(LogsPane)
+
+    @property
+    def history(self) -> HistoryPane:
+        return self.query_one(HistoryPane)
 
     def on_mount(self) -> None:
         self.place_panes()
@@ -191,7 +197,7 @@ class DeckScreen(Screen[None]):
         self.call_after_refresh(drawn)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """In a prompt that is open, "/" and "&" are text."""
+        """In a prompt that is open, the keys that open one are text."""
         return not (action == "press" and parameters[0] in _PROMPTS and isinstance(self.focused, Input))
 
     def take_selection(self) -> None:
@@ -220,7 +226,7 @@ class DeckScreen(Screen[None]):
         self._actions.perform(event.action)
 
     def on_row_list_chosen(self) -> None:
-        self.do_enter()
+        self.action_press("enter")
 
     def do(self, action: Action) -> bool:
         """Do what is a matter of this screen; False when it is not."""
@@ -268,13 +274,9 @@ class DeckScreen(Screen[None]):
             self._step(1 if name == "right" else -1)
 
     def do_enter(self) -> None:
-        """Drill in: a run of the history opens, a failure jumps to its line, else the pane's full view or a node."""
+        """Drill in: a failure jumps to its line, else the pane's full view or a node."""
         pane = self.state.pane
-        if pane == "history":
-            run = self.query_one(HistoryPane).selected
-            if run is not None:
-                self._actions.open_run(run)
-        elif pane == "run" and (proof := self.state.proof) is not None and proof.offset is not None:
+        if pane == "run" and (proof := self.state.proof) is not None and proof.offset is not None:
             self.focus_pane("logs")
             self.logs.view.jump_to(proof.source, proof.offset)
         elif pane == "logs":
@@ -288,13 +290,19 @@ class DeckScreen(Screen[None]):
         """One step back: the log's own bars, the maximised pane, the view, the shown task, or run that has ended."""
         if self.state.pane == "logs" and self.logs.back():
             return
-        if self.state.pane == "run" and self.chart.back():
-            self.query_one(RunPane).refresh_pane()
+        if self.state.pane in ("run", "compare") and self.chart.back():
+            self.pane(self.state.pane).refresh_pane()
+            return
+        if self.state.pane == "history" and self.history.back():
             return
         if self.maximised_pane is not None:
             self.do_maximise()
         elif self.state.detail:
             self._store.change(detail=False)
+        elif self.state.view == "compare":
+            self.go("history")
+        elif self.state.pane == "history" and self.state.marked:
+            self._store.change(marked=())
         elif self.state.view != "dashboard":
             self.go("dashboard", self.state.pane if not self.narrow and self.state.pane != "history" else None)
         elif (shown := self.state.snapshot) is not None and (not self.state.active or shown.record.task is not None):
@@ -312,7 +320,12 @@ class DeckScreen(Screen[None]):
 
     @property
     def chart(self) -> Chart:
-        return self.query_one(Chart)
+        """That of the compared runs in their view, else the shown run's."""
+        return self.query_one(ComparePane).chart if self.state.view == "compare" else self.run_chart
+
+    @property
+    def run_chart(self) -> Chart:
+        return self.query_one(RunPane).chart
 
     def do_next_metric(self) -> None:
         self.chart.next_metric()
@@ -347,3 +360,32 @@ class DeckScreen(Screen[None]):
 
     def do_fit_chart(self) -> None:
         self.chart.change(span=None, right=None)
+
+    def do_open(self) -> None:
+        if self.state.run is not None:
+            self._actions.open_run(self.state.run)
+
+    def do_mark(self) -> None:
+        run, marked = self.state.run, self.state.marked
+        if run is not None:
+            others = tuple(one for one in marked if one != run)
+            self._store.change(marked=others if run in marked else (*marked, run))
+            self.history.move("down")
+
+    def do_filter_runs(self) -> None:
+        self.history.ask("filter")
+
+    def do_tag_run(self) -> None:
+        self.history.ask("tags")
+
+    def do_note_run(self) -> None:
+        self.history.ask("note")
+
+    def do_sort_runs(self) -> None:
+        self.history.sort(reverse=False)
+
+    def do_reverse_runs(self) -> None:
+        self.history.sort(reverse=True)
+
+    def do_pin_run(self) -> None:
+        self.query_one(ComparePane).pin()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -18,11 +18,15 @@ from textual.widgets import Button, Static
 from textual.widgets.button import ButtonVariant
 
 from engine.errors import plural
+from tui.formatting import size
 from tui.glyphs import MUTED
 from tui.state import DeckState
 from tui.widgets.plan_summary import edited, hosts, job_rows
 from tui.widgets.run_summary import newest_checkpoint, own_program
 from tui.widgets.text import pair
+
+if TYPE_CHECKING:
+    from engine.snapshots import Deletion
 
 Answer = TypeVar("Answer")
 
@@ -187,6 +191,42 @@ def confirm_abort(state: DeckState, width: int) -> Confirm:
         pair("recover", kept, width),
     ]
     return Confirm(f"abort {record.id}?", lines, "Abort the run", dangerous=True)
+
+
+def deletion_rows(deletions: Sequence[Deletion], width: int) -> list[Content]:
+    """The space that each deletion frees, and what stays."""
+    lines = []
+    for deletion in deletions:
+        lines.append(pair("run", deletion.run, width, style="bold"))
+        for part in (deletion.here, *deletion.nodes):
+            place, folders = part.node or "this machine", ", ".join(part.folders)
+            text = f"{size(part.bytes)} in {folders}" if part.problem is None else f"{folders} stays: {part.problem}"
+            lines.append(pair(place[:13], text, width, style="" if part.problem is None else "$warning"))
+        for node, folder in deletion.kept:
+            lines.append(pair("kept", f"{folder}{f' on {node}' if node else ''}, which is not the run's own", width))
+    return lines
+
+
+def confirm_delete(deletions: Sequence[Deletion], width: int) -> Confirm:
+    """The space that is freed on each machine, and that nothing brings it back."""
+    what = deletions[0].run if len(deletions) == 1 else plural(len(deletions), "run")
+    freed = size(sum(deletion.freed for deletion in deletions))
+    recover = "nothing brings it back, neither checkpoints nor weights nor logs"
+    lines = [pair("frees", freed, width, style="bold"), pair("recover", recover, width), Content("")]
+    return Confirm(f"delete {what}?", [*lines, *deletion_rows(deletions, width)], "Delete", dangerous=True)
+
+
+def confirm_incomplete(deletions: Sequence[Deletion], width: int) -> Confirm:
+    """The folders on nodes that could not be cleaned up."""
+    nodes = ", ".join(dict.fromkeys(node for deletion in deletions for node in deletion.problems))
+    texts = {
+        "now": f"nothing is deleted here: what is on {nodes} would be forgotten",
+        "later": "ctrl+k again, once they answer",
+        "or": "delete it here, and remove those folders by hand",
+    }
+    lines = [pair(label, text, width) for label, text in texts.items()]
+    rows = deletion_rows(deletions, width)
+    return Confirm("not all was deleted", [*lines, Content(""), *rows], "Delete it here", dangerous=True)
 
 
 _INIT: Final = (

@@ -14,7 +14,7 @@ from tui.actions import Action, bar, label
 from tui.formatting import age, duration, loss, rate
 from tui.glyphs import DISABLED, FAIL, FEW_COLOURS, MUTED, STALE, STATES, UNKNOWN
 from tui.node_state import away, node_names
-from tui.state import RANK_LIMIT_S, VIEWS, DeckState
+from tui.state import NUMBERED, RANK_LIMIT_S, DeckState
 from tui.widgets.text import Text, justify
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class TabStrip(Text):
         view = "run" if state.view == "dashboard" else state.view
         current = "logs" if view == "run" and state.pane == "logs" else view
         parts: list[Content] = []
-        for number, name in enumerate(VIEWS[1:], start=1):
+        for number, name in enumerate(NUMBERED, start=1):
             parts.append(_tab(f"{number} {name}", lit=name == current))
             if name == "run":
                 parts.append(_tab("logs", lit=current == "logs"))

@@ -37,7 +37,7 @@ from tui.widgets.plot import (
 )
 
 if TYPE_CHECKING:
-    from engine.api import SeriesChart
+    from engine.api import Comparison, SeriesChart
     from engine.snapshots import RunSnapshot
 
 REDRAW_S: Final = 0.5
@@ -121,11 +121,12 @@ def picture(chart: SeriesChart, window: tuple[float, float]) -> Picture:
     curves = []
     # A validation looks the same before there is a report of the training.
     first = int([curve.label for curve in chart.curves] == ["validation"])
-    for number, curve in enumerate(chart.curves, first):
+    for at, curve in enumerate(chart.curves):
+        number = first + at if curve.place is None else curve.place
         points, average = ([(x, y / factor) for x, y in part] for part in (curve.points, curve.average))
         kind, style = list(KINDS)[number % len(KINDS)], RANK_STYLES[number % len(RANK_STYLES)]
         symbol = _SYMBOLS[number % len(_SYMBOLS)]
-        curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, tags[number - first]))
+        curves.append(ChartCurve(curve.label, points, style, kind, average, symbol, tags[at]))
     return Picture(chart.metric, unit, tuple(curves), window, chart.axis)
 
 
@@ -316,7 +317,7 @@ class Chart(Widget):
         self.reading: Reading | None = None
         self._source: SeriesSource | None = None
         self._marks: Marks = ()
-        self._snapshot: RunSnapshot | None = None
+        self._snapshot: RunSnapshot | Comparison | None = None
         self._fault = ""
         self._busy = False
         self._again = False
@@ -332,7 +333,7 @@ class Chart(Widget):
             self.post_message(self.MetricsRead(()))
             self.refresh()
 
-    def show(self, snapshot: RunSnapshot, marks: Marks, glyphs: Glyphs) -> None:
+    def show(self, snapshot: RunSnapshot | Comparison, marks: Marks, glyphs: Glyphs) -> None:
         """There may be new points, where it is another snapshot than before."""
         self._marks, self.glyphs = marks, glyphs
         if snapshot is not self._snapshot:
@@ -468,7 +469,7 @@ class Chart(Widget):
 
     def _load(self, source: SeriesSource, view: View) -> Reading:
         """In a thread."""
-        source.refresh(ended=self._snapshot is not None and self._snapshot.record.state.ended)
+        source.refresh(ended=self._snapshot is not None and self._snapshot.ended)
         metrics = tuple(source.metrics)
         if not metrics:
             return Reading(view)

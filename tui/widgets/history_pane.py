@@ -1,40 +1,119 @@
-"""Pane 5: every run with its state, why it ended, how long it took and its losses; enter opens one."""
+"""Pane 5: every run with its state, why it ended, how long it took and its losses, by a filter and in an order of one's
+own; and the description of one. Of ten thousand rows those in sight are laid out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.message import Message
+from textual.widget import Widget
 
-from engine.errors import plural
-from tui.formatting import duration, loss, rate
+from engine import api
+from engine.errors import InputError, plural
+from tui.formatting import checkpoint_text, duration, loss, rate
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
+from tui.widgets import run_summary
+from tui.widgets.chart import Chart, SeriesSource
+from tui.widgets.logs_pane import FilterBar
 from tui.widgets.pane import Pane, RowList
 from tui.widgets.run_summary import task_lines
-from tui.widgets.text import Column, Text, lay_out, pair
+from tui.widgets.text import Column, TableForm, Text, lay_out, pair
 
 if TYPE_CHECKING:
     from engine.models import RunRecord
+    from engine.snapshots import RunSnapshot
+
+_FILTER, _TAGS, _NOTE = "filter", "tags", "note"
+_ORDERS: Final = ("-started", "name", "state", "-took", "-step", "loss", "val", "-speed", "-ranks", "lr")
+"""Orders that a key goes through; the first is that of the list itself."""
+_COLUMNS: Final = (
+    Column("", (), 9, optional=True),
+    Column("state", (), 9),
+    Column("run", (), 9),
+    Column("task", (), 8, optional=True),
+    Column("outcome", (), 6, optional=True),
+    Column("name", (), 1),
+    Column("tags", (), 6, optional=True),
+    Column("why it ended", (), 6),
+    Column("where", (), 3),
+    Column("started", (), 5, right=True),
+    Column("took", (), 7, right=True),
+    Column("step", (), 4, right=True),
+    Column("loss", (), 8, right=True),
+    Column("val", (), 7, right=True),
+    Column("speed", (), 2, right=True),
+    Column("ranks", (), 2, right=True),
+)
+
+
+class RunPrompt(FilterBar):
+    """The entry of a filter, of tags or of a note."""
+
+    PROMPTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        _FILTER: ("/", "state:failed lr<1e-4 tag:night; or, not, ( ); empty shows all"),
+        _TAGS: ("T", "tags with blanks between them; empty removes all"),
+        _NOTE: ("N", "a line about the run; empty removes it"),
+    }
+
+    def check(self, text: str) -> None:
+        if self.kind == _FILTER:
+            api.run_filter(text, datetime.now(UTC))
+        elif self.kind == _TAGS:
+            for tag in text.split():
+                api.validate_identifier(tag, "tag")
 
 
 class HistoryPane(Pane):
     NAME = "history"
     NUMBER = "5"
-    HINTS = ("enter", "use")
+    HINTS = ("compare", "describe", "mark", "filter_runs")
+
+    @dataclass
+    class Annotated(Message):
+        """A run's tags or note were entered."""
+
+        run: str
+        kind: str
+        """"tags" or "note"."""
+        text: str
+
+    @dataclass
+    class Asked(Message):
+        """A run is to be described."""
+
+        run: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = ""
+        self.order = _ORDERS[0]
+        self._seen: tuple[object, ...] = ()
+        self._runs: list[RunRecord] = []
+        self._ids: list[str] = []
+        """Those that are listed, in order."""
+        self._widest: list[int] = []
+        self._described: RunSnapshot | None = None
 
     def compose(self) -> ComposeResult:
         yield Text(id="history-head", classes="head", wraps=True)
         yield RowList(id="history-rows")
+        yield RunPrompt(id="history-prompt")
         with VerticalScroll(classes="detail", can_focus=False):
             yield Text(id="history-detail", wraps=True)
+        yield Chart(id="history-chart")
 
     def on_row_list_moved(self) -> None:
         self._detail()
         self.post_message(self.Selected(self.NAME, self.selected))
+        if self.state.detail and self.selected is not None:
+            self.post_message(self.Asked(self.selected))
 
     @property
     def selected(self) -> str | None:
@@ -44,31 +123,130 @@ class HistoryPane(Pane):
     def opens(self) -> bool:
         return True
 
+    @property
+    def keys_go_to(self) -> Widget:
+        return self.query_one(RowList)
+
+    @property
+    def record(self) -> RunRecord | None:
+        """The selected run's."""
+        return next((run for run in self.state.runs or () if run.id == self.selected), None)
+
     def title(self, state: DeckState) -> str:
-        return "history" if state.runs is None else f"history{state.glyphs.separator}{plural(len(state.runs), 'run')}"
+        if state.runs is None:
+            return "history"
+        self._choose(state)
+        count = plural(len(state.runs), "run")
+        parts = ["history", f"{len(self._runs):,} of {count}" if self.filter else count]
+        parts += [self.filter] if self.filter else []
+        name, descending = self.order.removeprefix("-"), self.order.startswith("-")
+        if self.order != _ORDERS[0]:
+            parts.append(f"by {name} {state.glyphs.down if descending else state.glyphs.up}")
+        parts += [f"{len(state.marked)} marked"] if state.marked else []
+        return state.glyphs.separator.join(parts)
 
     def draw(self, state: DeckState) -> None:
-        runs = grouped(state.runs or ())
-        head = self.query_one("#history-head", Text)
-        if not runs:
-            text = "no runs yet: n launches the first" if state.runs is not None else "reading the runs"
-            head.put(Content.styled(text, MUTED))
-            self.query_one(RowList).set_rows([])
+        self._choose(state)
+        alone = state.detail and self.full
+        self.set_class(alone, "-alone")
+        head, rows = self.query_one("#history-head", Text), self.query_one(RowList)
+        head.display = rows.display = not alone
+        shown = self._described if alone else None
+        curve = shown is not None and shown.record.id == self.selected and bool(shown.series.train or shown.series.val)
+        self.query_one(Chart).display = curve
+        if not self._runs:
+            filtered = self.filter and state.runs
+            none = (
+                "no run matches: / changes the filter, esc removes it"
+                if filtered
+                else "no runs yet: n launches the first"
+            )
+            head.put(Content.styled(none if state.runs is not None else "reading the runs", MUTED))
+            rows.set_rows([])
             return
-        line, rows = lay_out(_columns(state, runs), self.room - 1)
-        head.put(line)
-        self.query_one(RowList).set_rows([(run.id, row) for run, row in zip(runs, rows, strict=True)])
+        empty = {place for place, width in enumerate(self._widest) if not width}
+        form = TableForm.fit(_COLUMNS, self._widest, empty, self.room - 1)
+        head.put(form.header)
+        runs, marked = self._runs, frozenset(state.marked)
+
+        def line(index: int) -> Content:
+            return form.line(cells(state, runs[index], marked=runs[index].id in marked))
+
+        rows.show_rows(self._ids, line, rows.in_sight or ())
         self._detail()
 
+    def _choose(self, state: DeckState) -> None:
+        """Filter and order the runs where they, or what is asked for, are others than before."""
+        seen = (state.runs, self.filter, self.order, bool(state.marked))
+        if all(one is other for one, other in zip(seen, self._seen, strict=False)) and self._seen:
+            return
+        runs = list(state.runs or ())
+        try:
+            taken = api.run_filter(self.filter, state.now)
+            runs = [run for run in runs if taken(run)]
+            self._runs = grouped(runs) if self.order == _ORDERS[0] else api.sorted_runs(runs, self.order, state.now)
+        except InputError:
+            self._runs = runs
+        self._seen, self._ids = seen, [run.id for run in self._runs]
+        self._widest = _widest(state, self._runs)
+
     def _detail(self) -> None:
-        run = next((run for run in self.state.runs or () if run.id == self.selected), None)
+        run = self.record
         if self.full and run is not None:
-            self.query_one("#history-detail", Text).put(_detail(self.state, run, self.room))
+            lines = _detail(self.state, run, self.room)
+            if self.state.detail and self._described is not None and self._described.record.id == run.id:
+                lines = described(self.state, run, self._described, self.room)
+            self.query_one("#history-detail", Text).put(Content("\n").join(lines))
+
+    def describe(self, snapshot: RunSnapshot, series: SeriesSource) -> None:
+        """Take what was read of a run that is to be described."""
+        self._described = snapshot
+        chart = self.query_one(Chart)
+        chart.open(series)
+        chart.show(snapshot, run_summary.marks(snapshot), self.state.glyphs)
+        self.refresh_pane()
+
+    def ask(self, kind: str) -> None:
+        """Open the prompt of "filter", or of the selected run's "tags" or "note"."""
+        run = self.record
+        texts = {_FILTER: self.filter, _TAGS: " ".join(run.tags) if run else "", _NOTE: (run.note or "") if run else ""}
+        self.query_one(RunPrompt).open(kind, texts[kind])
+
+    def on_filter_bar_answered(self, event: FilterBar.Answered) -> None:
+        self.query_one(RowList).focus()
+        if event.kind == _FILTER:
+            self.filter = event.text.strip()
+            self.refresh_pane()
+        elif self.selected is not None:
+            self.post_message(self.Annotated(self.selected, event.kind, event.text))
+
+    def sort(self, *, reverse: bool) -> None:
+        if reverse:
+            self.order = self.order.removeprefix("-") if self.order.startswith("-") else f"-{self.order}"
+        else:
+            named = [order.removeprefix("-") for order in _ORDERS]
+            self.order = _ORDERS[(named.index(self.order.removeprefix("-")) + 1) % len(_ORDERS)]
+        self.refresh_pane()
+
+    def back(self) -> bool:
+        """Close the prompt, or remove the filter: one of them; False when there is none."""
+        prompt = self.query_one(RunPrompt)
+        if prompt.is_open:
+            prompt.close()
+            self.query_one(RowList).focus()
+        elif self.filter and self.full and not self.state.detail:
+            self.filter = ""
+            self.refresh_pane()
+        else:
+            return False
+        return True
 
     def text(self) -> str:
-        runs = grouped(self.state.runs or ())
-        head, rows = lay_out(_columns(self.state, runs), 400)
-        return "\n".join(line.plain.rstrip() for line in (head, *rows))
+        self._choose(self.state)
+        rows = [cells(self.state, run, marked=False) for run in self._runs]
+        columns = [Column(column.title, [row[i] for row in rows]) for i, column in enumerate(_COLUMNS)]
+        head, lines = lay_out(columns, 400)
+        return "\n".join(line.plain.rstrip() for line in (head, *lines))
 
     def copy_text(self) -> str:
         return self.selected or self.text()
@@ -82,36 +260,72 @@ def grouped(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [record for run in runs if run.source not in tasks for record in (run, *tasks.get(run.id, ()))]
 
 
-def _took(state: DeckState, run: RunRecord) -> str:
-    return duration(((run.ended_at or state.now) - run.created_at).total_seconds())
+def _seconds(state: DeckState, run: RunRecord) -> float:
+    return ((run.ended_at or state.now) - run.created_at).total_seconds()
 
 
-def _columns(state: DeckState, runs: Sequence[RunRecord]) -> list[Column]:
+def _where(run: RunRecord) -> str:
+    return " ".join([f"rank {run.rank}" if run.rank is not None else "", run.host or ""]).strip()
+
+
+def _outcome(run: RunRecord) -> str:
+    return ", ".join((run.outcome or "").split(", ")[-2:])
+
+
+def _step(run: RunRecord) -> str:
+    return f"{run.iteration or 0:,}/{run.iterations:,}" if run.iterations else ""
+
+
+def _widest(state: DeckState, runs: Sequence[RunRecord]) -> list[int]:
+    """Cells of each column that hold all runs, so that none moves while one scrolls; 0 for one with nothing in it."""
+    tasks = any(run.task for run in runs)
+    texts = (
+        ["x"] if state.marked else [],
+        [f"x {run.state}" for run in runs],
+        [run.id + "└ " * tasks for run in runs],
+        [run.task or "" for run in runs],
+        [_outcome(run) for run in runs],
+        [run.name for run in runs],
+        [", ".join(run.tags) for run in runs],
+        [run.reason or "" for run in runs],
+        [_where(run) for run in runs],
+        ["59 min ago"],
+        [duration(max((_seconds(state, run) for run in runs), default=0.0))],
+        [_step(run) for run in runs],
+        [loss(run.train_loss) for run in runs],
+        [loss(run.val_loss) for run in runs],
+        [rate(max((run.tokens_per_second or 0.0 for run in runs), default=0.0))],
+        [str(max((run.world_size for run in runs), default=0))],
+    )
+    longest = [max(map(len, column), default=0) for column in texts]
+    return [max(width, len(column.title)) if width else 0 for width, column in zip(longest, _COLUMNS, strict=True)]
+
+
+def cells(state: DeckState, run: RunRecord, *, marked: bool) -> list[Content]:
+    """One row of the list."""
     none, figure = state.glyphs.none, state.glyphs.known
-    steps = [f"{run.iteration or 0:,}/{run.iterations:,}" if run.iterations else none for run in runs]
-    where = [
-        " ".join([f"rank {run.rank}" if run.rank is not None else "", run.host or ""]).strip() or none for run in runs
-    ]
     branch = "`- " if state.glyphs.ascii else "└ "
-    return [
-        Column("state", [state.glyphs.state(STATES[run.state], run.state) for run in runs], 9),
-        Column("run", [f"{branch if run.task is not None else ''}{run.id}" for run in runs], 9),
-        Column("task", [run.task or "" for run in runs], 8, optional=True),
-        Column("outcome", [", ".join((run.outcome or "").split(", ")[-2:]) for run in runs], 6, optional=True),
-        Column("name", [run.name for run in runs], 1),
-        Column("why it ended", [run.reason or none for run in runs], 6),
-        Column("where", where, 3),
-        Column("started", [state.ago(run.created_at) for run in runs], 5, right=True),
-        Column("took", [_took(state, run) for run in runs], 7, right=True),
-        Column("step", steps, 4, right=True),
-        Column("loss", [figure(run.train_loss, loss) for run in runs], 8, right=True),
-        Column("val", [figure(run.val_loss, loss) for run in runs], 7, right=True),
-        Column("speed", [figure(run.tokens_per_second, rate) for run in runs], 2, right=True),
-        Column("ranks", [str(run.world_size) for run in runs], 2, right=True),
-    ]
+    texts = (
+        f"{branch if run.task is not None else ''}{run.id}",
+        run.task or "",
+        _outcome(run),
+        run.name,
+        ", ".join(run.tags),
+        run.reason or none,
+        _where(run) or none,
+        state.ago(run.created_at),
+        duration(_seconds(state, run)),
+        _step(run) or none,
+        figure(run.train_loss, loss),
+        figure(run.val_loss, loss),
+        figure(run.tokens_per_second, rate),
+        str(run.world_size),
+    )
+    mark = Content.styled("*" if state.glyphs.ascii else "●", "bold $text-accent") if marked else Content("")
+    return [mark, state.glyphs.state(STATES[run.state], run.state), *map(Content, texts)]
 
 
-def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
+def _detail(state: DeckState, run: RunRecord, width: int) -> list[Content]:
     separator = state.glyphs.separator
     attempts = f"{separator}{plural(run.attempts, 'attempt')}" if run.attempts else ""
     lines = [
@@ -119,6 +333,9 @@ def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
         pair("job", f"{run.name}{separator}{plural(run.world_size, 'rank')}{separator}{run.backend}{attempts}", width),
         pair("created", f"{run.created_at.astimezone():%Y-%m-%d %H:%M:%S}", width),
     ]
+    for label, text in (("tags", ", ".join(run.tags)), ("your note", run.note)):
+        if text:
+            lines.append(pair(label, text, width))
     if run.task is not None:
         lines.append(pair(run.task, f"of {run.source}{f': {run.outcome}' if run.outcome else ''}", width))
     if run.cause:
@@ -129,5 +346,31 @@ def _detail(state: DeckState, run: RunRecord, width: int) -> Content:
         lines.append(pair("left out", f"{', '.join(run.excluded)}: the files there differ", width))
     if run.unconfirmed:
         lines.append(pair("unconfirmed", f"the stop could not be proved on {', '.join(run.unconfirmed)}", width))
-    lines += task_lines(state, run.id, width)
-    return Content("\n").join(lines)
+    return lines + task_lines(state, run.id, width)
+
+
+def described(state: DeckState, run: RunRecord, snapshot: RunSnapshot, width: int) -> list[Content]:
+    """All of a run that is worth knowing before something is done with it."""
+    lines = _detail(state, run, width)
+    settings = state.glyphs.separator.join(f"{name} {_setting(value)}" for name, value in run.settings.items())
+    if settings:
+        lines.append(pair("settings", settings, width))
+    lines += run_summary.attempts(snapshot, width, every=True)
+    lines += run_summary.left(snapshot, width, tall=True)
+    if snapshot.result is not None and (text := checkpoint_text(snapshot.result)) is not None:
+        lines.append(pair("checkpoint", text, width))
+    lines += run_summary.trackers(snapshot, width)
+    left = snapshot.result is not None and any(file.holds != "checkpoint" for file in snapshot.result.files)
+    commands = {"chat": left and run.task is None, "fetch": left and run.task is None, "resume": run.task is None}
+    commands["resume"] &= run.state != "succeeded"
+    commands["repeat"] = run.task is None
+    commands |= {"logs": True, "export": run.task is None}
+    if not run.state.ended:
+        commands = {"abort": True, "logs": True}
+    for number, name in enumerate(name for name, possible in commands.items() if possible):
+        lines.append(pair("commands" if not number else "", f"flightdeck {name} {run.id}", width, style="bold"))
+    return lines
+
+
+def _setting(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

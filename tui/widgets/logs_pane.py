@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal
@@ -20,11 +21,6 @@ from tui.widgets.pane import Pane
 
 SEARCH: Final = "search"
 FILTER: Final = "filter"
-_PROMPTS: Final = {SEARCH: "/", FILTER: "&"}
-_HINTS: Final = {
-    SEARCH: "text, or re: and a regular expression; up: earlier ones",
-    FILTER: "lines to keep; ! inverts; empty shows all",
-}
 
 
 class FilterBar(Horizontal):
@@ -38,18 +34,24 @@ class FilterBar(Horizontal):
     FilterBar .fault { width: auto; color: $text-error; padding: 0 1; }
     """
 
+    PROMPTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        SEARCH: ("/", "text, or re: and a regular expression; up: earlier ones"),
+        FILTER: ("&", "lines to keep; ! inverts; empty shows all"),
+    }
+    """Kind → what stands before the entry, and what it takes."""
+
     @dataclass
     class Answered(Message):
-        """A pattern was entered: one that LogPattern takes, or nothing at all."""
+        """A text was entered that `check` takes, or nothing at all."""
 
         kind: str
-        """"search" or "filter"."""
+        """A key of PROMPTS."""
         text: str
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.kind = SEARCH
-        self._entered: dict[str, list[str]] = {SEARCH: [], FILTER: []}
+        self._entered: dict[str, list[str]] = {kind: [] for kind in self.PROMPTS}
         """The patterns, oldest first, each once."""
         self._at = 0
         """The entry that up and down have come to; past the last: what is typed."""
@@ -66,9 +68,9 @@ class FilterBar(Horizontal):
     def open(self, kind: str, text: str = "") -> None:
         self.kind = kind
         self._at = len(self._entered[kind])
-        self.query_one(".prompt", Static).update(_PROMPTS[kind])
-        entry = self.query_one(Input)
-        entry.placeholder, entry.value = _HINTS[kind], text
+        entry, (prompt, hint) = self.query_one(Input), self.PROMPTS[kind]
+        self.query_one(".prompt", Static).update(prompt)
+        entry.placeholder, entry.value = hint, text
         self._show_fault("")
         self.add_class("-open")
         # At once, not with the next refresh: what is typed right behind the key belongs to the prompt.
@@ -95,9 +97,8 @@ class FilterBar(Horizontal):
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
         try:
-            pattern = event.value.removeprefix("!") if self.kind == FILTER else event.value
             if event.value:
-                LogPattern.parse(pattern)
+                self.check(event.value)
         except ValueError as fault:
             self._show_fault(str(fault))
             return
@@ -106,6 +107,10 @@ class FilterBar(Horizontal):
             entered[:] = [text for text in entered if text != event.value] + [event.value]
         self.close()
         self.post_message(self.Answered(self.kind, event.value))
+
+    def check(self, text: str) -> None:
+        """Raises ValueError for what is not taken."""
+        LogPattern.parse(text.removeprefix("!") if self.kind == FILTER else text)
 
     def _show_fault(self, fault: str) -> None:
         self.query_one(".fault", Static).update(fault)

@@ -4,7 +4,7 @@ The list draws only its visible lines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -44,12 +44,13 @@ class RowList(ScrollView, can_focus=True):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._rows: list[tuple[str, Content]] = []
+        self._ids: Sequence[str] = []
+        self._line: Callable[[int], Content] = lambda _: Content("")
         self._cursor: int | None = None
 
     @property
     def selected(self) -> str | None:
-        return self._rows[self._cursor][0] if self._cursor is not None else None
+        return self._ids[self._cursor] if self._cursor is not None else None
 
     @property
     def in_sight(self) -> range | None:
@@ -59,7 +60,7 @@ class RowList(ScrollView, can_focus=True):
 
     @property
     def texts(self) -> list[str]:
-        return [content.plain for _, content in self._rows]
+        return [self._line(index).plain for index in range(len(self._ids))]
 
     def move(self, name: str) -> bool:
         """Move the cursor: down, up, page_down, page_up, top, bottom; False for any other direction."""
@@ -68,26 +69,32 @@ class RowList(ScrollView, can_focus=True):
         if name not in steps:
             return False
         if self._cursor is not None:
-            self._put_cursor(max(0, min(len(self._rows) - 1, self._cursor + steps[name])))
+            self._put_cursor(max(0, min(len(self._ids) - 1, self._cursor + steps[name])))
         return True
 
     def select(self, row: str) -> None:
-        index = next((index for index, (name, _) in enumerate(self._rows) if name == row), None)
-        if index is not None:
-            self._put_cursor(index)
+        if row in self._ids:
+            self._put_cursor(self._ids.index(row))
 
     def set_rows(self, rows: Sequence[tuple[str, Content]]) -> None:
         """Show these rows; the cursor stays on the row of the same id, else goes to the first."""
-        before, chosen = self._rows, self.selected
-        self._rows = list(rows)
-        if len(before) == len(rows) and all(old[0] == new[0] for old, new in zip(before, rows, strict=True)):
-            for index, ((_, old), (_, new)) in enumerate(zip(before, rows, strict=True)):
-                if new is not old and not new.is_same(old):
-                    self.refresh_line(index)
+        ids, lines = [row for row, _ in rows], [line for _, line in rows]
+        changed = range(len(ids))
+        if ids == self._ids:
+            changed = [i for i, line in enumerate(lines) if not line.is_same(self._line(i))]  # type: ignore[assignment]
+        self.show_rows(ids, lines.__getitem__, changed)
+
+    def show_rows(self, ids: Sequence[str], line: Callable[[int], Content], changed: Iterable[int]) -> None:
+        """As `set_rows`, with a function for the line of a row, which is asked for those in sight alone. `changed`: the
+        places of those that are drawn again where the ids are the same."""
+        chosen, same, self._line = self.selected, ids == self._ids, line
+        if same:
+            for index in changed:
+                self.refresh_line(index)
             return
-        ids = [row for row, _ in rows]
+        self._ids = ids
         self._cursor = ids.index(chosen) if chosen in ids else (0 if ids else None)
-        size = Size(max(1, self.container_size.width), len(rows))
+        size = Size(max(1, self.container_size.width), len(ids))
         if size.height != self.virtual_size.height:
             self.virtual_size = size
             self.refresh(layout=True)
@@ -123,7 +130,7 @@ class RowList(ScrollView, can_focus=True):
 
     def on_click(self, event: Click) -> None:
         index = event.y + self.scroll_offset.y
-        if 0 <= index < len(self._rows):
+        if 0 <= index < len(self._ids):
             again = index == self._cursor
             self._put_cursor(index)
             if again:
@@ -131,11 +138,11 @@ class RowList(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         index, width = y + self.scroll_offset.y, self.size.width
-        if index >= len(self._rows):
+        if index >= len(self._ids):
             return Strip.blank(width, self.rich_style)
         part = "row-list--cursor" if index == self._cursor else "row-list--row"
         style = self.get_visual_style(part)
-        strips = Visual.to_strips(self, self._rows[index][1], width, 1, style)
+        strips = Visual.to_strips(self, self._line(index), width, 1, style)
         return strips[0].adjust_cell_length(width, style.rich_style) if strips else Strip.blank(width, style.rich_style)
 
 

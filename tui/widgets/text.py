@@ -5,7 +5,7 @@ drop their least important columns when room is short.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from textual.content import Content
@@ -96,6 +96,53 @@ def lay_out(columns: Sequence[Column], width: int) -> tuple[Content, list[Conten
     return header, [line for _, line in lines]
 
 
+@dataclass(frozen=True)
+class TableForm:
+    """The columns of a table that are shown, and how wide each is."""
+
+    columns: Sequence[Column]
+    shown: tuple[int, ...]
+    widths: tuple[int, ...]
+    width: int
+    """A line has at most so many cells."""
+
+    @classmethod
+    def fit(cls, columns: Sequence[Column], widest: Sequence[int], empty: Container[int], width: int) -> TableForm:
+        """`widest`: cells that each column's title and texts take. `empty`: places of columns with nothing in them."""
+        shown, dropped = [i for i, column in enumerate(columns) if not column.optional or i not in empty], list[int]()
+        least = [column.least(wide) + GAP for column, wide in zip(columns, widest, strict=True)]
+        while len(shown) > 1 and sum(least[i] for i in shown) - GAP > width:
+            droppable = [i for i in shown if columns[i].priority < 9]
+            if not droppable:
+                break
+            dropped.append(min(droppable, key=lambda i: (columns[i].priority, -i)))
+            shown.remove(dropped[-1])
+        for i in reversed(dropped):
+            # The last one to go may have been so wide that others have room in its place.
+            if sum(least[j] for j in (*shown, i)) - GAP <= width:
+                shown = sorted([*shown, i])
+        kept, widths = [columns[i] for i in shown], [widest[i] for i in shown]
+        growing = next((place for place, column in enumerate(kept) if column.grows), None)
+        if growing is not None:
+            others = sum(widths) - widths[growing] + GAP * (len(kept) - 1)
+            widths[growing] = max(kept[growing].minimum, width - others)
+        return cls(columns, tuple(shown), tuple(widths), width)
+
+    @property
+    def header(self) -> Content:
+        return self.line([Content.styled(column.title, MUTED) for column in self.columns])
+
+    def line(self, cells: Sequence[Content]) -> Content:
+        kept = [self.columns[i] for i in self.shown]
+        return _line([cells[i] for i in self.shown], kept, self.widths, self.width)
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, TableForm) and (other.shown, other.widths, other.width)
+        return same == (self.shown, self.widths, self.width)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Table:
     """A table that is laid out again and again: a row whose cells are the same objects and whose columns are as wide as
     before is the same line as before. Of 64 rows one that changes costs one."""
@@ -110,31 +157,15 @@ class Table:
         """The header line, and (id, line) of each row, every line at most `width` cells; `none` is an empty cell."""
         measured = [self._measured(row, cells) for row, cells in rows.items()]
         widest = [max((len(column.title), *(w[i] for w in measured))) for i, column in enumerate(columns)]
-        shown = [
-            i
-            for i, column in enumerate(columns)
-            if not column.optional or any(cells[i].plain not in ("", none) for cells in rows.values())
-        ]
-        while len(shown) > 1 and sum(columns[i].least(widest[i]) + GAP for i in shown) - GAP > width:
-            droppable = [i for i in shown if columns[i].priority < 9]
-            if not droppable:
-                break
-            shown.remove(min(droppable, key=lambda i: (columns[i].priority, -i)))
-        kept, widths = [columns[i] for i in shown], [widest[i] for i in shown]
-        growing = next((place for place, column in enumerate(kept) if column.grows), None)
-        if growing is not None:
-            others = sum(widths) - widths[growing] + GAP * (len(kept) - 1)
-            widths[growing] = max(kept[growing].minimum, width - others)
-        form = (tuple(shown), tuple(widths), width)
-        header = _line([Content.styled(column.title, MUTED) for column in kept], kept, widths, width)
+        empty = {i for i in range(len(columns)) if all(cells[i].plain in ("", none) for cells in rows.values())}
+        form = TableForm.fit(columns, widest, empty, width)
         lines = []
         for row, cells in rows.items():
             drawn = self._lines.get(row)
             if drawn is None or drawn[0] is not cells or drawn[1] != form:
-                line = _line([cells[i] for i in shown], kept, widths, width)
-                drawn = self._lines[row] = (cells, form, line)
+                drawn = self._lines[row] = (cells, form, form.line(cells))
             lines.append((row, drawn[2]))
-        return header, lines
+        return form.header, lines
 
     def _measured(self, row: str, cells: Sequence[Content]) -> list[int]:
         measured = self._widths.get(row)

@@ -4,6 +4,7 @@ or active time."""
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,7 @@ _LABELS: Final = ("train", "validation", "whole", "compute")
 _BY_NODE: Final = frozenset({"GPU use", "CPU use", "power", "temperature", "memory used", "network"})
 """Metrics over seconds since the epoch and not over iterations."""
 _BLOCKS_PER_COLUMN: Final = 3
+_PARTS: Final = 64
 _SMOOTHED: Final = 0.02
 """Time constant of the moving average, as a share of the whole series."""
 _LEAST_AVERAGED: Final = 16
@@ -58,6 +60,19 @@ class SeriesCurve:
     """At most two a column, the lowest and the highest; NaN where there was no finite value."""
     average: Points
     """Exponential moving average, at most one point a column."""
+    place: int | None = None
+    """By which its colour is chosen; None: its number among the curves."""
+
+
+@dataclass(frozen=True)
+class SeriesFigures:
+    """A whole series in figures; NaN where it has no finite value."""
+
+    first: float
+    last: float
+    lowest: float
+    typical: float
+    """The median of the means of its parts."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +164,19 @@ class RunSeries:
             number = reader.index(math.nextafter(native, math.inf)) - 1
             if number >= 0:
                 yield name, reader.point(number)[1]
+
+    def figures(self) -> dict[tuple[str, str], SeriesFigures]:
+        """By metric and label."""
+        figures = dict[tuple[str, str], SeriesFigures]()
+        for name in self._counts:
+            reader = self._reader(name)
+            blocks = reader.blocks(0, reader.count, _PARTS)
+            lows = [min(pair) for pair in zip(blocks.y1, blocks.y2, strict=True) if pair[0] == pair[0]]
+            means = [mean for mean in blocks.mean if not math.isnan(mean)]
+            typical = statistics.median(means) if means else math.nan
+            ends = reader.point(0)[1], reader.point(reader.count - 1)[1]
+            figures[name] = SeriesFigures(*ends, min(lows, default=math.nan), typical)
+        return figures
 
     def _reader(self, name: SeriesName) -> PyramidReader:
         place, count = self._counts.get(name, (-1, 0))

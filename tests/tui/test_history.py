@@ -1,0 +1,215 @@
+"""The history by keys: filter, order, marks, tags and notes, a description, deletion, and the comparison of runs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from textual.content import Content
+
+from engine.models import RunRecord, RunState
+from engine.snapshots import RunSnapshot
+from tests.tui import fake_engine
+from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.fake_engine import NOW, FakeEngine
+from tui.state import DeckState
+from tui.widgets import history_pane
+from tui.widgets.compare_pane import ComparePane
+from tui.widgets.history_pane import cells
+from tui.widgets.pane import RowList
+from tui.widgets.text import Text
+
+WIDE = (160, 45)
+SIZES = (SMALL, DASHBOARD, WIDE)
+FAILED, ABORTED, SUCCEEDED = "demo-0314-134500", "demo-0314-132000", "demo-0313-091500"
+
+
+@pytest.fixture
+def runs(fake: FakeEngine) -> FakeEngine:
+    return fake.add(fake_engine.failed(), fake_engine.aborted(), fake_engine.trained())
+
+
+def described(console: Console) -> str:
+    text = console.app.deck.history.query_one("#history-detail", Text)._put
+    return text.plain if text is not None else ""
+
+
+def listed(console: Console) -> list[str]:
+    ids = (FAILED, ABORTED, SUCCEEDED)
+    return [run for text in console.app.deck.history.query_one(RowList).texts for run in ids if run in text]
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_filter_narrows_the_list_and_escape_removes_it(runs: FakeEngine, size: tuple[int, int]) -> None:
+    async with opened(runs, size=size) as console:
+        await console.press("5", "slash", *"state:failed", "enter")
+        assert listed(console) == [FAILED]
+        await console.shows("1 of 3 runs")
+        await console.press("slash", *"loss<0 ", "enter")
+        await console.shows("no run matches")
+        await console.press("escape")
+        assert listed(console) == [FAILED, ABORTED, SUCCEEDED]
+        assert console.app.state.view == "history"
+
+
+async def test_a_fault_of_a_filter_is_shown_beside_it_and_the_list_stays(runs: FakeEngine) -> None:
+    async with opened(runs) as console:
+        await console.press("5", "slash", *"lossy<3", "enter")
+        await console.shows("runs have no 'lossy' (did you mean loss?)")
+        assert listed(console) == [FAILED, ABORTED, SUCCEEDED]
+        await console.press("escape")
+        assert console.app.state.view == "history"
+
+
+async def test_the_list_is_ordered_by_the_next_column_and_back(runs: FakeEngine) -> None:
+    async with opened(runs) as console:
+        await console.press("5", "o")
+        await console.shows("by name")
+        await console.press(*"oooo")
+        await console.shows("by loss")
+        assert listed(console) == [SUCCEEDED, ABORTED, FAILED]
+        await console.press("O")
+        assert listed(console) == [FAILED, ABORTED, SUCCEEDED]
+
+
+async def test_tags_and_a_note_are_entered_and_shown(runs: FakeEngine) -> None:
+    async with opened(runs) as console:
+        await console.press("5", "T", *"night base", "enter")
+        await console.until(lambda: runs.annotated == [(FAILED, ["base", "night"], [], None)], "the tags")
+        await console.shows("base, night")
+        await console.press("T", "backspace", "x", "space", "N", "enter")
+        await console.until(lambda: len(runs.annotated) == 2, "the tags")
+        assert runs.annotated[1] == (FAILED, ["N", "x"], ["base", "night"], None)
+        await console.press("N", *"too fast", "enter")
+        await console.until(lambda: runs.annotated[-1] == (FAILED, [], [], "too fast"), "the note")
+        await console.shows("too fast")
+
+
+async def test_what_is_no_tag_is_said_in_the_prompt(runs: FakeEngine) -> None:
+    async with opened(runs) as console:
+        await console.press("5", "T", *"a/b", "enter")
+        await console.shows("not a valid name")
+        assert runs.annotated == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_enter_describes_a_run_and_enter_again_opens_it(runs: FakeEngine, size: tuple[int, int]) -> None:
+    async with opened(runs, size=size) as console:
+        await console.press("5", "G", "enter")
+        await console.shows("/home/ana/adapters.safetensors")
+        await console.shows("── train")
+        assert f"flightdeck chat {SUCCEEDED}" in described(console)
+        assert FAILED not in console.screen
+        await console.press("k")
+        await console.until(lambda: f"flightdeck resume {ABORTED}" in described(console), "the run before")
+        await console.press("escape")
+        assert listed(console) == [FAILED, ABORTED, SUCCEEDED] and console.app.state.view == "history"
+        await console.press("enter", "enter")
+        await console.until(lambda: console.app.state.view == "dashboard", "the run")
+        await console.until(lambda: console.app.state.snapshot is not None, "the run")
+        assert console.app.state.snapshot is not None and console.app.state.snapshot.record.id == ABORTED
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_marked_runs_are_compared(runs: FakeEngine, size: tuple[int, int]) -> None:
+    async with opened(runs, size=size) as console:
+        await console.press("5", "space", "space")
+        await console.shows("2 marked")
+        await console.press("enter")
+        await console.shows("compare · 2 runs")
+        await console.until(lambda: console.app.deck.chart.settled, "the curves")
+        await console.shows("demo-4500 makes 1,226 tokens/s, 33% less than demo-2000 (1,840)")
+        pane = console.app.deck.query_one(ComparePane)
+        text = pane.text()
+        for part in ("its ranks were connected by ring, not jaccl", "learning_rate", "0.001", "0.0005", "demo-2000"):
+            assert part in text
+        await console.press("m")
+        await console.until(lambda: "validation loss" in console.screen, "the next metric")
+        await console.press("escape")
+        assert console.app.state.view == "history"
+        await console.press("escape")
+        assert console.app.state.marked == ()
+
+
+async def test_a_runs_colour_stays_when_another_is_pinned_or_compared(runs: FakeEngine) -> None:
+    async with opened(runs) as console:
+        await console.press("5", "space", "space", "enter")
+        await console.shows("compare · 2 runs")
+
+        def styles() -> dict[str, str]:
+            reading = console.app.deck.chart.reading
+            return {curve.name: curve.style for curve in reading.pictures[0].curves} if reading else {}
+
+        await console.until(lambda: len(styles()) == 2, "the curves")
+        before = styles()
+        await console.press("p")
+        await console.until(lambda: [*styles()] == ["demo-2000", "demo-4500"], "the other on top")
+        assert styles() == before
+        await console.press("escape", "escape", "j", "space", "g", "j", "space", "enter")
+        await console.until(lambda: "demo-1500" in styles(), "the other comparison")
+        assert styles()["demo-2000"] == before["demo-2000"]
+        assert len(set(styles().values())) == 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_run_is_deleted_after_it_was_said_what_that_frees(runs: FakeEngine, size: tuple[int, int]) -> None:
+    async with opened(runs, size=size) as console:
+        await console.press("5", "ctrl+k")
+        await console.shows("1.5 GB in")
+        assert "kept" in console.screen and "~/adapters on ultra" in console.screen
+        await console.press("enter")
+        assert runs.deleted == [], "Cancel has the focus"
+        await console.press("ctrl+k")
+        await console.shows("1.5 GB in")
+        await console.press("right", "enter")
+        await console.until(lambda: runs.deleted == [FAILED], "the deletion")
+        await console.until(lambda: listed(console) == [ABORTED, SUCCEEDED], "the list")
+
+
+async def test_a_node_that_keeps_a_folder_is_named_after_the_deletion(runs: FakeEngine) -> None:
+    runs.away = "no"
+    async with opened(runs) as console:
+        await console.press("5", "ctrl+k")
+        await console.shows("stays: no")
+        await console.press("right", "enter")
+        await console.shows("not all was deleted")
+        assert len(listed(console)) == 3 and runs.deleted == []
+        await console.press("right", "enter")
+        await console.until(lambda: runs.deleted == [FAILED], "the deletion here")
+
+
+async def test_a_run_that_goes_on_is_not_deleted(fake: FakeEngine) -> None:
+    fake.add(fake_engine.running())
+    async with opened(fake) as console:
+        await console.press("5", "ctrl+k")
+        assert console.notifications[-1:] == ["delete: demo-0314-140130 has not ended: ctrl+x aborts it"]
+
+
+async def test_of_ten_thousand_runs_those_in_sight_are_laid_out(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = [
+        RunSnapshot(
+            record=fake_engine.record(f"run-{n:05d}", RunState.SUCCEEDED, created_at=NOW - timedelta(hours=n)),
+            supervised=False,
+            state_since=NOW,
+        )
+        for n in range(10_000)
+    ]
+    for snapshot in old:
+        fake.put(snapshot)
+    laid_out = set[str]()
+
+    def counted(state: DeckState, run: RunRecord, *, marked: bool) -> list[Content]:
+        laid_out.add(run.id)
+        return cells(state, run, marked=marked)
+
+    monkeypatch.setattr(history_pane, "cells", counted)
+    async with opened(fake) as console:
+        await console.press("5")
+        await console.shows("run-00000")
+        await console.press("G")
+        await console.shows("run-09999")
+        assert len(laid_out) < 200
+        await console.press("slash", *"run-0777", "enter")
+        await console.shows("10 of 10,000 runs")
