@@ -27,9 +27,11 @@ from tui.app import _WAITS, FlightDeckApp
 from tui.engine_client import TelemetryReceived
 from tui.fixes import FixCommand
 from tui.formatting import memory
+from tui.glyphs import FEW_COLOURS
 from tui.screens.dialog import Confirm, ConfirmLaunch
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey
 from tui.widgets.node_detail import detail
+from tui.widgets.pane import RowList
 
 WIDE = (200, 50)
 
@@ -234,6 +236,15 @@ async def test_an_unreachable_node_says_why_and_what_to_do_and_y_copies_that(stu
         assert console.notifications[-1].endswith("no command fixes this: is it on, and on this network?")
         await console.press("y")
         await console.until(lambda: console.app.clipboard == "is it on, and on this network?")
+
+
+async def test_the_row_of_the_cursor_is_underlined_where_there_are_few_colours(studio: FakeEngine) -> None:
+    async with opened(studio, config=macs.configuration()) as console:
+        rows = console.app.deck.pane("nodes").query_one(RowList)
+        await console.press("1", "j")
+        assert rows.get_component_styles("row-list--cursor").text_style.underline is not True
+        console.app.add_class(FEW_COLOURS)
+        await console.until(lambda: rows.get_component_styles("row-list--cursor").text_style.underline is True)
 
 
 async def test_y_on_a_node_copies_the_fix_of_a_check_as_a_line_for_a_shell_here(studio: FakeEngine) -> None:
