@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final, Literal
 
 from engine.errors import InputError
@@ -92,6 +92,7 @@ _COMPARED: Final[Mapping[str, Callable[[float, float], bool]]] = {
 _TOKEN = re.compile(r"""\s*(?:(?P<mark>[()]|[-!](?=[^\s=]))|(?P<word>(?:"[^"]*"|[^\s()"])+))""")
 _TERM = re.compile(r"(?P<field>[A-Za-z_]+)(?P<sign><=|>=|!=|[:=<>])(?P<value>.*)", re.DOTALL)
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_DEEPEST: Final = 50
 _LENGTH = re.compile(r"(?P<count>\d+(?:\.\d+)?)(?P<unit>[a-z]*)")
 
 
@@ -133,7 +134,7 @@ class _Parser:
     def __init__(self, text: str, now: datetime) -> None:
         self._now = now
         self._tokens = list(_tokens(text))
-        self._next = 0
+        self._next = self._depth = 0
 
     def parse(self) -> RunTest:
         if not self._tokens:
@@ -169,6 +170,14 @@ class _Parser:
         return tests[0] if len(tests) == 1 else lambda run: all(test(run) for test in tests)
 
     def _one(self) -> RunTest:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise _fault("too much is nested")
+        test = self._simple()
+        self._depth -= 1
+        return test
+
+    def _simple(self) -> RunTest:
         if self._take("not", "-", "!"):
             negated = self._one()
             return lambda run: not negated(run)
@@ -240,13 +249,12 @@ def _figure(name: str, kind: str, text: str) -> float:
     """Raises InputError."""
     if kind == "moment":
         try:
-            moment = datetime.fromisoformat(text)
-        except ValueError:
+            # A person writes local time.
+            return datetime.fromisoformat(text).timestamp()
+        except (ValueError, OverflowError):
             raise _fault(
                 f"{name} is compared with a day or time", f"{name}>2026-11-27; age<7d is another way"
             ) from None
-        # A person writes local time.
-        return (moment if moment.tzinfo is not None else moment.astimezone()).astimezone(UTC).timestamp()
     if kind == "seconds":
         length = _LENGTH.fullmatch(text.lower())
         if length is None or length["unit"] not in _UNITS:

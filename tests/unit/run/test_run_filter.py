@@ -81,6 +81,9 @@ def test_terms_are_combined(text: str, runs: list[int]) -> None:
         ("or demo", "the filter cannot be read: something is missing before 'or'"),
         ("demo or", "the filter cannot be read: something is missing at its end"),
         ("not", "the filter cannot be read: something is missing at its end"),
+        pytest.param("(" * 5000 + "a" + ")" * 5000, "the filter cannot be read: too much is nested", id="brackets"),
+        pytest.param("not " * 5000 + "a", "the filter cannot be read: too much is nested", id="nots"),
+        ("started>0001-01-01", "the filter cannot be read: started is compared with a day or time ("),
         ('note:"best', "the filter cannot be read: a quote is not closed"),
     ],
 )
