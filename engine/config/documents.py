@@ -19,7 +19,7 @@ from engine.security.paths import MAX_PATH_LENGTH
 
 SIZE_LIMIT = 1_000_000
 """Bytes; larger files are not read."""
-_SCALAR_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+SCALAR_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """Errors that the parsers do not wrap: for impossible scalars (a 13th month, 5,000 digits) and deep nesting."""
 
 _KEY_PARTS = 64
@@ -131,7 +131,7 @@ def _parsed(path: Path, language: str, parse: Callable[[], Any]) -> Any:
         raise DocumentError(path, safe_repr(error.problem or "not YAML"), language, where) from error
     except json.JSONDecodeError as error:
         raise DocumentError(path, safe_repr(error.msg), language, f"line {error.lineno}") from error
-    except (yaml.YAMLError, *_SCALAR_FAULTS) as error:
+    except (yaml.YAMLError, *SCALAR_FAULTS) as error:
         why = "(nested too deeply)" if isinstance(error, RecursionError) else safe_repr(str(error))
         raise DocumentError(path, why, f"{language} of plain values") from error
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from engine.config.documents import read_text
+from engine.config.documents import SCALAR_FAULTS, read_text
 from engine.config.draft import toml_value
 from engine.config.faults import FileTable
 from engine.config.job_table import PATH_KEYS, SAME_KEYS, ReadJob, apply_rate_rule
@@ -51,7 +51,7 @@ def parse_value(text: str) -> Any:
     """As TOML reads it; a word without quotes is a text, and 1e-5 a number."""
     try:
         return tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+    except SCALAR_FAULTS:
         return text.strip()
 
 

@@ -120,6 +120,11 @@ def test_all_faults_are_named_and_nothing_is_changed(path: Path) -> None:
         parse_settings(["rank"])
 
 
+@pytest.mark.parametrize("value", ["[" * 5000, "9" * 5000, "2026-13-01"], ids=["brackets", "digits", "date"])
+def test_a_value_that_toml_cannot_read_is_a_text(value: str) -> None:
+    assert parse_settings([f"seed={value}"]) == {"seed": value}
+
+
 def test_a_commands_settings_are_its_own(path: Path) -> None:
     path.write_text('[[node]]\n[job]\ncommand = ["true"]\n')
     with pytest.raises(ConfigError, match="the command has its own settings"):
