@@ -76,7 +76,7 @@ def write_chart(pictures: Sequence[Picture], title: str, path: Path) -> None:
 
 def _shapes(picture: Picture, top: float) -> Shapes:
     low, high = picture.window
-    across = Axis(low, high if high > low else low + 1, WIDTH - _LEFT - _RIGHT, kind=picture.axis)
+    across = Axis.across(picture.window, WIDTH - _LEFT - _RIGHT, kind=picture.axis)
     heights, logarithmic = finite_heights(picture)
     if not heights:
         return [DrawnText((_LEFT, top + 40), f"no {picture.title} yet")]

@@ -21,7 +21,7 @@ from tests.tui.fake_engine import FakeEngine
 from tui.chart_files import NO_PNG, write_chart
 from tui.glyphs import Glyphs
 from tui.state import DeckState
-from tui.widgets.chart import Picture, draw, picture
+from tui.widgets.chart import ChartCurve, Picture, draw, picture
 from tui.widgets.plot import ChartMark
 from tui.widgets.run_summary import marks, rank_line
 
@@ -216,3 +216,14 @@ def test_a_lost_node_and_the_best_validation_are_marked() -> None:
     assert (33, "lost node") in placed and 35 not in {iteration for iteration, _ in placed}
     best = min(run.series.val, key=lambda point: point[1])[0]
     assert [iteration for iteration, kind in placed if kind == "best validation"] == [best]
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+@pytest.mark.parametrize("window", [(2.0**62, 2.0**62), (0.0, 1.0), (-(2.0**62), 2.0**62)], ids=str)
+def test_numbers_of_any_size_are_drawn(window: tuple[float, float], logarithmic: bool, tmp_path: Path) -> None:
+    heights = (5e-324, 1.0, 2.0**62)
+    curve = ChartCurve("a", [(window[0], y) for y in heights[:2]] + [(window[1], heights[2])], "")
+    drawn = Picture("loss", "", (curve,), window, logarithmic=logarithmic, cursor=window[1])
+    assert "loss" in draw(drawn, 80, 20, Glyphs()).plain
+    write_chart([drawn], "", tmp_path / "chart.svg")
+    assert "nan" not in (tmp_path / "chart.svg").read_text()

@@ -152,8 +152,7 @@ def draw(picture: Picture, width: int, height: int, glyphs: Glyphs) -> Content:
     upright = Axis.of(heights, (height - 2 - legend) * 4, logarithmic=logarithmic)
     labels = labels_of(upright)
     columns = width - margin_of(labels) - 1
-    low, high = picture.window
-    across = Axis(low, high if high > low else low + 1, columns * 2, kind=picture.axis)
+    across = Axis.across(picture.window, columns * 2, kind=picture.axis)
     canvas = Canvas(columns, upright.dots // 4)
     # The first curve is the one that matters most: it comes on top.
     for curve in reversed(picture.curves):
@@ -400,7 +399,7 @@ class Chart(Widget):
         shown = self.reading.pictures[0]
         low, high = shown.window
         columns = max(2, self.size.width - 8)
-        across = Axis(low, high if high > low else low + 1, columns)
+        across = Axis.across(shown.window, columns)
         xs = sorted({x for curve in shown.curves for x, _ in curve.points if low <= x <= high})
         if not xs:
             return

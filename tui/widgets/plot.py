@@ -31,6 +31,12 @@ class Axis:
     """One of engine.api.AXES: how its ticks are counted and written."""
 
     @classmethod
+    def across(cls, window: tuple[float, float], dots: int, *, kind: str = "iterations") -> Axis:
+        """The axis of a window, which may be of no width."""
+        low, high = window
+        return cls(low, high if high > low else low + max(1.0, abs(low) * 1e-9), dots, kind=kind)
+
+    @classmethod
     def of(cls, values: Sequence[float], dots: int, *, logarithmic: bool = False) -> Axis:
         """The axis on which all `values` (finite, at least one) fit; never of no height."""
         low, high = min(values), max(values)
@@ -47,7 +53,8 @@ class Axis:
     def share(self, value: float) -> float:
         """0 at `low`, 1 at `high`."""
         if self.logarithmic:
-            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+            low = math.log(self.low)
+            return (math.log(max(value, self.low)) - low) / (math.log(self.high) - low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, count: int) -> list[float]:
