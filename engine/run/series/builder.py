@@ -247,10 +247,11 @@ class SeriesBuilder(DescriptorOwner):
         while heads := {rank: steps[0] for rank, steps in self._steps.items() if steps}:
             attempt, iteration = min(step[:2] for step in heads.values())
             joined = {rank: step for rank, step in heads.items() if step[:2] == (attempt, iteration)}
-            expected = range(self._state.world or len(self._steps))
-            silent = [rank for rank in expected if not self._steps.get(rank)]
+            # A rank's own word for it: of 2**62 only the first that is silent is looked for.
+            world = self._state.world or len(self._steps)
+            silent = any(not self._steps.get(rank) for rank in range(world))
             overdue = max(map(len, self._steps.values())) > _AHEAD
-            if silent and not (ended or overdue or len(joined) >= len(expected)):
+            if silent and not (ended or overdue or len(joined) >= world):
                 return
             for rank, step in joined.items():
                 self._steps[rank].popleft()

@@ -53,7 +53,12 @@ class SeriesKeeper:
             # A console that has built what there was lets go of it at once.
             self._builder = SeriesBuilder.take(self._run_dir)
         if self._builder is not None:
-            self._builder.poll(limit_s, ended=ended)
+            try:
+                self._builder.poll(limit_s, ended=ended)
+            except ValueError:
+                # Somebody has cut a pyramid short: the next one to take them makes them anew.
+                self._builder.close()
+                self._builder = None
 
     def _keep_sample(self, node: str, values: dict[str, Any]) -> None:
         if self._telemetry is None:

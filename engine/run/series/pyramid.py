@@ -135,12 +135,13 @@ class Blocks:
 
 
 class PyramidReader:
-    """The first `count` points of a pyramid. A point that cannot be read any more lies at infinity."""
+    """The first `count` points of a pyramid, fewer where there are not so many. A point that cannot be read any more
+    lies at infinity."""
 
     def __init__(self, path: Path, count: int) -> None:
-        self.count = count
         self._path = path
         self._points = GrowingFile(level_file(path, 0))
+        self.count = min(count, self._points.size() // _POINT.size)
 
     def point(self, number: int) -> tuple[float, float]:
         record = self._points.read(number * _POINT.size, _POINT.size)

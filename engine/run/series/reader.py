@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Final
 
 from engine.protocol.attempt import size_of
-from engine.run.series.builder import CLOCK, SeriesBuilder, SeriesName, read_state
+from engine.run.series.builder import CLOCK, SeriesBuilder, SeriesName, SeriesState, read_state
 from engine.run.series.pyramid import Blocks, PyramidReader
 from engine.store.layout import RunDir
 
@@ -105,7 +105,8 @@ class RunSeries:
             sources = (self._run_dir.metrics, self._run_dir.telemetry, *self._run_dir.path.glob("rank*.events.jsonl"))
             sizes = {path.name: size_of(path) for path in sources}
             read = state.offsets if state is not None else {}
-            if sizes != self._built and any((size or 0) > read.get(name, 0) for name, size in sizes.items()):
+            new = sizes != self._built and any((size or 0) > read.get(name, 0) for name, size in sizes.items())
+            if new or (state is not None and not self._is_whole(state)):
                 builder = SeriesBuilder.take(self._run_dir)
                 if builder is not None:
                     try:
@@ -115,6 +116,13 @@ class RunSeries:
                     self._built, state = sizes, read_state(self._run_dir.series)
             series = state.series if state is not None else []
             self._counts = {SeriesName(*name): (place, count) for place, (*name, count) in enumerate(series) if count}
+
+    def _is_whole(self, state: SeriesState) -> bool:
+        """The points are there; a loss of power may have left fewer."""
+        folder = self._run_dir.series
+        return all(
+            PyramidReader(folder / str(place), count).count == count for place, (*_, count) in enumerate(state.series)
+        )
 
     @property
     def metrics(self) -> list[str]:
@@ -184,7 +192,7 @@ class RunSeries:
 
     def _ends(self, name: SeriesName) -> tuple[float, float]:
         reader = self._reader(name)
-        return reader.point(0)[0], reader.point(reader.count - 1)[0]
+        return (reader.point(0)[0], reader.point(reader.count - 1)[0]) if reader.count else (0.0, 0.0)
 
     def _curve(self, name: SeriesName, scale: Scale, borders: Sequence[float], *, smooth: bool) -> SeriesCurve:
         reader, width = self._reader(name), len(borders) - 1

@@ -73,6 +73,19 @@ def test_a_full_disk_holds_up_nothing_and_loses_no_point(run_dir: RunDir, monkey
     assert [x for x, _ in series.chart("loss", "iterations", None, 10).curves[0].points] == [1, 2, 3]
 
 
+def test_a_pyramid_that_somebody_cuts_is_made_anew(run_dir: RunDir) -> None:
+    keeper, series = SeriesKeeper(run_dir), RunSeries(run_dir)
+    append(run_dir.metrics, [report(number) for number in range(1, 101)])
+    keeper.poll(0.0, ())
+    for file in run_dir.series.glob("*.1"):
+        file.write_bytes(b"")
+    append(run_dir.metrics, [report(number, attempt=2) for number in range(50, 61)])
+    keeper.poll(10.0, ())
+    keeper.poll(20.0, ())
+    series.refresh()
+    assert [x for x, _ in series.chart("loss", "iterations", None, 200).curves[0].points] == [*range(1, 61)]
+
+
 def test_while_the_disk_is_full_samples_do_not_pile_up(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = SeriesKeeper(run_dir)
     monkeypatch.setattr(LineFile, "waits", True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.run.series.builder import MOST_SERIES, SeriesBuilder, SeriesName, read_state
-from engine.run.series.reader import RunSeries
+from engine.run.series.reader import AXES, RunSeries
 from engine.store.layout import RunDir
 from tests.unit.run.run_maker import START
 
@@ -132,6 +133,15 @@ def test_a_rank_that_is_lost_is_waited_for_only_while_it_may_report(run_dir: Run
     assert read(run_dir, "step time")["compute"] == [(1.0, 1.0), (2.0, 7.0)]
 
 
+def test_a_rank_may_say_any_size_of_its_world(run_dir: RunDir) -> None:
+    for rank in (0, 1):
+        append(run_dir.events(rank), [{"event": "start", "attempt": 1, "world_size": 2**62}, step(1)])
+    build(run_dir)
+    assert read(run_dir, "step time") == {}
+    build(run_dir, ended=True)
+    assert [x for x, _ in read(run_dir, "step time")["compute"]] == [1]
+
+
 def test_the_end_of_a_run_waits_for_no_rank(run_dir: RunDir) -> None:
     for rank in (0, 1):
         append(run_dir.events(rank), [{"event": "start", "attempt": 1, "world_size": 2}])
@@ -165,6 +175,28 @@ def test_whatever_a_kill_has_left_the_series_are_whole(run_dir: RunDir, lost: st
     append(run_dir.metrics, [report(number) for number in range(151, 161)])
     build(run_dir)
     assert read(run_dir, "loss")["train"] == [(number, 1 / number) for number in range(1, 161)]
+
+
+@pytest.mark.parametrize("left", [0, 5], ids=["nothing", "the beginning"])
+def test_pyramids_of_an_ended_run_that_have_lost_points_are_made_anew(run_dir: RunDir, left: int) -> None:
+    append(run_dir.metrics, [report(number) for number in range(1, 101)])
+    build(run_dir, ended=True)
+    for file in run_dir.series.glob("*.0"):
+        os.truncate(file, left * 16)
+    assert read(run_dir, "loss", "time")["train"] == [(number - 1, 1 / number) for number in range(1, 101)]
+
+
+@pytest.mark.parametrize("left", [0, 5], ids=["nothing", "the beginning"])
+def test_pyramids_that_are_cut_while_they_are_read_are_shorter(run_dir: RunDir, left: int) -> None:
+    append(run_dir.metrics, [report(number) for number in range(1, 101)])
+    series = RunSeries(run_dir)
+    series.refresh()
+    for file in run_dir.series.glob("*.*"):
+        os.truncate(file, left * 16 if file.suffix == ".0" else 0)
+    for axis in AXES:
+        chart = series.chart("loss", axis, series.extent("loss", axis), 100, smooth=True)
+        assert len(chart.curves[0].points) == left
+        assert len(list(series.values(axis, 1.0))) in (0, 4)
 
 
 def test_of_two_that_would_build_one_does(run_dir: RunDir) -> None:
