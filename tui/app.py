@@ -488,8 +488,8 @@ class FlightDeckApp(App[None]):
         config = self.state.config
         assert config is not None and config.file is not None
         editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
-        argv = [*shlex.split(editor), str(config.file)]
-        self._in_terminal("the editor", "this machine", f"editing {config.file}", lambda: argv)
+        path = str(config.file)
+        self._in_terminal("the editor", "this machine", f"editing {path}", lambda: [*shlex.split(editor), path])
 
     def do_abort(self) -> None:
         assert self.state.snapshot is not None
