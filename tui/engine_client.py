@@ -552,14 +552,17 @@ class EngineClient:
                 self._post(RunLaunched(record.id))
 
     async def launch_with(self, config: Config, changes: Mapping[str, Any]) -> None:
-        """Write the settings into the configuration's file, if it has one, and launch what that says then."""
+        """Write the settings into the configuration's file, if it has one, and launch what that says then, unless
+        others have changed it since it was shown."""
         with self._request("settings"):
+            wanted = api.with_settings(config, changes, "settings")
             if config.file is not None:
                 await asyncio.to_thread(self.engine.launches.write_settings, config, changes)
-                config = await asyncio.to_thread(self.engine.load_config, config.file)
-            else:
-                config = api.with_settings(config, changes, "settings")
-            await self.launch(config)
+                wanted, shown = await asyncio.to_thread(self.engine.load_config, config.file), wanted
+                if others := api.changed_keys(shown, wanted) or ["what it runs"] * (wanted.digest != config.digest):
+                    why = f"the file has changed meanwhile: {', '.join(others)}"
+                    raise InputError("nothing was launched", why=why, todo="look at the plan, and launch it again")
+            await self.launch(wanted)
 
     async def plan_of(self, config: Config) -> TrainingPlan | str:
         """The plan of a configuration, or why there is none; the nodes are probed where their facts are not known."""

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.config.edit import Settings, write_settings
 from engine.config.load import load_config
+from engine.config.models import Config
 from engine.models import RunState
 from engine.snapshots import ResultFile, RunResult, RunSnapshot
 from tests.tui import fake_engine
@@ -127,6 +129,42 @@ async def test_an_edit_is_read_at_once_and_its_keys_are_said(
         file.write_text(good.replace("75", "80"))
         await console.shows("changed       iters 50 → 80")
         assert "expected" not in console.screen
+
+
+@pytest.mark.parametrize(
+    ("edit", "notice"),
+    [
+        (("iters", "iters"), ""),
+        (("iters = 50", "iters = 75"), "iters 50 → 75"),
+        (("[[node]]", '[[node]]\nssh = "elsewhere"\npython = "/p"'), "ssh 127.0.0.1 → elsewhere"),
+    ],
+    ids=["nothing", "a setting", "the host"],
+)
+async def test_what_an_editor_writes_beside_the_settings_is_not_launched_unseen(
+    fake: FakeEngine, file: Path, monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str], notice: str
+) -> None:
+    def write(config: Config, changes: Settings) -> None:
+        file.write_text(file.read_text().replace(*edit))
+        write_settings(config, changes)
+
+    monkeypatch.setattr(fake, "load_config", load_config)
+    monkeypatch.setattr(fake, "write_settings", write)
+    async with opened(fake, config=file) as console:
+        await console.press("n", "c", *"2e-3", "enter", "enter")
+        await console.until(lambda: bool(fake.launched) or bool(console.notifications), "an answer")
+        assert bool(fake.launched) == (not notice)
+        assert any(notice in text for text in ["", *console.notifications])
+    assert load_config(file).job.mlx_lm["learning_rate"] == 2e-3
+
+
+async def test_an_editor_that_cannot_be_read_is_a_notice(
+    fake: FakeEngine, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "load_config", load_config)
+    monkeypatch.setenv("VISUAL", "nano '")
+    async with opened(fake, config=file) as console:
+        await console.press("e")
+        assert console.notifications == ["editor: No closing quotation"]
 
 
 async def test_the_configuration_is_edited_in_the_editor(
