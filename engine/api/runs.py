@@ -211,12 +211,13 @@ class RunsApi:
         return deletion
 
     def _hold(self, directory: RunDir) -> int | None:
-        """Keep supervisors from a run that has ended and is used by no task; None while it has one. Raises
-        InputError."""
+        """Keep supervisors from a run that has ended and that no other uses; None while it has one. Raises InputError,
+        StateError."""
         if not self.record(directory.id).state.ended:
             todo = f"flightdeck abort {directory.id}"
             raise InputError("the run is not deleted", where=directory.id, why="it has not ended", todo=todo)
-        if users := [task.id for task in self.tasks_of(directory.id) if not task.state.ended]:
+        active = [run.id for run in self.all() if not run.state.ended]
+        if users := [run for run in active if read_plan(self.directory(run).plan).uses(directory.id)]:
             todo = f"flightdeck abort {users[0]}"
             raise InputError("the run is not deleted", where=directory.id, why=f"{users[0]} uses it", todo=todo)
         return take_lock(directory)

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Collection
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
@@ -63,6 +63,18 @@ class RunPlan(FrozenModel):
     def decided(self, decisions: LaunchDecisions | None) -> RunPlan:
         """The plan with what was decided for its launch; the plan itself before that."""
         return self if decisions is None else self.model_copy(update={"config": decided(self.config, decisions)})
+
+    def uses(self, run: str) -> bool:
+        """It is a task on the result of the run of this id, or begins with files in its folders, which each of its
+        attempts reads."""
+        job = self.config.job
+        paths = [
+            job.mlx_lm.get("resume_adapter_file"),
+            *(path for node in self.config.nodes for path in (node.model, node.data)),
+        ]
+        return (job.task is not None and job.task.source == run) or any(
+            run in PurePosixPath(path).parts for path in paths if path
+        )
 
     def record(self) -> RunRecord:
         """The run as it is before anything has happened."""

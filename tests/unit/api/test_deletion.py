@@ -98,6 +98,23 @@ def test_a_run_that_has_not_ended_or_is_used_or_supervised_is_refused(home: Path
     assert run.directory.path.exists()
 
 
+@pytest.mark.parametrize("key", ["resume_adapter_file", "model"])
+def test_a_run_whose_files_an_active_one_begins_with_is_refused(home: Path, key: str) -> None:
+    run, config = made(home), make_run_config()
+    path = str(home / "node" / "runs" / run.id / "weights")
+    if key == "model":
+        nodes = tuple(node.model_copy(update={"model": path}) for node in config.nodes)
+        config = config.model_copy(update={"nodes": nodes})
+    else:
+        job = config.job.model_copy(update={"mlx_lm": {**config.job.mlx_lm, key: path}})
+        config = config.model_copy(update={"job": job})
+    other = MadeRun(home, name="other", config=config).state("preflight", "launching").attempt().state("running")
+    with pytest.raises(InputError, match=f"{other.id} uses it"):
+        deletion(home, run.id, go=True)
+    other.state("finishing", "aborted", reason="user_abort").close()
+    assert deletion(home, run.id, go=True).deleted
+
+
 @pytest.mark.parametrize("folder", ["/", "relative/run", "/tmp/other", "{tmp}/link/run"])
 def test_a_node_removes_nothing_but_folders_of_the_run(tmp_path: Path, folder: str) -> None:
     (tmp_path / "run").mkdir()
