@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.errors import FlightDeckError
@@ -112,9 +113,10 @@ class DeckState:
         """The shown run has not ended."""
         return self.snapshot is not None and not self.snapshot.record.state.ended
 
-    @property
+    @cached_property
     def running(self) -> RunRecord | None:
-        """A run that has not ended, the shown one first."""
+        """A run that has not ended, the shown one first. Looked for once: a redraw asks often, and there may be ten
+        thousand runs."""
         if self.snapshot is not None and self.active:
             return self.snapshot.record
         return next((run for run in self.runs or () if not run.state.ended and not self._shown(run)), None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -38,11 +39,16 @@ class ComparisonsApi:
         directories = list({(directory := self._runs.find(run)).id: directory for run in runs}.values())
         if not 2 <= len(directories) <= MOST_COMPARED:
             raise InputError("there is nothing to compare", why=f"it takes 2 to {MOST_COMPARED} runs")
-        return compare([self._compared(directory) for directory in directories])
+        # Each reading of the state is of all of it, whatever is asked for.
+        chips = cache(self._chips)
+        return compare([self._compared(directory, chips) for directory in directories])
 
-    def _compared(self, directory: RunDir) -> ComparedRun:
+    def _chips(self, cluster: str) -> dict[str, str]:
+        return {facts.node: facts.chip for facts in self._session.store.last_facts(cluster) if facts.chip}
+
+    def _compared(self, directory: RunDir, chips: Callable[[str], dict[str, str]]) -> ComparedRun:
         plan, history = read_plan(directory.plan), read_history(directory)
-        listed, store = self._runs.listed(directory.id), self._session.store
+        listed = self._runs.listed(directory.id)
         record = history.record.model_copy(update={"tags": listed.tags, "note": listed.note})
         series = self._runs.series(directory.id)
         try:
@@ -54,7 +60,7 @@ class ComparisonsApi:
             plan=plan,
             history=history,
             series=series.figures(),
-            chips={facts.node: facts.chip for facts in store.last_facts(plan.config.cluster.name) if facts.chip},
+            chips=chips(plan.config.cluster.name),
             throttled=_throttled(directory.telemetry),
         )
 

@@ -182,7 +182,10 @@ class RunsApi:
 
     def listed(self, run: str) -> RunRecord:
         """The run of this id with what a person has written about it. Raises RunNotFound."""
-        if not (records := self._stored(lambda fields: fields.get("id") == run, limit=1)):
+        store = self._session.store
+        row = store.run_fields().get(run)
+        records = store.valid_runs([row]) if row is not None else self._stored(lambda fields: fields.get("id") == run)
+        if not records:
             raise RunNotFound(f"no run {safe_repr(run)}", todo="see `flightdeck runs`")
         return records[0]
 
