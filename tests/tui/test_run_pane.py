@@ -30,7 +30,7 @@ from tui.glyphs import FAIL, PENDING, STALE, STOPPED, WARN
 from tui.screens.dialog import Confirm
 from tui.state import DeckState
 from tui.widgets.bars import header
-from tui.widgets.chart import Chart, ChartCurve, Picture, draw
+from tui.widgets.chart import ChartCurve, Picture, draw
 from tui.widgets.run_summary import rank_glyph
 
 PROGRAM = CheckResult(name="program_present", status=CheckStatus.PASS, summary="python train.py")
@@ -79,7 +79,7 @@ async def test_of_a_run_that_has_ended_the_curve_has_half_of_its_pane(
         await console.shows(f"{ended.record.state.value} ")
         await console.shows("── train")
         pane = console.app.deck.pane("run")
-        assert console.app.deck.query_one(Chart).size.height >= 0.45 * pane.content_size.height
+        assert console.app.deck.run_chart.size.height >= 0.45 * pane.content_size.height
         if ended.record.cause:
             await console.shows(ended.record.cause[:40])
 
