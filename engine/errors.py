@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import groupby
 
 
@@ -29,6 +30,12 @@ def spans(names: Iterable[str]) -> str:
     """Names in a message, those of one machine's ranks as a span: "one.0 to one.7, two"."""
     groups = [[*group] for _, group in groupby(names, lambda name: re.sub(r"(?<=\.)\d+$", "", name))]
     return ", ".join(" to ".join(dict.fromkeys((group[0], group[-1]))) for group in groups)
+
+
+def did_you_mean(word: str, accepted: Iterable[str]) -> str:
+    """A question for the accepted word that is nearest; "" where none is near."""
+    near = get_close_matches(word, [*accepted], n=1)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 class FlightDeckError(Exception):

@@ -9,14 +9,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from engine import api
 from engine.api import ExitCode, Strategy
-from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound
+from engine.errors import ConfigError, FlightDeckError, InputError, RunNotFound, did_you_mean
 from tui.commands.terminal import DEFAULT_FILE, Lines, check_terminal, discard
 from tui.encoding import prepare
 
@@ -24,6 +23,7 @@ Commands = Any
 """The type that add_subparsers returns, which argparse does not name."""
 _SHELLS = ("zsh", "bash", "fish")
 _STRATEGIES = get_args(Strategy)
+_WHICH_RUN = 'id, the beginning of one, name (its newest) or "last"'
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,8 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _suggestion(word: str, accepted: Iterable[str]) -> str:
-    near = get_close_matches(word, accepted, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; {near}" if (near := did_you_mean(word, accepted)) else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -504,14 +503,13 @@ def _annotations(commands: Commands) -> None:
         ("flightdeck delete 20260102 --yes", "1 where a node does not answer: the run stays listed then"),
         adopts=False,
     )
-    delete.add_argument("runs", nargs="+", metavar="RUN", help='id, the beginning of one, name (its newest) or "last"')
+    _several_runs(delete)
     delete.add_argument("--yes", action="store_true", help="without a question")
     what = "delete a run here although a node keeps its folder; that is named"
     delete.add_argument("--anyway", action="store_true", help=what)
 
 
 def _comparing(commands: Commands) -> None:
-    what = 'id, the beginning of one, name (its newest) or "last"'
     compare = _command(
         commands,
         "compare",
@@ -520,7 +518,7 @@ def _comparing(commands: Commands) -> None:
         ("flightdeck compare last 20260102", "only what differs: configuration, data, versions, plan, result"),
         ("flightdeck compare a b c --json | jq .speeds", ""),
     )
-    compare.add_argument("runs", nargs="+", metavar="RUN", help=what)
+    _several_runs(compare)
     export = _command(
         commands,
         "export",
@@ -530,7 +528,7 @@ def _comparing(commands: Commands) -> None:
         ("flightdeck export last --format jsonl -o metrics.jsonl", ""),
         ("flightdeck export a b --format tensorboard -o logs", "a folder for each run below logs"),
     )
-    export.add_argument("runs", nargs="+", metavar="RUN", help=what)
+    _several_runs(export)
     export.add_argument("--format", choices=("csv", "jsonl", "tensorboard"), default="csv", help="default: csv")
     export.add_argument("-o", "--output", type=_file, metavar="PATH", help="default: -, standard output")
 
@@ -750,11 +748,14 @@ def _skip(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    what = 'id, the beginning of one, name (its newest) or "last"'
     if required:
-        parser.add_argument("run", metavar="RUN", help=what)
+        parser.add_argument("run", metavar="RUN", help=_WHICH_RUN)
     else:
-        parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=what + "; default: last")
+        parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=f"{_WHICH_RUN}; default: last")
+
+
+def _several_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=_WHICH_RUN)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

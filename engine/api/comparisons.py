@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -99,23 +100,22 @@ def _write_rows(directories: Sequence[RunDir], format: ExportFormat, output: Tex
 
 def _throttled(telemetry: Path) -> Mapping[str, tuple[str, float]]:
     """ComparedRun.throttled."""
-    samples: dict[str, dict[str, int]] = {}
+    samples = Counter[tuple[bytes, bytes]]()
     try:
         with open_regular(telemetry) as file:
             rest = b""
             while block := file.read(_BLOCK_BYTES):
                 whole, _, rest = (rest + block).rpartition(b"\n")
-                for node, pressure in _HEAT.findall(whole):
-                    of_node = samples.setdefault(node.decode(errors="replace"), {})
-                    of_node[pressure.decode(errors="replace")] = of_node.get(pressure.decode(errors="replace"), 0) + 1
+                samples.update(_HEAT.findall(whole))
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise StateError("the telemetry cannot be read", where=str(telemetry), why=error) from error
     throttled = {}
-    for node, counts in samples.items():
-        hot = {pressure: count for pressure, count in counts.items() if pressure != "nominal"}
+    for node in dict.fromkeys(node for node, _ in samples):
+        counts = {pressure: count for (where, pressure), count in samples.items() if where == node}
+        hot = {pressure: count for pressure, count in counts.items() if pressure != b"nominal"}
         if hot:
-            worst = max(hot, key=lambda pressure: hot[pressure])
-            throttled[node] = plain(worst, 40), sum(hot.values()) / sum(counts.values())
+            worst = max(hot, key=lambda pressure: hot[pressure]).decode(errors="replace")
+            throttled[node.decode(errors="replace")] = plain(worst, 40), sum(hot.values()) / sum(counts.values())
     return throttled

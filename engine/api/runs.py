@@ -10,11 +10,10 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from typing import Any
 
 from engine.api.session import Session
-from engine.errors import InputError, LaunchError, RunNotFound, StateError
+from engine.errors import InputError, LaunchError, RunNotFound, StateError, did_you_mean
 from engine.models import RunRecord, RunState
 from engine.run.deletion import delete_folders, delete_here
 from engine.run.failure_cause import diagnose
@@ -81,8 +80,7 @@ class RunsApi:
             raise RunNotFound(f"{safe_repr(run)} is not one run", why=why, todo="give more of the id")
         why = "no id, id prefix or name is that"
         names = {name for record in self._stored() for name in (record.name, record.id)}
-        near = get_close_matches(run, names, 1)
-        todo = f"did you mean {near[0]}?" if near else "see `flightdeck runs`"
+        todo = did_you_mean(run, names) or "see `flightdeck runs`"
         raise RunNotFound(f"no run {safe_repr(run)}", why=why, todo=todo)
 
     def tasks_of(self, run: str) -> list[RunRecord]:

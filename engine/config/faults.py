@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from engine.errors import ConfigFault
+from engine.errors import ConfigFault, did_you_mean
 from engine.security.identifiers import IDENTIFIER_FORM, is_identifier, safe_repr
 
 UNKNOWN_LIMIT = 20
@@ -148,8 +147,7 @@ def _plain(key: object) -> object:
 
 
 def _suggestion(key: object, names: list[str]) -> str:
-    near = get_close_matches(key[:_KEY_WIDTH], names, n=1) if isinstance(key, str) else []
-    if near:
-        return f"a known key; did you mean {near[0]}?"
+    if isinstance(key, str) and (near := did_you_mean(key[:_KEY_WIDTH], names)):
+        return f"a known key; {near}"
     listed = ", ".join(names) if len(names) <= 12 else "see docs/configuration.md"
     return f"a known key: {listed}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
 
@@ -33,6 +34,16 @@ class ComparedRun:
     """By node, as of its last facts."""
     throttled: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Node → how its system describes the throttling by heat, and the share of the time in which there was some."""
+
+    @cached_property
+    def configuration(self) -> Mapping[str, Cell]:
+        """Without secrets. Kept, as the next is: the fastest run is asked for each slower one."""
+        return _configuration(self)
+
+    @cached_property
+    def decided(self) -> Mapping[str, Cell]:
+        """The decisions of its plan."""
+        return _plan(self)
 
     def typical(self, metric: str, label: str = "") -> float | None:
         figures = self.series.get((metric, label))
@@ -222,12 +233,12 @@ def _result(run: ComparedRun) -> dict[str, Cell]:
 
 
 _SECTIONS: Final[Mapping[str, Callable[[ComparedRun], Mapping[str, Cell]]]] = {
-    "configuration": _configuration,
+    "configuration": lambda run: run.configuration,
     "data": lambda run: _inputs(run, base=False),
     "base model": lambda run: _inputs(run, base=True),
     "versions": _versions,
     "hardware": _hardware,
-    "plan": _plan,
+    "plan": lambda run: run.decided,
     "result": _result,
 }
 
@@ -255,7 +266,7 @@ Reasons = Iterator[tuple[float, str]]
 
 
 def _other_work(slow: ComparedRun, fast: ComparedRun) -> Reasons:
-    one, other = _configuration(slow), _configuration(fast)
+    one, other = slow.configuration, fast.configuration
     for key, why in _WORK.items():
         if not _same(one.get(key), other.get(key)):
             yield 0.9, f"it trains other work: {key} is {_text_of(one.get(key))}, not {_text_of(other.get(key))}{why}"
@@ -290,7 +301,7 @@ def _nodes(slow: ComparedRun, fast: ComparedRun) -> Reasons:
 
 
 def _link(slow: ComparedRun, fast: ComparedRun) -> Reasons:
-    one, other = (_plan(run).get("backend") for run in (slow, fast))
+    one, other = (run.decided.get("backend") for run in (slow, fast))
     if one != other:
         yield 0.7, f"its ranks were connected by {one}, not {other}"
     yield from _longer(slow, fast, "exchange", "waits {0} a step for the other ranks and their gradients, not {1}")
@@ -298,14 +309,11 @@ def _link(slow: ComparedRun, fast: ComparedRun) -> Reasons:
 
 def _longer(slow: ComparedRun, fast: ComparedRun, part: str, text: str) -> Reasons:
     """A part of the step takes longer by a telling share of the slow one's."""
-    one, other, whole = (run.typical("step time", label) for run, label in _both(slow, fast, part))
+    one, other = (run.typical("step time", part) for run in (slow, fast))
+    whole = slow.typical("step time", "whole")
     if one is not None and other is not None and whole and (one - other) / whole > _TELLING:
         weight = (one - other) / whole
         yield weight, f"it {text.format(_time(one), _time(other))}: {weight:.0%} of its step"
-
-
-def _both(slow: ComparedRun, fast: ComparedRun, part: str) -> list[tuple[ComparedRun, str]]:
-    return [(slow, part), (fast, part), (slow, "whole")]
 
 
 def _time(seconds: float) -> str:
@@ -319,7 +327,7 @@ def _step(slow: ComparedRun, fast: ComparedRun) -> Reasons:
 
 
 def _shares(slow: ComparedRun, fast: ComparedRun) -> Reasons:
-    one, other = _plan(slow), _plan(fast)
+    one, other = slow.decided, fast.decided
     if slow.nodes == fast.nodes and one.get("shares") != other.get("shares"):
         by = f" ({one.get('shares by')})"
         yield 0.3, f"its batch was shared as {one.get('shares')}{by}, not {other.get('shares')}"
@@ -339,7 +347,7 @@ def _skew(slow: ComparedRun, fast: ComparedRun) -> Reasons:
 
 
 def _settings(slow: ComparedRun, fast: ComparedRun) -> Reasons:
-    one, other = _plan(slow), _plan(fast)
+    one, other = slow.decided, fast.decided
     for key in ("grad_checkpoint", "optimizer_precision", "moments", "layers of each rank"):
         if not _same(one.get(key), other.get(key)):
             yield 0.2, f"{key} was {_text_of(one.get(key))}, not {_text_of(other.get(key))}"

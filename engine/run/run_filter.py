@@ -6,7 +6,6 @@ name, id, cause and tags. What a run does not have, no term matches."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
 
-from engine.errors import InputError
+from engine.errors import InputError, did_you_mean
 from engine.models import RunRecord
 from engine.security.identifiers import safe_repr
 
@@ -123,8 +122,7 @@ def _fault(why: str, todo: str = "") -> InputError:
 def _field(name: str) -> RunField:
     if (field := FIELDS.get(name.lower())) is not None:
         return field
-    close = difflib.get_close_matches(name.lower(), FIELDS, n=1)
-    todo = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(FIELDS))}"
+    todo = did_you_mean(name.lower(), FIELDS) or f"there are {', '.join(sorted(FIELDS))}"
     raise InputError(f"runs have no {safe_repr(name, 40)}", todo=todo)
 
 
