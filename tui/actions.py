@@ -420,6 +420,8 @@ def _chat_first(state: DeckState) -> tuple[str, ...]:
 
 
 def _behind(state: DeckState) -> str:
+    if state.back_to is not None:
+        return state.back_to
     return "its run" if state.snapshot is not None and state.snapshot.record.task is not None else "plan"
 
 

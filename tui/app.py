@@ -88,10 +88,12 @@ from tui.widgets.text import pair
 
 if TYPE_CHECKING:
     from engine.api import Config, Engine, TaskRequest
-    from engine.models import NodeFacts, NodeTelemetry
+    from engine.models import NodeFacts, NodeTelemetry, RunRecord
 
 SLOW_S: Final = 0.5
 """Between two reads or redraws over a slow link."""
+RECENT_S: Final = 16 * 3600.0
+"""A run that has ended within this time before is shown first."""
 TICK_S: Final = 1.0
 """How often ages are redrawn."""
 NOTICE_S: Final = 6.0
@@ -269,9 +271,10 @@ class FlightDeckApp(App[None]):
         """Somebody else may have written the file, and a probe runs the interpreters that it names, a check its sync
         script and a model's own code."""
         self._asked = True
-        self.store.change(fault=f"{config.file} waits for your answer")
+        self.store.change(asking=True, fault=f"{config.file} names programs that nobody has accepted yet")
 
         def answered(go: bool | None) -> None:
+            self.store.change(asking=False)
             if not go:
                 self.store.change(fault=f"{config.file} was not accepted: start again to be asked again")
                 return
@@ -310,19 +313,33 @@ class FlightDeckApp(App[None]):
             self.store.change(snapshot=message.snapshot, now=self._clock())
 
     def on_runs_read(self, message: RunsRead) -> None:
+        known = None if self.state.runs is None else {run.id for run in self.state.runs}
         if not self.state.frozen:
             self.store.change(runs=message.runs)
+            if known is not None and not self.state.active and self.state.busy is None:
+                # Started by a command: what is shown must be what goes on.
+                started = next((run for run in message.runs if run.id not in known and not run.state.ended), None)
+                if started is not None and len(self.screen_stack) == 1:
+                    self.open_run(started.id, view=self.state.view)
         if not self._first_shown:
             self._first_shown = True
             self._show_first(message)
 
     def _show_first(self, message: RunsRead) -> None:
-        """Show the newest active run, else the plan; the welcome where there is neither."""
+        """Show the newest active run, else how the last one of this night or day has ended, else the plan; the welcome
+        where there is neither."""
         active = next((run for run in message.runs if not run.state.ended), None)
+        newest = next((run for run in message.runs if run.task is None), None)
         if active is not None:
             self.open_run(active.id)
+        elif newest is not None and self._is_recent(newest):
+            self.open_run(newest.id)
         elif self.state.config is None and not self._asked:
             self.push_screen(Welcome(), self._take_answer)
+
+    def _is_recent(self, run: RunRecord) -> bool:
+        configured = self.state.config is not None or self._asked
+        return configured and run.ended_at is not None and self.state.age_s(run.ended_at) < RECENT_S
 
     def _take_answer(self, answer: str | None) -> None:
         if answer == "demo":
@@ -362,26 +379,27 @@ class FlightDeckApp(App[None]):
 
     # The shown run
 
-    def open_run(self, run: str) -> bool:
-        """Show a run on the dashboard, and follow it while it is active; False when there is no such run."""
+    def open_run(self, run: str, *, view: str = "dashboard", back_to: str | None = None) -> bool:
+        """Show a run in a view, and follow it while it is active; False when there is no such run. `back_to`: the view
+        that esc leads to then."""
         try:
             run_dir = self.client.engine.runs.find(run)
         except Exception as error:  # RunNotFound, or a store that cannot be read: the plan stays
             self.say(str(error), severity="error")
             return False
         self._shown = run_dir.id
-        self.store.change(snapshot=None, has_log=True, searching=False)
+        self.store.change(snapshot=None, has_log=True, searching=False, back_to=back_to)
         self.poller.follow(run_dir.id)
         self.deck.logs.view.open(run_dir)
         self.deck.run_chart.open(self.client.engine.runs.series(run_dir.id))
-        if self.state.view != "run":
-            self.deck.go("dashboard")
+        if self.state.view not in ("run", view):
+            self.deck.go(view)
         return True
 
     def close_run(self) -> None:
         """From a task back to the run whose result it uses, from any other run to the plan."""
         source = self.state.snapshot.record.source if self.state.snapshot is not None else None
-        if source is not None and self.open_run(source):
+        if self.state.back_to is None and source is not None and self.open_run(source):
             return
         self._shown = None
         self.poller.follow(None)

@@ -66,6 +66,19 @@ def figure_text(value: float, unit: str) -> str:
     return f"{number} {shown}".strip()
 
 
+def span(seconds: float | None) -> str:
+    """ "19 s", "41 min", "2 h 03 min", "1 d 4 h": a time to come, rounded down."""
+    if seconds is None:
+        return NOT_MEASURED
+    whole = max(0, int(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min" if minutes else f"{whole} s"
+
+
 def age(then: datetime | None, now: datetime) -> str:
     """Time since `then` in its largest unit: "12 s", "3 min", "2 h", "5 d"; "now" below a second or in the future."""
     if then is None:
@@ -257,10 +270,10 @@ def resume_text(snapshot: RunSnapshot) -> str:
 
 
 def fetch_text(step: FetchProgress) -> str:
-    """ "1.2 GB of 4.1 GB, 112 MB/s, ETA 0:26", within 80 columns."""
+    """ "1.2 GB of 4.1 GB, 112 MB/s, ETA 26 s", within 80 columns."""
     parts = [f"{size(step.bytes)} of {size(step.total)}"]
     if step.bytes_per_s:
-        eta = duration((step.total - step.bytes) / step.bytes_per_s)
+        eta = span((step.total - step.bytes) / step.bytes_per_s)
         parts += [bandwidth(step.bytes_per_s), f"ETA {eta}"]
     return shortened(", ".join([*parts, *filter(None, [step.note])]), 79)
 

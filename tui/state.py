@@ -46,6 +46,8 @@ class DeckState:
     config: Config | None = None
     fault: str | None = None
     """Why there is no usable configuration, or why the last launch failed; may have several lines."""
+    asking: bool = False
+    """A person is asked whether the configuration may run what it names."""
     edits: tuple[str, ...] = ()
     """Its keys that were changed since the console read it first, or since the last launch."""
     facts: Mapping[str, NodeFacts] = field(default_factory=dict)
@@ -94,6 +96,8 @@ class DeckState:
     busy: str | None = None
     """The request to the engine under way: "launching", "checking", "calibrating", "measuring the
     scaling"."""
+    back_to: str | None = None
+    """The view from which the shown run was opened, where esc leads back to."""
     view: str = "dashboard"
     pane: str = "run"
     frozen: bool = False

@@ -37,9 +37,9 @@ async def test_launch_asks_first_with_the_focus_on_cancel(fake: FakeEngine) -> N
 async def test_a_confirmed_launch_starts_the_plan_and_follows_the_run(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.press("n", "right", "enter")
-        await console.shows("▶ running 0:41")
+        await console.shows("▶ running 0:46")
         assert fake.launched == [fake_engine.configuration()]
-        assert "step 41/60" in console.screen and "ETA 0:19" in console.screen
+        assert "step 41/60" in console.screen and "ETA 19 s" in console.screen
 
 
 async def test_a_refused_launch_says_why_where_the_plan_is(fake: FakeEngine) -> None:
@@ -53,7 +53,7 @@ async def test_a_refused_launch_says_why_where_the_plan_is(fake: FakeEngine) -> 
 async def test_launch_is_disabled_while_a_run_goes_on_and_says_why(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("running 0:41")
+        await console.shows("running 0:46")
         await console.press("n")
         assert console.notifications == ["launch: demo-0314-140130 has not ended: ctrl+x aborts it"]
         assert console.on_deck
@@ -86,7 +86,7 @@ async def test_a_failed_check_opens_to_its_evidence_and_fix_which_can_be_copied(
 async def test_abort_names_target_effect_and_what_is_kept_with_the_focus_on_cancel(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("running 0:41")
+        await console.shows("running 0:46")
         await console.press("ctrl+x")
         dialog = console.app.screen
         assert isinstance(dialog, Confirm)
@@ -100,7 +100,7 @@ async def test_abort_names_target_effect_and_what_is_kept_with_the_focus_on_canc
 async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("running 0:41")
+        await console.shows("running 0:46")
         await console.press("ctrl+x", "right", "enter")
         dialog = console.app.screen
         assert isinstance(dialog, Stopping)
@@ -119,7 +119,7 @@ async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: 
 async def test_q_after_an_aborts_proof_quits_and_before_it_closes_the_dialog(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake, size=SMALL) as console:
-        await console.shows("running 0:41")
+        await console.shows("running 0:46")
         await console.press("ctrl+x", "right", "enter", "q")
         assert console.on_deck and console.app.is_running
         await console.press("ctrl+x")
@@ -207,8 +207,8 @@ async def test_while_the_engine_loads_nothing_is_said_to_be_missing(fake: FakeEn
         console.app.store.change(ready=False, config=None)
         await console.shows("loading the engine")
         assert "there is no" not in console.screen
-        console.app.store.change(ready=True, fault="flightdeck.toml waits for your answer")
-        await console.until(lambda: console.screen.count("flightdeck.toml waits for your answer") >= 3)
+        console.app.store.change(ready=True, fault="flightdeck.toml names programs")
+        await console.until(lambda: console.screen.count("flightdeck.toml names programs") >= 3)
 
 
 async def test_opened_while_a_run_goes_on_it_shows_that_run(fake: FakeEngine) -> None:
@@ -363,7 +363,7 @@ async def test_without_a_configuration_a_welcome_offers_the_demo(fake: FakeEngin
     async with opened(fake, config=None) as console:
         await console.until(lambda: isinstance(console.app.screen, Welcome))
         await console.press("right", "enter")
-        await console.shows("running 0:41")
+        await console.shows("running 0:46")
         assert len(fake.launched) == 1
 
 
@@ -371,17 +371,17 @@ async def test_the_demos_key_works_in_the_welcome_and_after_a_look_around(fake: 
     async with opened(fake, config=None, size=SMALL) as console:
         await console.until(lambda: isinstance(console.app.screen, Welcome))
         await console.press("d")
-        await console.shows("running 0:41")
+        await console.shows("running 0:46")
         assert len(fake.launched) == 1
     async with opened(FakeEngine(fake.home), config=None, size=SMALL) as console:
         await console.until(lambda: isinstance(console.app.screen, Welcome))
         await console.press("enter", "d")
-        await console.shows("running 0:41")
+        await console.shows("running 0:46")
 
 
 async def test_a_start_is_launched_at_once(fake: FakeEngine) -> None:
     async with opened(fake, config=None, start=fake_engine.configuration()) as console:
-        await console.shows("running 0:41")
+        await console.shows("running 0:46")
         assert len(fake.launched) == 1
 
 

@@ -426,7 +426,7 @@ async def test_after_looking_around_the_demo_is_a_key_away(fake: FakeEngine) -> 
         await console.press("enter")
         await console.shows("d demo")
         await console.press("d")
-        await console.shows("running 0:41")
+        await console.shows("running 0:46")
         assert len(fake.launched) == 1
 
 

@@ -121,7 +121,7 @@ async def test_the_end_of_a_run_says_what_it_came_to_and_one_key_fetches_the_wei
         await console.press("z")
         await console.shows("tokens in 0:44; F fetches the weights")
         await console.press("F")
-        await console.shows("1.2 MB of 4.1 MB, 112 kB/s, ETA 0:25")
+        await console.shows("1.2 MB of 4.1 MB, 112 kB/s, ETA 25 s")
         await console.press("F")
         assert console.notifications[0].startswith("fetch: fetching 1.2 MB of 4.1 MB")
         fake.held.clear()

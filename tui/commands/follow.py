@@ -14,7 +14,7 @@ from engine.errors import LaunchError, plural
 from engine.models import OVERRIDDEN, CheckResult, CheckStatus, RunRecord, RunState
 from engine.snapshots import RunSnapshot, SeriesMark, ServedRequests
 from tui.commands.terminal import Lines
-from tui.formatting import duration, loss, rate, recovery_summary
+from tui.formatting import duration, loss, rate, recovery_summary, span
 from tui.task_results import served_text
 
 POLL_S = 0.1
@@ -149,7 +149,7 @@ class Follower:
             if iteration > self._trained_to:
                 parts = [f"loss {loss(value)}", rate(speeds.get(iteration))]
                 if snapshot.eta_s is not None and iteration == series.train[-1][0] != record.iterations:
-                    parts.append(f"ETA {duration(snapshot.eta_s)}")
+                    parts.append(f"ETA {span(snapshot.eta_s)}")
                 events.append((iteration, 1, "   ".join(parts)))
         for iteration, value in series.val:
             if iteration not in self._validated:

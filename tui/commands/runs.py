@@ -41,6 +41,7 @@ from tui.formatting import (
     result_text,
     resume_text,
     sample_texts,
+    span,
     table,
     tracker_texts,
     trained_text,
@@ -221,7 +222,7 @@ def _show_figures(lines: Lines, snapshot: RunSnapshot) -> None:
         figures += [f"val loss {loss(record.val_loss)}"] if record.val_loss is not None else []
         figures += [f"test loss {loss(record.test_loss)}"] if record.test_loss is not None else []
         figures += [rate(record.tokens_per_second)]
-        figures += [f"ETA {duration(snapshot.eta_s)}"] if snapshot.eta_s is not None else []
+        figures += [f"ETA {span(snapshot.eta_s)}"] if snapshot.eta_s is not None else []
         lines.say(f"  {'training':<10} {', '.join(figures)}")
     elif snapshot.activity is not None:
         lines.say(f"  {'training':<10} {snapshot.activity}")

@@ -69,7 +69,7 @@ class DeckActions(Protocol):
 
     def perform(self, action: Action) -> None: ...
 
-    def open_run(self, run: str) -> bool: ...
+    def open_run(self, run: str, *, view: str = "dashboard", back_to: str | None = None) -> bool: ...
 
     def close_run(self) -> None: ...
 
@@ -305,6 +305,11 @@ class DeckScreen(Screen[None]):
             self._store.change(marked=())
         elif self.state.view != "dashboard":
             self.go("dashboard", self.state.pane if not self.narrow and self.state.pane != "history" else None)
+        elif (view := self.state.back_to) is not None:
+            if not self.state.active:
+                self._actions.close_run()
+            self._store.change(back_to=None)
+            self.go(view)
         elif (shown := self.state.snapshot) is not None and (not self.state.active or shown.record.task is not None):
             self._actions.close_run()
 
@@ -363,7 +368,7 @@ class DeckScreen(Screen[None]):
 
     def do_open(self) -> None:
         if self.state.run is not None:
-            self._actions.open_run(self.state.run)
+            self._actions.open_run(self.state.run, back_to=self.state.view if self.state.view == "history" else None)
 
     def do_mark(self) -> None:
         run, marked = self.state.run, self.state.marked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from textual.message import Message
 
 from engine.errors import plural
 from tui.actions import Action, bar, label
-from tui.formatting import age, duration, loss, rate
+from tui.formatting import age, duration, loss, rate, span
 from tui.glyphs import DISABLED, FAIL, FEW_COLOURS, MUTED, STALE, STATES, UNKNOWN
 from tui.node_state import away, node_names
 from tui.state import NUMBERED, RANK_LIMIT_S, DeckState
@@ -91,6 +92,8 @@ def _width(actions: list[Action], state: DeckState, gap: int, short: bool) -> in
 
 
 PART_GAP = "   "
+_SMOOTHED = 10
+"""Reports of the loss in each of the two means that its arrow compares."""
 _NODE_COUNT = 5
 """Priority of the number of nodes among the run's parts: above the speed, which the run pane has too."""
 
@@ -142,12 +145,13 @@ def _run(state: DeckState) -> list[tuple[int, Content]]:
     if snapshot is None:
         if (hidden := state.running) is not None:
             return [(9, state.glyphs.state(STATES[hidden.state], f"{hidden.id} {hidden.state}, not shown"))]
-        word = "loading" if not state.ready else ("no configuration" if state.config is None else "idle")
+        word = "loading" if not state.ready else ("idle" if state.config is not None else _without(state))
         return [(9, Content.styled(f"{state.glyphs.shape(UNKNOWN) if not state.ready else ''} {word}".strip()))]
     record = snapshot.record
     glyph = STATES[record.state]
     if state.active:
-        word = f"{record.state} {duration(state.age_s(snapshot.state_since))}"
+        # As in the history and in `flightdeck runs`: since it was made.
+        word = f"{record.state} {duration(state.age_s(record.created_at))}"
     else:
         word = f"{record.state} {state.ago(record.ended_at or snapshot.state_since)}"
     parts: list[tuple[int, Content]] = [(9, state.glyphs.state(glyph, word))]
@@ -161,16 +165,22 @@ def _run(state: DeckState) -> list[tuple[int, Content]]:
     if state.active and record.tokens_per_second is not None:
         parts.append((4, Content(rate(record.tokens_per_second))))
     if state.active and snapshot.eta_s is not None:
-        parts.append((6, _pair("ETA", duration(snapshot.eta_s))))
+        parts.append((6, _pair("ETA", span(snapshot.eta_s))))
     return parts
 
 
+def _without(state: DeckState) -> str:
+    return "waiting for your answer" if state.asking else "no configuration"
+
+
 def _trend(state: DeckState, snapshot: RunSnapshot) -> str:
-    """An arrow for the last change of the loss."""
-    train = snapshot.series.train
-    if len(train) < 2 or train[-1][1] == train[-2][1]:
+    """An arrow for the change of the smoothed loss: the mean of the newest reports against that of those before."""
+    losses = [loss for _, loss in snapshot.series.train[-2 * _SMOOTHED :] if math.isfinite(loss)]
+    half = len(losses) // 2
+    before, newest = sum(losses[-2 * half : -half or None]), sum(losses[len(losses) - half :])
+    if half == 0 or before == newest:
         return ""
-    return " " + (state.glyphs.down if train[-1][1] < train[-2][1] else state.glyphs.up)
+    return " " + (state.glyphs.down if newest < before else state.glyphs.up)
 
 
 def _warnings(state: DeckState) -> Content:

@@ -40,7 +40,7 @@ def overview(state: DeckState, width: int, *, short: bool = False, full: bool = 
     if config is None:
         reason = state.fault or "there is no flightdeck.toml here"
         return [
-            Content.styled("nothing to launch", "bold"),
+            Content.styled("waiting for your answer" if state.asking else "nothing to launch", "bold"),
             *[Content.styled(line, "$warning") for line in reason.splitlines()],
             Content.styled("5 shows earlier runs; n shows what is missing", MUTED),
         ]

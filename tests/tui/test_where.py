@@ -1,0 +1,98 @@
+"""Where a person is: what the console shows first, where esc leads, and that its parts say the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config.load import load_config
+from engine.snapshots import Series
+from tests.tui import fake_engine
+from tests.tui.conftest import DASHBOARD, SMALL, opened
+from tests.tui.fake_engine import FakeEngine
+from tui.formatting import span
+from tui.state import DeckState
+from tui.widgets.bars import header
+
+WIDE = (160, 45)
+
+
+@pytest.mark.parametrize("size", [SMALL, DASHBOARD, WIDE])
+async def test_in_the_morning_the_end_of_the_nights_run_is_shown_first(fake: FakeEngine, size: tuple[int, int]) -> None:
+    fake.add(fake_engine.failed(), fake_engine.succeeded())
+    async with opened(fake, size=size) as console:
+        await console.until(lambda: console.app.state.snapshot is not None, "the run")
+        await console.shows("first cause")
+        await console.press("escape")
+        await console.shows("ready to launch")
+
+
+async def test_a_run_of_the_day_before_is_not(fake: FakeEngine) -> None:
+    fake.add(fake_engine.succeeded())
+    async with opened(fake) as console:
+        await console.shows("ready to launch")
+        assert console.app.state.snapshot is None
+
+
+@pytest.mark.parametrize("size", [SMALL, DASHBOARD, WIDE])
+async def test_esc_leads_back_to_the_history_from_which_a_run_was_opened(
+    fake: FakeEngine, size: tuple[int, int]
+) -> None:
+    fake.add(fake_engine.succeeded())
+    async with opened(fake, size=size) as console:
+        await console.press("5", "enter")
+        await console.until(lambda: console.app.state.snapshot is not None, "the run")
+        await console.shows("esc history")
+        await console.press("escape")
+        assert console.app.state.view == "history" and console.app.state.snapshot is None
+        await console.press("escape")
+        await console.shows("ready to launch")
+
+
+async def test_a_run_that_a_command_starts_is_shown_as_the_run(fake: FakeEngine) -> None:
+    async with opened(fake) as console:
+        await console.shows("ready to launch")
+        fake.add(fake_engine.running())
+        await console.until(lambda: console.app.state.active, "the run")
+        await console.shows("step 41/60")
+        assert "not shown" not in console.screen
+
+
+async def test_waiting_for_a_question_is_neither_loading_nor_nothing(
+    fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "flightdeck.toml").write_text('[[node]]\n[job]\nmodel = "m"\ndata = "d"\n')
+    monkeypatch.setattr(fake, "load_config", load_config)
+    monkeypatch.setattr(fake, "is_accepted", lambda config, launch=False: False)
+    monkeypatch.setattr(fake, "programs", lambda config: [("this machine", "/x/python")], raising=False)
+    async with opened(fake, config=file) as console:
+        await console.until(lambda: not console.on_deck, "the question")
+        state = console.app.state
+        assert "waiting for your answer" in header(state, 120).plain
+        assert "loading" in header(DeckState(), 120).plain
+        assert "no configuration" in header(replace(state, asking=False), 120).plain
+        await console.press("escape")
+        await console.shows("was not accepted")
+
+
+def test_the_arrow_is_of_the_smoothed_loss() -> None:
+    def arrow(*losses: float) -> str:
+        series = Series(train=tuple(enumerate(losses)))
+        state = DeckState(now=fake_engine.NOW, ready=True, snapshot=replace(fake_engine.running(), series=series))
+        text = header(state, 200).plain.split("loss ")[1]
+        return "".join(glyph for glyph in (state.glyphs.down, state.glyphs.up) if glyph in text.split("   ")[0])
+
+    down, up = DeckState().glyphs.down, DeckState().glyphs.up
+    falling = [3 - 0.1 * step for step in range(20)]
+    assert arrow(*falling[:-1], falling[-2] + 0.05) == down, "one report that is higher turns nothing"
+    assert arrow(*reversed(falling)) == up
+    assert arrow(2.0) == arrow(2.0, 2.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(19.9, "19 s"), (61, "1 min"), (7380, "2 h 03 min"), (100_800, "1 d 4 h"), (None, "-")]
+)
+def test_the_time_left_has_its_unit(seconds: float | None, text: str) -> None:
+    assert span(seconds) == text
