@@ -387,8 +387,10 @@ class FlightDeckApp(App[None]):
         except Exception as error:  # RunNotFound, or a store that cannot be read: the plan stays
             self.say(str(error), severity="error")
             return False
+        # One that is shown already is read again only when it changes.
+        snapshot = self.state.snapshot if self._shown == run_dir.id else None
         self._shown = run_dir.id
-        self.store.change(snapshot=None, has_log=True, searching=False, back_to=back_to)
+        self.store.change(snapshot=snapshot, has_log=True, searching=False, back_to=back_to)
         self.poller.follow(run_dir.id)
         self.deck.logs.view.open(run_dir)
         self.deck.run_chart.open(self.client.engine.runs.series(run_dir.id))
