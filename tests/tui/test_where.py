@@ -42,7 +42,7 @@ async def test_esc_leads_back_to_the_history_from_which_a_run_was_opened(
 ) -> None:
     fake.add(fake_engine.succeeded())
     async with opened(fake, size=size) as console:
-        await console.press("5", "enter")
+        await console.press("5", "enter", "enter")
         await console.until(lambda: console.app.state.snapshot is not None, "the run")
         await console.shows("esc history")
         await console.press("escape")
