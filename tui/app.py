@@ -88,7 +88,7 @@ from tui.widgets.text import pair
 
 if TYPE_CHECKING:
     from engine.api import Config, Engine, TaskRequest
-    from engine.models import NodeFacts, NodeTelemetry, RunRecord
+    from engine.models import NodeFacts, NodeTelemetry
 
 SLOW_S: Final = 0.5
 """Between two reads or redraws over a slow link."""
@@ -313,12 +313,12 @@ class FlightDeckApp(App[None]):
             self.store.change(snapshot=message.snapshot, now=self._clock())
 
     def on_runs_read(self, message: RunsRead) -> None:
-        known = None if self.state.runs is None else {run.id for run in self.state.runs}
+        before = None if self.state.runs is None else {run.id for run in self.state.runs}
         if not self.state.frozen:
             self.store.change(runs=message.runs)
-            if known is not None and not self.state.active and self.state.busy is None:
+            if before is not None and not self.state.active and self.state.busy is None:
                 # Started by a command: what is shown must be what goes on.
-                started = next((run for run in message.runs if run.id not in known and not run.state.ended), None)
+                started = next((run for run in message.runs if run.id not in before and not run.state.ended), None)
                 if started is not None and len(self.screen_stack) == 1:
                     self.open_run(started.id, view=self.state.view)
         if not self._first_shown:
@@ -326,20 +326,19 @@ class FlightDeckApp(App[None]):
             self._show_first(message)
 
     def _show_first(self, message: RunsRead) -> None:
-        """Show the newest active run, else how the last one of this night or day has ended, else the plan; the welcome
-        where there is neither."""
+        """Show the newest active run, else how the last one of this night or day has ended, else the plan; without a
+        configuration the history, or where there is none the welcome."""
         active = next((run for run in message.runs if not run.state.ended), None)
         newest = next((run for run in message.runs if run.task is None), None)
         if active is not None:
             self.open_run(active.id)
-        elif newest is not None and self._is_recent(newest):
+        elif newest is not None and newest.ended_at is not None and self.state.age_s(newest.ended_at) < RECENT_S:
             self.open_run(newest.id)
         elif self.state.config is None and not self._asked:
-            self.push_screen(Welcome(), self._take_answer)
-
-    def _is_recent(self, run: RunRecord) -> bool:
-        configured = self.state.config is not None or self._asked
-        return configured and run.ended_at is not None and self.state.age_s(run.ended_at) < RECENT_S
+            if message.runs:
+                self.deck.go("history")
+            else:
+                self.push_screen(Welcome(), self._take_answer)
 
     def _take_answer(self, answer: str | None) -> None:
         if answer == "demo":

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from engine.config.load import load_config
-from engine.snapshots import Series
+from engine.snapshots import RunSnapshot, Series
 from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.formatting import span
 from tui.state import DeckState
 from tui.widgets.bars import header
+from tui.widgets.run_summary import figures
 
 WIDE = (160, 45)
 
@@ -96,3 +97,22 @@ def test_the_arrow_is_of_the_smoothed_loss() -> None:
 )
 def test_the_time_left_has_its_unit(seconds: float | None, text: str) -> None:
     assert span(seconds) == text
+
+
+async def test_without_a_configuration_the_history_is_shown_where_there_is_one(fake: FakeEngine) -> None:
+    fake.add(fake_engine.succeeded())
+    async with opened(fake, config=None) as console:
+        await console.until(lambda: console.app.state.view == "history", "the history")
+        assert console.on_deck
+        await console.press("escape")
+        await console.shows("runs the demo")
+    fake.snapshots.clear()
+    fake.add(fake_engine.failed())
+    async with opened(fake, config=None, size=SMALL) as console:
+        await console.shows("first cause")
+
+
+@pytest.mark.parametrize("run", [fake_engine.running(), fake_engine.aborted()], ids=["running", "ended"])
+def test_nothing_is_said_of_a_prediction_that_nobody_made(run: RunSnapshot) -> None:
+    text = figures(DeckState(now=fake_engine.NOW, ready=True, snapshot=run), run, 160).plain
+    assert "speed 1,840 tok/s" in text and "predicted" not in text

@@ -30,6 +30,13 @@ _LINES = 2
 NAMED_NODES: Final = 8
 """Nodes that are named one by one; of more the rest is counted."""
 
+_WITHOUT: Final = (
+    ("d", "runs the demo: it trains a tiny model on this machine, in a minute"),
+    ("5", "shows earlier runs"),
+    ("flightdeck init", "writes a configuration; given hosts, of these"),
+)
+"""The next steps where there is no configuration."""
+
 
 def overview(state: DeckState, width: int, *, short: bool = False, full: bool = False) -> list[Content]:
     """The next launch: its job, its nodes, its needs and its key; `short` leaves out blank lines, `full` has every
@@ -42,7 +49,8 @@ def overview(state: DeckState, width: int, *, short: bool = False, full: bool = 
         return [
             Content.styled("waiting for your answer" if state.asking else "nothing to launch", "bold"),
             *[Content.styled(line, "$warning") for line in reason.splitlines()],
-            Content.styled("5 shows earlier runs; n shows what is missing", MUTED),
+            Content(""),
+            *[pair(key, text, width) for key, text in _WITHOUT],
         ]
     refused = state.plan is not None and state.plan.refused
     title = ("refused by the plan  ", "$error") if refused else ("ready to launch  ", MUTED)

@@ -282,11 +282,10 @@ def figures(state: DeckState, snapshot: RunSnapshot, width: int, *, peak: bool =
         "skew": f"{worst[0]:.0%}" if worst is not None else "",
         "speed": figure(record.tokens_per_second, rate),
         "data": _chunk(snapshot.chunk) if snapshot.chunk is not None else "",
-        "predicted": predicted or "not measured",
+        "predicted": predicted or "",
     }
     parts = {label: value for label, value in parts.items() if value}
-    unsaid = () if predicted else ("predicted",)
-    for name in ("speed", *unsaid, "gradient", "lr", "skew", "data", "predicted", "peak"):
+    for name in ("speed", "gradient", "lr", "skew", "data", "predicted", "peak"):
         if sum(len(label) + len(value) + 4 for label, value in parts.items()) > width + 3:
             parts.pop(name, None)
     return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts.items()])
