@@ -42,6 +42,11 @@ def ended() -> list[RunSnapshot]:
     return everything()[1:]
 
 
+def earlier() -> list[RunSnapshot]:
+    """One of the day before, which is not shown first."""
+    return [fake_engine.succeeded()]
+
+
 def used() -> list[RunSnapshot]:
     """A run that has left an adapter, and two tasks on it."""
     evaluation = fake_engine.task("evaluate", RunState.SUCCEEDED, *fake_engine.evaluated("base", "adapter"))
@@ -149,12 +154,12 @@ class Screenshot:
 
 
 PICTURED: Final = (
-    Screenshot("dashboard-idle", ended, "ready to launch"),
+    Screenshot("dashboard-idle", ended, "ready to launch", ("escape",)),
     Screenshot("dashboard-running", everything, "step 41/60"),
     Screenshot("dashboard-failed", ended, "first cause", follow="demo-0314-134500"),
     Screenshot("nodes", everything, "machine", ("1",)),
-    Screenshot("nodes-macs", ended, "142 W", ("1",), studio=macs.facts),
-    Screenshot("node", ended, "nodes · ultra", ("1", "enter"), studio=macs.facts),
+    Screenshot("nodes-macs", earlier, "142 W", ("1",), studio=macs.facts),
+    Screenshot("node", earlier, "nodes · ultra", ("1", "enter"), studio=macs.facts),
     Screenshot("preflight", everything, "python 3.11.9 mlx 0.32.4", ("2",)),
     Screenshot("calibration", divided, "measured", ("3",), calibrated=True),
     Screenshot("run", everything, "rank 1 ", ("4",)),
@@ -177,25 +182,25 @@ OTHERS: Final = (
     Screenshot("described", ended, "── train", ("5", "G", "enter")),
     Screenshot("compare", ended, "makes 1,226 tokens/s", ("5", "space", "space", "enter")),
     Screenshot("empty-history", list, "no runs yet", ("5",)),
-    Screenshot("launch", ended, "mlx.launch starts 2 ranks", ("n",)),
+    Screenshot("launch", ended, "mlx.launch starts 2 ranks", ("escape", "n")),
     Screenshot("abort", everything, "Abort the run", ("ctrl+x",)),
     Screenshot("stopping", lambda: [fake_engine.stopping("term", (0,))], "has left", ("ctrl+x",)),
     Screenshot("help", everything, "Launch the plan", ("question_mark",)),
     Screenshot(
         "ring",
-        ended,
+        earlier,
         "│ mini ",
         ("1", "j", "enter"),
         narrow=("G", *["k"] * 9),
         studio=lambda: macs.facts(cables=macs.ring()),
     ),
-    Screenshot("incomplete", ended, "│ mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=incomplete),
-    Screenshot("unreachable", ended, "no answer on port 22", ("1", "G"), studio=unreachable),
-    Screenshot("host-key", ended, "They are the same", ("1", "j", "j", "x"), studio=unknown_key),
-    Screenshot("dashboard-macs", ended, "4 ranks · jaccl", studio=macs.facts),
+    Screenshot("incomplete", earlier, "│ mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=incomplete),
+    Screenshot("unreachable", earlier, "no answer on port 22", ("1", "G"), studio=unreachable),
+    Screenshot("host-key", earlier, "They are the same", ("1", "j", "j", "x"), studio=unknown_key),
+    Screenshot("dashboard-macs", earlier, "4 ranks · jaccl", studio=macs.facts),
     Screenshot("away", lambda: [away()], "unreachable for 25 s"),
     Screenshot(
-        "nodes-ascii", ended, "| mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=macs.facts, ascii=True
+        "nodes-ascii", earlier, "| mini ", ("1", "enter"), narrow=("G", *["k"] * 9), studio=macs.facts, ascii=True
     ),
     Screenshot("welcome", list, "Run the demo", configured=False),
     Screenshot("ascii", everything, "step 41/60", ascii=True),
