@@ -102,7 +102,7 @@ class ResultsApi:
         not the Hub; with its folder where it lies on this machine. Raises RunNotFound, StateError; InputError where
         there is nothing, or the target cannot take it."""
         directory = self._runs.find_trained(run)
-        models, result = self._fused(directory.id), self.result(directory.id)
+        models, result = self._runs.fused(directory.id), self.result(directory.id)
         if fused or (models and target != "hub"):
             model, nodes = self._chosen(directory.id, "fused")[0], read_plan(directory.plan).config.nodes
             folder, here = Path(model.path).parent, any(node.local for node in nodes if node.name == model.node)
@@ -117,16 +117,11 @@ class ResultsApi:
     def _chosen(self, run: str, wanted: str) -> Sequence[ResultFile]:
         """The files, each of another name. Raises InputError."""
         kinds, best, why = _WANTED[wanted]
-        result = RunResult(self._fused(run)) if wanted == "fused" else self.result(run)
+        result = RunResult(self._runs.fused(run)) if wanted == "fused" else self.result(run)
         files = next((files for kind in kinds if (files := result.newest(kind, best=best))), ())
         if not files:
             raise InputError("there is nothing to fetch", where=run, why=why)
         return list({file.name: file for file in files}.values())
-
-    def _fused(self, run: str) -> tuple[ResultFile, ...]:
-        """The model that the newest successful fusion of the run's weights has left."""
-        fusions = (task.id for task in self._runs.tasks_of(run) if task.task == "fuse")
-        return next(filter(None, (self.result(task).newest("model") for task in fusions)), ())
 
     def _measured(self, run: RunRecord, weights: ModelFolder, path: str | None) -> Iterator[Evaluated | Fused]:
         """The findings of tasks, since the end of the run, on these weights, at `path` of a node; newest first."""

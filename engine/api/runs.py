@@ -29,7 +29,7 @@ from engine.run.watch import RunWatch, supervisor_alive
 from engine.security.audit import audit_log
 from engine.security.identifiers import is_identifier, safe_repr, validate_identifier
 from engine.security.sanitise import plain
-from engine.snapshots import Deletion, RunSnapshot, StopProgress
+from engine.snapshots import Deletion, ResultFile, RunSnapshot, StopProgress
 from engine.store.layout import LAUNCHER_SOURCE, RunDir, run_names
 
 _REPORT_ONLY = frozenset({"kind", "attempt", "at"})
@@ -87,6 +87,12 @@ class RunsApi:
         """The tasks on the result of the run of this id, newest first."""
         tasks = self._stored(lambda fields: fields.get("source") == run)
         return [task if task.state.ended else self._live(task) for task in tasks]
+
+    def fused(self, run: str) -> tuple[ResultFile, ...]:
+        """The files of the model that the newest successful fusion of what the run of this id has trained has left."""
+        fusions = (task.id for task in self.tasks_of(run) if (task.task, task.state) == ("fuse", RunState.SUCCEEDED))
+        results = (RunWatch(self.directory(fusion)).poll().result for fusion in fusions)
+        return next((model for result in results if result is not None and (model := result.newest("model"))), ())
 
     def find_trained(self, run: str) -> RunDir:
         """As `find`, but "last" is the newest training. Raises InputError for what is no training."""

@@ -61,15 +61,10 @@ class TasksApi:
         _refuse_divided(plan.config.job.kind.framework, request)
         record, weights = _weights(directory, plan)
         options = {**request.options, **({"name": record.name} if request.kind == "serve" else {})}
-        fused = self._fused(record.id) if request.kind == "evaluate" else None
+        model = self._runs.fused(record.id) if request.kind == "evaluate" else ()
+        fused = next((str(PurePath(file.path).parent) for file in model if file.node == weights.node), None)
         task = Task(request.kind, record.id, weights.path, fused, options)
         return _with_task(_as_launched(directory, plan, weights.node), task, weights.node, divided=request.divided)
-
-    def _fused(self, run: str) -> str | None:
-        """The folder of the newest model that was fused of the run's result."""
-        fusions = (task for task in self._runs.tasks_of(run) if (task.task, task.state) == ("fuse", "succeeded"))
-        results = (RunWatch(self._runs.directory(task.id)).poll().task_results for task in fusions)
-        return next((result.path for reported in results for result in reported if result.kind == "fused"), None)
 
 
 def _weights(directory: RunDir, plan: RunPlan) -> tuple[RunRecord, TrainedFile]:

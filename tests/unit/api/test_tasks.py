@@ -213,16 +213,32 @@ async def test_weights_on_a_node_that_a_later_attempt_was_without_are_used_there
 
 
 async def test_the_newest_fused_model_is_measured_beside_base_and_adapter(tmp_path: Path) -> None:
-    run = trained(tmp_path)
-    for number, (path, state) in enumerate((("/older", "succeeded"), ("/fused", "succeeded"), ("/refused", "failed"))):
-        config, later = await start(tmp_path, run.id, "fuse"), START + timedelta(hours=1 + number)
-        task = MadeRun(tmp_path, created=later, number=1 + number, config=config).attempt()
-        result = Fused(path=path, bytes=7, kept=0.99, accepted=state == "succeeded")
-        task.append(ResultReported(result=result))
-        task.state("running", state, reason="completed" if result.accepted else "rank_failed").close()
-    evaluation, other = await start(tmp_path, run.id), await start(tmp_path, run.id, "generate")
-    assert evaluation.job.task is not None and evaluation.job.task.fused == "/fused"
-    assert other.job.task is not None and other.job.task.fused is None
+    """And what is fetched and published as fused is that one; on another node than the weights it is not measured."""
+    run, engine = trained(tmp_path), Engine(tmp_path)
+
+    async def fuse(number: int, path: str, node: str = "node0", *, ends: str = "succeeded") -> None:
+        config, later = await start(tmp_path, run.id, "fuse", divided=True), START + timedelta(hours=number)
+        task = MadeRun(tmp_path, created=later, number=number, config=config).attempt()
+        saved = SavedFiles(folder=path, iteration=0, files=(("model.safetensors", 7, "3" * 64),))
+        task.append(WeightsSaved(rank=0, node=node, attempt=1, holds="model", saved=saved))
+        task.append(ResultReported(result=Fused(path=path, bytes=7, kept=0.99, accepted=ends == "succeeded")))
+        task.state("running", ends, reason="completed" if ends == "succeeded" else "rank_failed").close()
+
+    async def measured(kind: TaskKind = "evaluate") -> str | None:
+        task = (await start(tmp_path, run.id, kind)).job.task
+        assert task is not None
+        return task.fused
+
+    assert (await measured(), engine.runs.fused(run.id)) == (None, ())
+    await fuse(1, "/older")
+    await fuse(2, "/fused")
+    await fuse(3, "/broken-off", ends="failed")
+    assert (await measured(), await measured("generate")) == ("/fused", None)
+    assert [file.path for file in engine.runs.fused(run.id)] == ["/fused/model.safetensors"]
+    assert engine.results.to_publish(run.id, "lmstudio") == ("fused", None)
+    await fuse(4, "/elsewhere", "node1")
+    assert await measured() is None
+    assert [file.node for file in engine.runs.fused(run.id)] == ["node1"]
 
 
 async def test_a_state_in_parts_is_no_result_but_can_be_resumed(tmp_path: Path) -> None:
