@@ -24,6 +24,9 @@ from engine.run.watch import RunWatch
 from engine.snapshots import TrainedFile
 from engine.store.layout import RunDir
 
+_ALL_SUM_S = 0.1
+"""How long preflight sums over the ranks of a task."""
+
 
 @dataclass(frozen=True)
 class TaskRequest:
@@ -126,6 +129,8 @@ def _with_task(config: Config, task: Task, node: str, *, divided: bool) -> Confi
     return config.model_copy(
         update={
             "job": job.model_copy(update=changes),
+            # That it is exact counts, and not how fast.
+            "preflight": config.preflight.model_copy(update={"all_sum_s": min(config.preflight.all_sum_s, _ALL_SUM_S)}),
             "checkpoint": CheckpointConfig(enabled=False),
             "consistency": ConsistencyConfig(enabled=False),
         }

@@ -78,6 +78,7 @@ async def test_a_task_takes_the_weights_and_the_job_of_the_run(tmp_path: Path) -
     assert config.job.task == Task("evaluate", run.id, ADAPTER, None, {"split": "valid"})
     assert (config.job.model, config.job.data, len(config.nodes)) == ("/model", "/data", 2)
     assert not config.checkpoint.enabled and not config.consistency.enabled
+    assert config.preflight.all_sum_s == 0.1 < run.plan.config.preflight.all_sum_s
 
 
 async def test_it_is_a_run_of_its_own_name_without_iterations(tmp_path: Path) -> None:
