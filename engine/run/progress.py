@@ -235,7 +235,7 @@ class EventIntake:
         if not self._tails or (self._file.waits and not self._file.flush()):
             return
         for rank, tail in self._tails.items():
-            states, weights = deque[dict[str, Any]](maxlen=MANIFESTS_KEPT), dict[tuple[str, bool], dict[str, Any]]()
+            states, weights = deque[dict[str, Any]](maxlen=MANIFESTS_KEPT), dict[tuple[str, bool], WeightsSaved]()
             for line in tail.lines():
                 # Most lines are steps, which are only parsed where they are needed.
                 if STEP_FIELD in line[:NAME_END]:
@@ -246,10 +246,14 @@ class EventIntake:
                     if "manifest" in event:
                         states.append(event)
                     elif "holds" in event and rank == 0:
-                        weights[str(event["holds"]), "val_loss" in event] = event
-            for event in (*states, *weights.values()):
+                        with contextlib.suppress(ValidationError):
+                            saved = _weights_saved(event)
+                            weights[saved.holds, saved.val_loss is not None] = saved
+            for state in states:
                 with contextlib.suppress(ValidationError):
-                    self.on_event(_saved(rank, event))
+                    self.on_event(_state_saved(rank, state))
+            for saved in weights.values():
+                self.on_event(saved)
         self._consistency.poll()
 
     def own_resumption(self) -> Resumed:
@@ -296,11 +300,14 @@ class EventIntake:
         self._file.append(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
-def _saved(rank: int, event: dict[str, Any]) -> StateSaved | WeightsSaved:
+def _weights_saved(event: dict[str, Any]) -> WeightsSaved:
+    """Of rank 0. Raises ValidationError."""
+    return WeightsSaved.model_validate({**event, "rank": 0, "node": "", "at": UNSTAMPED, "saved": event})
+
+
+def _state_saved(rank: int, event: dict[str, Any]) -> StateSaved:
     """Raises ValidationError."""
     saved = None
-    if "holds" in event:
-        return WeightsSaved.model_validate({**event, "rank": rank, "node": "", "at": UNSTAMPED, "saved": event})
     with contextlib.suppress(ValidationError):
         saved = SavedFiles.model_validate(event)
     return StateSaved(rank=rank, state=event.get("state", ""), manifest=event["manifest"], saved=saved)

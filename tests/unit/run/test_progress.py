@@ -133,6 +133,8 @@ def test_saved_weights_and_the_files_of_states_are_passed_on_and_hostile_ones_ar
         "files": [file],
     }
     write(run_dir, 0, started, weights(iteration=2), weights(), weights(val_loss=1.5), event("checkpoint", **state))
+    # The last valid one of a poll counts.
+    write(run_dir, 0, weights(iteration=8, folder=None))
     intake.poll()
     outside: list[dict[str, Any]] = [
         {"files": [[name, 7, 64 * "a"]]} for name in ("../x", "/etc/passwd", "a/../../x", "a\nb", "", "-rf", 5)
