@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from engine.cluster.transport import local as local_transport
 from engine.cluster.transport.base import Transport
 from engine.cluster.transport.local import LocalTransport
 from engine.node.processes import with_nonce
@@ -63,7 +64,12 @@ async def test_a_cancelled_call_ends_the_program_too(local: Transport, nonce: st
     await gone(nonce)
 
 
-async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(local: Transport, nonce: str) -> None:
+async def test_a_call_cancelled_at_any_moment_of_its_start_leaves_nothing(
+    local: Transport, nonce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where nobody reaps a program's orphans, its end takes as long as these two.
+    monkeypatch.setattr(local_transport, "_TERM_GRACE_S", 0.02)
+    monkeypatch.setattr(local_transport, "_KILL_WAIT_S", 0.03)
     argv = ["/usr/bin/env", f"FLIGHTDECK_NONCE={nonce}", "/bin/sh", "-c", "sleep 600; true", WATCHED]
     for turns in range(25):
         running = asyncio.create_task(local.run(argv, timeout_s=600))
