@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import openai
 import pytest
 from mlx_lm import load, stream_generate
 from pydantic import TypeAdapter
@@ -37,6 +36,7 @@ from tests.faults.cluster_runs import ClusterRun, demo_on, nodes_of, start_on
 from tests.faults.local_runs import PLANNED
 from tests.faults.test_divided_recovery import divided
 from tests.faults.test_training import with_keys
+from tests.openai_client import openai
 from tests.training.generation_cases import PROMPTS, Trained, stock
 from tests.training.task_runs import stock_loss
 from tests.training.tiny import write_weights
@@ -260,7 +260,7 @@ def ask_all(url: str, conversation: Conversation) -> None:
     asked: dict[str, Any] = {"model": "trained", "max_tokens": TOKENS, "temperature": 0}
 
     def ask(number: int) -> str:
-        with openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0) as client:
+        with openai().OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0) as client:
             messages: Any = questions[number]
             if number % 2 == 0:
                 answer = client.chat.completions.create(messages=messages, **asked)
@@ -268,7 +268,7 @@ def ask_all(url: str, conversation: Conversation) -> None:
             pieces = client.chat.completions.create(messages=messages, **asked, stream=True)
             return "".join(piece.choices[0].delta.content or "" for piece in pieces)
 
-    with openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0) as client:
+    with openai().OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0) as client:
         messages: Any = questions[0]
         endless = client.chat.completions.create(messages=messages, model="trained", max_tokens=ENDLESS, stream=True)
         assert next(iter(endless)).choices

@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import openai
 import pytest
 
 from engine.api.tasks import _with_task
@@ -25,6 +24,7 @@ from tests.faults.local_runs import ABORT_LIMIT_S, Run, start_config
 from tests.faults.test_recovery import signal_rank
 from tests.faults.test_training import with_keys
 from tests.machine import free_port
+from tests.openai_client import openai
 
 pytestmark = [pytest.mark.busy, pytest.mark.slow]
 
@@ -48,7 +48,7 @@ def start(home: Path, trained: tuple[Config, Path], ranks: int, port: int, host:
 
 
 def ask(port: int, tokens: int = 8) -> str:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=30, max_retries=0) as client:
+    with openai().OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=30, max_retries=0) as client:
         answer = client.completions.create(model="demo", prompt="tower", max_tokens=tokens, temperature=0)
         return str(answer.choices[0].text)
 
@@ -111,7 +111,7 @@ def test_an_abort_with_requests_under_way_leaves_nothing(home: Path, trained: tu
         asking = [clients.submit(ask_on, number) for number in range(4)]
         run.wait(lambda: len(answers) > 8)
         took = run.abort()
-        assert all(isinstance(one.exception(30), openai.APIError) for one in asking)
+        assert all(isinstance(one.exception(30), openai().APIError) for one in asking)
     record = run.record
     assert (record.state, record.reason, record.unconfirmed) == (RunState.ABORTED, Reason.USER_ABORT, []), record
     assert took < 20, took

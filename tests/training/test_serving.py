@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from engine.protocol.attempt import AttemptSpec, RankSpec
@@ -26,6 +25,7 @@ from engine.trainer import http_server
 from engine.trainer.http_server import Health, ServeOptions, Server, Service, serve
 from engine.training.process import Control, TrainingProcess
 from engine.training.reporting import Reporter
+from tests.openai_client import openai
 from tests.training.generation_cases import PROMPTS, Made, Trained, make_trained, stock
 from tests.training.tiny import Tiny
 from tests.training.together import together
@@ -61,8 +61,8 @@ class Served:
     def port(self) -> int:
         return int(self.address.split(":")[2].split("/")[0])
 
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.address, api_key=key, timeout=60, max_retries=0)
+    def client(self, key: str = "none") -> Any:
+        return openai().OpenAI(base_url=self.address, api_key=key, timeout=60, max_retries=0)
 
     def ask(self, question: str, *, stream: bool = False, model: str = "trained") -> str:
         with self.client() as client:
@@ -228,12 +228,13 @@ def test_who_has_no_token_is_refused_in_words(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(API_TOKEN_ENV, "the token")
+    refusal = openai().AuthenticationError
     with served(tmp_path, trained) as server:
         for question in ("a", "a" * 500_000):
-            with pytest.raises(openai.AuthenticationError, match="token of this server is missing or wrong") as refused:
+            with pytest.raises(refusal, match="token of this server is missing or wrong") as refused:
                 server.client("another").completions.create(model="mine", prompt=question)
             assert (refused.value.code, refused.value.status_code) == ("invalid_api_key", 401)
-        with pytest.raises(openai.AuthenticationError):
+        with pytest.raises(refusal):
             server.client("another").models.list()
         assert server.health() == 200
         assert server.client("the token").completions.create(model="mine", prompt="a", max_tokens=2).choices[0].text
