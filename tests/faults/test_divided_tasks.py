@@ -64,10 +64,11 @@ class Divided:
     """As every node has it."""
     data: Path
 
-    def command(self, *arguments: str) -> Any:
-        """The document of a command on the run; afterwards nothing that it has started is left anywhere."""
+    def command(self, *arguments: str, folder: Path | None = None) -> Any:
+        """The document of a command on the run, run in a folder; afterwards nothing that it has started is left
+        anywhere."""
         argv = [str(FLIGHTDECK), arguments[0], self.run.dir.id, *arguments[1:], "--json"]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
         self.nothing_left()
         return json.loads(done.stdout)
@@ -148,12 +149,19 @@ def test_a_model_divided_over_nodes_answers_as_stock_mlx_lm(nodes: Cluster, runs
     assert expected[:2] != expected[2:]
 
 
-def test_a_fused_model_keeps_the_gain_and_loads_in_stock_mlx_lm(nodes: Cluster, runs: Runs) -> None:
+def test_a_fused_model_keeps_the_gain_and_is_published_as_stock_mlx_lm_loads_it(
+    nodes: Cluster, runs: Runs, tmp_path: Path
+) -> None:
+    """From its node, which is another one than the head."""
     trained, rows = runs(2), runs(2).data / "test.jsonl"
     fused = trained.command("fuse")["task_results"][-1]
-    folder = nodes["ana"].disk.seen_from_head(fused["path"])
+    there = nodes["ana"].disk.seen_from_head(fused["path"])
     assert fused["accepted"] and fused["kept"] > 0.99
-    assert stock_loss(folder, rows) == pytest.approx(stock_loss(trained.model, rows, trained.adapter), abs=1e-3)
+    published = Path(trained.command("publish", "--lmstudio", str(tmp_path / "models"), folder=tmp_path)["folder"])
+    written = {file.name: file.read_bytes() for file in there.iterdir()}
+    assert {name: (published / name).read_bytes() for name in written if name != "README.md"} == written
+    assert trained.run.dir.id in (published / "README.md").read_text()
+    assert stock_loss(published, rows) == pytest.approx(stock_loss(trained.model, rows, trained.adapter), abs=1e-3)
 
 
 def test_a_checkpoint_comes_from_every_node(nodes: Cluster, runs: Runs, tmp_path: Path) -> None:
