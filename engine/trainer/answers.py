@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +160,23 @@ def do_lm_eval(process: TrainingProcess, collective: Collective) -> None:
     evaluate.load = lambda *_, **__: (WatchedModel(generator), generator.tokenizer)
 
     class LmEvalModel(evaluate.MLXLM):  # type: ignore[misc]
+        def loglikelihood(self, requests: list[Any]) -> Any:
+            return super().loglikelihood([*map(self._begun, requests)])
+
         def generate_until(self, requests: list[Any]) -> Any:
             # mlx-lm looks for the limit by another name than lm-eval's, and has one of 8,192 tokens.
             for _, settings in (request.args for request in requests):
                 settings.setdefault("max_gen_tokens", settings.get("max_gen_toks", _LM_EVAL_TOKENS))
-            return super().generate_until(requests)
+            return super().generate_until([*map(self._begun, requests)])
+
+        def _begun(self, request: Any) -> Any:
+            """With a context of one token where it has none, which mlx-lm cannot compute with: as lm-eval's own models,
+            the one that begins a text, else the one that ends it."""
+            context, rest = request.args
+            if self._tokenize([context])[0]:
+                return request
+            begin = self.tokenizer.bos_token or self.tokenizer.eos_token
+            return replace(request, arguments=(begin, begin + rest if isinstance(rest, str) else rest))
 
     with contextlib.suppress(TaskStopped):
         for variant in generator.loaded(collective, task, VARIANTS):

@@ -22,7 +22,7 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{test: {rows}}}}}
 test_split: test
 output_type: {kind}
-doc_to_text: "{{{{question}}}}"
+doc_to_text: "{text}"
 {more}
 doc_to_target: "{{{{{target}}}}}"
 metric_list: [{{metric: {metric}, aggregation: mean, higher_is_better: true}}]
@@ -56,19 +56,23 @@ def flightdeck(folder: Path, *words: str) -> str:
 
 
 def make_tasks(folder: Path, data: Path) -> None:
-    """One to choose, between the true words after a beginning and the same words backwards; one to continue."""
+    """Two to choose: between the true words after a beginning and the same words backwards, and after nothing between
+    words and their letters backwards; one to continue."""
     rows = []
     for number, line in enumerate((data / "test.jsonl").read_text().splitlines()[:24]):
         words = json.loads(line)["text"].split()
         choices = [" " + " ".join(words[6:10]), " " + " ".join(words[9:5:-1])]
-        rows.append({"question": " ".join(words[:6]), "choices": choices[:: (-1) ** number], "answer": number % 2})
+        order, spelled = (-1) ** number, [choices[0], " " + choices[0][:0:-1]]
+        row = {"question": " ".join(words[:6]), "choices": choices[::order], "spelled": spelled[::order]}
+        rows.append({**row, "answer": number % 2})
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     limit = 'generation_kwargs: {until: ["."], max_gen_toks: 4}'
-    for name, kind, target, metric, more in (
-        ("chosen", "multiple_choice", "answer", "acc", 'doc_to_choice: "{{choices}}"'),
-        ("continued", "generate_until", "choices[answer]", "exact_match", limit),
+    for name, text, kind, target, metric, more in (
+        ("chosen", "{{question}}", "multiple_choice", "answer", "acc", 'doc_to_choice: "{{choices}}"'),
+        ("unprompted", "", "multiple_choice", "answer", "acc", 'doc_to_choice: "{{spelled}}"'),
+        ("continued", "{{question}}", "generate_until", "choices[answer]", "exact_match", limit),
     ):
-        values = {"name": name, "kind": kind, "target": target, "metric": metric, "more": more}
+        values = {"name": name, "text": text, "kind": kind, "target": target, "metric": metric, "more": more}
         (folder / f"{name}.yaml").write_text(TASK.format(**values, rows=folder / "rows.jsonl"))
 
 
@@ -79,9 +83,10 @@ def test_base_and_trained_weights_are_scored(framework: str, tmp_path: Path) -> 
     (tmp_path / "flightdeck.toml").write_text(CONFIG.format(**values))
     make_tasks(tmp_path, data)
     flightdeck(tmp_path, "launch", "--follow", "--accept")
-    chosen = ("--tasks", "chosen,continued", "--include-path", str(tmp_path), "--limit", "20")
+    chosen = ("--tasks", "chosen,unprompted,continued", "--include-path", str(tmp_path), "--limit", "20")
     scores = json.loads(flightdeck(tmp_path, "eval", *chosen, "--json"))["task_results"]
     measured = {(score["variant"], score["task"], score["metric"]): score["value"] for score in scores}
-    places = [("chosen", "acc"), ("continued", "exact_match")]
+    places = [("chosen", "acc"), ("unprompted", "acc"), ("continued", "exact_match")]
     assert [*measured] == [(variant, *place) for variant in ("base", "adapter") for place in places]
     assert measured["adapter", "chosen", "acc"] > measured["base", "chosen", "acc"]
+    assert measured["adapter", "unprompted", "acc"] > 0.9
