@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +23,8 @@ from engine.config.mlx_lm_keys import with_defaults
 from engine.config.models import CheckName, ClusterConfig, Config, JobConfig, NodeConfig, PreflightConfig
 from engine.measurements import Calibration, Division
 from engine.models import CheckResult
-from engine.node.probes.job import probe_adapters
+from engine.node.probes.job import probe_adapters, probe_loading
+from engine.node.probes.template import probe_template
 from engine.security.paths import state_home
 from tests.bundles import link_bundle
 from tests.model_files import llama_files
@@ -135,16 +137,22 @@ def make_config(
     )
 
 
+TRIALS = {"adapters": probe_adapters, "loading": probe_loading, "template": probe_template}
+
+
 @pytest.fixture
-def adapters_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The `adapters` probe runs in this process, which has imported mlx-lm: a process of its own needs a second for it.
-    Other tests of both modules start one."""
+def tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes that try what mlx-lm does run in this process, which has imported it: a process of their own needs two
+    seconds for it. Other tests of each module start one."""
     probe = CheckContext.probe
+    for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
+        # Which they set.
+        monkeypatch.setenv(name, os.environ.get(name, ""))
 
     async def tried(context: CheckContext, node: NodeConfig, name: str, *arguments: str, **how: Any) -> Any:
-        if name != "adapters":
+        if name not in TRIALS:
             return await probe(context, node, name, *arguments, **how)
-        return how["result_type"].model_validate_json(json.dumps(probe_adapters(*arguments)))
+        return how["result_type"].model_validate_json(json.dumps(TRIALS[name](*arguments)))
 
     monkeypatch.setattr(CheckContext, "probe", tried)
 

@@ -254,7 +254,7 @@ def adapted(modules: Sequence[str], prefix: str = "") -> dict[str, mx.array]:
     return {name: mx.zeros(shape) for name, shape in shapes.items()}
 
 
-@pytest.mark.usefixtures("adapters_tried_here")
+@pytest.mark.usefixtures("tried_here")
 @pytest.mark.parametrize(
     ("name", "arrays", "keys", "message"),
     [
@@ -293,6 +293,7 @@ async def test_an_adapter_is_compared_with_the_jobs_own_tensors(
     assert message is None or message in result.summary
 
 
+@pytest.mark.usefixtures("tried_here")
 async def test_layers_of_a_full_fine_tuning_are_compared_with_the_jobs(saving: Config, adapters: Path) -> None:
     up = {f"model.layers.{layer}.mlp.up_proj.weight": mx.zeros((128, 64)) for layer in (2, 3)}
     mx.save_safetensors(str(adapters / "full.safetensors"), up)

@@ -267,6 +267,7 @@ async def test_lines_that_end_in_cr_alone_are_read_as_lines(config: Config, data
     assert (result.status, result.fix_command) == (CheckStatus.WARN, None)
 
 
+@pytest.mark.usefixtures("tried_here")
 async def test_rows_that_teach_little_are_counted(templated: Path, data: Path, tmp_path: Path) -> None:
     rows = [chat("user", "assistant"), chat("user", "assistant", "user"), chat("user", "assistant")]
     weighted = chat("user", "assistant", "user", "assistant")
@@ -285,6 +286,7 @@ async def test_rows_that_teach_little_are_counted(templated: Path, data: Path, t
         assert count in result.summary, result.summary
 
 
+@pytest.mark.usefixtures("tried_here")
 async def test_a_job_without_any_target_is_refused(templated: Path, data: Path, tmp_path: Path) -> None:
     for name in ("train", "valid"):
         rows = [{"prompt": "report the level " * 9, "completion": f"{name} {number}"} for number in range(4)]
@@ -346,6 +348,7 @@ async def test_rows_that_the_chat_template_refuses_block_with_their_line(
     assert "(Conversation roles must alternate user/assistant), and 2 more lines: change them" in result.summary
 
 
+@pytest.mark.usefixtures("tried_here")
 async def test_a_tokenizer_without_a_chat_template_takes_no_prompts(
     templated: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -358,6 +361,7 @@ async def test_a_tokenizer_without_a_chat_template_takes_no_prompts(
     assert (result.status, "chat_template is not set" in result.summary) == (CheckStatus.FAIL, True)
 
 
+@pytest.mark.usefixtures("tried_here")
 async def test_rows_that_cannot_be_tried_warn_with_the_reason(config: Config, model: Path, data: Path) -> None:
     for name in ("train", "valid"):
         (data / f"{name}.jsonl").write_text(f"{json.dumps(chat('user', 'assistant'))}\n" * 4)

@@ -307,6 +307,7 @@ REFUSED_BY_MLX_LM: list[tuple[Callable[[Path], None], str]] = [
         *(pytest.param(*each, id=each[0].__name__, marks=pytest.mark.slow) for each in REFUSED_BY_MLX_LM),
     ],
 )
+@pytest.mark.usefixtures("tried_here")
 async def test_what_cannot_be_loaded_is_refused(
     config: Config, model: Path, harm: Callable[[Path], None], expected: str
 ) -> None:
@@ -366,6 +367,7 @@ LOADS = [
 
 
 @pytest.mark.parametrize("change_it", LOADS, ids=[each.__name__ for each in LOADS])
+@pytest.mark.usefixtures("tried_here")
 async def test_what_loads_is_not_refused(config: Config, model: Path, change_it: Callable[[Path], None]) -> None:
     change_it(model)
     result = await run_check(check.run, config)

@@ -319,6 +319,7 @@ async def test_wandb_is_refused_without_its_package_or_key_on_this_machine(
     assert ("wandb" in sys.modules) is before
 
 
+@pytest.mark.usefixtures("tried_here")
 async def test_the_plan_names_rows_that_the_chat_template_refuses(data: Path, tmp_path: Path) -> None:
     config = make_config(made_demo() / "model", data, tmp_path)
     # The demo's template reads the content of each message.
