@@ -132,6 +132,7 @@ def test_an_attempt_that_is_not_known_is_ended_and_proved_by_its_nonce(
     assert (snapshot.record.state, snapshot.record.attempts) == (RunState.SUCCEEDED, 2), "a number of its own"
 
 
+@pytest.mark.slow
 def test_an_attempt_that_is_not_known_is_fenced_and_ended_on_its_nodes(nodes: Cluster, home: Path) -> None:
     run = start_on(nodes, home, ring_config(nodes, names=("ana", "bea")))
     run.await_output("step")

@@ -144,6 +144,7 @@ def test_without_rank_0_the_next_attempt_goes_on_from_what_another_saved(home: P
     assert (resumed.resumed.source, resumed.repeated in (0, 1)) == ("emergency", True)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_before_the_first_update_is_the_cause_of_another_attempt(home: Path, demo: Config) -> None:
     run = start_config(home, with_keys(demo, iters=6))
     run.wait(lambda: b'"loading"' in run.dir.events(1).read_bytes() if run.dir.events(1).exists() else False)

@@ -95,6 +95,7 @@ def test_the_rank_that_was_killed_is_named_and_not_the_one_that_lost_its_peer(no
     assert (record.state, record.reason, record.rank) == (RunState.FAILED, Reason.RANK_KILLED, 1), run.troubles()
 
 
+@pytest.mark.slow
 def test_the_exception_of_a_script_is_the_cause_although_its_peer_prints_more(nodes: Cluster, home: Path) -> None:
     fault = 'if rank == 1 and step == 3: raise ValueError("the labels are shifted")'
     recorded = (

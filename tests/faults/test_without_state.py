@@ -71,6 +71,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_rank_early_begins_anew(home: Path, demo: Config) -> None:
     run = begins_anew(home, demo.model_copy(update={"nodes": demo.nodes[:1]}))
     first, second = losses(run, 1), losses(run, 2)

@@ -270,7 +270,8 @@ def test_epochs_are_counted_in_batches_of_the_data(tiny: Tiny, tmp_path: Path) -
 
 
 @pytest.mark.busy
-@pytest.mark.parametrize("keys", [{"patience": 2}, pytest.param({"save_best": True}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{"patience": 2}, {"save_best": True}])
 def test_without_validation_data_the_job_is_refused(tiny: Tiny, tmp_path: Path, keys: dict[str, Any]) -> None:
     data = tmp_path / "data"
     data.mkdir()

@@ -73,6 +73,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_on_every_rank(tiny: Tiny, tmp_pa
     assert not (run.adapters / "adapters.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ranks_with_different_models_do_not_train(tiny: Tiny, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny.model, other)

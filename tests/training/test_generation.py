@@ -260,6 +260,7 @@ def start(directory: Path, trained: Trained, ranks: int, **options: Any) -> Laun
     return launch(directory, described["job"], shares=(1.0,) * ranks, spec_fields=fields)
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_under_their_keepers(llama: Trained, tmp_path: Path) -> None:
     ran = start(tmp_path, llama, 2, prompts=PROMPTS[:1], variants=["adapter"], max_tokens=8).succeeded()
     (result,) = ran.events(kind="result")

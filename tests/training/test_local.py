@@ -90,6 +90,7 @@ def test_a_stopped_training_goes_on_bit_for_bit(tiny: Tiny, tmp_path: Path, prec
     assert all(np.array_equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_left_out_and_joins_again(tiny: Tiny, tmp_path: Path) -> None:
     # It joins where the others have just saved, and validate next.
     run = launch(tmp_path, local_job(tiny, iters=4000, save_every=4, steps_per_eval=5), shares=(1.0, 1.0, 1.0))
