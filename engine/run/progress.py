@@ -301,7 +301,7 @@ class EventIntake:
 
 
 def _weights_saved(event: dict[str, Any]) -> WeightsSaved:
-    """Of rank 0. Raises ValidationError."""
+    """From an event of rank 0. Raises ValidationError."""
     return WeightsSaved.model_validate({**event, "rank": 0, "node": "", "at": UNSTAMPED, "saved": event})
 
 
