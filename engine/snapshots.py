@@ -57,6 +57,8 @@ class RankReport:
     memory_bytes: int | None = None
     """Peak MLX memory."""
     seen_at: datetime | None = None
+    stepped_at: datetime | None = None
+    """When it reported a step of its last attempt."""
     attempt: int = 0
     iterations: int | None = None
     """The planned number, from the start event like the next three."""
@@ -94,6 +96,25 @@ class RankStatus(RankReport):
     signal: int | None = None
     link: NodeCondition | None = None
     """Connection to its node; None for this machine."""
+    printed_at: datetime | None = None
+    """When output of its last attempt last reached the head."""
+
+    @property
+    def signs(self) -> dict[str, datetime]:
+        """When it last made a "step", and when it last gave "output"."""
+        times = {"step": self.stepped_at, "output": self.printed_at}
+        return {sign: at for sign, at in times.items() if at is not None}
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """All ranks wait or work, and none has shown it for a while."""
+
+    sign: str
+    """The one that is missing: "step" or "output"."""
+    since: datetime
+    hang_s: float
+    """From the last sign on, after which it counts as a hang at the earliest, seconds."""
 
 
 @dataclass(frozen=True)
@@ -371,6 +392,7 @@ class RunSnapshot:
     """Alarms of the last attempt, oldest first; only the newest if there are many."""
     verification: tuple[Verification, ...] = ()
     """Empty for a custom command."""
+    quiet: Quiet | None = None
     taken_at: datetime | None = None
     attempts: tuple[AttemptStatus, ...] = ()
     most_attempts: int = 1

@@ -221,6 +221,7 @@ _SHOWN: Final = {
     "greater_than_sign": ">",
     "left_curly_bracket": "{",
     "right_curly_bracket": "}",
+    "equals_sign": "=",
     "escape": "esc",
 }
 
@@ -323,6 +324,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("all_ranks", ("a",), "all ranks", "Log of all ranks, merged", "logs", LOG_VIEWS, why_not=_log),
     Action("wrap", ("w",), "wrap", "Wrap long lines", "logs", LOG_VIEWS, why_not=_log),
     Action("timestamps", ("t",), "timestamps", "Show when each line arrived", "logs", LOG_VIEWS, why_not=_log),
+    Action("alike", ("equals_sign",), "alike", "Show lines that all ranks print alike once, or each rank's", "logs",
+           LOG_VIEWS, why_not=_log),
     Action("next_metric", ("m",), "metric", "Next metric of the run (in the grid: its next page)", "chart", CHART_VIEWS,
            why_not=_chart),
     Action("metric_grid", ("M",), "grid", "Small charts of all metrics, or one", "chart", CHART_VIEWS, why_not=_chart),

@@ -26,6 +26,12 @@ NOT_MEASURED = "-"
 """Shown for None: never a guess."""
 
 
+QUIET_S: Final = 120.0
+"""Without a sign from a rank, from which on that is said; or half of what counts as a hang, where that is less."""
+_USUAL_STEPS: Final = 3.0
+"""Steps of the usual length that are no silence."""
+
+
 def duration(seconds: float | None) -> str:
     """ "0:42", "41:12" or "26:03:07"; whole seconds, rounded down."""
     if seconds is None:
@@ -93,6 +99,19 @@ def age(then: datetime | None, now: datetime) -> str:
 def ago(then: datetime | None, now: datetime, *, at_once: str = "just now") -> str:
     """ "3 min ago"; `at_once` below a second."""
     return at_once if (text := age(then, now)) == "now" else f"{text} ago"
+
+
+def quiet_text(snapshot: RunSnapshot, now: datetime) -> str | None:
+    """Since when no rank has shown that it goes on, and when that counts as a hang; None while that is nothing
+    unusual."""
+    if (quiet := snapshot.quiet) is None:
+        return None
+    steps = [(rank.typical_s or 0.0) + (rank.exchange_s or 0.0) for rank in snapshot.ranks]
+    seconds = (now - quiet.since).total_seconds()
+    if seconds < max(min(QUIET_S, quiet.hang_s / 2), _USUAL_STEPS * max(steps, default=0.0)):
+        return None
+    limit = f"{quiet.hang_s:g} s" if quiet.hang_s % 60 else span(quiet.hang_s)
+    return f"no {quiet.sign} from any rank for {span(seconds)}; it counts as a hang after {limit} at the earliest"
 
 
 def size(count: int | float | None) -> str:

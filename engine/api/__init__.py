@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from engine.protocol.task import KEEP, SERVE_PORT, TaskKind
     from engine.publish.model_card import PublicationRequest
     from engine.run.compare import Comparison, Difference, SpeedReasons
+    from engine.run.logs.alike import AlikeLines
     from engine.run.logs.pattern import ERRORS, LogPattern
     from engine.run.logs.reader import LogFilter, LogLine, LogReader
     from engine.run.metrics import MetricsTrial, decimate
@@ -73,6 +74,7 @@ _NAMES: Final = {
     "engine.publish.model_card": "PublicationRequest",
     "engine.run.compare": "Comparison Difference SpeedReasons",
     "engine.run.logs.pattern": "ERRORS LogPattern",
+    "engine.run.logs.alike": "AlikeLines",
     "engine.run.logs.reader": "LogFilter LogLine LogReader",
     "engine.run.metrics": "MetricsTrial decimate",
     "engine.run.run_filter": "run_filter sorted_runs",

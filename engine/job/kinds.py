@@ -60,6 +60,8 @@ class JobKind:
     """Why neither its model nor its data are known; None where they are."""
     first_steps = 5
     """They may take longer than all others: nothing is compiled or cached yet."""
+    signs: ClassVar[tuple[str, ...]] = ("step",)
+    """By which a person sees that it goes on; none where it may wait for as long as it likes."""
     trains = True
     """Else it uses what another run has trained."""
     generates = False
@@ -138,6 +140,7 @@ class ResultTask(JobKind):
     """Every rank of ours takes what another run has trained, to measure it or to fuse it, and trains nothing."""
 
     compared = False
+    signs = ()
     trains = False
     keeps_state = False
     needless_checks: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -180,6 +183,7 @@ class OwnCommand(JobKind):
     """A program of the user's own on every rank. It does not report when it loads, validates or saves."""
 
     reports = False
+    signs = ("output", "step")
     own_model = "the job runs a command of its own, which brings its own model and data"
     first_steps = 0
 

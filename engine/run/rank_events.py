@@ -75,6 +75,8 @@ class RankEvents:
             if self._started_at is not None:
                 changes["training_s"] = max(0.0, clock - self._started_at)
         seen_at = moment_or_none(event.get("at")) or self.report.seen_at
+        if event.get("event") == "step":
+            changes["stepped_at"] = seen_at
         self.report = replace(self.report, **changes, seen_at=seen_at)
 
     def _changes(self, event: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from engine.run.verification import verify
 from engine.snapshots import (
     ChunkProgress,
     Diagnosis,
+    Quiet,
     RankReport,
     RankStatus,
     RunResult,
@@ -88,12 +89,13 @@ class RunWatch:
             self._diagnosed = True
             self._diagnosis = self._diagnose(self._rundir)
         running = record.state is RunState.RUNNING
+        ranks = tuple(self._rank(rank, report) for rank, report in enumerate(reports))
         history, attempt = self._history, self._history.last_attempt
         return RunSnapshot(
             record=record,
             supervised=supervised,
             state_since=history.state_since,
-            ranks=tuple(self._rank(rank, report) for rank, report in enumerate(reports)),
+            ranks=ranks,
             checks=self._checks,
             series=self._series.build(self._ranks[0].checkpoints),
             eta_s=self._series.seconds_left(record.iteration, record.iterations) if running else None,
@@ -103,6 +105,7 @@ class RunWatch:
             stop=history.stop,
             alarms=attempt.shown_alarms() if attempt is not None else (),
             verification=self._verification(reports, record),
+            quiet=self._quiet(ranks, attempt) if running and attempt is not None else None,
             taken_at=datetime.now(UTC),
             attempts=tuple(past.status for past in history.attempts),
             most_attempts=1 + self._plan.config.recovery.max_restarts,
@@ -243,7 +246,24 @@ class RunWatch:
             exit_code=ended.code if ended is not None else None,
             signal=ended.signal if ended is not None else None,
             link=attempt.condition(node) if attempt is not None else None,
+            printed_at=self._printed_at(number, attempt.status.began_at) if attempt is not None else None,
         )
+
+    def _printed_at(self, rank: int, since: datetime) -> datetime | None:
+        with contextlib.suppress(OSError):
+            log = self._rundir.log(rank).stat()
+            at = datetime.fromtimestamp(log.st_mtime, UTC)
+            return at if log.st_size and at > since else None
+        return None
+
+    def _quiet(self, ranks: Sequence[RankStatus], attempt: AttemptHistory) -> Quiet | None:
+        kind, recovery = self._plan.config.job.kind, self._plan.config.recovery
+        # What loads, validates or saves is said to, and has another limit.
+        if not kind.signs or {rank.phase for rank in ranks} - {"training", "running", "ended"}:
+            return None
+        signs = [at for rank in ranks for sign, at in rank.signs.items() if sign in kind.signs]
+        since = max([attempt.status.began_at, *signs])
+        return Quiet(kind.signs[0], since, kind.hang_s(recovery.hang_s, recovery.stall_s))
 
     def _phase(self, number: int, report: RankReport, attempt: AttemptHistory | None) -> str:
         record, stop = self._history.record, self._history.stop

@@ -9,7 +9,8 @@ import math
 import re
 import unicodedata
 from datetime import UTC, datetime
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 TAB_COLUMNS: Final = 8
 MARKS_PER_CHARACTER: Final = 3
@@ -23,6 +24,11 @@ _SEQUENCE: Final = re.compile(
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]*[0-~]?"
 )
+_SGR: Final = re.compile(r"\x1b\[([\d;]{0,80})m")
+_SGR_CODE: Final = re.compile(r"([34]8;5;\d{1,3}|[34]8;2(?:;\d{1,3}){3}|\d*);")
+_SHOWN_CODE: Final = re.compile(r"2?[1-479]|[34][0-79]|9[0-7]|10[0-7]|[34]8;.+")
+"""All but what hides text (8) or blinks (5, 6)."""
+_COLOURED_BYTES: Final = 4096
 _INVISIBLE: Final = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u3164\uffa0")
 _LINE_BREAKS: Final = frozenset("\n\v\f\x1c\x1d\x1e\x85\u2028\u2029")
 _CACHED_CHARACTERS: Final = 8192
@@ -69,6 +75,55 @@ def sanitise(data: bytes, limit: int | None = None) -> str:
     if not text.isascii():
         text = _without_piled_marks(text)
     return text.expandtabs(TAB_COLUMNS) if limit is None else _cut(text, max(0, limit))
+
+
+class SgrSpan(NamedTuple):
+    """Characters `start` to `end` of a sanitised line, and the SGR parameters (ECMA-48 8.3.117) that they had."""
+
+    start: int
+    end: int
+    parameters: str
+    """"1;31", "38;2;255;0;0", without what hides text or blinks."""
+
+
+def sgr_spans(data: bytes, text: str) -> list[SgrSpan]:
+    """The colours and styles of a line of output that is shown as `text`: none where that is not what it printed last,
+    as after a redaction, and of a line of more than _COLOURED_BYTES."""
+    line = data.rstrip(b"\r\n")
+    line = line[line.rfind(b"\r") + 1 :]
+    if b"\x1b[" not in line or len(line) > _COLOURED_BYTES:
+        return []
+    printed, runs = line.decode(errors="replace"), list[tuple[str, str]]()
+    at, parameters = 0, ""
+    for match in _SEQUENCE.finditer(printed):
+        runs.append((printed[at : match.start()].translate(_VISIBLE), parameters))
+        at = match.end()
+        if (sgr := _SGR.fullmatch(match[0])) is not None:
+            parameters = _sgr_after(parameters, sgr[1])
+    runs.append((printed[at:].translate(_VISIBLE), parameters))
+    shown, spans = "", list[SgrSpan]()
+    for run, parameters in runs:
+        start, column = len(shown), len(shown) % TAB_COLUMNS
+        shown += (" " * column + run).expandtabs(TAB_COLUMNS)[column:]
+        if parameters and len(shown) > start:
+            joins = bool(spans) and spans[-1][1:] == (start, parameters)
+            spans.append(SgrSpan(spans.pop().start if joins else start, len(shown), parameters))
+    return spans if shown == text else []
+
+
+@lru_cache(maxsize=1024)
+def _sgr_after(parameters: str, codes: str) -> str:
+    """The parameters in force after some more: a code replaces those that set the same."""
+    style: dict[str, str] = {}
+    for code in _SGR_CODE.findall(f"{parameters or 0};{codes};"):
+        if code in ("", "0"):
+            style.clear()
+        elif _SHOWN_CODE.fullmatch(code) is not None and len(code) == 2 and code[0] == "2":
+            for reset in ("1", "2") if code == "22" else (code[1],):
+                style.pop(reset, None)
+        elif _SHOWN_CODE.fullmatch(code) is not None:
+            style[code if len(code) == 1 else "colour" if code[0] in "39" else "background"] = code
+    return ";".join(style.values())
 
 
 def sanitise_text(text: str) -> str:

@@ -292,6 +292,7 @@ def ranks(
                 step_s=seconds[index],
                 memory_bytes=(198_000_000, 201_000_000)[index],
                 seen_at=ago(0.4),
+                stepped_at=ago(0.4),
             ),
             **changes,
         )

@@ -27,9 +27,10 @@ from tui.widgets.logs_pane import FilterBar
 class LogApp(App[None]):
     """A log view and its prompt, and nothing else."""
 
-    def __init__(self, run_dir: RunDir | None) -> None:
+    def __init__(self, run_dir: RunDir | None, *, alike_once: bool = False) -> None:
         super().__init__()
         self._run_dir = run_dir
+        self._alike_once = alike_once
         self.states: list[LogState] = []
         self.answers: list[tuple[str, str]] = []
 
@@ -39,6 +40,8 @@ class LogApp(App[None]):
 
     def on_mount(self) -> None:
         self.view.open(self._run_dir)
+        if not self._alike_once:
+            self.view.toggle_alike()
         self.view.focus()
 
     def on_log_view_changed(self, event: LogView.Changed) -> None:
@@ -364,6 +367,149 @@ async def test_the_prompt_answers_with_a_pattern_or_says_what_is_wrong(logs: Run
             await pilot.press(key)
             shown.append(entry.value)
         assert shown == ["go", "loss", "loss", "go", ""]
+
+
+def both(logs: RunLogs, text: str) -> None:
+    for rank in (0, 1):
+        logs.write(rank, text)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36), (160, 45)])
+async def test_lines_that_all_ranks_print_alike_are_shown_once(logs: RunLogs, size: tuple[int, int]) -> None:
+    app = LogApp(logs.run_dir, alike_once=True)
+    async with app.run_test(size=size):
+        logs.write(0, "loading\nstep 1 of rank 0\n")
+        await until(lambda: app.shown() == ["  0 loading", "  0 step 1 of rank 0"])
+        logs.write(LAUNCHER_SOURCE, "loading\n")
+        logs.write(1, "loading\nstep 1 of rank 1\n")
+        together = ["all loading", "  0 step 1 of rank 0", "  L loading", "  1 step 1 of rank 1"]
+        await until(lambda: app.shown() == together)
+        assert app.view.text() == "\n".join(together)
+        app.view.toggle_alike()
+        assert app.shown() == ["0 loading", "0 step 1 of rank 0", "L loading", "1 loading", "1 step 1 of rank 1"]
+        app.view.set_source(1)
+        app.view.toggle_alike()
+        assert app.shown() == ["loading", "step 1 of rank 1"]
+
+
+async def test_alike_lines_are_walked_past_followed_and_copied_once(logs: RunLogs) -> None:
+    app = LogApp(logs.run_dir, alike_once=True)
+    async with app.run_test(size=(60, 10)):
+        for number in range(40):
+            both(logs, f"line {number}\n")
+        everything = [f"all line {number}" for number in range(40)]
+        await until(lambda: app.shown() == everything[-10:])
+        for wrap in (False, True):
+            app.view.move("top")
+            seen = app.shown()
+            while app.view.move("down"):
+                assert app.shown()[:-1] == seen[-9:]
+                seen.append(app.shown()[-1])
+            assert seen == everything
+            assert app.view.state.following
+            while app.view.move("up"):
+                seen.pop()
+                assert app.shown()[0] == seen[-10]
+            if not wrap:
+                app.view.toggle_wrap()
+        app.view.move("top")
+        here = app.shown()
+        both(logs, "arrives\n")
+        await until(lambda: app.view.state.new_lines == 2)
+        assert app.shown() == here
+        await until(lambda: ("offset", (0, 2)) in offsets(app.view, 1))
+        app.screen.selections = {app.view: Selection(Offset(0, 2), Offset(6, 6))}
+        assert app.view.copy_text() == "line 1\nline 2\nline 3"
+
+
+async def test_a_search_and_a_jump_go_to_the_line_that_stands_for_all(logs: RunLogs) -> None:
+    app = LogApp(logs.run_dir, alike_once=True)
+    async with app.run_test(size=(60, 10)):
+        for number in range(30):
+            both(logs, f"line {number}\n")
+        both(logs, "ValueError: boom\n")
+        both(logs, "".join(f"line {number}\n" for number in range(30, 60)))
+        await until(lambda: app.shown()[-1:] == ["all line 59"])
+        app.view.search("line 5")
+        await until(lambda: (app.view.state.match, app.view.state.matches, app.view.state.counted) == (11, 11, True))
+        app.view.next_match()
+        await until(lambda: app.view.state.match == 1)
+        app.view.next_match()
+        await until(lambda: app.view.state.match == 2)
+        assert app.view.copy_text() == "line 50"
+        app.view.toggle_alike()
+        await until(lambda: (app.view.state.matches, app.view.state.counted) == (22, True))
+        app.view.toggle_alike()
+        await until(lambda: (app.view.state.matches, app.view.state.counted) == (11, True))
+        app.view.previous_error()
+        await until(lambda: app.view.copy_text() == "ValueError: boom")
+        app.view.previous_error()
+        await until(lambda: app.view.state.note == "no error above")
+        app.view.jump_to(1, logs.run_dir.log(1).read_bytes().index(b"line 40"))
+        assert "all line 40" in app.shown() and app.view.copy_text() == "line 40"
+        app.view.filter("line 4")
+        await until(lambda: app.view.state.counted and app.shown()[0] == "all line 40")
+        app.view.move("top")
+        assert app.shown()[0] == "all line 4"
+        assert app.shown()[1:] == [f"all line {number}" for number in range(40, 49)]
+
+
+async def test_a_frozen_view_does_not_take_a_line_for_one_of_all(logs: RunLogs) -> None:
+    app = LogApp(logs.run_dir, alike_once=True)
+    async with app.run_test(size=(60, 10)):
+        logs.write(0, "same\n")
+        await until(lambda: app.shown() == ["  0 same"])
+        app.view.freeze(True)
+        logs.write(1, "same\n")
+        await until(lambda: app.view.state.new_lines == 1)
+        assert app.shown() == ["  0 same"]
+        app.view.freeze(False)
+        assert app.shown() == ["all same"]
+
+
+def styled(view: LogView, y: int) -> list[tuple[str, str | None]]:
+    """The pieces of a row with their colours."""
+    return [
+        (piece.text.strip(), piece.style.color.name if piece.style and piece.style.color else None)
+        for piece in view.render_line(y)
+        if piece.text.strip()
+    ]
+
+
+async def test_the_programs_colours_are_shown_and_not_copied(logs: RunLogs, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs.write(0, "\x1b[1;32mgood\x1b[0m \x1b[38;5;208morange\x1b[0m \x1b[38;2;1;200;3mtrue\x1b[0m plain\n")
+    logs.write(0, "\x1b[40;30mnot hidden\x1b[0m and \x1b[31;4munder\n")
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(40, 5)):
+        await until(lambda: len(app.shown()) == 2)
+        base = app.view.rich_style.color
+        assert base is not None
+        own = [("good", "color(2)"), ("orange", "color(208)"), ("true", "#01c803"), ("plain", base.name)]
+        assert styled(app.view, 0)[1:] == own
+        assert styled(app.view, 1)[1:] == [("not hidden and", base.name), ("under", "color(1)")]
+        app.view.search("goo")
+        await until(lambda: app.view.state.match == 1)
+        assert [text for text, _ in styled(app.view, 0)[1:3]] == ["goo", "d"]
+        assert app.view.copy_text() == "good orange true plain"
+        assert "\x1b" not in app.view.text()
+        app.view.search("31")
+        await until(lambda: app.view.state.note == "no match")
+        app.view.search("")
+        monkeypatch.setattr(app, "no_color", True)
+        assert styled(app.view, 0)[1:] == [("good orange true plain", base.name)]
+
+
+async def test_a_line_full_of_colours_is_drawn_in_no_time(logs: RunLogs) -> None:
+    line = "".join(f"\x1b[38;5;{number % 256}m{number % 10}" for number in range(330))
+    logs.write(0, f"{line}\n" * 100)
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(160, 45)):
+        await until(lambda: len(app.shown()) == 45)
+        began = time.thread_time()
+        app.view.move("page_up")
+        app.shown()
+        assert time.thread_time() - began < 1.0
+        assert len(styled(app.view, 0)) > 100
 
 
 HOSTILE = (

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from engine.models import NodeTelemetry, RunState
 from engine.run.verification import gpu_line
-from engine.snapshots import Alarm, RunSnapshot, Verification
+from engine.snapshots import Alarm, Quiet, RunSnapshot, Verification
 from tests.tui import fake_engine
 from tests.tui.conftest import opened
 from tests.tui.fake_engine import FakeEngine
 from tui.glyphs import Glyphs
 from tui.state import DeckState
-from tui.widgets.run_summary import SHOWN_ALARMS, alarms, outcome, verification
+from tui.widgets.run_summary import SHOWN_ALARMS, alarms, outcome, rank_line, rank_table, verification
 
 LINES = (
     Verification("backend", True, "ring, world of 2, on Device(gpu, 0)"),
@@ -41,6 +44,43 @@ def test_every_line_has_its_mark_in_both_alphabets_and_what_is_grave_fails() -> 
     assert shapes == ["✓", "?", "▲", "✗"]
     plain = state(snapshot, glyphs=Glyphs(ascii=True))
     assert [line.plain[0] for line in verification(plain, snapshot, 80, every=True)] == ["+", "?", "!", "x"]
+
+
+def quiet(seconds: float, sign: str = "output", hang_s: float = 600.0, **ranks: Any) -> RunSnapshot:
+    return replace(
+        fake_engine.running(),
+        ranks=fake_engine.ranks(**ranks),
+        quiet=Quiet(sign, fake_engine.ago(seconds), hang_s),
+        alarms=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "says"),
+    [
+        (quiet(119), ""),
+        (quiet(125), "no output from any rank for 2 min; it counts as a hang after 10 min at the earliest"),
+        (quiet(29, "step", 60.0), ""),
+        (quiet(31, "step", 60.0), "no step from any rank for 31 s; it counts as a hang after 1 min at the earliest"),
+        (quiet(50, "step", 90.0), "no step from any rank for 50 s; it counts as a hang after 90 s at the earliest"),
+        # Long steps are no silence.
+        (quiet(31, "step", 60.0, typical_s=11.0, exchange_s=1.0), ""),
+    ],
+    ids=range(6),
+)
+def test_that_no_rank_shows_a_sign_is_said_well_before_it_counts_as_a_hang(snapshot: RunSnapshot, says: str) -> None:
+    lines = alarms(state(snapshot), snapshot, 120)
+    assert text(lines).removeprefix("· quiet").strip() == says
+    assert all("$warning" not in str(span.style) for line in lines for span in line.spans)
+
+
+def test_a_ranks_last_output_or_step_is_shown_with_its_age() -> None:
+    snapshot = quiet(0, stepped_at=fake_engine.ago(40))
+    first, second = snapshot.ranks
+    snapshot = replace(snapshot, ranks=(first, replace(second, printed_at=fake_engine.ago(12), step_s=None)))
+    head, *rows = (line.plain for line in rank_table(state(snapshot), snapshot, 160, headed=True))
+    assert "last" in head and "step 40 s" in rows[0] and "output 12 s" in rows[1]
+    assert "output 12 s" in rank_line(state(snapshot), snapshot, 120).plain
 
 
 def test_a_run_that_stopped_early_tells_how_far_it_came_and_why() -> None:

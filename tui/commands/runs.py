@@ -37,6 +37,7 @@ from tui.formatting import (
     loss,
     membership_change,
     memory,
+    quiet_text,
     rate,
     result_text,
     resume_text,
@@ -255,6 +256,8 @@ def _show_watch(lines: Lines, snapshot: RunSnapshot) -> None:
     for alarm in snapshot.alarms:
         at = f"{alarm.at.astimezone():%H:%M:%S}" + (f", iteration {alarm.iteration}" if alarm.iteration else "")
         lines.say(f"  {'alarm':<10} {lines.ink(alarm.message, 'red')} ({alarm.name}, {at})")
+    if (silence := quiet_text(snapshot, datetime.now(UTC))) is not None:
+        lines.say(f"  {'quiet':<10} {silence}")
     for text in snapshot.warnings:
         lines.say(f"  {'warning':<10} {lines.ink(text, 'yellow')}")
     marks = {True: "yes", False: "NO", None: "unknown"}

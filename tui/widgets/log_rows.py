@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import groupby
+from typing import Final
 
+from rich.ansi import AnsiDecoder
 from rich.cells import get_character_cell_size
+from rich.color import Color
 from rich.segment import Segment
 from rich.style import Style
+from rich.terminal_theme import TerminalTheme
 from textual.strip import Strip
 
 from engine.api import LogLine
 
 _SLACK = 4
 """Characters for each cell: it may hold a letter and three combining marks."""
+LEAST_CONTRAST: Final = 48
+"""Between a text and its background, in the one of red, green and blue that differs most, of 255."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +85,29 @@ def height_of(line: LogLine, width: int, *, wrap: bool) -> int:
 
 def text_strip(row: Row, width: int, base: Style, marks: Sequence[Mark]) -> Strip:
     """A row's text in exactly `width` cells; of overlapping marks the later ones lie above the earlier ones."""
-    edges = {0, len(row.text)}
+    styles = [base] * len(row.text)
     for mark in marks:
-        edges |= {min(max(0, at - row.start), len(row.text)) for at in (mark.start, mark.end)}
-    cuts = sorted(edges)
-    segments = []
-    for start, end in pairwise(cuts):
-        style = base
-        for mark in marks:
-            if mark.start - row.start <= start and end <= mark.end - row.start:
-                style += mark.style
-        segments.append(Segment(row.text[start:end], style))
+        for at in range(max(0, mark.start - row.start), min(len(styles), mark.end - row.start)):
+            styles[at] += mark.style
+    segments, start = [], 0
+    for _, run in groupby(styles, key=id):
+        end = start + len(list(run))
+        segments.append(Segment(row.text[start:end], styles[start]))
+        start = end
     return Strip(segments).adjust_cell_length(width, base)
+
+
+@lru_cache(maxsize=512)
+def sgr_style(parameters: str, base: Style, theme: TerminalTheme) -> Style:
+    """A program's colours and styles on a background; no colour that cannot be told from it."""
+    decoder = AnsiDecoder()
+    decoder.decode_line(f"\x1b[{parameters}m")
+    style = decoder.style
+    front, back = (None if colour is None or colour.is_default else colour for colour in (style.color, style.bgcolor))
+    seen = (
+        (colour or Color.default()).get_truecolor(theme, foreground=place == 0)
+        for place, colour in enumerate((front or base.color, back or base.bgcolor))
+    )
+    if max(abs(one - other) for one, other in zip(*seen, strict=True)) < LEAST_CONTRAST:
+        front = back = None
+    return style.without_color + Style(color=front, bgcolor=back)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from engine.api import LogFilter, LogPattern, LogReader
+from engine.api import AlikeLines, LogFilter, LogPattern, LogReader
 
 SLICE_LINES: Final = 1 << 14
 """Lines scanned before a more urgent request is checked for."""
@@ -30,6 +30,7 @@ class LogScan:
 
     def __init__(self, reader: LogReader, on_found: Callable[[Seek, int | None], object]) -> None:
         self._reader = reader
+        self._alike = AlikeLines(reader)
         self._found = on_found
         self._event = threading.Event()
         self._closed = False
@@ -39,6 +40,8 @@ class LogScan:
         """The lines that are shown, growing while the thread scans; None: all."""
         self.matches: LogFilter | None = None
         """The lines that the search matches, likewise; None: no search."""
+        self.alike_once = False
+        """A search sees only the first of the lines that all ranks print alike."""
 
     def set_filter(self, text: str | None) -> None:
         """Show only lines that match (LogFilter's patterns). Raises ValueError."""
@@ -47,7 +50,7 @@ class LogScan:
 
     def count(self, pattern: LogPattern | None) -> None:
         """Count the lines that match."""
-        self.matches = None if pattern is None else LogFilter(self._reader, pattern)
+        self.matches = None if pattern is None else self._counted(pattern)
         self.wake()
 
     def seek(self, seek: Seek) -> None:
@@ -72,7 +75,9 @@ class LogScan:
     def _run(self) -> None:
         while not self._closed:
             self._event.clear()
-            if self._reader.refresh():
+            replaced = self._reader.refresh()
+            self._alike.refresh(replaced=replaced)
+            if replaced:
                 self._restart()
             busy = True
             while busy and not self._closed:
@@ -99,7 +104,8 @@ class LogScan:
             if 0 <= line <= last:
                 match = self._reader.find(seek.pattern, line, seek.forward, stop=lambda: self._overtaken(seek))
             if match is not None:
-                if shown is None or shown.accepts(self._reader.line(match).text):
+                accepted = shown is None or shown.accepts(self._reader.line(match).text)
+                if accepted and not (self.alike_once and self._alike.repeats(match)):
                     return match
                 line = match + (1 if seek.forward else -1)
             elif wrapped:
@@ -115,8 +121,11 @@ class LogScan:
         """Scan a slice; True when there is more."""
         return log_filter is not None and log_filter.advance(SLICE_LINES)
 
+    def _counted(self, pattern: LogPattern) -> LogFilter:
+        return LogFilter(self._reader, pattern, left_out=self._alike.repeats if self.alike_once else None)
+
     def _restart(self) -> None:
         if self.filter is not None:
             self.filter = LogFilter(self._reader, self.filter.pattern, inverted=self.filter.inverted)
         if self.matches is not None:
-            self.matches = LogFilter(self._reader, self.matches.pattern)
+            self.matches = self._counted(self.matches.pattern)

@@ -19,9 +19,9 @@ from textual.strip import Strip
 
 from engine.api import ERRORS, LAUNCHER_SOURCE, LogLine, LogPattern, RunDir
 from tui.glyphs import RANK_STYLES
-from tui.widgets.log_rows import Mark, Row, text_strip
+from tui.widgets.log_rows import Mark, Row, sgr_style, text_strip
 from tui.widgets.log_scan import Seek
-from tui.widgets.log_window import STEP_CHARACTERS, LogState, LogWindow
+from tui.widgets.log_window import ALL, STEP_CHARACTERS, LogState, LogWindow
 
 __all__ = ["LogState", "LogView"]
 
@@ -135,6 +135,11 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self._window.set_wrap(not self._window.wrap)
         self._show()
 
+    def toggle_alike(self) -> None:
+        """Show lines that all ranks print alike once, or each rank's."""
+        self._window.set_alike_once(not self._window.alike_once)
+        self._show()
+
     def toggle_timestamps(self) -> None:
         """Show when each line reached the head, local time."""
         self._window.timestamps = not self._window.timestamps
@@ -216,7 +221,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         stop = self._window.shown_count if selection.end is None else selection.end.y + 1
         texts = []
         for position, line in enumerate(self._window.lines(start, min(stop, start + COPIED_LINES)), start):
-            if (span := selection.get_span(position)) is not None:
+            if not self._window.repeats(line.number) and (span := selection.get_span(position)) is not None:
                 texts.append(line.text[max(0, span[0]) : None if span[1] < 0 else span[1]])
         return "\n".join(texts), "\n"
 
@@ -235,7 +240,8 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self.state = state
             self.post_message(self.Changed(self, state))
         nothing = "" if window.rows else self._nothing()
-        drawn = (tuple(window.rows), window.pattern, window.current, window.gutter_width, window.width, nothing)
+        labels = tuple(window.first_alike(row.line.number) for row in window.rows)
+        drawn = (tuple(window.rows), labels, window.pattern, window.current, window.gutter_width, window.width, nothing)
         # A place in the log makes a style of its own for each line, and Textual keeps thousands of styles: rows that
         # run past are not worth it, nobody selects them.
         selectable = drawn == self._drawn or not window.following
@@ -260,7 +266,9 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         if size != self.virtual_size:
             self.set_reactive(LogView.virtual_size, size)
             self.vertical_scrollbar.window_virtual_size = size.height
-        self.vertical_scrollbar.window_size = window.height
+        # More than there are rows, where some lines have none.
+        span = window.rows[-1].position + 1 - window.position if window.rows else 0
+        self.vertical_scrollbar.window_size = max(window.height, span)
         if self.scroll_offset.y != window.position:
             self.scroll_target_y = self.scroll_y = window.position
 
@@ -318,9 +326,9 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         if self._window.timestamps:
             parts.append((strftime("%H:%M:%S ", localtime(line.at)), "log-view--time"))
         if width := self._window.label_width:
-            launcher = line.source == LAUNCHER_SOURCE
-            label = "L" if launcher else str(line.source)
-            kind = "time" if launcher else f"rank{line.source % len(RANK_STYLES)}"
+            launcher, alike = line.source == LAUNCHER_SOURCE, self._window.first_alike(line.number) is not None
+            label = ALL if alike else "L" if launcher else str(line.source)
+            kind = "time" if launcher or alike else f"rank{line.source % len(RANK_STYLES)}"
             parts.append((f"{label:>{width}} ", f"log-view--{kind}"))
         return parts
 
@@ -336,13 +344,19 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             style += self.get_component_rich_style("log-view--error", partial=True)
         if line.number == self._window.current:
             style += self.get_component_rich_style("log-view--current", partial=True)
-        marks = list(self._marks_of(line))
+        marks = [*self._colours_of(line), *self._marks_of(line)]
         selection = self.text_selection
         if selection is not None and (span := selection.get_span(row.position)) is not None:
             end = len(line.text) if span[1] < 0 else span[1]
             marks.append(Mark(span[0], end, self.screen.get_component_rich_style("screen--selection")))
         strip = text_strip(row, self._window.text_width, style, marks)
         return strip.apply_offsets(row.start, row.position) if self._selectable else strip
+
+    def _colours_of(self, line: LogLine) -> list[Mark]:
+        if self.app.no_color:
+            return []
+        base, theme = self.rich_style, self.app.ansi_theme
+        return [Mark(start, end, sgr_style(parameters, base, theme)) for start, end, parameters in line.colours]
 
     def _marks_of(self, line: LogLine) -> list[Mark]:
         """The search's matches in a line; computed once per drawing, since a wrapped line has many rows."""

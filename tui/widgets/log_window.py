@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from engine.api import ERRORS, LAUNCHER_SOURCE, LogFilter, LogLine, LogPattern, LogReader, RunDir
+from engine.api import ERRORS, LAUNCHER_SOURCE, AlikeLines, LogFilter, LogLine, LogPattern, LogReader, RunDir
 from tui.widgets.log_rows import Row, height_of, rows_of
 from tui.widgets.log_scan import LogScan, Seek
 
@@ -20,6 +20,8 @@ STEP_CHARACTERS: Final = 8
 """Sideways."""
 CLOCK_CELLS: Final = 9
 """A timestamp and the space after it."""
+ALL: Final = "all"
+"""In front of a line that stands for those of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class LogWindow:
         self._found = on_found
         self.width, self.height = 0, 0
         self.wrap = self.timestamps = False
+        self.alike_once = True
+        """Lines that all ranks print alike are shown once, while those of all ranks are shown."""
         self._reader: LogReader | None = None
         self._scan: LogScan | None = None
         self._begin(None, None)
@@ -65,7 +69,10 @@ class LogWindow:
         self.run_dir = run_dir
         self.source = source
         self._reader = None if run_dir is None else LogReader(run_dir, source)
+        self._alike = None if self._reader is None else AlikeLines(self._reader)
         self._scan = None if run_dir is None else LogScan(LogReader(run_dir, source), self._found)
+        if self._scan is not None:
+            self._scan.alike_once = self.alike_once
         self.sources = [] if self._reader is None else self._reader.run_dir.sources()
         """Logs that there are, ranks first, then LAUNCHER_SOURCE."""
         self.following = True
@@ -106,7 +113,10 @@ class LogWindow:
         if self._reader is None:
             return
         top, current = self._top_line(), self.line(self.current)
-        if self._reader.refresh():
+        replaced = self._reader.refresh()
+        if self._alike is not None:
+            self._alike.refresh(replaced=replaced)
+        if replaced:
             # The index was repaired after a crash: the same lines have other numbers now.
             self._top = (0 if top is None else self._same_place(top), self._top[1])
             self.current = None if current is None else self._same_line(current)
@@ -183,6 +193,13 @@ class LogWindow:
         self.wrap, self._left, self._top = wrap, 0, (self._top[0], 0)
         self.settle()
 
+    def set_alike_once(self, once: bool) -> None:
+        self.alike_once, self._settled = once, ()
+        if self._scan is not None:
+            self._scan.alike_once = once
+            self._scan.count(self.pattern)
+        self.settle()
+
     def set_filter(self, text: str | None) -> None:
         """Show only the lines that LogFilter's pattern keeps; None: all. Raises ValueError."""
         if self._scan is not None:
@@ -239,8 +256,9 @@ class LogWindow:
             self.go_to(number)
 
     def go_to(self, number: int) -> None:
-        """Make a line the current one, on the screen, with some earlier lines above it."""
-        self.current = number
+        """Make a line, or the one that stands for it, the current one, with some earlier lines above it."""
+        first = self.first_alike(number)
+        self.current = number = number if first is None else first
         self.stay()
         if number not in {row.line.number for row in self.rows if row.part == 0}:
             self._top = (self._number(max(0, self._position(number) - self.height // 3)), 0)
@@ -267,7 +285,7 @@ class LogWindow:
         if not self.rows:
             return False
         start = position, part = self.rows[0].position, self.rows[0].part
-        if not self.wrap:
+        if not self.wrap and not self._merges:
             position += rows
         elif rows > 0:
             below = self._rows_from(position, part, rows + 1)
@@ -316,6 +334,8 @@ class LogWindow:
         """Cells for the rank's number in front of a line; 0 when all lines are of one source."""
         if self.source is not None:
             return 0
+        if self._merges:
+            return len(ALL)
         return max((len(str(source)) for source in self.sources if source != LAUNCHER_SOURCE), default=1)
 
     @property
@@ -348,6 +368,19 @@ class LogWindow:
     def current_line(self) -> LogLine | None:
         """The current line, else the one at the top."""
         return self.line(self.current) or self._top_line()
+
+    @property
+    def _merges(self) -> bool:
+        return self.alike_once and self.source is None and sum(source != LAUNCHER_SOURCE for source in self.sources) > 1
+
+    def first_alike(self, number: int) -> int | None:
+        """The line that stands for those of all ranks, itself included; None where each rank's are shown."""
+        if self._alike is None or not self._merges:
+            return None
+        return self._alike.first(number, self._frozen_at)
+
+    def repeats(self, number: int) -> bool:
+        return self.first_alike(number) not in (None, number)
 
     @property
     def _kept(self) -> LogFilter | None:
@@ -400,26 +433,31 @@ class LogWindow:
 
     def _end(self) -> tuple[int, int]:
         """Position and row at the top when the last row of the last line is at the bottom."""
-        count = self.shown_count
-        if not self.wrap:
-            return max(0, count - self.height), 0
+        position = self.shown_count
+        if not self.wrap and not self._merges:
+            return max(0, position - self.height), 0
         rows = 0
-        for position in range(count - 1, max(-1, count - 1 - self.height), -1):
+        while position > 0 and rows < self.height:
+            position -= 1
             rows += self._height_of(position)
-            if rows >= self.height:
-                return position, rows - self.height
-        return 0, 0
+        return position, max(0, rows - self.height)
 
     def _height_of(self, position: int) -> int:
-        lines = self.lines(position, position + 1)
-        return sum(height_of(line, self.text_width, wrap=self.wrap) for line in lines)
+        if self.repeats(self._number(position)):
+            return 0
+        if not self.wrap:
+            return 1
+        return sum(height_of(line, self.text_width, wrap=True) for line in self.lines(position, position + 1))
 
     def _rows_from(self, position: int, part: int, height: int) -> list[Row]:
         rows: list[Row] = []
-        for place, line in enumerate(self.lines(position, position + height), position):
-            rows += self._rows_of(line, place)
-            if len(rows) >= height + part:
-                break
+        part = 0 if self.repeats(self._number(position)) else part
+        while len(rows) < height + part and (lines := self.lines(position, position + height)):
+            for place, line in enumerate(lines, position):
+                rows += [] if self.repeats(line.number) else self._rows_of(line, place)
+                if len(rows) >= height + part:
+                    break
+            position += height
         return rows[part : part + height]
 
     def _rows_of(self, line: LogLine, position: int) -> list[Row]:

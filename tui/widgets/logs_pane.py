@@ -188,6 +188,7 @@ class LogsPane(Pane):
             "all_ranks": lambda: view.set_source(None),
             "wrap": view.toggle_wrap,
             "timestamps": view.toggle_timestamps,
+            "alike": view.toggle_alike,
         }[action]()
 
     def back(self) -> bool:

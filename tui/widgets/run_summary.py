@@ -19,6 +19,7 @@ from tui.formatting import (
     loss,
     membership_change,
     memory,
+    quiet_text,
     rate,
     recovery_summary,
     result_text,
@@ -69,8 +70,10 @@ def title(record: RunRecord) -> str:
 
 
 def alarms(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]:
-    if not state.active or not snapshot.alarms:
+    if not state.active:
         return []
+    silence = quiet_text(snapshot, state.now)
+    calm = [pair(f"{state.glyphs.shape(PENDING)} quiet", silence, width, style=MUTED)] if silence is not None else []
     mark = state.glyphs.shape(WARN)
     lines = [
         pair(f"{mark} alarm", f"{alarm.message} (iteration {alarm.iteration}, {age(alarm.at, state.now)})", width)
@@ -78,7 +81,7 @@ def alarms(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content]
     ]
     if (more := len(snapshot.alarms) - SHOWN_ALARMS) > 0:
         lines.append(pair("", f"and {more} before: `flightdeck show {snapshot.record.id}`", width, style=MUTED))
-    return [line.stylize("$warning") for line in lines]
+    return [*(line.stylize("$warning") for line in lines), *calm]
 
 
 def verification(state: DeckState, snapshot: RunSnapshot, width: int, *, every: bool) -> list[Content]:
@@ -222,10 +225,15 @@ def rank_table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: b
         place = [column.title for column in columns].index("step")
         columns.insert(place, Column("exchange", waits, 4, right=True))
         columns.insert(place + 2, Column("gradient", norms, 3, right=True))
-        reports = [figure(rank.seen_at, lambda seen: age(seen, state.now)) for rank in ranks]
-        columns.insert(-1, Column("report", reports, 4, right=True))
+        columns.insert(-1, Column("last", [figure(last_sign(state, rank), str) for rank in ranks], 4, right=True))
     head, rows = lay_out(columns, width)
     return [head, *rows] if headed else rows
+
+
+def last_sign(state: DeckState, rank: RankStatus) -> str | None:
+    """The rank's last output or step, and how long ago it came."""
+    sign, at = max(rank.signs.items(), key=lambda item: item[1], default=("", None))
+    return f"{sign} {age(at, state.now)}" if at is not None else None
 
 
 def _seconds(seconds: float) -> str:
@@ -239,7 +247,8 @@ def rank_line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
     parts = []
     for rank in snapshot.ranks:
         glyph, word = rank_glyph(state, rank)
-        took = f" {rank.step_s:.3f} s" if rank.step_s is not None else ""
+        sign = last_sign(state, rank) if rank.phase != "ended" else None
+        took = f" {rank.step_s:.3f} s" if rank.step_s is not None else f" {sign}" if sign is not None else ""
         late = Content.styled(arrow if rank.rank == straggler else "", "$warning")
         named = Content.styled(f"rank {rank.rank} ", rank_style(rank.rank))
         parts.append(Content.assemble(named, state.glyphs.state(glyph, word), took, late))

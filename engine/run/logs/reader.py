@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from engine.run.logs.line_index import GrowingFile, IndexEntry, LogIndex
 from engine.run.logs.pattern import SHOWN_BYTES, LogPattern
 from engine.security.redact import KEY_MARK, KeyLines, Redactor
-from engine.security.sanitise import sanitise
+from engine.security.sanitise import SgrSpan, sanitise, sgr_spans
 from engine.store.layout import RunDir
 
 _BLOCK_BYTES: Final = 4 << 20
@@ -44,6 +44,18 @@ class LogLine:
     """Where it begins in its source's log, bytes."""
     partial: bool = False
     """Its newline is not there yet."""
+    colours: tuple[SgrSpan, ...] = ()
+    """The program's own, in `text`."""
+
+
+class StoredLine(NamedTuple):
+    number: int
+    entry: IndexEntry
+    raw: bytes
+    """As much of it as is shown, SHOWN_BYTES and some more."""
+    size: int
+    """Bytes of the whole line."""
+    partial: bool
 
 
 class LogReader:
@@ -86,17 +98,22 @@ class LogReader:
 
     def lines(self, start: int, stop: int) -> list[LogLine]:
         """Lines `start` to `stop`, as far as there are any."""
-        start = max(0, start)
-        entries = list(enumerate(self._index.entries(start, stop), start))
-        lines = []
+        lines, keys = [], dict[int, KeyLines]()
+        for number, entry, raw, size, partial in self.stored(start, stop):
+            if (source := entry.source) not in keys:
+                keys[source] = KeyLines(inside=self._within_key(source, entry.offset))
+            at, text = self._index.at(entry.centiseconds), self._shown(raw, size, keys[source])
+            lines.append(LogLine(number, source, at, text, entry.offset, partial, tuple(sgr_spans(raw, text))))
+        return sorted(lines, key=lambda line: line.number)
+
+    def stored(self, start: int, stop: int) -> Iterator[StoredLine]:
+        """Lines `start` to `stop`, as far as there are any: all of one source, then those of the next."""
+        entries = list(enumerate(self._index.entries(start, stop), max(0, start)))
         for source in {entry.source for _, entry in entries}:
             numbered = [(number, entry) for number, entry in entries if entry.source == source]
             raws = self._raw_lines(source, numbered[0][1], len(numbered))
-            keys = KeyLines(inside=self._within_key(source, numbered[0][1].offset))
-            for (number, entry), (raw, size, partial) in zip(numbered, raws, strict=False):
-                at = self._index.at(entry.centiseconds)
-                lines.append(LogLine(number, source, at, self._shown(raw, size, keys), entry.offset, partial))
-        return sorted(lines, key=lambda line: line.number)
+            for (number, entry), raw in zip(numbered, raws, strict=False):
+                yield StoredLine(number, entry, *raw)
 
     def number_of(self, source: int, offset: int) -> int | None:
         """The line that byte `offset` of a source's log belongs to, None while it is not in the index."""
@@ -145,7 +162,7 @@ class LogReader:
             if positions:
                 entries = entries or self._index.entries(start, stop)
                 of_source = [number for number, entry in enumerate(entries, start) if entry.source == source]
-                offsets = [entry.offset for entry in self._index_of(source).entries(first, end)]
+                offsets = self._index_of(source).offsets(first, end)
                 numbers += [of_source[bisect_right(offsets, position) - 1] for position in positions]
         return sorted(numbers)
 
@@ -215,7 +232,7 @@ class LogReader:
         """`count` lines of a source from an entry on: what is read of each, its whole size, whether it is partial."""
         index, log = self._index_of(source), self._log(source)
         line = index.line_at(first.offset)
-        starts = [entry.offset for entry in index.entries(line, line + count + 1)]
+        starts = index.offsets(line, line + count + 1)
         if len(starts) <= count:
             # The log may have more lines by now than its index.
             newline = log.read(starts[-1], _BLOCK_BYTES).find(b"\n") if starts else -1
@@ -288,15 +305,25 @@ def _windows(low: int, high: int, forward: bool) -> Iterator[tuple[int, int]]:
 
 
 SLICE_LINES: Final = 1 << 15
+LATE_LINES: Final = 1 << 10
 
 
 class LogFilter:
     """`numbers` are the matching lines' numbers in the reader's log, ascending; 8 bytes each is all that is held."""
 
-    def __init__(self, reader: LogReader, pattern: LogPattern, *, inverted: bool = False) -> None:
+    def __init__(
+        self,
+        reader: LogReader,
+        pattern: LogPattern,
+        *,
+        inverted: bool = False,
+        left_out: Callable[[int], bool] | None = None,
+    ) -> None:
         self.pattern = pattern
         self.inverted = inverted
         """They are the lines that do not match."""
+        self.left_out = left_out
+        """Lines that are not among them although they match; that of one may depend on the LATE_LINES after it."""
         self.numbers: array[int] = array("Q")
         self.scanned = 0
         self._reader = reader
@@ -327,6 +354,10 @@ class LogFilter:
             if self.inverted:
                 matching = sorted(set(range(self.scanned, stop)).difference(matching))
             self.numbers.extend(matching)
+            if self.left_out is not None:
+                unsure = bisect_left(self.numbers, max(0, self.scanned - LATE_LINES))
+                kept = [number for number in self.numbers[unsure:] if not self.left_out(number)]
+                self.numbers[unsure:] = array("Q", kept)
             self.scanned = stop
         if stop == self._reader.line_count:
             self._growing = self._reader.growing()

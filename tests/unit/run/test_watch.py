@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ from engine.run.watch import RunWatch
 from engine.snapshots import ChunkProgress, Diagnosis, SeriesMark
 from engine.store.layout import RunDir
 from tests.damage import IRREGULAR, make_irregular
-from tests.unit.run.run_maker import MadeRun, end, report, validation
+from tests.unit.run.run_maker import START, MadeRun, end, report, validation
 from tui.formatting import attempt_summary, membership_change, recovery_summary
 
 ADAPTER = "/data/my adapters/0000004_adapters.safetensors"
@@ -170,6 +171,38 @@ def test_a_command_of_which_no_step_is_read_runs_and_does_not_start_for_ever(run
     assert watch.poll().ranks[0].phase == "suspended"
     run.events(0, {"event": "step", "iteration": 4})
     assert watch.poll().ranks[0].phase == "training"
+
+
+def printed(run: MadeRun, rank: int, at: datetime) -> None:
+    """Its log grows at this time."""
+    with run.directory.log(rank).open("a") as log:
+        log.write("a line\n")
+    os.utime(run.directory.log(rank), (at.timestamp(), at.timestamp()))
+
+
+def test_the_last_step_of_a_training_and_the_last_output_of_a_command_are_their_signs(home: Path) -> None:
+    for number, command in enumerate((None, ("python", "train.py"))):
+        run = MadeRun(home, command=command, number=number)
+        began = run.state("preflight", "launching").attempt().state("running").directory
+        watch = watched(run)
+        assert watch.poll().quiet is None, f"the ranks of {began} start"
+        at = [START + timedelta(minutes=minutes) for minutes in range(4)]
+        run.events(0, {"event": "step", "iteration": 1, "at": at[1].timestamp()})
+        run.events(1, {"event": "step", "iteration": 1, "at": at[1].timestamp()})
+        printed(run, 0, at[2])
+        snapshot = watch.poll()
+        assert [dict(rank.signs) for rank in snapshot.ranks] == [{"step": at[1], "output": at[2]}, {"step": at[1]}]
+        signs = [("step", at[1], 60.0), ("output", at[2], 600.0)]
+        assert snapshot.quiet is not None
+        assert (snapshot.quiet.sign, snapshot.quiet.since, snapshot.quiet.hang_s) == signs[number]
+        run.events(0, {"event": "phase", "phase": "validating"})
+        assert watch.poll().quiet is None, "which is said, and has another limit"
+
+
+def test_output_of_an_earlier_attempt_is_none_of_this_one(run: MadeRun) -> None:
+    printed(run, 0, START - timedelta(days=1))
+    run.state("preflight", "launching").attempt().state("running")
+    assert watched(run).poll().ranks[0].printed_at is None
 
 
 def test_each_rank_has_the_phase_that_it_reported_last(run: MadeRun) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import unicodedata
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.security.sanitise import MARKS_PER_CHARACTER, sanitise
+from engine.security.sanitise import MARKS_PER_CHARACTER, sanitise, sgr_spans
 
 NASTY = [
     b"\x1b[", b"\x1b]", b"\x1bP", b"\x1b_", b"\x1b^", b"\x1bX", b"\x1b\\", b"\x1b", b"\x07", b"\r", b"\n", b"\t",
@@ -99,3 +100,49 @@ def test_a_hostile_line_takes_linear_time(piece: bytes) -> None:
 
     # Quadratic time would be 64 times as long for 8 times the line.
     assert seconds(160_000) < 32 * seconds(20_000) + 0.05
+
+
+@given(lines)
+def test_colours_lie_within_what_is_shown_in_order(data: bytes) -> None:
+    text = sanitise(data)
+    spans = sgr_spans(data, text)
+    assert all(0 <= start < end <= len(text) and parameters for start, end, parameters in spans)
+    assert all(one.end <= two.start for one, two in pairwise(spans))
+    assert sgr_spans(data, f"{text}?") == []
+
+
+parts = st.tuples(
+    st.sampled_from(["1;31", "38;5;208", "38;2;9;8;7", "4;44"]),
+    st.sampled_from(["a", "漢", "a\tb", "🚀\u200d!", "[x]"]),
+)
+
+
+@given(st.lists(parts))
+def test_each_part_of_a_line_has_the_colours_that_it_was_printed_in(printed: list[tuple[str, str]]) -> None:
+    line = "".join(f"\x1b[{colour}m{text}\x1b[0m " for colour, text in printed).encode()
+    text = sanitise(line)
+    spans = sgr_spans(line, text)
+    assert [span.parameters for span in spans] == [colour for colour, _ in printed]
+    assert [text[span.start : span.end].split() for span in spans] == [sanitise(t.encode()).split() for _, t in printed]
+
+
+@pytest.mark.parametrize(
+    ("data", "spans"),
+    [
+        (b"plain\n", []),
+        (b"\x1b[31mred\x1b[0m plain\n", [("red", "31")]),
+        (b"\x1b[1;31mred\x1b[22m thin\x1b[39m default", [("red", "1;31"), (" thin", "31"), (" default", "39")]),
+        (b"\x1b[31ma\x1b[32mb\x1b[mc", [("a", "31"), ("b", "32")]),
+        (b"\x1b[34mone\x1b[0m\x1b[34m two\x1b[0m", [("one two", "34")]),
+        (b"\x1b[8mhidden\x1b[0m \x1b[5;31mblinking\x1b[0m", [("blinking", "31")]),
+        (b"\x1b[38;5;5mindexed\x1b[38;5mcut\x1b[38:2::1:2:3mcolons", [("indexedcutcolons", "38;5;5")]),
+        (b" 50%\r\x1b[32m100%\x1b[0m\r\n", [("100%", "32")]),
+        (b"\x1b[32m50%\r100%", []),
+        (b"\x1b[32m100%\x1b[0m\r\x1b[0m\n", []),
+        (b"\x1b]0;\x1b[31mtitle\x07\x1b[2J\x1b[33myellow", [("title", "31"), ("yellow", "33")]),
+        (b"\x1b[31m" + b"x" * 5_000, []),
+    ],
+)
+def test_colours_are_kept_and_nothing_else_of_a_terminal(data: bytes, spans: list[tuple[str, str]]) -> None:
+    text = sanitise(data)
+    assert [(text[start:end], parameters) for start, end, parameters in sgr_spans(data, text)] == spans
