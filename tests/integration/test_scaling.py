@@ -117,7 +117,7 @@ async def test_two_ranks_of_this_machine(
     "job",
     [
         pytest.param({}, marks=pytest.mark.slow, id="data"),
-        with_torch("ddp"),
+        with_torch("ddp", slow=True),
         with_torch("fsdp", slow=True),
         with_torch("deepspeed", slow=True),
     ],
@@ -137,6 +137,7 @@ async def test_the_time_in_which_a_rank_waits_for_a_slower_one_is_none_of_its_pa
     assert fast.communicate_s > slow.communicate_s + 0.3 * (slow.compute_s - fast.compute_s)
 
 
+@pytest.mark.slow
 async def test_a_number_of_ranks_that_fails_is_told_of_and_the_others_are_measured(engine: Engine, home: Path) -> None:
     config = local(home, 2)
     lost = config.nodes[1].model_copy(update={"data": str(home / "nowhere")})
