@@ -25,7 +25,7 @@ from tui.widgets.chart import ChartCurve, Picture, draw, picture
 from tui.widgets.plot import ChartMark
 from tui.widgets.run_summary import marks, rank_line
 
-SIZES = (SMALL, DASHBOARD, (160, 45))
+SIZES = (SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), (160, 45))
 
 
 async def pressed(console: Console, *keys: str) -> Picture:

@@ -23,7 +23,7 @@ COPY = CheckResult(
 )
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD, WIDE])
+@pytest.mark.parametrize("size", [SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE])
 async def test_a_copy_between_nodes_is_run_on_this_machine_after_a_confirmation(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:
@@ -47,7 +47,7 @@ def test_a_command_is_folded_after_some_lines() -> None:
     assert folded("one\ntwo\nthree\nfour\nfive", 78).splitlines()[FOLDED:] == ["… and 2 more lines"]
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD, WIDE])
+@pytest.mark.parametrize("size", [SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE])
 async def test_a_failed_check_is_skipped_with_a_reason_at_the_next_launch(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:

@@ -20,7 +20,7 @@ from tui.widgets.pane import RowList
 from tui.widgets.text import Text
 
 WIDE = (160, 45)
-SIZES = (SMALL, DASHBOARD, WIDE)
+SIZES = (SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE)
 FAILED, ABORTED, SUCCEEDED = "demo-0314-134500", "demo-0314-132000", "demo-0313-091500"
 
 

@@ -20,7 +20,7 @@ from tui.widgets.run_summary import figures
 WIDE = (160, 45)
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD, WIDE])
+@pytest.mark.parametrize("size", [SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE])
 async def test_in_the_morning_the_end_of_the_nights_run_is_shown_first(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(fake_engine.failed(), fake_engine.succeeded())
     async with opened(fake, size=size) as console:
@@ -37,7 +37,7 @@ async def test_a_run_of_the_day_before_is_not(fake: FakeEngine) -> None:
         assert console.app.state.snapshot is None
 
 
-@pytest.mark.parametrize("size", [SMALL, DASHBOARD, WIDE])
+@pytest.mark.parametrize("size", [SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE])
 async def test_esc_leads_back_to_the_history_from_which_a_run_was_opened(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:
