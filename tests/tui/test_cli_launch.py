@@ -5,7 +5,6 @@ stopped from a shell.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -97,11 +96,12 @@ def test_a_headless_demo_succeeds_with_one_document_on_stdout(ended_demo: Done) 
     assert record["tokens_per_second"] > 0
     for word in ("pass  versions_match", "pass  gradient_layer", "running", f"iteration {ITERATIONS}/{ITERATIONS}"):
         assert word in ended_demo.err
-    ended, losses, sentence, following = ended_demo.err.splitlines()[-4:]
-    assert ended.startswith("succeeded: completed")
-    before, after, *perplexities = map(float, re.findall(r"\d+\.?\d*(?:e\+\d+)?", losses))
-    assert losses.startswith("valid loss ") and before > after
-    assert perplexities == pytest.approx([math.exp(before), math.exp(after)], rel=0.01)
+    ended = [line for line in ended_demo.err.splitlines() if line.startswith("succeeded: completed")]
+    head, *rows, sentence, following = ended_demo.err.splitlines()[-5:]
+    assert len(ended) == 1 and head.split() == ["WEIGHTS", "SPLIT", "LOSS", "PERPLEXITY", "TOKENS", "TOOK"]
+    assert [row.split()[:2] for row in rows] == [["base", "test"], ["adapter", "test"]]
+    before, after = (float(row.split()[2]) for row in rows)
+    assert before > after
     assert re.fullmatch(r'"tower to heron: land" goes on as ".*" before, as ".*" after', sentence)
     assert following == "ask it: flightdeck chat demo   make one model of it: flightdeck fuse demo"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from engine.models import OVERRIDDEN, CheckResult, CheckStatus, RunRecord, RunSt
 from engine.snapshots import RunSnapshot, SeriesMark, ServedRequests
 from tui.commands.terminal import Lines
 from tui.formatting import duration, loss, rate, recovery_summary, span
-from tui.task_results import served_text
+from tui.task_results import result_lines, served_text
 
 POLL_S = 0.1
 ORPHAN_PATIENCE_S = 2.0
@@ -225,19 +224,15 @@ def print_end(lines: Lines, snapshot: RunSnapshot) -> None:
         lines.say(f"  stop unconfirmed on {', '.join(record.unconfirmed)}")
 
 
-def print_learned(lines: Lines, snapshot: RunSnapshot) -> None:
-    """The base model beside what was trained: by its validation loss, and by one of its answers."""
-    result = snapshot.result
-    if result is not None and result.base is not None and result.last is not None:
-        losses = result.base, result.last.loss
-        perplexities = " → ".join(f"{math.exp(min(value, 700)):.3g}" for value in losses)
-        lines.say(f"valid loss {' → '.join(map(loss, losses))}, perplexity {perplexities}")
+def print_learned(lines: Lines, snapshot: RunSnapshot, evaluation: RunSnapshot) -> None:
+    """The base model beside what was trained: by an evaluation of both, and by one of their answers."""
+    for text in result_lines(evaluation.task_results):
+        lines.say(text)
     if len(answers := [sample for sample in snapshot.samples if sample.prompt == snapshot.samples[0].prompt]) > 1:
         first, last = answers[0], answers[-1]
         lines.say(f'"{first.prompt}" goes on as "{first.text}" before, as "{last.text}" after')
-    if snapshot.trained is not None:
-        chat, fuse = (f"flightdeck {command} {snapshot.record.name}" for command in ("chat", "fuse"))
-        lines.say(f"ask it: {chat}   make one model of it: {fuse}")
+    chat, fuse = (f"flightdeck {command} {snapshot.record.name}" for command in ("chat", "fuse"))
+    lines.say(f"ask it: {chat}   make one model of it: {fuse}")
 
 
 def ending(record: RunRecord) -> str:

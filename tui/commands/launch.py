@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from engine.api import Config, Engine, ExitCode, parse_settings, with_strategy
+from engine.api import Config, Engine, ExitCode, TaskRequest, parse_settings, with_strategy
 from engine.errors import plural
 from engine.models import RunRecord, RunState
 from engine.snapshots import RunSnapshot, StopProgress
@@ -48,9 +48,17 @@ def _launch(options: argparse.Namespace, engine: Engine, config: Config, *, owne
     lines = progress_lines(options)
     snapshot, interrupted = follow_own(engine, start, lines)
     print_end(lines, snapshot)
-    print_learned(lines, snapshot)
+    if snapshot.trained is not None and not interrupted:
+        evaluation, interrupted = follow_own(engine, lambda: _evaluate(engine, snapshot.record.id), lines, quiet=True)
+        if evaluation.record.state is not RunState.SUCCEEDED:
+            print_end(lines, evaluation)
+        print_learned(lines, snapshot, evaluation)
     code = _finish(options, snapshot.record)
     return ExitCode.INTERRUPTED if interrupted else code
+
+
+def _evaluate(engine: Engine, run: str) -> RunRecord:
+    return asyncio.run(engine.tasks.start(run, TaskRequest("evaluate", divided=True)))
 
 
 def begin(start: Callable[[], RunRecord], lines: Lines) -> tuple[RunRecord, DeferredInterrupt]:
