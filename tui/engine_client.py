@@ -584,10 +584,10 @@ class EngineClient:
                 return [f"cd {shlex.quote(str((done.folder or folder).absolute()))}", *done.commands]
         return ()
 
-    async def chat_history(self, run: str) -> tuple[list[ChatExchange], str]:
-        """The exchanges that were kept with a run, and a first question that fits its data."""
+    async def chat_history(self, run: str) -> tuple[list[ChatExchange], list[str]]:
+        """The exchanges that were kept with a run, and first questions that fit its data."""
         chats = self.engine.chats
-        return await asyncio.to_thread(lambda: (chats.exchanges(run), chats.suggestion(run)))
+        return await asyncio.to_thread(lambda: (chats.exchanges(run), chats.suggestions(run)))
 
     async def open_server(self, run: str) -> ChatServer:
         return await self._loop.call(lambda: self.engine.chats.serve(run))

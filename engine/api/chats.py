@@ -137,10 +137,9 @@ class ChatsApi:
                 exchanges.append(ChatExchange.model_validate(line))
         return list(exchanges)
 
-    def suggestion(self, run: str) -> str:
-        """The first of the run's sample_prompts, else ""."""
-        prompts = read_plan(self._runs.find(run).plan).config.job.mlx_lm.get("sample_prompts") or ("",)
-        return str(prompts[0])
+    def suggestions(self, run: str) -> list[str]:
+        """The run's sample_prompts."""
+        return [*map(str, read_plan(self._runs.find(run).plan).config.job.mlx_lm.get("sample_prompts") or ())]
 
 
 def _ended(record: RunRecord) -> InputError:

@@ -737,8 +737,8 @@ class FakeEngine:
     def exchanges(self, run: str, limit: int = 100) -> list[ChatExchange]:
         return self.kept
 
-    def suggestion(self, run: str) -> str:
-        return "tower to heron"
+    def suggestions(self, run: str) -> list[str]:
+        return ["tower to heron", "hold level", "climb and maintain"]
 
     async def accept_host_key(self, offer: HostKeyOffer) -> None:
         if self.refusal is not None:

@@ -42,6 +42,17 @@ async def test_two_keys_lead_from_the_end_of_a_run_to_an_answer(fake: FakeEngine
         assert "enter ask" in console.screen
 
 
+async def test_up_and_down_lead_through_the_prompts_of_the_run_and_back_to_what_was_typed(fake: FakeEngine) -> None:
+    async with chatting(fake) as console:
+        for key, shown in (("down", "hold level"), ("down", "climb"), ("down", "tower"), ("up", "climb")):
+            await console.press(key)
+            await console.shows(f"{shown}")
+        await console.press(*"!?", "up")
+        await console.shows("climb and maintain ")
+        await console.press("down")
+        await console.shows("climb and maintain!?")
+
+
 async def test_a_question_that_comes_before_the_model_is_ready_waits_for_it(fake: FakeEngine) -> None:
     async with chatting(fake) as console:
         await console.press("enter")

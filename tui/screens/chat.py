@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from engine.api import ChatExchange, ChatServer
 
 MODELS: Final = ("trained", "base")
-_KEYS: Final = "enter ask · tab base or trained · ctrl+n new · pgup scroll · esc close"
+_KEYS: Final = "enter ask · up prompts · tab base/trained · ctrl+n new · pgup scroll · esc"
 
 
 class ChatClient(Protocol):
     """The requests of a conversation. Each raises ENGINE_ERRORS."""
 
-    async def chat_history(self, run: str) -> tuple[list[ChatExchange], str]: ...
+    async def chat_history(self, run: str) -> tuple[list[ChatExchange], list[str]]: ...
 
     async def open_server(self, run: str) -> ChatServer: ...
 
@@ -47,6 +47,8 @@ class Chat(ModalScreen[None]):
         Binding("escape", "leave", show=False),
         Binding("tab", "switch", show=False, priority=True),
         Binding("ctrl+n", "renew", show=False, priority=True),
+        Binding("up", "suggest(-1)", show=False),
+        Binding("down", "suggest(1)", show=False),
         Binding("pageup", "page(-1)", show=False),
         Binding("pagedown", "page(1)", show=False),
     ]
@@ -60,6 +62,8 @@ class Chat(ModalScreen[None]):
         self._status = ""
         self._shown: list[Content] = []
         """Each message as it is drawn."""
+        self._suggestions: list[str] = []
+        """And what was typed when one of them took its place."""
         self._messages: dict[str, list[dict[str, str]]] = {model: [] for model in MODELS}
         self._answering: Worker[None] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -85,11 +89,11 @@ class Chat(ModalScreen[None]):
 
     async def _open(self) -> None:
         try:
-            exchanges, suggestion = await self._client.chat_history(self._run)
+            exchanges, self._suggestions = await self._client.chat_history(self._run)
             for exchange in exchanges:
                 self._shown += [_drawn("you", exchange.prompt), _drawn(exchange.model, exchange.answer)]
             if not self.query_one(Input).value:
-                self.query_one(Input).value = suggestion
+                self.query_one(Input).value = next(iter(self._suggestions), "")
             self._draw()
             await self._server_ready()
         except ENGINE_ERRORS as error:
@@ -149,6 +153,13 @@ class Chat(ModalScreen[None]):
     def action_switch(self) -> None:
         self._model = MODELS[1 - MODELS.index(self._model)]
         self._say_status(self._status)
+
+    def action_suggest(self, step: int) -> None:
+        field, suggestions = self.query_one(Input), self._suggestions
+        if field.value not in suggestions:
+            suggestions.append(field.value)
+        field.value = suggestions[(suggestions.index(field.value) + step) % len(suggestions)]
+        field.action_end()
 
     def action_renew(self) -> None:
         for messages in self._messages.values():
