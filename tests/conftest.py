@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -28,6 +29,12 @@ settings.load_profile("flightdeck")
 
 # Until everything is collected; see pytest_collection_finish.
 gc.disable()
+
+with contextlib.suppress(OSError):
+    memory = os.statvfs("/dev/shm")
+    if memory.f_bavail * memory.f_frsize > 8 << 30 and not memory.f_flag & os.ST_NOEXEC:
+        # On a disk each of the tests' thousands of fsyncs takes milliseconds.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 FLIGHTDECK = Path(sys.executable).with_name("flightdeck")
 """The installed command."""
