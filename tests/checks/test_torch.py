@@ -283,7 +283,7 @@ async def test_what_accelerate_replaces_silently_is_a_fault_in_words(tmp_path: P
     ("strategy", "chosen"),
     [
         pytest.param("deepspeed", "Accelerate chose DEEPSPEED with 2 processes", marks=pytest.mark.slow),
-        ("fsdp", "2 processes; the recipe calls fully_shard itself"),
+        pytest.param("fsdp", "2 processes; the recipe calls fully_shard itself", marks=pytest.mark.slow),
     ],
 )
 async def test_accelerate_makes_what_the_recipe_asks_it_for(tmp_path: Path, strategy: Strategy, chosen: str) -> None:

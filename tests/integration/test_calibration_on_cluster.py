@@ -177,6 +177,7 @@ async def test_given_up_it_leaves_nothing(cluster: Cluster, config: Config, tmp_
     assert engine.calibrations.latest(config) is None
 
 
+@pytest.mark.slow
 def test_a_head_that_is_killed_leaves_nothing(cluster: Cluster, config: Config, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(lengthy(config).model_dump_json())
     argv = [sys.executable, "-c", HEAD, str(tmp_path / "config.json"), str(tmp_path / "home")]
