@@ -158,8 +158,9 @@ def test_a_fused_model_keeps_the_gain_and_is_published_as_stock_mlx_lm_loads_it(
     there = nodes["ana"].disk.seen_from_head(fused["path"])
     assert fused["accepted"] and fused["kept"] > 0.99
     published = Path(trained.command("publish", "--lmstudio", str(tmp_path / "models"), folder=tmp_path)["folder"])
-    written = {file.name: file.read_bytes() for file in there.iterdir()}
-    assert {name: (published / name).read_bytes() for name in written if name != "README.md"} == written
+    assert {file.name for file in there.iterdir()} <= {file.name for file in published.iterdir()}
+    weights = {file.name: file.read_bytes() for file in there.glob("*.safetensors")}
+    assert weights and {name: (published / name).read_bytes() for name in weights} == weights
     assert trained.run.dir.id in (published / "README.md").read_text()
     assert stock_loss(published, rows) == pytest.approx(stock_loss(trained.model, rows, trained.adapter), abs=1e-3)
 
