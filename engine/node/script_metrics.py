@@ -82,10 +82,18 @@ class _Reports:
         self._lossless: dict[str, float] = {}
         """The figures of the last report, while it has no loss: that may stand in another line."""
         self._active_at = time.monotonic()
+        self._of_step: list[Mapping[str, float]] = []
+        """All values of the step that was last written."""
 
     def write(self, step: int, values: Mapping[str, float], at: float | None = None, total: int | None = None) -> None:
         """`values` as `metrics_of` gives them. `at`: their time, seconds, by one clock for all; None: now. `total`: the
         training's steps, where they are known."""
+        if step != self.last:
+            self._of_step.clear()
+        elif values in self._of_step:
+            # Below a launcher inside the command every rank prints it.
+            return
+        self._of_step.append(values)
         train = {name: value for name, value in values.items() if name not in _APART}
         validation = {name: values[name] for name in ("val_loss", "val_time") if name in values}
         if "train_loss" in train or ("val_loss" not in values and step > (-1 if self.last is None else self.last)):

@@ -569,3 +569,10 @@ def test_no_file_harms(tmp_path_factory: pytest.TempPathFactory, content: bytes,
     (folder / f"events.out.tfevents.1.{socket.gethostname()}.1.0").write_bytes(content)
     reader.poll()
     reader.poll()
+
+
+def test_what_every_rank_below_a_launcher_inside_the_command_prints_is_reported_once(tmp_path: Path) -> None:
+    """Two of nanoGPT's lines by each of two ranks of `mlx.launch -n 2 -- python train.py`."""
+    lines = "iter {0}: loss 2.5000, time 15.00ms, mfu 3.10%\nstep {0}: train loss 2.4000, val loss 2.6000\n"
+    printed = "".join(2 * lines.format(step) for step in (0, 10))
+    assert read(tmp_path, printed) == [(0, 2.5, None), (0, None, 2.6), (10, 2.5, None), (10, None, 2.6)]

@@ -385,11 +385,19 @@ async def test_lines_that_all_ranks_print_alike_are_shown_once(logs: RunLogs, si
         together = ["all loading", "  0 step 1 of rank 0", "  L loading", "  1 step 1 of rank 1"]
         await until(lambda: app.shown() == together)
         assert app.view.text() == "\n".join(together)
+        bar = app.view.vertical_scrollbar
+        both(logs, "\n" * (size[1] - 5))
+        await until(lambda: app.view.state.lines == 5 + 2 * (size[1] - 5))
+        assert bar.window_size >= bar.window_virtual_size, "all lines are on the screen"
+        together += ["all"] * (size[1] - 5)
+        app.view.move("top")
         app.view.toggle_alike()
-        assert app.shown() == ["0 loading", "0 step 1 of rank 0", "L loading", "1 loading", "1 step 1 of rank 1"]
+        each = ["0 loading", "0 step 1 of rank 0", "L loading", "1 loading", "1 step 1 of rank 1"]
+        assert app.shown()[:5] == each
         app.view.set_source(1)
         app.view.toggle_alike()
-        assert app.shown() == ["loading", "step 1 of rank 1"]
+        app.view.move("top")
+        assert app.shown()[:2] == ["loading", "step 1 of rank 1"]
 
 
 async def test_alike_lines_are_walked_past_followed_and_copied_once(logs: RunLogs) -> None:

@@ -266,9 +266,10 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         if size != self.virtual_size:
             self.set_reactive(LogView.virtual_size, size)
             self.vertical_scrollbar.window_virtual_size = size.height
-        # More than there are rows, where some lines have none.
-        span = window.rows[-1].position + 1 - window.position if window.rows else 0
-        self.vertical_scrollbar.window_size = max(window.height, span)
+        # More lines than rows where some have none.
+        at_end = window.following or len(window.rows) < window.height
+        end = window.shown_count if at_end else window.rows[-1].position + 1
+        self.vertical_scrollbar.window_size = max(window.height, end - window.position)
         if self.scroll_offset.y != window.position:
             self.scroll_target_y = self.scroll_y = window.position
 
