@@ -11,11 +11,12 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Final
 
 from engine.failures.explanation import CAUSE_CHARACTERS, explain, findings
 from engine.failures.signature import SignatureKind
 from engine.models import Reason, RunState
-from engine.protocol.attempt import ExitRecord
+from engine.protocol.attempt import EMERGENCY_CHECKPOINT, END, STOP, ExitRecord
 from engine.protocol.exit_codes import ShellExit
 from engine.run.command_watch import APART_FIX, IDLE, STOPPED, apart_cause
 from engine.run.events import Hang, Trigger, Verdict
@@ -83,9 +84,13 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
     return of_attempt or _unexplained(evidence)
 
 
+_COMMANDS: Final = frozenset(command.decode().strip() for command in (STOP, END, EMERGENCY_CHECKPOINT))
+"""What a keeper that a supervisor has told to end its rank writes into the exit record."""
+
+
 def _why_is_lost(fault: Fault, evidence: FailureEvidence) -> bool:
     """The fault follows from that an earlier supervisor had ended ranks, and has left no reason."""
-    ends = [_ended_at(rank) for rank in evidence.ranks if rank.record is not None and rank.record.stopped_by == "end"]
+    ends = [_ended_at(rank) for rank in evidence.ranks if rank.record and rank.record.stopped_by in _COMMANDS]
     return evidence.adopted and fault.weight is Weight.CONSEQUENCE and min(ends, default=fault.at) < fault.at
 
 

@@ -263,6 +263,8 @@ class Program:
             self.write(self.failure)
         else:
             self.log = message
+        # Also after its last event: an exit code of its own counts more.
+        self.completed = False
         self.die(code)
 
     def kill_by_end_of_keeper(self) -> None:

@@ -177,6 +177,14 @@ HISTORIES = {
         '[["rank_killed",4.41,1,7.0],["head_disk_full",4.44,1,12.0],["head_power",8.33,3,0.4],'
         '["agent_stopped",9.11,4,180.0]]}'
     ),
+    "a rank that fails after it has reported its end has not completed, and an abort meanwhile is one": (
+        '{"kind":"shared","local":false,"iterations":5,"every":0,"faults":[["rank_lingers",5.15,0,0.0],'
+        '["abort",24.79,1,12.0],["rank_exits",26.99,0,7.0]]}'
+    ),
+    "an abort is lost with a supervisor whose disk was full, and the ranks that it stopped are not what was lost": (
+        '{"seed":424796125,"iterations":8,"period_s":3.0,"every":3,"faults":[["head_disk_full",3.11,0,400.0],'
+        '["abort",3.38,0,180.0],["head_killed_at_effect",27,0,110.0]]}'
+    ),
 }
 
 

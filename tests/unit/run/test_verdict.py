@@ -488,8 +488,9 @@ def test_a_lost_node_that_comes_back_to_ended_peers_is_the_cause() -> None:
     assert adopted.cause == "right was cut off, and its rank lost the others", "for how long nobody knows any more"
 
 
-def test_why_a_lost_supervisor_ended_the_ranks_is_not_that_a_later_one_lost_them() -> None:
-    ended, came_back = rank(0, sig=15, at=40.0, stopped_by="end"), rank(1, 5, at=63.0, left_for_peers=True)
+@pytest.mark.parametrize("stopped_by", ["end", "stop"])
+def test_why_a_lost_supervisor_ended_the_ranks_is_not_that_a_later_one_lost_them(stopped_by: str) -> None:
+    ended, came_back = rank(0, sig=15, at=40.0, stopped_by=stopped_by), rank(1, 5, at=63.0, left_for_peers=True)
     adopted = verdict_on(evidence(ended, came_back, trigger=Trigger.ENDED, adopted=True))
     assert (adopted.reason, adopted.rank) == (Reason.SUPERVISOR_LOST, None)
     assert verdict_on(evidence(ended, came_back, trigger=Trigger.ENDED)).rank == 1
