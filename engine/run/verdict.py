@@ -85,7 +85,7 @@ def verdict_on(evidence: FailureEvidence) -> Verdict:
 
 
 _COMMANDS: Final = frozenset(command.decode().strip() for command in (STOP, END, EMERGENCY_CHECKPOINT))
-"""What a keeper that a supervisor has told to end its rank writes into the exit record."""
+"""In the exit record of a rank that a supervisor has told its keeper to end."""
 
 
 def _why_is_lost(fault: Fault, evidence: FailureEvidence) -> bool:
@@ -98,12 +98,13 @@ def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:
     """All that is known follows from another rank's end, and there are some of which the end is not known."""
     gone = [rank for rank in evidence.ranks if rank.record is None and (rank.started or rank.launcher_code is None)]
     unseen = [rank for rank in gone if rank.outlived or not rank.vanished]
-    left = fault.evidence.left_for_peers or fault.evidence.error_type == "PeerLost"
+    together = _left_together(fault.evidence)
+    left = together or fault.evidence.left_for_peers or fault.evidence.error_type == "PeerLost"
     if not (fault.weight is Weight.CONSEQUENCE and left and evidence.over and unseen):
         return None
     if len(unseen) == 1:
-        cause = "the other ranks lost their connection to it, and its node has shown no exit record"
-        return _failed(Reason.RANK_FAILED, cause, unseen[0])
+        how = "stopped with it" if together else "lost their connection to it"
+        return _failed(Reason.RANK_FAILED, f"the other ranks {how}, and its node has shown no exit record", unseen[0])
     nodes = ", ".join(dict.fromkeys(rank.node for rank in unseen))
     return _failed(Reason.RANK_FAILED, f"a rank on one of {nodes} was lost: each has shown no exit record")
 

@@ -185,6 +185,10 @@ HISTORIES = {
         '{"seed":424796125,"iterations":8,"period_s":3.0,"every":3,"faults":[["head_disk_full",3.11,0,400.0],'
         '["abort",3.38,0,180.0],["head_killed_at_effect",27,0,110.0]]}'
     ),
+    "ranks that stopped together with one that was fenced without a record did so because of that one": (
+        '{"seed":215173522,"kind":"sharded","nodes":4,"iterations":12,"period_s":3.0,"every":10,"recovery":3,"faults":'
+        '[["cut",3.3,2,30.0],["keeper_stopped",34.17,2,18.0]]}'
+    ),
 }
 
 

@@ -337,6 +337,14 @@ def test_the_one_rank_without_a_record_is_named_where_all_others_have_lost_it() 
     several = verdict_on(evidence(rank(0, **left), unseen, third))
     assert (several.reason, several.rank) == (Reason.RANK_FAILED, None)
     assert several.cause == "a rank on one of right, third was lost: each has shown no exit record"
+    stopped: dict[str, Any] = {"code": 0, "end": {"event": "end", "completed": False, "stopped": True, "iteration": 7}}
+    together = verdict_on(
+        evidence(rank(0, **stopped), replace(unseen, vanished=True, outlived=True), rank(2, **stopped))
+    )
+    assert (together.rank, together.cause) == (
+        1,
+        "the other ranks stopped with it, and its node has shown no exit record",
+    )
     twice = verdict_on(evidence(rank(0, **left), unseen, replace(third, rank=3), third))
     assert twice.cause == several.cause, "each node once"
 
