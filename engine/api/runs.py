@@ -176,13 +176,11 @@ class RunsApi:
         InputError for what is no tag, StateError."""
         record = self.listed(self.find(run).id)
         added, removed = ({validate_identifier(tag, "tag") for tag in tags} for tags in (add, remove))
-        tags = sorted({*record.tags, *added} - removed)
-        text = record.note if note is None else plain(note, _NOTE_LIMIT).strip() or None
+        text = None if note is None else plain(note, _NOTE_LIMIT).strip()
         store = self._session.store
         if record.id not in store.run_fields():
             store.put_run(record)
-        store.annotate(record.id, tags=tags, note=text)
-        return record.model_copy(update={"tags": tags, "note": text})
+        return record.model_copy(update=store.annotate(record.id, add=added, remove=removed, note=text))
 
     def listed(self, run: str) -> RunRecord:
         """The run of this id with what a person has written about it. Raises RunNotFound."""
@@ -202,8 +200,7 @@ class RunsApi:
             why = "its supervisor is still at work: a node has not answered, or logs are copied"
             raise InputError("the run is not deleted", where=directory.id, why=why, todo="try again later")
         try:
-            plan, history = await asyncio.to_thread(lambda: (read_plan(directory.plan), read_history(directory)))
-            deletion = await delete_folders(self._session.fleet, directory, plan, history, go=go)
+            deletion = await delete_folders(self._session.fleet, directory, go=go)
             if go and (anyway or not deletion.problems):
                 await asyncio.to_thread(self._session.store.delete_run, directory.id)
                 await asyncio.to_thread(delete_here, directory)
@@ -220,10 +217,10 @@ class RunsApi:
     def _hold(self, directory: RunDir) -> int | None:
         """Keep supervisors from a run that has ended and that no other uses; None while it has one. Raises InputError,
         StateError."""
-        if not self.record(directory.id).state.ended:
+        active = [run.id for run in self.all() if not run.state.ended]
+        if directory.id in active:
             todo = f"flightdeck abort {directory.id}"
             raise InputError("the run is not deleted", where=directory.id, why="it has not ended", todo=todo)
-        active = [run.id for run in self.all() if not run.state.ended]
         if users := [run for run in active if read_plan(self.directory(run).plan).uses(directory.id)]:
             todo = f"flightdeck abort {users[0]}"
             raise InputError("the run is not deleted", where=directory.id, why=f"{users[0]} uses it", todo=todo)
@@ -261,8 +258,11 @@ class RunsApi:
 
     def _read(self, run: str) -> RunRecord | None:
         """A run as its own directory has it."""
+        directory = self.directory(run)
         with contextlib.suppress(StateError):
-            return RunWatch(self.directory(run)).poll().record
+            return RunWatch(directory).poll().record
+        with contextlib.suppress(StateError):
+            return read_history(directory).record
         return None
 
     def directory(self, run: str) -> RunDir:

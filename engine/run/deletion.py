@@ -4,21 +4,25 @@ what it has saved elsewhere, in folders that the configuration or a person named
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from engine.cluster.probe_results import RemovalReport
+from engine.cluster.staging import HostLayout
 from engine.cluster.transport.fleet import Fleet
-from engine.config.models import Config, NodeConfig
-from engine.errors import FlightDeckError
+from engine.config.models import NodeConfig
+from engine.errors import FlightDeckError, StateError
 from engine.launch.rank_environment import path_there
 from engine.models import NoValue
 from engine.node.probes.storage import disk_usage
+from engine.run.events import Attempt
 from engine.run.history import RunHistory
-from engine.run.run_plan import RunPlan
+from engine.run.journal import read_history
+from engine.run.run_plan import RunPlan, read_plan
 from engine.snapshots import Deletion, RunFolders
 from engine.store.layout import RunDir
 from engine.task_result import Fused
@@ -38,49 +42,72 @@ class _Host:
     folders: tuple[str, ...]
 
 
-def _hosts(plan: RunPlan, history: RunHistory) -> list[_Host]:
-    config, hosts = plan.config, dict[str, tuple[list[NodeConfig], set[str]]]()
+def _hosts(history: RunHistory, plan: RunPlan | None) -> list[_Host]:
+    """By the journal; where the plan can be read, with the folders of its destination for states."""
+    run, hosts = history.record.id, dict[str, _Host]()
+    destination = plan.config.checkpoint.destination if plan is not None else None
     for attempt in history.attempts:
         for layout in attempt.plan.layouts:
-            nodes = [node for node in config.nodes if node.ssh == layout.target]
-            folders = {str(PurePosixPath(layout.root) / "runs" / plan.run_id)}
-            destination = config.checkpoint.destination
-            if destination and "://" not in destination:
-                places = {path_there(config, node, layout, destination) for node in nodes}
-                folders |= {str(PurePosixPath(place) / plan.run_id) for place in places if place is not None}
-            if nodes:
-                hosts.setdefault(layout.target, (nodes, set()))[1].update(folders)
-    return [_Host(nodes[0], tuple(node.name for node in nodes), (*sorted(places),)) for nodes, places in hosts.values()]
+            nodes = _nodes(attempt.plan, layout, plan)
+            folders = {str(PurePosixPath(layout.root) / "runs" / run)}
+            if plan is not None and destination and "://" not in destination:
+                places = {path_there(plan.config, node, layout, destination) for node in nodes}
+                folders |= {str(PurePosixPath(place) / run) for place in places if place is not None}
+            host = hosts.get(layout.target) or _Host(nodes[0], tuple(node.name for node in nodes), ())
+            hosts[layout.target] = replace(host, folders=tuple(sorted({*host.folders, *folders})))
+    return list(hosts.values())
 
 
-def _kept(config: Config, run: str, history: RunHistory) -> Iterator[tuple[str, str]]:
+def _nodes(attempt: Attempt, layout: HostLayout, plan: RunPlan | None) -> list[NodeConfig]:
+    """The nodes of a host, as the plan has them, else as far as the attempt has."""
+    planned = [node for node in plan.config.nodes if node.ssh == layout.target] if plan is not None else []
+    names = [attempt.nodes[rank] for rank in layout.ranks if rank < len(attempt.nodes)] or [layout.target]
+    return planned or [NodeConfig(name=name, ssh=layout.target, python=layout.python, workdir="~") for name in names]
+
+
+def _kept(history: RunHistory, plan: RunPlan | None, hosts: Sequence[_Host]) -> Iterator[tuple[str, str]]:
     """(node, folder) of what it has saved and that is not in a folder of its own."""
-    saves = [(event.node, event.saved) for event in history.weights.values()]
-    saves += [(event.node, event.saved) for states in history.states.values() for event in states if event.saved]
-    for node, saved in saves:
-        if run not in PurePosixPath(saved.folder).parts:
-            yield node, saved.folder
+    own = {folder for host in hosts for folder in host.folders}
+    saves = [(event.node, event.saved.folder) for event in history.weights.values()]
+    states = (event for events in history.states.values() for event in events)
+    saves += [(event.node, event.saved.folder) for event in states if event.saved]
     for result in history.task_results:
-        if isinstance(result, Fused) and result.accepted and run not in PurePosixPath(result.path).parts:
-            yield config.nodes[0].name, result.path
-    if (destination := config.checkpoint.destination) and "://" in destination:
+        if isinstance(result, Fused) and result.accepted and hosts:
+            saves.append((hosts[0].names[0], result.path))
+    for node, folder in saves:
+        if own.isdisjoint(map(str, (PurePosixPath(folder), *PurePosixPath(folder).parents))):
+            yield node, folder
+    if plan is not None and (destination := plan.config.checkpoint.destination) and "://" in destination:
         yield "", destination
 
 
-async def delete_folders(fleet: Fleet, directory: RunDir, plan: RunPlan, history: RunHistory, *, go: bool) -> Deletion:
+async def delete_folders(fleet: Fleet, directory: RunDir, *, go: bool) -> Deletion:
     """The space that the run takes; with `go` its folders on all nodes are deleted at once, those here are not."""
-    hosts = _hosts(plan, history)
-    nodes = await asyncio.gather(*(_ask(fleet, host, plan, go=go) for host in hosts))
-    here = await asyncio.to_thread(disk_usage, directory.path)
-    kept = tuple(dict.fromkeys(_kept(plan.config, directory.id, history)))
-    return Deletion(directory.id, RunFolders("", (str(directory.path),), here), tuple(nodes), kept)
+    here = RunFolders("", (str(directory.path),), await asyncio.to_thread(disk_usage, directory.path))
+    try:
+        history, plan = await asyncio.to_thread(_read, directory)
+    except StateError as error:
+        unread = RunFolders("its nodes", (f"~/.flightdeck/runs/{directory.id}",), problem=str(error))
+        return Deletion(directory.id, here, (unread,))
+    hosts = _hosts(history, plan)
+    nodes = await asyncio.gather(*(_ask(fleet, host, history, go=go) for host in hosts))
+    return Deletion(directory.id, here, tuple(nodes), tuple(dict.fromkeys(_kept(history, plan, hosts))))
 
 
-async def _ask(fleet: Fleet, host: _Host, plan: RunPlan, *, go: bool) -> RunFolders:
-    asked = json.dumps({"run": plan.run_id, "nonce": plan.nonce, "folders": host.folders, "remove": go})
+def _read(directory: RunDir) -> tuple[RunHistory, RunPlan | None]:
+    """Raises StateError where neither journal nor plan can be read."""
+    history = read_history(directory)
+    with contextlib.suppress(StateError):
+        return history, read_plan(directory.plan)
+    return history, None
+
+
+async def _ask(fleet: Fleet, host: _Host, history: RunHistory, *, go: bool) -> RunFolders:
+    request = {"run": history.record.id, "nonce": history.nonce, "folders": host.folders, "remove": go}
     name = ", ".join(host.names)
     try:
-        report = await fleet.agent(host.node).probe("run_folders", asked, result_type=RemovalReport, timeout_s=_LIMIT_S)
+        agent, asked = fleet.agent(host.node), json.dumps(request)
+        report = await agent.probe("run_folders", asked, result_type=RemovalReport, timeout_s=_LIMIT_S)
     except (FlightDeckError, OSError) as error:
         return RunFolders(name, host.folders, problem=str(error))
     if isinstance(report, NoValue):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -147,17 +147,25 @@ class Store:
         written = {"tags", "note"}
         self._put(RunRecord, {record.id: record.model_dump(mode="json", exclude=written) for record in records})
 
-    def annotate(self, run: str, *, tags: Sequence[str], note: str | None) -> None:
-        """Replace the tags and the note of a run. Raises StateError."""
+    def annotate(
+        self, run: str, *, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None
+    ) -> dict[str, Any]:
+        """Add and remove tags of a run, and replace its note ("" removes it, None leaves it): its `tags` and `note`
+        then. Others may write them at the same time. Raises StateError."""
+        written = dict[str, Any]()
 
         def write(tables: _Tables) -> None:
             rows = tables(_ANNOTATIONS)
-            if rows.contains(doc_id=run):  # type: ignore[arg-type]
+            before = rows.get(doc_id=run) or {}  # type: ignore[arg-type]
+            written["tags"] = sorted({*before.get("tags", ()), *add} - set(remove))
+            written["note"] = before.get("note") if note is None else note or None
+            if before:
                 rows.remove(doc_ids=[run])  # type: ignore[list-item]
-            if tags or note:
-                rows.insert(Document({"tags": sorted(tags), "note": note}, doc_id=run))  # type: ignore[arg-type]
+            if any(written.values()):
+                rows.insert(Document(dict(written), doc_id=run))  # type: ignore[arg-type]
 
         self._change(write)
+        return written
 
     def delete_run(self, run: str) -> None:
         """Remove the record and what a person has written about it. Raises StateError."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from engine.errors import InputError
 from engine.node.probes.storage import probe_run_folders
 from engine.protocol.task import Task
 from engine.run.events import SavedFiles, WeightsSaved
+from engine.run.run_plan import copy_of
 from engine.run.supervisor_process import take_lock
 from engine.snapshots import Deletion
 from engine.store.store import Store
@@ -134,3 +138,42 @@ def test_tags_are_identifiers_and_a_note_is_a_line(home: Path) -> None:
         runs.annotate(run.id, add=["a b"])
     assert [run.note for run in runs.select("tag:night")] == ["a b"]
     assert runs.annotate(run.id, note="").note is None
+
+
+def test_of_two_tags_at_the_same_time_none_is_lost(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, both, change = made(home), threading.Barrier(2), Store._change
+
+    def changed(store: Store, action: Any) -> None:
+        both.wait(30)
+        change(store, action)
+
+    monkeypatch.setattr(Store, "_change", changed)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda tag: Engine(home=home).runs.annotate(run.id, add=[tag]), ["night", "base"]))
+    assert Engine(home=home).runs.listed(run.id).tags == ["base", "night"]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_run_without_a_plan_that_can_be_read_is_listed_and_deleted_by_its_journal(home: Path, listed: bool) -> None:
+    run = made(home)
+    for file in (run.directory.plan, copy_of(run.directory.plan)):
+        file.write_text("{")
+    if not listed:
+        Store(home).delete_run(run.id)
+    (kept,) = Engine(home=home).runs.all()
+    assert (kept.id, kept.name, kept.state) == (run.id, "job", "lost" if listed else "failed")
+    done = deletion(home, run.id, go=True)
+    ((nodes,), folder) = done.nodes, home / "node" / "runs" / run.id
+    assert (nodes.node, nodes.folders, nodes.problem, done.deleted) == ("node0, node1", (str(folder),), None, True)
+    assert not folder.exists() and Engine(home=home).runs.all() == []
+
+
+def test_a_run_of_which_neither_plan_nor_journal_can_be_read_is_deleted_here(home: Path) -> None:
+    run = made(home)
+    for file in (run.directory.plan, copy_of(run.directory.plan), run.directory.journal):
+        file.write_text("{")
+    done = deletion(home, run.id, go=True)
+    assert (done.deleted, list(done.problems)) == (False, ["its nodes"])
+    assert "the plan is not valid" in done.problems["its nodes"]
+    assert deletion(home, run.id, go=True, anyway=True).deleted
+    assert Engine(home=home).runs.all() == [] and not run.directory.path.exists()

@@ -53,7 +53,7 @@ def test_runs_are_newest_first(home: Path) -> None:
 def test_tags_and_a_note_stay_when_the_record_is_written_again_and_go_with_the_run(home: Path) -> None:
     store = Store(home)
     store.rebuild([record(1), record(2)])
-    store.annotate("run-00001", tags=["night", "base"], note="slow")
+    store.annotate("run-00001", add=["night", "base"], note="slow")
     Store(home).put_run(record(1, state=RunState.FAILED))
     run = next(run for run in store.runs() if run.id == "run-00001")
     assert (run.state, run.tags, run.note) == (RunState.FAILED, ["base", "night"], "slow")
