@@ -62,17 +62,6 @@ def _abort(state: DeckState) -> str | None:
     return f"{state.snapshot.record.id} has ended" if state.snapshot is not None else "no run is under way"
 
 
-def _fetch(state: DeckState) -> str | None:
-    if state.snapshot is None:
-        return "no run is shown: 5 lists them"
-    run, result = state.snapshot.record.id, state.snapshot.result
-    if result is None:
-        return f"{run} has not ended: `flightdeck fetch {run}` copies what it has saved so far"
-    return (
-        None if any(file.holds != "checkpoint" for file in result.files) else f"{run} has left no weights with hashes"
-    )
-
-
 def _checked_by_run(state: DeckState) -> str | None:
     if state.pane != "preflight":
         return None
@@ -240,8 +229,6 @@ ACTIONS: Final[tuple[Action, ...]] = (
            why_not=_first(_loading, _busy, _nothing_to_launch, _NOT_ENDED, _failures)),
     Action("abort", ("ctrl+x",), "abort", "Abort the shown run, after a confirmation", "run", dangerous=True,
            why_not=_abort),
-    Action("fetch", ("F",), "fetch", "Copy the trained weights of the shown run to ./<run id> here", "run",
-           why_not=_first(_loading, _fetch, _busy)),
     Action("use", ("u",), "use", "Evaluate, fuse, serve, fetch or publish what a run has trained",
            "run", panes=("run", "logs", "history"), why_not=_first(_loading, _use)),
     Action("again", ("R",), "again", "Start a run that has ended again: resumed, the same, or with changes", "run",

@@ -528,10 +528,6 @@ class FlightDeckApp(App[None]):
         else:
             self.push_screen(confirm_abort(self.state, text_width(self.size.width)), answered)
 
-    def do_fetch(self) -> None:
-        assert self.state.snapshot is not None
-        self._request(self.client.fetch(self.state.snapshot.record.id))
-
     def do_recheck(self) -> None:
         self._request(self.client.preflight() if self.state.pane == "preflight" else self.client.probe())
 
@@ -567,7 +563,7 @@ class FlightDeckApp(App[None]):
         async def read() -> Sequence[DialogChoice] | None:
             nonlocal use
             use = await self.client.read_use(run)
-            return uses(use, self.state.running) if use is not None else None
+            return uses(use, self.state.running, self.state.busy) if use is not None else None
 
         def chosen(key: str | None) -> None:
             if key is not None and use is not None:

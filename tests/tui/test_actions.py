@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.snapshots import ResultFile, RunResult, RunSnapshot, TrainedFile
+from engine.snapshots import ResultFile, RunResult, TrainedFile
 from tests.tui import fake_engine
 from tui.actions import ACTIONS, BY_ID, GROUPS, action_for, bar, keys, label, markdown
 from tui.app import FlightDeckApp
 from tui.screens.deck import MOVES, DeckScreen
+from tui.screens.use import RunUse, uses
 from tui.state import VIEWS, DeckState
 from tui.widgets.logs_pane import LogsPane
 
@@ -80,20 +81,15 @@ def test_a_run_that_cannot_be_served_has_no_chat_and_says_why() -> None:
 
 
 def test_what_cannot_be_fetched_says_why() -> None:
-    def why(snapshot: RunSnapshot | None) -> str | None:
-        return BY_ID["fetch"].why_not(replace(IDLE, snapshot=snapshot))
+    def why(result: RunResult | None, busy: str | None = None) -> str | None:
+        use = RunUse(replace(fake_engine.succeeded(), result=result), None, None)
+        return next(choice.why_not for choice in uses(use, None, busy) if choice.label == "fetch")
 
-    ended, run = fake_engine.succeeded(), fake_engine.running().record.id
     saved = ResultFile("adapter", False, 60, "ana", "/a", "a", 9, "0" * 64)
-    assert why(None) == "no run is shown: 5 lists them"
-    assert (
-        why(fake_engine.running()) == f"{run} has not ended: `flightdeck fetch {run}` copies what it has saved so far"
-    )
-    for files in ((), (replace(saved, holds="checkpoint"),)):
-        assert (
-            why(replace(ended, result=RunResult(files=files))) == f"{ended.record.id} has left no weights with hashes"
-        )
-    assert why(replace(ended, result=RunResult(files=(saved,)))) is None
+    assert (why(None) or "").startswith("it has not ended: `flightdeck fetch ")
+    assert why(RunResult(files=(replace(saved, holds="checkpoint"),))) == "it has left no weights with hashes"
+    assert why(RunResult(files=(saved,))) is None
+    assert why(RunResult(files=(saved,)), "launching") == "launching"
 
 
 def test_where_there_is_a_configuration_the_demo_says_what_goes_on() -> None:

@@ -113,21 +113,22 @@ RESULT: Final = RunResult(
 )
 
 
-async def test_the_end_of_a_run_says_what_it_came_to_and_one_key_fetches_the_weights(fake: FakeEngine) -> None:
+async def test_the_end_of_a_run_says_what_it_came_to_and_u_fetches_the_weights(fake: FakeEngine) -> None:
     fake.add(ended := replace(fake_engine.succeeded(), result=RESULT))
     fake.held.add(ended.record.id)
     async with opened(fake, size=SMALL, follow=ended.record.id) as console:
         await console.shows("val loss 6.198 to 1.395, best 1.372 at iteration 40 ")
         await console.press("z")
-        await console.shows("tokens in 0:44; F fetches the weights")
-        await console.press("F")
+        await console.shows("tokens in 0:44; u F fetches the weights")
+        await console.press("u", "F")
         await console.shows("1.2 MB of 4.1 MB, 112 kB/s, ETA 25 s")
-        await console.press("F")
-        assert console.notifications[0].startswith("fetch: fetching 1.2 MB of 4.1 MB")
+        await console.press("u")
+        await console.shows("not now: fetching 1.2 MB of 4.1 MB")
+        await console.press("escape")
         fake.held.clear()
         await console.until(lambda: f"fetched to {fake.home / ended.record.id}" in console.notifications)
         fake.refusal = LaunchError("another fetch writes it")
-        await console.press("F")
+        await console.press("u", "F")
         await console.until(lambda: console.notifications[-1] == "fetch: another fetch writes it")
 
 

@@ -142,12 +142,14 @@ class RunUse:
         return ", ".join(dict.fromkeys(nodes)) if divided else self.node or ""
 
 
-def uses(use: RunUse, running: RunRecord | None) -> list[DialogChoice]:
-    """`running`: a run that has not ended."""
+def uses(use: RunUse, running: RunRecord | None, busy: str | None) -> list[DialogChoice]:
+    """`running`: a run that has not ended; `busy`: the request that is under way."""
     run, result = use.run, use.snapshot.result
     taken = f"{running.id} uses the nodes: 5 lists it, enter opens it, ctrl+x stops it" if running is not None else None
     files = result.files if result is not None else ()
     no_files = None if any(file.holds != "checkpoint" for file in files) else "it has left no weights with hashes"
+    if result is None:
+        no_files = f"it has not ended: `flightdeck fetch {run}` copies what it has saved so far"
     served = running is not None and (running.task, running.source) == ("serve", run)
     unserved = use.snapshot.trained.unserved if use.snapshot.trained is not None else None
     no_server = use.why_no_tasks or unserved
@@ -161,7 +163,7 @@ def uses(use: RunUse, running: RunRecord | None) -> list[DialogChoice]:
         DialogChoice(
             "s", "serve", f"by the OpenAI API, at 127.0.0.1:8080 of {node}, until it is stopped", no_server or taken
         ),
-        DialogChoice("F", "fetch", f"copy its weights to ./{run} here", no_files),
+        DialogChoice("F", "fetch", f"copy its weights to ./{run} here", no_files or busy),
         DialogChoice("p", "publish", "for LM Studio, Ollama, llama.cpp or the Hub", no_files),
     ]
 

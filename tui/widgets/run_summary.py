@@ -345,7 +345,7 @@ def left(snapshot: RunSnapshot, width: int, *, tall: bool) -> list[Content]:
         return []
     lines = []
     if result is not None and (text := result_text(result)):
-        text = (text + "; F fetches the weights" * bool(result.files)) if tall else text.partition(";")[0]
+        text = (text + "; u F fetches the weights" * bool(result.files)) if tall else text.partition(";")[0]
         lines.append(pair("result", text, width))
     if record.state in ("aborted", "failed") and (kept := newest_checkpoint(snapshot)) is not None:
         lines.append(pair("kept", f"the checkpoint of iteration {kept:,}: R resumes from it", width))
