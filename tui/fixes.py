@@ -70,6 +70,12 @@ def fix_for(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
     return _check_fix(state) if state.pane == "preflight" else _node_fix(state)
 
 
+def pasted(state: DeckState, node: str, command: str) -> str:
+    """A command of a node as a line for this machine's shell: by ssh, where the configuration has another machine."""
+    line = api.as_shell_line(state.config, {node: command}) if state.config is not None else None
+    return line or command
+
+
 def _node_fix(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
     facts = state.selected_facts
     if state.node is None or facts is None:

@@ -3,6 +3,7 @@ cursor, a search or a place in a log is where it was left."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Final, Protocol
 
 from textual.app import ComposeResult
@@ -80,6 +81,8 @@ class DeckScreen(Screen[None]):
     class PanesPlaced(Message):
         """Other panes may be on the screen."""
 
+    AUTO_FOCUS = ""
+    """No other pane takes the keys when a dialog over a described run, or a node's details, is closed."""
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(key, f"press('{key}')", show=False, priority=key in _AT_ONCE) for key in keys()
     ]
@@ -218,7 +221,7 @@ class DeckScreen(Screen[None]):
 
     def action_press(self, key: str) -> None:
         self.take_selection()
-        action = action_for(key, self.state)
+        action = action_for(key, self.state) or action_for(key, replace(self.state, read_only=False))
         if action is not None:
             self._actions.perform(action)
 

@@ -9,6 +9,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 
 from engine.errors import plural
+from tui.fixes import pasted
 from tui.glyphs import CHECKS, MUTED, Glyphs
 from tui.state import DeckState
 from tui.widgets.pane import Pane, RowList
@@ -80,6 +81,13 @@ class ChecksPane(Pane):
         if check is None:
             return self.text()
         return check.fix_command or _detail(check, self.state.glyphs, self.room).plain
+
+    def copy_parts(self) -> dict[str, str]:
+        check = self._selected()
+        if check is None or check.fix_command is None or len(check.fixes) < 2:
+            return super().copy_parts()
+        by_node = {f"on {node}": pasted(self.state, node, command) for node, command in check.fixes.items()}
+        return {"the whole fix": check.fix_command, **by_node}
 
     def text(self) -> str:
         checks = self.state.shown_checks

@@ -248,8 +248,12 @@ class HistoryPane(Pane):
         head, lines = lay_out(columns, 400)
         return "\n".join(line.plain.rstrip() for line in (head, *lines))
 
-    def copy_text(self) -> str:
-        return self.selected or self.text()
+    def copy_parts(self) -> dict[str, str]:
+        """The commands of a described run, else the id of the selected one."""
+        snapshot = self._described
+        if self.state.detail and snapshot is not None and snapshot.record.id == self.selected:
+            return {command.split()[1]: command for command in _commands(snapshot)}
+        return {"run": self.selected or self.text()}
 
 
 def grouped(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -360,16 +364,21 @@ def described(state: DeckState, run: RunRecord, snapshot: RunSnapshot, width: in
     if snapshot.result is not None and (text := checkpoint_text(snapshot.result)) is not None:
         lines.append(pair("checkpoint", text, width))
     lines += run_summary.trackers(snapshot, width)
-    left = snapshot.result is not None and any(file.holds != "checkpoint" for file in snapshot.result.files)
-    commands = {"chat": left and run.task is None, "fetch": left and run.task is None, "resume": run.task is None}
-    commands["resume"] &= run.state != "succeeded"
-    commands["repeat"] = run.task is None
-    commands |= {"logs": True, "export": run.task is None}
-    if not run.state.ended:
-        commands = {"abort": True, "logs": True}
-    for number, name in enumerate(name for name, possible in commands.items() if possible):
-        lines.append(pair("commands" if not number else "", f"flightdeck {name} {run.id}", width, style="bold"))
+    for number, command in enumerate(_commands(snapshot)):
+        lines.append(pair("commands" if not number else "", command, width, style="bold"))
     return lines
+
+
+def _commands(snapshot: RunSnapshot) -> list[str]:
+    run = snapshot.record
+    left = snapshot.result is not None and any(file.holds != "checkpoint" for file in snapshot.result.files)
+    names = {"chat": left and run.task is None, "fetch": left and run.task is None, "resume": run.task is None}
+    names["resume"] &= run.state != "succeeded"
+    names["repeat"] = run.task is None
+    names |= {"logs": True, "export": run.task is None}
+    if not run.state.ended:
+        names = {"abort": True, "logs": True}
+    return [f"flightdeck {name} {run.id}" for name, possible in names.items() if possible]
 
 
 def _setting(value: object) -> str:

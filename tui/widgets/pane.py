@@ -255,6 +255,10 @@ class Pane(Vertical):
         """The text of `y`: the selection, else everything."""
         return self.text()
 
+    def copy_parts(self) -> dict[str, str]:
+        """What `y` copies, by name: it asks where there is more than one."""
+        return {self.NAME: self.copy_text()}
+
     def text(self) -> str:
         """The text of ctrl+s: the whole pane."""
         raise NotImplementedError

@@ -151,10 +151,11 @@ class RunPane(Pane, can_focus=True):
         ]
         return "\n".join(line.plain.rstrip() for line in lines)
 
-    def copy_text(self) -> str:
-        """The fix when the run failed (that is what one pastes), else everything."""
+    def copy_parts(self) -> dict[str, str]:
+        """The commands for a run that has ended (they are what one pastes), else everything."""
         snapshot = self.state.snapshot
-        return (snapshot.fix if snapshot is not None else None) or self.text()
+        commands = run_summary.commands(self.state, snapshot) if snapshot is not None else {}
+        return commands if len(commands) == 1 else {**commands, "everything": self.text()}
 
 
 def _waiting(state: DeckState) -> Content:

@@ -12,6 +12,7 @@ from textual.content import Content
 
 from engine import api
 from engine.errors import plural
+from tui.fixes import pasted
 from tui.formatting import (
     age,
     attempt_summary,
@@ -355,6 +356,16 @@ def left(snapshot: RunSnapshot, width: int, *, tall: bool) -> list[Content]:
     if tall and file is not None:
         lines.append(pair("use it", file.command, width, style="bold"))
     return lines
+
+
+def commands(state: DeckState, snapshot: RunSnapshot) -> dict[str, str]:
+    """Those that are shown for a run that has ended, whole, for a shell here."""
+    texts = {"the fix": snapshot.fix}
+    if snapshot.record.state.ended:
+        if (file := snapshot.trained) is not None:
+            texts["use it"] = pasted(state, file.node, file.command)
+        texts |= {tracker.name: tracker.use for tracker in snapshot.trackers}
+    return {name: text for name, text in texts.items() if text}
 
 
 def samples(snapshot: RunSnapshot, width: int) -> list[Content]:
