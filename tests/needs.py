@@ -36,6 +36,7 @@ PACKAGES = {
     "fish": "fish",
     "tcsh": "tcsh",
     "bsdtar": "libarchive-tools",  # macOS's tar
+    "chromium-headless-shell": "chromium-headless-shell",
 }
 """Program -> the Debian package that has it."""
 PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/local/sbin:/usr/sbin:/sbin"

@@ -188,9 +188,13 @@ class Action:
     """The key means this now, beyond views and panes."""
     palette: bool = True
 
+    def offered(self, state: DeckState) -> bool:
+        """Where the console only reads, what changes something, here or on a node, is neither shown nor done."""
+        return not (state.read_only and (self.group in _ACTING or self.id in _WRITING))
+
     def applies(self, state: DeckState) -> bool:
         in_pane = self.panes is None or state.pane in self.panes
-        return state.view in self.views and in_pane and self.when(state)
+        return self.offered(state) and state.view in self.views and in_pane and self.when(state)
 
     @property
     def shown_key(self) -> str:
@@ -219,6 +223,10 @@ def shown_key(key: str) -> str:
     return _SHOWN.get(key, key)
 
 
+_ACTING: Final = ("run", "nodes")
+"""Groups of which every action changes something, or has nodes work."""
+_WRITING: Final = ("tag_run", "note_run", "delete_run", "export_chart", "save")
+"""Those of other groups that do."""
 LOG_VIEWS: Final = ("dashboard", "run")
 CHART_VIEWS: Final = (*LOG_VIEWS, "compare")
 

@@ -129,10 +129,12 @@ class FlightDeckApp(App[None]):
         start: Config | None = None,
         follow: str | None = None,
         slow_link: bool = False,
+        read_only: bool = False,
         clock: Callable[[], datetime] = utc_now,
     ) -> None:
         super().__init__()
-        self.store = StateStore(DeckState(now=clock(), glyphs=Glyphs(ascii=not utf8_terminal())), self._changed)
+        glyphs = Glyphs(ascii=not utf8_terminal())
+        self.store = StateStore(DeckState(now=clock(), glyphs=glyphs, read_only=read_only), self._changed)
         self._clock = clock
         self._slow_link = slow_link
         self._start = start
@@ -143,11 +145,14 @@ class FlightDeckApp(App[None]):
         self._first_config: Config | None = None
         """As it was read first, or launched last."""
         self._due = False
+        self._started_by = os.getppid()
+        make = engine if callable(engine) else lambda: engine
         self.poller = RunPoller(
-            engine if callable(engine) else lambda: engine,
+            (lambda: api.ReadOnlyEngine(make())) if read_only else make,
             start if config is None else config,
             self.post_message,
             poll_s=SLOW_S if slow_link else POLL_S,
+            adopts=not read_only,
         )
         telemetry_s = SLOW_S if slow_link else BATCH_S
         self.client = EngineClient(self.store, clock, self.post_message, telemetry_s=telemetry_s)
@@ -218,13 +223,20 @@ class FlightDeckApp(App[None]):
             self.screen.show(self.state)
 
     def _tick(self) -> None:
-        if not self.is_headless and sys.__stdin__ is not None and not sys.__stdin__.isatty():
-            # Its terminal is gone. Whoever has no controlling terminal gets no signal for that.
+        if self._abandoned:
+            # Whoever has no controlling terminal gets no signal for that.
             signal.raise_signal(signal.SIGHUP)
         self._gc.tick()
         self._update_telemetry()
         if not self.state.frozen:
             self.store.change(now=self._clock())
+
+    @property
+    def _abandoned(self) -> bool:
+        """Its terminal is gone, or the server that shows it in a browser."""
+        if self.is_headless or self.is_web:
+            return self.is_web and os.getppid() != self._started_by
+        return sys.__stdin__ is not None and not sys.__stdin__.isatty()
 
     def _update_telemetry(self) -> None:
         """Telemetry is on while the nodes are on the screen or a run is active."""
@@ -271,7 +283,10 @@ class FlightDeckApp(App[None]):
         """Somebody else may have written the file, and a probe runs the interpreters that it names, a check its sync
         script and a model's own code."""
         self._asked = True
-        self.store.change(asking=True, fault=f"{config.file} names programs that nobody has accepted yet")
+        unaccepted = f"{config.file} names programs that nobody has accepted yet"
+        self.store.change(asking=not self.state.read_only, fault=unaccepted)
+        if self.state.read_only:
+            return
 
         def answered(go: bool | None) -> None:
             self.store.change(asking=False)
@@ -337,7 +352,7 @@ class FlightDeckApp(App[None]):
         elif self.state.config is None and not self._asked:
             if message.runs:
                 self.deck.go("history")
-            else:
+            elif not self.state.read_only:
                 self.push_screen(Welcome(), self._take_answer)
 
     def _take_answer(self, answer: str | None) -> None:
@@ -414,6 +429,9 @@ class FlightDeckApp(App[None]):
 
     def perform(self, action: Action) -> None:
         """Do it, or say why it cannot be done now."""
+        if not action.offered(self.state):
+            self.say(f"{action.label}: this console only reads", severity="warning")
+            return
         self.deck.take_selection()
         why = action.why_not(self.state)
         if why is not None:
@@ -424,7 +442,7 @@ class FlightDeckApp(App[None]):
     def palette_entries(self) -> Iterator[PaletteEntry]:
         """A disabled action is listed with its reason, and shows it when chosen."""
         for action in ACTIONS:
-            if action.palette:
+            if action.palette and action.offered(self.state):
                 why = action.why_not(self.state)
                 text = action.help + (f" (now: {why})" if why else "")
                 yield PaletteEntry(f"{action.label} ({action.shown_key})", text, partial(self.perform, action))
@@ -810,14 +828,27 @@ class FlightDeckApp(App[None]):
             self.store.change(telemetry=self._telemetry)
 
     def do_copy(self) -> None:
-        text = self.deck.pane(self.state.pane).copy_text()
-        path = self._save(text, self.state.pane)
-        if path is not None:
-            if not copy_to_pasteboard(text):
+        parts = list(self.deck.pane(self.state.pane).copy_parts().items())
+        choices = [DialogChoice(str(n), name, text.partition("\n")[0]) for n, (name, text) in enumerate(parts, 1)]
+
+        def chosen(key: str | None) -> None:
+            if key is not None:
+                self._copy(parts[int(key) - 1][1])
+
+        if len(parts) == 1:
+            self._copy(parts[0][1])
+        else:
+            self.push_screen(Choices("copy", self.state, text_width(self.size.width), choices), chosen)
+
+    def _copy(self, text: str) -> None:
+        """To the clipboard, and to a file; in a browser to its clipboard alone."""
+        path = None if self.state.read_only else self._save(text, self.state.pane)
+        if path is not None or self.state.read_only:
+            if self.is_web or not copy_to_pasteboard(text):
                 self.copy_to_clipboard(text)
             first, *more = text.splitlines() or [""]
             rest = f" and {plural(len(more), 'more line')}" if more else ""
-            self.say(f"copied {shortened(first, 40)!r}{rest}, and kept in {path}")
+            self.say(f"copied {shortened(first, 40)!r}{rest}" + (f", and kept in {path}" if path is not None else ""))
 
     def do_save(self) -> None:
         path = self._save(self.deck.pane(self.state.pane).text(), self.state.pane)
@@ -917,14 +948,15 @@ def run_console(
     *,
     start: Config | None = None,
     slow_link: bool = False,
+    read_only: bool = False,
 ) -> int:
     """Open the console and stay until it is left; returns its exit code, 1 after a crash, 128+n after a signal.
 
     `engine` may be a function and `config` a path: both are then loaded after the first paint, off the app's loop.
-    `start` is launched at once; else the newest active run is shown.
+    `start` is launched at once; else the newest active run is shown. With `read_only` nothing can be changed.
     """
     prepare(sys.__stderr__, cells=True)  # where Textual draws
-    app = FlightDeckApp(engine, config, start=start, slow_link=slow_link)
+    app = FlightDeckApp(engine, config, start=start, slow_link=slow_link, read_only=read_only)
     asyncio.run(_run_with_signals(app))
     return app.return_code or 0
 

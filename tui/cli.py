@@ -112,14 +112,15 @@ def _print_error(error: FlightDeckError, code: int) -> int:
 
 def _console(options: argparse.Namespace) -> int:
     """The console on a configuration, or its welcome without one. It loads the engine itself, after the first paint."""
-    check_terminal()
+    if "TEXTUAL_DRIVER" not in os.environ:  # which a browser's console has
+        check_terminal()
     chosen: Path | None = options.config
     if chosen is None and DEFAULT_FILE.exists():
         chosen = DEFAULT_FILE
     # textual costs more than all other commands need to start.
     from tui.app import run_console
 
-    return run_console(_new_engine, chosen, slow_link=options.slow_link)
+    return run_console(_new_engine, chosen, slow_link=options.slow_link, read_only=options.read_only)
 
 
 def _new_engine() -> api.Engine:
@@ -155,6 +156,7 @@ def command_parser() -> Parser:
     what = "default: ./flightdeck.toml, if there is one"
     parser.add_argument("-c", "--config", type=_file, metavar="FILE", help=what)
     parser.add_argument("--slow-link", action="store_true", help="fewer frames and no animation in the console")
+    parser.add_argument("--read-only", action="store_true", help="a console without the keys that change something")
     parser.set_defaults(run_command=_console)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _starting(commands)
@@ -399,6 +401,7 @@ def _history(commands: Commands) -> None:
     runs.add_argument("--sort", metavar="FIELD", help="ascending; -FIELD descending (write --sort=-loss)")
     _annotations(commands)
     _comparing(commands)
+    _web(commands)
     show = _command(
         commands,
         "show",
@@ -470,6 +473,21 @@ def _history(commands: Commands) -> None:
     metrics.add_argument("--metric", metavar="NAME", help="of the chart: loss (default), step time, memory, power, …")
     metrics.add_argument("--axis", choices=("iterations", "tokens", "time"), default="iterations", help="of the chart")
     metrics.add_argument("--average", action="store_true", help="of the chart: a moving average in its band")
+
+
+def _web(commands: Commands) -> None:
+    web = _command(
+        commands,
+        "web",
+        "web.web",
+        "the console in a browser, without the keys that change something, until ctrl+c",
+        ("flightdeck web", "prints the address, with a token that is another one at each start"),
+        ("ssh -L 8095:127.0.0.1:8095 ana@ultra.local", "from another machine; it is never open to a network"),
+    )
+    _config(web)
+    web.add_argument("--host", default="127.0.0.1", metavar="HOST", help="a loopback address; default: 127.0.0.1")
+    what = "default: 8095; 0: a free one"
+    web.add_argument("--port", type=_count(65_535, least=0), default=8095, metavar="PORT", help=what)
 
 
 def _annotations(commands: Commands) -> None:

@@ -102,11 +102,14 @@ class RunPoller:
         post: Callable[[Message], object],
         *,
         poll_s: float = POLL_S,
+        adopts: bool = True,
     ) -> None:
+        """`adopts`: runs that have lost their supervisor get another one."""
         self._make_engine = engine
         self._config = config
         self._post = post
         self._poll_s = poll_s
+        self._adopts = adopts
         self._engine: Engine | None = None
         self._wanted: str | None = None
         self._read: str | None = None
@@ -177,7 +180,7 @@ class RunPoller:
                     read = tuple(engine.runs.all())
                     if read != runs:
                         self._post(RunsRead(read))
-                    if runs is None:
+                    if runs is None and self._adopts:
                         threading.Thread(target=self._adopt, args=(engine,), name="adopt", daemon=True).start()
                     runs, runs_due = read, monotonic() + RUNS_S
                     self._read_edited(engine)

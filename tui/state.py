@@ -43,6 +43,8 @@ class DeckState:
     glyphs: Glyphs = field(default_factory=Glyphs)
     ready: bool = False
     """The engine is loaded."""
+    read_only: bool = False
+    """Whoever looks at this console may change nothing with it."""
     config: Config | None = None
     fault: str | None = None
     """Why there is no usable configuration, or why the last launch failed; may have several lines."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from engine.api.chats import ChatExchange, ChatServer
     from engine.api.engine import Engine
+    from engine.api.read_only import ReadOnlyEngine
     from engine.api.tasks import TaskRequest, serve_request
     from engine.checks.fixes import as_shell_line, asks_for_password
     from engine.cluster.discovery import FoundHost, FoundPython, hosts_from_hostfile, hosts_from_names, is_address
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 _NAMES: Final = {
     "engine.api.chats": "ChatServer ChatExchange",
     "engine.api.engine": "Engine",
+    "engine.api.read_only": "ReadOnlyEngine",
     "engine.api.tasks": "TaskRequest serve_request",
     "engine.checks.fixes": "as_shell_line asks_for_password",
     "engine.cluster.discovery": "FoundHost FoundPython hosts_from_hostfile hosts_from_names is_address",

@@ -156,7 +156,7 @@ class Store:
 
         def write(tables: _Tables) -> None:
             rows = tables(_ANNOTATIONS)
-            before = rows.get(doc_id=run) or {}  # type: ignore[arg-type]
+            before = rows.get(doc_id=run) or {}  # type: ignore[call-overload]
             written["tags"] = sorted({*before.get("tags", ()), *add} - set(remove))
             written["note"] = before.get("note") if note is None else note or None
             if before:

@@ -463,6 +463,7 @@ class FakeEngine:
     """Answers as `engine.api.Engine` does; the tests read its requests."""
 
     home: Path
+    notices: list[str] = field(default_factory=list)
     snapshots: dict[str, RunSnapshot] = field(default_factory=dict)
     """By run id, newest first."""
     found: list[NodeFacts] = field(default_factory=facts)

@@ -60,9 +60,10 @@ def lines(state: DeckState, width: int) -> list[Content]:
     """A heading a group, a line an action; a disabled one with its reason."""
     content: list[Content] = []
     for group, title in GROUPS.items():
-        content.append(Content.styled(title, "bold"))
-        content += [_line(action, state, width) for action in ACTIONS if action.group == group]
-        content.append(Content(""))
+        actions = [action for action in ACTIONS if action.group == group and action.offered(state)]
+        if actions:
+            content += [Content.styled(title, "bold"), *(_line(action, state, width) for action in actions)]
+            content.append(Content(""))
     return content[:-1]
 
 

@@ -1,0 +1,225 @@
+"""A console that only reads, and the same in a browser: who may see it, and that nothing can be done there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import socket
+import subprocess
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import aiohttp
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from engine.api import Engine, ReadOnlyEngine
+from engine.errors import InputError
+from engine.store.store import Store
+from tests.tui import fake_engine
+from tests.tui.browser import opened as opened_page
+from tests.tui.commands import FLIGHTDECK, environment, flightdeck
+from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.fake_engine import FakeEngine
+from tests.tui.test_actions import RUNNING
+from tests.unit.run.run_maker import MadeRun
+from tui.actions import ACTIONS, action_for, bar, keys
+from tui.commands.web import _Window
+from tui.screens.help import lines
+from tui.state import VIEWS, DeckState
+
+ACTING = {
+    *("launch", "abort", "use", "again", "edit", "recheck", "demo", "chat", "calibrate", "calibrate_quick", "scaling"),
+    *("fix", "skip", "shell", "tag_run", "note_run", "delete_run", "export_chart", "save"),
+}
+
+
+def test_what_changes_something_is_not_offered() -> None:
+    reading = DeckState(read_only=True)
+    assert {action.id for action in ACTIONS if not action.offered(reading)} == ACTING
+    assert all(action.offered(DeckState()) for action in ACTIONS)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_key_means_such_an_action_anywhere(view: str) -> None:
+    for pane in ("nodes", "preflight", "calibration", "run", "logs", "history"):
+        state = replace(RUNNING, view=view, pane=pane, run="demo", read_only=True)
+        meant = [action for key in keys() if (action := action_for(key, state)) is not None]
+        assert not ACTING.intersection(action.id for action in (*meant, *bar(state)))
+
+
+@pytest.mark.parametrize("size", [SMALL, DASHBOARD])
+async def test_a_key_that_would_change_something_says_why_it_does_not(fake: FakeEngine, size: tuple[int, int]) -> None:
+    fake.add(fake_engine.running(), fake_engine.failed())
+    async with opened(fake, size=size, read_only=True) as console:
+        await console.shows("step 41/60")
+        assert "read-only" in console.screen and "ctrl+x" not in console.screen
+        await console.press("n", "ctrl+x", "e", "5", "j", "T", "ctrl+k", "u", "R")
+        said = [text.removesuffix(": this console only reads") for text in console.notifications]
+        assert said == ["launch", "abort", "edit", "tag", "delete", "use", "again"] and console.on_deck
+        assert all(action.id not in ACTING for action in ACTIONS if action.help in palette(console))
+        help_text = "\n".join(line.plain for line in lines(console.app.state, 200))
+        assert all((action.help in help_text) is (action.id not in ACTING) for action in ACTIONS)
+        await console.press("escape", "y")
+        await console.until(lambda: bool(console.app.clipboard))
+    done = (fake.launched, fake.aborted, fake.annotated, fake.deleted, fake.started)
+    assert done == ([], [], [], [], []) and not (fake.home / "saved").exists()
+
+
+def palette(console: Console) -> list[str]:
+    return [entry.help for entry in console.app.palette_entries()]
+
+
+async def test_the_engine_of_such_a_console_refuses_what_slips_through(fake: FakeEngine) -> None:
+    fake.add(fake_engine.running())
+    async with opened(fake, read_only=True) as console:
+        app = console.app
+        for request in (app.client.launch(fake_engine.configuration()), app.client.abort("demo", now=True)):
+            await request
+        assert (fake.launched, fake.aborted) == ([], [])
+        await console.until(lambda: any("this console only reads" in text for text in console.notifications))
+
+
+def test_of_the_engine_only_what_reads_is_left(home: Path) -> None:
+    engine = ReadOnlyEngine(Engine(home))
+    assert engine.runs.all() == []
+    for request in (
+        "runs.delete",
+        "runs.abort",
+        "runs.adopt_orphans",
+        "launches.launch",
+        "nodes.run_on",
+        "tasks.start",
+    ):
+        part, name = request.split(".")
+        with pytest.raises(InputError, match=f"{request}: this console only reads"):
+            getattr(getattr(engine, part), name)
+    with pytest.raises(InputError):
+        engine.demo_config()
+
+
+@dataclass
+class Served:
+    window: _Window
+    http: aiohttp.ClientSession
+
+    async def status(self, path: str, **headers: str) -> int:
+        async with self.http.get(self.window.public_url + path, headers=headers) as answer:
+            return answer.status
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    """The server itself; a console that it starts ends at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        window = _Window(["true"], "127.0.0.1", listener.getsockname()[1])
+        runner = web.AppRunner(await window.application(), access_log=None)
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        async with aiohttp.ClientSession() as session:
+            yield Served(window, session)
+        await runner.cleanup()
+
+
+async def test_the_address_is_of_one_start_and_of_this_machine_alone(served: Served) -> None:
+    window, path = served.window, served.window.url.removeprefix(served.window.public_url)
+    another = _Window(["true"], "127.0.0.1", 1)
+    assert another.url.split("/")[3] != window.url.split("/")[3] and len(window.url.split("/")[3]) == 43
+    assert await served.status(path) == 200
+    assert await served.status(f"{path}static/js/textual.js") == 200
+    for wrong in ("/", "/ws", f"/{'x' * 43}/", f"{path[:-2]}/", "/static/js/textual.js", "/%ff/", f"/{'x' * 43}/ws"):
+        assert await served.status(wrong) == 404, wrong
+    port = window.public_url.rpartition(":")[2]
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"localhost:{port}"):
+        assert await served.status(path, Host=host) == 403, host
+    for origin in ("http://evil.example", "null", f"http://localhost:{port}"):
+        for place in (path, f"{path}ws"):
+            assert await served.status(place, Origin=origin) == 403, origin
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+            await served.http.ws_connect(f"{window.url}ws", origin=origin)
+    async with served.http.get(window.url) as answer:
+        page = await answer.text()
+        assert window.url.replace("http", "ws", 1) + "ws" in page
+        assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
+    async with served.http.ws_connect(f"{window.url}ws", origin=window.public_url) as websocket:
+        assert websocket.closed is False
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.2", "::", "ultra.local", ""])
+def test_no_address_that_others_reach_is_listened_on(home: Path, host: str) -> None:
+    done = flightdeck(home, "web", "--host", host)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert (
+        done.err.startswith(f"flightdeck: {host} is no loopback address") and "ssh -L 8095:127.0.0.1:8095" in done.err
+    )
+
+
+def test_a_port_that_is_taken_is_named(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = flightdeck(home, "web", "--port", str(port))
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"127.0.0.1:{port} cannot be listened on" in done.err and "--port 0 takes a free port" in done.err
+
+
+def test_without_the_extra_the_one_command_is_named(home: Path) -> None:
+    modules = {name: None for name in sys.modules if name.startswith("textual_serve")}
+    with mock.patch.dict(sys.modules, {"textual_serve": None, **modules}):
+        del sys.modules["tui.commands.web"]
+        done = flightdeck(home, "web")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "pip install 'mlx-flightdeck[web]'" in done.err
+
+
+@pytest.mark.needs("chromium-headless-shell")
+async def test_in_a_browser_a_run_is_looked_at_and_not_touched(home: Path, tmp_path: Path) -> None:
+    run = MadeRun(home, name="night").state("preflight", "launching").attempt().state("running", "finishing")
+    run.state("succeeded", reason="completed").close()
+    Store(home).put_run(run.plan.record())
+    before = {path: path.stat().st_mtime_ns for path in run.directory.path.rglob("*")}
+    server = await asyncio.create_subprocess_exec(
+        FLIGHTDECK, "web", "--port", "0", "--json", env=environment(home), stdout=PIPE, stderr=PIPE, cwd=tmp_path
+    )
+    assert server.stdout is not None and server.stderr is not None
+    try:
+        url = json.loads(await server.stdout.readuntil(b"}"))["url"]
+        async with opened_page(tmp_path / "browser", url) as page:
+            await page.until(lambda: "read-only" in page.text)
+            await page.press("5")
+            await page.until(lambda: run.id in page.text)
+            for key, word in (("T", "tag"), ("n", "launch"), ("R", "again")):
+                await page.press(key)
+                await page.until(lambda said=f"{word}: this console only reads": said in page.text)  # type: ignore[misc]
+            picture = Image.open(io.BytesIO(await page.screenshot())).convert("RGB")
+            assert await page.value("document.body.className") == "-loaded -first-byte"
+            assert len(picture.getcolors(picture.width * picture.height) or ()) > 50
+            consoles = _children(server.pid)
+            assert len(consoles) == 1
+            assert [address.split("/")[2] for address in page.refused] == ["fonts.googleapis.com"]
+            server.send_signal(2)
+            assert await asyncio.wait_for(server.wait(), 30) == 0
+        assert _running(*consoles) == []
+        assert (await server.stdout.read(), await server.stderr.read()) == (b"\n", b"")
+        assert {path: path.stat().st_mtime_ns for path in before} == before
+        assert Engine(home).runs.listed(run.id).tags == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            server.kill()
+
+
+def _children(pid: int) -> list[str]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return listed.stdout.split()
+
+
+def _running(*pids: str) -> list[str]:
+    listed = subprocess.run(["ps", "-o", "pid=", "-p", ",".join(pids)], capture_output=True, text=True, check=False)
+    return listed.stdout.split()
