@@ -67,7 +67,7 @@ def _nodes(attempt: Attempt, layout: HostLayout, plan: RunPlan | None) -> list[N
 
 def _kept(history: RunHistory, plan: RunPlan | None, hosts: Sequence[_Host]) -> Iterator[tuple[str, str]]:
     """(node, folder) of what it has saved and that is not in a folder of its own."""
-    own = {folder for host in hosts for folder in host.folders}
+    folders = {place for host in hosts for place in host.folders}
     saves = [(event.node, event.saved.folder) for event in history.weights.values()]
     states = (event for events in history.states.values() for event in events)
     saves += [(event.node, event.saved.folder) for event in states if event.saved]
@@ -75,7 +75,7 @@ def _kept(history: RunHistory, plan: RunPlan | None, hosts: Sequence[_Host]) -> 
         if isinstance(result, Fused) and result.accepted and hosts:
             saves.append((hosts[0].names[0], result.path))
     for node, folder in saves:
-        if own.isdisjoint(map(str, (PurePosixPath(folder), *PurePosixPath(folder).parents))):
+        if folders.isdisjoint(map(str, (PurePosixPath(folder), *PurePosixPath(folder).parents))):
             yield node, folder
     if plan is not None and (destination := plan.config.checkpoint.destination) and "://" in destination:
         yield "", destination

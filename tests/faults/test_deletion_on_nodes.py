@@ -70,9 +70,9 @@ def test_what_it_frees_is_what_lay_there_and_a_node_that_is_away_keeps_the_run_l
     assert (bea["node"], bea["bytes"], bea["folders"]) == ("bea", None, [there])
     assert "bea" in bea["problem"], bea
     assert [folder(run, rank).exists() for rank in range(2)] == [False, True]
-    said: Done = flightdeck(home, "delete", run.dir.id, "--yes")
-    assert f"  bea: stays in {there}: " in said.out
-    assert "the run stays listed while bea cannot be cleaned up; --anyway deletes the rest" in said.out
+    printed: Done = flightdeck(home, "delete", run.dir.id, "--yes")
+    assert f"  bea: stays in {there}: " in printed.out
+    assert "the run stays listed while bea cannot be cleaned up; --anyway deletes the rest" in printed.out
     nodes["bea"].heal()
     code, document = delete(home, run)
     assert (code, document["deleted"], [node["bytes"] for node in document["nodes"]]) == (0, True, [0, before[1]])

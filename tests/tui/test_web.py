@@ -62,8 +62,8 @@ async def test_a_key_that_would_change_something_says_why_it_does_not(fake: Fake
         await console.shows("step 41/60")
         assert "read-only" in console.screen and "ctrl+x" not in console.screen
         await console.press("n", "ctrl+x", "e", "5", "j", "T", "ctrl+k", "u", "R")
-        said = [text.removesuffix(": this console only reads") for text in console.notifications]
-        assert said == ["launch", "abort", "edit", "tag", "delete", "use", "again"] and console.on_deck
+        refused = [text.removesuffix(": this console only reads") for text in console.notifications]
+        assert refused == ["launch", "abort", "edit", "tag", "delete", "use", "again"] and console.on_deck
         assert all(action.id not in ACTING for action in ACTIONS if action.help in palette(console))
         help_text = "\n".join(line.plain for line in lines(console.app.state, 200))
         assert all((action.help in help_text) is (action.id not in ACTING) for action in ACTIONS)
@@ -112,7 +112,8 @@ class Served:
 
     async def status(self, path: str, **headers: str) -> int:
         async with self.http.get(self.window.public_url + path, headers=headers) as answer:
-            return answer.status
+            status: int = answer.status
+            return status
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ async def test_in_a_browser_a_run_is_looked_at_and_not_touched(home: Path, tmp_p
             await page.until(lambda: run.id in page.text)
             for key, word in (("T", "tag"), ("n", "launch"), ("R", "again")):
                 await page.press(key)
-                await page.until(lambda said=f"{word}: this console only reads": said in page.text)  # type: ignore[misc]
+                await page.until(lambda words=f"{word}: this console only reads": words in page.text)  # type: ignore[misc]
             picture = Image.open(io.BytesIO(await page.screenshot())).convert("RGB")
             assert await page.value("document.body.className") == "-loaded -first-byte"
             assert len(picture.getcolors(picture.width * picture.height) or ()) > 50

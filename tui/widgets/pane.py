@@ -256,7 +256,7 @@ class Pane(Vertical):
         return self.text()
 
     def copy_parts(self) -> dict[str, str]:
-        """What `y` copies, by name: it asks where there is more than one."""
+        """The texts of `y`, by name: it asks where there is more than one."""
         return {self.NAME: self.copy_text()}
 
     def text(self) -> str:
