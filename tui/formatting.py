@@ -170,12 +170,19 @@ def spread(variation: float | None) -> str:
     return NOT_MEASURED if variation is None else f"±{variation * 100:.0f} %"
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell, two spaces apart, no trailing blanks; the last column is never padded."""
-    grid = [list(headers), *(list(row) for row in rows)]
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], room: int | None = None, lead: int = 2) -> str:
+    """Columns padded to their widest cell, two spaces apart, no trailing blanks; the last column is never padded. What
+    has no `room` follows as another table, with the first `lead` columns again."""
+    grid = [headers, *rows]
     widths = [max(len(row[column]) for row in grid) for column in range(len(headers))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in grid)
-    return "\n".join(lines)
+    parts = [list(range(lead))]
+    for column in range(lead, len(headers)):
+        taken = sum(widths[other] + 2 for other in parts[-1]) + widths[column]
+        if room is not None and taken > room and len(parts[-1]) > lead:
+            parts.append(list(range(lead)))
+        parts[-1].append(column)
+    tables = (["  ".join(row[at].ljust(widths[at]) for at in part).rstrip() for row in grid] for part in parts)
+    return "\n\n".join(map("\n".join, tables))
 
 
 def shortened(text: str, width: int) -> str:

@@ -19,6 +19,7 @@ from engine.models import HostKeyChange, HostKeyOffer, NodeFacts, Topology
 from engine.plan.network import NetworkPlan
 from tests.tui.commands import flightdeck
 from tui.commands.nodes import nodes
+from tui.commands.terminal import Lines
 
 NEW = HostKeyOffer(target="ana@ultra", key="ssh-ed25519 AAAA", fingerprint="SHA256:new")
 
@@ -203,6 +204,25 @@ def test_nodes_that_cannot_be_wired_are_a_failure_that_says_why(capsys: pytest.C
     cluster = FakeCluster([facts("a"), facts("b")], unwired="a and b share no network")
     assert cluster.run() == 1
     assert "not wired: a and b share no network" in capsys.readouterr().out
+
+
+def test_in_a_terminal_of_80_columns_nothing_is_cut_or_broken_within_a_cell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreachable = facts("max", problem=f"cannot be reached: {'no route to it; ' * 8}", problem_kind="unreachable")
+    cluster = FakeCluster([facts("a"), facts("b", mlx="0.31.0"), unreachable])
+    cluster.run()
+    whole = capsys.readouterr().out
+    assert max(map(len, whole.splitlines())) > 120
+    monkeypatch.setattr(Lines, "width", 80)
+    cluster.run()
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 80
+    rows = [line for line in whole.splitlines() if line.startswith(("RANK", "0  ", "1  "))]
+    assert len(rows) == 3 and all(cell in narrow for row in rows for cell in row.split("  ") if cell)
+    assert [line[:10].split() for line in narrow.splitlines() if line.startswith("1 ")] == [["1", "b"]] * (
+        narrow.count("RANK  NODE")
+    )
 
 
 @pytest.fixture

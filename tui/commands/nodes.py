@@ -124,7 +124,7 @@ def _print(lines: Lines, config: Config, engine: Engine, seen: ClusterProbe) -> 
         with suppress(StateError):
             before = {fact.node: fact for fact in engine.nodes.last_facts(config)}
     rows = [_row(state, rank, fact, before.get(fact.node), versions) for rank, fact in enumerate(seen.facts)]
-    lines.say(table(_HEADERS, rows))
+    lines.say(table(_HEADERS, rows, lines.width))
     for fact in seen.facts:
         _print_node(lines, fact, versions)
     _print_links(lines, seen, glyphs)
@@ -164,11 +164,11 @@ def _version(fact: NodeFacts, field: str, versions: dict[str, str]) -> str:
 def _print_node(lines: Lines, fact: NodeFacts, versions: dict[str, str]) -> None:
     if fact.problem is None:
         for warning in node_state.warnings(fact, versions):
-            lines.say(f"{lines.ink(fact.node, 'yellow')}: {warning}")
+            lines.wrap(f"{lines.ink(fact.node, 'yellow')}: ", warning, 2)
         return
     # Both fingerprints stand below one another: so they can be compared.
     text = fact.problem.partition(":")[0] if fact.changed_key is not None else fact.problem
-    lines.say(f"{lines.ink(fact.node, 'red')}: {text}")
+    lines.wrap(f"{lines.ink(fact.node, 'red')}: ", text, 2)
     if fact.changed_key is not None:
         lines.say(f"  accepted  {fact.changed_key.accepted}")
         lines.say(f"  it shows  {fact.changed_key.found}")
@@ -182,7 +182,7 @@ def _print_node(lines: Lines, fact: NodeFacts, versions: dict[str, str]) -> None
 def _print_links(lines: Lines, seen: ClusterProbe, glyphs: Glyphs) -> None:
     if len(seen.topology.nodes) > 1:
         for label, text in topology.verdict(seen.topology, glyphs):
-            lines.say(f"{label}: {text}")
+            lines.wrap(f"{label}: ", text, 2)
         for line in topology.draw(seen.topology, _WIDTH, glyphs):
             lines.say(f"  {line}")
     if seen.topology.setup:
@@ -190,10 +190,10 @@ def _print_links(lines: Lines, seen: ClusterProbe, glyphs: Glyphs) -> None:
         lines.say("`flightdeck nodes --setup` runs these commands, after a question:")
         _print_setup(lines, seen.topology)
     if seen.network is None:
-        lines.say(f"{lines.ink('not wired', 'red')}: {seen.problem}")
+        lines.wrap(f"{lines.ink('not wired', 'red')}: ", seen.problem or "", 2)
         return
     lines.say(f"backend: {seen.network.backend}")
     for reason in seen.network.reasons:
-        lines.say(f"  {reason}")
+        lines.wrap("  ", reason, 4)
     for warning in seen.network.warnings:
-        lines.say(f"  {lines.ink('warning', 'yellow')}: {warning}")
+        lines.wrap(f"  {lines.ink('warning', 'yellow')}: ", warning, 4)

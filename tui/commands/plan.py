@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shutil
 import sys
-import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 
 from engine.api import Engine, ExitCode, TorchSection, TrainingPlan, explained, summary, with_strategy
 from engine.errors import InputError, memory_text
 from tui.commands.terminal import Lines, accepted_config, print_json
-
-_WIDEST = 120
 
 
 def plan(options: argparse.Namespace, engine: Engine) -> int:
@@ -68,17 +63,17 @@ def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:
     rows = summary(made)
     width = max(len(label) for label, _ in rows) + 2
     for label, text in rows:
-        _say(lines, f"{label:<{width}}", text, width)
+        lines.wrap(f"{label:<{width}}", text, width)
     if explain:
         for section, reasons in explained(made):
             lines.say()
             lines.say(lines.ink(section, "bold"))
             for label, text in reasons:
-                _say(lines, f"  {label}: " if label else "  ", text, 4)
+                lines.wrap(f"  {label}: " if label else "  ", text, 4)
     else:
         lines.say()
         for advice in made.advice:
-            _say(lines, "advice: ", advice.text + (" [disputed]" if advice.disputed else ""), 2)
+            lines.wrap("advice: ", advice.text + (" [disputed]" if advice.disputed else ""), 2)
     command = made.distributed_config.mlx_launch_command
     if command is not None:
         lines.say()
@@ -86,12 +81,12 @@ def _print(lines: Lines, made: TrainingPlan, *, explain: bool) -> None:
         # Not wrapped: it is there to be pasted.
         lines.say(command)
         for note in made.distributed_config.launch_notes:
-            _say(lines, lines.ink("  note: ", "dim"), note, 4)
+            lines.wrap(lines.ink("  note: ", "dim"), note, 4)
     if isinstance(made.torch, TorchSection):
         _print_torch(lines, made.torch)
     lines.say()
     for warning in made.warnings:
-        _say(lines, f"{lines.word('warn')} {warning.name}: ", warning.text, 2)
+        lines.wrap(f"{lines.word('warn')} {warning.name}: ", warning.text, 2)
     _say_refusals(lines, made)
     if not made.refusals and made.strategy.launchable:
         lines.say(lines.ink("flightdeck launch launches it; --explain says why, --json is the document", "dim"))
@@ -112,33 +107,11 @@ def _print_torch(lines: Lines, section: TorchSection) -> None:
         # Not wrapped: it is there to be pasted.
         lines.say(command)
     for note in section.notes:
-        _say(lines, lines.ink("  note: ", "dim"), note, 4)
-    lines.say(lines.ink(f"flightdeck plan --write DIR writes {', '.join(section.files)}", "dim"))
+        lines.wrap(lines.ink("  note: ", "dim"), note, 4)
+    lines.wrap("", f"flightdeck plan --write DIR writes {', '.join(section.files)}", 2)
 
 
 def _say_refusals(lines: Lines, made: TrainingPlan) -> None:
     for refusal in made.refusals:
         override = f" (in spite of it: {refusal.override})" if refusal.override else ""
-        _say(lines, f"{lines.ink('refused', 'red')} {refusal.name}: ", refusal.text + override, 2)
-
-
-def _say(lines: Lines, label: str, text: str, indent: int) -> None:
-    """A text after its label, broken at the terminal's width, or not at all in a pipe."""
-    if not lines.stream.isatty():
-        lines.say(label + text)
-        return
-    for line in _broken(label, text, indent, min(_WIDEST, shutil.get_terminal_size().columns)):
-        lines.say(line)
-
-
-def _broken(label: str, text: str, indent: int, width: int) -> Iterable[str]:
-    # Colours in the label take no room on the screen; a line a few cells shorter does no harm.
-    return textwrap.wrap(
-        label + text,
-        width,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-        drop_whitespace=True,
-        replace_whitespace=False,
-    )
+        lines.wrap(f"{lines.ink('refused', 'red')} {refusal.name}: ", refusal.text + override, 2)

@@ -7,8 +7,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import termios
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_FILE = Path("flightdeck.toml")
 """The configuration when none is named."""
 _CODES = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+_WIDEST = 120
+"""Columns of wrapped text, however wide the terminal."""
 WORD_COLOURS = {
     "pass": "green",
     "warn": "yellow",
@@ -139,6 +143,27 @@ class Lines:
         except BrokenPipeError:
             Lines.cut = Lines.cut or self.stream is sys.stdout
             discard(self.stream)
+
+    @property
+    def width(self) -> int | None:
+        """The terminal's columns; None in a pipe, where nothing is wrapped."""
+        return shutil.get_terminal_size().columns if self.stream.isatty() else None
+
+    def wrap(self, label: str, text: str, indent: int) -> None:
+        """A text after its label, broken at the terminal's width; the lines after the first are indented."""
+        if self.width is None:
+            self.say(label + text)
+            return
+        # Colours in the label take no room on the screen; a line a few cells shorter does no harm.
+        for line in textwrap.wrap(
+            label + text,
+            min(_WIDEST, self.width),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        ):
+            self.say(line)
 
     def ink(self, text: str, colour: str | None) -> str:
         if not self._colour or colour is None:
