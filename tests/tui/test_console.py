@@ -448,22 +448,22 @@ async def test_the_log_is_followed_and_stays_where_one_reads(fake: FakeEngine) -
     fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("logs · all ranks · TAIL")
-        await console.shows("1 Iter 41")
+        await console.shows("all Iter 41")
         await console.press("f")
         await console.until(lambda: "TAIL" not in console.screen)
         await console.press("g")
-        await console.shows("0 Loading pretrained model")
+        await console.shows("all Loading pretrained model")
         await console.press("f")
-        await console.shows("1 Iter 41")
+        await console.shows("all Iter 41")
 
 
 async def test_search_goes_to_the_match_and_n_goes_on_and_escape_ends_it(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("1 Iter 41")
+        await console.shows("all Iter 41")
         await console.press("slash", *"datasets", "enter")
         await console.shows("Loading datasets")
-        await console.shows("/2 'datasets'")
+        await console.shows("1/1 'datasets'")
         await console.press("n")
         assert console.on_deck, "n is the next match, not a launch"
         await console.press("escape")
@@ -475,7 +475,7 @@ async def test_search_goes_to_the_match_and_n_goes_on_and_escape_ends_it(fake: F
 async def test_keys_typed_into_the_search_are_text_and_escape_leaves_it(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("1 Iter 41")
+        await console.shows("all Iter 41")
         await console.press("slash", *"nq15 z")
         assert console.app.is_running and console.on_deck
         assert console.app.state.view == "dashboard" and "nq15 z" in console.screen
@@ -486,14 +486,14 @@ async def test_keys_typed_into_the_search_are_text_and_escape_leaves_it(fake: Fa
 async def test_filter_keeps_the_lines_that_match_and_a_leading_mark_inverts(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("1 Iter 41")
+        await console.shows("all Iter 41")
         await console.press("ampersand", *"Loading", "enter")
         await console.shows("filter 'Loading' 4 of 90")
         assert "Iter" not in console.screen
         await console.press("ampersand", "ctrl+u", "exclamation_mark", *"Iter", "enter")
         await console.shows("filter '!Iter' 8 of 90")
         await console.press("escape")
-        await console.shows("1 Iter 41")
+        await console.shows("all Iter 41")
 
 
 async def test_the_ranks_logs_are_switched_and_merged_again(fake: FakeEngine) -> None:
@@ -524,7 +524,7 @@ async def test_enter_on_a_failed_run_jumps_to_the_line_that_proves_it(fake: Fake
 async def test_a_resize_keeps_the_place_in_the_log(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("1 Iter 41")
+        await console.shows("all Iter 41")
         await console.press("g", "j", "j")
         for _ in range(4):
             await console.press("tab")
@@ -532,7 +532,7 @@ async def test_a_resize_keeps_the_place_in_the_log(fake: FakeEngine) -> None:
         view = console.app.deck.logs.view
         view.move("top")
         view.move("down")
-        await console.until(lambda: "Loading datasets" in view.text().splitlines()[1])
+        await console.until(lambda: "Loading datasets" in view.text().splitlines()[0])
         top = view.text().splitlines()[0]
         for size in (SMALL, (200, 50), (120, 36)):
             await console.pilot.resize_terminal(*size)
@@ -542,7 +542,7 @@ async def test_a_resize_keeps_the_place_in_the_log(fake: FakeEngine) -> None:
 async def test_copying_a_log_line_keeps_it_in_a_file_too(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("1 Iter 41")
+        await console.shows("all Iter 41")
         await console.press("slash", *"Trainable", "enter")
         await console.shows("Trainable parameters")
         await console.press("y")

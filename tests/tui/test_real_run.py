@@ -41,7 +41,7 @@ async def test_a_real_run_is_launched_watched_left_found_again_and_aborted(home:
         await console.press("n", "right", "enter")
         await console.shows("preflight")
         await console.shows("── train")
-        await console.shows("│ 1 iteration")
+        await console.shows("│   1 iteration")
         first = console.app.state.snapshot
         assert first is not None and first.series.train
         await console.press("q")
