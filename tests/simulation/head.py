@@ -206,7 +206,8 @@ class Supervisor:
             hosts=hosts,
             progress=progress,
             command=self._command_view(now),
-            receiving=not disk.full,
+            # The real one does not look at all while what has come cannot be written.
+            receiving=not (disk.full or disk.stalled),
             figures=self._figures,
             unknown=self._unknown() if self._seeks_unknown else None,
             jitter=world.rng.uniform(0.5, 1.0),
