@@ -142,6 +142,8 @@ class FlightDeckApp(App[None]):
         self._first_shown = self._asked = self._leaving = False
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
+        self._opened: set[str] = set()
+        """Runs that were shown once: they are not shown again by themselves."""
         self._first_config: Config | None = None
         """As it was read first, or launched last."""
         self._due = False
@@ -328,7 +330,7 @@ class FlightDeckApp(App[None]):
             self.store.change(snapshot=message.snapshot, now=self._clock())
 
     def on_runs_read(self, message: RunsRead) -> None:
-        before = None if self.state.runs is None else {run.id for run in self.state.runs}
+        before = None if self.state.runs is None else {run.id for run in self.state.runs} | self._opened
         if not self.state.frozen:
             self.store.change(runs=message.runs)
             if before is not None and not self.state.active and self.state.busy is None:
@@ -404,6 +406,7 @@ class FlightDeckApp(App[None]):
         # One that is shown already is read again only when it changes.
         snapshot = self.state.snapshot if self._shown == run_dir.id else None
         self._shown = run_dir.id
+        self._opened.add(run_dir.id)
         self.store.change(snapshot=snapshot, has_log=True, searching=False, back_to=back_to)
         self.poller.follow(run_dir.id)
         self.deck.logs.view.open(run_dir)
