@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from engine import api
 from engine.errors import plural
 from tui.fixes import CableSetup, HostKeyFix, fix_for
 from tui.state import VIEWS, DeckState
@@ -152,7 +153,7 @@ def _skip(state: DeckState) -> str | None:
     if check is None:
         return "no check is selected"
     failed = check.status == "fail" or check.name in state.skips
-    return None if failed else f"{check.name} has not failed"
+    return None if failed else f"{api.check_label(check.name)} has not failed"
 
 
 def _shell(state: DeckState) -> str | None:
@@ -427,7 +428,7 @@ def label(action: Action, state: DeckState, *, short: bool = False) -> str:
     """The action's name in the key bar, which may depend on the state."""
     if action.id == "fix":
         names = {HostKeyFix: "host key", CableSetup: "set up cables"}
-        return names.get(type(fix_for(state)), "run the fix")
+        return names.get(type(fix := fix_for(state)), "fix" if isinstance(fix, str) else "run the fix")
     special = {
         "quit": "quit (the run goes on)" if state.running is not None and not short else None,
         "enter": "the line that proves it" if state.pane == "run" and state.proof is not None else None,

@@ -379,13 +379,15 @@ class EngineClient:
     async def preflight(self) -> None:
         """Run the checks without a launch; each is shown as it ends."""
         store, config, engine = self._store, self._config, self.engine
-        store.change(busy="checking", checks=(), checks_at=None)
+        # Each has its place from the first moment on.
+        store.change(busy="checking", checks=api.with_pending(()), checks_at=None)
         with self._request("preflight", busy=None):
             async with aclosing(self._loop.each(lambda: engine.checks.preflight(config))) as results:
                 async for result in results:
                     by_name = {check.name: check for check in (*store.state.checks, result)}
                     store.change(checks=tuple(by_name.values()))
             store.change(checks_at=self._clock(), now=self._clock())
+        store.change(checks=tuple(check for check in store.state.checks if check.status != "pending"))
 
     async def calibrate(self, *, quick: bool) -> None:
         """Measure every node and link, with its progress shown. Cancelled, it ends on the nodes."""

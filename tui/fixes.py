@@ -87,7 +87,7 @@ def _node_fix(state: DeckState) -> CheckFix | HostKeyFix | CableSetup | str:
     for check in state.shown_checks:
         command = check.fixes.get(state.node, _OURS) if check.status in _FIXED else _OURS
         if not command.startswith(_OURS):
-            return CheckFix(check.name, {state.node: command}, check.effects)
+            return CheckFix(api.check_label(check.name), {state.node: command}, check.effects)
     if state.topology is not None and state.node in state.topology.setup:
         return CableSetup(state.topology.setup)
     return f"no known problem on {state.node} has a fix command"
@@ -98,15 +98,15 @@ def _check_fix(state: DeckState) -> CheckFix | HostKeyFix | str:
     if check is None:
         return "no check is selected"
     if check.status not in _FIXED:
-        return f"{check.name} has nothing to fix"
+        return f"{api.check_label(check.name)} has nothing to fix"
     assert state.config is not None
     commands = {node: command for node, command in check.fixes.items() if not command.startswith(_OURS)}
     line = check.fix_command or ""
     if commands and line in ("", api.as_shell_line(state.config, check.fixes)):
-        return CheckFix(check.name, commands, check.effects)
+        return CheckFix(api.check_label(check.name), commands, check.effects)
     if line and not line.startswith(_OURS):
         # More than what the nodes can do alone, such as a copy from one to another.
-        return CheckFix(check.name, {HERE: line}, {HERE: check.fix_effect} if check.fix_effect else {})
+        return CheckFix(api.check_label(check.name), {HERE: line}, {HERE: check.fix_effect} if check.fix_effect else {})
     keys = [node for node, command in check.fixes.items() if command.startswith(_OURS)]
     shown = (state.facts.get(node) for node in keys)
     offer = next((facts for facts in shown if facts is not None and facts.host_key is not None), None)

@@ -207,7 +207,7 @@ def attempt_summary(attempt: AttemptStatus) -> str:
     parts += _recovery(attempt)
     if attempt.reason is not None:
         reached = f" at iteration {attempt.reached}" if attempt.reached else ""
-        parts.append(f"{attempt.reason.value}{_place(attempt)}{reached}")
+        parts.append(f"{reason_text(attempt.reason)}{_place(attempt)}{reached}")
     return ", ".join(parts) if parts else "as planned"
 
 
@@ -293,6 +293,11 @@ def resume_text(snapshot: RunSnapshot) -> str:
         nodes = ", ".join(dict.fromkeys(file.node for file in files))
         return f"from iteration {files[0].iteration:,} (checkpoint on {nodes})"
     return "from the newest state that its nodes have"
+
+
+def reason_text(reason: str | None) -> str:
+    """Why a run ended, in words; "" for none."""
+    return "on request" if reason == "user_abort" else (reason or "").replace("_", " ")
 
 
 def fetch_text(step: FetchProgress) -> str:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Final
 from engine.errors import ENABLE_RDMA
 from tui.formatting import memory, size
 from tui.glyphs import FAIL, OK, RUNNING, STALE, UNKNOWN, WARN, Glyph
-from tui.state import FACTS_LIMIT_S, RANK_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
+from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from engine.models import NodeFacts, NodeTelemetry
     from engine.snapshots import NodeCondition, RankStatus
 
@@ -68,35 +70,37 @@ def away(state: DeckState, rank: RankStatus | None) -> NodeCondition | None:
     return rank.link
 
 
+def last_seen(state: DeckState, node: str, rank: RankStatus | None = None) -> datetime | None:
+    """The newest sign of life of a node: its telemetry, a report of its rank, the supervisor's connection to it, or an
+    answered probe."""
+    facts, values = state.facts.get(node), state.telemetry.get(node)
+    signs = [facts.probed_at] if facts is not None and not facts.problem else []
+    signs += [values.at] if values is not None and values.problem is None else []
+    if rank is not None and state.active and state.snapshot is not None:
+        signs += [*rank.signs.values(), *([rank.seen_at] if rank.seen_at is not None else [])]
+        connected = rank.link is not None and rank.link.condition == "connected"
+        signs += [state.now] if connected and state.snapshot.supervised else []
+    return max(signs, default=None)
+
+
 def condition(state: DeckState, node: str, rank: RankStatus | None, versions: dict[str, str]) -> tuple[Glyph, str]:
-    """The node's state in one or two words; reports of the run's supervisor and rank count more than an old probe."""
-    facts = state.facts.get(node)
+    """The node's state in one or two words. It is as fresh as its newest sign of life."""
+    facts, values = state.facts.get(node), state.telemetry.get(node)
     if (link := away(state, rank)) is not None:
         return FAIL, link.condition
-    reports = False
-    if rank is not None and state.active and rank.phase in ("training", "validating", "saving") and rank.seen_at:
-        reports = state.age_s(rank.seen_at) <= RANK_LIMIT_S
-        if not reports:
-            return STALE, "silent"
-        if facts is None:
-            return OK, "ok"
-    if facts is None:
-        return (RUNNING, "probing") if state.probing else (UNKNOWN, "not probed")
-    if facts.problem:
+    seen = last_seen(state, node, rank)
+    # Telemetry goes on for a while where a new connection fails already.
+    if facts and facts.problem and (seen is None or (seen - facts.probed_at).total_seconds() < TELEMETRY_LIMIT_S):
         return (UNKNOWN if facts.host_key else FAIL), facts.problem_kind or "fail"
-    if not reports and state.age_s(facts.probed_at) > FACTS_LIMIT_S:
+    if seen is None:
+        return (RUNNING, "probing") if state.probing else (UNKNOWN, "unknown")
+    if values is not None and state.listening:
+        # It reports every 2 s: what says nothing for longer is not merely old.
+        if state.age_s(seen) > TELEMETRY_LIMIT_S or (values.problem is not None and values.at > seen):
+            return STALE, "silent"
+    elif state.age_s(seen) > FACTS_LIMIT_S:
         return STALE, "stale"
-    if _went_silent(state, facts):
-        return STALE, "silent"
-    return (WARN, "warn") if warnings(facts, versions) else (OK, "ok")
-
-
-def _went_silent(state: DeckState, facts: NodeFacts) -> bool:
-    """Telemetry has reported a problem, or nothing for too long, since the node was probed."""
-    values = state.telemetry.get(facts.node)
-    if values is None or not state.listening or values.at <= facts.probed_at:
-        return False
-    return values.problem is not None or state.age_s(values.at) > TELEMETRY_LIMIT_S
+    return (WARN, "warn") if facts is not None and warnings(facts, versions) else (OK, "ok")
 
 
 def warnings(facts: NodeFacts, versions: dict[str, str]) -> list[str]:

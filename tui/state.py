@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from engine import api
 from engine.errors import FlightDeckError
 from tui.formatting import ago
 from tui.glyphs import Glyphs
@@ -112,7 +113,7 @@ class DeckState:
         """Why there is no configuration, one line."""
         if not self.ready:
             return "loading"
-        return self.fault.splitlines()[0] if self.fault else "there is no configuration"
+        return self.fault.splitlines()[0] if self.fault else "no configuration: `flightdeck init` writes one"
 
     @property
     def active(self) -> bool:
@@ -145,12 +146,16 @@ class DeckState:
     def _shown(self, run: RunRecord) -> bool:
         return self.snapshot is not None and run.id == self.snapshot.record.id
 
-    @property
+    @cached_property
     def shown_checks(self) -> tuple[CheckResult, ...]:
-        """The newest preflight: the console's own, else the shown run's."""
+        """The newest preflight: the console's own, else the shown run's. Those that have not begun have their places
+        from the first moment on, and before any preflight, too."""
         if self.checks:
             return self.checks
-        return self.snapshot.checks if self.snapshot is not None else ()
+        recorded = self.snapshot.checks if self.snapshot is not None else ()
+        begins = self.snapshot is None or self.snapshot.record.state in ("planned", "preflight")
+        configured = self.ready and (self.config is not None or self.snapshot is not None)
+        return api.with_pending(recorded) if configured and begins else recorded
 
     @property
     def known_facts(self) -> list[NodeFacts]:

@@ -33,6 +33,8 @@ class Check:
     run: CheckFunction
     time_limit_s: float
     """Running longer is a failure."""
+    label: str = ""
+    """One or two words for a screen."""
     needs: tuple[str, ...] = ()
     """Checks that must not have failed, since this one would only repeat their failure less clearly."""
     after: tuple[str, ...] = ()

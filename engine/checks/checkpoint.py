@@ -212,6 +212,6 @@ def _describe(storage: CheckpointStorage, state: SaveSize) -> str:
 
 CHECK = Check(
     NAME, "the checkpoint directory: allowed, writable, large enough; existing checkpoints are intact", run,
-    time_limit_s=2 * _LIMIT_S + TRIAL_LIMIT_S, needs=(connectivity.NAME,), after=(sync.NAME,),
+    label="checkpoints", time_limit_s=2 * _LIMIT_S + TRIAL_LIMIT_S, needs=(connectivity.NAME,), after=(sync.NAME,),
     not_applicable=lambda config: config.job.kind.own_model,
 )  # fmt: skip

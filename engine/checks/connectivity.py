@@ -45,6 +45,6 @@ async def _reach(context: CheckContext, node: NodeConfig) -> str:
 
 
 CHECK = Check(
-    NAME, "every node answers over SSH", run, time_limit_s=_LIMIT_S,
+    NAME, "every node answers over SSH", run, label="SSH", time_limit_s=_LIMIT_S,
     not_applicable=lambda config: "every node is this machine" if all(node.local for node in config.nodes) else None,
 )  # fmt: skip

@@ -258,6 +258,6 @@ def _path(node: NodeConfig, word: str) -> str:
 
 CHECK = Check(
     NAME, "script, trainer bundle, job, tokenizer and model index are the same as on this machine", run,
-    time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
+    label="same files", time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
     not_applicable=comparison_not_applicable, switched_off=comparison_switched_off,
 )  # fmt: skip

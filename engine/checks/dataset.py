@@ -220,7 +220,7 @@ def interpret_file(path: PurePath, summary: JsonlSummary, settings: Mapping[str,
 
 CHECK = Check(
     NAME, "train, valid and test JSONL: there, readable by mlx-lm, taken by the chat template, the same on all nodes",
-    run, time_limit_s=_READ_LIMIT_S + TRIAL_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
+    run, label="data", time_limit_s=_READ_LIMIT_S + TRIAL_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
     # A command brings its own data, but a data quality report still applies.
     not_applicable=lambda config: config.job.kind.own_model if config.job.data_quality_report is None else None,
 )  # fmt: skip

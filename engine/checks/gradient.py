@@ -356,5 +356,5 @@ def _describe(result: AllSumResult | None) -> str:
 
 CHECK = Check(
     NAME, "a real all_sum over all ranks, by the job's own framework and backend", run, time_limit_s=_LIMIT_S,
-    needs=(connectivity.NAME, hostfile.NAME, sync.NAME),
+    label="gradient sum", needs=(connectivity.NAME, hostfile.NAME, sync.NAME),
 )  # fmt: skip

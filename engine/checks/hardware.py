@@ -177,5 +177,5 @@ def _check_ports(node: NodeConfig, held: Mapping[str, PortHolder] | FlightDeckEr
 
 CHECK = Check(
     NAME, "GPU, memory against the need, macOS, RDMA, power, heat, the ring's ports", run, time_limit_s=_LIMIT_S,
-    needs=(connectivity.NAME,), after=(sync.NAME,),
+    label="hardware", needs=(connectivity.NAME,), after=(sync.NAME,),
 )  # fmt: skip

@@ -191,5 +191,5 @@ def sleep_prevented(assertions: str) -> bool | None:
 
 CHECK = Check(
     NAME, "heartbeat, disk, swap, other load, Low Power Mode, sleep", run, time_limit_s=_PROBE_LIMIT_S + 30,
-    needs=(connectivity.NAME,),
+    label="health", needs=(connectivity.NAME,),
 )  # fmt: skip

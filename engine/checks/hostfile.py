@@ -180,5 +180,5 @@ async def _check_connections(
 
 CHECK = Check(
     NAME, "the hostfile in MLX's own parser, its addresses, and connections from rank to rank (PyTorch: of every pair)",
-    run, time_limit_s=60.0, needs=(connectivity.NAME,),
+    run, label="hostfile", time_limit_s=60.0, needs=(connectivity.NAME,),
 )  # fmt: skip

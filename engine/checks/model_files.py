@@ -99,6 +99,6 @@ async def _unloadable(context: CheckContext, node: NodeConfig, folder: str, file
 
 CHECK = Check(
     NAME, "config.json, tokenizer and all safetensors shards, whole, fit to load and the same on all nodes", run,
-    time_limit_s=_LIMIT_S + 2 * TRIAL_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
+    label="model", time_limit_s=_LIMIT_S + 2 * TRIAL_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
     not_applicable=lambda config: config.job.kind.own_model,
 )  # fmt: skip

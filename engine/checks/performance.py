@@ -182,6 +182,6 @@ def _passed(predicted: Prediction, age_days: float) -> str:
 
 CHECK = Check(
     NAME, "calibration, predicted throughput, latency, memory, the slowest node", run, time_limit_s=_LIMIT_S,
-    needs=(connectivity.NAME, versions.NAME), after=(sync.NAME,),
+    label="throughput", needs=(connectivity.NAME, versions.NAME), after=(sync.NAME,),
     switched_off=lambda config: None if config.calibration.enabled else "switched off: [calibration] enabled = false",
 )  # fmt: skip

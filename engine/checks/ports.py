@@ -89,4 +89,6 @@ def describe_held(node: NodeConfig, held: Mapping[str, PortHolder]) -> str:
     )
 
 
-CHECK = Check(NAME, "the ring's ports can be bound", run, time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,))
+CHECK = Check(
+    NAME, "the ring's ports can be bound", run, label="ports", time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,)
+)

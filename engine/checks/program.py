@@ -74,5 +74,5 @@ def _outside(context: CheckContext, location: ProgramLocation) -> str | None:
 
 CHECK = Check(
     NAME, "the job's own command", run, time_limit_s=_LIMIT_S + 30, needs=(connectivity.NAME,), after=(sync.NAME,),
-    not_applicable=lambda config: None if config.job.words else "the job is a training of ours, not a command",
+    label="command", not_applicable=lambda config: None if config.job.words else "the job has no command of its own",
 )  # fmt: skip

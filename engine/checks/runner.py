@@ -61,6 +61,17 @@ OnResult = Callable[[CheckResult], None]
 Audit = Callable[[str, str, dict[str, object]], object]
 
 
+def check_label(name: str) -> str:
+    """One or two words for a screen."""
+    return (CHECKS[name].label if name in CHECKS else "") or name.replace("_", " ")
+
+
+def with_pending(results: Iterable[CheckResult]) -> tuple[CheckResult, ...]:
+    """In the order of CHECKS, with those that have not begun."""
+    waiting = {name: verdict(name, CheckStatus.PENDING, check.title) for name, check in CHECKS.items()}
+    return tuple((waiting | {result.name: result for result in results}).values())
+
+
 def validate_skip(skip: Iterable[str], checks: Mapping[str, Check] = CHECKS) -> list[str]:
     """The names to skip, each once. Raises InputError for an unknown one."""
     names = list(dict.fromkeys(skip))
@@ -122,7 +133,7 @@ async def _run_check(
         return verdict(check.name, CheckStatus.SKIP, why_not)
     for needed in check.needs:
         if (await asyncio.shield(ended[needed])).status is CheckStatus.FAIL:
-            return verdict(check.name, CheckStatus.SKIP, f"not run: {needed} failed")
+            return verdict(check.name, CheckStatus.SKIP, f"not run: {check_label(needed)} failed")
     await asyncio.gather(*(asyncio.shield(ended[earlier]) for earlier in check.after if earlier in ended))
     on_result(verdict(check.name, CheckStatus.RUNNING, check.title))
     started = time.monotonic()

@@ -250,5 +250,5 @@ def dotted(version: tuple[int, ...]) -> str:
 
 CHECK = Check(
     NAME, "python and the framework's packages (MLX or PyTorch): importable, new enough, the same", run,
-    time_limit_s=_LIMIT_S, needs=(connectivity.NAME,), after=(sync.NAME,),
+    label="versions", time_limit_s=_LIMIT_S, needs=(connectivity.NAME,), after=(sync.NAME,),
 )  # fmt: skip

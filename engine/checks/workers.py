@@ -93,5 +93,5 @@ def _check_leftovers(stale: StaleProcesses | FlightDeckError, findings: NodeFind
 
 CHECK = Check(
     NAME, "hosts, interpreters, backend and clocks; nothing of an earlier run is alive", run,
-    time_limit_s=2 * _PROBE_LIMIT_S + 60, needs=(connectivity.NAME, versions.NAME),
+    label="nodes ready", time_limit_s=2 * _PROBE_LIMIT_S + 60, needs=(connectivity.NAME, versions.NAME),
 )  # fmt: skip

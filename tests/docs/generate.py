@@ -93,8 +93,8 @@ def _written(action: argparse.Action) -> str:
 
 def checks() -> str:
     """Every preflight check."""
-    rows = [f"| `{check.name}` | {check.title} |" for check in CHECKS.values()]
-    return "\n".join(["| check | what it verifies |", "|---|---|", *rows])
+    rows = [f"| `{check.name}` | {check.label} | {check.title} |" for check in CHECKS.values()]
+    return "\n".join(["| check | in the console | what it verifies |", "|---|---|---|", *rows])
 
 
 def signatures() -> str:

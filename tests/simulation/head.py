@@ -206,8 +206,7 @@ class Supervisor:
             hosts=hosts,
             progress=progress,
             command=self._command_view(now),
-            # The real one does not look at all while what has come cannot be written.
-            receiving=not (disk.full or disk.stalled),
+            receiving=not disk.full,
             figures=self._figures,
             unknown=self._unknown() if self._seeks_unknown else None,
             jitter=world.rng.uniform(0.5, 1.0),

@@ -189,14 +189,6 @@ HISTORIES = {
         '{"seed":215173522,"kind":"sharded","nodes":4,"iterations":12,"period_s":3.0,"every":10,"recovery":3,"faults":'
         '[["cut",3.3,2,30.0],["keeper_stopped",34.17,2,18.0]]}'
     ),
-    "a record that comes while the verdict is awaited is judged before the end is told": (
-        '{"seed":1013309704,"kind":"torch","local":false,"iterations":6,"every":0,"faults":[["unfit",0.0,1,30.0],'
-        '["cut",4.39,0,18.0],["abort_now",20.29,0,12.0]]}'
-    ),
-    "what cannot be written on a stalled disk of the head is not taken, and that is no hang of a rank": (
-        '{"kind":"torch","iterations":24,"every":0,"recovery":1,"faults":[["head_disk_stalled",15.34,1,180.0],'
-        '["head_sleeps",42.52,1,180.0]]}'
-    ),
 }
 
 

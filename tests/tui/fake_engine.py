@@ -141,18 +141,44 @@ def facts(*, mismatch: bool = False, problem: str | None = None, old_s: float = 
     return found
 
 
+VERSIONS = "python 3.11.9, mlx 0.32.4, mlx-lm 0.32.2"
+FOLDER = "/srv/flightdeck/demo"
+CONSISTENT = "model config.json 6a67bce44979, model tokenizer.json 39acdb16c5fb, job 55d3fc7932de, worker 381be023dc2e"
+READY = f"this machine, without ssh, {VERSIONS}, ring available, clock -0.017 s, no processes of earlier runs"
+ROOM = "needs 1.6 GB of 11.8 GB (by estimate, 1.5 GB of it in reserve, limit by all memory, shared by its 2 ranks)"
+
+
+def _check(name: str, summary: str, seconds: float | None = None, *seen: str, **fields: Any) -> CheckResult:
+    """Passed in `seconds`, or skipped without them; `seen` on both nodes, or on each."""
+    status = CheckStatus.SKIP if seconds is None else CheckStatus.PASS
+    evidence = {f"local-{index}": text for index, text in enumerate(2 * seen if len(seen) == 1 else seen)}
+    values = {"name": name, "status": status, "summary": summary, "evidence": evidence, "duration_s": seconds}
+    return CheckResult(**{**values, **fields})
+
+
 CHECKS = [
-    CheckResult(name="versions_match", status=CheckStatus.PASS, summary="the same on both: python 3.11.9, mlx 0.32.4",
-                evidence={f"local-{index}": "python 3.11.9 mlx 0.32.4" for index in range(2)}, duration_s=0.6),
-    CheckResult(name="hostfile_valid", status=CheckStatus.PASS, summary="MLX reads 2 ranks", duration_s=0.0),
-    CheckResult(name="model_present", status=CheckStatus.PASS, summary="llama, 2 layers, same files on both",
-                duration_s=0.1),
-    CheckResult(name="data_matches", status=CheckStatus.PASS, summary="512 train, 64 valid, 64 test lines",
-                duration_s=0.1),
-    CheckResult(name="ports_free", status=CheckStatus.PASS, summary="40210 and 40211 are free", duration_s=0.0),
-    CheckResult(name="gradient_layer", status=CheckStatus.PASS, summary="2 ranks, exact, 0.15 ms, 0.75 GB/s",
-                duration_s=3.1),
+    _check("ssh_connectivity", "every node is this machine"),
+    _check("pre_rdma_sync", "every node is this machine: nothing to sync"),
+    _check("versions_match", f"the same on all nodes: {VERSIONS}", 3.6, VERSIONS),
+    _check("hostfile_valid", "MLX reads 2 ranks, ring", 0.8, "rank 0: 127.0.0.1", "rank 1: 127.0.0.1"),
+    _check("ports_free", "each attempt takes fresh ones; 2 from 40210 are free now", 0.6),
+    _check("model_present", "llama, 1 shard, 1.9 MB", 0.5, f"{FOLDER}/model: llama, 1 shard, 1.9 MB"),
+    _check("data_matches", "train 512, valid 64 examples, text", 1.2,
+           f"{FOLDER}/data: train.jsonl 512 examples, text, sha256 8b5c1deab2a6; valid.jsonl 64 examples, text"),
+    _check("program_present", "the job has no command of its own"),
+    _check("checkpoint_layer", "every node can save, 1.5 MB a save", 0.9, "/srv/train, 69.3 GB free, 34.7 MB needed"),
+    _check("gradient_layer", "2 ranks, exact, 1.53 ms, 0.36 GB/s", 5.0,
+           "rank 0: exact, 1.53 ms, 0.36 GB/s", "rank 1: exact, 0.54 ms, 0.42 GB/s"),
+    _check("worker_consistency", "2 workers agree with this machine on 5 items", 0.5, CONSISTENT),
+    _check("worker_layer", "2 workers ready for ring, no processes of earlier runs are left", 0.2, READY),
+    _check("hardware_layer", "2 nodes fit for the job", 0.6, f"EPYC 7763: MLX uses its cpu, {ROOM}"),
+    _check("performance_layer", "hardware calibration missing, assuming equal performance", 0.0, ROOM,
+           status=CheckStatus.WARN, fix_command="flightdeck calibrate",
+           fix_effect="measures; a newer calibration replaces the last one"),
+    _check("health_check", "2 nodes alive and idle", 0.9,
+           "this machine, 0.0 s ago, 69.3 GB free on the disk, swap 0 MB, no other process is busy"),
 ]  # fmt: skip
+"""Those of a demo run."""
 
 FAILED_PORTS = CheckResult(
     name="ports_free",
@@ -259,7 +285,7 @@ def write_metrics(directory: RunDir, series: Series) -> None:
     directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def record(run: str = "demo-0314-140130", state: RunState = RunState.RUNNING, **changes: Any) -> RunRecord:
+def record(run: str = "20260314-140126-demo-3f9a", state: RunState = RunState.RUNNING, **changes: Any) -> RunRecord:
     values: dict[str, Any] = {
         "id": run,
         "name": "demo",
@@ -325,21 +351,25 @@ def sampled(run: RunSnapshot | None = None) -> RunSnapshot:
 
 def starting() -> RunSnapshot:
     """In preflight, the second half of the checks still open."""
-    started = [*CHECKS[:3], CheckResult(name="data_matches", status=CheckStatus.RUNNING)]
+    started = [*CHECKS[:6], CheckResult(name="data_matches", status=CheckStatus.RUNNING)]
     fresh = record(state=RunState.PREFLIGHT, started_at=None, iteration=None, train_loss=None, val_loss=None,
                    tokens_per_second=None, attempts=0, created_at=ago(2))  # fmt: skip
     return RunSnapshot(record=fresh, supervised=True, state_since=ago(2), checks=tuple(started), taken_at=NOW)
 
 
-def log_lines(until: int) -> list[str]:
+def log_lines(until: int, rank: int = 0) -> list[str]:
     """The trainer's output up to an iteration."""
-    return [
-        "Loading pretrained model",
-        "Loading datasets",
-        "Trainable parameters: 100.000% (0.426M/0.426M)",
-        "Starting training..., iters: 60",
-        *[f"Iter {step}: Train loss {loss_at(step):.3f}, It/sec 1.022" for step in range(1, until + 1)],
-    ]
+    lines = [f"rank {rank} of 2 on local-{rank}, backend ring: loading"]
+    if until:
+        lines += [
+            "training 0.377 of 0.476 million parameters, full, data, 512 examples, 60 iterations of 8",
+            "iteration 0  'tower to heron: land': 'xq over Over'",
+            "iteration 0  val loss 6.1977  in 0.79 s",
+        ]
+    for step in range(1, until + 1):
+        speeds = f"2.6{rank} it/s  184{rank} tok/s"
+        lines.append(f"iteration {step}/60  train loss {loss_at(step):.4f}  learning rate 1.000e-03  {speeds}")
+    return lines
 
 
 TRACEBACK = [
@@ -349,7 +379,7 @@ TRACEBACK = [
     "ValueError: batch 23 holds a token id of 9,214, the vocabulary ends at 4,095",
 ]
 CONSEQUENCE = "[ring] connection to a peer was lost"
-PROOF_OFFSET = len("".join(f"{line}\n" for line in [*log_lines(23), *TRACEBACK[:-1]]).encode())
+PROOF_OFFSET = len("".join(f"{line}\n" for line in [*log_lines(23, 1), *TRACEBACK[:-1]]).encode())
 """Where the line that proves the failure begins in rank 1's log, bytes."""
 
 
@@ -359,7 +389,7 @@ FAILED_FIX = "make the data with this model's tokenizer, or name the model that 
 
 def failed() -> RunSnapshot:
     ended = record(
-        "demo-0314-134500", RunState.FAILED, reason=Reason.RANK_FAILED, rank=1, host="local-1", exit_code=1,
+        "20260314-134500-demo-b71c", RunState.FAILED, reason=Reason.RANK_FAILED, rank=1, host="local-1", exit_code=1,
         cause=FAILED_CAUSE, fix=FAILED_FIX, created_at=ago(1032), started_at=ago(1027), ended_at=ago(1004),
         iteration=23,        train_loss=loss_at(23), val_loss=loss_at(20) + 0.12,
     )  # fmt: skip
@@ -373,7 +403,7 @@ def failed() -> RunSnapshot:
 
 def aborted() -> RunSnapshot:
     ended = record(
-        "demo-0314-132000", RunState.ABORTED, reason=Reason.USER_ABORT, cause="aborted from the console",
+        "20260314-132000-demo-5d20", RunState.ABORTED, reason=Reason.USER_ABORT, cause="aborted from the console",
         created_at=ago(2532), started_at=ago(2527), ended_at=ago(2484),
     )  # fmt: skip
     return RunSnapshot(
@@ -384,7 +414,7 @@ def aborted() -> RunSnapshot:
 
 def succeeded() -> RunSnapshot:
     ended = record(
-        "demo-0313-091500", RunState.SUCCEEDED, reason=Reason.COMPLETED, created_at=ago(103_600), iteration=60,
+        "20260313-091532-demo-e84f", RunState.SUCCEEDED, reason=Reason.COMPLETED, created_at=ago(103_600), iteration=60,
         started_at=ago(103_595), ended_at=ago(103_540), train_loss=loss_at(60), val_loss=loss_at(60) + 0.12,
     )  # fmt: skip
     return RunSnapshot(
@@ -416,7 +446,8 @@ def trained() -> RunSnapshot:
 def task(kind: str, state: RunState = RunState.SUCCEEDED, *results: Evaluated | Fused) -> RunSnapshot:
     """On the result of `trained`."""
     ended = record(
-        f"demo-0314-140200-{kind}", state, task=kind, source=trained().record.id, iteration=None, iterations=None,
+        f"20260314-140200-demo-9c1e-{kind}", state, task=kind, source=trained().record.id, iteration=None,
+        iterations=None,
         train_loss=None, val_loss=None, tokens_per_second=None, ended_at=NOW if state.ended else None,
         outcome=", ".join(result.summary for result in results) or None,
     )  # fmt: skip
@@ -839,7 +870,9 @@ def write_logs(run: RunDir, snapshot: RunSnapshot) -> None:
     """The output of both ranks, line by line in turn, indexed as a run's own mirror does it; a failed run's ends with
     the first rank's complaint about the second's failure."""
     run.path.mkdir(parents=True, exist_ok=True)
-    both = [(rank, line) for line in log_lines(snapshot.record.iteration or 0) for rank in range(2)]
+    iteration = snapshot.record.iteration or 0
+    both = [(rank, line) for lines in zip(*(log_lines(iteration, rank) for rank in range(2)), strict=True)
+            for rank, line in enumerate(lines)]  # fmt: skip
     if snapshot.diagnosis is not None:
         both += [*((1, line) for line in TRACEBACK), (0, CONSEQUENCE)]
     mirror = Mirror(run, lambda gap: None, clock=lambda: NOW.timestamp() - 41)

@@ -137,7 +137,7 @@ def changed_key(node: NodeFacts) -> NodeFacts:
     return failed(node, "the host key has changed", "key changed", changed_key=CHANGE)
 
 
-def telemetry(count: int = 4, *, run: str = "demo-0314-140130", old_s: float = 1) -> list[NodeTelemetry]:
+def telemetry(count: int = 4, *, run: str = "20260314-140126-demo-3f9a", old_s: float = 1) -> list[NodeTelemetry]:
     """What the Macs use while a run is on."""
     return [
         NodeTelemetry(

@@ -108,10 +108,10 @@ def test_the_bar_offers_help_and_quit_everywhere_and_only_what_applies(view: str
 
 def test_a_disabled_action_says_why() -> None:
     assert BY_ID["launch"].why_not(IDLE) is None
-    assert BY_ID["launch"].why_not(RUNNING) == "demo-0314-140130 has not ended: ctrl+x aborts it"
+    assert BY_ID["launch"].why_not(RUNNING) == "20260314-140126-demo-3f9a has not ended: ctrl+x aborts it"
     assert BY_ID["launch"].why_not(DeckState(ready=True)) == "there is no configuration: no flightdeck.toml here"
     assert BY_ID["abort"].why_not(RUNNING) is None
-    assert BY_ID["abort"].why_not(DeckState(snapshot=fake_engine.failed())) == "demo-0314-134500 has ended"
+    assert BY_ID["abort"].why_not(DeckState(snapshot=fake_engine.failed())) == "20260314-134500-demo-b71c has ended"
     assert BY_ID["search"].why_not(IDLE) == "no log yet: no run is shown"
 
 

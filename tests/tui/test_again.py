@@ -48,7 +48,7 @@ async def test_the_ways_to_start_it_again_are_said_before_one_is_taken(fake: Fak
 
 async def test_a_run_of_the_history_is_run_again_and_shown(fake: FakeEngine) -> None:
     fake.add(aborted(), fake_engine.running())
-    fake.put(replace(fake_engine.running(), record=fake_engine.record("demo-0314-140130", RunState.FAILED)))
+    fake.put(replace(fake_engine.running(), record=fake_engine.record("20260314-140126-demo-3f9a", RunState.FAILED)))
     async with opened(fake) as console:
         await console.press("5", "R")
         await console.shows("a letter or enter chooses")

@@ -178,13 +178,13 @@ async def test_what_is_well_is_folded_until_the_pane_is_maximised(fake: FakeEngi
     fake.add(run := replace(fake_engine.running(), verification=verified))
     async with opened(fake) as console:
         await console.press("4")
-        await console.shows("✓ backend   ? GPU use")
+        await console.shows("✓ as expected: backend   ? not known: GPU use")
         assert "exchange" not in console.screen
         await console.press("z")
         await console.shows("ring, world of 2")
         assert "exchange" in console.screen
         await console.press("z")
-        await console.shows("✓ backend   ? GPU use")
+        await console.shows("✓ as expected: backend   ? not known: GPU use")
         stale = replace(run.ranks[1], seen_at=fake_engine.ago(300))
         bad = Verification("loss", False, "not finite")
         fake.put(replace(run, ranks=(run.ranks[0], stale), verification=(*verified, bad)))

@@ -55,7 +55,7 @@ async def test_launch_is_disabled_while_a_run_goes_on_and_says_why(fake: FakeEng
     async with opened(fake) as console:
         await console.shows("running 0:46")
         await console.press("n")
-        assert console.notifications == ["launch: demo-0314-140130 has not ended: ctrl+x aborts it"]
+        assert console.notifications == ["launch: 20260314-140126-demo-3f9a has not ended: ctrl+x aborts it"]
         assert console.on_deck
 
 
@@ -90,7 +90,7 @@ async def test_abort_names_target_effect_and_what_is_kept_with_the_focus_on_canc
         await console.press("ctrl+x")
         dialog = console.app.screen
         assert isinstance(dialog, Confirm)
-        for text in ("demo-0314-140130", "local-0, local-1", "then TERM", "checkpoint of iteration 40"):
+        for text in ("20260314-140126-demo-3f9a", "local-0, local-1", "then TERM", "checkpoint of iteration 40"):
             assert text in " ".join(dialog.body.split())
         assert console.app.focused is not None and console.app.focused.id == "cancel"
         await console.press("escape")
@@ -105,12 +105,12 @@ async def test_a_confirmed_abort_counts_down_and_shows_every_ranks_answer(fake: 
         dialog = console.app.screen
         assert isinstance(dialog, Stopping)
         await console.until(lambda: "s left" in dialog.body, "the countdown")
-        assert fake.aborted == [("demo-0314-140130", False)]
+        assert fake.aborted == [("20260314-140126-demo-3f9a", False)]
         assert dialog.body.count("has not acknowledged yet") == 2
         fake.put(fake_engine.stopping("term", acknowledged=(0,)))
         await console.until(lambda: dialog.body.count("has left") == 1, "rank 0's answer")
         gone = fake_engine.aborted()
-        fake.put(replace(gone, record=gone.record.model_copy(update={"id": "demo-0314-140130"})))
+        fake.put(replace(gone, record=gone.record.model_copy(update={"id": "20260314-140126-demo-3f9a"})))
         await console.until(lambda: "no process of the run is left" in dialog.body, "the proof")
         await console.press("escape")
         await console.shows("■ aborted")
@@ -124,7 +124,7 @@ async def test_q_after_an_aborts_proof_quits_and_before_it_closes_the_dialog(fak
         assert console.on_deck and console.app.is_running
         await console.press("ctrl+x")
         gone = fake_engine.aborted()
-        fake.put(replace(gone, record=gone.record.model_copy(update={"id": "demo-0314-140130"})))
+        fake.put(replace(gone, record=gone.record.model_copy(update={"id": "20260314-140126-demo-3f9a"})))
         dialog = console.app.screen
         assert isinstance(dialog, Stopping)
         await console.until(lambda: "no process of the run is left" in dialog.body, "the proof")
@@ -180,19 +180,21 @@ async def test_abort_is_disabled_without_a_run_and_says_why(fake: FakeEngine) ->
 
 async def test_a_run_that_goes_on_unseen_is_in_the_header_and_abort_says_how_to_get_there(fake: FakeEngine) -> None:
     fake.add(fake_engine.running(), fake_engine.succeeded())
-    async with opened(fake, follow="demo-0313-091500") as console:
+    async with opened(fake, follow="20260313-091532-demo-e84f") as console:
         await console.shows("✓ succeeded")
         await console.press("ctrl+x")
-        assert console.notifications == ["abort: demo-0314-140130 is not shown: 5 lists it, enter twice opens it"]
+        assert console.notifications == [
+            "abort: 20260314-140126-demo-3f9a is not shown: 5 lists it, enter twice opens it"
+        ]
         await console.press("escape")
-        await console.shows("▶ demo-0314-140130 running, not shown")
+        await console.shows("▶ 20260314-140126-demo-3f9a running, not shown")
         assert "idle" not in console.screen
 
 
 @pytest.mark.parametrize("size", [SMALL, DASHBOARD, (160, 45)], ids=str)
 async def test_the_plans_view_has_no_figure_of_the_run_before(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(fake_engine.succeeded())
-    async with opened(fake, size=size, follow="demo-0313-091500") as console:
+    async with opened(fake, size=size, follow="20260313-091532-demo-e84f") as console:
         await console.shows("✓ succeeded")
         figure = f"{fake_engine.loss_at(60):.3f}"
         await console.press("4", "escape", "escape", "4")
@@ -214,21 +216,21 @@ async def test_while_the_engine_loads_nothing_is_said_to_be_missing(fake: FakeEn
 async def test_opened_while_a_run_goes_on_it_shows_that_run(fake: FakeEngine) -> None:
     fake.add(fake_engine.running(), fake_engine.failed())
     async with opened(fake) as console:
-        await console.shows("4 run · demo-0314-140130")
+        await console.shows("4 run · 20260314-140126-demo-3f9a")
 
 
 async def test_follow_names_the_run_to_show(fake: FakeEngine) -> None:
     fake.add(fake_engine.running(), fake_engine.failed())
-    async with opened(fake, follow="demo-0314-134500") as console:
-        await console.shows("4 run · demo-0314-134500")
+    async with opened(fake, follow="20260314-134500-demo-b71c") as console:
+        await console.shows("4 run · 20260314-134500-demo-b71c")
 
 
 async def test_a_failed_run_shows_first_cause_and_fix(fake: FakeEngine) -> None:
     fake.add(fake_engine.failed())
-    async with opened(fake, follow="demo-0314-134500") as console:
+    async with opened(fake, follow="20260314-134500-demo-b71c") as console:
         await console.shows("first cause")
         for text in (
-            "✗ failed (rank_failed)",
+            "✗ failed (rank failed)",
             "rank 1 on local-1, exit 1",
             "make the data with this model's tokenizer",
         ):
@@ -239,7 +241,7 @@ async def test_the_history_lists_every_run_and_opens_one(fake: FakeEngine) -> No
     fake.add(fake_engine.running(), fake_engine.failed(), fake_engine.aborted(), fake_engine.succeeded())
     async with opened(fake) as console:
         await console.press("5")
-        for text in ("▶ running", "✗ failed", "■ aborted", "✓ succeeded", "rank_failed", "user_abort"):
+        for text in ("▶ running", "✗ failed", "■ aborted", "✓ succeeded", "rank failed", "on request"):
             await console.shows(text)
         await console.press("j", "enter", "enter")
         await console.shows("first cause")
@@ -253,12 +255,12 @@ async def test_quit_leaves_the_run_and_says_so(fake: FakeEngine, capsys: pytest.
         await console.press("q")
     assert console.app.return_code == 0
     assert fake.aborted == []
-    assert "demo-0314-140130 goes on" in capsys.readouterr().err
+    assert "20260314-140126-demo-3f9a goes on" in capsys.readouterr().err
 
 
 async def test_escape_goes_one_step_back_and_never_quits(fake: FakeEngine) -> None:
     fake.add(fake_engine.succeeded())
-    async with opened(fake, follow="demo-0313-091500") as console:
+    async with opened(fake, follow="20260313-091532-demo-e84f") as console:
         await console.shows("✓ succeeded")
         await console.press("1", "z")
         await console.press("escape", "escape")
@@ -281,7 +283,7 @@ async def test_number_keys_open_the_views_and_close_them(fake: FakeEngine) -> No
 async def test_at_80x24_the_panes_are_tabs_and_tab_walks_them(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake, size=SMALL) as console:
-        await console.shows("4 run · demo-0314-140130")
+        await console.shows("4 run · 20260314-140126-demo-3f9a")
         assert "1 nodes  " in console.screen and "5 history" in console.screen
         seen = []
         for _ in range(6):
@@ -299,17 +301,20 @@ async def test_tab_walks_the_panes_of_the_dashboard(fake: FakeEngine) -> None:
         assert seen == ["logs", "nodes", "preflight", "calibration", "history", "run"]
 
 
-async def test_help_shows_every_key_and_why_one_does_not_work_now(fake: FakeEngine) -> None:
+async def test_help_shows_every_key_once_and_reasons_only_when_one_is_pressed(fake: FakeEngine) -> None:
+    fake.add(fake_engine.running())
     async with opened(fake, size=(120, 160)) as console:
+        await console.until(lambda: console.app.state.active, "the run")
         await console.press("question_mark")
         assert isinstance(console.app.screen, Help)
         for text in (
             "Launch the plan",
             "Abort the shown run",
-            "now: no run is under way",
+            "says why when it is pressed",
             "Quit the console, never the run",
         ):
             assert text in console.screen
+        assert "uses the nodes" not in console.screen and "has not ended" not in console.screen
         await console.press("escape")
         assert console.on_deck
 
@@ -329,7 +334,7 @@ async def test_the_palette_opens_a_run(fake: FakeEngine) -> None:
     async with opened(fake) as console:
         await console.press("ctrl+p")
         await console.press(*"134500")
-        await console.shows("open demo-0314-134500")
+        await console.shows("open 20260314-134500-demo-b71c")
         await console.press("enter")
         await console.shows("first cause")
 
@@ -352,7 +357,7 @@ async def test_freeze_holds_the_display_and_says_so_and_thaws_to_the_newest(fake
 async def test_maximise_gives_the_pane_the_screen_and_back(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("4 run · demo")
+        await console.shows("4 run · 20260314")
         await console.press("z")
         await console.until(lambda: "1 nodes" not in console.screen)
         await console.press("z")
@@ -405,8 +410,9 @@ async def test_a_rank_that_falls_silent_is_shown_stale(fake: FakeEngine) -> None
     first, second = quiet.ranks
     fake.add(replace(quiet, ranks=(first, replace(second, seen_at=fake_engine.ago(40)))))
     async with opened(fake) as console:
-        await console.shows("◌ local-1 40 s")
-        await console.shows("◌ silent")
+        await console.shows("◌ rank 1 silent 40 s")
+        await console.shows("training, silent 40 s")
+        assert console.screen.count("✓ ok   ") >= 2, "its node has just answered"
 
 
 async def test_a_run_without_a_supervisor_says_so(fake: FakeEngine) -> None:
@@ -417,7 +423,7 @@ async def test_a_run_without_a_supervisor_says_so(fake: FakeEngine) -> None:
 
 async def test_states_of_a_finished_run_carry_shape_and_word(fake: FakeEngine) -> None:
     fake.add(fake_engine.succeeded())
-    async with opened(fake, follow="demo-0313-091500") as console:
+    async with opened(fake, follow="20260313-091532-demo-e84f") as console:
         await console.shows("✓ succeeded  60 iterations in 1:00")
         assert console.app.state.snapshot is not None
         assert console.app.state.snapshot.record.state is RunState.SUCCEEDED
@@ -440,7 +446,7 @@ async def test_hostile_text_of_a_run_is_shown_as_it_is(fake: FakeEngine) -> None
     cause = "[bold red]boom[/] [link=x]y[/link] [@click=app.quit]z"
     assert bad.diagnosis is not None
     fake.add(replace(bad, diagnosis=replace(bad.diagnosis, cause=cause)))
-    async with opened(fake, follow="demo-0314-134500", size=(160, 45)) as console:
+    async with opened(fake, follow="20260314-134500-demo-b71c", size=(160, 45)) as console:
         await console.shows(cause)
 
 
@@ -448,22 +454,22 @@ async def test_the_log_is_followed_and_stays_where_one_reads(fake: FakeEngine) -
     fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.shows("logs · all ranks · TAIL")
-        await console.shows("all Iter 41")
+        await console.shows("1 iteration 41/60")
         await console.press("f")
         await console.until(lambda: "TAIL" not in console.screen)
         await console.press("g")
-        await console.shows("all Loading pretrained model")
+        await console.shows("0 rank 0 of 2 on local-0")
         await console.press("f")
-        await console.shows("all Iter 41")
+        await console.shows("1 iteration 41/60")
 
 
 async def test_search_goes_to_the_match_and_n_goes_on_and_escape_ends_it(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("all Iter 41")
-        await console.press("slash", *"datasets", "enter")
-        await console.shows("Loading datasets")
-        await console.shows("1/1 'datasets'")
+        await console.shows("1 iteration 41/60")
+        await console.press("slash", *"million", "enter")
+        await console.shows("0.476 million")
+        await console.shows("/1 'million'")
         await console.press("n")
         assert console.on_deck, "n is the next match, not a launch"
         await console.press("escape")
@@ -475,7 +481,7 @@ async def test_search_goes_to_the_match_and_n_goes_on_and_escape_ends_it(fake: F
 async def test_keys_typed_into_the_search_are_text_and_escape_leaves_it(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("all Iter 41")
+        await console.shows("1 iteration 41/60")
         await console.press("slash", *"nq15 z")
         assert console.app.is_running and console.on_deck
         assert console.app.state.view == "dashboard" and "nq15 z" in console.screen
@@ -486,14 +492,14 @@ async def test_keys_typed_into_the_search_are_text_and_escape_leaves_it(fake: Fa
 async def test_filter_keeps_the_lines_that_match_and_a_leading_mark_inverts(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("all Iter 41")
-        await console.press("ampersand", *"Loading", "enter")
-        await console.shows("filter 'Loading' 4 of 90")
-        assert "Iter" not in console.screen
-        await console.press("ampersand", "ctrl+u", "exclamation_mark", *"Iter", "enter")
-        await console.shows("filter '!Iter' 8 of 90")
+        await console.shows("1 iteration 41/60")
+        await console.press("ampersand", *"loading", "enter")
+        await console.shows("filter 'loading' 2 of 90")
+        assert "it/s" not in console.screen
+        await console.press("ampersand", "ctrl+u", "exclamation_mark", *"tok", "enter")
+        await console.shows("filter '!tok' 8 of 90")
         await console.press("escape")
-        await console.shows("all Iter 41")
+        await console.shows("1 iteration 41/60")
 
 
 async def test_the_ranks_logs_are_switched_and_merged_again(fake: FakeEngine) -> None:
@@ -512,7 +518,7 @@ async def test_the_ranks_logs_are_switched_and_merged_again(fake: FakeEngine) ->
 
 async def test_enter_on_a_failed_run_jumps_to_the_line_that_proves_it(fake: FakeEngine) -> None:
     fake.add(fake_engine.failed())
-    async with opened(fake, follow="demo-0314-134500") as console:
+    async with opened(fake, follow="20260314-134500-demo-b71c") as console:
         await console.shows("enter the line that proves it")
         await console.press("g")
         await console.press("enter")
@@ -524,7 +530,7 @@ async def test_enter_on_a_failed_run_jumps_to_the_line_that_proves_it(fake: Fake
 async def test_a_resize_keeps_the_place_in_the_log(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("all Iter 41")
+        await console.shows("1 iteration 41/60")
         await console.press("g", "j", "j")
         for _ in range(4):
             await console.press("tab")
@@ -532,7 +538,7 @@ async def test_a_resize_keeps_the_place_in_the_log(fake: FakeEngine) -> None:
         view = console.app.deck.logs.view
         view.move("top")
         view.move("down")
-        await console.until(lambda: "Loading datasets" in view.text().splitlines()[0])
+        await console.until(lambda: "512 examples" in view.text().splitlines()[1])
         top = view.text().splitlines()[0]
         for size in (SMALL, (200, 50), (120, 36)):
             await console.pilot.resize_terminal(*size)
@@ -542,12 +548,12 @@ async def test_a_resize_keeps_the_place_in_the_log(fake: FakeEngine) -> None:
 async def test_copying_a_log_line_keeps_it_in_a_file_too(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
-        await console.shows("all Iter 41")
-        await console.press("slash", *"Trainable", "enter")
-        await console.shows("Trainable parameters")
+        await console.shows("1 iteration 41/60")
+        await console.press("slash", *"million", "enter")
+        await console.shows("million parameters")
         await console.press("y")
         await console.until(lambda: bool(console.notifications))
-        assert "Trainable parameters: 100.000%" in console.app.clipboard
+        assert "training 0.377 of 0.476 million parameters" in console.app.clipboard
         assert len(list((fake.home / "saved").iterdir())) == 1
 
 

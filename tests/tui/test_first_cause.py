@@ -13,7 +13,7 @@ from tests.tui.conftest import opened
 from tests.tui.fake_engine import FakeEngine
 from tui.widgets.run_pane import RunPane
 
-RUN = "demo-0314-134500"
+RUN = "20260314-134500-demo-b71c"
 LONGEST = max(BY_ID.values(), key=lambda signature: len(signature.cause) + len(signature.fix)).id
 
 

@@ -61,7 +61,7 @@ async def test_a_failed_check_is_skipped_with_a_reason_at_the_next_launch(
         await console.press(*"mine", "enter")
         await console.shows("skipped at the next launch: mine")
         await console.press("n")
-        await console.shows("ports_free: mine")
+        await console.shows("ports: mine")
         await console.press("right", "enter")
         await console.until(lambda: fake.skipped == {"ports_free": "mine"}, "the launch")
         assert console.app.state.skips == {}, "it is for one launch"

@@ -21,7 +21,7 @@ from tui.widgets.text import Text
 
 WIDE = (160, 45)
 SIZES = (SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE)
-FAILED, ABORTED, SUCCEEDED = "demo-0314-134500", "demo-0314-132000", "demo-0313-091500"
+FAILED, ABORTED, SUCCEEDED = "20260314-134500-demo-b71c", "20260314-132000-demo-5d20", "20260313-091532-demo-e84f"
 
 
 @pytest.fixture
@@ -118,10 +118,10 @@ async def test_marked_runs_are_compared(runs: FakeEngine, size: tuple[int, int])
         await console.press("enter")
         await console.shows("compare · 2 runs")
         await console.until(lambda: console.app.deck.chart.settled, "the curves")
-        await console.shows("demo-4500 makes 1,226 tokens/s, 33% less than demo-2000 (1,840)")
+        await console.shows("demo-b71c makes 1,226 tokens/s, 33% less than demo-5d20 (1,840)")
         pane = console.app.deck.query_one(ComparePane)
         text = pane.text()
-        for part in ("its ranks were connected by ring, not jaccl", "learning_rate", "0.001", "0.0005", "demo-2000"):
+        for part in ("its ranks were connected by ring, not jaccl", "learning_rate", "0.001", "0.0005", "demo-5d20"):
             assert part in text
         await console.press("m")
         await console.until(lambda: "validation loss" in console.screen, "the next metric")
@@ -143,11 +143,11 @@ async def test_a_runs_colour_stays_when_another_is_pinned_or_compared(runs: Fake
         await console.until(lambda: len(styles()) == 2, "the curves")
         before = styles()
         await console.press("p")
-        await console.until(lambda: [*styles()] == ["demo-2000", "demo-4500"], "the other on top")
+        await console.until(lambda: [*styles()] == ["demo-5d20", "demo-b71c"], "the other on top")
         assert styles() == before
         await console.press("escape", "escape", "j", "space", "g", "j", "space", "enter")
-        await console.until(lambda: "demo-1500" in styles(), "the other comparison")
-        assert styles()["demo-2000"] == before["demo-2000"]
+        await console.until(lambda: "demo-e84f" in styles(), "the other comparison")
+        assert styles()["demo-5d20"] == before["demo-5d20"]
         assert len(set(styles().values())) == 2
 
 
@@ -182,7 +182,7 @@ async def test_a_run_that_goes_on_is_not_deleted(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
     async with opened(fake) as console:
         await console.press("5", "ctrl+k")
-        assert console.notifications[-1:] == ["delete: demo-0314-140130 has not ended: ctrl+x aborts it"]
+        assert console.notifications[-1:] == ["delete: 20260314-140126-demo-3f9a has not ended: ctrl+x aborts it"]
 
 
 async def test_of_two_thousand_runs_those_in_sight_are_laid_out(

@@ -27,11 +27,13 @@ from tui.app import _WAITS, FlightDeckApp
 from tui.engine_client import TelemetryReceived
 from tui.fixes import FixCommand
 from tui.formatting import memory
-from tui.glyphs import FEW_COLOURS
+from tui.glyphs import FEW_COLOURS, OK, STALE
 from tui.screens.dialog import Confirm, ConfirmLaunch
 from tui.screens.fix import ChangedKey, FixDialog, UnknownKey
+from tui.state import DeckState
 from tui.widgets.node_detail import detail
 from tui.widgets.pane import RowList
+from tui.widgets.text import Text
 
 WIDE = (200, 50)
 
@@ -74,28 +76,53 @@ async def test_what_was_seen_last_time_is_shown_at_once_as_old_as_it_is(studio: 
         assert console.screen.count("✓ ok") == 4
 
 
-async def test_a_node_whose_rank_reports_is_not_stale_however_old_its_probe(fake: FakeEngine) -> None:
+@pytest.mark.parametrize("size", [SMALL, DASHBOARD, WIDE])
+async def test_a_node_is_as_fresh_as_its_newest_sign_of_life(fake: FakeEngine, size: tuple[int, int]) -> None:
     snapshot = fake_engine.running()
     late = fake_engine.NOW + timedelta(seconds=900)
-    reporting = replace(snapshot, ranks=tuple(replace(rank, seen_at=late) for rank in snapshot.ranks))
-    fake.add(reporting)
-    async with opened(fake, follow=snapshot.record.id) as console:
+    fake.add(replace(snapshot, ranks=tuple(replace(rank, seen_at=late) for rank in snapshot.ranks)))
+    async with opened(fake, follow=snapshot.record.id, size=size) as console:
+        await console.press("1")
         console.app._clock = lambda: late
-        await console.shows("15 min")
-        assert "stale" not in console.screen
+        await console.until(lambda: console.app.state.now == late)
+        await console.shows("now")
+        assert "stale" not in console.screen, "the ranks report, however old the probe is"
+        head = console.app.deck.query_one("#nodes-head", Text)
+        columns = head.content
         ended = fake_engine.succeeded()
         fake.put(replace(ended, record=ended.record.model_copy(update={"id": snapshot.record.id})))
-        await console.until(lambda: console.screen.count("◌ stale") == 2)
+        await console.until(lambda: console.screen.count("◌ stale  ") >= 2)
+        await console.shows("15 min")
+        assert head.content == columns, "no column has moved"
 
 
-async def test_telemetry_is_shown_while_it_is_fresh_and_stale_after_its_limit(studio: FakeEngine) -> None:
+def test_telemetry_a_connection_and_a_probe_are_signs_of_life() -> None:
+    run, old = fake_engine.running(), fake_engine.ago(900)
+    linked = replace(run.ranks[0], seen_at=None, stepped_at=None, link=NodeCondition("connected", old))
+    facts = {"local-0": fake_engine.facts(old_s=900)[0]}
+    state = DeckState(now=fake_engine.NOW, ready=True, facts=facts, snapshot=run)
+    quiet = replace(linked, link=None)
+    values = {"local-0": NodeTelemetry(node="local-0", at=fake_engine.ago(3))}
+    for changed, rank, seen in (
+        (state, quiet, old),
+        (state, linked, fake_engine.NOW),
+        (replace(state, snapshot=replace(run, supervised=False)), linked, old),
+        (replace(state, telemetry=values), quiet, fake_engine.ago(3)),
+        (replace(state, facts={}), quiet, None),
+    ):
+        assert node_state.last_seen(changed, "local-0", rank) == seen
+    assert node_state.condition(state, "local-0", quiet, {}) == (STALE, "stale")
+    assert node_state.condition(replace(state, telemetry=values), "local-0", quiet, {}) == (OK, "ok")
+
+
+async def test_telemetry_is_shown_while_it_is_fresh(studio: FakeEngine) -> None:
     studio.values = [*macs.telemetry()[:3], *macs.telemetry(old_s=60)[3:]]
     async with opened(studio, size=WIDE, config=macs.configuration()) as console:
         await console.press("1")
         await console.shows("142 W")
-        ultra, *_, air = (line for line in console.screen.splitlines() if "✓ ok   Apple M" in line)
+        ultra, *_, air = (line for line in console.screen.splitlines() if "✓ ok       Apple M" in line)
         assert "97%" in ultra and "71 °C" in ultra and "256/512 GB" in ultra
-        assert "W" not in air.split() and "1 min" in air and "18/48 GB" in air, "what the probe saw, not old telemetry"
+        assert "W" not in air.split() and "18/48 GB" in air, "what the probe saw, not old telemetry"
 
 
 async def test_telemetry_is_on_while_the_nodes_are_seen_or_a_run_goes_on_and_off_otherwise(

@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 from textual.events import Key
 
+from engine import api
 from engine.errors import LaunchError, NodesInUse
 from engine.models import CheckResult, CheckStatus, Reason, RunState
 from engine.snapshots import (
@@ -31,7 +32,8 @@ from tui.screens.dialog import Confirm
 from tui.state import DeckState
 from tui.widgets.bars import header
 from tui.widgets.chart import ChartCurve, Picture, draw
-from tui.widgets.run_summary import rank_glyph
+from tui.widgets.pane import RowList
+from tui.widgets.run_summary import rank_glyph, rank_table
 
 PROGRAM = CheckResult(name="program_present", status=CheckStatus.PASS, summary="python train.py")
 
@@ -230,7 +232,7 @@ async def test_the_help_breaks_its_lines_beside_the_keys(fake: FakeEngine) -> No
 async def test_without_a_configuration_the_nodes_say_so(fake: FakeEngine) -> None:
     async with opened(fake, config=None) as console:
         await console.press("escape", "1")
-        await console.shows("there is no configuration")
+        await console.shows("`flightdeck init` writes one")
 
 
 def test_the_number_of_nodes_gives_way_to_the_time_left() -> None:
@@ -263,13 +265,13 @@ async def test_at_80x24_a_failed_check_has_room_for_its_evidence_and_fix(fake: F
         await console.shows("not run yet")
         await console.press("r")
         for text in (
-            "✗  fail  ports_free",
+            "✗  fail     ports",
             "local-1       40211: pid 4711, python train.py",
             "fix           kill 4711",
         ):
             await console.shows(text)
         # The list's scrollbar covers nothing.
-        await console.shows(" 0.6 s ")
+        await console.shows(" 3.6 s ")
 
 
 async def test_why_nothing_can_be_launched_is_told_to_its_last_word(fake: FakeEngine) -> None:
@@ -298,9 +300,29 @@ async def test_no_check_is_out_of_sight_on_the_dashboard(fake: FakeEngine) -> No
         await console.check()
         await console.shows("passed just now")
         await console.press("escape", "G")
-        await console.shows("check_29")
+        await console.shows("check 29")
         await console.press("g")
-        await console.shows("check_0 ")
+        await console.shows("check 0 ")
+
+
+@pytest.mark.parametrize("size", [SMALL, (120, 36), (160, 45)])
+async def test_each_check_has_its_place_and_its_words_before_it_begins(fake: FakeEngine, size: tuple[int, int]) -> None:
+    fake.add(fake_engine.starting())
+    async with opened(fake, size=size) as console:
+        if size == SMALL:
+            await console.press("2")
+        await console.shows("running 6/15")
+        rows = console.app.deck.query_one("#checks-rows", RowList)
+        before, places = rows.size, list(rows._ids)
+        assert places == list(api.CHECKS)
+        run = fake_engine.starting()
+        fake.put(replace(run, checks=tuple(fake_engine.CHECKS)))
+        await console.shows("passed with 1 warning")
+        assert rows.size == before and list(rows._ids) == places
+        await console.press("2", "G")
+        await console.shows("throughput  ")
+        assert not [name for name in api.CHECKS if "_" in name and name in console.screen]
+        assert console.app.deck.pane("preflight").text().count("performance_layer: throughput") == 1
 
 
 async def test_the_log_of_a_run_that_started_nothing_does_not_promise_any(fake: FakeEngine) -> None:
@@ -388,18 +410,33 @@ async def test_the_ranks_are_shown_with_exchange_gradient_and_peak_and_the_run_w
     )
     fake.add(replace(fake_engine.running(), ranks=ranks, grad_norm=1.94))
     async with opened(fake, size=(160, 40)) as console:
-        for text in ("gradient 1.94", "skew 25%"):
+        for text in ("gradient 1.94", "slowest +25%"):
             await console.shows(text)
         await console.press("4", "z")
         for text in ("exchange", "0.112 s", "2.27", "201 MB", "← slowest"):
             await console.shows(text)
 
 
+def test_the_columns_of_the_ranks_stay_when_one_becomes_the_slowest_or_validates() -> None:
+    run = fake_engine.running()
+    even = tuple(replace(rank, typical_s=0.4, phase="training") for rank in run.ranks)
+    late = (replace(even[0], phase="validating"), replace(even[1], typical_s=12.0, step_s=12.0))
+    for width, headed in ((76, False), (57, False), (156, True)):
+        tables = [
+            rank_table(DeckState(now=fake_engine.NOW, snapshot=shown), shown, width, headed=headed)
+            for shown in (replace(run, ranks=even), replace(run, ranks=late))
+        ]
+        if headed:
+            assert tables[0][0] == tables[1][0]
+        places = [[line.plain.index("MB") for line in table if "MB" in line.plain] for table in tables]
+        assert places[0] == places[1]
+
+
 async def test_what_is_not_known_of_gradients_and_ranks_is_no_figure(fake: FakeEngine) -> None:
     fake.add(replace(fake_engine.running(), ranks=fake_engine.ranks(step_s=None)))
     async with opened(fake, size=(160, 40)) as console:
-        await console.shows("gradient –")
-        assert "skew" not in console.screen
+        await console.shows("validation 1.338")
+        assert "gradient norm" not in console.screen and "slowest" not in console.screen
 
 
 async def test_on_a_short_screen_the_highest_peak_is_among_the_figures(fake: FakeEngine) -> None:
@@ -411,7 +448,7 @@ async def test_on_a_short_screen_the_highest_peak_is_among_the_figures(fake: Fak
 @pytest.mark.parametrize("size", [SMALL, (120, 36)], ids=str)
 async def test_s_shows_the_answers_in_place_of_the_plot_and_back(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(fake_engine.sampled())
-    async with opened(fake, size=size, follow="demo-0314-140130") as console:
+    async with opened(fake, size=size, follow="20260314-140126-demo-3f9a") as console:
         await console.shows("s samples")
         await console.press("4", "s")
         for text in ("tower to heron: hold", "base          over Over xq over", "at 40         over the beacon"):
@@ -424,6 +461,6 @@ async def test_s_shows_the_answers_in_place_of_the_plot_and_back(fake: FakeEngin
 
 async def test_a_run_without_sample_prompts_says_why_it_has_no_answers(fake: FakeEngine) -> None:
     fake.add(fake_engine.running())
-    async with opened(fake, size=SMALL, follow="demo-0314-140130") as console:
+    async with opened(fake, size=SMALL, follow="20260314-140126-demo-3f9a") as console:
         await console.press("s")
         assert console.notifications[-1].startswith("samples: no answers yet: the job's sample_prompts")

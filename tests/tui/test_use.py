@@ -108,7 +108,7 @@ async def test_no_task_is_started_where_another_run_uses_the_nodes(fake: FakeEng
     fake.add(fake_engine.running(), fake_engine.trained())
     async with showing(fake) as console:
         await console.press("u", "e")
-        await console.shows("not now: demo-0314-140130 uses the nodes: 5 lists it")
+        await console.shows("not now: 20260314-140126-demo-3f9a uses the nodes: 5 lists it")
         assert isinstance(console.app.screen, Choices)
 
 
@@ -149,9 +149,9 @@ async def test_history_has_tasks_below_their_run_with_their_outcomes(fake: FakeE
     fake.add(evaluation, fake_engine.failed(), fake_engine.trained())
     async with opened(fake) as console:
         await console.press("5")
-        await console.shows("└ demo-0314-140200-evaluate")
-        rows = [line for line in console.screen.splitlines() if "demo-03" in line]
-        assert [name in row for name, row in zip(("134500", SOURCE, "└ demo"), rows, strict=False)] == [True] * 3
+        await console.shows("└ 20260314-140200-demo-9c1e-evaluate")
+        rows = [line for line in console.screen.splitlines() if "-demo-" in line]
+        assert [name in row for name, row in zip(("134500", SOURCE, "└ 2026"), rows, strict=False)] == [True] * 3
         await console.press("j")
         await console.shows("evaluate      ✓ succeeded 46 s ago · base 6.174, adapter 1.968")
 
@@ -168,4 +168,4 @@ async def test_the_hub_is_reached_by_command(fake: FakeEngine) -> None:
     fake.add(fake_engine.trained())
     async with showing(fake) as console:
         await console.press("u", "p", "u")
-        await console.shows(f"flightdeck publish {SOURCE} --hub OWNER/NAME --private")
+        await console.shows(f"flightdeck publish {SOURCE} --hub OWNER/NAME")

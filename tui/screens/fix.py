@@ -13,6 +13,7 @@ from textual.content import Content
 from textual.events import Mount
 from textual.widgets import Button, Input
 
+from engine import api
 from tui.fixes import CheckFix, FixCommand
 from tui.formatting import duration
 from tui.glyphs import FAIL, MUTED, OK, RUNNING
@@ -135,13 +136,13 @@ class SkipCheck(Dialog[str]):
 
     def __init__(self, check: CheckResult, width: int) -> None:
         lines = [
-            pair("check", f"{check.name}: {check.summary}", width),
+            pair("check", f"{api.check_label(check.name)}: {check.summary}", width),
             pair("effect", "the next launch goes on although it fails; the audit log keeps the reason", width),
             pair("take back", "s again, or r: it is checked again", width),
             Content(""),
             Content("why?"),
         ]
-        super().__init__(f"skip {check.name} at the next launch?", lines, button("Cancel", "cancel"))
+        super().__init__(f"skip {api.check_label(check.name)} at the next launch?", lines, button("Cancel", "cancel"))
 
     def on_mount(self, event: Mount) -> None:  # type: ignore[override]
         # The frame's own would give the button the focus.

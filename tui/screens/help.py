@@ -57,8 +57,8 @@ class Help(ModalScreen[None]):
 
 
 def lines(state: DeckState, width: int) -> list[Content]:
-    """A heading a group, a line an action; a disabled one with its reason."""
-    content: list[Content] = []
+    """A heading a group, a line an action."""
+    content = [Content.styled("A dim key cannot be used now, and says why when it is pressed.", MUTED), Content("")]
     for group, title in GROUPS.items():
         actions = [action for action in ACTIONS if action.group == group and action.offered(state)]
         if actions:
@@ -69,11 +69,8 @@ def lines(state: DeckState, width: int) -> list[Content]:
 
 def _line(action: Action, state: DeckState, width: int) -> Content:
     keys = " ".join(shown_key(key) for key in action.keys)
-    why = action.why_not(state)
-    line = pair(f"  {keys}", action.help, width, indent=20).stylize(
-        DISABLED if why else "bold $text-primary", 0, 2 + len(keys)
-    )
-    return Content("\n").join([line, pair("", f"now: {why}", width, style=MUTED, indent=20)]) if why else line
+    style = DISABLED if action.why_not(state) else "bold $text-primary"
+    return pair(f"  {keys}", action.help, width, indent=20).stylize(style, 0, 2 + len(keys))
 
 
 class PaletteEntry(NamedTuple):

@@ -208,7 +208,7 @@ def _warnings(state: DeckState) -> Content:
     if silent:
         oldest, rank = max(silent, key=lambda pair: pair[0])
         if oldest > RANK_LIMIT_S:
-            return state.glyphs.state(STALE, f"{rank.node} {age(rank.seen_at, state.now)}")
+            return state.glyphs.state(STALE, f"rank {rank.rank} silent {age(rank.seen_at, state.now)}")
     return Content("")
 
 

@@ -8,6 +8,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 
+from engine import api
 from engine.errors import plural
 from tui.fixes import pasted
 from tui.glyphs import CHECKS, MUTED, Glyphs
@@ -48,9 +49,9 @@ class ChecksPane(Pane):
     def draw(self, state: DeckState) -> None:
         note = self.query_one("#checks-note", Text)
         note.display = not state.shown_checks
-        note.put(_note(state))
+        note.put(Content.styled(state.unconfigured, MUTED))
         rows = self.query_one(RowList)
-        rows.set_rows(_rows(state, self.room - self._scrollbar(len(state.shown_checks))))
+        rows.set_rows(_rows(state, self.room - self._scrollbar(len(state.shown_checks)), full=self.full))
         failed = next((check.name for check in state.shown_checks if check.status == "fail"), None)
         if failed != self._failed:
             self._failed = failed
@@ -80,7 +81,7 @@ class ChecksPane(Pane):
         check = self._selected()
         if check is None:
             return self.text()
-        return check.fix_command or _detail(check, self.state.glyphs, self.room).plain
+        return check.fix_command or self._copied(check)
 
     def copy_parts(self) -> dict[str, str]:
         check = self._selected()
@@ -90,19 +91,19 @@ class ChecksPane(Pane):
         return {"the whole fix": check.fix_command, **by_node}
 
     def text(self) -> str:
-        checks = self.state.shown_checks
-        return (
-            "\n\n".join(_detail(check, self.state.glyphs, self.room).plain for check in checks)
-            or _note(self.state).plain
-        )
+        return "\n\n".join(map(self._copied, self.state.shown_checks)) or self.state.unconfigured
+
+    def _copied(self, check: CheckResult) -> str:
+        """With the name by which commands know it."""
+        return f"{check.name}: {_detail(check, self.state.glyphs, self.room).plain}"
 
 
 def verdict(state: DeckState) -> str:
     """The whole preflight, for the title."""
     checks = state.shown_checks
-    if not checks:
-        return "not run"
     statuses = [check.status for check in checks]
+    if all(status == "pending" for status in statuses):
+        return "not run yet: r here runs it" if checks else "not run"
     if failures := sum(status == "fail" for status in statuses):
         return plural(failures, "failure")
     if any(status in ("pending", "running") for status in statuses):
@@ -113,13 +114,8 @@ def verdict(state: DeckState) -> str:
     return f"{text} {state.ago(state.checks_at)}" if state.checks and state.checks_at else text
 
 
-def _note(state: DeckState) -> Content:
-    if state.config is None:
-        return Content.styled(state.unconfigured, MUTED)
-    return Content.styled("not run yet: r runs them; a launch runs them first", MUTED)
-
-
-def _rows(state: DeckState, width: int) -> list[tuple[str, Content]]:
+def _rows(state: DeckState, width: int, *, full: bool) -> list[tuple[str, Content]]:
+    """On the dashboard without what is still to be checked and without times: what was found needs the room."""
     checks = state.shown_checks
     if not checks:
         return []
@@ -130,25 +126,29 @@ def _rows(state: DeckState, width: int) -> list[tuple[str, Content]]:
     ]
     columns = [
         Column("", [state.glyphs.mark(glyph) for glyph in glyphs], 9),
-        Column("", labels, 8),
-        Column("", [check.name for check in checks], 9),
-        Column("", [_summary(state, check) for check in checks], 5, grows=True, minimum=18),
-        Column("", [Content.styled(text, MUTED) for text in took], 4, right=True),
+        Column("", labels, 8, reserved=len("running")),
+        Column("", [api.check_label(check.name) for check in checks], 9),
+        Column("", [_summary(state, check, full=full) for check in checks], 5, grows=True, minimum=18),
+        Column("", [Content.styled(text, MUTED) for text in took], 4, right=True, reserved=6),
     ]
-    _, lines = lay_out(columns, width)
+    _, lines = lay_out(columns[: None if full else -1], width)
     return [(check.name, line) for check, line in zip(checks, lines, strict=True)]
 
 
-def _summary(state: DeckState, check: CheckResult) -> str:
+def _summary(state: DeckState, check: CheckResult, *, full: bool) -> Content:
     why = state.skips.get(check.name)
-    return (f"skipped at the next launch: {why}; " if why is not None else "") + check.summary.replace("\n", " ")
+    if check.status == "pending" and not full:
+        return Content("")
+    text = (f"skipped at the next launch: {why}; " if why is not None else "") + check.summary.replace("\n", " ")
+    return Content.styled(text, MUTED if check.status in ("pending", "skip") else "")
 
 
 def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
-    """Cause, evidence per node, and the fix."""
-    glyph = CHECKS[check.status]
-    lines = [Content.assemble((check.name, "bold"), "  ", glyphs.state(glyph, STATUS_LABELS[check.status]))]
-    if check.summary:
+    """Cause, evidence per node, the fix, and what is checked."""
+    glyph, title = CHECKS[check.status], api.CHECKS[check.name].title if check.name in api.CHECKS else ""
+    label = api.check_label(check.name)
+    lines = [Content.assemble((label, "bold"), "  ", glyphs.state(glyph, STATUS_LABELS[check.status]))]
+    if check.summary not in ("", title):
         lines.append(Content(check.summary))
     if check.blames is not None:
         rank, node = check.blames
@@ -170,4 +170,6 @@ def _detail(check: CheckResult, glyphs: Glyphs, width: int) -> Content:
         lines.append(pair("", "s skips this check at the next launch", width, style=MUTED))
     if check.status == "fail" and not check.fix_command:
         lines += [Content(""), Content("no command fixes this: a person must act")]
+    if title:
+        lines += [Content(""), pair("checked", title, width, style=MUTED)]
     return Content("\n").join(lines)

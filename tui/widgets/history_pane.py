@@ -16,7 +16,7 @@ from textual.widget import Widget
 
 from engine import api
 from engine.errors import InputError, plural
-from tui.formatting import checkpoint_text, duration, loss, rate
+from tui.formatting import checkpoint_text, duration, loss, rate, reason_text
 from tui.glyphs import MUTED, STATES
 from tui.state import DeckState
 from tui.widgets import run_summary
@@ -159,7 +159,7 @@ class HistoryPane(Pane):
             none = (
                 "no run matches: / changes the filter, esc removes it"
                 if filtered
-                else "no runs yet: n launches the first"
+                else f"no runs yet: {'n launches the first' if state.config is not None else 'd runs the demo'}"
             )
             head.put(Content.styled(none if state.runs is not None else "reading the runs", MUTED))
             rows.set_rows([])
@@ -291,7 +291,7 @@ def _widest(state: DeckState, runs: Sequence[RunRecord]) -> list[int]:
         [_outcome(run) for run in runs],
         [run.name for run in runs],
         [", ".join(run.tags) for run in runs],
-        [run.reason or "" for run in runs],
+        [reason_text(run.reason) for run in runs],
         [_where(run) for run in runs],
         ["59 min ago"],
         [duration(max((_seconds(state, run) for run in runs), default=0.0))],
@@ -315,7 +315,7 @@ def cells(state: DeckState, run: RunRecord, *, marked: bool) -> list[Content]:
         _outcome(run),
         run.name,
         ", ".join(run.tags),
-        run.reason or none,
+        reason_text(run.reason) or none,
         _where(run) or none,
         state.ago(run.created_at),
         duration(_seconds(state, run)),

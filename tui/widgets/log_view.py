@@ -316,7 +316,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def _nothing(self) -> str:
         if self._window.run_dir is None:
-            return "no run is shown"
+            return "no run is shown: 5 lists them"
         if self.state.filter is None or not self.state.lines:
             return "no output: no rank has printed anything" if self._ended else "no output yet"
         return f"no line passes the filter {self.state.filter}" + ("" if self.state.counted else " so far")

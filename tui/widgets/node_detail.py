@@ -9,7 +9,7 @@ from textual.content import Content
 from tui import node_state
 from tui.formatting import age, memory, size
 from tui.glyphs import MUTED, STALE, WARN
-from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
+from tui.state import TELEMETRY_LIMIT_S, DeckState
 from tui.topology import draw, ring, verdict
 from tui.widgets.text import pair
 
@@ -87,7 +87,7 @@ def _node(state: DeckState, node: str, width: int) -> list[Content]:
     unknown: list[str] = []
     lines += _rank(state, rank, width)
     lines += _now(state, state.telemetry.get(node), width)
-    lines += _facts(state, facts, width, unknown)
+    lines += _facts(state, facts, width, unknown, stale=glyph is STALE)
     if unknown and not facts.problem:
         lines.append(pair("not measured", ", ".join(unknown), width, style=MUTED))
     return lines
@@ -153,7 +153,7 @@ def _now(state: DeckState, values: NodeTelemetry | None, width: int) -> list[Con
         ("power", ", ".join(watts) or None),
         ("temperature", ", ".join(heat) or None),
         ("thermal", values.thermal),
-        ("rss", ", ".join(used) or None),
+        ("in use by", ", ".join(used) or None),
         ("read from", values.source),
     ]
     return [*lines, *(pair(label, text, width) for label, text in pairs if text is not None)]
@@ -165,9 +165,8 @@ def _gpu_memory(values: NodeTelemetry) -> str | None:
     return ", ".join(f"{index}: {node_state.of_total(used, total or 0)}" for index, used, total in gpus) or None
 
 
-def _facts(state: DeckState, facts: NodeFacts, width: int, unknown: list[str]) -> list[Content]:
-    """The probe's facts in groups; the labels of those that nobody measured go to `unknown`."""
-    stale = state.age_s(facts.probed_at) > FACTS_LIMIT_S
+def _facts(state: DeckState, facts: NodeFacts, width: int, unknown: list[str], *, stale: bool) -> list[Content]:
+    """The probe's facts in groups; the labels of those that nobody measured go to `unknown`. `stale`: the node's."""
     seen = state.ago(facts.probed_at)
     groups: list[tuple[str, Pairs]] = [
         ("machine", _machine(state, facts)),

@@ -1,5 +1,5 @@
-"""Pane 1: the table of nodes with facts, telemetry, rank and age, and the details of the selected node. A row is
-rebuilt only when something of its node has changed.
+"""Pane 1: the table of nodes with facts, telemetry, rank and the newest sign of life, and the details of the selected
+node. A row is rebuilt only when something of its node has changed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from engine import api
 from tui import node_state
 from tui.fixes import CheckFix, fix_for
 from tui.formatting import age, memory, size
-from tui.glyphs import MUTED, Glyph
+from tui.glyphs import MUTED, STALE, Glyph
 from tui.node_state import node_names
-from tui.state import FACTS_LIMIT_S, TELEMETRY_LIMIT_S, DeckState
+from tui.state import DeckState
 from tui.topology import least_width
 from tui.widgets.node_detail import connections, detail
 from tui.widgets.pane import Pane, RowList
@@ -30,34 +30,31 @@ if TYPE_CHECKING:
 
 
 Cells = tuple[Content, ...]
-Age = tuple[str | None, bool]
-"""The age as text, and whether it is past its limit."""
 
 HEADS: Final = (
     Column("node", priority=9),
-    Column("state", priority=9),
+    Column("state", priority=9, reserved=9),
     Column("chip", priority=3, optional=True),
     Column("gpu cores", priority=2, right=True, optional=True),
     Column("memory", priority=7),
-    Column("gpu", priority=5, right=True, optional=True),
+    Column("gpu", priority=5, right=True, optional=True, reserved=4),
     Column("power", priority=3, right=True, optional=True),
-    Column("temp", priority=2, right=True, optional=True),
+    Column("temp", priority=2, right=True, optional=True, reserved=5),
     Column("system", priority=1, optional=True),
     Column("thunderbolt", priority=2, optional=True),
     Column("rdma", priority=6, optional=True),
     Column("python", priority=2, optional=True),
-    Column("mlx", priority=6),
-    Column("mlx-lm", priority=4, optional=True),
+    Column("mlx", priority=5),
+    Column("mlx-lm", priority=3, optional=True),
     Column("disk free", priority=2, right=True, optional=True),
     Column("clock", priority=3, right=True, optional=True),
     Column("round trip", priority=2, right=True, optional=True),
     Column("rank", priority=6, right=True, optional=True),
     Column("step", priority=5, right=True, optional=True),
-    Column("rss", priority=4, right=True, optional=True),
-    Column("age", priority=8, right=True),
-    Column("live", priority=4, right=True, optional=True),
+    Column("in use", priority=4, right=True, optional=True),
+    Column("seen", priority=8, right=True, reserved=6),
 )
-BRIEF: Final = frozenset({"gpu cores", "system", "thunderbolt", "python", "disk free", "temp", "clock", "live"})
+BRIEF: Final = frozenset({"gpu cores", "system", "thunderbolt", "python", "disk free", "temp", "clock"})
 """Left out on the dashboard, where the pane is narrow."""
 _FIRST: Final = 8
 AGE_STEP_S: Final = 5.0
@@ -79,14 +76,14 @@ class NodeRows:
         common = (state.glyphs, tuple(versions.items()), run, state.active, heads)
         rows = {}
         for number, node in enumerate(nodes):
-            seen = sight is None or number in sight
             rank, facts, values = ranks.get(node), state.facts.get(node), state.telemetry.get(node)
-            ages = (_facts_age(state, facts), _live_age(state, values))
             shown = node_state.condition(state, node, rank, versions)
-            key = (common, rank, facts, values, shown, ages)
+            last = node_state.last_seen(state, node, rank)
+            seen = None if last is None else _age(last, state)
+            key = (common, rank, facts, values, shown, seen)
             drawn = self._rows.get(node)
-            if drawn is None or not _same(drawn[0], key, ages=seen):
-                made = _cells(state, node, rank, versions, shown=shown, ages=ages)
+            if drawn is None or not _same(drawn[0], key, ages=sight is None or number in sight):
+                made = _cells(state, node, rank, versions, shown=shown, seen=seen)
                 cells = dict(zip((head.title for head in HEADS), made, strict=True))
                 drawn = self._rows[node] = (key, tuple(cells[head.title] for head in heads))
             rows[node] = drawn[1]
@@ -120,11 +117,10 @@ def _cells(
     versions: dict[str, str],
     *,
     shown: tuple[Glyph, str],
-    ages: tuple[Age, Age],
+    seen: str | None,
 ) -> Cells:
     facts, values = state.facts.get(node), node_state.live(state, node)
     none = Content.styled(state.glyphs.none, MUTED)
-    (probed, old), (live, _) = ages
 
     def cell(text: str | None, style: str = "") -> Content:
         return none if text is None else Content.styled(text, style)
@@ -155,23 +151,9 @@ def _cells(
         cell(node_state.milliseconds(facts.round_trip_s) if facts else None),
         cell(str(rank.rank) if rank else None),
         cell(f"{rank.iteration:,}" if rank and rank.iteration is not None else None),
-        cell(_rss(state, values, rank)),
-        cell(probed, "$warning" if old else MUTED),
-        cell(live, "$warning" if values is None else MUTED),
+        cell(_in_use(state, values, rank)),
+        cell(seen, shown[0].style if shown[0] is STALE else MUTED),
     )
-
-
-def _facts_age(state: DeckState, facts: NodeFacts | None) -> Age:
-    """The age of the probe, and whether it is past the limit."""
-    if facts is None:
-        return None, False
-    return _age(facts.probed_at, state), state.age_s(facts.probed_at) > FACTS_LIMIT_S
-
-
-def _live_age(state: DeckState, values: NodeTelemetry | None) -> Age:
-    if values is None or values.problem is not None:
-        return None, values is not None
-    return _age(values.at, state), state.age_s(values.at) > TELEMETRY_LIMIT_S
 
 
 def _age(then: datetime, state: DeckState) -> str:
@@ -187,7 +169,7 @@ def _memory(state: DeckState, facts: NodeFacts | None, values: NodeTelemetry | N
     if values is not None and values.memory_used_bytes is not None and values.at >= facts.probed_at:
         used = values.memory_used_bytes
     text = node_state.of_total(used, facts.memory_total_bytes)
-    return text if used is None else f"{state.glyphs.bar(used / facts.memory_total_bytes, 6)} {text}"
+    return text if used is None else f"{state.glyphs.bar(used / facts.memory_total_bytes, 5)} {text}"
 
 
 def _temperature(state: DeckState, values: NodeTelemetry | None) -> str | None:
@@ -196,7 +178,8 @@ def _temperature(state: DeckState, values: NodeTelemetry | None) -> str | None:
     return f"{max(temperatures):.0f}{state.glyphs.degrees}" if temperatures else None
 
 
-def _rss(state: DeckState, values: NodeTelemetry | None, rank: RankStatus | None) -> str | None:
+def _in_use(state: DeckState, values: NodeTelemetry | None, rank: RankStatus | None) -> str | None:
+    """The main memory of the node's rank."""
     if values is None or rank is None or state.snapshot is None:
         return None
     run = state.snapshot.record.id
@@ -242,6 +225,7 @@ class NodesPane(Pane):
         super().__init__()
         self._cells = NodeRows()
         self._table = Table()
+        self._run: str | None = None
         self._drawn: tuple[object, ...] = ()
         self._connected: tuple[object, ...] = ()
 
@@ -284,6 +268,9 @@ class NodesPane(Pane):
             for part in ("#nodes-detail", "#nodes-connections"):
                 self.query_one(part, Text).put(Content(""))
             return
+        run = state.snapshot.record.id if state.snapshot is not None else None
+        if run != self._run:
+            self._run, self._table = run, Table()
         if not alone:
             shown, none = heads(state, full=self.full), state.glyphs.none
             line, lines = self._table.lay_out(

@@ -113,7 +113,8 @@ def edited(state: DeckState, width: int) -> list[Content]:
     """The keys of the configuration that were changed, and the checks that are to be skipped."""
     text = shortened(", ".join(state.edits), 3 * width)
     lines = [pair("changed", text, width, style="$text-primary")] if text else []
-    return lines + [pair("skips", f"{name}: {why}", width, style="$warning") for name, why in state.skips.items()]
+    skips = {api.check_label(name): why for name, why in state.skips.items()}
+    return lines + [pair("skips", f"{name}: {why}", width, style="$warning") for name, why in skips.items()]
 
 
 def hosts(config: Config) -> str:

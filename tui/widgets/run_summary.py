@@ -22,6 +22,7 @@ from tui.formatting import (
     memory,
     quiet_text,
     rate,
+    reason_text,
     recovery_summary,
     result_text,
     sample_texts,
@@ -95,7 +96,12 @@ def verified_line(state: DeckState, snapshot: RunSnapshot, width: int) -> list[C
     """The names of what is as it should be, and of what is not known, on one line."""
     lines = [_with_telemetry(state, snapshot, line) for line in snapshot.verification]
     named = {glyph: [line.name for line in lines if line.good is good] for good, glyph in ((True, OK), (None, UNKNOWN))}
-    parts = [state.glyphs.state(glyph, ", ".join(names)) for glyph, names in named.items() if names]
+    words = {OK: "as expected:", UNKNOWN: "not known:"}
+    parts = [
+        Content.assemble(state.glyphs.state(glyph, words[glyph]), (f" {', '.join(names)}", MUTED))
+        for glyph, names in named.items()
+        if names
+    ]
     return [Content("   ").join(parts).truncate(width, ellipsis=not state.glyphs.ascii)] if parts else []
 
 
@@ -129,6 +135,8 @@ def _with_telemetry(state: DeckState, snapshot: RunSnapshot, line: Verification)
     return api.gpu_line({node: state.telemetry[node].gpu_use if node in state.telemetry else None for node in nodes})
 
 
+_NOISE: Final = 0.01
+"""Less than this share is no difference between two ranks."""
 MARKED_SKEW = 0.05
 """A rank is called slowest when it needs this much longer than the fastest; below it is noise."""
 
@@ -187,7 +195,7 @@ def slowest(ranks: tuple[RankStatus, ...]) -> int | None:
 def skew(ranks: tuple[RankStatus, ...]) -> tuple[float, int] | None:
     """How much longer the slowest rank computes than the fastest, as a share of the latter, and which it is; None where
     there are not two to compare."""
-    times = [(rank.step_s if rank.typical_s is None else rank.typical_s, rank.rank) for rank in ranks]
+    times = [(compute_s(rank), rank.rank) for rank in ranks]
     timed = [(seconds, rank) for seconds, rank in times if seconds is not None]
     if len(timed) < 2:
         return None
@@ -195,28 +203,33 @@ def skew(ranks: tuple[RankStatus, ...]) -> tuple[float, int] | None:
     return (longest / shortest - 1, number) if shortest > 0 else None
 
 
+def compute_s(rank: RankStatus) -> float | None:
+    """A typical step of late, by which the slowest rank is told; else the last one."""
+    return rank.step_s if rank.typical_s is None else rank.typical_s
+
+
 def rank_table(state: DeckState, snapshot: RunSnapshot, width: int, *, headed: bool) -> list[Content]:
     """A line a rank, with a header line when `headed`."""
     ranks, figure = snapshot.ranks, state.glyphs.known
     if not ranks:
         return [Content.styled("no rank has started yet", MUTED)]
-    longest = max((rank.step_s or 0.0 for rank in ranks), default=0.0)
+    took = [compute_s(rank) for rank in ranks]
+    longest = max((seconds or 0.0 for seconds in took), default=0.0)
     straggler = _straggler(state, snapshot)
     arrow = "<- slowest" if state.glyphs.ascii else "← slowest"
     states = [rank_glyph(state, rank) for rank in ranks]
-    bars = [state.glyphs.bar(rank.step_s / longest, 9) if rank.step_s and longest else "" for rank in ranks]
+    bars = [state.glyphs.bar(seconds / longest, 9) if seconds and longest else "" for seconds in took]
     columns = [
         Column("rank", [Content.styled(f"rank {rank.rank}", rank_style(rank.rank)) for rank in ranks], 9),
         Column("node", [rank.node for rank in ranks], 3),
-        Column("state", [state.glyphs.state(glyph, word) for glyph, word in states], 8),
+        Column("state", [state.glyphs.state(glyph, word) for glyph, word in states], 8, reserved=12),
         Column("compute", [Content.styled(bar, rank_style(r.rank)) for bar, r in zip(bars, ranks, strict=True)], 5),
-        Column("", [figure(rank.step_s, _seconds) for rank in ranks], 9, right=True),
+        Column("", [figure(seconds, _seconds) for seconds in took], 9, right=True, reserved=8),
         Column("step", [figure(rank.iteration, ",") for rank in ranks], 5, right=True),
-        Column("peak", [figure(rank.memory_bytes or None, size) for rank in ranks], 6, right=True),
-        Column("", [Content.styled(arrow if r.rank == straggler else "", "$warning") for r in ranks], 8),
-    ]
-    if straggler is None:
-        columns.pop()
+        Column("peak", [figure(rank.memory_bytes or None, size) for rank in ranks], 6, right=True, reserved=6),
+        Column("", [Content.styled(arrow if r.rank == straggler else "", "$warning") for r in ranks], 8,
+               reserved=len(arrow) if state.active and len(ranks) > 1 else 0),
+    ]  # fmt: skip
     if state.snapshot is not None and state.snapshot.record.task is not None:
         peak = ["peak"] if any(rank.memory_bytes for rank in ranks) else []
         columns = [column for column in columns if column.title in ("rank", "node", "state", *peak)]
@@ -242,19 +255,20 @@ def _seconds(seconds: float) -> str:
 
 
 def rank_line(state: DeckState, snapshot: RunSnapshot, width: int) -> Content:
-    """All ranks on one line, as far as there is room: state, compute time of the last step, who is slowest."""
+    """All ranks on one line, as far as there is room: state, compute time of a step, who is slowest."""
     straggler = _straggler(state, snapshot)
     arrow = " <- slowest" if state.glyphs.ascii else " ← slowest"
     parts = []
     for rank in snapshot.ranks:
         glyph, word = rank_glyph(state, rank)
         sign = last_sign(state, rank) if rank.phase != "ended" else None
-        took = f" {rank.step_s:.3f} s" if rank.step_s is not None else f" {sign}" if sign is not None else ""
+        seconds = compute_s(rank)
+        took = f" {_seconds(seconds)}" if seconds is not None else f" {sign}" if sign is not None else ""
         late = Content.styled(arrow if rank.rank == straggler else "", "$warning")
         named = Content.styled(f"rank {rank.rank} ", rank_style(rank.rank))
         parts.append(Content.assemble(named, state.glyphs.state(glyph, word), took, late))
     if len(parts) > _NAMED_RANKS or sum(part.cell_length + 3 for part in parts) > width + 3:
-        times = [rank.step_s for rank in snapshot.ranks if rank.step_s is not None]
+        times = [seconds for rank in snapshot.ranks if (seconds := compute_s(rank)) is not None]
         spread = f"   {min(times):.3f} to {max(times):.3f} s" if times else ""
         late = Content.styled(f"   rank {straggler}{arrow}" if straggler is not None else "", "$warning")
         words = Counter(rank_glyph(state, rank) for rank in snapshot.ranks)
@@ -272,32 +286,41 @@ def _predicted_rate(snapshot: RunSnapshot) -> str | None:
     return f"{rate(expected)} ({now / expected - 1:+.0%})" if now is not None and expected else rate(expected)
 
 
+_SHORTER: Final = (
+    ("peak memory", "peak"), ("learning rate", "lr"), ("gradient norm", "gradient"), ("slowest rank", "slowest"),
+    ("validation", "val"), ("gradient", None), ("lr", None), ("slowest", None), ("speed", None), ("data", None),
+    ("predicted", None), ("peak", None),
+)  # fmt: skip
+"""How the figures give way, one after the other: a shorter name, or None to leave it out."""
+
+
 def _chunk(chunk: ChunkProgress) -> str:
     epoch = f", epoch {chunk.epoch}" if chunk.epoch > 1 else ""
     return f"chunk {chunk.done:,}/{chunk.of:,} ({chunk.done / chunk.of:.0%}{epoch})"
 
 
 def figures(state: DeckState, snapshot: RunSnapshot, width: int, *, peak: bool = False) -> Content:
-    """The figures that the header leaves out, on one line, as far as there is room; "–" for one that is missing.
+    """The figures beside the chart on one line, as far as there is room, by short names where there is little.
     `peak`: the highest of all ranks, where these are not shown one by one."""
-    record, figure = snapshot.record, state.glyphs.known
-    predicted, worst = _predicted_rate(snapshot), skew(snapshot.ranks) if state.active else None
+    record = snapshot.record
+    worst = skew(snapshot.ranks) if state.active else None
     peaks = [rank.memory_bytes for rank in snapshot.ranks if rank.memory_bytes] if peak else []
-    parts = {
-        "val": figure(record.val_loss, loss),
+    values = {
+        "validation": loss(record.val_loss) if record.val_loss is not None else "",
         "test": loss(record.test_loss) if record.test_loss is not None else "",
-        "lr": figure(snapshot.learning_rate, ".3g"),
-        "peak": memory(max(peaks)) if peaks else "",
-        "gradient": figure(snapshot.grad_norm, ".3g"),
-        "skew": f"{worst[0]:.0%}" if worst is not None else "",
-        "speed": figure(record.tokens_per_second, rate),
+        "learning rate": f"{snapshot.learning_rate:.3g}" if snapshot.learning_rate is not None else "",
+        "peak memory": memory(max(peaks)) if peaks else "",
+        "gradient norm": f"{snapshot.grad_norm:.3g}" if snapshot.grad_norm is not None else "",
+        "slowest rank": f"+{worst[0]:.0%}" if worst is not None and worst[0] >= _NOISE else "",
+        "speed": rate(record.tokens_per_second) if record.tokens_per_second is not None else "",
         "data": _chunk(snapshot.chunk) if snapshot.chunk is not None else "",
-        "predicted": predicted or "",
+        "predicted": _predicted_rate(snapshot) or "",
     }
-    parts = {label: value for label, value in parts.items() if value}
-    for name in ("speed", "gradient", "lr", "skew", "data", "predicted", "peak"):
-        if sum(len(label) + len(value) + 4 for label, value in parts.items()) > width + 3:
-            parts.pop(name, None)
+    parts = {label: value for label, value in values.items() if value}
+    for name, short in _SHORTER:
+        if sum(len(label) + len(value) + 4 for label, value in parts.items()) <= width + 3:
+            break
+        parts = {short or label if label == name else label: v for label, v in parts.items() if short or label != name}
     return Content("   ").join([Content.assemble((f"{label} ", MUTED), value) for label, value in parts.items()])
 
 
@@ -320,7 +343,7 @@ def outcome(state: DeckState, snapshot: RunSnapshot, width: int) -> list[Content
             return _unsupervised(state)
         return _away(state, snapshot, width)
     unexplained = record.reason in (None, "completed")
-    why = record.state.value if unexplained else f"{record.state} ({record.reason})"
+    why = record.state.value if unexplained else f"{record.state} ({reason_text(record.reason)})"
     place = _place(snapshot)
     lines = [Content.assemble(glyphs.state(STATES[record.state], why), (f"  {place}" if place else "", "bold"))]
     if snapshot.cause:

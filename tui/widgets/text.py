@@ -82,6 +82,8 @@ class Column:
     """A growing column is never squeezed below this, cells."""
     optional: bool = False
     """Left out while no row has anything in it."""
+    reserved: int = 0
+    """Cells that it takes at least, so that those behind it keep their places when a text grows."""
 
     def least(self, width: int) -> int:
         """Cells that a column as wide as `width` cannot do without."""
@@ -150,14 +152,24 @@ class Table:
     def __init__(self) -> None:
         self._widths: dict[str, tuple[Sequence[Content], list[int]]] = {}
         self._lines: dict[str, tuple[Sequence[Content], object, Content]] = {}
+        self._place: tuple[object, ...] = ()
+        self._widest: list[int] = []
+        self._empty: set[int] = set()
 
     def lay_out(
         self, columns: Sequence[Column], rows: Mapping[str, Sequence[Content]], width: int, *, none: str = ""
     ) -> tuple[Content, list[tuple[str, Content]]]:
         """The header line, and (id, line) of each row, every line at most `width` cells; `none` is an empty cell."""
         measured = [self._measured(row, cells) for row, cells in rows.items()]
-        widest = [max((len(column.title), *(w[i] for w in measured))) for i, column in enumerate(columns)]
+        widest = [
+            max((len(column.title), column.reserved, *(w[i] for w in measured))) for i, column in enumerate(columns)
+        ]
         empty = {i for i in range(len(columns)) if all(cells[i].plain in ("", none) for cells in rows.values())}
+        place = (width, tuple(column.title for column in columns), tuple(rows))
+        if place == self._place:
+            # A column never gives back what it once took: those behind it keep their places.
+            widest, empty = list(map(max, widest, self._widest)), empty & self._empty
+        self._place, self._widest, self._empty = place, widest, empty
         form = TableForm.fit(columns, widest, empty, width)
         lines = []
         for row, cells in rows.items():

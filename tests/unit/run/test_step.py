@@ -148,14 +148,13 @@ class Life:
 
     def end(self, verdict: events.Verdict) -> None:
         """From the verdict that ends it on: nothing is left anywhere, and all files come."""
-        judged = Judged(verdict, sum(rank.end_known for rank in self.seen.ranks))
-        self.step(judged, launcher_alive=False)
+        self.step(Judged(verdict, 2), launcher_alive=False)
         for rank in (0, 1):
             self.host(rank, processes=())
         while self.state.phase is Phase.STOPPING:
             self.step()
         self.step(Settled(tuple(host.key for host in self.seen.hosts)))
-        self.step(judged)
+        self.step(Judged(verdict, 2))
 
     def kill(self, number: int = 1) -> None:
         """An attempt that has come to iteration 5 x `number` is ended by the death of rank 1."""
@@ -717,18 +716,3 @@ def test_a_node_on_which_the_end_is_not_proved_stays_so_when_the_run_cannot_be_t
     life.step(Checked(error="it cannot be checked"))
     assert life.run_state is RunState.FAILED
     assert life.state.history.record.unconfirmed == ["node1"]
-
-
-def test_a_record_that_comes_while_the_last_verdict_is_awaited_is_judged_too(tmp_path: Path) -> None:
-    life = Life(tmp_path)
-    life.run()
-    life.request_abort()
-    aborted = Judged(events.Verdict(RunState.ABORTED, Reason.USER_ABORT, "stopped as requested"), 0)
-    for number in (0, 1):
-        life.host(number, processes=())
-    while life.phase is Phase.STOPPING:
-        life.step(aborted, launcher_alive=False)
-    life.step(Settled(tuple(host.key for host in life.seen.hosts)))
-    life.exit(0)
-    assert Judge in map(type, life.step(aborted))
-    assert not life.run_state.ended
