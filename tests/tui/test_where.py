@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.load import load_config
+from engine.models import RunState
 from engine.snapshots import RunSnapshot, Series
 from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SMALL, opened
@@ -116,3 +117,15 @@ async def test_without_a_configuration_the_history_is_shown_where_there_is_one(f
 def test_nothing_is_said_of_a_prediction_that_nobody_made(run: RunSnapshot) -> None:
     text = figures(DeckState(now=fake_engine.NOW, ready=True, snapshot=run), run, 160).plain
     assert "speed 1,840 tok/s" in text and "predicted" not in text
+
+
+async def test_a_task_from_which_esc_led_back_is_not_shown_again_by_itself(fake: FakeEngine) -> None:
+    fake.add(fake_engine.trained())
+    task, source = fake_engine.task("fuse", RunState.RUNNING), fake_engine.trained().record.id
+    async with opened(fake, follow=source) as console:
+        await console.until(lambda: console.app.state.snapshot is not None, "the run")
+        fake.add(task)
+        console.app.open_run(task.record.id)
+        console.app.close_run()
+        await console.until(lambda: len(console.app.state.runs or ()) == 2, "the task among the runs")
+        assert console.app._shown == source
