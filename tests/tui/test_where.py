@@ -126,6 +126,6 @@ async def test_a_task_from_which_esc_led_back_is_not_shown_again_by_itself(fake:
         await console.until(lambda: console.app.state.snapshot is not None, "the run")
         fake.add(task)
         console.app.open_run(task.record.id)
-        console.app.close_run()
+        console.app.open_run(source)
         await console.until(lambda: len(console.app.state.runs or ()) == 2, "the task among the runs")
         assert console.app._shown == source
