@@ -106,7 +106,7 @@ async def test_without_a_configuration_the_history_is_shown_where_there_is_one(f
         await console.until(lambda: console.app.state.view == "history", "the history")
         assert console.on_deck
         await console.press("escape")
-        await console.shows("runs the demo")
+        await console.shows("flightdeck init  writes a configuration")
     fake.snapshots.clear()
     fake.add(fake_engine.failed())
     async with opened(fake, config=None, size=SMALL) as console:

@@ -50,7 +50,7 @@ def overview(state: DeckState, width: int, *, short: bool = False, full: bool = 
             Content.styled("waiting for your answer" if state.asking else "nothing to launch", "bold"),
             *[Content.styled(line, "$warning") for line in reason.splitlines()],
             Content(""),
-            *[pair(key, text, width) for key, text in _WITHOUT],
+            *[pair(key, text, width, indent=17) for key, text in _WITHOUT],
         ]
     refused = state.plan is not None and state.plan.refused
     title = ("refused by the plan  ", "$error") if refused else ("ready to launch  ", MUTED)
