@@ -91,8 +91,8 @@ def _use(state: DeckState) -> str | None:
 
 
 def _again(state: DeckState) -> str | None:
-    records = ([state.snapshot.record] if state.snapshot is not None else []) + list(state.runs or ())
-    record = next((record for record in records if record.id == state.used_run), None)
+    run, shown = state.used_run, state.snapshot.record if state.snapshot is not None else None
+    record = shown if shown is not None and shown.id == run else state.listed.by_id.get(run or "")
     if record is None:
         return "no run is shown: 5 lists them"
     return None if record.state.ended else f"{record.id} is {record.state}: ctrl+x stops it"
@@ -140,7 +140,7 @@ def _comparable(state: DeckState) -> bool:
 
 def _deletable(state: DeckState) -> str | None:
     chosen = state.marked or ((state.run,) if state.run is not None else ())
-    active = next((run.id for run in state.runs or () if run.id in chosen and not run.state.ended), None)
+    active = next((run.id for run in state.listed.active if run.id in chosen), None)
     return _run_selected(state) or (f"{active} has not ended: ctrl+x aborts it" if active else None)
 
 

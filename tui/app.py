@@ -679,7 +679,7 @@ class FlightDeckApp(App[None]):
         self.deck.go("compare")
 
     def on_history_pane_annotated(self, message: HistoryPane.Annotated) -> None:
-        run = next((run for run in self.state.runs or () if run.id == message.run), None)
+        run = self.state.listed.by_id.get(message.run)
         if run is not None:
             tags, note = (message.text.split(), None) if message.kind == "tags" else (None, message.text)
             self._request(self.client.annotate(run, tags=tags, note=note))
@@ -893,7 +893,7 @@ class FlightDeckApp(App[None]):
 
     def do_quit(self) -> None:
         """Leave the console; runs go on, and a line on the terminal names them."""
-        running = [run.id for run in self.state.runs or () if not run.state.ended]
+        running = [run.id for run in self.state.listed.active]
         if self.state.active and self.state.snapshot is not None and self.state.snapshot.record.id not in running:
             running.insert(0, self.state.snapshot.record.id)
         text = f"{', '.join(running)} goes on; flightdeck shows it again, flightdeck abort stops it"

@@ -5,7 +5,7 @@ A frozen value, replaced as a whole, so a pane is a function of it and a test ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -34,6 +34,19 @@ TELEMETRY_LIMIT_S: Final = 15.0
 """So is its telemetry, which arrives every 2 s."""
 RANK_LIMIT_S: Final = 15.0
 """A training rank is shown stale when it has reported nothing for longer than this."""
+
+
+class ListedRuns:
+    """What a redraw asks of the runs, newest first: there may be ten thousand, so they are gone through once."""
+
+    def __init__(self, runs: Sequence[RunRecord]) -> None:
+        self.by_id = {run.id: run for run in runs}
+        self.active = [run for run in runs if not run.state.ended]
+        self.tasks: dict[str, list[RunRecord]] = {}
+        """By the run whose result they use."""
+        for run in runs:
+            if run.source is not None:
+                self.tasks.setdefault(run.source, []).append(run)
 
 
 @dataclass(frozen=True)
@@ -121,12 +134,16 @@ class DeckState:
         return self.snapshot is not None and not self.snapshot.record.state.ended
 
     @cached_property
+    def listed(self) -> ListedRuns:
+        """Of `runs`."""
+        return ListedRuns(self.runs or ())
+
+    @property
     def running(self) -> RunRecord | None:
-        """A run that has not ended, the shown one first. Looked for once: a redraw asks often, and there may be ten
-        thousand runs."""
+        """A run that has not ended, the shown one first."""
         if self.snapshot is not None and self.active:
             return self.snapshot.record
-        return next((run for run in self.runs or () if not run.state.ended and not self._shown(run)), None)
+        return next((run for run in self.listed.active if not self._shown(run)), None)
 
     @property
     def used_run(self) -> str | None:
@@ -134,7 +151,7 @@ class DeckState:
         the one that it uses."""
         record = self.snapshot.record if self.snapshot is not None else None
         if self.pane == "history":
-            record = next((run for run in self.runs or () if run.id == self.run), None)
+            record = self.listed.by_id.get(self.run or "")
         return (record.source or record.id) if record is not None else None
 
     @property
@@ -209,5 +226,7 @@ class StateStore:
     def change(self, **changes: Any) -> None:
         """Replace fields of the state; `changed` is called when one is another object than before."""
         if any(getattr(self.state, name) is not value for name, value in changes.items()):
-            self.state = replace(self.state, **changes)
+            before, self.state = self.state, replace(self.state, **changes)
+            if before.runs is self.state.runs:
+                vars(self.state)["listed"] = before.listed
             self._changed()

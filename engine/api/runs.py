@@ -240,9 +240,11 @@ class RunsApi:
         taken = [row for row in fields.values() if chosen(row)]
         if limit is not None:
             taken = heapq.nlargest(limit, taken, key=lambda row: str(row.get("created_at")))
-        records = [*store.valid_runs(taken), *(record for record in unknown if chosen(vars(record)))]
+        records = store.valid_runs(taken)
         self._session.report_damage(store)
-        return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)[:limit]
+        if others := [record for record in unknown if chosen(vars(record))]:
+            records = sorted([*records, *others], key=lambda record: (record.created_at, record.id), reverse=True)
+        return records[:limit]
 
     def _unlisted(self, fields: Mapping[str, object]) -> list[str]:
         """Run directories that the store does not know: looked for where there is another run, or record, than at the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -136,7 +137,8 @@ def _best(key: str, values: Sequence[Cell]) -> int | None:
 
 
 _BETTER: Final[Mapping[str, Callable[..., int]]] = {
-    **dict.fromkeys(("val loss", "best val loss", "train loss", "test loss", "time", "energy"), min),
+    **dict.fromkeys(("val loss", "best val loss", "best val loss, smoothed", "test loss", "time", "energy"), min),
+    **dict.fromkeys(("train loss", "lowest train loss", "lowest train loss, smoothed"), min),
     **dict.fromkeys(("J per million tokens", "peak memory", "step time", "time lost to recoveries"), min),
     "tokens/s": max,
 }
@@ -217,7 +219,9 @@ def _result(run: ComparedRun) -> dict[str, Cell]:
         "train loss": record.train_loss,
         "val loss": validation.last if validation is not None else record.val_loss,
         "best val loss": validation.lowest if validation is not None else None,
+        "best val loss, smoothed": _smoothed(validation),
         "lowest train loss": train.lowest if train is not None else None,
+        "lowest train loss, smoothed": _smoothed(train),
         "test loss": record.test_loss,
         "tokens": f"{tokens.last:,.0f}" if tokens is not None else None,
         "tokens/s": run.typical("throughput"),
@@ -230,6 +234,10 @@ def _result(run: ComparedRun) -> dict[str, Cell]:
         "time lost to recoveries": recovery,
         "tags": ", ".join(record.tags) or None,
     }
+
+
+def _smoothed(figures: SeriesFigures | None) -> float | None:
+    return figures.smoothed if figures is not None and math.isfinite(figures.smoothed) else None
 
 
 _SECTIONS: Final[Mapping[str, Callable[[ComparedRun], Mapping[str, Cell]]]] = {

@@ -99,8 +99,10 @@ class LineTail:
     """The complete lines that have come since the last call. A torn last line waits for its end, and is read
     anew then: a supervisor that takes over cuts it off."""
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
+    def __init__(self, path: Path, offset: int = 0, *, block: int = _BLOCK) -> None:
+        """`block`: bytes that are read at a time."""
         self.path = path
+        self._block = block
         self.offset = offset
         """Where the next line begins."""
 
@@ -117,7 +119,7 @@ class LineTail:
             return
         except OSError as error:
             raise StateError("the file cannot be read", where=str(self.path), why=error) from error
-        size = _BLOCK
+        size = self._block
         with file:
             while True:
                 file.seek(self.offset)
@@ -126,7 +128,7 @@ class LineTail:
                 if newline:
                     self.offset += len(whole) + 1
                     yield from whole.split(b"\n")
-                    size = _BLOCK
+                    size = self._block
                 elif len(block) < size:
                     return
                 elif size < _LONGEST_LINE:

@@ -7,7 +7,9 @@ for each column of dots."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -50,7 +52,11 @@ _SYMBOLS: Final = ("", "o", "+", "x", "%", "=")
 """Curves in ASCII; the first is drawn by the shape of its dots."""
 _NAMED_CURVES: Final = 2
 """When there are more, each has a letter at its end."""
+_MOST_CURVES: Final = 8
+"""Of more only the first has a band, and the values of other metrics are not asked for: there is no room."""
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+_HIGHEST: Final = 1e300
+"""What is higher is a gap, as what is not finite: the difference of two such values is not."""
 _ZOOM_POINTS: Final = 4
 """Fewer are not zoomed in on."""
 
@@ -75,7 +81,8 @@ class SeriesSource(Protocol):
 
     def places(self, axis: str, iterations: Sequence[float]) -> list[float]: ...
 
-    def values(self, axis: str, x: float) -> Iterable[tuple[tuple[str, str], float]]: ...
+    def values(self, axis: str, x: float, metric: str | None = None) -> Iterable[tuple[tuple[str, str], float]]:
+        """At x, of all metrics or of one."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +162,13 @@ def draw(picture: Picture, width: int, height: int, glyphs: Glyphs) -> Content:
     across = Axis.across(picture.window, columns * 2, kind=picture.axis)
     canvas = Canvas(columns, upright.dots // 4)
     # The first curve is the one that matters most: it comes on top.
-    for curve in reversed(picture.curves):
-        _draw_curve(canvas, curve, across, upright)
+    bands = len(picture.curves) if len(picture.curves) <= _MOST_CURVES else 1
+    ends = [_draw_curve(canvas, curve, across, upright, band=at < bands) for at, curve in enumerate(picture.curves)]
+    for curve, (column, row) in zip(reversed(picture.curves), reversed(ends), strict=True):
+        while column > 0 and canvas.is_written(column, row):
+            column -= 1
+        if curve.tag and row >= 0:
+            canvas.write(column, row, curve.tag, curve.style)
     if picture.cursor is not None:
         canvas.upright(across.position(picture.cursor) // 2, "|" if glyphs.ascii else "│", FRAME)
     lines = [_legend(picture, width, glyphs, logarithmic=logarithmic)] if legend else []
@@ -166,58 +178,58 @@ def draw(picture: Picture, width: int, height: int, glyphs: Glyphs) -> Content:
 
 def finite_heights(picture: Picture) -> tuple[list[float], bool]:
     """All y that are drawn, and whether on a logarithmic axis: with nothing above 0 there is none."""
-    heights = [y for curve in picture.curves for _, y in curve.points if math.isfinite(y)]
+    heights = [y for curve in picture.curves for _, y in curve.points if abs(y) < _HIGHEST]
     logarithmic = picture.logarithmic and any(y > 0 for y in heights)
     return [y for y in heights if y > 0 or not logarithmic], logarithmic
 
 
-def _draw_curve(canvas: Canvas, curve: ChartCurve, x: Axis, y: Axis) -> None:
-    if curve.average:
-        band: dict[int, list[int]] = {}
-        for part in _parts(curve.points, x, y):
-            for column, row in part:
-                band.setdefault(column, []).append(row)
-        for column, rows in band.items():
-            canvas.fill(column, min(rows), max(rows), MUTED)
+def _draw_curve(canvas: Canvas, curve: ChartCurve, x: Axis, y: Axis, *, band: bool) -> tuple[int, int]:
+    """Column and row of its end; -1, -1 where nothing of it is drawn."""
     parts = list(_parts(curve.average or curve.points, x, y))
     for part in parts:
         canvas.curve(part, curve.style, curve.kind, curve.symbol)
-    if curve.tag and parts and parts[-1]:
-        column, row = parts[-1][-1][0] // 2, parts[-1][-1][1] // 4
-        while column > 0 and canvas.is_written(column, row):
-            column -= 1
-        canvas.write(column, row, curve.tag, curve.style)
+    if curve.average and band:
+        points = itertools.groupby(itertools.chain(*_parts(curve.points, x, y)), lambda dot: dot[0])
+        for column, rows in ((column, [row for _, row in dots]) for column, dots in points):
+            canvas.fill(column, min(rows), max(rows), MUTED)
+    ends = [part[-1] for part in parts if part]
+    return (ends[-1][0] // 2, ends[-1][1] // 4) if ends else (-1, -1)
 
 
 def _parts(points: Points, x: Axis, y: Axis) -> Iterator[list[tuple[int, int]]]:
     """The dots of a curve between its gaps."""
+    last, lowest = x.dots - 1, y.dots - 1
     for part in curve_parts(points, x, y):
-        yield [(round(across * (x.dots - 1)), round((1 - up) * (y.dots - 1))) for across, up in part]
+        yield [(round(across * last), round((1 - up) * lowest)) for across, up in part]
 
 
 def curve_parts(points: Points, x: Axis, y: Axis) -> Iterator[list[tuple[float, float]]]:
     """A curve between its gaps, up to the edges: shares of both axes."""
-    part: list[tuple[float, float]] = []
-    for at, value in (*points, (math.inf, math.nan)):
-        if math.isfinite(value) and not (y.logarithmic and value <= 0):
-            part.append((x.share(at), y.share(value)))
-        elif part:
-            kept, part = _clipped(part), []
-            yield kept
+    least = 0.0 if y.logarithmic else -_HIGHEST
+    drawn = [least < value < _HIGHEST for _, value in points]
+    if all(drawn):
+        yield _clipped(points, x, y)
+        return
+    for is_drawn, part in itertools.groupby(zip(drawn, points, strict=True), lambda pair: pair[0]):
+        if is_drawn:
+            yield _clipped([point for _, point in part], x, y)
 
 
-def _clipped(part: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _clipped(part: Points, x: Axis, y: Axis) -> list[tuple[float, float]]:
     """The part of a line that lies between 0 and 1 across, within 0 and 1 upright."""
-    kept = []
-    for number, (across, up) in enumerate(part):
-        other = part[min(number + 1, len(part) - 1)] if across < 0 else part[max(0, number - 1)]
-        edge = min(max(across, 0.0), 1.0)
-        if edge != across:
-            if (other[0] - edge) * (across - edge) >= 0:
-                continue
-            up += (edge - across) / (other[0] - across) * (other[1] - up)
-        kept.append((edge, min(max(up, 0.0), 1.0)))
-    return kept
+    across, up = x.shares(at for at, _ in part), y.shares(value for _, value in part)
+    first, last = bisect_left(across, 0.0), bisect_right(across, 1.0)
+    kept = list(zip(across[first:last], up[first:last], strict=True))
+
+    def edge(share: float, left: int) -> list[tuple[float, float]]:
+        """The line at an edge that lies between two points."""
+        if not (0 <= left < len(part) - 1 and across[left] < share < across[left + 1]):
+            return []
+        way = (share - across[left]) / (across[left + 1] - across[left])
+        return [(share, up[left] + way * (up[left + 1] - up[left]))]
+
+    kept = [*edge(0.0, first - 1), *kept, *edge(1.0, last - 1)]
+    return [(at, 0.0 if value < 0 else 1.0 if value > 1 else value) for at, value in kept]
 
 
 def _legend(picture: Picture, width: int, glyphs: Glyphs, *, logarithmic: bool) -> Content:
@@ -283,6 +295,8 @@ class Reading:
     extent: tuple[float, float] = (0.0, 0.0)
     pictures: tuple[Picture, ...] = ()
     """One, or the small ones of the grid."""
+    read_for: tuple[object, ...] = ()
+    """Where nothing of it changes, the pictures stay but for their cursor; empty while there may be new points."""
 
 
 def read_picture(source: SeriesSource, view: View, metric: str, columns: int, marks: Marks) -> Picture:
@@ -291,11 +305,16 @@ def read_picture(source: SeriesSource, view: View, metric: str, columns: int, ma
     chart = source.chart(metric, view.axis, window, columns, smooth=view.smooth)
     places = source.places(chart.axis, [iteration for iteration, _ in marks])
     placed = tuple(ChartMark(x, kind) for x, (_, kind) in zip(places, marks, strict=True))
-    shown = replace(picture(chart, window), logarithmic=view.logarithmic, marks=placed)
+    return replace(picture(chart, window), logarithmic=view.logarithmic, marks=placed)
+
+
+def at_cursor(source: SeriesSource, view: View, shown: Picture) -> Picture:
+    """With the view's cursor, and all values there."""
     if view.cursor is None or view.grid:
-        return shown
-    at = {tuple(name): y for name, y in source.values(chart.axis, view.cursor)}
-    return replace(shown, cursor=view.cursor, values=_values(at, metric, chart.axis, view.cursor))
+        return replace(shown, cursor=None, values="")
+    alone = shown.metric if len(shown.curves) > _MOST_CURVES else None
+    at = {tuple(name): y for name, y in source.values(shown.axis, view.cursor, alone)}
+    return replace(shown, cursor=view.cursor, values=_values(at, shown.metric, shown.axis, view.cursor))
 
 
 class Chart(Widget):
@@ -468,7 +487,11 @@ class Chart(Widget):
 
     def _load(self, source: SeriesSource, view: View) -> Reading:
         """In a thread."""
-        source.refresh(ended=self._snapshot is not None and self._snapshot.ended)
+        ended, before = self._snapshot is not None and self._snapshot.ended, self.reading
+        read_for = (source, replace(view, cursor=None), self.size, self._marks) if ended else ()
+        if ended and before is not None and before.read_for == read_for:
+            return replace(before, view=view, pictures=tuple(at_cursor(source, view, old) for old in before.pictures))
+        source.refresh(ended=ended)
         metrics = tuple(source.metrics)
         if not metrics:
             return Reading(view)
@@ -482,15 +505,16 @@ class Chart(Widget):
         else:
             names, width = (metric,), self.size.width
         columns = max(1, width - 8) * 2
-        pictures = tuple(read_picture(source, view, name, columns, self._marks) for name in names)
-        return Reading(view, metrics, metric, extent, pictures)
+        pictures = (read_picture(source, view, name, columns, self._marks) for name in names)
+        shown = tuple(at_cursor(source, view, new) for new in pictures)
+        return Reading(view, metrics, metric, extent, shown, read_for)
 
     def read_pictures(self, columns: int) -> tuple[Picture, ...]:
         """Those that are shown, for a wider chart. In a thread."""
         if self._source is None or self.reading is None:
             return ()
-        names, view = [shown.metric for shown in self.reading.pictures], replace(self.view, cursor=None)
-        return tuple(read_picture(self._source, view, name, columns, self._marks) for name in names)
+        names = [shown.metric for shown in self.reading.pictures]
+        return tuple(read_picture(self._source, self.view, name, columns, self._marks) for name in names)
 
     def _grid(self) -> tuple[int, int]:
         """Small charts across and down."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _VALIDATION: Final = "validation loss"
 """A metric of its own: with several runs each has one curve."""
+_MOST_COLUMNS: Final = 3000
+"""Of all curves of a chart together: of twenty each is drawn in the width of cells, and not of their dots."""
 _CELL: Final = 28
 """Characters of a value in the table at most."""
 
@@ -55,7 +57,7 @@ class JointSeries:
     def chart(
         self, metric: str, axis: str, window: tuple[float, float] | None, width: int, *, smooth: bool = False
     ) -> SeriesChart:
-        window = window or self.extent(metric, axis)
+        window, width = window or self.extent(metric, axis), min(width, _MOST_COLUMNS // len(self._runs))
         charts = [source.chart(_metric(metric), axis, window, width, smooth=smooth) for _, source, _ in self._runs]
         curves = []
         for (name, _, place), chart in zip(self._runs, charts, strict=True):
@@ -68,11 +70,11 @@ class JointSeries:
     def places(self, axis: str, iterations: Sequence[float]) -> list[float]:
         return []
 
-    def values(self, axis: str, x: float) -> Iterator[tuple[tuple[str, str], float]]:
+    def values(self, axis: str, x: float, metric: str | None = None) -> Iterator[tuple[tuple[str, str], float]]:
         for name, source, _ in self._runs:
             seen = set[str]()
-            for (metric, label), y in source.values(axis, x):
-                joint = _VALIDATION if (metric, label) == ("loss", "validation") else metric
+            for (named, label), y in source.values(axis, x, metric and _metric(metric)):
+                joint = _VALIDATION if (named, label) == ("loss", "validation") else named
                 if joint not in seen:
                     seen.add(joint)
                     yield (joint, name), y

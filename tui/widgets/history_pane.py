@@ -130,7 +130,7 @@ class HistoryPane(Pane):
     @property
     def record(self) -> RunRecord | None:
         """The selected run's."""
-        return next((run for run in self.state.runs or () if run.id == self.selected), None)
+        return self.state.listed.by_id.get(self.selected or "")
 
     def title(self, state: DeckState) -> str:
         if state.runs is None:
@@ -164,8 +164,9 @@ class HistoryPane(Pane):
             head.put(Content.styled(none if state.runs is not None else "reading the runs", MUTED))
             rows.set_rows([])
             return
-        empty = {place for place, width in enumerate(self._widest) if not width}
-        form = TableForm.fit(_COLUMNS, self._widest, empty, self.room - 1)
+        widest = [int(bool(state.marked)), *self._widest]
+        empty = {place for place, width in enumerate(widest) if not width}
+        form = TableForm.fit(_COLUMNS, widest, empty, self.room - 1)
         head.put(form.header)
         runs, marked = self._runs, frozenset(state.marked)
 
@@ -177,7 +178,7 @@ class HistoryPane(Pane):
 
     def _choose(self, state: DeckState) -> None:
         """Filter and order the runs where they, or what is asked for, are others than before."""
-        seen = (state.runs, self.filter, self.order, bool(state.marked))
+        seen = (state.runs, self.filter, self.order)
         if all(one is other for one, other in zip(seen, self._seen, strict=False)) and self._seen:
             return
         runs = list(state.runs or ())
@@ -281,10 +282,10 @@ def _step(run: RunRecord) -> str:
 
 
 def _widest(state: DeckState, runs: Sequence[RunRecord]) -> list[int]:
-    """Cells of each column that hold all runs, so that none moves while one scrolls; 0 for one with nothing in it."""
+    """Cells of each column but that of the marks that hold all runs, so that none moves while one scrolls; 0 for one
+    with nothing in it."""
     tasks = any(run.task for run in runs)
     texts = (
-        ["x"] if state.marked else [],
         [f"x {run.state}" for run in runs],
         [run.id + "└ " * tasks for run in runs],
         [run.task or "" for run in runs],
@@ -302,7 +303,7 @@ def _widest(state: DeckState, runs: Sequence[RunRecord]) -> list[int]:
         [str(max((run.world_size for run in runs), default=0))],
     )
     longest = [max(map(len, column), default=0) for column in texts]
-    return [max(width, len(column.title)) if width else 0 for width, column in zip(longest, _COLUMNS, strict=True)]
+    return [max(width, len(column.title)) if width else 0 for width, column in zip(longest, _COLUMNS[1:], strict=True)]
 
 
 def cells(state: DeckState, run: RunRecord, *, marked: bool) -> list[Content]:

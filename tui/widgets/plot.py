@@ -8,7 +8,7 @@ while here every cell takes the theme's variables.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -52,10 +52,14 @@ class Axis:
 
     def share(self, value: float) -> float:
         """0 at `low`, 1 at `high`."""
+        return self.shares((value,))[0]
+
+    def shares(self, values: Iterable[float]) -> list[float]:
+        low, high = self.low, self.high
         if self.logarithmic:
-            low = math.log(self.low)
-            return (math.log(max(value, self.low)) - low) / (math.log(self.high) - low)
-        return (value - self.low) / (self.high - self.low)
+            low, high, values = math.log(low), math.log(high), [math.log(max(value, self.low)) for value in values]
+        span = high - low
+        return [(value - low) / span for value in values]
 
     def ticks(self, count: int) -> list[float]:
         """About `count` round values within the axis, ascending."""
@@ -88,77 +92,82 @@ def tick_text(value: float, step: float) -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
-_DOTS: Final = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bit of a dot by its row and column within the cell."""
-_ASCII_ROWS: Final = ("'", "-", "-", ".")
-_BLANK: Final = 0x2800
+_BITS: Final = (0x01, 0x02, 0x04, 0x40, 0x08, 0x10, 0x20, 0x80)
+"""Of a braille character: those of its left dots from the top, then of its right ones."""
+_BRAILLE: Final = (
+    " ",
+    *(chr(0x2800 + sum(bit for at, bit in enumerate(_BITS) if dots >> at & 1)) for dots in range(1, 256)),
+)
+"""By the dots of a cell, in the order of _BITS."""
+_ASCII: Final = tuple(" '-'-'-|.'-|-|||"[left | right] for right in range(16) for left in range(16))
+"""The same in ASCII: the first row with a dot, or a stroke where more than two have one."""
+_MOST_DOTS: Final = 4096
+_THIRDS: Final = int("1" * (_MOST_DOTS // 3), 8)
+_HALVES: Final = int("1" * (_MOST_DOTS // 2), 4)
+"""Numbers as columns of dots, a bit each: every third one, every second one."""
 
 
-KINDS: Final[dict[str, Callable[[int, int], bool]]] = {
-    "solid": lambda x, y: True,
-    "dotted": lambda x, y: (x + y) % 3 == 0,
-    "dashed": lambda x, y: x % 8 < 5,
-    "mixed": lambda x, y: x % 10 < 5 or x % 10 == 7,
+KINDS: Final[dict[str, Callable[[int], int]]] = {
+    "solid": lambda x: -1,
+    "dotted": lambda x: _THIRDS << -x % 3,
+    "dashed": lambda x: -(x % 8 < 5),
+    "mixed": lambda x: -(x % 10 < 5 or x % 10 == 7),
 }
-"""Kinds of lines: which of their dots are set."""
+"""Kinds of lines: which dots of a column are set, a bit each."""
 SAMPLES: Final = {"solid": "──", "dotted": "⠒⠂", "dashed": "╌╌", "mixed": "─·"}
-_STRIPE: Final = 2
-"""Every second dot of an area, both ways."""
 
 
 class Canvas:
-    """`width` × `height` cells; dots count from the top left, (0, 0) to (2·width - 1, 4·height - 1)."""
+    """`width` × `height` cells; dots count from the top left, (0, 0) to (2·width - 1, 4·height - 1). What is drawn
+    first stays on top: it gives a cell its style."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width = width
         self.height = height
-        self._masks = [[0] * width for _ in range(height)]
-        self._styles = [[""] * width for _ in range(height)]
-        self._symbols = [[""] * width for _ in range(height)]
-        """Stands for a cell's dots in ASCII, where their shape does not."""
+        self._inside = (1 << 4 * height) - 1
+        self._dots = [0] * (2 * width)
+        """By column of dots: a bit each, the topmost first."""
+        self._styled = [0] * width
+        """By column of cells: a bit for each cell that has a style, that of its topmost dot."""
+        self._styles = [[("", "")] * width for _ in range(height)]
+        """With the symbol that stands for a cell's dots in ASCII, where their shape does not."""
         self._texts: dict[tuple[int, int], tuple[str, str]] = {}
         """Row and column → a character in place of the dots, and its style."""
 
-    def dot(self, x: int, y: int, style: str, symbol: str = "") -> None:
-        """Set one dot; outside the canvas nothing happens."""
-        column, row = x >> 1, y >> 2
-        if 0 <= column < self.width and 0 <= row < self.height:
-            self._masks[row][column] |= _DOTS[y & 3][x & 1]
-            self._styles[row][column] = style
-            self._symbols[row][column] = symbol
+    def _set(self, x: int, dots: int, style: str, symbol: str) -> None:
+        """Set dots of one column; outside the canvas nothing happens."""
+        column = x >> 1
+        if not 0 <= column < self.width:
+            return
+        dots &= self._inside
+        self._dots[x] |= dots
+        cells = dots | dots >> 1
+        cells = (cells | cells >> 2) & _FIRSTS & ~self._styled[column]
+        if cells:
+            self._styled[column] |= cells
+            while cells:
+                place = cells.bit_length() - 1
+                self._styles[place >> 2][column] = style, symbol
+                cells ^= 1 << place
 
-    def line(
-        self, start: tuple[int, int], end: tuple[int, int], style: str, kind: str = "solid", symbol: str = ""
-    ) -> None:
-        """A straight line (Bresenham) of one of KINDS; a dotted one has both its ends."""
-        (x, y), (end_x, end_y) = start, end
-        run, rise = abs(end_x - x), -abs(end_y - y)
-        step_x, step_y = (1 if end_x > x else -1), (1 if end_y > y else -1)
-        error, is_set = run + rise, KINDS[kind]
-        while True:
-            if is_set(x, y) or (kind == "dotted" and (x, y) in (start, end)):
-                self.dot(x, y, style, symbol)
-            if (x, y) == (end_x, end_y):
-                return
-            doubled = 2 * error
-            if doubled >= rise:
-                error += rise
-                x += step_x
-            if doubled <= run:
-                error += run
-                y += step_y
+    def dot(self, x: int, y: int, style: str) -> None:
+        """Set one dot; outside the canvas nothing happens."""
+        if y >= 0:
+            self._set(x, 1 << y, style, "")
 
     def curve(self, dots: Sequence[tuple[int, int]], style: str, kind: str = "solid", symbol: str = "") -> None:
-        if len(dots) == 1:
-            self.dot(*dots[0], style, symbol)
-        for start, end in pairwise(dots):
-            self.line(start, end, style, kind, symbol)
+        """Straight lines (Bresenham) of one of KINDS between dots, x ascending; a dotted one has all of them."""
+        pattern = KINDS[kind]
+        for x, span in _spans(dots):
+            self._set(x, span & pattern(x), style, symbol)
+        if kind == "dotted":
+            for x, y in dots:
+                self._set(x, 1 << y, style, symbol)
 
     def fill(self, x: int, top: int, bottom: int, style: str) -> None:
-        """A part of an area, thinly set: one column of dots."""
-        if x % _STRIPE == 0:
-            for y in range(top + top % _STRIPE, bottom + 1, _STRIPE):
-                self.dot(x, y, style, ".")
+        """A part of an area, every second dot both ways: one column of dots."""
+        if x % 2 == 0:
+            self._set(x, (2 << bottom) - (1 << top) & _HALVES, style, ".")
 
     def write(self, column: int, row: int, text: str, style: str) -> None:
         """One character over what is there; outside the canvas nothing happens."""
@@ -167,19 +176,21 @@ class Canvas:
     def upright(self, column: int, text: str, style: str) -> None:
         """A line from top to bottom behind what is there."""
         for row in range(self.height):
-            if not self._masks[row][column]:
+            if not self._styled[column] >> 4 * row & 1:
                 self._texts.setdefault((row, column), (text, style))
 
     def is_written(self, column: int, row: int) -> bool:
         return (row, column) in self._texts
 
     def row(self, number: int, *, ascii: bool = False) -> Content:
-        masks, styles = self._masks[number], self._styles[number].copy()
+        shift, styles = 4 * number, [style for style, _ in self._styles[number]]
+        pairs = zip(self._dots[::2], self._dots[1::2], strict=True)
+        masks = [left >> shift & 15 | (right >> shift & 15) << 4 for left, right in pairs]
         if ascii:
-            symbols = zip(masks, self._symbols[number], strict=True)
-            cells = [(symbol or _ascii(mask)) if mask else " " for mask, symbol in symbols]
+            symbols = zip(masks, self._styles[number], strict=True)
+            cells = [(symbol or _ASCII[mask]) if mask else " " for mask, (_, symbol) in symbols]
         else:
-            cells = [chr(_BLANK + mask) if mask else " " for mask in masks]
+            cells = [_BRAILLE[mask] for mask in masks]
         for (row, column), (text, style) in self._texts.items():
             if row == number:
                 cells[column], styles[column] = text, style
@@ -189,11 +200,31 @@ class Canvas:
         return Content.assemble(*(("".join(cells[start:stop]), styles[start]) for start, stop in runs))
 
 
-def _ascii(mask: int) -> str:
-    if not mask:
-        return " "
-    rows = [index for index, (left, right) in enumerate(_DOTS) if mask & (left | right)]
-    return "|" if len(rows) > 2 else _ASCII_ROWS[rows[0]]
+_FIRSTS: Final = int("1" * (_MOST_DOTS // 4), 16)
+"""The first dot of each cell of a column."""
+
+
+def _spans(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The lines between dots, a column after the other: x, and a bit for each dot. However steep, each is one span."""
+    if not dots:
+        return
+    before, y = dots[0]
+    low = high = y
+    for x, end in dots[1:]:
+        run, rise, step = x - before, abs(end - y), 1 if end > y else -1
+        for column in range(run):
+            # Where the line is steep, it goes on to the next column half-way between both.
+            if rise > run:
+                last = y + step * (((2 * column + 1) * rise - 1) // (2 * run))
+                first = last + step
+            else:
+                last = y + step * ((2 * column * rise + run) // (2 * run))
+                first = y + step * ((2 * (column + 1) * rise + run) // (2 * run))
+            yield before + column, (2 << (last if last > high else high)) - (1 << (last if last < low else low))
+            low = high = first
+        low, high = end if end < low else low, end if end > high else high
+        before, y = x, end
+    yield before, (2 << high) - (1 << low)
 
 
 TRAIN: Final = "$text-primary"

@@ -410,7 +410,7 @@ def task_results(snapshot: RunSnapshot, width: int) -> list[Content]:
 def task_lines(state: DeckState, run: str, width: int) -> list[Content]:
     """The tasks on the result of a run, with what each has come to."""
     lines = []
-    for task in (task for task in state.runs or () if task.source == run):
+    for task in state.listed.tasks.get(run, ()):
         mark = state.glyphs.shape(STATES[task.state])
         text = f"{mark} {task.state} {state.ago(task.created_at)}{state.glyphs.separator}{task.outcome or task.id}"
         lines.append(pair(task.task or "", text, width))

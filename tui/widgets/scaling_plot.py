@@ -53,12 +53,12 @@ def draw_scaling(scaling: Scaling, width: int, rows: int, glyphs: Glyphs) -> lis
     def dot(ranks: float, speed_up: float) -> tuple[int, int]:
         return across.position(ranks), upright.dots - 1 - upright.position(speed_up)
 
-    canvas.line(dot(0, 0), dot(last, last), MUTED, "dotted")
     canvas.curve([dot(*point) for point in points], TRAIN)
     for x, y in (dot(*point) for point in points):
         for beside in (-1, 0, 1):
             canvas.dot(x + beside, y, TRAIN)
             canvas.dot(x, y + beside, TRAIN)
+    canvas.curve([dot(0, 0), dot(last, last)], MUTED, "dotted")
     measured, ideal = ("-- speed-up", ".. ideal") if glyphs.ascii else ("── speed-up", "⠒⠂ ideal")
     legend = Content.assemble((measured, TRAIN), "   ", (ideal, FRAME), "   ", ("over ranks", FRAME))
     return [legend.right(width), *framed(canvas, labels, across, glyphs)]

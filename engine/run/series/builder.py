@@ -27,12 +27,15 @@ from engine.run.series.pyramid import PyramidWriter
 from engine.security.sanitise import count_or_none, finite_or_none, plain
 from engine.store.layout import RunDir
 
-VERSION: Final = 1
+VERSION: Final = 2
 MOST_SERIES: Final = 500
 NAMED_RANKS: Final = 8
 """Ranks that have curves of their own; of more only the extremes are kept."""
-_AHEAD, _BATCH = 64, 1000
-"""Steps that a rank may be ahead of one that is silent; lines read of each rank at a time."""
+_AHEAD, _BATCH, _BLOCK = 64, 1000, 1 << 16
+"""Steps that a rank may be ahead of one that is silent; lines read of all ranks at a time, and bytes of each."""
+_SET_BACK_S: Final = 5.0
+"""A clock that goes back by more was set: it counts on from where it was."""
+_EVENTS: Final = ".events.jsonl"
 _START_FIELD = b'"event": "start"'
 _NO_SERIES = frozenset({"iteration", "iterations", "trained_tokens", "attempt", "kind", "at", "val_time"})
 _NAMES: Final = {
@@ -71,8 +74,9 @@ class SeriesState:
     offsets: dict[str, int] = field(default_factory=dict)
     """Bytes read of each source."""
     attempt: int | None = None
-    """That of the newest row, as the next three are."""
-    row_at: float = 0.0
+    """That of the newest row, as the next are."""
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Source → time of its newest row, in seconds since the epoch, and how far its clock was set back until then."""
     active_s: float = 0.0
     tokens: float = 0.0
     world: int = 0
@@ -100,24 +104,26 @@ class RankStep(NamedTuple):
 class SeriesBuilder(DescriptorOwner):
     """One at a time of each run: it holds a lock. Use `take`."""
 
-    def __init__(self, run_dir: RunDir, lock: int) -> None:
+    def __init__(self, run_dir: RunDir, lock: int, *, anew: bool = False) -> None:
         self._descriptor = lock
         self._run_dir, self._folder = run_dir, run_dir.series
         self._steps: dict[int, deque[RankStep]] = {}
         """Rank → those that wait for the other ranks'."""
+        self._unread = set[int]()
+        """Ranks whose newest lines are still to be read."""
         self._read_to: dict[str, int] = {}
         self._places: dict[SeriesName, PyramidWriter] = {}
         self._state = SeriesState()
         self._written = ""
         """The state on disk."""
         try:
-            self._restore(read_state(self._folder))
+            self._restore(None if anew else read_state(self._folder))
         except (OSError, ValueError):
             self._restore(None)
 
     @classmethod
-    def take(cls, run_dir: RunDir) -> SeriesBuilder | None:
-        """None while another process keeps the series. Raises OSError."""
+    def take(cls, run_dir: RunDir, *, anew: bool = False) -> SeriesBuilder | None:
+        """None while another process keeps the series. `anew`: from the beginning. Raises OSError."""
         run_dir.series.mkdir(mode=0o700, exist_ok=True)
         lock = regular_descriptor(run_dir.series / "lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -125,15 +131,17 @@ class SeriesBuilder(DescriptorOwner):
         except BlockingIOError:
             os.close(lock)
             return None
-        return cls(run_dir, lock)
+        return cls(run_dir, lock, anew=anew)
 
     def poll(self, limit_s: float = math.inf, *, ended: bool = False) -> None:
         """Take in what has come, for about `limit_s` at most. `ended`: no rank is waited for. Raises OSError, when the
         disk is full for example: the next one goes on."""
         self._write()
         until = time.monotonic() + limit_s
-        while self._read_steps(until):
+        while self._read_steps():
             self._join_steps(ended=False)
+            if time.monotonic() > until:
+                break
         self._join_steps(ended=ended)
         for line in self._lines(self._run_dir.metrics, until):
             self._take_row(parse_json_line(line) or {})
@@ -198,34 +206,41 @@ class SeriesBuilder(DescriptorOwner):
 
     def _take_time(self, row: Mapping[str, Any], iteration: int) -> None:
         state = self._state
+        before = state.clocks.get("rows", (0.0, 0.0))[0]
         try:
-            at = datetime.fromisoformat(str(row.get("at"))).timestamp()
+            now = self._steady("rows", datetime.fromisoformat(str(row.get("at"))).timestamp())
         except ValueError:
-            at = state.row_at
-        if row.get("attempt") == state.attempt:
-            state.active_s += max(0.0, at - state.row_at)
-        state.attempt, state.row_at = row.get("attempt"), max(at, state.row_at)
+            now = before
+        if before and row.get("attempt") == state.attempt:
+            state.active_s += now - before
+        state.attempt = row.get("attempt")
         tokens = count_or_none(row.get("trained_tokens"))
-        for axis, value in (("tokens", tokens), ("seconds", state.active_s), ("at", state.row_at)):
+        for axis, value in (("tokens", tokens), ("seconds", state.active_s), ("at", now)):
             if value is not None:
                 self._add("clock", axis, iteration, value)
 
-    def _read_steps(self, until: float) -> bool:
-        """Read some steps of each rank; False when there are none, or no time."""
-        if time.monotonic() > until:
-            return False
-        taken = 0
-        for path in self._run_dir.path.glob("rank*.events.jsonl"):
-            number = path.name.removeprefix("rank").removesuffix(".events.jsonl")
-            if number.isdecimal():
-                waiting = self._steps.setdefault(int(number), deque())
-                taken += self._read_rank(path, waiting)
-        return taken > 0
+    def _steady(self, source: str, at: float) -> float:
+        """The time of a row by a clock that is never set back."""
+        newest, back = self._state.clocks.get(source, (at, 0.0))
+        if at + back < newest - _SET_BACK_S:
+            back = newest - at
+        steady = max(newest, at + back)
+        self._state.clocks[source] = steady, back
+        return steady
 
-    def _read_rank(self, path: Path, waiting: deque[RankStep]) -> int:
+    def _read_steps(self) -> bool:
+        """Read some steps of each rank; False when there are none."""
+        numbers = [path.name[4 : -len(_EVENTS)] for path in self._run_dir.path.glob(f"rank*{_EVENTS}")]
+        ranks = [int(number) for number in numbers if number.isdecimal()]
+        return sum(self._read_rank(rank, max(1, _BATCH // len(ranks))) for rank in ranks) > 0
+
+    def _read_rank(self, rank: int, most: int) -> int:
         """The number of lines that were read."""
+        path, waiting = self._run_dir.events(rank), self._steps.setdefault(rank, deque())
+        if len(waiting) > _AHEAD:
+            return 0
         place = self._read_to.setdefault(path.name, self._state.offsets.get(path.name, 0))
-        lines = itertools.islice(LineTail(path, place).lines(), max(0, _BATCH - len(waiting)))
+        lines = itertools.islice(LineTail(path, place, block=_BLOCK).lines(), most)
         taken = 0
         for taken, line in enumerate(lines, 1):  # noqa: B007
             place += len(line) + 1
@@ -238,6 +253,7 @@ class SeriesBuilder(DescriptorOwner):
             elif _START_FIELD in name and (event := parse_json_line(line)) is not None:
                 self._state.world = count_or_none(event.get("world_size")) or self._state.world
         self._read_to[path.name] = place
+        (self._unread.add if taken == most else self._unread.discard)(rank)
         if not waiting:
             self._state.offsets[path.name] = place
         return taken
@@ -252,6 +268,8 @@ class SeriesBuilder(DescriptorOwner):
             silent = any(not self._steps.get(rank) for rank in range(world))
             overdue = max(map(len, self._steps.values())) > _AHEAD
             if silent and not (ended or overdue or len(joined) >= world):
+                return
+            if any(not self._steps[rank] for rank in self._unread):
                 return
             for rank, step in joined.items():
                 self._steps[rank].popleft()
@@ -286,6 +304,7 @@ class SeriesBuilder(DescriptorOwner):
         at, node = finite_or_none(sample.get("at")), plain(sample.get("node"), 60)
         if at is None:
             return
+        at = self._steady("samples", at)
         for key, value in sample.items():
             if key in _NAMES and (y := finite_or_none(value)) is not None:
                 self._add(_NAMES[key][0], node, at, y)

@@ -29,6 +29,12 @@ FACTOR: Final = 8
 _SHIFT: Final = 3
 _POINT, _BLOCK = struct.Struct("<2d"), struct.Struct("<5d")
 _HELD_BYTES: Final = 1 << 20
+_NEAR: Final = 64
+"""Points that are read at once where one is looked for."""
+
+
+class DamagedPyramid(ValueError):
+    """Its files have other bytes than were written."""
 
 
 class Block(NamedTuple):
@@ -42,12 +48,12 @@ class Block(NamedTuple):
 
 
 def merged(blocks: Sequence[Block]) -> Block:
-    """One block for neighbouring ones (at least one) of equally many points."""
+    """One block for neighbouring ones (at least one) of equally many points; of several of one height the outer."""
     finite = [block for block in blocks if block.y1 == block.y1]
     if not finite:
         return Block(blocks[0].x1, math.nan, blocks[-1].x2, math.nan, math.nan)
     points = [point for block in finite for point in ((block.x1, block.y1), (block.x2, block.y2))]
-    low, high = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
+    low, high = min(points, key=lambda point: point[1]), max(reversed(points), key=lambda point: point[1])
     return Block(*min(low, high), *max(low, high), sum(block.mean for block in finite) / len(finite))
 
 
@@ -147,13 +153,32 @@ class PyramidReader:
         record = self._points.read(number * _POINT.size, _POINT.size)
         return _POINT.unpack(record) if len(record) == _POINT.size else (math.inf, math.nan)
 
-    def index(self, x: float) -> int:
-        """The number of the first point at `x` or behind it."""
-        return bisect_left(range(self.count), x, key=lambda number: self.point(number)[0])
+    def ends(self) -> tuple[float, float]:
+        """First and last x, of one point at least. Raises DamagedPyramid."""
+        # With their neighbours, so that other bytes are noticed.
+        first = self.records(0, 0, min(self.count, _NEAR))
+        last = self.records(0, max(0, self.count - _NEAR), self.count)
+        if not (first.x1 and last.x1 and first.x1[0] <= last.x1[-1]):
+            raise DamagedPyramid(self._path)
+        return first.x1[0], last.x1[-1]
+
+    def index(self, value: float, column: int = 0) -> int:
+        """The number of the first point with x at `value` or behind it; with `column` 1 y, ascending as well."""
+        if not self.count:
+            return 0
+        first, last = self.point(0)[column], self.point(self.count - 1)[column]
+        # Most are evenly spaced: the point lies where it would lie then, or near it.
+        if first < value <= last:
+            near = max(0, int((value - first) / (last - first) * self.count) - _NEAR // 2)
+            beside = self.records(0, near, min(self.count, near + _NEAR))
+            values = beside.y1 if column else beside.x1
+            if values and values[0] < value <= values[-1]:
+                return near + bisect_left(values, value)
+        return bisect_left(range(self.count), value, key=lambda number: self.point(number)[column])
 
     def blocks(self, start: int, stop: int, least: int) -> Blocks:
         """The points `start` to `stop` in blocks as large as can be, but at least `least` of them where there are so
-        many points: whole blocks, so that there may be a few more points at both ends."""
+        many points: whole blocks, so that there may be a few more points at both ends. Raises DamagedPyramid."""
         level = 0
         while (stop - start) >> _SHIFT * (level + 1) >= least:
             level += 1
@@ -174,4 +199,9 @@ class PyramidReader:
         values.frombytes(data[: len(data) // record.size * record.size])
         if sys.byteorder == "big":
             values.byteswap()
-        return Blocks(*(values[place::width] for place in (range(5) if level else (0, 1, 0, 1, 1))))
+        columns = Blocks(*(values[place::width] for place in (range(5) if level else (0, 1, 0, 1, 1))))
+        for xs in (columns.x1, columns.x2) if level else (columns.x1,):
+            # Other bytes are hardly ever in order.
+            if xs and (xs.tolist() != sorted(xs) or math.isinf(xs[0]) or math.isinf(xs[-1])):
+                raise DamagedPyramid(self._path)
+        return columns

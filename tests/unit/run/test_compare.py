@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ def run(  # noqa: PLR0913
     made.append(EnergyMeasured(node="node0", joules=3.6e6, seconds=10.0))
     made.state("running", "finishing", "succeeded", reason="completed", train_loss=2.0, iteration=60).close()
     figures = {("throughput", ""): speed, **{("step time", part): s for part, s in {**PACE, **(pace or {})}.items()}}
-    every = {name: SeriesFigures(y, y, y, y) for name, y in {**figures, **(series or {})}.items()}
+    every = {name: SeriesFigures(y, y, y, y, y) for name, y in {**figures, **(series or {})}.items()}
     history = read_history(made.directory)
     return ComparedRun(history.record, made.plan, history, every, **more)
 
@@ -80,7 +82,25 @@ def test_the_best_of_each_figure_is_named(tmp_path: Path) -> None:
     runs = [run(tmp_path, n, speed=speed, series=loss[n]) for n, speed in enumerate((800.0, 1000.0, 1200.0))]
     comparison = compare(runs)
     best = {row.key: row.best for row in comparison.differences}
-    assert best == {"val loss": 1, "best val loss": 1, "tokens/s": 2, "peak memory": 1}
+    assert best == {
+        **dict.fromkeys(("val loss", "best val loss", "best val loss, smoothed"), 1),
+        "tokens/s": 2,
+        "peak memory": 1,
+    }
+
+
+def test_the_best_smoothed_loss_may_be_another_runs(tmp_path: Path) -> None:
+    lucky, steady, short = (run(tmp_path, number) for number in range(3))
+    figures = {
+        lucky.record.id: SeriesFigures(3.0, 2.0, 1.0, 2.0, 1.9),
+        steady.record.id: SeriesFigures(3.0, 1.5, 1.4, 2.0, 1.6),
+        short.record.id: SeriesFigures(3.0, 2.5, 2.5, 2.5, math.nan),
+    }
+    runs = [replace(one, series={("loss", "train"): figures[one.record.id]}) for one in (lucky, steady, short)]
+    comparison = compare(runs)
+    lowest, smoothed = (difference(comparison, f"lowest train loss{end}") for end in ("", ", smoothed"))
+    assert (lowest.values, lowest.best) == ((1.0, 1.4, 2.5), 0)
+    assert (smoothed.values, smoothed.best) == ((1.9, 1.6, None), 1)
 
 
 def test_a_setting_of_one_run_alone_is_none_in_the_others(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from engine.errors import StateError
+from engine.run.json_lines import parse_json_line
+from engine.run.series import builder
 from engine.run.series.builder import MOST_SERIES, SeriesBuilder, SeriesName, read_state
 from engine.run.series.reader import AXES, RunSeries
 from engine.store.layout import RunDir
@@ -43,10 +47,10 @@ def step(iteration: int, *, attempt: int = 1, compute_s: float = 1.0, **values: 
 
 
 def build(run_dir: RunDir, *, ended: bool = False) -> None:
-    builder = SeriesBuilder.take(run_dir)
-    assert builder is not None
-    builder.poll(ended=ended)
-    builder.close()
+    taken = SeriesBuilder.take(run_dir)
+    assert taken is not None
+    taken.poll(ended=ended)
+    taken.close()
 
 
 def read(
@@ -250,3 +254,95 @@ def test_a_program_that_reports_ever_new_figures_fills_no_disk(run_dir: RunDir) 
     series = RunSeries(run_dir)
     series.refresh()
     assert len(list(run_dir.series.glob("*.0"))) == MOST_SERIES
+
+
+@pytest.mark.parametrize("part", ["points", "blocks", "everything"])
+@pytest.mark.parametrize("seed", range(3))
+def test_other_bytes_in_a_pyramid_are_noticed_and_it_is_made_anew(run_dir: RunDir, part: str, seed: int) -> None:
+    append(run_dir.metrics, [report(number) for number in range(1, 1001)])
+    build(run_dir, ended=True)
+    rng = random.Random(seed)
+    for file in run_dir.series.glob({"points": "*.0", "blocks": "*.1", "everything": "*.*"}[part]):
+        if file.name != "state.json" or part == "everything":
+            file.write_bytes(rng.randbytes(file.stat().st_size))
+    series = RunSeries(run_dir)
+    series.refresh(ended=True)
+    for axis in AXES:
+        chart = series.chart("loss", axis, series.extent("loss", axis), 20, smooth=True)
+        heights = [y for _, y in chart.curves[0].points]
+        assert (max(heights), min(heights)) == (1.0, 0.001)
+        assert dict(series.values(axis, series.extent("loss", axis)[1]))[SeriesName("loss", "train")] == 0.001
+    assert series.figures()["loss", "train"].lowest == 0.001
+
+
+def test_damaged_series_that_a_supervisor_keeps_are_said_to_be(run_dir: RunDir) -> None:
+    append(run_dir.metrics, [report(number) for number in range(1, 1001)])
+    keeper = SeriesBuilder.take(run_dir)
+    assert keeper is not None
+    keeper.poll()
+    for file in run_dir.series.glob("*.0"):
+        file.write_bytes(random.Random(1).randbytes(file.stat().st_size))
+    series = RunSeries(run_dir)
+    series.refresh()
+    with pytest.raises(StateError, match="the series are damaged"):
+        series.extent("loss", "iterations")
+    keeper.close()
+    assert series.extent("loss", "iterations") == (1.0, 1000.0)
+
+
+def test_a_clock_that_is_set_back_cuts_no_curve(run_dir: RunDir) -> None:
+    """By an hour, after a hundred seconds."""
+    moments = [at if at <= 100 else at - 3600 for at in range(1, 201)]
+    append(run_dir.metrics, [report(number, at=at) for number, at in enumerate(moments, 1)])
+    append(run_dir.telemetry, [{"at": EPOCH + at, "node": "ultra", "power": float(n)} for n, at in enumerate(moments)])
+    series = RunSeries(run_dir)
+    series.refresh()
+    assert series.extent("loss", "time") == (0.0, 198.0)
+    (power,) = series.chart("power", "time", None, 400).curves
+    assert [y for _, y in power.points] == [float(number) for number in range(200) if number != 99]
+    assert power.points[-1] == (198.0, 199.0)
+
+
+def test_of_equal_times_a_clock_has_every_iteration(run_dir: RunDir) -> None:
+    """Rows of one moment, as fast steps have, and tokens that go on."""
+    append(run_dir.metrics, [report(number, at=5.0) for number in range(1, 2001)])
+    assert read(run_dir, "loss", "tokens", 20)["train"][0] == (100.0, 1.0)
+    series = RunSeries(run_dir)
+    series.refresh()
+    assert series.extent("loss", "tokens") == (100.0, 200_000.0)
+
+
+def test_a_rank_that_is_read_later_is_not_taken_for_silent(run_dir: RunDir) -> None:
+    """Rank 0 writes other events between its steps: of as many lines it has fewer steps."""
+    for rank in (0, 1):
+        append(run_dir.events(rank), [{"event": "start", "attempt": 1, "world_size": 2}])
+    append(run_dir.events(0), [row for n in range(1, 3001) for row in ({"event": "report"}, step(n, compute_s=2.0))])
+    append(run_dir.events(1), [step(number) for number in range(1, 3001)])
+    assert read(run_dir, "compute", width=4000).keys() == {"rank 0", "rank 1"}
+    assert {y for _, y in read(run_dir, "step time", width=4000)["compute"]} == {2.0}
+    assert [len(points) for points in read(run_dir, "compute", width=4000).values()] == [3000, 3000]
+
+
+def test_the_backlog_of_many_ranks_is_taken_in_bit_by_bit(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, steps = 64, 200
+    for rank in range(ranks):
+        append(run_dir.events(rank), [{"event": "start", "attempt": 1, "world_size": ranks}])
+        append(run_dir.events(rank), [step(number) for number in range(1, steps + 1)])
+    parsed, counts = 0, list[int]()
+
+    def parse(line: bytes) -> dict[str, Any] | None:
+        nonlocal parsed
+        parsed += 1
+        return parse_json_line(line)
+
+    monkeypatch.setattr(builder, "parse_json_line", parse)
+    keeper = SeriesBuilder.take(run_dir)
+    assert keeper is not None
+    while parsed < ranks * (steps + 1):
+        before = parsed
+        keeper.poll(0.0)
+        counts.append(parsed - before)
+    keeper.close()
+    assert max(counts) <= 1000
+    build(run_dir, ended=True)
+    assert [x for x, _ in read(run_dir, "step time")["compute"]] == list(range(1, steps + 1))
