@@ -395,14 +395,16 @@ class FlightDeckApp(App[None]):
 
     # The shown run
 
-    def open_run(self, run: str, *, view: str = "dashboard", back_to: str | None = None) -> bool:
-        """Show a run in a view, and follow it while it is active; False when there is no such run. `back_to`: the view
-        that esc leads to then."""
-        try:
-            run_dir = self.client.engine.runs.find(run)
-        except Exception as error:  # RunNotFound, or a store that cannot be read: the plan stays
-            self.say(str(error), severity="error")
+    def open_run(self, run: str, *, view: str = "dashboard", back_to: str | None = None) -> None:
+        """Show a run in a view, and follow it while it is active. `back_to`: the view that esc leads to then."""
+        self.run_worker(self._open_run(run, view, back_to), group="open", exclusive=True)
+
+    async def _open_run(self, run: str, view: str = "dashboard", back_to: str | None = None) -> bool:
+        """False when there is no such run: what is shown stays."""
+        opened = await self.client.open_run(run)
+        if opened is None:
             return False
+        run_dir, series = opened
         # One that is shown already is read again only when it changes.
         snapshot = self.state.snapshot if self._shown == run_dir.id else None
         self._shown = run_dir.id
@@ -410,7 +412,7 @@ class FlightDeckApp(App[None]):
         self.store.change(snapshot=snapshot, has_log=True, searching=False, back_to=back_to)
         self.poller.follow(run_dir.id)
         self.deck.logs.view.open(run_dir)
-        self.deck.run_chart.open(self.client.engine.runs.series(run_dir.id))
+        self.deck.run_chart.open(series)
         if self.state.view not in ("run", view):
             self.deck.go(view)
         return True
@@ -418,7 +420,12 @@ class FlightDeckApp(App[None]):
     def close_run(self) -> None:
         """From a task back to the run whose result it uses, from any other run to the plan."""
         source = self.state.snapshot.record.source if self.state.snapshot is not None else None
-        if self.state.back_to is None and source is not None and self.open_run(source):
+        if self.state.back_to is not None:
+            source = None
+        self.run_worker(self._close_run(source), group="open", exclusive=True)
+
+    async def _close_run(self, source: str | None) -> None:
+        if source is not None and await self._open_run(source):
             return
         self._shown = None
         self.poller.follow(None)
@@ -496,19 +503,17 @@ class FlightDeckApp(App[None]):
             elif key == "s":
                 self._request(self.client.repeat(run, {}))
             elif key == "c":
-                self._ask_changes(run)
+                self._request(self._ask_changes(run))
 
         self.push_screen(Choices(f"start {run} again", self.state, text_width(self.size.width), read=read), chosen)
 
-    def _ask_changes(self, run: str) -> None:
+    async def _ask_changes(self, run: str) -> None:
         def answered(changes: Mapping[str, Any] | None) -> None:
             if changes is not None:
                 self._request(self.client.repeat(run, changes))
 
-        try:
-            config = self.client.engine.launches.configuration(run)
-        except ENGINE_ERRORS as error:
-            self.say(str(error), severity="error")
+        config = await self.client.configuration(run)
+        if config is None:
             return
         effect = f"a new run with the configuration of {run}; its file stays as it is"
         title, width = f"run {run} again with these settings?", text_width(self.size.width)
@@ -668,14 +673,13 @@ class FlightDeckApp(App[None]):
         self._request(self.client.describe(message.run))
 
     def on_run_described(self, message: RunDescribed) -> None:
-        self.deck.history.describe(message.snapshot, self.client.engine.runs.series(message.snapshot.record.id))
+        self.deck.history.describe(message.snapshot, message.series)
 
     def do_compare(self) -> None:
         self._request(self.client.compare(self.state.marked))
 
     def on_runs_compared(self, message: RunsCompared) -> None:
-        sources = {run.id: self.client.engine.runs.series(run.id) for run in message.comparison.runs}
-        self.deck.query_one(ComparePane).open(message.comparison, sources)
+        self.deck.query_one(ComparePane).open(message.comparison, message.series)
         self.deck.go("compare")
 
     def on_history_pane_annotated(self, message: HistoryPane.Annotated) -> None:
@@ -864,12 +868,17 @@ class FlightDeckApp(App[None]):
     async def _export_chart(self, chart: Chart) -> None:
         record = self.state.snapshot.record if self.state.snapshot is not None else None
         title = f"{record.name} ({record.id})" if record is not None and self.state.view != "compare" else ""
-        try:
-            pictures = await asyncio.to_thread(chart.read_pictures, COLUMNS)
+
+        def write() -> Path:
+            pictures = chart.read_pictures(COLUMNS)
             path = new_file(self.client.engine.home / "saved", "chart", self._clock(), ".svg")
             write_chart(pictures, title, path)
             if png_possible():
-                await asyncio.to_thread(write_chart, pictures, title, path.with_suffix(".png"))
+                write_chart(pictures, title, path.with_suffix(".png"))
+            return path
+
+        try:
+            path = await asyncio.to_thread(write)
         except ENGINE_ERRORS as error:
             self.say(f"the chart could not be saved: {error}", severity="error")
         else:

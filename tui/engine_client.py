@@ -41,6 +41,8 @@ if TYPE_CHECKING:
         Config,
         Engine,
         NetworkPlan,
+        RunDir,
+        RunSeries,
         TaskRequest,
         TrainingPlan,
     )
@@ -223,11 +225,14 @@ class InputsDiffer(Message):
 @dataclass
 class RunDescribed(Message):
     snapshot: RunSnapshot
+    series: RunSeries
 
 
 @dataclass
 class RunsCompared(Message):
     comparison: Comparison
+    series: Mapping[str, RunSeries]
+    """By the runs' ids."""
 
 
 @dataclass
@@ -492,13 +497,19 @@ class EngineClient:
         return None
 
     async def describe(self, run: str) -> None:
+        runs = self.engine.runs
         with self._request("describe"):
-            self._post(RunDescribed(await asyncio.to_thread(lambda: self.engine.runs.watch(run).poll())))
+            self._post(RunDescribed(*await asyncio.to_thread(lambda: (runs.watch(run).poll(), runs.series(run)))))
 
     async def compare(self, runs: Sequence[str]) -> None:
         self._store.change(busy="comparing")
+
+        def read() -> RunsCompared:
+            comparison = self.engine.comparisons.compare(runs)
+            return RunsCompared(comparison, {run.id: self.engine.runs.series(run.id) for run in comparison.runs})
+
         with self._request("compare", busy=None):
-            self._post(RunsCompared(await asyncio.to_thread(self.engine.comparisons.compare, runs)))
+            self._post(await asyncio.to_thread(read))
 
     async def annotate(self, run: RunRecord, *, tags: Sequence[str] | None = None, note: str | None = None) -> None:
         """Replace the tags or the note of a run."""
@@ -534,6 +545,19 @@ class EngineClient:
         with self._request("resume", busy=None):
             await self._loop.call(lambda: self.engine.launches.resume(run))
             self._post(RunLaunched(run))
+
+    async def open_run(self, run: str) -> tuple[RunDir, RunSeries] | None:
+        """Its directory and series; None where there are none, which is said."""
+        runs = self.engine.runs
+        with self._request("open"):
+            return await asyncio.to_thread(lambda: (runs.find(run), runs.series(run)))
+        return None
+
+    async def configuration(self, run: str) -> Config | None:
+        """That of a run; None where it cannot be read, which is said."""
+        with self._request("run again"):
+            return await asyncio.to_thread(self.engine.launches.configuration, run)
+        return None
 
     async def read_run(self, run: str) -> RunSnapshot | None:
         """None where it cannot be read, which is said."""

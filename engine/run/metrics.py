@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.node.script_metrics import PrintedMetrics
+from engine.protocol.attempt import size_of
 from engine.protocol.events import EventWriter
 from engine.run.json_lines import LineTail, parse_json_line
 from engine.security.redact import redact
@@ -57,6 +58,9 @@ def _extremes(column: list[tuple[X, float]]) -> list[tuple[X, float]]:
 POINT_LIMIT = 20_000
 """Points kept of one curve; above it they are thinned to half, extremes kept."""
 _RECENT = 5
+_REPORT = b'{"kind": "train", "attempt": '
+"""How a report's row begins; the attempt's number follows."""
+_MOST_PARSED = 5000
 Point = tuple[int, float]
 
 
@@ -104,8 +108,26 @@ class MetricsSeries:
         self._marked: tuple[int, ...] = ()
 
     def poll(self) -> None:
-        """Take the new rows. Raises StateError when the file cannot be read."""
+        """Take the new rows; of a long history of reports about _MOST_PARSED, the last ones and the first of each
+        attempt. Raises StateError when the file cannot be read."""
+        gap = max(0, (size_of(self.tail.path) or 0) - self.tail.offset) // _MOST_PARSED
+        place, due, before, passed = 0, 0, b"", deque[bytes](maxlen=_RECENT)
         for line in self.tail.lines():
+            place += len(line) + 1
+            start = line[: line.find(b",", len(_REPORT))]
+            if place < due and start == before and line.endswith(b"}"):
+                passed.append(line)
+                continue
+            if line.startswith(_REPORT):
+                if start != before:
+                    self._take(*passed)
+                passed.clear()
+                before, due = start, place + gap
+            self._take(line)
+        self._take(*passed)
+
+    def _take(self, *lines: bytes) -> None:
+        for line in lines:
             if (row := parse_json_line(line)) is not None:
                 self.add(row)
             elif line.strip():
