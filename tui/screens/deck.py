@@ -3,12 +3,14 @@ cursor, a search or a place in a log is where it was left."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import ClassVar, Final, Protocol
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
+from textual.css.query import NoMatches
 from textual.events import DescendantFocus, Resize
 from textual.message import Message
 from textual.screen import Screen
@@ -118,7 +120,9 @@ class DeckScreen(Screen[None]):
     @property
     def nodes_shown(self) -> bool:
         """The nodes pane is on the screen; False also before the panes are mounted and after they have gone."""
-        return any(pane.display for pane in self.query("#nodes"))
+        with contextlib.suppress(NoMatches):
+            return self.pane("nodes").display
+        return False
 
     @property
     def narrow(self) -> bool:
