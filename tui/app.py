@@ -96,6 +96,8 @@ RECENT_S: Final = 16 * 3600.0
 """A run that has ended within this time before is shown first."""
 TICK_S: Final = 1.0
 """How often ages are redrawn."""
+CALM_S: Final = 5.0
+"""The same while nothing goes on."""
 NOTICE_S: Final = 6.0
 LEAVING_S: Final = 5.0
 """How long an orderly end after a signal may take."""
@@ -230,8 +232,10 @@ class FlightDeckApp(App[None]):
             signal.raise_signal(signal.SIGHUP)
         self._gc.tick()
         self._update_telemetry()
-        if not self.state.frozen:
-            self.store.change(now=self._clock())
+        now, state = self._clock(), self.state
+        calm = state.running is None and state.busy is None and not state.probing and len(self.screen_stack) < 2
+        if not state.frozen and not (calm and abs((now - state.now).total_seconds()) < CALM_S - TICK_S / 2):
+            self.store.change(now=now)
 
     @property
     def _abandoned(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from time import localtime, strftime
+from time import localtime, monotonic, strftime
 from typing import ClassVar, Final
 
 from rich.segment import Segment
@@ -26,6 +26,8 @@ from tui.widgets.log_window import ALL, STEP_CHARACTERS, LogState, LogWindow
 __all__ = ["LogState", "LogView"]
 
 REDRAW_S: Final = 0.1
+ENDED_S: Final = 1.0
+"""Between two reads after the run's end."""
 """Between two refreshes."""
 WHEEL_ROWS: Final = 3
 COPIED_LINES: Final = 10_000
@@ -86,6 +88,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         self.state = LogState()
         """The state of the last Changed message."""
         self._ended = False
+        self._refreshed_at = float("-inf")
         self._drawn: tuple[object, ...] = ()
         self._marks: dict[int, list[Mark]] = {}
         self._selectable = False
@@ -228,8 +231,11 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
     # Drawing
 
     def _refresh(self) -> None:
-        self._window.refresh()
-        self._show()
+        # Nothing is written to the log of a run that has ended, or only what was late.
+        if not self._ended or self.state.search is not None or monotonic() - self._refreshed_at > ENDED_S:
+            self._refreshed_at = monotonic()
+            self._window.refresh()
+            self._show()
 
     def _show(self) -> None:
         """Draw when the rows differ from those drawn, and post Changed when the state differs."""
