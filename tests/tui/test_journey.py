@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.models import RunRecord, RunState
+from engine.models import RunRecord
 from engine.snapshots import RunSnapshot
 from tests.tui import fake_engine
-from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.conftest import DASHBOARD, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.screens.dialog import Welcome
 
@@ -57,12 +57,13 @@ async def test_a_person_tries_another_learning_rate_compares_and_resumes_in_twen
         await console.shows("no process of the run is left")
         await press("escape", "R", "c")
         await console.shows("learning_rate")
-        await press(*"1e-4", "enter", "enter")
+        await press(*"0.1", "enter", "enter")
         await console.until(lambda: shows(SECOND, "running"), "the second run")
-        assert engine.repeated == [(FIRST, {"learning_rate": 1e-4})]
+        assert engine.repeated == [(FIRST, {"learning_rate": 0.1})]
         engine.put(named(fake_engine.succeeded(), SECOND))
         await console.until(lambda: shows(SECOND, "succeeded"), "its end")
-        await press("5", "space", "space", "enter")
+        await console.until(lambda: len(console.app.state.runs or ()) == 2, "the list")
+        await press("5", "g", "space", "space", "enter")
         await console.shows("compare · 2 runs")
         await press("escape", "R", "r")
         await console.until(lambda: engine.resumed == [FIRST], "the resumption")

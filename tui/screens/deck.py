@@ -47,7 +47,7 @@ _TABS: Final = (
 
 MOVES: Final = frozenset({"down", "up", "left", "right", "page_down", "page_up", "top", "bottom"})
 """Actions that a pane does by itself."""
-_WAITING: Final = MOVES | {"enter"}
+_WAITING: Final = MOVES | {"mark"}
 _PROMPTS: Final = ("slash", "ampersand", "T", "N")
 _AT_ONCE: Final = ("ctrl+x", "tab", "shift+tab", *_PROMPTS)
 """Keys taken before what has the focus sees them. Those that open a prompt are among them so that what is typed right
@@ -95,8 +95,8 @@ class DeckScreen(Screen[None]):
         self._actions = actions
         self._redraw_s = redraw_s
         self.maximised_pane: str | None = None
-        self._waiting: list[Action] | None = None
-        """Movements right behind a key that shows other panes, which have no rows yet; None when all are drawn."""
+        self._waiting: list[str] | None = None
+        """Keys of movements behind one that shows other panes, which have no rows yet; None when all are drawn."""
 
     def compose(self) -> ComposeResult:
         yield RunHeader()
@@ -198,8 +198,8 @@ class DeckScreen(Screen[None]):
         def drawn() -> None:
             self.show(self.state)
             waiting, self._waiting = self._waiting or [], None
-            for action in waiting:
-                self._actions.perform(action)
+            for key in waiting:
+                self.action_press(key)
 
         self.call_after_refresh(drawn)
 
@@ -226,7 +226,9 @@ class DeckScreen(Screen[None]):
     def action_press(self, key: str) -> None:
         self.take_selection()
         action = action_for(key, self.state) or action_for(key, replace(self.state, read_only=False))
-        if action is not None:
+        if action is not None and self._waiting is not None and (action.id in _WAITING or key == "enter"):
+            self._waiting.append(key)
+        elif action is not None:
             self._actions.perform(action)
 
     def on_key_bar_pressed(self, event: KeyBar.Pressed) -> None:
@@ -242,8 +244,6 @@ class DeckScreen(Screen[None]):
             self.logs.do(action.id)
         elif action.group == "views":
             self._toggle_view(action.id.removeprefix("view_"))
-        elif action.id in _WAITING and self._waiting is not None:
-            self._waiting.append(action)
         elif action.id in MOVES:
             self._move(action.id)
         elif (done := getattr(self, f"do_{action.id}", None)) is not None:
