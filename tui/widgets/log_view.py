@@ -26,9 +26,9 @@ from tui.widgets.log_window import ALL, STEP_CHARACTERS, LogState, LogWindow
 __all__ = ["LogState", "LogView"]
 
 REDRAW_S: Final = 0.1
+"""Between two refreshes."""
 ENDED_S: Final = 1.0
 """Between two reads after the run's end."""
-"""Between two refreshes."""
 WHEEL_ROWS: Final = 3
 COPIED_LINES: Final = 10_000
 _SEARCHED_CHARACTERS: Final = 2_000
@@ -235,7 +235,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         if not self._ended or self.state.search is not None or monotonic() - self._refreshed_at > ENDED_S:
             self._refreshed_at = monotonic()
             self._window.refresh()
-            self._show()
+        self._show()
 
     def _show(self) -> None:
         """Draw when the rows differ from those drawn, and post Changed when the state differs."""
