@@ -78,6 +78,9 @@ async def console(home: Path, runs: int) -> dict[str, list[float]]:
             times.setdefault(name, []).append(time.process_time() - began)
 
         history, deck = app.deck.history, app.deck
+        # Without a configuration it is what is shown first.
+        app.simulate_key("4")
+        await until(pilot, lambda: app.state.view == "run")
         assert len(app.state.runs or ()) == runs
         await timed("open", lambda: app.state.view == "history" and len(history._runs) == runs, "5")
         for number in range(COMPARED):
