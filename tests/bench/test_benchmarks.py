@@ -19,6 +19,7 @@ SMALLEST = {
     "chunks": ["50000"],
     "convergence": ["--steps", "3", "--seeds", "1"],
     "flood": ["--seconds", "4"],
+    "idle": ["--seconds", "1"],
     "launch": ["--rounds", "1"],
     "links": ["--rounds", "1", "--rates", "1000", "--ratios", "1"],
     "loss": ["--rounds", "1", "--tokens", "256"],
