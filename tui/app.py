@@ -234,7 +234,8 @@ class FlightDeckApp(App[None]):
         self._update_telemetry()
         now, state = self._clock(), self.state
         calm = state.running is None and state.busy is None and not state.probing and len(self.screen_stack) < 2
-        if not state.frozen and not (calm and abs((now - state.now).total_seconds()) < CALM_S - TICK_S / 2):
+        # What has come meanwhile, a snapshot for example, has had the ages redrawn, too.
+        if not state.frozen and abs((now - state.now).total_seconds()) >= (CALM_S if calm else TICK_S) - TICK_S / 2:
             self.store.change(now=now)
 
     @property

@@ -154,7 +154,7 @@ class RunSeries:
         self._limits = {}
 
     def _make_anew(self) -> None:
-        """Of pyramids with other bytes than were written. Raises OSError, StateError."""
+        """Pyramids with other bytes than were written are replaced. Raises OSError, StateError."""
         with self._lock:
             builder = SeriesBuilder.take(self._run_dir, anew=True)
             if builder is None:
