@@ -37,7 +37,7 @@ RANK_LIMIT_S: Final = 15.0
 
 
 class ListedRuns:
-    """What a redraw asks of the runs, newest first: there may be ten thousand, so they are gone through once."""
+    """Answers to a redraw about the runs, newest first: there may be ten thousand, so they are gone through once."""
 
     def __init__(self, runs: Sequence[RunRecord]) -> None:
         self.by_id = {run.id: run for run in runs}
@@ -135,7 +135,7 @@ class DeckState:
 
     @cached_property
     def listed(self) -> ListedRuns:
-        """Of `runs`."""
+        """`runs`, gone through."""
         return ListedRuns(self.runs or ())
 
     @property

@@ -53,10 +53,10 @@ _SYMBOLS: Final = ("", "o", "+", "x", "%", "=")
 _NAMED_CURVES: Final = 2
 """When there are more, each has a letter at its end."""
 _MOST_CURVES: Final = 8
-"""Of more only the first has a band, and the values of other metrics are not asked for: there is no room."""
+"""With more only the first has a band, and the values of other metrics are not asked for: there is no room."""
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 _HIGHEST: Final = 1e300
-"""What is higher is a gap, as what is not finite: the difference of two such values is not."""
+"""A higher value is a gap, as what is not finite: the difference of two such values is not."""
 _ZOOM_POINTS: Final = 4
 """Fewer are not zoomed in on."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _VALIDATION: Final = "validation loss"
 """A metric of its own: with several runs each has one curve."""
 _MOST_COLUMNS: Final = 3000
-"""Of all curves of a chart together: of twenty each is drawn in the width of cells, and not of their dots."""
+"""All curves of a chart together have no more: of twenty each is drawn in the width of cells, and not of their dots."""
 _CELL: Final = 28
 """Characters of a value in the table at most."""
 

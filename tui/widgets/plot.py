@@ -93,7 +93,7 @@ def tick_text(value: float, step: float) -> str:
 
 
 _BITS: Final = (0x01, 0x02, 0x04, 0x40, 0x08, 0x10, 0x20, 0x80)
-"""Of a braille character: those of its left dots from the top, then of its right ones."""
+"""Bits of a braille character: those of its left dots from the top, then of its right ones."""
 _BRAILLE: Final = (
     " ",
     *(chr(0x2800 + sum(bit for at, bit in enumerate(_BITS) if dots >> at & 1)) for dots in range(1, 256)),

@@ -93,7 +93,7 @@ Answer = TypeVar("Answer")
 Asked = ParamSpec("Asked")
 
 
-def _mended(
+def _rebuilding(
     method: Callable[Concatenate[RunSeries, Asked], Answer],
 ) -> Callable[Concatenate[RunSeries, Asked], Answer]:
     """The pyramids are made anew where they have other bytes than were written."""
@@ -174,7 +174,7 @@ class RunSeries:
         names = dict.fromkeys(name.metric for name in self._counts if name.metric != "clock")
         return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
-    @_mended
+    @_rebuilding
     def chart(
         self, metric: str, axis: str, window: tuple[float, float] | None, width: int, *, smooth: bool = False
     ) -> SeriesChart:
@@ -190,7 +190,7 @@ class RunSeries:
         curves = tuple(self._curve(name, scale, borders, smooth=smooth) for name in names) if step >= 0 else ()
         return SeriesChart(metric, UNITS.get(metric, ""), scale.axis, curves)
 
-    @_mended
+    @_rebuilding
     def extent(self, metric: str, axis: str) -> tuple[float, float]:
         """First and last x of all that there is."""
         scale = self._scale(metric, axis, None, 1)
@@ -199,12 +199,12 @@ class RunSeries:
         ends = scale.to_axis([min(max(x, low), high) for x in ends])
         return (min(ends), max(ends)) if ends else (0.0, 0.0)
 
-    @_mended
+    @_rebuilding
     def places(self, axis: str, iterations: Sequence[float]) -> list[float]:
         """x of iterations."""
         return self._scale("loss", axis, None, 1000).to_axis(iterations)
 
-    @_mended
+    @_rebuilding
     def values(self, axis: str, x: float, metric: str | None = None) -> list[tuple[SeriesName, float]]:
         """The newest y of each series at x, of one metric alone where it is named; those of the clock are x itself on
         the other axes."""
@@ -219,7 +219,7 @@ class RunSeries:
                 values.append((name, reader.point(number)[1]))
         return values
 
-    @_mended
+    @_rebuilding
     def figures(self) -> dict[tuple[str, str], SeriesFigures]:
         """By metric and label."""
         figures = dict[tuple[str, str], SeriesFigures]()
