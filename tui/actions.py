@@ -405,7 +405,7 @@ def bar(state: DeckState) -> list[Action]:
     elif state.view == "dashboard" and state.snapshot is not None and not state.active:
         # The plan of the next launch is behind a run that has ended.
         uses = _chat_first(state)
-        order = _with(order, launch=(*uses, "launch"), abort=() if uses else ("abort",), help=("back", "help"))
+        order = _with(order, demo=(), launch=(*uses, "launch"), abort=() if uses else ("abort",), help=("back", "help"))
     return [BY_ID[name] for name in order if BY_ID[name].applies(state)]
 
 

@@ -13,9 +13,11 @@ from engine.snapshots import RunSnapshot, Series
 from tests.tui import fake_engine
 from tests.tui.conftest import DASHBOARD, SMALL, opened
 from tests.tui.fake_engine import FakeEngine
+from tui.actions import bar
 from tui.formatting import span
 from tui.state import DeckState
 from tui.widgets.bars import header
+from tui.widgets.plan_summary import overview
 from tui.widgets.run_summary import figures
 
 WIDE = (160, 45)
@@ -129,3 +131,16 @@ async def test_a_task_from_which_esc_led_back_is_not_shown_again_by_itself(fake:
         console.app.open_run(source)
         await console.until(lambda: len(console.app.state.runs or ()) == 2, "the task among the runs")
         assert console.app._shown == source
+
+
+def test_while_it_launches_nothing_is_said_to_be_impossible() -> None:
+    state = DeckState(now=fake_engine.NOW, ready=True, config=fake_engine.configuration(), busy="launching")
+    text = "\n".join(line.plain for line in overview(state, 80))
+    assert "launching: its run is shown in a moment" in text and "cannot" not in text
+
+
+def test_an_ended_run_without_a_configuration_leaves_room_for_quit_at_80_columns() -> None:
+    state = DeckState(now=fake_engine.NOW, ready=True, snapshot=fake_engine.trained())
+    assert {"chat", "again", "quit"} <= {action.id for action in bar(state)} and all(
+        action.id != "demo" for action in bar(state)
+    )

@@ -71,6 +71,8 @@ def overview(state: DeckState, width: int, *, short: bool = False, full: bool = 
 
 
 def _launch_key(state: DeckState, width: int) -> Content:
+    if state.busy == "launching":
+        return Content.styled("launching: its run is shown in a moment", MUTED)
     blocked = BY_ID["launch"].why_not(state)
     if blocked:
         label = "n cannot launch now: "
