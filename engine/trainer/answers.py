@@ -176,7 +176,7 @@ def do_lm_eval(process: TrainingProcess, collective: Collective) -> None:
             if self._tokenize([context])[0]:
                 return request
             begin = self.tokenizer.bos_token or self.tokenizer.eos_token
-            return replace(request, arguments=(begin, begin + rest if isinstance(rest, str) else rest))
+            return replace(request, arguments=(begin, rest))
 
     with contextlib.suppress(TaskStopped):
         for variant in generator.loaded(collective, task, VARIANTS):
