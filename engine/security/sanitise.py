@@ -25,6 +25,7 @@ _SEQUENCE: Final = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _SGR: Final = re.compile(r"\x1b\[([\d;]{0,80})m")
+_LEADING_ZEROS: Final = re.compile(r"\b0+(?=\d)")
 _SGR_CODE: Final = re.compile(r"([34]8;5;\d{1,3}|[34]8;2(?:;\d{1,3}){3}|\d*);")
 _SHOWN_CODE: Final = re.compile(r"2?[1-479]|[34][0-79]|9[0-7]|10[0-7]|[34]8;.+")
 """All but what hides text (8) or blinks (5, 6)."""
@@ -115,7 +116,7 @@ def sgr_spans(data: bytes, text: str) -> list[SgrSpan]:
 def _sgr_after(parameters: str, codes: str) -> str:
     """The parameters in force after some more: a code replaces those that set the same."""
     style: dict[str, str] = {}
-    for code in _SGR_CODE.findall(f"{parameters or 0};{codes};"):
+    for code in _SGR_CODE.findall(_LEADING_ZEROS.sub("", f"{parameters or 0};{codes};")):
         if code in ("", "0"):
             style.clear()
         elif _SHOWN_CODE.fullmatch(code) is not None and len(code) == 2 and code[0] == "2":

@@ -135,6 +135,7 @@ def test_each_part_of_a_line_has_the_colours_that_it_was_printed_in(printed: lis
         (b"\x1b[31ma\x1b[32mb\x1b[mc", [("a", "31"), ("b", "32")]),
         (b"\x1b[34mone\x1b[0m\x1b[34m two\x1b[0m", [("one two", "34")]),
         (b"\x1b[8mhidden\x1b[0m \x1b[5;31mblinking\x1b[0m", [("blinking", "31")]),
+        (b"\x1b[01;31mbold\x1b[00m plain\x1b[08mhidden\x1b[038;05;008mgrey", [("bold", "1;31"), ("grey", "38;5;8")]),
         (b"\x1b[38;5;5mindexed\x1b[38;5mcut\x1b[38:2::1:2:3mcolons", [("indexedcutcolons", "38;5;5")]),
         (b" 50%\r\x1b[32m100%\x1b[0m\r\n", [("100%", "32")]),
         (b"\x1b[32m50%\r100%", []),
