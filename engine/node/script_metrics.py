@@ -21,6 +21,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ _ACTIVITY_EVERY_S = 1.0
 """A bar may be printed ten times a second."""
 _BURST_S = 0.01
 """Reports that come together were made apart."""
+_RECENT = 256
+"""Reports among which a repeat is looked for: below a launcher inside the command every rank prints them, and a pipe
+takes some 8 KiB of one rank at once."""
 _OF_RANK = re.compile(rb"\[rank (\d{1,6})\] ")
 """Prefix by which torchrun tells the output of its workers apart, also in the middle of a line."""
 _OF_ONE_RANK = re.compile(rb"\[(?:rank|default) ?(\d{1,6})\]:? ?")
@@ -82,26 +86,27 @@ class _Reports:
         self._lossless: dict[str, float] = {}
         """The figures of the last report, while it has no loss: that may stand in another line."""
         self._active_at = time.monotonic()
-        self._of_step: list[Mapping[str, float]] = []
-        """All values of the step that was last written."""
+        self._recent: deque[str] = deque(maxlen=_RECENT)
+        """The last different steps with their values."""
 
     def write(self, step: int, values: Mapping[str, float], at: float | None = None, total: int | None = None) -> None:
         """`values` as `metrics_of` gives them. `at`: their time, seconds, by one clock for all; None: now. `total`: the
         training's steps, where they are known."""
-        if step != self.last:
-            self._of_step.clear()
-        elif values in self._of_step:
-            # Below a launcher inside the command every rank prints it.
+        newest = -1 if self.last is None else self.last
+        trained = "train_loss" in values or ("val_loss" not in values and step > newest)
+        if trained:
+            # Also for a repeat: it shows that the program goes on.
+            self._events.write("step", iteration=step)
+        if (row := f"{step} {sorted(values.items())}") in self._recent:
             return
-        self._of_step.append(values)
+        self._recent.append(row)
         train = {name: value for name, value in values.items() if name not in _APART}
         validation = {name: values[name] for name in ("val_loss", "val_time") if name in values}
-        if "train_loss" in train or ("val_loss" not in values and step > (-1 if self.last is None else self.last)):
+        if trained:
             figures = self._lossless if step == self.last else self._pace(step, self._clock() if at is None else at)
             figures = {**figures, **train}
             if total is not None and total >= max(step, 1):
                 figures["iterations"] = total
-            self._events.write("step", iteration=step)
             self._events.write("report", iteration=step, **figures)
             self.last, self._lossless = step, {} if "train_loss" in train else figures
         if "val_loss" in validation:

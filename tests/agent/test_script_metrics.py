@@ -572,7 +572,22 @@ def test_no_file_harms(tmp_path_factory: pytest.TempPathFactory, content: bytes,
 
 
 def test_what_every_rank_below_a_launcher_inside_the_command_prints_is_reported_once(tmp_path: Path) -> None:
-    """Two of nanoGPT's lines by each of two ranks of `mlx.launch -n 2 -- python train.py`."""
-    lines = "iter {0}: loss 2.5000, time 15.00ms, mfu 3.10%\nstep {0}: train loss 2.4000, val loss 2.6000\n"
-    printed = "".join(2 * lines.format(step) for step in (0, 10))
-    assert read(tmp_path, printed) == [(0, 2.5, None), (0, None, 2.6), (10, 2.5, None), (10, None, 2.6)]
+    """nanoGPT's lines by each of two ranks of `mlx.launch -n 2 -- python train.py`: line by line, or as one's pipe and
+    then the other's is emptied."""
+    lines = "step {0}: train loss 2.4000, val loss 2.6000\niter {0}: loss 2.5000, time 15.00ms, mfu 3.10%\n"
+    printed = "".join(lines.format(step) for step in (0, 10)).splitlines(keepends=True)
+    reports = [(0, None, 2.6), (0, 2.5, None), (10, None, 2.6), (10, 2.5, None)]
+    assert read(tmp_path, "".join(2 * line for line in printed)) == reports
+    assert read(tmp_path, "".join(2 * printed)) == reports
+
+
+def test_repeated_values_of_a_step_show_that_the_program_goes_on(tmp_path: Path) -> None:
+    """Its step is the epoch, and its losses are rounded."""
+    rows = events_of(tmp_path, *(b"epoch 1, step 1, loss 0.%d\n" % (number % 3) for number in range(50)))
+    assert [row["event"] for row in rows].count("step") == 50
+    assert [row["train_loss"] for row in rows if row["event"] == "report"] == [0.0, 0.1, 0.2]
+
+
+def test_a_repeat_is_looked_for_among_the_newest_reports_alone(tmp_path: Path) -> None:
+    lines = "".join(f"step 1, loss 0.{number}\n" for number in range(100, 400))
+    assert len(read(tmp_path, 2 * lines)) == 600
