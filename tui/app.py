@@ -12,6 +12,7 @@ import itertools
 import os
 import shlex
 import signal
+import string
 import subprocess
 import sys
 import termios
@@ -144,6 +145,8 @@ class FlightDeckApp(App[None]):
         self._first_shown = self._asked = self._leaving = False
         self._latest: SnapshotTaken | None = None
         self._shown: str | None = None
+        self._first: str | None = None
+        """The ended run with which the console began."""
         self._opened: set[str] = set()
         """Runs that were shown once: they are not shown again by themselves."""
         self._first_config: Config | None = None
@@ -341,8 +344,11 @@ class FlightDeckApp(App[None]):
             if before is not None and not self.state.active and self.state.busy is None:
                 # Started by a command: what is shown must be what goes on.
                 started = next((run for run in message.runs if run.id not in before and not run.state.ended), None)
-                if started is not None and len(self.screen_stack) == 1:
+                if started is not None and self._shown in (None, self._first) and len(self.screen_stack) == 1:
                     self.open_run(started.id, view=self.state.view)
+                elif started is not None:
+                    # What a person has opened stays.
+                    self.say(f"{started.id} has started: 5 lists it")
         if not self._first_shown:
             self._first_shown = True
             self._show_first(message)
@@ -355,6 +361,7 @@ class FlightDeckApp(App[None]):
         if active is not None:
             self.open_run(active.id)
         elif newest is not None and newest.ended_at is not None and self.state.age_s(newest.ended_at) < RECENT_S:
+            self._first = newest.id
             self.open_run(newest.id)
         elif self.state.config is None and not self._asked:
             if message.runs:
@@ -841,11 +848,14 @@ class FlightDeckApp(App[None]):
 
     def do_copy(self) -> None:
         parts = list(self.deck.pane(self.state.pane).copy_parts().items())
-        choices = [DialogChoice(str(n), name, text.partition("\n")[0]) for n, (name, text) in enumerate(parts, 1)]
+        keys = string.digits[1:] + string.ascii_uppercase
+        choices = [
+            DialogChoice(key, name, text.partition("\n")[0]) for key, (name, text) in zip(keys, parts, strict=False)
+        ]
 
         def chosen(key: str | None) -> None:
             if key is not None:
-                self._copy(parts[int(key) - 1][1])
+                self._copy(parts[keys.index(key)][1])
 
         if len(parts) == 1:
             self._copy(parts[0][1])

@@ -784,6 +784,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.folder = _file(rest.pop())
     if rest:
         getattr(options, "parser", parser).refuse(rest)
+    if options.read_only and options.run_command is not _console:
+        parser.error("--read-only is for the console: it stands before no command")
     return options
 
 

@@ -221,9 +221,14 @@ class RunsApi:
         if directory.id in active:
             todo = f"flightdeck abort {directory.id}"
             raise InputError("the run is not deleted", where=directory.id, why="it has not ended", todo=todo)
-        if users := [run for run in active if read_plan(self.directory(run).plan).uses(directory.id)]:
-            todo = f"flightdeck abort {users[0]}"
-            raise InputError("the run is not deleted", where=directory.id, why=f"{users[0]} uses it", todo=todo)
+        for run in active:
+            try:
+                why = f"{run} uses it" if read_plan(self.directory(run).plan).uses(directory.id) else None
+            except StateError as error:
+                why = f"{run} may use it: {error}"
+            if why is not None:
+                todo = f"flightdeck abort {run}"
+                raise InputError("the run is not deleted", where=directory.id, why=why, todo=todo)
         return take_lock(directory)
 
     def _stored(

@@ -154,6 +154,7 @@ def test_closed_streams_are_no_error(home: Path, failed: MadeRun) -> None:
         ["logs", "--rank", "1", "--launcher"],
         ["generate", "-p", " "],
         ["fetch", "last", "--best", "a", "b"],
+        ["--read-only", "abort", "last"],
     ],
 )
 def test_bad_usage_exits_2_with_one_line_that_says_what_is_accepted(home: Path, arguments: list[str]) -> None:

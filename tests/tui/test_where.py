@@ -64,6 +64,18 @@ async def test_a_run_that_a_command_starts_is_shown_as_the_run(fake: FakeEngine)
         assert "not shown" not in console.screen
 
 
+async def test_a_run_that_a_command_starts_does_not_take_away_the_one_that_a_person_reads(fake: FakeEngine) -> None:
+    fake.add(fake_engine.succeeded())
+    async with opened(fake) as console:
+        await console.press("5", "enter", "enter")
+        await console.until(lambda: console.app.state.snapshot is not None, "the run")
+        fake.add(fake_engine.running())
+        await console.until(lambda: "has started: 5 lists it" in " ".join(console.notifications), "the notice")
+        assert not console.app.state.active
+        await console.press("escape")
+        assert console.app.state.view == "history"
+
+
 async def test_waiting_for_a_question_is_neither_loading_nor_nothing(
     fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from engine.api import Config, Engine, ExitCode, TaskRequest, parse_settings, with_strategy
-from engine.errors import plural
+from engine.errors import FlightDeckError, plural
 from engine.models import RunRecord, RunState
 from engine.snapshots import RunSnapshot, StopProgress
 from tui.commands.follow import Follower, introduce, print_end, print_learned, until_ended, until_past_preflight
@@ -48,17 +48,27 @@ def _launch(options: argparse.Namespace, engine: Engine, config: Config, *, owne
     lines = progress_lines(options)
     snapshot, interrupted = follow_own(engine, start, lines)
     print_end(lines, snapshot)
-    if snapshot.trained is not None and not interrupted:
-        evaluation, interrupted = follow_own(engine, lambda: _evaluate(engine, snapshot.record.id), lines, quiet=True)
-        if evaluation.record.state is not RunState.SUCCEEDED:
-            print_end(lines, evaluation)
-        print_learned(lines, snapshot, evaluation)
+    if snapshot.record.state is RunState.SUCCEEDED and snapshot.trained is not None and not interrupted:
+        try:
+            interrupted = _evaluate(engine, snapshot, lines)
+        except FlightDeckError as error:  # the demo has succeeded all the same
+            lines.say(str(error))
     code = _finish(options, snapshot.record)
     return ExitCode.INTERRUPTED if interrupted else code
 
 
-def _evaluate(engine: Engine, run: str) -> RunRecord:
-    return asyncio.run(engine.tasks.start(run, TaskRequest("evaluate", divided=True)))
+def _evaluate(engine: Engine, trained: RunSnapshot, lines: Lines) -> bool:
+    """Print what the demo has learned; whether ctrl+c came meanwhile."""
+    request = TaskRequest("evaluate", divided=True)
+
+    def start() -> RunRecord:
+        return asyncio.run(engine.tasks.start(trained.record.id, request))
+
+    evaluation, interrupted = follow_own(engine, start, lines, quiet=True)
+    if evaluation.record.state is not RunState.SUCCEEDED:
+        print_end(lines, evaluation)
+    print_learned(lines, trained, evaluation)
+    return interrupted
 
 
 def begin(start: Callable[[], RunRecord], lines: Lines) -> tuple[RunRecord, DeferredInterrupt]:

@@ -164,7 +164,7 @@ def uses(use: RunUse, running: RunRecord | None, busy: str | None) -> list[Dialo
             "s", "serve", f"by the OpenAI API, at 127.0.0.1:8080 of {node}, until it is stopped", no_server or taken
         ),
         DialogChoice("F", "fetch", f"copy its weights to ./{run} here", no_files or busy),
-        DialogChoice("p", "publish", "for LM Studio, Ollama, llama.cpp or the Hub", no_files),
+        DialogChoice("p", "publish", "for LM Studio, Ollama, llama.cpp or the Hub", no_files or busy),
     ]
 
 

@@ -115,6 +115,13 @@ def test_a_run_whose_files_an_active_one_begins_with_is_refused(home: Path, key:
     other = MadeRun(home, name="other", config=config).state("preflight", "launching").attempt().state("running")
     with pytest.raises(InputError, match=f"{other.id} uses it"):
         deletion(home, run.id, go=True)
+    for file in (other.directory.plan, copy_of(other.directory.plan)):
+        file.write_text("{")
+    held = take_lock(other.directory)
+    assert held is not None
+    with pytest.raises(InputError, match=f"{other.id} may use it: "):
+        deletion(home, run.id, go=True)
+    os.close(held)
     other.state("finishing", "aborted", reason="user_abort").close()
     assert deletion(home, run.id, go=True).deleted
 
