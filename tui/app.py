@@ -409,7 +409,7 @@ class FlightDeckApp(App[None]):
 
     def open_run(self, run: str, *, view: str = "dashboard", back_to: str | None = None) -> None:
         """Show a run in a view, and follow it while it is active. `back_to`: the view that esc leads to then."""
-        self.run_worker(self._open_run(run, view, back_to), group="open", exclusive=True)
+        self._show_run(partial(self._open_run, run, view, back_to))
 
     async def _open_run(self, run: str, view: str = "dashboard", back_to: str | None = None) -> bool:
         """False when there is no such run: what is shown stays."""
@@ -434,7 +434,11 @@ class FlightDeckApp(App[None]):
         source = self.state.snapshot.record.source if self.state.snapshot is not None else None
         if self.state.back_to is not None:
             source = None
-        self.run_worker(self._close_run(source), group="open", exclusive=True)
+        self._show_run(partial(self._close_run, source))
+
+    def _show_run(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """The newest takes the place of one that goes on, or has not begun."""
+        self.run_worker(work, group="open", exclusive=True)  # type: ignore[arg-type]
 
     async def _close_run(self, source: str | None) -> None:
         if source is not None and await self._open_run(source):
