@@ -27,6 +27,14 @@ class ReadOnlyEngine(Engine):
         self.home, self.notices = engine.home, engine.notices
         vars(self).update({part: _Part(engine, part) for part in _READS})
 
+    @property
+    def store(self) -> NoReturn:
+        raise _refused("store")
+
+    @property
+    def fleet(self) -> NoReturn:
+        raise _refused("fleet")
+
     def demo_config(self, *, ranks: int = 2, iters: int = 60) -> NoReturn:
         raise _refused("demo_config")
 

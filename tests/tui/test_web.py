@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import io
 import json
+import operator
+import shlex
 import socket
 import subprocess
 import sys
@@ -31,7 +33,7 @@ from tests.tui.fake_engine import FakeEngine
 from tests.tui.test_actions import RUNNING
 from tests.unit.run.run_maker import MadeRun
 from tui.actions import ACTIONS, action_for, bar, keys
-from tui.commands.web import _Window
+from tui.commands.web import _Console, _Window
 from tui.screens.help import lines
 from tui.state import VIEWS, DeckState
 
@@ -87,27 +89,55 @@ async def test_the_engine_of_such_a_console_refuses_what_slips_through(fake: Fak
         await console.until(lambda: any("this console only reads" in text for text in console.notifications))
 
 
-def test_of_the_engine_only_what_reads_is_left(home: Path) -> None:
-    engine = ReadOnlyEngine(Engine(home))
+LEFT = {
+    *("close", "load_config", "notify", "report_damage"),
+    *("nodes.is_accepted", "nodes.programs", "nodes.last_facts", "nodes.probe_each", "nodes.telemetry"),
+    *("nodes.topology", "nodes.network_plan", "runs.all", "runs.find", "runs.watch", "runs.series"),
+    *("comparisons.compare", "launches.plan"),
+    *("calibrations.latest", "calibrations.latest_scaling", "calibrations.predict"),
+}
+"""The engine's public names that a console which only reads may use."""
+PARTS = ("nodes", "runs", "comparisons", "results", "calibrations", "checks", "launches", "tasks", "chats")
+
+
+def public(thing: object) -> set[str]:
+    return {name for name in dir(thing) if not name.startswith("_")}
+
+
+async def test_of_the_engine_only_what_reads_is_left(home: Path) -> None:
+    acting = Engine(home)
+    engine = ReadOnlyEngine(acting)
     assert engine.runs.all() == []
-    for request in (
-        "runs.delete",
-        "runs.abort",
-        "runs.adopt_orphans",
-        "launches.launch",
-        "nodes.run_on",
-        "tasks.start",
-    ):
-        part, name = request.split(".")
-        with pytest.raises(InputError, match=f"{request}: this console only reads"):
-            getattr(getattr(engine, part), name)
-    with pytest.raises(InputError):
-        engine.demo_config()
+    names = public(Engine) - set(PARTS)
+    names |= {f"{part}.{name}" for part in PARTS for name in public(getattr(acting, part))}
+    assert names > LEFT and "store" in names and "runs.delete" in names
+    for name in LEFT:
+        assert callable(operator.attrgetter(name)(engine))
+    for name in names - LEFT:
+        with pytest.raises(InputError, match=f"{name}: this console only reads"):
+            operator.attrgetter(name)(engine)()
+    with mock.patch.object(acting.fleet, "close") as closed:
+        await engine.close()
+    closed.assert_awaited_once()
+
+
+class Window(_Window):
+    """Keeps the server's tasks, each for a page."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(["true"], "127.0.0.1", port)
+        self.pages = set[asyncio.Task[object]]()
+
+    async def handle_websocket(self, request: web.Request) -> object:
+        task = asyncio.current_task()
+        assert task is not None
+        self.pages.add(task)
+        return await super().handle_websocket(request)
 
 
 @dataclass
 class Served:
-    window: _Window
+    window: Window
     http: aiohttp.ClientSession
 
     async def status(self, path: str, **headers: str) -> int:
@@ -115,12 +145,21 @@ class Served:
             status: int = answer.status
             return status
 
+    @contextlib.asynccontextmanager
+    async def console(self, *command: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """A page of a console that `command` stands for."""
+        self.window.command = f"exec {shlex.join(command)}"
+        async with self.http.ws_connect(f"{self.window.url}ws") as websocket:
+            yield websocket
+        ended, going_on = await asyncio.wait(self.window.pages, timeout=5)
+        assert ended and not going_on
+
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     """The server itself; a console that it starts ends at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        window = _Window(["true"], "127.0.0.1", listener.getsockname()[1])
+        window = Window(listener.getsockname()[1])
         runner = web.AppRunner(await window.application(), access_log=None)
         await runner.setup()
         await web.SockSite(runner, listener).start()
@@ -152,6 +191,96 @@ async def test_the_address_is_of_one_start_and_of_this_machine_alone(served: Ser
         assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
     async with served.http.ws_connect(f"{window.url}ws", origin=window.public_url) as websocket:
         assert websocket.closed is False
+
+
+FRAME = r"echo __GANGLION__; printf 'D\0\0\0\1x'; "
+"""A shell's part of a console: it paints one letter."""
+WAITS = ("sh", "-c", FRAME + "exec head -c 1")
+"""A console that ends at the first message, as at the one to quit."""
+
+
+@pytest.mark.parametrize("script", ["exit 3", FRAME + "exit 3", FRAME + "kill -9 $$"], ids=["start", "exit", "kill"])
+async def test_a_page_is_closed_when_its_console_fails(
+    served: Served, script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with served.console("sh", "-c", f"echo trouble >&2; {script}") as websocket:
+        messages = [await websocket.receive(5) for _ in range(2 if FRAME in script else 1)]
+        assert [message.data for message in messages[:-1]] == [b"x"] * (FRAME in script)
+        assert (messages[-1].type, messages[-1].extra) == (aiohttp.WSMsgType.CLOSE, "the console has ended")
+    assert capfd.readouterr() == ("", "trouble\n")
+
+
+async def test_a_console_whose_output_cannot_be_read_is_killed(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served.console("sh", "-c", FRAME + r"head -c 1 >&2; printf 'M\0\0\0\1x'; exec sleep 60") as websocket:
+        (console,) = served.window._consoles
+        assert (await websocket.receive(5)).data == b"x"
+        await websocket.send_str('["focus"]')
+        assert (await websocket.receive(5)).type is aiohttp.WSMsgType.CLOSE
+        assert await asyncio.wait_for(console._process.wait(), 5) == -9
+    (record,) = caplog.records
+    assert record.exc_info is None and "JSONDecodeError" in record.message and "\n" not in record.message
+
+
+async def test_a_console_that_cannot_be_started_is_reported(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch.object(_Console, "_open_app_process", side_effect=OSError("no more processes")):
+        async with served.console("true") as websocket:
+            assert (await websocket.receive(5)).type is aiohttp.WSMsgType.CLOSED
+    (record,) = caplog.records
+    assert record.exc_info is None and "no more processes" in record.message
+    assert served.window._consoles == set()
+
+
+async def test_the_consoles_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tui.commands.web.MOST_CONSOLES", 1)
+    async with served.console(*WAITS) as websocket:
+        assert (await websocket.receive(5)).data == b"x"
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="503"):
+            await served.http.ws_connect(f"{served.window.url}ws")
+    async with served.console(*WAITS) as websocket:
+        assert (await websocket.receive(5)).data == b"x"
+
+
+@pytest.mark.parametrize("message", ["{bad", "{}", '["stdin"]', '["stdin", 5]', r'["stdin", "\ud800"]'])
+async def test_what_is_no_message_of_the_page_closes_it(
+    served: Served, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served.console(*WAITS) as websocket:
+        assert (await websocket.receive(5)).data == b"x"
+        await websocket.send_str(message)
+        assert (await websocket.receive(5)).data == aiohttp.WSCloseCode.UNSUPPORTED_DATA
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("request_line", "hosts", "status"),
+    [("OPTIONS *", 1, 404), ("CONNECT 127.0.0.1:1", 1, 404), ("GET /", 2, 400), ("GET / /", 1, 400)],
+)
+async def test_an_odd_request_is_answered_and_not_reported(
+    served: Served, request_line: str, hosts: int, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = served.window.public_url.partition("//")[2]
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    headers = f"Host: {address}\r\n" * hosts
+    writer.write(f"{request_line} HTTP/1.1\r\n{headers}Connection: close\r\n\r\n".encode())
+    answer = await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    assert int(answer.split()[1]) == status
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "url"),
+    [
+        ("127.0.0.1", 443, "http://127.0.0.1:443"),
+        ("127.0.0.1", 80, "http://127.0.0.1"),
+        ("0:0:0:0:0:0:0:1", 8095, "http://[::1]:8095"),
+        ("localhost", 8095, "http://localhost:8095"),
+    ],
+)
+def test_the_address_is_written_as_in_host_headers(host: str, port: int, url: str) -> None:
+    assert _Window(["true"], host, port).public_url == url
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.2", "::", "ultra.local", ""])

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import ipaddress
+import logging
 import os
 import secrets
 import shlex
@@ -21,7 +23,9 @@ from engine.errors import InputError
 from tui.commands.terminal import Lines, accepted_config, config_file, print_json
 
 try:
+    from aiohttp import WSCloseCode
     from aiohttp import web as http
+    from aiohttp.http import HttpProcessingError
     from textual_serve.app_service import AppService
     from textual_serve.server import Server, to_int
 except ImportError as missing:
@@ -30,6 +34,8 @@ except ImportError as missing:
 
 LEAVING_S: Final = 5.0
 """How long a console may take to end: it closes its connections to the nodes first."""
+MOST_CONSOLES: Final = 16
+"""How many are shown at once: each is a process."""
 _SMALLEST: Final = {"width": 80, "height": 24}
 """Where a browser does not tell."""
 _HEADERS: Final = {
@@ -81,13 +87,44 @@ def _listening(host: str, port: int) -> socket.socket:
         raise InputError(f"{host}:{port} cannot be listened on", why=error, todo=todo) from error
 
 
+def _one_line(record: logging.LogRecord) -> bool:
+    """A fault of the server without its traceback; nothing of a malformed request, which has its answer."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None:
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {error!r}", (), None
+    return not isinstance(error, HttpProcessingError)
+
+
+class _Console(AppService):  # type: ignore[misc]
+    """Closes its page when the process ends, however it does."""
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            await self.remote_close()
+
+    async def _open_app_process(self, width: int = 80, height: int = 24) -> asyncio.subprocess.Process:
+        """Its stderr is this process's: AppService would write it to stdout, behind the address, and lose the end."""
+        environment = self._build_environment(width, height)
+        self._process = process = await asyncio.create_subprocess_shell(
+            self.command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
+        )
+        self._stdin = process.stdin
+        process.stderr = asyncio.StreamReader()
+        process.stderr.feed_eof()
+        return process
+
+
 class _Window(Server):  # type: ignore[misc]
     """Guards the pages and the websocket, and ends the consoles with itself."""
 
     def __init__(self, command: list[str], host: str, port: int) -> None:
         # exec: else a shell would stand between the consoles and this process, whose end they notice.
-        address = f"[{host}]" if ":" in host else host
-        super().__init__(f"exec {shlex.join(command)}", address, port, title="MLX Flight Deck")
+        address = host if host == "localhost" else str(ipaddress.ip_address(host))  # as a browser has it in Host
+        address = f"[{address}]" if ":" in address else address
+        url = f"http://{address}" if port == 80 else f"http://{address}:{port}"
+        super().__init__(f"exec {shlex.join(command)}", address, port, title="MLX Flight Deck", public_url=url)
         self._token = secrets.token_urlsafe(32)
         self._consoles = set[Any]()
 
@@ -96,6 +133,7 @@ class _Window(Server):  # type: ignore[misc]
         return f"{self.public_url}/{self._token}/"
 
     async def application(self) -> Any:
+        logging.getLogger("aiohttp.server").addFilter(_one_line)
         outer = http.Application(middlewares=[self._guard])
         outer.add_subapp(f"/{self._token}", await self._make_app())
         outer.on_response_prepare.append(self._protect)
@@ -106,7 +144,7 @@ class _Window(Server):  # type: ignore[misc]
         host = self.public_url.partition("//")[2]
         if request.headers.get("Host") != host or request.headers.get("Origin", self.public_url) != self.public_url:
             raise http.HTTPForbidden(text="open the address that flightdeck web has printed")
-        given = request.path.split("/")[1]
+        given = request.path[1:].partition("/")[0]  # No path but * or nothing, with OPTIONS and CONNECT.
         if not secrets.compare_digest(given.encode(errors="replace"), self._token.encode()):
             raise http.HTTPNotFound
         return await handler(request)
@@ -122,39 +160,50 @@ class _Window(Server):  # type: ignore[misc]
         return page
 
     async def handle_websocket(self, request: Any) -> Any:
+        if len(self._consoles) >= MOST_CONSOLES:
+            raise http.HTTPServiceUnavailable(text=f"{MOST_CONSOLES} consoles are open: close a tab")
         websocket = http.WebSocketResponse(heartbeat=15)
-        await websocket.prepare(request)
-        console = AppService(
+        console = _Console(
             self.command,
             write_bytes=websocket.send_bytes,
             write_str=websocket.send_str,
-            close=websocket.close,
+            close=functools.partial(websocket.close, message=b"the console has ended"),
             download_manager=self.download_manager,
         )
         self._consoles.add(console)
         try:
+            await websocket.prepare(request)
             await console.start(*(to_int(request.query.get(name, ""), least) for name, least in _SMALLEST.items()))
             await self._process_messages(websocket, console)
         finally:
             await self._end(console)
+            self._consoles.discard(console)
         return websocket
+
+    async def _process_messages(self, websocket: Any, console: Any) -> None:
+        try:
+            await super()._process_messages(websocket, console)
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError):  # Not the page's message.
+            await websocket.close(code=WSCloseCode.UNSUPPORTED_DATA)
 
     async def _end(self, console: Any) -> None:
         """Ask it to quit, and wait for its end; then it is killed."""
-        if console not in self._consoles:
+        process = console._process
+        if process is None or console not in self._consoles:
             return
         self._consoles.remove(console)
-        process = console._process
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVING_S):
-                await console.stop()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVING_S):
+                    await console.stop()
+                    await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
                 await process.wait()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
     async def on_startup(self, app: Any) -> None:
         """Textual-serve's own prints its logo."""
 
     async def on_shutdown(self, app: Any) -> None:
-        await asyncio.gather(*map(self._end, tuple(self._consoles)))
+        await asyncio.gather(*map(self._end, tuple(self._consoles)), return_exceptions=True)
