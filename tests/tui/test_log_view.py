@@ -9,6 +9,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from rich.color import Color
 from textual.app import App, ComposeResult
 from textual.events import MouseScrollDown
 from textual.geometry import Offset
@@ -462,6 +463,45 @@ async def test_a_search_and_a_jump_go_to_the_line_that_stands_for_all(logs: RunL
         assert app.shown()[1:] == [f"all line {number}" for number in range(40, 49)]
 
 
+async def test_the_place_is_that_of_the_line_that_stands_for_all(logs: RunLogs) -> None:
+    app = LogApp(logs.run_dir, alike_once=True)
+    async with app.run_test(size=(60, 10)):
+        for number in range(40):
+            both(logs, f"line {number}\n")
+        await until(lambda: app.shown()[-1:] == ["all line 39"])
+        app.view.search("line 2")
+        app.view.set_source(1)
+        app.view.jump_to(1, logs.run_dir.log(1).read_bytes().index(b"line 20"))
+        app.view.set_source(None)
+        await until(lambda: (app.view.state.match, app.view.state.matches, app.view.state.counted) == (2, 11, True))
+        app.view.toggle_alike()
+        app.view.jump_to(1, logs.run_dir.log(1).read_bytes().index(b"line 21"))
+        await until(lambda: (app.view.state.match, app.view.state.matches, app.view.state.counted) == (6, 22, True))
+        app.view.toggle_alike()
+        await until(lambda: (app.view.state.match, app.view.state.matches, app.view.state.counted) == (3, 11, True))
+        app.view.next_match()
+        await until(lambda: app.view.copy_text() == "line 22")
+        logs.run_dir.log(2).touch()
+        await until(lambda: (app.view.state.matches, app.view.state.counted) == (22, True))
+        app.view.jump_to(1, logs.run_dir.log(1).read_bytes().index(b"line 23"))
+        logs.run_dir.log(2).unlink()
+        index = logs.run_dir.merged_index
+        index.with_name("copy").write_bytes(index.read_bytes())
+        index.with_name("copy").replace(index)
+        await until(lambda: (app.view.state.match, app.view.state.matches, app.view.state.counted) == (5, 11, True))
+
+
+async def test_a_view_without_height_shows_nothing_and_is_no_error(logs: RunLogs) -> None:
+    logs.write(0, numbered(0, 3))
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(60, 10)) as pilot:
+        app.view.styles.height = 0
+        await pilot.pause()
+        app.view.open(logs.run_dir)
+        app.view.follow(False)
+        assert app.view.text() == ""
+
+
 async def test_a_frozen_view_does_not_take_a_line_for_one_of_all(logs: RunLogs) -> None:
     app = LogApp(logs.run_dir, alike_once=True)
     async with app.run_test(size=(60, 10)):
@@ -505,6 +545,16 @@ async def test_the_programs_colours_are_shown_and_not_copied(logs: RunLogs, monk
         app.view.search("")
         monkeypatch.setattr(app, "no_color", True)
         assert styled(app.view, 0)[1:] == [("good orange true plain", base.name)]
+
+
+async def test_a_programs_colours_are_judged_by_the_lines_own_colour(logs: RunLogs) -> None:
+    logs.write(0, "\x1b[41mERROR: boom\x1b[0m\n\x1b[41mother\x1b[0m\n\x1b[34;41mblue on red\n")
+    app = LogApp(logs.run_dir)
+    async with app.run_test(size=(40, 5)):
+        await until(lambda: len(app.shown()) == 3)
+        plain = app.view.rich_style.bgcolor
+        backgrounds = [[piece.style.bgcolor for piece in app.view.render_line(y) if piece.style][1] for y in range(3)]
+        assert backgrounds == [plain, Color.from_ansi(1), plain]
 
 
 async def test_a_line_full_of_colours_is_drawn_in_no_time(logs: RunLogs) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 from rich.ansi import AnsiDecoder
 from rich.cells import get_character_cell_size
 from rich.color import Color
+from rich.color_triplet import ColorTriplet
 from rich.segment import Segment
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
@@ -20,8 +21,8 @@ from engine.api import LogLine
 
 _SLACK = 4
 """Characters for each cell: it may hold a letter and three combining marks."""
-LEAST_CONTRAST: Final = 48
-"""Between a text and its background, in the one of red, green and blue that differs most, of 255."""
+LEAST_CONTRAST: Final = 2.0
+"""Between a text and its background: the ratio of WCAG 2, 1 to 21."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,23 @@ def text_strip(row: Row, width: int, base: Style, marks: Sequence[Mark]) -> Stri
 
 @lru_cache(maxsize=512)
 def sgr_style(parameters: str, base: Style, theme: TerminalTheme) -> Style:
-    """A program's colours and styles on a background; no colour that cannot be told from it."""
+    """A program's colours and styles on a line's own style; no text that cannot be told from its background."""
     decoder = AnsiDecoder()
     decoder.decode_line(f"\x1b[{parameters}m")
     style = decoder.style
     front, back = (None if colour is None or colour.is_default else colour for colour in (style.color, style.bgcolor))
-    seen = (
-        (colour or Color.default()).get_truecolor(theme, foreground=place == 0)
+    dark, bright = sorted(
+        _luminance((colour or Color.default()).get_truecolor(theme, foreground=place == 0))
         for place, colour in enumerate((front or base.color, back or base.bgcolor))
     )
-    if max(abs(one - other) for one, other in zip(*seen, strict=True)) < LEAST_CONTRAST:
+    if (bright + 0.05) / (dark + 0.05) < LEAST_CONTRAST:
         front = back = None
     return style.without_color + Style(color=front, bgcolor=back)
+
+
+def _luminance(colour: ColorTriplet) -> float:
+    """Relative luminance (WCAG 2), 0 to 1."""
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour.normalized
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -76,9 +76,11 @@ class LogScan:
         while not self._closed:
             self._event.clear()
             replaced = self._reader.refresh()
-            self._alike.refresh(replaced=replaced)
+            other_ranks = self._alike.refresh(replaced=replaced)
             if replaced:
                 self._restart()
+            elif other_ranks and self.matches is not None:
+                self.matches = self._counted(self.matches.pattern)
             busy = True
             while busy and not self._closed:
                 busy = self._answer() or self._advance(self.filter) or self._advance(self.matches)

@@ -273,7 +273,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             self.set_reactive(LogView.virtual_size, size)
             self.vertical_scrollbar.window_virtual_size = size.height
         # More lines than rows where some have none.
-        at_end = window.following or len(window.rows) < window.height
+        at_end = window.following or not window.rows or len(window.rows) < window.height
         end = window.shown_count if at_end else window.rows[-1].position + 1
         self.vertical_scrollbar.window_size = max(window.height, end - window.position)
         if self.scroll_offset.y != window.position:
@@ -351,7 +351,7 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
             style += self.get_component_rich_style("log-view--error", partial=True)
         if line.number == self._window.current:
             style += self.get_component_rich_style("log-view--current", partial=True)
-        marks = [*self._colours_of(line), *self._marks_of(line)]
+        marks = [*self._colours_of(line, style), *self._marks_of(line)]
         selection = self.text_selection
         if selection is not None and (span := selection.get_span(row.position)) is not None:
             end = len(line.text) if span[1] < 0 else span[1]
@@ -359,10 +359,10 @@ class LogView(ScrollView, can_focus=True, inherit_bindings=False):
         strip = text_strip(row, self._window.text_width, style, marks)
         return strip.apply_offsets(row.start, row.position) if self._selectable else strip
 
-    def _colours_of(self, line: LogLine) -> list[Mark]:
+    def _colours_of(self, line: LogLine, base: Style) -> list[Mark]:
         if self.app.no_color:
             return []
-        base, theme = self.rich_style, self.app.ansi_theme
+        theme = self.app.ansi_theme
         return [Mark(start, end, sgr_style(parameters, base, theme)) for start, end, parameters in line.colours]
 
     def _marks_of(self, line: LogLine) -> list[Mark]:

@@ -118,8 +118,8 @@ class LogWindow:
             self._alike.refresh(replaced=replaced)
         if replaced:
             # The index was repaired after a crash: the same lines have other numbers now.
-            self._top = (0 if top is None else self._same_place(top), self._top[1])
-            self.current = None if current is None else self._same_line(current)
+            same = None if current is None else self._same_line(current)
+            self._place(0 if top is None else self._same_place(top), self._top[1], same)
             self._seen = min(self._seen, self.line_count)
             self._settled = ()
         self.sources = self._reader.run_dir.sources()
@@ -161,8 +161,7 @@ class LogWindow:
         top, current = self._top_line(), self.line(self.current)
         self._begin(self.run_dir, source)
         if top is not None and not following:
-            self._top = (self._same_place(top), 0)
-            self.current = None if current is None else self._same_line(current)
+            self._place(self._same_place(top), 0, None if current is None else self._same_line(current))
         self.following = following
         self._seen = max(0, self.line_count - new_lines)
         self.search(pattern)
@@ -198,6 +197,7 @@ class LogWindow:
         if self._scan is not None:
             self._scan.alike_once = once
             self._scan.count(self.pattern)
+        self._place(*self._top, self.current)
         self.settle()
 
     def set_filter(self, text: str | None) -> None:
@@ -257,8 +257,7 @@ class LogWindow:
 
     def go_to(self, number: int) -> None:
         """Make a line, or the one that stands for it, the current one, with some earlier lines above it."""
-        first = self.first_alike(number)
-        self.current = number = number if first is None else first
+        self.current = number = self._standing_for(number)
         self.stay()
         if number not in {row.line.number for row in self.rows if row.part == 0}:
             self._top = (self._number(max(0, self._position(number) - self.height // 3)), 0)
@@ -380,7 +379,17 @@ class LogWindow:
         return self._alike.first(number, self._frozen_at)
 
     def repeats(self, number: int) -> bool:
-        return self.first_alike(number) not in (None, number)
+        return self._standing_for(number) != number
+
+    def _standing_for(self, number: int) -> int:
+        """The line that is shown for this one: the first of all ranks', else itself."""
+        first = self.first_alike(number)
+        return number if first is None else first
+
+    def _place(self, top: int, part: int, current: int | None) -> None:
+        """Put these lines, or those that stand for them, at the top and as the current one."""
+        self._top = self._standing_for(top), part
+        self.current = None if current is None else self._standing_for(current)
 
     @property
     def _kept(self) -> LogFilter | None:

@@ -101,7 +101,7 @@ class LogReader:
         lines, keys = [], dict[int, KeyLines]()
         for number, entry, raw, size, partial in self.stored(start, stop):
             if (source := entry.source) not in keys:
-                keys[source] = KeyLines(inside=self._within_key(source, entry.offset))
+                keys[source] = KeyLines(inside=_within_key(self._log(source), entry.offset))
             at, text = self._index.at(entry.centiseconds), self._shown(raw, size, keys[source])
             lines.append(LogLine(number, source, at, text, entry.offset, partial, tuple(sgr_spans(raw, text))))
         return sorted(lines, key=lambda line: line.number)
@@ -135,6 +135,18 @@ class LogReader:
     def first_since(self, at: float) -> int:
         """The first line that arrived at or after a time, seconds since the epoch."""
         return self._index.first_since(max(0, int((at - self._index.began_at) * 100)))
+
+    def sources_before(self, number: int, lines: int, centiseconds: int) -> set[int] | None:
+        """The sources of the `lines` lines before one, and of what arrived in the `centiseconds` before it; None where
+        the log begins later than that."""
+        entries = self._index.entries(number - lines, number + 1)
+        if number < lines or not entries:
+            return None
+        until = entries[-1].centiseconds
+        since = min(entries[0].centiseconds, until - centiseconds)
+        indices = {source: self._index_of(source) for source in self._sources_within()}
+        printed = {at for at, index in indices.items() if index.first_since(since) < index.first_since(until + 1)}
+        return None if since < 0 else printed
 
     def find(
         self, pattern: LogPattern, from_line: int, forward: bool = True, *, stop: Callable[[], bool] = lambda: False
@@ -231,12 +243,13 @@ class LogReader:
     def _raw_lines(self, source: int, first: IndexEntry, count: int) -> list[tuple[bytes, int, bool]]:
         """`count` lines of a source from an entry on: what is read of each, its whole size, whether it is partial."""
         index, log = self._index_of(source), self._log(source)
+        size = log.size()
         line = index.line_at(first.offset)
         starts = index.offsets(line, line + count + 1)
         if len(starts) <= count:
             # The log may have more lines by now than its index.
             newline = log.read(starts[-1], _BLOCK_BYTES).find(b"\n") if starts else -1
-            end = starts[-1] + newline + 1 if newline >= 0 else log.size()
+            end = starts[-1] + newline + 1 if newline >= 0 else size
             starts.append(max(end, starts[-1] if starts else 0))
         whole = starts[-1] - starts[0] <= _BLOCK_BYTES
         block = log.read(starts[0], starts[-1] - starts[0]) if whole else b""
@@ -247,7 +260,7 @@ class LogReader:
             else:
                 raw = block[start - starts[0] : end - starts[0]] if whole else log.read(start, end - start)
                 newline = raw.endswith(b"\n")
-            raws.append((raw, end - start, not newline and end == starts[-1] and end >= log.size()))
+            raws.append((raw, end - start, not newline and end == starts[-1] and end >= size))
         return raws
 
     @cached_property
@@ -256,15 +269,6 @@ class LogReader:
         from engine.run.run_plan import redactor_of  # noqa: PLC0415
 
         return redactor_of(self.run_dir)
-
-    def _within_key(self, source: int, offset: int) -> bool:
-        """A private key that was printed before may go on here."""
-        begin = max(0, offset - _KEY_BYTES)
-        before, keys = self._log(source).read(begin, offset - begin), KeyLines()
-        if KEY_MARK.encode() in before:
-            for line in before.decode(errors="replace").split("\n")[:-1]:
-                keys(line)
-        return keys.inside
 
     def _shown(self, raw: bytes, size: int, keys: KeyLines) -> str:
         text = self._redactor(keys(sanitise(raw)))
@@ -282,6 +286,16 @@ class LogReader:
         if source not in self._logs:
             self._logs[source] = GrowingFile(self.run_dir.log(source))
         return self._logs[source]
+
+
+def _within_key(log: GrowingFile, offset: int) -> bool:
+    """A private key that was printed before may go on here."""
+    begin = max(0, offset - _KEY_BYTES)
+    before, keys = log.read(begin, offset - begin), KeyLines()
+    if KEY_MARK.encode() in before:
+        for line in before.decode(errors="replace").split("\n")[:-1]:
+            keys(line)
+    return keys.inside
 
 
 def _shown_part(log: GrowingFile, start: int, end: int) -> bytes:
@@ -309,7 +323,8 @@ LATE_LINES: Final = 1 << 10
 
 
 class LogFilter:
-    """`numbers` are the matching lines' numbers in the reader's log, ascending; 8 bytes each is all that is held."""
+    """`numbers` are the matching lines' numbers in the reader's log, ascending; 8 bytes each is all that is held, 16
+    with `left_out`."""
 
     def __init__(
         self,
@@ -324,7 +339,9 @@ class LogFilter:
         """They are the lines that do not match."""
         self.left_out = left_out
         """Lines that are not among them although they match; that of one may depend on the LATE_LINES after it."""
-        self.numbers: array[int] = array("Q")
+        self._matching: array[int] = array("Q")
+        """Also those that are left out."""
+        self.numbers = self._matching if left_out is None else array("Q")
         self.scanned = 0
         self._reader = reader
         self._growing: list[int] = []
@@ -346,30 +363,33 @@ class LogFilter:
     def advance(self, lines: int = SLICE_LINES) -> bool:
         """Look at the next `lines` lines; False when there are no more for now. The last line of a source, whose
         newline may be missing, is scanned again each time. Call `refresh` of the reader before."""
-        for number in self._growing:
+        before, growing = self.scanned, self._growing
+        for number in growing:
             self._judge_again(number)
-        stop = min(self.scanned + lines, self._reader.line_count)
-        if stop > self.scanned:
-            matching = self._reader.matching(self.pattern, self.scanned, stop)
+        stop = min(before + lines, self._reader.line_count)
+        if stop > before:
+            matching = self._reader.matching(self.pattern, before, stop)
             if self.inverted:
-                matching = sorted(set(range(self.scanned, stop)).difference(matching))
-            self.numbers.extend(matching)
-            if self.left_out is not None:
-                unsure = bisect_left(self.numbers, max(0, self.scanned - LATE_LINES))
-                kept = [number for number in self.numbers[unsure:] if not self.left_out(number)]
-                self.numbers[unsure:] = array("Q", kept)
+                matching = sorted(set(range(before, stop)).difference(matching))
+            self._matching.extend(matching)
             self.scanned = stop
         if stop == self._reader.line_count:
             self._growing = self._reader.growing()
+        changed = [*set(growing).difference(self._growing), *([before] if stop > before else [])]
+        if self.left_out is not None and changed:
+            unsure = max(0, min(changed) - LATE_LINES)
+            late = self._matching[bisect_left(self._matching, unsure) :]
+            kept = array("Q", [number for number in late if not self.left_out(number)])
+            self.numbers[bisect_left(self.numbers, unsure) :] = kept
         return self.scanned < self._reader.line_count
 
     def _judge_again(self, number: int) -> None:
         if number >= self.scanned:
             return
         accepted = self.accepts(self._reader.line(number).text)
-        place = bisect_left(self.numbers, number)
-        kept = place < len(self.numbers) and self.numbers[place] == number
+        place = bisect_left(self._matching, number)
+        kept = place < len(self._matching) and self._matching[place] == number
         if accepted and not kept:
-            self.numbers.insert(place, number)
+            self._matching.insert(place, number)
         elif kept and not accepted:
-            del self.numbers[place]
+            del self._matching[place]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.run.logs.alike import TOGETHER_CS, AlikeLines, alike
 from engine.run.logs.pattern import LogPattern
-from engine.run.logs.reader import LogFilter, LogReader
+from engine.run.logs.reader import LogFilter, LogReader, StoredLine
 from engine.store.layout import LAUNCHER_SOURCE
 from tests.unit.run.logs.run_logs import RunLogs
 
@@ -98,6 +98,55 @@ def test_a_rank_that_has_a_log_later_is_one_of_all(tmp_path: Path) -> None:
     assert firsts(reader, lines) == [None, None]
 
 
+def test_a_rank_that_is_lost_is_one_of_all_no_more_and_one_that_is_only_late_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.run.logs.alike.BLOCK_LINES", 8)
+    logs = RunLogs(tmp_path, (0, 1, 2))
+    reader = LogReader(logs.run_dir)
+    lines = AlikeLines(reader)
+
+    def both_print(count: int) -> None:
+        for rank in (0, 1):
+            logs.write(rank, "same\n" * count)
+
+    both_print(20)
+    assert firsts(reader, lines) == [None] * 40
+    logs.write(2, "same\n" * 16)
+    both_print(8)
+    late = firsts(reader, lines)[40:]
+    assert late == [None] * 32, "rank 2 has printed within the block before, or 10 s before"
+    for _ in range(10):
+        both_print(4)
+    lost = firsts(reader, lines)[72:]
+    assert lost[-8:] == [144, 145, 146, 147] * 2
+    assert lost == firsts(reader, AlikeLines(reader))[72:]
+    logs.write(2, "back\n")
+    assert firsts(reader, lines)[144:] == [144, 145, 146, 147] * 2 + [None]
+
+
+def test_what_has_been_read_of_a_block_is_not_read_again(logs: RunLogs, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, read = LogReader(logs.run_dir), list[int]()
+    lines, stored = AlikeLines(reader), reader.stored
+
+    def counted(start: int, stop: int) -> list[StoredLine]:
+        stored_lines = [*stored(start, stop)]
+        read.extend(line.number for line in stored_lines)
+        return stored_lines
+
+    monkeypatch.setattr(reader, "stored", counted)
+    logs.write(LAUNCHER_SOURCE, "not ended")
+    for _ in range(4):
+        for rank in (0, 1):
+            logs.write(rank, "same\n")
+            expected = firsts(reader, lines)
+    assert expected == [None, 1, 1, 3, 3, 5, 5, 7, 7]
+    assert [number for number in read if number] == [*range(1, 9)]
+    logs.write(LAUNCHER_SOURCE, ", now\n")
+    assert firsts(reader, lines) == expected and firsts(reader, lines) == expected
+    assert read.count(0) == 9
+
+
 def test_a_long_log_is_looked_through_in_blocks_and_the_same_from_anywhere(
     logs: RunLogs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,3 +175,17 @@ def test_matches_of_lines_that_all_print_alike_are_counted_once(tmp_path: Path) 
             pass
         assert [*once.numbers] == numbers
     assert [*every.numbers] == [0, 2, 4]
+
+
+def test_a_match_whose_line_ends_late_is_counted_once_too(tmp_path: Path) -> None:
+    logs = RunLogs(tmp_path, (0, 1))
+    reader = LogReader(logs.run_dir)
+    lines = AlikeLines(reader)
+    counts = [LogFilter(reader, LogPattern.parse(text), left_out=lines.repeats) for text in ("sa", "same")]
+    for rank, text, numbers in ((0, "same\n", [[0], [0]]), (1, "sa", [[0, 1], [0]]), (1, "me\n", [[0], [0]])):
+        logs.write(rank, text)
+        lines.refresh(replaced=reader.refresh())
+        for count in counts:
+            while count.advance():
+                pass
+        assert [[*count.numbers] for count in counts] == numbers
