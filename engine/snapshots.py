@@ -58,7 +58,9 @@ class RankReport:
     """Peak MLX memory."""
     seen_at: datetime | None = None
     stepped_at: datetime | None = None
-    """When it reported a step of its last attempt."""
+    """When it reported a step of its last attempt, by its node's clock."""
+    moved_at: datetime | None = None
+    """When its last step, phase or other progress of its last attempt had reached the head, by the head's clock."""
     attempt: int = 0
     iterations: int | None = None
     """The planned number, from the start event like the next three."""
@@ -108,13 +110,14 @@ class RankStatus(RankReport):
 
 @dataclass(frozen=True)
 class Quiet:
-    """All ranks wait or work, and none has shown it for a while."""
+    """The ranks train, and since when none has shown it."""
 
     sign: str
     """The one that is missing: "step" or "output"."""
     since: datetime
-    hang_s: float
-    """From the last sign on, after which it counts as a hang at the earliest, seconds."""
+    """By the head's clock, without the time in which no sign could be seen."""
+    hang_s: float | None
+    """From the last sign on, after which it counts as a hang at the earliest, seconds; None: that is not judged."""
 
 
 @dataclass(frozen=True)

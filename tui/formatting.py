@@ -108,10 +108,14 @@ def quiet_text(snapshot: RunSnapshot, now: datetime) -> str | None:
         return None
     steps = [(rank.typical_s or 0.0) + (rank.exchange_s or 0.0) for rank in snapshot.ranks]
     seconds = (now - quiet.since).total_seconds()
-    if seconds < max(min(QUIET_S, quiet.hang_s / 2), _USUAL_STEPS * max(steps, default=0.0)):
+    hang_s = quiet.hang_s
+    if seconds < max(min(QUIET_S, (hang_s or 2 * QUIET_S) / 2), _USUAL_STEPS * max(steps, default=0.0)):
         return None
-    limit = f"{quiet.hang_s:g} s" if quiet.hang_s % 60 else span(quiet.hang_s)
-    return f"no {quiet.sign} from any rank for {span(seconds)}; it counts as a hang after {limit} at the earliest"
+    silence = f"no {quiet.sign} from any rank for {span(seconds)}"
+    if hang_s is None:
+        return silence
+    limit = f"{hang_s:g} s" if hang_s % 60 else span(hang_s)
+    return f"{silence}; it counts as a hang after {limit} at the earliest"
 
 
 def size(count: int | float | None) -> str:

@@ -94,6 +94,10 @@ class JobKind:
         ended_well = record is None or record.code == 0 or (record.code is None and record.stopped_by is not None)
         return ended_well and end is not None and end.get("completed") is True
 
+    def hangs(self, *, stepped: bool) -> bool:
+        """Without a step for long. `stepped`: it has reported one."""
+        return self.reports or stepped
+
     def hang_s(self, hang_s: float, stall_s: float) -> float:
         """Seconds without a step that are a hang, by these two limits of [recovery]."""
         return hang_s

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 from collections import deque
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ _TYPICAL_OF = 20
 """Steps."""
 _SIGN_OF_LIFE = re.compile(rb'"event": "(report|validation|activity|going_on|group)"')
 """Events of which nothing but their time counts."""
+_STANDING = frozenset({"processes", "group", "going_on"})
+"""Events that come again and again, also from a rank that makes no progress."""
 _UNREAD = (None, "loading", "running", "suspended")
 """Phases of a rank of which no step was read, or none since it was stopped."""
 
@@ -38,6 +42,8 @@ class RankEvents:
         self.checkpoints: list[int] = []
         """Iterations at which a checkpoint was committed, ascending."""
         self._step_times: deque[float] = deque(maxlen=_TYPICAL_OF)
+        self._moved = False
+        """Since the last poll."""
         self._started_at: float | None = None
         """The start event's time, on the node's monotonic clock."""
 
@@ -55,6 +61,11 @@ class RankEvents:
                 steps.clear()
                 signs.clear()
         self._read(*steps, *signs)
+        if self._moved:
+            # The newest line came then, the one that counts at the latest.
+            with contextlib.suppress(OSError):
+                at = datetime.fromtimestamp(self._tail.path.stat().st_mtime, UTC)
+                self.report, self._moved = replace(self.report, moved_at=at), False
         return self.report
 
     def _read(self, *lines: bytes) -> None:
@@ -70,6 +81,7 @@ class RankEvents:
             self._step_times.clear()
             self._started_at = None
         changes = self._changes(event)
+        self._moved |= event.get("event") not in _STANDING
         if (clock := finite_or_none(event.get("t"))) is not None:
             self._started_at = clock if event.get("event") == "start" else self._started_at
             if self._started_at is not None:

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -42,6 +42,8 @@ _IDENTITY_AGE_S = 1.0
 """How long a supervisor that was seen alive counts as alive; checking costs a process on macOS."""
 _GENERATE = "from transformers import pipeline; print(pipeline('text-generation', model={!r})('Hello'))"
 """Loads a model, or an adapter with the model that its adapter_config.json names."""
+_HELD_UP = timedelta(seconds=15)
+"""Longer between two polls: this machine slept, or nobody looked."""
 _ACTIVE = frozenset({RunState.LAUNCHING, RunState.RUNNING, RunState.RECOVERING, RunState.FINISHING})
 
 Diagnose = Callable[[RunDir], Diagnosis | None]
@@ -57,8 +59,10 @@ class RunWatch:
         self._whole_plan, self._plan_damage = read_plan_and_damage(rundir.plan)
         self._plan = self._whole_plan
         self._diagnose = diagnose
-        self._diagnosis: Diagnosis | None = None
-        self._diagnosed = False
+        self._diagnosed: tuple[Diagnosis | None, ...] = ()
+        """Empty before that."""
+        self._observed = (datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC))
+        """Since when no sign of the ranks was missed, and when that was last looked at."""
         self._journal = JournalTail(rundir.journal)
         self._history = run_history((), self._plan)
         self._unreadable: tuple[str, ...] = ()
@@ -77,6 +81,8 @@ class RunWatch:
         newest_attempt = self._rundir.newest_attempt()
         for event in self._journal.events():
             self._history = fold([event], None if isinstance(event, RunPlanned) else self._history)
+            if isinstance(event, SupervisorStarted):
+                self._observed = event.at, self._observed[1]
         self._follow_plan()
         reports = self._poll_figures()
         self._read_checks()
@@ -84,10 +90,9 @@ class RunWatch:
         ended_badly = record.state.ended and record.reason is not Reason.COMPLETED
         if not ended_badly:
             # A run that had failed may have been reopened, or have succeeded as is known now.
-            self._diagnosed, self._diagnosis = False, None
-        if ended_badly and not self._diagnosed and self._diagnose is not None:
-            self._diagnosed = True
-            self._diagnosis = self._diagnose(self._rundir)
+            self._diagnosed = ()
+        elif not self._diagnosed and self._diagnose is not None:
+            self._diagnosed = (self._diagnose(self._rundir),)
         running = record.state is RunState.RUNNING
         ranks = tuple(self._rank(rank, report) for rank, report in enumerate(reports))
         history, attempt = self._history, self._history.last_attempt
@@ -101,11 +106,11 @@ class RunWatch:
             eta_s=self._series.seconds_left(record.iteration, record.iterations) if running else None,
             learning_rate=self._series.learning_rate,
             grad_norm=next((norm for report in reports if (norm := report.global_grad_norm) is not None), None),
-            diagnosis=self._diagnosis,
+            diagnosis=next(iter(self._diagnosed), None),
             stop=history.stop,
             alarms=attempt.shown_alarms() if attempt is not None else (),
             verification=self._verification(reports, record),
-            quiet=self._quiet(ranks, attempt) if running and attempt is not None else None,
+            quiet=self._quiet(ranks, supervised=supervised) if running else None,
             taken_at=datetime.now(UTC),
             attempts=tuple(past.status for past in history.attempts),
             most_attempts=1 + self._plan.config.recovery.max_restarts,
@@ -196,7 +201,10 @@ class RunWatch:
         unserved = config.job.kind.framework.unserved
         if path.name == STATE_WEIGHTS:
             return TrainedFile(str(path), size, name, f"flightdeck generate {self._rundir.id} -p Hello", unserved)
-        node = next(node for node in config.nodes if node.name == name)
+        node = next((node for node in config.nodes if node.name == name), None)
+        if node is None:
+            # Of a plan that was written anew or damaged.
+            return None
         model = on_node(node.model or config.job.model or "", node, config.folder)
         # A file of adapters is loaded with its folder's adapter_config.json, onto the model.
         adapters = path.suffix == ".safetensors"
@@ -256,14 +264,24 @@ class RunWatch:
             return at if log.st_size and at > since else None
         return None
 
-    def _quiet(self, ranks: Sequence[RankStatus], attempt: AttemptHistory) -> Quiet | None:
-        kind, recovery = self._plan.config.job.kind, self._plan.config.recovery
-        # What loads, validates or saves is said to, and has another limit.
-        if not kind.signs or {rank.phase for rank in ranks} - {"training", "running", "ended"}:
+    def _quiet(self, ranks: Sequence[RankStatus], *, supervised: bool) -> Quiet | None:
+        """None where a sign would not be seen, and for what loads, validates or saves: it has another limit."""
+        kind, recovery, state_since = self._plan.config.job.kind, self._plan.config.recovery, self._history.state_since
+        links = [ranks[number].link for number in kind.watched_ranks(len(ranks)) if number < len(ranks)]
+        # A rank on this machine has no link. As for find_hang, time counts while any of them answers.
+        connected = [link.since if link else state_since for link in links if not link or link.condition == "connected"]
+        now, (since, looked_at) = datetime.now(UTC), self._observed
+        observed = supervised and bool(connected)
+        self._observed = (since if observed and now - looked_at <= _HELD_UP else now), now
+        phases = {rank.phase for rank in ranks}
+        if not (kind.signs and observed) or phases <= {"ended"} or phases - {"training", "running", "ended"}:
             return None
-        signs = [at for rank in ranks for sign, at in rank.signs.items() if sign in kind.signs]
-        since = max([attempt.status.began_at, *signs])
-        return Quiet(kind.signs[0], since, kind.hang_s(recovery.hang_s, recovery.stall_s))
+        times = [(sign, at) for rank in ranks for sign, at in (("step", rank.moved_at), ("output", rank.printed_at))]
+        signs = [at for sign, at in times if at is not None and sign in kind.signs]
+        hang_s = kind.hang_s(recovery.hang_s, recovery.stall_s)
+        judged = kind.hangs(stepped=any(rank.iteration is not None for rank in ranks))
+        since = max([self._observed[0], state_since, min(connected), *signs])
+        return Quiet(kind.signs[0], since, hang_s if judged else None)
 
     def _phase(self, number: int, report: RankReport, attempt: AttemptHistory | None) -> str:
         record, stop = self._history.record, self._history.stop

@@ -46,7 +46,7 @@ def test_every_line_has_its_mark_in_both_alphabets_and_what_is_grave_fails() -> 
     assert [line.plain[0] for line in verification(plain, snapshot, 80, every=True)] == ["+", "?", "!", "x"]
 
 
-def quiet(seconds: float, sign: str = "output", hang_s: float = 600.0, **ranks: Any) -> RunSnapshot:
+def quiet(seconds: float, sign: str = "output", hang_s: float | None = 600.0, **ranks: Any) -> RunSnapshot:
     return replace(
         fake_engine.running(),
         ranks=fake_engine.ranks(**ranks),
@@ -63,10 +63,13 @@ def quiet(seconds: float, sign: str = "output", hang_s: float = 600.0, **ranks: 
         (quiet(29, "step", 60.0), ""),
         (quiet(31, "step", 60.0), "no step from any rank for 31 s; it counts as a hang after 1 min at the earliest"),
         (quiet(50, "step", 90.0), "no step from any rank for 50 s; it counts as a hang after 90 s at the earliest"),
+        # Nobody judges whether it hangs.
+        (quiet(119, "output", None), ""),
+        (quiet(125, "output", None), "no output from any rank for 2 min"),
         # Long steps are no silence.
         (quiet(31, "step", 60.0, typical_s=11.0, exchange_s=1.0), ""),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_that_no_rank_shows_a_sign_is_said_well_before_it_counts_as_a_hang(snapshot: RunSnapshot, says: str) -> None:
     lines = alarms(state(snapshot), snapshot, 120)

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -24,6 +26,7 @@ from engine.run.events import (
     AttemptResumed,
     Event,
     LogsMissing,
+    NodeConditionChanged,
     NodesExcluded,
     RankExited,
     RankLaunched,
@@ -37,15 +40,16 @@ from engine.run.events import (
     StateChanged,
     StopStage,
     StopStageReached,
+    SupervisorStarted,
     Verdict,
     WeightsSaved,
 )
 from engine.run.failure_cause import diagnose
-from engine.run.journal import Journal
+from engine.run.journal import Journal, JournalTail
 from engine.run.metrics import POINT_LIMIT, MetricsSeries
 from engine.run.run_plan import RunPlan, write_plan
 from engine.run.watch import RunWatch
-from engine.snapshots import ChunkProgress, Diagnosis, SeriesMark
+from engine.snapshots import ChunkProgress, Diagnosis, Quiet, SeriesMark
 from engine.store.layout import RunDir
 from tests.damage import IRREGULAR, make_irregular
 from tests.unit.run.run_maker import START, MadeRun, end, report, validation
@@ -134,6 +138,8 @@ def test_the_newest_trained_weights_are_named_with_the_command_that_uses_them(ru
     run.append(event.model_copy(update={"attempt": 2, "holds": "model", "saved": whole}))
     found = watch.poll().trained
     assert found is not None and found.command.endswith("generate --model /data/model --prompt Hello")
+    run.append(event.model_copy(update={"attempt": 3, "node": "of another plan", "saved": whole}))
+    assert watch.poll().trained is None
 
 
 def test_there_is_no_eta_when_nothing_runs(run: MadeRun) -> None:
@@ -180,23 +186,143 @@ def printed(run: MadeRun, rank: int, at: datetime) -> None:
     os.utime(run.directory.log(rank), (at.timestamp(), at.timestamp()))
 
 
-def test_the_last_step_of_a_training_and_the_last_output_of_a_command_are_their_signs(home: Path) -> None:
+def arrived(run: MadeRun, rank: int, at: datetime, *events: dict[str, Any]) -> None:
+    """They reach the head at this time; the nodes' clocks are 5 min behind."""
+    sent_at = (at - timedelta(minutes=5)).timestamp()
+    run.events(rank, *({"at": sent_at, **event} for event in events))
+    os.utime(run.directory.events(rank), (at.timestamp(), at.timestamp()))
+
+
+def silent_since(watch: RunWatch) -> datetime | None:
+    quiet = watch.poll().quiet
+    return quiet.since if quiet is not None else None
+
+
+STEP, TRAINING = {"event": "step", "iteration": 1}, {"event": "phase", "phase": "training"}
+MINUTE = [START + timedelta(minutes=minutes) for minutes in range(10)]
+
+
+@pytest.fixture
+def training(run: MadeRun) -> MadeRun:
+    """Supervised; its ranks have reported that they train in minute 5, and no step."""
+    run.state("preflight", "launching").attempt().state("running").supervised_by()
+    for rank in (0, 1):
+        arrived(run, rank, MINUTE[5], {"event": "start"}, TRAINING)
+    return run
+
+
+def test_the_last_step_of_a_training_and_the_last_output_of_a_command_are_their_signs(tmp_path: Path) -> None:
     for number, command in enumerate((None, ("python", "train.py"))):
-        run = MadeRun(home, command=command, number=number)
+        run = MadeRun(tmp_path, command=command, number=number).supervised_by()
         began = run.state("preflight", "launching").attempt().state("running").directory
         watch = watched(run)
         assert watch.poll().quiet is None, f"the ranks of {began} start"
-        at = [START + timedelta(minutes=minutes) for minutes in range(4)]
-        run.events(0, {"event": "step", "iteration": 1, "at": at[1].timestamp()})
-        run.events(1, {"event": "step", "iteration": 1, "at": at[1].timestamp()})
-        printed(run, 0, at[2])
+        arrived(run, 0, MINUTE[1], STEP)
+        arrived(run, 1, MINUTE[1], STEP)
+        printed(run, 0, MINUTE[2])
         snapshot = watch.poll()
-        assert [dict(rank.signs) for rank in snapshot.ranks] == [{"step": at[1], "output": at[2]}, {"step": at[1]}]
-        signs = [("step", at[1], 60.0), ("output", at[2], 600.0)]
+        sent_at = MINUTE[1] - timedelta(minutes=5)
+        assert [dict(rank.signs) for rank in snapshot.ranks] == [
+            {"step": sent_at, "output": MINUTE[2]},
+            {"step": sent_at},
+        ]
+        signs = [("step", MINUTE[1], 60.0), ("output", MINUTE[2], 600.0)]
         assert snapshot.quiet is not None
         assert (snapshot.quiet.sign, snapshot.quiet.since, snapshot.quiet.hang_s) == signs[number]
-        run.events(0, {"event": "phase", "phase": "validating"})
-        assert watch.poll().quiet is None, "which is said, and has another limit"
+
+
+@pytest.mark.parametrize("phase", ["loading", "validating", "saving", "generating"])
+def test_a_phase_is_said_by_itself_and_its_end_is_a_sign(training: MadeRun, phase: str) -> None:
+    watch = watched(training)
+    arrived(training, 0, MINUTE[5], STEP, {"event": "phase", "phase": phase})
+    assert silent_since(watch) is None
+    arrived(training, 0, MINUTE[9], TRAINING)
+    assert silent_since(watch) == silent_since(watched(training)) == MINUTE[9]
+
+
+def test_before_the_first_step_ranks_are_silent_from_the_end_of_loading_on(training: MadeRun) -> None:
+    assert silent_since(watched(training)) == MINUTE[5]
+
+
+def test_that_processes_are_idle_is_no_sign(training: MadeRun) -> None:
+    watch = watched(training)
+    watch.poll()
+    arrived(training, 0, MINUTE[9], {"event": "processes", "state": "idle"}, {"event": "group", "joined": True})
+    assert silent_since(watch) == MINUTE[5]
+
+
+def test_ranks_that_have_all_ended_are_not_silent(training: MadeRun) -> None:
+    watch = watched(training)
+    arrived(training, 0, MINUTE[6], {"event": "end", "completed": True})
+    assert silent_since(watch) == MINUTE[6]
+    arrived(training, 1, MINUTE[6], {"event": "end", "completed": True})
+    assert silent_since(watch) is None
+
+
+def test_without_a_supervisor_no_rank_is_silent_and_the_next_one_begins_anew(training: MadeRun) -> None:
+    who = training.directory.supervisor.read_text()
+    training.directory.supervisor.write_text(json.dumps({**json.loads(who), "start": "another time"}))
+    watch, before = watched(training), datetime.now(UTC)
+    assert silent_since(watch) is None
+    training.directory.supervisor.write_text(who)
+    since = silent_since(watch)
+    assert since is not None and since >= before
+    training.journal.append(SupervisorStarted(pid=1, start="1", boot_id="b", adopted=True))
+    started_at = next(
+        event.at for event in JournalTail(training.directory.journal).events() if event.kind == "supervisor"
+    )
+    training.journal.close()
+    assert silent_since(watched(training)) == max(MINUTE[5], started_at)
+
+
+def test_ranks_are_silent_only_while_one_of_their_nodes_answers(training: MadeRun) -> None:
+    def link(node: str, condition: Literal["connected", "unreachable", "lost"]) -> None:
+        training.append(NodeConditionChanged(node=node, condition=condition))
+
+    link("node0", "connected")
+    link("node1", "connected")
+    link("node0", "unreachable")
+    watch = watched(training)
+    assert silent_since(watch) == MINUTE[5]
+    link("node1", "lost")
+    before = datetime.now(UTC)
+    assert silent_since(watch) is None
+    for rank in (0, 1):
+        os.utime(training.directory.events(rank), (START.timestamp(), START.timestamp()))
+    link("node0", "connected")
+    since, link_of = silent_since(watch), watched(training).poll().ranks[0].link
+    assert since is not None and since >= before
+    assert link_of is not None and silent_since(watched(training)) == link_of.since, "also for a reader that comes now"
+
+
+def test_after_a_gap_between_two_polls_ranks_are_silent_from_then_on(
+    training: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, slept = watched(training), timedelta(hours=8)
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Later:
+            return cls.fromtimestamp(time.time(), tz) + slept
+
+    assert silent_since(watch) == silent_since(watch) == MINUTE[5]
+    monkeypatch.setattr("engine.run.watch.datetime", Later)
+    before = Later.now(UTC)
+    since = silent_since(watch)
+    assert since is not None and before <= since <= Later.now(UTC)
+    assert silent_since(watch) == since
+
+
+def test_when_it_counts_as_a_hang_is_said_only_of_what_is_judged_by_its_steps(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, command=("python", "train.py")).supervised_by()
+    run.state("preflight", "launching").attempt().state("running")
+    watch = watched(run)
+    for rank in (0, 1):
+        arrived(run, rank, MINUTE[1], {"event": "processes", "state": "busy"})
+        printed(run, rank, MINUTE[2])
+    assert watch.poll().quiet == Quiet("output", MINUTE[2], None)
+    arrived(run, 0, MINUTE[3], STEP)
+    assert watch.poll().quiet == Quiet("output", MINUTE[3], 600.0)
 
 
 def test_output_of_an_earlier_attempt_is_none_of_this_one(run: MadeRun) -> None:
@@ -430,7 +556,7 @@ def test_recoveries_and_attempts_are_described(tmp_path: Path) -> None:
     snapshot = watch.poll()
     assert recovery_summary(snapshot) == f"{WHY.replace('recovers', 'recovered')}, 1 step repeated, 8.2 s"
     first, second = snapshot.attempts
-    assert attempt_summary(first) == "rank_killed of rank 1 on bea at iteration 38"
+    assert attempt_summary(first) == "rank killed of rank 1 on bea at iteration 38"
     assert "from the state that its survivors saved of iteration 37, 1 step repeated, 8.2 s" in attempt_summary(second)
     assert membership_change(first, None) is None
     assert membership_change(second, first) == "rank 0 on ana, rank 1 on cyd; without bea"
