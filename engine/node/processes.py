@@ -123,6 +123,8 @@ _ENDED = (b"Z", b"X", b"x")
 """States of proc(5)."""
 _MAX_SCANS = 10
 """For processes that are forked while their parent is found and killed."""
+_DYING_S = 0.02
+"""A process that has been killed goes once it gets a processor: the more scans, the longer it is given."""
 _STATE_AND_START = re.compile(r" *([\w?]\S*) +(\w{3} \w{3} [ \d]?\d \d\d:\d\d:\d\d \d{4}) *\n")
 """`ps -o stat=,lstart=`: lstart is weekday, month, day, time, year; of a process that is ending, macOS's stat is "?E".
 """
@@ -322,10 +324,11 @@ def kill_all(targets: Iterable[Process]) -> None:
 
 def kill_with_nonce(nonce: str) -> bool:
     """KILL every process with this nonce; False when some are left all the same."""
-    for _ in range(_MAX_SCANS):
+    for scan in range(_MAX_SCANS):
         if not (left := with_family(with_nonce(nonce), {})):
             return True
         kill_all(left)
+        time.sleep(_DYING_S * scan)
     return False
 
 
