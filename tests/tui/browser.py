@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import itertools
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ async def opened(folder: Path, url: str, *, size: tuple[int, int] = (1180, 720))
     options += ["--use-angle=swiftshader", "--enable-unsafe-swiftshader", f"--window-size={size[0]},{size[1]}"]
     environment = {"PATH": PATH, "HOME": str(folder)}
     browser = await asyncio.create_subprocess_exec(
-        _PROGRAM, *options, "about:blank", env=environment, stderr=asyncio.subprocess.DEVNULL
+        _PROGRAM, *options, "about:blank", env=environment, stderr=asyncio.subprocess.DEVNULL, start_new_session=True
     )
     try:
         port_file = folder / "DevToolsActivePort"
@@ -104,5 +106,6 @@ async def opened(folder: Path, url: str, *, size: tuple[int, int] = (1180, 720))
                 await page.ask("Page.navigate", url=url)
                 yield page
     finally:
-        browser.terminate()
+        with suppress(ProcessLookupError):  # The program may be a script that starts the browser.
+            os.killpg(browser.pid, signal.SIGTERM)
         await browser.wait()
