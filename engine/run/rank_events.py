@@ -27,7 +27,7 @@ _TYPICAL_OF = 20
 """Steps."""
 _SIGN_OF_LIFE = re.compile(rb'"event": "(report|validation|activity|going_on|group)"')
 """Events of which nothing but their time counts."""
-_STANDING = frozenset({"processes", "group", "going_on"})
+_STANDING = ("processes", "group", "going_on")
 """Events that come again and again, also from a rank that makes no progress."""
 _UNREAD = (None, "loading", "running", "suspended")
 """Phases of a rank of which no step was read, or none since it was stopped."""

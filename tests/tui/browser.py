@@ -71,6 +71,14 @@ class Page:
         await self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
         await self.ask("Input.dispatchKeyEvent", type="keyUp", key=key)
 
+    async def press_until(self, key: str, condition: Callable[[], bool]) -> None:
+        """As a person would: a key that comes before the page takes keys is lost, and pressed again."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                await self.press(key)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.until(condition), 3.0)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not condition():

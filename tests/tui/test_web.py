@@ -323,11 +323,12 @@ async def test_in_a_browser_a_run_is_looked_at_and_not_touched(home: Path, tmp_p
         url = json.loads(await server.stdout.readuntil(b"}"))["url"]
         async with opened_page(tmp_path / "browser", url) as page:
             await page.until(lambda: "read-only" in page.text)
-            await page.press("5")
-            await page.until(lambda: run.id in page.text)
+            await page.press_until("5", lambda: run.id in page.text)
             for key, word in (("T", "tag"), ("n", "launch"), ("R", "again")):
-                await page.press(key)
-                await page.until(lambda words=f"{word}: this console only reads": words in page.text)  # type: ignore[misc]
+                await page.press_until(
+                    key,
+                    lambda words=f"{word}: this console only reads": words in page.text,  # type: ignore[misc]
+                )
             picture = Image.open(io.BytesIO(await page.screenshot())).convert("RGB")
             assert await page.value("document.body.className") == "-loaded -first-byte"
             assert len(picture.getcolors(picture.width * picture.height) or ()) > 50
