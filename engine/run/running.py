@@ -265,7 +265,7 @@ def find_hang(t: Transition) -> events.Hang | None:
         return None
     hang = None
     # A command that never reports a step may do anything, for as long as it likes.
-    if kind.reports or seen.progress.steps > 0:
+    if kind.hangs(stepped=seen.progress.steps > 0):
         hang = _overdue(t)
     if seen.command is not None:
         hang = seen.command.hang or hang

@@ -22,6 +22,9 @@ from tui.gc_pauses import GcScheduler
 
 DASHBOARD = (120, 36)
 SMALL = (80, 24)
+WIDE = (160, 45)
+SIZES = (SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE)
+"""The middle one shows little that the others do not."""
 PATIENCE_S = 60.0
 """A run of real ranks may need some of it."""
 

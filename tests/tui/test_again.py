@@ -13,10 +13,9 @@ from engine.config.models import Config
 from engine.models import RunState
 from engine.snapshots import ResultFile, RunResult, RunSnapshot
 from tests.tui import fake_engine
-from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.conftest import SIZES, Console, opened
 from tests.tui.fake_engine import FakeEngine
 
-WIDE = (160, 45)
 CHECKPOINT = ResultFile("checkpoint", False, 37, "ultra", "/srv/step-37", "step-37", 1_500_000, "f")
 
 
@@ -31,7 +30,7 @@ async def shown(console: Console) -> None:
     await console.until(lambda: console.app.state.snapshot is not None, "the run")
 
 
-@pytest.mark.parametrize("size", [SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE])
+@pytest.mark.parametrize("size", SIZES)
 async def test_the_ways_to_start_it_again_are_said_before_one_is_taken(fake: FakeEngine, size: tuple[int, int]) -> None:
     fake.add(aborted())
     async with opened(fake, size=size, follow=RUN) as console:
@@ -69,7 +68,7 @@ async def test_what_has_changed_is_named_and_asked_for(fake: FakeEngine) -> None
         await console.until(lambda: fake.repeated == [(RUN, {})], "the repetition")
 
 
-@pytest.mark.parametrize("size", [SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE])
+@pytest.mark.parametrize("size", SIZES)
 async def test_a_run_is_run_again_with_other_settings_beside_their_plan(
     fake: FakeEngine, size: tuple[int, int]
 ) -> None:

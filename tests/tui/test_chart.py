@@ -16,7 +16,7 @@ from engine.models import Reason
 from engine.run.series.reader import SeriesChart, SeriesCurve
 from engine.snapshots import AttemptStatus, ResultFile, RunResult, Series, TrainedFile, Verification
 from tests.tui import fake_engine
-from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.conftest import SIZES, Console, opened
 from tests.tui.fake_engine import FakeEngine
 from tui.chart_files import NO_PNG, write_chart
 from tui.glyphs import Glyphs
@@ -24,8 +24,6 @@ from tui.state import DeckState
 from tui.widgets.chart import ChartCurve, Picture, draw, picture
 from tui.widgets.plot import ChartMark
 from tui.widgets.run_summary import marks, rank_line
-
-SIZES = (SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), (160, 45))
 
 
 async def pressed(console: Console, *keys: str) -> Picture:

@@ -10,7 +10,7 @@ from textual.content import Content
 from engine.models import RunRecord, RunState
 from engine.snapshots import RunSnapshot
 from tests.tui import fake_engine
-from tests.tui.conftest import DASHBOARD, SMALL, Console, opened
+from tests.tui.conftest import SIZES, Console, opened
 from tests.tui.fake_engine import NOW, FakeEngine
 from tui.state import DeckState
 from tui.widgets import history_pane
@@ -19,8 +19,6 @@ from tui.widgets.history_pane import cells
 from tui.widgets.pane import RowList
 from tui.widgets.text import Text
 
-WIDE = (160, 45)
-SIZES = (SMALL, pytest.param(DASHBOARD, marks=pytest.mark.slow), WIDE)
 FAILED, ABORTED, SUCCEEDED = "20260314-134500-demo-b71c", "20260314-132000-demo-5d20", "20260313-091532-demo-e84f"
 
 

@@ -177,7 +177,6 @@ class _Window(Server):  # type: ignore[misc]
             await self._process_messages(websocket, console)
         finally:
             await self._end(console)
-            self._consoles.discard(console)
         return websocket
 
     async def _process_messages(self, websocket: Any, console: Any) -> None:
@@ -189,9 +188,11 @@ class _Window(Server):  # type: ignore[misc]
     async def _end(self, console: Any) -> None:
         """Ask it to quit, and wait for its end; then it is killed."""
         process = console._process
-        if process is None or console not in self._consoles:
+        if console not in self._consoles:
             return
         self._consoles.remove(console)
+        if process is None:
+            return
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVING_S):

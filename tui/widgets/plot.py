@@ -104,7 +104,8 @@ _ASCII: Final = tuple(" '-'-'-|.'-|-|||"[left | right] for right in range(16) fo
 _MOST_DOTS: Final = 4096
 _THIRDS: Final = int("1" * (_MOST_DOTS // 3), 8)
 _HALVES: Final = int("1" * (_MOST_DOTS // 2), 4)
-"""Numbers as columns of dots, a bit each: every third one, every second one."""
+_FIRSTS: Final = int("1" * (_MOST_DOTS // 4), 16)
+"""Numbers as columns of dots, a bit each: every third one, every second one, the first one of each cell."""
 
 
 KINDS: Final[dict[str, Callable[[int], int]]] = {
@@ -198,10 +199,6 @@ class Canvas:
         starts = [0, *(place for place in range(1, self.width) if styles[place] and styles[place] != styles[place - 1])]
         runs = zip(starts, [*starts[1:], self.width], strict=True)
         return Content.assemble(*(("".join(cells[start:stop]), styles[start]) for start, stop in runs))
-
-
-_FIRSTS: Final = int("1" * (_MOST_DOTS // 4), 16)
-"""The first dot of each cell of a column."""
 
 
 def _spans(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
