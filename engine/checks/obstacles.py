@@ -31,16 +31,18 @@ _FEATURES = {"prompt": "prompt", "completion": "completion", "chat": "messages",
 
 
 async def with_obstacles(context: CheckContext, inputs: PlanInputs) -> PlanInputs:
-    """`inputs` with what takes a node seconds to find, refused rows and adapters, as the first node that answers has
-    them. Why something could not be tried, data_matches and model_present report."""
+    """`inputs` with what takes a node seconds to find, refused rows and adapters and the rows' lengths, as the first
+    node that answers has them. Why something could not be tried, data_matches and model_present report."""
     job = inputs.config.job
     node = next((node for node in inputs.config.nodes if node.name not in inputs.problems), None)
     if job.kind.own_model is not None or node is None:
         return inputs
     files = data_files(job.mlx_lm, context.path(node, node.data or job.data or ""))
+    lengths: dict[int, int] = {}
 
     async def rows() -> tuple[PlanIssue, ...]:
         report = await try_rows(context, node, files)
+        lengths.update(report.lengths.get(files[0], {}))
         return tuple(PlanIssue(name="data", text=text) for text in rows_refused(report, job.mlx_lm))
 
     async def adapters() -> tuple[PlanIssue, ...]:
@@ -52,7 +54,7 @@ async def with_obstacles(context: CheckContext, inputs: PlanInputs) -> PlanInput
         return ()
 
     groups = await asyncio.gather(tried(rows()), tried(adapters()))
-    return replace(inputs, obstacles=sum(groups, inputs.obstacles))
+    return replace(inputs, obstacles=sum(groups, inputs.obstacles), lengths=lengths)
 
 
 def depends_on_matrices(job: JobConfig) -> bool:

@@ -68,6 +68,8 @@ class ModelFiles(FrozenModel):
         return f"{self.kind}, {plural(self.shards, 'shard')}, {self.bytes / 1e6:,.1f} MB"
 
 
+Lengths = Annotated[dict[Count, Count], Field(max_length=10_000)]
+"""Tokens → rows, of some rows of a file."""
 Tally = Annotated[dict[ShortText, tuple[Count, Count]], Field(max_length=20)]
 """A property of rows of a file → how many they are, and the first one's line; "rows": those looked at, "more":
 if there are others."""
@@ -111,6 +113,8 @@ class TemplateReport(_Report):
     tells = (("refused",), ("problem",))
     refused: Annotated[list[RefusedRows], Field(max_length=100)] = Field(default_factory=list)
     tallies: Annotated[dict[PathText, Tally], Field(max_length=10)] = Field(default_factory=dict)
+    lengths: Annotated[dict[PathText, Lengths], Field(max_length=10)] = Field(default_factory=dict)
+    """By file, also those of rows that are truncated."""
     problem: ShortText | None = None
     """Why the rows were not tried."""
 

@@ -57,6 +57,8 @@ class PlanInputs:
     examples: int | None = None
     """Number of training examples."""
     examples_source: str = ""
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    """Rows by their tokens, of some rows of the training data that a node has tokenised; empty if unknown."""
     report: DataReport | None = None
     report_problem: str | None = None
     """Why the job's data report could not be read."""

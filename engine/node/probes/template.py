@@ -1,5 +1,5 @@
 """The `template` probe: rows that the chat template refuses, for which a rank would end after it has loaded its model;
-and how many of them are truncated, or have nothing to train on."""
+how many of them are truncated, or have nothing to train on; and how long they are."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ import importlib
 import json
 import math
 import os
+import random
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.node.probes.dataset import DataRow, count, place_problem, read_rows
 from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind, foreign_problem
 from engine.protocol.attempt import open_regular
-from engine.protocol.jsonl import THINKING, content_of, form_of
+from engine.protocol.jsonl import THINKING, content_of, form_of, is_blank, lines
 
 _MEASURED = 2_000
 """Most rows per file that are tokenised each: a few seconds."""
 _READ_S = 10.0
 """Longest time to read one file: 40,000 rows of six messages on a busy machine."""
+_SAMPLE_S = 3.0
+"""Longest time to read all of a file once more for rows at random, and to tokenise these."""
 _REFUSED = 20
 TEXT_MASKED = "mask_prompt = true needs prompt/completion or chat lines, these are text"
 _KEPT = ("role", "type")
@@ -87,6 +91,8 @@ class _Trial:
         """Outline → why such rows are refused, and whether they begin as their prompt: a template treats them alike."""
         self.refused: dict[str, dict[str, Any]] = {}
         self.tally: dict[str, list[int]] = {}
+        self.lengths = Counter[int]()
+        """Rows by their tokens, also of those that are truncated: of all rows, or of some from the whole file."""
 
     def run(self) -> None:
         """Raises OSError, and what loading the tokenizer raises."""
@@ -101,20 +107,48 @@ class _Trial:
                     self.refuse(row.number, row.fault)
                 elif not (self._count_text(row.number, row.content) if row.form == "text" else self._try(row)):
                     self.tally["more"] = [1, row.number]
-                    return None
+                    break
+            if "more" in self.tally:
+                file.seek(0)
+                self._sample(lines(file))
         return None
+
+    def _sample(self, every: Iterable[bytes]) -> None:
+        """Measure rows at random from the whole file, as far as there is time: its head may be of one kind."""
+        chosen, sample, until = random.Random(0), list[bytes](), time.monotonic() + _SAMPLE_S
+        for number, line in enumerate(line for line in every if not is_blank(line)):
+            if number < _MEASURED:
+                sample.append(line)
+            elif (place := chosen.randrange(number + 1)) < _MEASURED:
+                sample[place] = line
+            if time.monotonic() > until:
+                break
+        chosen.shuffle(sample)
+        self.lengths, until = Counter(), time.monotonic() + _SAMPLE_S
+        for row in read_rows(sample, self._keys):
+            if time.monotonic() > until:
+                break
+            if row.form == "text" and row.fault is None and self._fast is not None:
+                self.lengths[self._text_tokens(row.content)] += 1
+            elif row.form != "text" and row.fault is None:
+                with contextlib.suppress(Exception):
+                    self.lengths[len(self._load()[1](row.row)[0])] += 1
+
+    def _text_tokens(self, text: str) -> int:
+        """With the one that ends it, which mlx-lm adds."""
+        return len(self._fast.encode(text).ids) + 1
 
     def _count_text(self, number: int, text: str) -> bool:
         """False when there is no time for more, as `_try`."""
-        length = self._keys["max_seq_length"]
+        self._until = min(self._until, time.monotonic() + _READ_S)
         if self._fast is not None:
-            added = self._fast.encode("").ids
+            added, tokens = self._fast.encode("").ids, self._text_tokens(text)
             if added and text.startswith(self._fast.id_to_token(added[0])):
                 count(self.tally, "bos", number)
-            # A token has a byte or more, and mlx-lm adds one that ends the text.
-            if len(text.encode()) + len(added) >= length and len(self._fast.encode(text).ids) >= length:
+            if tokens > self._keys["max_seq_length"]:
                 count(self.tally, "truncated", number)
-        return count(self.tally, "rows", number) < _MEASURED
+            self.lengths[tokens] += 1
+        return count(self.tally, "rows", number) < _MEASURED and time.monotonic() < self._until
 
     def _try(self, row: DataRow) -> bool:
         tokenizer, process = self._load()
@@ -130,6 +164,7 @@ class _Trial:
             else:
                 if shape not in self._kinds:
                     prompted = _begins_with_prompt(tokenizer, row.content, row.row.get("tools"))
+                self.lengths[len(tokens)] += 1
                 kept = min(len(tokens), self._keys["max_seq_length"])
                 flags = {"truncated": kept < len(tokens), "no_target": kept <= max(start, 1), "no_prefix": not prompted}
                 for what in ("rows", *filter(flags.get, flags)):
@@ -157,8 +192,9 @@ def _begins_with_prompt(tokenizer: Any, messages: list[Any], tools: Any) -> bool
 
 def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
     """`refused`: for each file and reason `file`, `line` (0: the file as a whole), `count` and `why`; `tallies`: file →
-    tally; `problem` if the rows could not be tried. `settings` is JSON: {"prompt": …, "completion": …, "chat": …,
-    "text": …, "mask_prompt": …, "trust_remote_code": …, "max_seq_length": …, "framework": …}."""
+    tally; `lengths`: file → tokens → rows; `problem` if the rows could not be tried. `settings` is JSON: {"prompt": …,
+    "completion": …, "chat": …, "text": …, "mask_prompt": …, "trust_remote_code": …, "max_seq_length": …, "framework":
+    …}."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     keys = json.loads(settings)
     loader = _transformers if keys.get("framework") == "torch" else _mlx_lm
@@ -166,6 +202,7 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
     try:
         with contextlib.suppress(Exception):
             fast = importlib.import_module("tokenizers").Tokenizer.from_file(f"{model}/tokenizer.json")
+            fast.no_truncation()
         trials = [_Trial(Path(file), keys, load, fast) for file in files]
         for trial in trials:
             if trial.path.parent.is_file():
@@ -175,4 +212,5 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}"}
     refused = [refusal for trial in trials for refusal in trial.refused.values()]
-    return {"refused": refused[:_REFUSED], "tallies": {str(trial.path): trial.tally for trial in trials}}
+    measured = {"tallies": {str(trial.path): trial.tally for trial in trials}}
+    return {"refused": refused[:_REFUSED], **measured, "lengths": {str(trial.path): trial.lengths for trial in trials}}

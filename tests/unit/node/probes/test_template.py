@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.utils import load_tokenizer
 
 from engine.checks.obstacles import row_warnings, rows_refused
 from engine.cluster.probe_results import Tally, TemplateReport
 from engine.node.probes import template
+from engine.protocol.job import Job
+from engine.trainer.model import row_format
+from engine.training.data import Split
 from tests.demo_copies import made_demo
 
 SETTINGS = {"mask_prompt": True, "max_seq_length": 64}
@@ -48,6 +52,18 @@ def report(model: Path, folder: Path, rows: list[dict[str, Any]], **settings: ob
 def tally(report: TemplateReport) -> Tally:
     (found,) = report.tallies.values()
     return found
+
+
+def lengths(report: TemplateReport) -> dict[int, int]:
+    (counted,) = report.lengths.values()
+    return counted
+
+
+def load_tokens(model: Path, folder: Path) -> list[int]:
+    """The tokens of each row as the trainer has them."""
+    job = Job(model, folder, folder, folder)
+    split = Split(job, "train", row_format(job, load_tokenizer(model)), lambda _: None)
+    return [len(tokens) for tokens, _ in split._examples(list(range(len(split))))]
 
 
 def chat(*texts: str) -> dict[str, Any]:
@@ -94,8 +110,11 @@ def test_truncated_rows_are_counted_as_mlx_lm_truncates_them(model: Path, tmp_pa
         "chat": [chat("a", text) for text in texts],
         "completions": [{"prompt": "a", "completion": text} for text in texts],
     }[form]
-    found = tally(report(model, tmp_path, rows))
-    assert found == {"rows": (4, 1), "truncated": (2, 2)}
+    found = report(model, tmp_path, rows)
+    assert tally(found) == {"rows": (4, 1), "truncated": (2, 2)}
+    tokens = [tokens for tokens, count in lengths(found).items() for _ in range(count)]
+    expected = load_tokens(model, tmp_path)
+    assert sorted(tokens) == sorted(expected) and max(tokens) > 64
 
 
 def test_without_a_fast_tokenizer_text_is_not_measured(tmp_path: Path) -> None:
@@ -129,6 +148,15 @@ def test_more_rows_than_are_tokenised_are_said_to_be_the_first(
     bad = {"messages": [{"role": "user", "content": None}]}
     (refused,) = report(model, tmp_path, [chat("a", "b")] * 20 + [bad] * 3).refused
     assert (refused.line, refused.count) == (21, 3) and "chat template" in refused.why
+
+
+def test_the_lengths_of_a_long_file_are_those_of_the_whole(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "_MEASURED", 40)
+    for short, long in (({"text": "tower"}, {"text": LONG}), (chat("a", "b"), chat("a", LONG))):
+        counted = lengths(report(model, tmp_path, [short] * 300 + [long] * 300))
+        assert sum(counted.values()) == 40 and 10 <= counted[max(counted)] <= 30
 
 
 @pytest.mark.parametrize(
