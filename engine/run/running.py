@@ -22,7 +22,7 @@ from engine.run.state import Phase, Transition, WatchState, has_ended
 _SERVING_S = 30.0
 """A server reports at least every 20 s: it generates a token every 10 s, if nobody asks for one."""
 _HELD_UP_S = 15.0
-"""Longer between two looks: this supervisor was held up, by a disk for example."""
+"""Longer between two looks, or a quarter of `hang_s`: this supervisor was held up, by a disk for example."""
 SLOW_PHASES = frozenset({"loading", "validating", "saving", "generating"})
 _TIMES = 5.0
 
@@ -280,11 +280,11 @@ def _overdue(t: Transition) -> events.Hang | None:
     first steps have their own limit, `stall_s`. Time counts only while events could come: some node that is watched
     answers, and the head looks, and takes what it sends. A node whose disk is full loses its events; as long as one
     rank's events come, that is no hang."""
-    seen, watch, kind = t.seen, t.watch, t.state.plan.config.job.kind
-    watched = kind.watched_ranks(len(seen.ranks))
+    seen, watch, kind, recovery = t.seen, t.watch, t.state.plan.config.job.kind, t.state.plan.config.recovery
+    watched, hang_s = kind.watched_ranks(len(seen.ranks)), kind.hang_s(recovery.hang_s, recovery.stall_s)
     since, passed_s = watch.quiet_since, seen.now - watch.looked_at
     answering = any(seen.host_of(rank).answering for rank in watched)
-    if not (seen.receiving and answering) or passed_s > _HELD_UP_S:
+    if not (seen.receiving and answering) or passed_s > min(_HELD_UP_S, hang_s / 4):
         # What happened meanwhile is not known: that time does not count.
         since += passed_s
     # Before the first update these wait for all others.
@@ -292,12 +292,10 @@ def _overdue(t: Transition) -> events.Hang | None:
     since = max([since, *(at for rank, at in moved if rank in watched or not seen.progress.steps)])
     t.set_watch(quiet_since=since, looked_at=seen.now)
     silent_s = seen.now - since
-    recovery = t.state.plan.config.recovery
     if silent_s <= min(recovery.hang_s, recovery.stall_s):
         return None
     identities = [seen.ranks[rank].identity for rank in watched]
     started_at = min((identity.started_at for identity in identities if identity is not None), default=None)
-    hang_s = kind.hang_s(recovery.hang_s, recovery.stall_s)
     rarely = None if kind.reports else started_at
     doing, limit_s = hang_limit(seen.progress, watched, recovery, hang_s, rarely)
     if silent_s <= limit_s:

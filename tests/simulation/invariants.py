@@ -228,7 +228,7 @@ class Checks:
         if event.verdict is not None:
             self._named(event.verdict)
         completed = self._completed()
-        if event.state is RunState.SUCCEEDED and not completed:
+        if event.state is RunState.SUCCEEDED and not (completed or self._ends_are_here()):
             self._fail("the run is told to have succeeded, and not all that count have completed")
         unsuccessful = event.state not in (RunState.SUCCEEDED, RunState.COMPLETED)
         if unsuccessful and completed and self._records_are_here():
@@ -239,6 +239,17 @@ class Checks:
     def _completed(self) -> bool:
         newest = self._newest()
         return newest is not None and self.world.attempts[newest].completed
+
+    def _ends_are_here(self) -> bool:
+        """Each rank whose success is the newest attempt's has completed, or reported that it has, before it failed and
+        left no record."""
+        attempt, recorded = self.world.attempts[max(self.world.attempts)], self._recorded()
+        programs = {program.rank: program for program in attempt.programs()}
+        return all(
+            rank in programs
+            and (programs[rank].completed or ((programs[rank].end or {}).get("completed") and not recorded.get(rank)))
+            for rank in attempt.kind.success_ranks(len(attempt.machines))
+        )
 
     def _recorded(self) -> dict[int, bool]:
         """Rank of the watched attempt → the head has its exit record."""

@@ -189,6 +189,18 @@ HISTORIES = {
         '{"seed":215173522,"kind":"sharded","nodes":4,"iterations":12,"period_s":3.0,"every":10,"recovery":3,"faults":'
         '[["cut",3.3,2,30.0],["keeper_stopped",34.17,2,18.0]]}'
     ),
+    "that the supervisor was held up for less than 15 s by its disk is no hang of a rank, either": (
+        '{"seed":87334681,"kind":"local","local":false,"period_s":1.0,"every":3,"recovery":5,"faults":'
+        '[["head_disk_stalled",5.69,1,18.0],["head_sleeps",22.73,0,18.0]]}'
+    ),
+    "a disk that stalls and is full then makes no hang that an adopter takes for a lost peer": (
+        '{"seed":844923279,"kind":"torch","nodes":3,"iterations":40,"every":10,"recovery":2,"faults":'
+        '[["head_disk_stalled",19.31,1,30.0],["head_disk_full",44.63,1,30.0],["head_killed_at_effect",49,3,30.0]]}'
+    ),
+    "a rank that fails after it has reported its end has completed where nothing but that report is left": (
+        '{"iterations":7,"period_s":1.0,"every":0,"faults":[["keeper_stopped",4.0,1,400.0],["rank_lingers",5.28,1,110.0],'
+        '["diverged",24.34,1,7.0]]}'
+    ),
 }
 
 
