@@ -15,15 +15,15 @@ from engine.checks import connectivity, sync
 from engine.checks.check import Check, Findings, NodeFindings
 from engine.checks.context import CheckContext
 from engine.checks.fixes import Fix, copies, copy_file, move_aside
-from engine.checks.obstacles import TRIAL_LIMIT_S, data_features, data_files, row_warnings, rows_refused, try_rows
+from engine.checks.obstacles import TRIAL_LIMIT_S, data_files, data_options, row_warnings, rows_refused, try_rows
 from engine.checks.plan_inputs import load_data_report
 from engine.cluster.agent_client import each_of
-from engine.cluster.probe_results import JsonlSummaries, JsonlSummary
+from engine.cluster.probe_results import ConversionReport, JsonlSummaries, JsonlSummary
 from engine.cluster.transport.base import quoted
 from engine.config.models import NodeConfig
 from engine.errors import FlightDeckError
 from engine.models import CheckResult
-from engine.node.probes.foreign_files import PYTHON, WAYS
+from engine.node.probes.foreign_files import WAYS
 from engine.node.probes.template import TEXT_MASKED
 
 NAME = "data_matches"
@@ -53,6 +53,10 @@ class DataFile:
     def absent(self) -> bool:
         """Missing, or without an example."""
         return self.seen.absent or (self.seen.problem is None and self.seen.examples == 0)
+
+    def seen_at(self, source: str) -> str | None:
+        """Its hash; "" where what it is made of cannot be read, None where that is not there."""
+        return self.seen.sha256 or ("" if (self.seen.problem or "").startswith(source) else None)
 
     @property
     def unread(self) -> bool:
@@ -88,12 +92,15 @@ async def run(context: CheckContext) -> CheckResult:
 async def _check_files(context: CheckContext, findings: Findings) -> CheckResult:
     config, settings = context.config, context.config.job.mlx_lm
     folders = {node.name: context.path(node, node.data or config.job.data or "") for node in config.nodes}
-    keys = json.dumps(data_features(settings))
+    keys, conversions = json.dumps(data_options(config)), dict[str, ConversionReport]()
 
     async def read(node: NodeConfig) -> list[DataFile]:
         files = data_files(settings, folders[node.name])
         read = await context.probe(node, "jsonl", keys, *files, result_type=JsonlSummaries, timeout_s=_READ_LIMIT_S)
-        return [interpret_file(PurePosixPath(path), file, settings) for path, file in each_of(read.files, files, node)]
+        if read.conversion is not None:
+            conversions[node.name] = read.conversion
+        answers = each_of(read.files, files, node)
+        return [interpret_file(PurePosixPath(file.path or path), file, settings) for path, file in answers]
 
     answers = await context.on_all_nodes(read)
     findings.evidence = {name: f"{folder}: {answers[name]}" for name, folder in folders.items()}
@@ -101,7 +108,7 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
     # Where some node has sound data, the others get a copy of that.
     sound = any(all(file.fault is None for file in files) for files in read_files.values())
     for node, files in findings.answered(answers):
-        fix = None if sound else _corrected_copy(files, data_features(settings)["chat"], node.python)
+        fix = None if sound or node.name in conversions else _corrected_copy(files)
         _check_node(files, settings, findings.on(node), fix)
         findings.evidence[node.name] = f"{folders[node.name]}: {'; '.join(file.describe() for file in files)}"
     faulty = {node.name for node in findings.faulty}
@@ -110,6 +117,8 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
         return findings.verdict()
     first = next(node for node in config.nodes if node.name in complete)
     ours = complete[first.name]
+    conversion = conversions.get(first.name)
+    findings.overall.warnings += conversion.warnings if conversion is not None else []
     await _try_rows(context, findings, first, ours)
     for node in config.nodes:
         pairs = zip(ours, complete.get(node.name, ours), strict=True)
@@ -117,7 +126,32 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
         lines = [f"{other.path.name} {other.seen.lines:,} lines against {one.seen.lines:,}" for one, other in differing]
         if lines:
             findings.fault(node, f"the data on {node.name} differs from {first.name}: {', '.join(lines)}")
+    fix = _copies(findings, read_files, first, folders, converted=bool(conversions))
+    summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours if not file.absent)
+    read_as = f", from {conversion.describe()}" if conversion is not None else ""
+    return findings.verdict(f"{summary} examples, {ours[0].seen.form}{read_as}", fix=fix)
+
+
+def _copies(
+    findings: Findings,
+    read_files: Mapping[str, list[DataFile]],
+    first: NodeConfig,
+    folders: Mapping[str, str],
+    *,
+    converted: bool,
+) -> Fix | None:
+    """Copies of the data of `first` for the nodes that differ."""
     lacking = [node for node in findings.faulty if node.name in read_files]
+    source = PurePosixPath(folders[first.name])
+    if converted:
+        others = [node for node in lacking if PurePosixPath(folders[node.name]).name == source.name]
+        aside = [
+            move_aside(node, folders[node.name], read_files[node.name][0].seen_at(folders[node.name]))
+            for node in others
+        ]
+        copied = [copy_file(first, source, node, PurePosixPath(folders[node.name]).parent) for node in others]
+        return copies([*aside, *copied], first, source)
+    ours = read_files[first.name]
     hashes = {file.path.name: file.seen.sha256 for file in ours}
     aside = [
         move_aside(node, str(file.path), file.seen.sha256)
@@ -132,9 +166,7 @@ async def _check_files(context: CheckContext, findings: Findings) -> CheckResult
         for file in ours
         if not file.absent
     ]
-    fix = copies([*aside, *copied], first, folders[first.name])
-    summary = ", ".join(f"{file.path.stem} {file.seen.examples:,}" for file in ours if not file.absent)
-    return findings.verdict(f"{summary} examples, {ours[0].seen.form}", fix=fix)
+    return copies([*aside, *copied], first, source)
 
 
 async def _try_rows(context: CheckContext, findings: Findings, node: NodeConfig, files: list[DataFile]) -> None:
@@ -168,7 +200,7 @@ def _check_node(files: list[DataFile], settings: Mapping[str, Any], findings: No
         findings.fault(f"{train.path} has fewer examples ({examples}) than batch_size = {batch_size}")
 
 
-def _corrected_copy(files: list[DataFile], chat: str, python: str) -> Fix | None:
+def _corrected_copy(files: list[DataFile]) -> Fix | None:
     """A command that writes the files, converted or without their bad lines, into a folder beside theirs, which must
     not exist, and the last lines of a sound train.jsonl as a missing valid.jsonl. None where that is not possible."""
     train = files[0]
@@ -179,7 +211,7 @@ def _corrected_copy(files: list[DataFile], chat: str, python: str) -> Fix | None
         source, copy = quoted(file.path), quoted(target / file.path.name)
         if file.fault is None:
             copied += [] if file.absent else [f"cp {source} {copy}"]
-        elif (way := _converter(file.seen.foreign, chat, python)) is not None:
+        elif (way := WAYS.get(file.seen.foreign or "")) is not None:
             corrections.append(f"{way} < {source} > {copy}")
         elif file.cleanable:
             lines = ";".join(f"{number}d" for number, _ in file.seen.faults)
@@ -191,14 +223,6 @@ def _corrected_copy(files: list[DataFile], chat: str, python: str) -> Fix | None
             corrections += [rest, f"tail -n {count} {quoted(train.path)} > {copy}"]
     line = " && ".join([f"mkdir {quoted(target)}", *copied, *corrections])
     return Fix(line, f"makes {target}, and changes no other file; rm -r removes it") if corrections else None
-
-
-def _converter(kind: str | None, chat: str, python: str) -> str | None:
-    """A filter that makes JSON lines of what a file holds. `chat`: the key of messages."""
-    way = WAYS.get(kind or "")
-    if way is None or not way.startswith(PYTHON):
-        return way
-    return f"{quoted(python)} -c {quoted(way[len(PYTHON) :].replace('CHAT', json.dumps(chat)))}"
 
 
 def interpret_file(path: PurePath, summary: JsonlSummary, settings: Mapping[str, Any]) -> DataFile:

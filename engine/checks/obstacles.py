@@ -15,7 +15,7 @@ from typing import Any
 from engine.checks.context import CheckContext
 from engine.cluster.probe_results import AdapterReport, RefusedRows, Reporters, Tally, TemplateReport
 from engine.cluster.transport.base import quoted
-from engine.config.models import JobConfig, NodeConfig
+from engine.config.models import Config, JobConfig, NodeConfig
 from engine.errors import FlightDeckError, InputError, plural
 from engine.failures.explanation import explained
 from engine.launch.rank_environment import SECRETS
@@ -100,9 +100,11 @@ def data_files(settings: Mapping[str, Any], folder: str) -> list[str]:
     return [f"{folder}/{name}.jsonl" for name in ("train", "valid", *(["test"] if settings.get("test") else []))]
 
 
-def data_features(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Form of a line → the key that mlx-lm recognises it by."""
-    return {name: str(settings.get(f"{name}_feature", default)) for name, default in _FEATURES.items()}
+def data_options(config: Config) -> dict[str, Any]:
+    """How the nodes read the data: the key of each form of a line, and [data]."""
+    settings = config.job.mlx_lm
+    features = {name: str(settings.get(f"{name}_feature", default)) for name, default in _FEATURES.items()}
+    return {**features, "max_seq_length": settings["max_seq_length"], "data": config.data.options}
 
 
 async def try_rows(context: CheckContext, node: NodeConfig, files: Sequence[str]) -> TemplateReport:
@@ -110,8 +112,7 @@ async def try_rows(context: CheckContext, node: NodeConfig, files: Sequence[str]
     LaunchError, NodeUnreachable."""
     job = context.config.job
     flags = {key: bool(job.mlx_lm.get(key)) for key in ("mask_prompt", "trust_remote_code")}
-    given = {"framework": job.framework, "max_seq_length": job.mlx_lm["max_seq_length"]}
-    settings = json.dumps({**data_features(job.mlx_lm), **flags, **given})
+    settings = json.dumps({**data_options(context.config), **flags, "framework": job.framework})
     model = context.path(node, node.model or job.model or "")
     report = await context.probe(
         node, "template", model, settings, *files, result_type=TemplateReport, timeout_s=TRIAL_LIMIT_S

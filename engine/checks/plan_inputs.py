@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shlex
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -16,8 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext, once
-from engine.checks.obstacles import reporting_obstacles
-from engine.cluster.agent_client import THIS_MACHINE
+from engine.checks.obstacles import data_options, reporting_obstacles
 from engine.cluster.probe_results import ExampleCount, ModelConfiguration
 from engine.cluster.topology import topology
 from engine.config.formats import resolved
@@ -35,7 +35,7 @@ from engine.plan.document import Disabled, Launching, PlannedHostfile, RankMemor
 from engine.plan.fingerprint import latest_matching
 from engine.plan.memory.choice import is_open
 from engine.plan.memory.choice import resolved as with_chosen
-from engine.plan.memory.fit import FUSED_SINCE, memory_fit
+from engine.plan.memory.fit import memory_fit
 from engine.plan.memory.shape import ModelShape
 from engine.plan.network import plan_network
 from engine.plan.planner import make_plan
@@ -43,7 +43,6 @@ from engine.plan.shares import divide_batch
 from engine.protocol.job import Strategy
 from engine.security.paths import default_roots, make_home, validate_path
 from engine.security.redact import REDACTED, is_public
-from engine.security.sanitise import json_or_none
 from engine.store.store import Store
 
 _LIMIT_S = 20.0
@@ -225,36 +224,6 @@ async def read_model(context: CheckContext, nodes: Sequence[NodeConfig]) -> tupl
     return await _first_answer(context, nodes, lambda node: node.model or job.model, read)
 
 
-async def capacity_inputs(context: CheckContext, model: str | None, mac_bytes: int | None) -> PlanInputs:
-    """Those that decide how much of the job fits. Raises InputError."""
-    now, config, seen = datetime.now(UTC), context.config, dict[str, NodeFacts]()
-    if mac_bytes is None:
-        seen = last_known_facts(config, await context.facts(), (await cluster_history(context)).facts)
-    else:
-        mac = NodeFacts(
-            node=f"Mac, {memory_text(mac_bytes)}", host="", probed_at=now, system="Darwin", gpu="gpu",
-            memory_total_bytes=mac_bytes, mlx=".".join(map(str, FUSED_SINCE)),
-        )  # fmt: skip
-        node, seen = THIS_MACHINE.model_copy(update={"name": mac.node}), {mac.node: mac}
-        config = config.model_copy(update={"nodes": (node,)})
-    cabling, network = topology(list(seen.values())), None
-    with contextlib.suppress(LaunchError):
-        network = plan_network(config, list(seen.values()), cabling)
-    configuration, source = None, f"{model} is no JSON object"
-    if model is None:
-        configuration, source = await read_model(context, context.config.nodes)
-    else:
-        from engine.publish.hub import read_configuration
-
-        configuration = json_or_none(await asyncio.to_thread(read_configuration, model))
-    if not isinstance(configuration, dict):
-        raise InputError("the model is not known", why=source, todo="name its folder or its config.json: --model")
-    strategy, source = config.job.strategy, model or source
-    return PlanInputs(
-        config, strategy, now, cabling, _tools(), seen, network=network, model=configuration, model_source=source
-    )
-
-
 async def _examples(
     context: CheckContext, nodes: list[NodeConfig], report: DataReport | None
 ) -> tuple[int | None, str]:
@@ -266,9 +235,11 @@ async def _examples(
     if report is not None and report.ifd_score.total_examples is not None:
         return report.ifd_score.total_examples, "the data quality report"
 
+    options = json.dumps(data_options(context.config))
+
     async def read(node: NodeConfig, folder: str) -> tuple[int, str]:
         result = await context.probe(
-            node, "examples", f"{folder}/train.jsonl", result_type=ExampleCount, timeout_s=_LIMIT_S
+            node, "examples", f"{folder}/train.jsonl", options, result_type=ExampleCount, timeout_s=_LIMIT_S
         )
         if result.examples is None:
             raise InputError(result.problem or "not counted", where=node.name)

@@ -92,11 +92,44 @@ class JsonlSummary(_Report):
     foreign: ShortText | None = None
     """Its content, perhaps a key of engine.node.probes.foreign_files.WAYS."""
     tally: Tally = Field(default_factory=dict)
+    path: PathText | None = None
+    """The file that was read, where it is not the one that was asked for."""
+
+
+class ConversionReport(FrozenModel):
+    """How data that is no standard folder was read (engine.node.standard_data)."""
+
+    shapes: Annotated[dict[ShortText, Count], Field(max_length=10)]
+    """Shape → rows."""
+    counts: Annotated[dict[ShortText, Count], Field(max_length=3)]
+    """train, valid, test → rows."""
+    split_off: Annotated[dict[ShortText, float], Field(max_length=3)]
+    """valid, test → share of the rows."""
+    skipped: Annotated[dict[ShortText, tuple[Count, ShortText]], Field(max_length=10)]
+    """Why → how many rows are left out, and the place of the first."""
+    unread: Annotated[list[ShortText], Field(max_length=1000)]
+    """Keys of rows."""
+    files: Count
+
+    def describe(self) -> str:
+        shapes = ", ".join(
+            f"{name} ({count:,})" if len(self.shapes) > 1 else name for name, count in self.shapes.items()
+        )
+        rejected = " (chosen is trained on, rejected is not)" if "preference" in self.shapes else ""
+        split_off = [f"{share:.1%} split off as {name}" for name, share in self.split_off.items()]
+        unread = [f"not read: {', '.join(self.unread[:8])}{', …' * (len(self.unread) > 8)}"] if self.unread else []
+        return "; ".join([f"{plural(self.files, 'file')} of {shapes}{rejected}", *split_off, *unread])
+
+    @property
+    def warnings(self) -> list[str]:
+        skipped = self.skipped.items()
+        return [f"{plural(count, 'row')} left out, {why} (first: {place})" for why, (count, place) in skipped]
 
 
 class JsonlSummaries(FrozenModel):
     files: Annotated[list[JsonlSummary], Field(max_length=10)]
     """In the order of the request."""
+    conversion: ConversionReport | None = None
 
 
 class RefusedRows(FrozenModel):

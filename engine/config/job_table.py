@@ -40,7 +40,7 @@ SAME_KEYS = {"epochs": "iters", "iters": "epochs"}
 """A job has one or the other."""
 _REQUIRED = {
     "model": "a directory in mlx-lm's format: config.json, tokenizer, *.safetensors",
-    "data": "a directory with train.jsonl, and optionally valid.jsonl and test.jsonl",
+    "data": "a directory with train.jsonl, and optionally valid.jsonl and test.jsonl, or a file or folder as in [data]",
 }
 _EITHER = 'model = "<directory in mlx-lm\'s format>" and data, or command = ["python", "my_script.py"]'
 

@@ -204,6 +204,8 @@ def load_config(path: Path) -> Config:
         _check_ports(cluster_table, tables, cluster.starting_port)
     if job.is_command:
         _check_command([*tables, defaults])
+        if "data" in here:
+            here.refuse("data", "no value here: the job is a command, which has its own")
     elif tables:
         check_training(job_table, tables, job)
     good = tuple(node for node in nodes if node is not None)

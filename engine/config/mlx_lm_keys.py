@@ -128,7 +128,7 @@ class Key:
 
 KEYS: dict[str, Key] = {
     "model": Key(TEXT, None, "Directory of the model in mlx-lm's format, on every node."),
-    "data": Key(TEXT, None, "Directory with train.jsonl and optionally valid.jsonl and test.jsonl, on every node."),
+    "data": Key(TEXT, None, "Directory with train.jsonl, valid.jsonl, test.jsonl, or as `[data]` says, on every node."),
     "config": Key(TEXT, None,
         "An mlx-lm training YAML to read these keys from; keys in flightdeck.toml have priority."),
     "train": Key(Form(Literal[True], "true: flightdeck always trains"), True, "Accepted for mlx-lm's YAML files."),

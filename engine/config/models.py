@@ -18,7 +18,7 @@ from engine.config.mlx_lm_keys import HEAD_TRACKERS, services
 from engine.errors import InputError
 from engine.job.kinds import JobKind, job_kind
 from engine.models import FrozenModel
-from engine.protocol.job import Framework, Strategy
+from engine.protocol.job import DataColumn, DataFormat, Framework, Strategy
 from engine.protocol.task import Task
 from engine.security.identifiers import SshTarget
 from engine.security.redact import Redactor
@@ -192,6 +192,31 @@ class JobConfig(_Section):
         return job_kind(self.framework, self.strategy, command=command, elastic=self.elastic, task=task)
 
 
+Share = Annotated[float, Field(ge=0, le=0.9)]
+
+
+class DataConfig(_Section):
+    """How `data` of `[job]` is read where it is no folder of mlx-lm's train, valid and test.jsonl: a file, or a folder
+    of files, of JSONL, JSON, CSV, TSV, Parquet, text or Markdown. The whole table may be left out."""
+
+    format: DataFormat = "auto"
+    """The shape of the rows. `auto` recognises each row's: `chat` (OpenAI's messages), `sharegpt`, `alpaca`,
+    `completions` (a prompt and its answer), `preference` (the chosen answer is trained on) or `text`."""
+    columns: dict[DataColumn, str] = Field(default_factory=dict)
+    """The file's keys of the parts of a row: `{ prompt = "Q", completion = "A" }`, of a conversation's messages `role`
+    and `content`. Default: as they are often called."""
+    valid: Share | None = None
+    """Share of the rows that is split off for validation where there is no such file, by the hash of each row. Default:
+    0.05; none from a folder with mlx-lm's train.jsonl."""
+    test: Share | None = None
+    """The same for the test. Default: none."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All that differs from the defaults, as the nodes get it."""
+        return self.model_dump(exclude_defaults=True)
+
+
 CheckName = Literal[
     "ssh_connectivity", "pre_rdma_sync", "versions_match", "hostfile_valid", "ports_free", "model_present",
     "data_matches", "program_present", "checkpoint_layer", "gradient_layer", "worker_consistency", "worker_layer",
@@ -337,6 +362,7 @@ class Config(_Section):
     cluster: ClusterConfig
     nodes: tuple[NodeConfig, ...] = Field(min_length=1)
     job: JobConfig
+    data: DataConfig = DataConfig()
     preflight: PreflightConfig = PreflightConfig()
     consistency: ConsistencyConfig = ConsistencyConfig()
     calibration: CalibrationConfig = CalibrationConfig()

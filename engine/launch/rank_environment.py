@@ -152,6 +152,8 @@ def trainer_job(config: Config, layer_split: str | None = None) -> dict[str, Any
         "layer_split": job.layer_split or layer_split,
     }
     ours: dict[str, Any] = {"chunking": job.chunking, "chunk_size": job.chunk_size}
+    if config.data.options:
+        ours["data_options"] = config.data.options
     if job.framework == "torch":
         ours["framework"] = job.framework
     if "report_to" in job.mlx_lm:

@@ -13,6 +13,10 @@ from engine.protocol.partition import COORDINATOR_CHUNK_SIZE
 
 Framework = Literal["mlx", "torch"]
 Strategy = Literal["data", "sharded", "pipeline", "local", "auto", "ddp", "fsdp", "deepspeed"]
+DataFormat = Literal["auto", "chat", "sharegpt", "alpaca", "completions", "preference", "text"]
+DataColumn = Literal[
+    "prompt", "completion", "messages", "text", "chosen", "rejected", "system", "input", "tools", "role", "content"
+]
 AUTO: Final = "auto"
 """The plan chooses."""
 STRATEGIES: Final[dict[Framework, tuple[Strategy, ...]]] = {
@@ -115,6 +119,8 @@ class Job:
     chunking: bool = True
     """A split of chunk_size examples or more is streamed in chunks of that size."""
     chunk_size: int = COORDINATOR_CHUNK_SIZE
+    data_options: dict[str, Any] = field(default_factory=dict)
+    """The keys that [data] sets, for engine.node.standard_data."""
 
     @classmethod
     def from_spec(cls, raw: dict[str, Any], *, model: str | None, data: str | None, workdir: Path, home: Path) -> Job:
@@ -136,8 +142,8 @@ class Job:
         job = cls(**chosen)
         if not job.model.is_dir():
             raise JobError(f"the model {job.model} is not a directory on this node")
-        if not job.data.is_dir():
-            raise JobError(f"the data {job.data} is not a directory on this node: it must hold train.jsonl")
+        if not job.data.exists():
+            raise JobError(f"the data {job.data} is not a directory on this node, nor a file")
         return job
 
     @property

@@ -9,16 +9,8 @@ from typing import Any
 
 BLANK = b"\xef\xbb\xbf \t\r\n\v\f"
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-_KEYS = {
-    "prompt": ("prompt", "instruction", "question", "query", "problem", "user", "input"),
-    "completion": ("completion", "output", "response", "answer", "solution", "assistant", "target"),
-    "chat": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns"),
-    "text": ("text", "content", "document", "body", "story", "code"),
-}
-"""Part of a row → keys that data sets have for it, the likeliest first."""
 _NAMED_KEYS = 6
 NOT_UTF8 = "is not UTF-8"
-SHAREGPT = "from and value (ShareGPT) in place of role and content"
 THINKING = (
     ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"),
@@ -73,14 +65,13 @@ def fault_of(row: dict[str, Any], form: str | None, keys: Mapping[str, str]) -> 
     """Why mlx-lm would fail on a row, given the form of the file's first one."""
     if form is None:
         wanted = f"{keys['text']}, {keys['prompt']} + {keys['completion']}, {keys['chat']}"
-        return f"has none of {wanted}: {_found_keys(row)}"
+        return f"has none of {wanted}: {listed_keys(row)}; say what they are in [data] columns"
     if form == "chat":
         messages = row.get(keys["chat"])
         if not isinstance(messages, list) or not messages:
             return f"{keys['chat']} is no list of messages"
         whole = all(isinstance(message, dict) and "role" in message for message in messages)
-        lacks = SHAREGPT if is_sharegpt(messages) else "no role"
-        return None if whole else f"a message in {keys['chat']} has {lacks}"
+        return None if whole else f"a message in {keys['chat']} has no role"
     for key in [keys["text"]] if form == "text" else [keys["prompt"], keys["completion"]]:
         if key not in row:
             return f"has no {key}, as the first line has"
@@ -101,24 +92,6 @@ def half_pair(values: object, line: bytes | None = None) -> str | None:
     return None
 
 
-def is_sharegpt(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and {"from", "value"} <= {*first} and "role" not in first
-
-
-def _found_keys(row: dict[str, Any]) -> str:
-    """Keys that a row has, and the settings that would have them read."""
-    shown = [json.dumps(key[:40])[1:-1] for key in list(row)[:_NAMED_KEYS]]
-    listed = f"it has {', '.join(shown) or 'no key'}{', …' if len(row) > _NAMED_KEYS else ''}"
-    by_part = {
-        part: next((key for key in keys if isinstance(row.get(key), list if part == "chat" else str)), None)
-        for part, keys in _KEYS.items()
-    }
-    if is_sharegpt(row.get(by_part["chat"] or "")):
-        return f"{listed}, with {SHAREGPT}"
-    parts: tuple[str, ...] = ("prompt", "completion")
-    if not (by_part["prompt"] and by_part["completion"]):
-        parts = ("chat",) if by_part["chat"] else ("text",)
-    named = [f'{part}_feature = "{by_part[part]}"' for part in parts if by_part[part]]
-    unread = " (its input is then not read)" if by_part["prompt"] == "instruction" and row.get("input") else ""
-    return f"{listed}; set {' and '.join(named)} in [job]{unread}" if named else listed
+def listed_keys(row: Mapping[str, Any]) -> str:
+    shown = [json.dumps(str(key)[:40])[1:-1] for key in list(row)[:_NAMED_KEYS]]
+    return f"it has {', '.join(shown) or 'no key'}{', …' if len(row) > _NAMED_KEYS else ''}"

@@ -22,7 +22,7 @@ from engine.protocol.measurements import MeasureReport, MeasureSpec
 from engine.trainer.collective import Collective
 from engine.trainer.model import limit_cache, load_model, row_format, set_up_device
 from engine.trainer.strategies.data_parallel import DataParallel
-from engine.training.data import Batch, load_train_split
+from engine.training.data import Batch, load_train_split, with_standard_data
 from engine.training.sampler import Indices, dropout_seed
 
 SYNTHETIC_VOCABULARY = 384
@@ -78,7 +78,8 @@ def load_trainer(spec: MeasureSpec, home: Path) -> SingleNodeTrainer:
         return SingleNodeTrainer(
             job, model, SyntheticData(), lambda position: np.arange(spec.batch) + position * spec.batch, spec.ranks
         )
-    job = Job.from_spec(spec.job, model=spec.model, data=spec.data, workdir=Path(spec.workdir), home=home)
+    there = Job.from_spec(spec.job, model=spec.model, data=spec.data, workdir=Path(spec.workdir), home=home)
+    job = with_standard_data(there)
     set_up_device(job)
     model, tokenizer = load_model(job)
     train = load_train_split(job, row_format(job, tokenizer), lambda longest: None)

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.node.source_files import DataError
+from engine.node.standard_data import standard_data
 from engine.protocol.attempt import AttemptSpec, RankSpec
 from engine.protocol.checksums import BASE_MODEL, crc32_text, model_checksum
 from engine.protocol.job import Job, JobError, config_hash
@@ -118,6 +120,15 @@ class Split:
             raise JobError(f"{self._path}: line {line_number(self._path, index)} {why}") from error
 
 
+def with_standard_data(job: Job) -> Job:
+    """The job with its data as a folder of train, valid and test.jsonl. Raises JobError."""
+    options = {**job.features, "max_seq_length": job.max_seq_length, "data": job.data_options}
+    try:
+        return replace(job, data=standard_data(job.data, options).folder)
+    except DataError as error:
+        raise JobError(str(error)) from error
+
+
 def load_train_split(job: Job, row_format: RowFormat, on_truncate: Callable[[int], None]) -> Split:
     """Raises JobError, also when there is no example."""
     train = Split(job, "train", row_format, on_truncate)
@@ -204,6 +215,7 @@ def load_splits(job: Job, row_format: RowFormat, reporter: Reporter) -> tuple[Jo
     """The job with the iterations of its epochs, and the examples for training, for validation (perhaps empty), and for
     the job's `test`. Raises JobError."""
 
+    job = with_standard_data(job)
     truncated = partial(warn_of_truncation, job, reporter)
     train = load_train_split(job, row_format, truncated)
     valid = Split(job, "valid", row_format, truncated)

@@ -19,7 +19,7 @@ import numpy as np
 from engine.protocol.job import Job, JobError, config_hash
 from engine.protocol.task import KEEP, Task
 from engine.training.checkpoint_files import replace_folder
-from engine.training.data import RowFormat, Split, files_checksum, warn_of_truncation
+from engine.training.data import RowFormat, Split, files_checksum, warn_of_truncation, with_standard_data
 from engine.training.loop import sum_losses
 from engine.training.process import TrainingProcess
 from engine.training.reporting import Outcome, Reporter, SavedWeights
@@ -106,6 +106,7 @@ def messages_of(prompt: str | Conversation) -> Conversation:
 
 def evaluated_split(job: Job, task: Task, form: RowFormat, reporter: Reporter) -> tuple[str, Split]:
     """The split that the task names, else the test split, else the one for validation. Raises JobError."""
+    job = with_standard_data(job)
     names = [task.options["split"]] if task.options.get("split") else ["test", "valid"]
     for name in names:
         if len(examples := Split(job, name, form, partial(warn_of_truncation, job, reporter))):

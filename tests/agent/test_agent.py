@@ -464,10 +464,10 @@ def test_a_probe_that_goes_on_reads_its_stdin_and_ends_with_it(head: Head) -> No
 
 
 def test_a_probe_that_hangs_holds_up_nothing_else(head: Head, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with stalled(tmp_path / "file"):
+    (tmp_path / "train.jsonl").touch()
+    with stalled(tmp_path / "train.jsonl"):
         head.watch(0)
-        head.send(ProbeRequest(1, "examples", [str(tmp_path / "file")]))
+        head.send(ProbeRequest(1, "examples", [str(tmp_path / "train.jsonl"), "{}"]))
         started = time.monotonic()
         # In two rounds: the first may be served in one go with the probe's start.
         for number in (1, 2):

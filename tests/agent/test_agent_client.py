@@ -123,9 +123,10 @@ async def test_a_probe_that_fails_says_how_and_harms_no_other(agent: AgentClient
 async def test_a_probe_that_takes_too_long_is_ended_and_the_next_one_answered(
     agent: AgentClient, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").touch()
-    with stalled(tmp_path / "file"):
-        late = await agent.probe("examples", str(tmp_path / "file"), result_type=ExampleCount, timeout_s=0.5)
+    file = tmp_path / "train.jsonl"
+    file.touch()
+    with stalled(file):
+        late = await agent.probe("examples", str(file), "{}", result_type=ExampleCount, timeout_s=0.5)
     assert late == Late(command="the examples probe", after_s=0.5)
     assert await own_address(agent) == AddressProblems(problems=[None])
     pid = await agent_pid(agent)

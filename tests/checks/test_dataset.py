@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checks import dataset as check
-from engine.config.models import Config
+from engine.config.models import Config, DataConfig
 from engine.models import CheckResult, CheckStatus
 from engine.node.probes import dataset
 from tests.checks.conftest import make_config, run_check
@@ -234,21 +234,53 @@ async def test_a_file_with_a_byte_order_mark_passes_whole(config: Config, data: 
     assert (result.status, result.summary) == (CheckStatus.PASS, "train 40, valid 4 examples, text")
 
 
-async def test_a_file_named_as_data_is_told_with_its_folder(config: Config, data: Path) -> None:
+async def test_train_jsonl_named_as_data_is_its_folder(config: Config, data: Path) -> None:
     job = config.job.model_copy(update={"data": str(data / "train.jsonl")})
     result = await run_check(check.run, config.model_copy(update={"job": job}))
-    assert result.summary == f"data names a file, {data}/train.jsonl: name its folder, {data}"
+    assert (result.status, result.summary) == (CheckStatus.PASS, "train 40, valid 4 examples, text")
 
 
-async def test_utf_16_is_named_and_its_fix_converts_it(config: Config, data: Path) -> None:
-    train = data / "train.jsonl"
-    lines = train.read_text()
-    train.write_text(lines, encoding="utf-16")
+async def test_data_of_another_kind_is_said_with_its_shape_and_what_is_not_read(config: Config, data: Path) -> None:
+    rows = [{"story": f"level {number}", "id": number} for number in range(100)]
+    (data / "train.jsonl").write_text(json.dumps([*rows, {"story": " ", "id": 0}]), encoding="utf-16")
+    (data / "valid.jsonl").unlink()
     result = await run_check(check.run, config)
-    assert f"{train} is UTF-16, no JSON lines: `iconv -f UTF-16 -t UTF-8` converts it; the fix writes" in result.summary
+    assert result.status is CheckStatus.WARN
+    assert f"1 row left out, without text (first: {data}/train.jsonl: row 101)" in result.summary
+    chosen = config.model_copy(update={"data": DataConfig(valid=0.2)})
+    (data / "train.jsonl").write_text(json.dumps(rows))
+    result = await run_check(check.run, chosen)
+    valid = int(result.summary.split("valid ")[1].split()[0])
+    expected = f"train {100 - valid}, valid {valid} examples, text, from 1 file of text; 20.0% split off as valid"
+    assert (result.summary, 10 <= valid <= 30) == (f"{expected}; not read: id", True)
+
+
+async def test_other_data_of_another_kind_on_another_node_is_copied_whole(
+    config: Config, tmp_path: Path, home: Path
+) -> None:
+    sources = [tmp_path / name / "qa.csv" for name in ("one", "two")]
+    for number, source in enumerate(sources):
+        source.parent.mkdir()
+        source.write_text("question,answer\n" + "".join(f"{row}?,{number}\n" for row in range(40)))
+    nodes = tuple(
+        node.model_copy(update={"data": str(source)}) for node, source in zip(config.nodes, sources, strict=True)
+    )
+    changed = config.model_copy(update={"nodes": nodes})
+    result = await run_check(check.run, changed)
+    assert (result.status, result.blames) == (CheckStatus.FAIL, (1, "node1"))
+    assert "the data on node1 differs from node0: train.jsonl" in result.summary
     apply(result)
-    assert Path(f"{data}-corrected/train.jsonl").read_text() == lines and train.read_text(encoding="utf-16") == lines
-    assert (await run_check(check.run, corrected(config, data))).status is CheckStatus.PASS
+    assert (await run_check(check.run, changed)).status is not CheckStatus.FAIL
+    assert sources[0].read_bytes() == sources[1].read_bytes()
+    assert [file.read_text()[-3:] for file in sources[1].parent.glob("qa.csv.aside-*")] == [",1\n"]
+    sources[1].unlink()
+    apply(await run_check(check.run, changed))
+    assert sources[0].read_bytes() == sources[1].read_bytes()
+    sources[1].write_text("question,answer\n1\n")
+    result = await run_check(check.run, changed)
+    assert f"{sources[1]}: line 2 has 1 fields, and the header has 2" in result.summary
+    apply(result)
+    assert (await run_check(check.run, changed)).status is not CheckStatus.FAIL
 
 
 async def test_lines_that_end_in_cr_alone_are_read_as_lines(config: Config, data: Path) -> None:

@@ -25,6 +25,7 @@ _TABLES: Final = {
     "[cluster]": "cluster",
     "[[node]]": "nodes",
     "[job]": "job",
+    "[data]": "data",
     "[preflight]": "preflight",
     "[consistency]": "consistency",
     "[calibration]": "calibration",

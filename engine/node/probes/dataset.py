@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.node.probes import did_you_mean, reason_of
-from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind, foreign_problem
+from engine.node.source_files import DataError
+from engine.node.standard_data import standard_files
 from engine.protocol.attempt import open_regular
-from engine.protocol.jsonl import NOT_UTF8, SHAREGPT, content_of, fault_of, form_of, half_pair, is_blank, lines, parse
+from engine.protocol.jsonl import NOT_UTF8, content_of, fault_of, form_of, half_pair, is_blank, lines, parse
 
 FAULT_LIMIT = 50
 SHOWN = 60
@@ -77,7 +78,7 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
     digest, tally = hashlib.sha256(), dict[str, list[int]]()
     faults: list[tuple[int, str]] = []
     number = examples = fault_count = 0
-    form, utf8 = None, set[bool]()
+    form, kind, utf8 = None, None, set[bool]()
     trained = set() if trained is None else trained
     in_file = trained if path.name == "train.jsonl" else set()
 
@@ -88,9 +89,6 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
             yield line
 
     with open_regular(path) as file:
-        if (kind := foreign_kind(file.read(HEAD_BYTES))) is not None:
-            return {"problem": foreign_problem(path, kind), "foreign": kind}
-        file.seek(0)
         for row in read_rows(hashed(file), keys):
             examples, form = examples + 1, form or row.form
             kind = "lines that end in CR" if row.line.endswith(b"\r") else kind
@@ -100,7 +98,6 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
                 _count(tally, row, trained, in_file)
                 continue
             fault_count += 1
-            kind = "ShareGPT" if SHAREGPT in row.fault else kind
             if len(faults) < FAULT_LIMIT:
                 faults.append((row.number, f"{row.fault}: {row.line.decode('utf-8-sig', 'replace').strip()[:SHOWN]}"))
     return {
@@ -118,10 +115,6 @@ def read_lines(path: Path, keys: dict[str, str], trained: set[int] | None = None
 def place_problem(path: Path) -> str | None:
     """Why there is no folder for a file of examples."""
     folder = path.parent
-    if folder.is_file():
-        sibling = folder.parent / "train.jsonl"
-        such = f"its folder, {folder.parent}" if sibling.is_file() else "a folder with train.jsonl and valid.jsonl"
-        return f"data names a file, {folder}: name {such}"
     return None if folder.is_dir() else f"no such directory: {folder}{did_you_mean(folder, 'train.jsonl')}"
 
 
@@ -138,16 +131,25 @@ def check_file(path: Path, keys: dict[str, str], trained: set[int] | None = None
 
 
 def probe_jsonl(keys: str, *files: str) -> dict[str, Any]:
-    """`files` in the order of the arguments, train.jsonl first. `keys` is JSON: {"prompt": …, "completion": …, "chat":
-    …, "text": …}."""
-    trained: set[int] = set()
-    return {"files": [check_file(Path(file), json.loads(keys), trained) for file in files]}
-
-
-def probe_examples(file: str) -> dict[str, Any]:
-    """`examples` (lines that are not blank), or `problem`. Nothing is parsed: millions take a moment."""
+    """`files` in the order of the arguments, train.jsonl first, of the folder of what is called as theirs (its
+    `conversion`). `keys` is JSON, the options of engine.node.standard_data."""
+    options, trained = json.loads(keys), set[int]()
     try:
-        with open_regular(Path(file)) as opened:
+        paths, conversion = standard_files(files, options)
+    except DataError as error:
+        return {"files": [{"problem": str(error), "absent": False}] * len(files)}
+    reports = [{**check_file(path, options, trained), "path": str(path)} for path in paths]
+    return {"files": reports, "conversion": conversion}
+
+
+def probe_examples(file: str, keys: str) -> dict[str, Any]:
+    """`examples` (lines that are not blank), or `problem`. Of standard files nothing is parsed: millions take a moment.
+    `keys`: as for `probe_jsonl`."""
+    try:
+        (path,), _ = standard_files([file], json.loads(keys))
+        with open_regular(path) as opened:
             return {"examples": sum(1 for line in lines(opened) if not is_blank(line))}
+    except DataError as error:
+        return {"problem": str(error)}
     except OSError as error:
         return {"problem": place_problem(Path(file)) or f"{file}: {reason_of(error, Path(file))}"}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import os
@@ -16,6 +17,8 @@ from engine.node.bootstrap import bundle_hash
 from engine.node.probes import did_you_mean, is_withheld, reason_of
 from engine.node.probes.model_files import HASHED, file_hash, sha256
 from engine.node.processes import abandoned_locks, find_program
+from engine.node.source_files import DataError
+from engine.node.standard_data import standard_data
 from engine.protocol.attempt import open_regular, write_atomic
 from engine.protocol.checksums import BASE_MODEL, crc32, crc32_text, model_checksum, package_versions
 from engine.protocol.job import config_hash
@@ -43,6 +46,8 @@ def probe_inputs(request_text: str) -> dict[str, Any]:
     reports them when it starts."""
     request = json.loads(request_text)
     data, model = (Path(request[name]).expanduser() for name in ("data", "model"))
+    with contextlib.suppress(DataError):
+        data = standard_data(data, request["options"]).folder
     inputs = {name: _or_reason(_file_checksum, data / name) for name in request["files"]}
     inputs[BASE_MODEL] = _or_reason(model_checksum, model)
     return {"inputs": inputs, "versions": package_versions(*request["packages"])}

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.node.probes.dataset import DataRow, count, place_problem, read_rows
-from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind, foreign_problem
+from engine.node.probes.dataset import DataRow, count, read_rows
+from engine.node.source_files import DataError
+from engine.node.standard_data import standard_files
 from engine.protocol.attempt import open_regular
 from engine.protocol.jsonl import THINKING, content_of, form_of, is_blank, lines
 
@@ -97,9 +98,6 @@ class _Trial:
     def run(self) -> None:
         """Raises OSError, and what loading the tokenizer raises."""
         with open_regular(self.path) as file:
-            if (kind := foreign_kind(file.read(HEAD_BYTES))) is not None:
-                return self.refuse(0, foreign_problem(self.path, kind))
-            file.seek(0)
             for row in read_rows(file, self._keys):
                 if row.form == "text" and self._keys["mask_prompt"]:
                     return self.refuse(0, f"{self.path}: {TEXT_MASKED}")
@@ -203,12 +201,12 @@ def probe_template(model: str, settings: str, *files: str) -> dict[str, Any]:
         with contextlib.suppress(Exception):
             fast = importlib.import_module("tokenizers").Tokenizer.from_file(f"{model}/tokenizer.json")
             fast.no_truncation()
-        trials = [_Trial(Path(file), keys, load, fast) for file in files]
+        trials = [_Trial(path, keys, load, fast) for path in standard_files(files, keys)[0]]
         for trial in trials:
-            if trial.path.parent.is_file():
-                trial.refuse(0, str(place_problem(trial.path)))
-            elif trial.path.is_file():
+            if trial.path.is_file():
                 trial.run()
+    except DataError as error:
+        return {"refused": [{"file": files[0], "line": 0, "count": 1, "why": str(error)}]}
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}"}
     refused = [refusal for trial in trials for refusal in trial.refused.values()]

@@ -42,7 +42,7 @@ def test_what_mlx_lm_reads_is_read_the_same(
     assert index.rows(list(range(len(index)))) == rows
     report = read_lines(path, KEYS)
     assert (report["examples"], report["faults"]) == (len(rows), [])
-    assert probe_examples(str(path)) == {"examples": len(rows)}
+    assert probe_examples(str(path), json.dumps(KEYS)) == {"examples": len(rows)}
     assert has_examples(path, max(1, len(rows))) == bool(rows)
     assert [line_number(path, number) for number in range(len(rows))] == list(range(1, len(rows) + 1))
 
@@ -83,21 +83,11 @@ def test_half_of_a_surrogate_pair_is_what_utf_8_cannot_hold(text: str) -> None:
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        (
-            {"instruction": "a", "input": "", "output": "b"},
-            'prompt_feature = "instruction" and completion_feature = "output"',
-        ),
-        ({"instruction": "a", "input": "c", "output": "b"}, "in [job] (its input is then not read)"),
-        ({"question": "a", "answer": "b"}, 'prompt_feature = "question" and completion_feature = "answer"'),
-        ({"prompt": "a", "response": "b"}, 'prompt_feature = "prompt" and completion_feature = "response"'),
-        ({"input": "a", "output": "b"}, 'prompt_feature = "input" and completion_feature = "output"'),
-        ({"conversations": [{"role": "user", "content": "a"}]}, 'set chat_feature = "conversations"'),
-        ({"content": "a"}, 'set text_feature = "content"'),
-        ({"conversations": [{"from": "human", "value": "a"}]}, "with from and value (ShareGPT)"),
+        ({"document": "a", "summary": "b"}, "it has document, summary; say what they are in [data] columns"),
         ({"a\r\x1b[2J": 1, "b": 2}, "it has a\\r\\u001b[2J, b"),
         ({}, "it has no key"),
     ],
 )
-def test_rows_of_another_form_name_the_setting_that_reads_them(row: dict[str, Any], named: str) -> None:
+def test_rows_of_another_form_name_their_keys(row: dict[str, Any], named: str) -> None:
     fault = fault_of(row, form_of(row, KEYS), KEYS)
     assert fault is not None and named in fault and fault.isprintable()

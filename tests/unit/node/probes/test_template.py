@@ -163,8 +163,8 @@ def test_the_lengths_of_a_long_file_are_those_of_the_whole(
     ("row", "why"),
     [
         (
-            {"question": "a", "answer": "b"},
-            'set prompt_feature = "question" and completion_feature = "answer" in [job]',
+            {"document": "a", "summary": "b"},
+            "it has document, summary; say what they are in [data] columns",
         ),
         ({"text": "half \ud83d"}, "has half of a surrogate pair (\\ud83d)"),
     ],
@@ -175,13 +175,13 @@ def test_the_plan_says_of_a_row_what_preflight_says(model: Path, tmp_path: Path,
     assert why in refusal and "template" not in refusal
 
 
-def test_a_file_that_is_no_json_lines_is_refused_as_a_whole(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "valid.jsonl").write_bytes('{"text": "a"}\n'.encode("utf-16"))
+@pytest.mark.usefixtures("home")
+def test_a_file_that_is_not_read_is_refused_as_a_whole(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(b"PK\x03\x04")
     keys = {**KEYS, "mask_prompt": False, "trust_remote_code": False, "max_seq_length": 64}
-    for file, why in (("valid.jsonl", "is UTF-16, no JSON lines"), ("valid.jsonl/train.jsonl", "data names a file")):
-        found = template.probe_template(str(model), json.dumps(keys), str(tmp_path / file))
-        (refusal,) = rows_refused(TemplateReport.model_validate(found), SETTINGS)
-        assert why in refusal and "line" not in refusal.replace("no JSON lines", "")
+    found = template.probe_template(str(model), json.dumps(keys), str(tmp_path / "train.jsonl"))
+    why = f"{tmp_path}/train.jsonl is a zip archive, which is not read: `funzip` converts it"
+    assert rows_refused(TemplateReport.model_validate(found), SETTINGS) == [why]
 
 
 def test_text_that_has_no_prompt_to_mask_is_refused(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,258 @@
+"""The shapes of rows in the field's data sets: by what each is recognised, and how a row becomes one that mlx-lm reads,
+of messages with tools, or a text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.protocol.jsonl import listed_keys
+
+_ROLE = ("role", "from", "speaker", "author")
+_PARTS: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "instruction", "question", "query", "problem", "user", "human", "input"),
+    "completion": ("completion", "output", "response", "answer", "solution", "assistant", "bot", "target"),
+    "chat": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns", "data"),
+    "text": ("text", "content", "document", "body", "story", "code"),
+    "chosen": ("chosen", "preferred_output"),
+    "rejected": ("rejected", "non_preferred_output"),
+    "system": ("system", "system_prompt", "system_message"),
+    "input": ("input", "context"),
+    "role": _ROLE,
+    "content": ("content", "value", "text", "message"),
+}
+"""Part of a row or of a message → keys that data sets have for it, the likeliest first."""
+_ROLES = {
+    **dict.fromkeys(("user", "human", "prompter", "instruction"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "model", "chatgpt", "bing", "bard", "ai"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+    "function_call": "function_call",
+}
+_KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking", "weight")
+"""Keys of a message beside role and content that templates, or checks, read."""
+_ABOUT_A_ROW = re.compile(
+    r"(.*_)?(id|idx|index|url|link|title|source|meta|metadata|lang|language|date|timestamp|created|score|license|"
+    r"category|subset|split|dataset|author|name|tags?|topic|hash)|unnamed.*|"
+)
+"""Columns without a text to train on."""
+_TURNS = re.compile(r"\n\n(Human|Assistant): ?")
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+Row = dict[str, Any]
+
+
+class Skipped(Exception):
+    """A row with nothing to train on: why."""
+
+
+class _Parts:
+    """The parts of a row or of a message by their names, wherever they are in it."""
+
+    def __init__(self, row: Row, columns: Mapping[str, str]) -> None:
+        self.row = row
+        self.columns = columns
+        self.read = set[str]()
+        """Keys that were asked for and are there."""
+
+    def get(self, part: str) -> Any:
+        keys = (self.columns[part],) if part in self.columns else _PARTS.get(part, (part,))
+        key = next((key for key in keys if self.row.get(key) is not None), None)
+        if key is None or (part == "input" and key in self.read):
+            return None
+        self.read.add(key)
+        return self.row[key]
+
+    def has(self, *names: str) -> bool:
+        """All of these parts; none counts as read."""
+        return all(_Parts(self.row, self.columns).get(name) is not None for name in names)
+
+    def string(self, part: str) -> str:
+        """Raises ValueError for what is no text; "" is none."""
+        value = self.get(part)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"has as its {part} no text, but {json.dumps(value, default=str)[:60]}")
+        return value or ""
+
+
+def convert(row: Row, shape: str, columns: Mapping[str, str]) -> tuple[str, Row, set[str]]:
+    """The shape's name, the row with `messages` (and `tools`) or `text`, and the keys that are not read. `shape`: one
+    of FORMATS. `columns`: part → key. Raises ValueError for a row that is none, and Skipped."""
+    if all(value in _EMPTY for value in row.values()):
+        raise Skipped("empty")
+    for part, key in columns.items():
+        if key not in row and part not in ("role", "content", "system", "input"):
+            raise ValueError(f"has no {key}, which is to be its {part}: {listed_keys(row)}")
+    parts = _Parts(row, columns)
+    if isinstance(row.get("input"), dict) and "messages" in row["input"]:
+        # OpenAI's file of preferences.
+        parts = _Parts({**row, **row["input"]}, columns)
+        parts.read.add("input")
+    if shape == "auto":
+        shape = next((shape for part, shape in _BY_COLUMN.items() if part in columns), shape)
+    for name in _TRIED[shape]:
+        converted = _SHAPES[name](parts)
+        if converted is not None:
+            unread = {key for key, value in row.items() if value not in _EMPTY} - parts.read
+            return _name_of(name, parts), converted, unread
+    strings = [key for key, value in row.items() if isinstance(value, str)]
+    prompt, completion, *_ = *strings, "KEY", "KEY"
+    example = f'[data] columns = {{ prompt = "{prompt}", completion = "{completion}" }}'
+    raise ValueError(
+        f"has {'a shape that is not known' if shape == 'auto' else f'no {shape}'}: {listed_keys(row)}; "
+        f"say what they are, for example {example}"
+    )
+
+
+def _name_of(shape: str, parts: _Parts) -> str:
+    if {"instruction", "output"} <= parts.read:
+        return "Alpaca"
+    return "ShareGPT" if shape == "chat" and "from" in parts.read else shape
+
+
+def _preference(parts: _Parts) -> Row | None:
+    if not parts.has("chosen", "rejected"):
+        return None
+    parts.get("rejected")
+    chosen: Any = parts.get("chosen")
+    turns = _TURNS.split(chosen) if isinstance(chosen, str) else []
+    if len(turns) > 2 and not parts.has("prompt") and not parts.has("chat"):
+        # As Anthropic's hh-rlhf has them.
+        pairs = zip(turns[1::2], turns[2::2])  # noqa: B905
+        return _dialogue([{"role": role.lower(), "content": content.strip()} for role, content in pairs], parts)
+    answer = _messages(chosen) or [chosen if isinstance(chosen, dict) else {"role": "assistant", "content": chosen}]
+    if _Parts(answer[0], parts.columns).get("role") in ("system", "user", "human"):
+        parts.get("prompt")
+        return _dialogue(answer, parts)
+    return _dialogue([*_asked(parts), *answer], parts)
+
+
+def _asked(parts: _Parts) -> list[Any]:
+    """The messages that are answered. Raises ValueError, Skipped."""
+    messages = _messages(parts.get("chat")) or _messages(parts.get("prompt"))
+    if messages:
+        return messages
+    text = "\n\n".join(filter(None, (parts.string("prompt"), parts.string("input"))))
+    if not text.strip():
+        raise Skipped("without a prompt")
+    turns = [*itertools.chain.from_iterable(_parsed(parts.get("history")) or []), text]
+    return _alternating(turns)
+
+
+def _alternating(texts: list[Any]) -> list[Any]:
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, texts)]  # noqa: B905
+
+
+def _chat(parts: _Parts) -> Row | None:
+    messages: Any = _parsed(parts.get("chat"))
+    if not isinstance(messages, list):
+        return None
+    if all(isinstance(message, str) for message in messages):
+        messages = _alternating(messages)
+    elif all(isinstance(message, dict) and {"human", "assistant"} <= {*message} for message in messages):
+        messages = _alternating([text for message in messages for text in (message["human"], message["assistant"])])
+    return _dialogue(messages, parts)
+
+
+def _completions(parts: _Parts) -> Row | None:
+    if not parts.has("prompt", "completion"):
+        return None
+    if str(parts.get("label")).lower() == "false":
+        raise Skipped("labelled as an undesirable answer")
+    answer = parts.get("completion")
+    if not (messages := _messages(answer)):
+        if not parts.string("completion").strip():
+            raise Skipped("without an answer")
+        messages = [{"role": "assistant", "content": answer}]
+    return _dialogue([*_asked(parts), *messages], parts)
+
+
+def _text(parts: _Parts) -> Row | None:
+    key = parts.columns.get("text", "text")
+    if not isinstance(parts.row.get(key), str):
+        strings = [name for name, value in parts.row.items() if isinstance(value, str)]
+        texts = [name for name in strings if not _ABOUT_A_ROW.fullmatch(name.lower())]
+        key = next(iter(strings if len(strings) == 1 else texts if len(texts) == 1 else []), "")
+    if not key:
+        return None
+    parts.read.add(key)
+    if not parts.row[key].strip():
+        raise Skipped("without text")
+    return {"text": parts.row[key]}
+
+
+_SHAPES: dict[str, Callable[[_Parts], Row | None]] = {
+    "preference": _preference,
+    "chat": _chat,
+    "completions": _completions,
+    "text": _text,
+}
+"""In the order in which they are tried; None: a row is of another shape."""
+_BY_COLUMN = {"chosen": "preference", "chat": "chat", "completion": "completions", "text": "text"}
+"""A part that is named → the shape that has it."""
+_TRIED = {"auto": (*_SHAPES,), "sharegpt": ("chat",), "alpaca": ("completions",), **{name: (name,) for name in _SHAPES}}
+
+
+def _dialogue(messages: list[Any], parts: _Parts) -> Row:
+    """Raises ValueError, Skipped."""
+    converted = [_message(message, parts, number) for number, message in enumerate(messages, 1)]
+    system = parts.string("system")
+    if system.strip() and not (converted and converted[0]["role"] == "system"):
+        converted.insert(0, {"role": "system", "content": system})
+    if not any(message["role"] == "assistant" for message in converted):
+        raise Skipped("without an assistant's message")
+    tools = _parsed(parts.get("tools"))
+    if tools is None and (functions := _parsed(parts.get("functions"))):
+        tools = [{"type": "function", "function": function} for function in functions]
+    return {"messages": converted, **({"tools": _without_nulls(tools)} if tools else {})}
+
+
+def _message(message: Any, parts: _Parts, number: int) -> Row:
+    if not isinstance(message, dict):
+        raise ValueError(f"message {number} is no object with a role and content")
+    of_message = _Parts(message, {part: key for part, key in parts.columns.items() if part in ("role", "content")})
+    role, content = of_message.get("role"), of_message.get("content")
+    parts.read |= of_message.read & {"from"}
+    if not isinstance(role, str) or role.lower() not in _ROLES:
+        raise ValueError(f"message {number} has {f'the role {role[:40]!r}' if isinstance(role, str) else 'no role'}")
+    role = _ROLES[role.lower()]
+    kept = {key: _without_nulls(message[key]) for key in _KEPT if message.get(key) is not None}
+    if isinstance(content, list):
+        if any(not isinstance(piece, dict) or piece.get("type") != "text" for piece in content):
+            raise ValueError(f"message {number} holds more than text")
+        content = "\n".join(str(piece["text"]) for piece in content)
+    call = _parsed(content if role == "function_call" else message.get("function_call"))
+    if call is not None:
+        if not isinstance(call, dict) or "name" not in call:
+            raise ValueError(f"message {number} calls a function without a name")
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    if not isinstance(content, str) and not kept.get("tool_calls"):
+        raise ValueError(f"message {number} has no content")
+    return {"role": role, "content": content or "", **kept}
+
+
+def _messages(value: Any) -> list[Row] | None:
+    """Messages, perhaps as the JSON of a cell; a text that is JSON of something else is a text."""
+    value = _parsed(value)
+    whole = isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
+    return value if whole and not {*_ROLE}.isdisjoint(value[0]) else None
+
+
+def _parsed(value: Any) -> Any:
+    """A value that a cell may hold as JSON."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columnar files have each key in each struct."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,247 @@
+"""Files of examples as people have them, also compressed and in UTF-16, as a stream of rows: JSON lines, JSON, CSV,
+TSV, Parquet, Arrow and text."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import csv
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from engine.node.probes.foreign_files import HEAD_BYTES, MAGIC, WAYS, foreign_kind, foreign_problem
+from engine.protocol.attempt import open_regular
+from engine.protocol.jsonl import is_blank, lines, parse
+
+_COMPRESSED: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+_ENCODINGS = {"UTF-16": "utf-16", "UTF-16 (little-endian)": "utf-16-le", "UTF-16 (big-endian)": "utf-16-be"}
+_ENCODINGS["UTF-32"] = "utf-32"
+_TABLES = (".csv", ".tsv")
+TEXTS = (".txt", ".md")
+_SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES, ".parquet", ".arrow", *TEXTS)
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that lie beside a data set, of the Hugging Face Hub for one, and are none of its own."""
+_SPLITS = {"train": "train|training", "valid": "valid|validation|val|dev|eval", "test": "test"}
+_WRAPPERS = "data|rows|examples|items|records|instances|dataset|train"
+_WRAPPED = re.compile(
+    rf'\s*\{{\s*(?:"[^"]*"\s*:\s*(?:"[^"]*"|[\d.]+|null|true|false)\s*,\s*)*"(?:{_WRAPPERS})"\s*:\s*\[\s*(?=\{{)'
+)
+"""The beginning of an object that holds the rows in a list."""
+_END = re.compile(r'\]?\s*(?:,\s*"[^"]*"\s*:\s*(?:"[^"]*"|[\d.]+|null|true|false)\s*)*\}?\s*')
+"""Text that may follow the rows."""
+_LONGEST_SIGN = 16
+"""Characters of a literal or an escape, which the end of a block may cut."""
+_SEPARATORS = re.compile(r"[\s,]*")
+_BLOCK = 1 << 16
+"""Characters."""
+_ROWS = 256
+"""Rows of a columnar file that are Python's values at a time."""
+
+
+class DataError(ValueError):
+    """Data that cannot be read: one line with the file, the row and the reason."""
+
+
+class SourceRow(NamedTuple):
+    place: str
+    """For example "line 3"."""
+    values: dict[str, Any]
+    fault: str | None = None
+
+
+def suffix_of(path: Path) -> str:
+    """That of what is compressed, for a compressed file."""
+    name = path.name.lower()
+    return Path(name[: name.rindex(".")] if name.endswith((".gz", ".bz2", ".xz")) else name).suffix
+
+
+def source_files(source: Path) -> dict[str, list[Path]]:
+    """train, valid and test → their files, sorted, of a folder and those below, or one file. Raises DataError,
+    OSError."""
+    if not source.is_dir():
+        return {"train": [source]}
+    standard = {name: [source / f"{name}.jsonl"] for name in _SPLITS if (source / f"{name}.jsonl").is_file()}
+    if "train" in standard:
+        return standard
+    files, others = list[Path](), list[str]()
+    for folder, folders, names in os.walk(source):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        paths = [Path(folder, name) for name in sorted(names) if not name.startswith((".", "_"))]
+        files += [path for path in paths if suffix_of(path) in _SUFFIXES]
+        others += [path.name for path in paths if suffix_of(path) not in _SUFFIXES]
+    data = [path for path in files if suffix_of(path) not in TEXTS and path.name.lower() not in _DESCRIPTIONS]
+    splits = dict[str, list[Path]]()
+    for path in sorted(data or files):
+        splits.setdefault(_split_of(path.relative_to(source)), []).append(path)
+    if "train" not in splits and others:
+        raise DataError(f"{source} has {', '.join(others[:3])}, and no file to train on ({', '.join(_SUFFIXES)})")
+    return splits
+
+
+def _split_of(path: Path) -> str:
+    """By the names of folders and of the file, which in a file's begin or end a name: train-00000-of-00002.parquet,
+    gsm8k_test.jsonl. A text's file name is its own title."""
+    stem = path.name.lower().partition(".")[0]
+    for name, words in _SPLITS.items():
+        part = words if suffix_of(path) in TEXTS else rf"({words})([-_].*)?|.*[-_]({words})"
+        if re.fullmatch(part, stem) or any(re.fullmatch(words, folder.lower()) for folder in path.parts[:-1]):
+            return name
+    return "train"
+
+
+def read_source(path: Path, piece: int) -> Iterator[SourceRow]:
+    """The rows of a file, blank ones left out. `piece`: most characters of a text's row. Raises DataError, OSError."""
+    try:
+        with _opened(path) as (file, text, kind):
+            if suffix_of(path) in TEXTS:
+                yield from _texts(text, piece)
+            elif kind in ("Parquet", "Arrow"):
+                yield from _columns(path, file, kind)
+            elif kind in MAGIC.values():
+                raise DataError(foreign_problem(path, str(kind)))
+            elif suffix_of(path) in _TABLES or (kind or "").startswith("CSV"):
+                yield from _table(text)
+            else:
+                yield from _json_rows(file, text, kind)
+    except UnicodeDecodeError as error:
+        todo = f"if it is Windows-1252, `{WAYS['Windows-1252']}` converts it"
+        raise DataError(f"{path} is not {error.encoding.upper()}: {todo}") from error
+    except (EOFError, lzma.LZMAError, zlib.error, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, io.TextIOWrapper, str | None]]:
+    """The file, decompressed, and decoded with its line ends as they are, and what it holds."""
+    with open_regular(path) as raw, contextlib.ExitStack() as stack:
+        file: BinaryIO = raw
+        head = raw.read(HEAD_BYTES)
+        kind = foreign_kind(head)
+        if kind in _COMPRESSED:
+            raw.seek(0)
+            file = stack.enter_context(_COMPRESSED[kind](raw))
+            head = file.read(HEAD_BYTES)
+            kind = foreign_kind(head)
+        encoding = _ENCODINGS.get(kind or "", "utf-8-sig")
+        if kind in _ENCODINGS:
+            kind = foreign_kind(head.decode(encoding, "ignore").lstrip("\ufeff").encode("utf-8", "replace"))
+        if path.suffix == ".arrow":
+            kind = "Arrow"
+        file.seek(0)
+        yield file, stack.enter_context(io.TextIOWrapper(file, encoding, newline="")), kind
+
+
+def _texts(file: io.TextIOWrapper, piece: int) -> Iterator[SourceRow]:
+    """A document, cut at the ends of paragraphs, or of lines where one is longer."""
+    part, begin = "", 1
+    for number, line in enumerate(file, 1):
+        ends = not line.strip()
+        if len(part) + len(line) > piece or (ends and len(part) > piece * 3 // 4):
+            if part.strip():
+                yield SourceRow(f"line {begin}", {"text": part.strip()})
+            part, begin = "", number
+        part += f"{line.rstrip()}\n"
+    if part.strip():
+        yield SourceRow(f"line {begin}", {"text": part.strip()})
+
+
+def _table(file: io.TextIOWrapper) -> Iterator[SourceRow]:
+    csv.field_size_limit(2**31 - 1)
+    header = file.readline()
+    file.seek(0)
+    reader = csv.reader(file, delimiter=max(",\t;|", key=header.count), strict=True)
+    names = [name.strip() for name in next(reader, [])]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise csv.Error(f"its header has {twice} twice")
+    number = reader.line_num + 1
+    for cells in reader:
+        place, number = f"line {number}", reader.line_num + 1
+        if not any(cell.strip() for cell in cells):
+            continue
+        fault = None if len(cells) == len(names) else f"has {len(cells)} fields, and the header has {len(names)}"
+        yield SourceRow(place, {} if fault else dict(zip(names, cells)), fault)  # noqa: B905  (Python 3.9)
+
+
+def _columns(path: Path, file: BinaryIO, kind: str) -> Iterator[SourceRow]:
+    try:
+        import pyarrow  # noqa: PLC0415  (which may be missing)
+        from pyarrow import parquet  # noqa: PLC0415
+    except ImportError:
+        todo = f"`uv pip install --python {sys.executable} pyarrow`"
+        raise DataError(f"{path} is {kind}, for which pyarrow is missing: {todo}") from None
+    try:
+        if kind == "Parquet":
+            batches = parquet.ParquetFile(file).iter_batches(batch_size=_ROWS)
+        else:
+            batches = iter(pyarrow.ipc.open_stream(file))
+        number = 0
+        for batch in batches:
+            for start in range(0, batch.num_rows, _ROWS):
+                for row in batch.slice(start, _ROWS).to_pylist():
+                    number += 1
+                    yield SourceRow(f"row {number}", row)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _json_rows(file: BinaryIO, text: io.TextIOWrapper, kind: str | None) -> Iterator[SourceRow]:
+    start = file.read(HEAD_BYTES).decode(text.encoding, "ignore")
+    file.seek(0)
+    wrapper = _WRAPPED.match(start)
+    if wrapper or (kind or "").endswith(("array", "several lines")):
+        yield from _values(text, wrapper.end() if wrapper else 0)
+        return
+    source = file if text.encoding == "utf-8-sig" else (line.encode() for line in text)
+    for number, line in enumerate(lines(source), 1):
+        if is_blank(line):
+            continue
+        try:
+            yield SourceRow(f"line {number}", parse(line))
+        except ValueError as error:
+            yield SourceRow(f"line {number}", {}, str(error))
+
+
+def _values(file: io.TextIOWrapper, skipped: int) -> Iterator[SourceRow]:
+    """The objects of an array or one after the other, of which one block of text is kept at a time. `skipped`:
+    characters before the first one."""
+    decoder, number = json.JSONDecoder(), 0
+    file.read(skipped)
+    text = file.read(_BLOCK).lstrip("\ufeff \t\r\n")
+    position = int(text.startswith("["))
+    while True:
+        while match := _SEPARATORS.match(text, position):
+            position = match.end()
+            if position < len(text) or not (block := file.read(_BLOCK)):
+                break
+            text, position = block, 0
+        if position == len(text) or text[position] == "]":
+            end = text[position:] + file.read(_BLOCK)
+            if not _END.fullmatch(end):
+                yield SourceRow(f"row {number + 1}", {}, f"is no object, but {end.lstrip('], ')[:40]!r}")
+            return
+        try:
+            values, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            cut = isinstance(error, json.JSONDecodeError) and (
+                error.msg.startswith("Unterminated") or error.pos > len(text) - _LONGEST_SIGN
+            )
+            if cut and (block := file.read(max(_BLOCK, len(text) - position))):
+                text, position = text[position:] + block, 0
+                continue
+            why = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deep"
+            yield SourceRow(f"row {number + 1}", {}, f"is no JSON, nor what follows: {why}")
+            return
+        number += 1
+        if isinstance(values, dict):
+            yield SourceRow(f"row {number}", values["row"] if {"row_idx", "row"} <= {*values} else values)
+        else:
+            yield SourceRow(f"row {number}", {}, "is no JSON object")

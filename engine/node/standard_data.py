@@ -1,0 +1,207 @@
+"""Data as people have it, as the standard folder of train, valid and test.jsonl that all else reads: the folder itself
+where it is one, or one that is written below the node root, once for the same content and options."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.node.bootstrap import ROOT, make_private
+from engine.node.probes import reason_of
+from engine.node.probes.foreign_files import HEAD_BYTES, foreign_kind
+from engine.node.row_shapes import Skipped, convert
+from engine.node.source_files import DataError, read_source, source_files
+from engine.protocol.attempt import open_regular, read_regular
+from engine.protocol.jsonl import fault_of, form_of, half_pair, is_blank, lines, parse
+
+_VERSION = 1
+"""Version of the conversion: another one makes other folders."""
+VALID_SHARE = 0.05
+"""Split off where [data] valid says nothing and there is no such file."""
+_CHARACTERS_PER_TOKEN = 3
+"""So that a piece of a text has less than max_seq_length tokens: English has some four."""
+_KEPT_S = 30 * 86_400
+"""After so long without use a folder is removed: it can be made again."""
+_SHOWN_FAULTS = 3
+_SPLITS = ("train", "valid", "test")
+
+
+class StandardData(NamedTuple):
+    folder: Path
+    about: dict[str, Any] | None
+    """A ConversionReport of the head's; None for a folder that is the standard one itself."""
+
+
+def standard_data(source: Path, options: Mapping[str, Any]) -> StandardData:
+    """`options`: the keys of rows (prompt, completion, chat, text), max_seq_length, and [data] as `data`. Raises
+    DataError."""
+    if source.name == "train.jsonl":
+        source = source.parent
+    options = {key: options.get(key) for key in ("prompt", "completion", "chat", "text", "max_seq_length", "data")}
+    try:
+        if not source.exists() or (source.is_dir() and not options["data"] and _is_standard(source, options)):
+            return StandardData(source, None)
+        files = source_files(source)
+        if "train" not in files:
+            return StandardData(source, None)
+        target = _root() / _digest(files, options)
+        if not (target / "about.json").is_file():
+            _write(files, target, options)
+        os.utime(target)
+        return StandardData(target, json.loads(read_regular(target / "about.json")))
+    except OSError as error:
+        raise DataError(f"{source} cannot be read: {reason_of(error, source)}") from error
+
+
+def standard_files(files: Sequence[str], options: Mapping[str, Any]) -> tuple[list[Path], dict[str, Any] | None]:
+    """The files of these names in what is to be called as their folder, and StandardData.about. Raises DataError."""
+    folder, about = standard_data(Path(files[0]).parent, options)
+    return [folder / Path(file).name for file in files], about
+
+
+def _root() -> Path:
+    """As engine.store.layout has this machine's node root."""
+    home = os.environ.get("FLIGHTDECK_HOME")
+    return (Path(home).expanduser() / "node" if home else Path.home() / ROOT) / "data"
+
+
+def _is_standard(folder: Path, options: Mapping[str, Any]) -> bool:
+    """Its train and valid.jsonl are mlx-lm's, as far as their first rows show, also where they are bad."""
+    if not (folder / "train.jsonl").exists():
+        return False
+    for path in (folder / "train.jsonl", folder / "valid.jsonl"):
+        try:
+            with open_regular(path) as file:
+                foreign = foreign_kind(file.read(HEAD_BYTES))
+                file.seek(0)
+                first = next(itertools.filterfalse(is_blank, lines(file)), b"")
+        except OSError:
+            continue
+        with contextlib.suppress(ValueError):
+            row = parse(first)
+            form = form_of(row, options)
+            # What mlx-lm would take for another thing: KTO's undesirable answers, tools as a text.
+            odd = (isinstance(row.get("label"), bool) and form == "completions") or isinstance(row.get("tools"), str)
+            if odd or fault_of(row, form, options) is not None:
+                with contextlib.suppress(Skipped):
+                    convert(row, "auto", columns_of(options))
+                return False
+        if foreign is not None:
+            return False
+    return True
+
+
+def columns_of(options: Mapping[str, Any]) -> dict[str, str]:
+    """Part → key, of [data] columns and [job]'s features."""
+    features = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
+    named = {part: options[part] for part, default in features.items() if options[part] != default}
+    columns = (options["data"] or {}).get("columns", {})
+    return {**named, **{"chat" if part == "messages" else part: key for part, key in columns.items()}}
+
+
+def _digest(files: Mapping[str, list[Path]], options: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps([_VERSION, options], sort_keys=True).encode())
+    for split, paths in files.items():
+        for path in paths:
+            digest.update(f"{split} {path.suffix} {path.stat().st_size}\n".encode())
+            with open_regular(path) as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+    return digest.hexdigest()[:24]
+
+
+class _Conversion:
+    """Rows of the source on their way into the standard files."""
+
+    def __init__(self, folder: Path, files: Mapping[str, list[Path]], options: Mapping[str, Any]) -> None:
+        self._files = files
+        self._options = options
+        self._format = (options["data"] or {}).get("format", "auto")
+        self._columns = columns_of(options)
+        shares = {"valid": VALID_SHARE, "test": 0.0, **(options["data"] or {})}
+        self._shares = {name: shares[name] for name in ("valid", "test") if shares[name] and name not in files}
+        self._out = {name: (folder / f"{name}.jsonl").open("wb") for name in _SPLITS if name in {*files, *self._shares}}
+        self._faults = Counter[str]()
+        """The first ones as they are, all others as one."""
+        self.about: dict[str, Any] = {
+            "shapes": Counter(), "counts": dict.fromkeys(self._out, 0), "split_off": self._shares, "skipped": {},
+            "unread": [], "files": sum(map(len, files.values())),
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Raises DataError, OSError."""
+        piece = self._options["max_seq_length"] * _CHARACTERS_PER_TOKEN
+        with contextlib.ExitStack() as stack:
+            for file in self._out.values():
+                stack.enter_context(file)
+            for split, path in ((split, path) for split, paths in self._files.items() for path in paths):
+                for place, values, fault in read_source(path, piece):
+                    why = fault or self._take(split, f"{path}: {place}", values)
+                    if why is not None:
+                        shown = len(self._faults) < _SHOWN_FAULTS
+                        self._faults[f"{path}: {place} {why}" if shown else ""] += 1
+        if self._faults:
+            more = self._faults.pop("", 0)
+            raise DataError("; ".join(self._faults) + (f", and {more:,} more rows" if more else ""))
+
+    def _take(self, split: str, place: str, values: dict[str, Any]) -> str | None:
+        """Write a row, or count it as skipped; returns why it cannot be read."""
+        about = self.about
+        try:
+            name, row, unread = convert(values, self._format, self._columns)
+            if about["shapes"] and ("text" in about["shapes"]) != (name == "text"):
+                return f"is {name}, and the rows before are {next(iter(about['shapes']))}"
+            keys = {"messages": self._options["chat"], "text": self._options["text"]}
+            line = json.dumps({keys.get(key, key): value for key, value in row.items()}, ensure_ascii=False).encode()
+        except Skipped as why:
+            about["skipped"].setdefault(str(why), [0, place])[0] += 1
+        except UnicodeEncodeError:
+            return half_pair(values)
+        except ValueError as error:
+            return str(error)
+        else:
+            split = self._destination(split, line)
+            self._out[split].write(line + b"\n")
+            about["counts"][split] += 1
+            about["shapes"][name] += 1
+            if not unread.issubset(about["unread"]):
+                about["unread"] = sorted({*about["unread"], *unread})
+        return None
+
+    def _destination(self, split: str, line: bytes) -> str:
+        """By the hash of the row alone, so that more rows move none."""
+        if split == "train" and self._shares:
+            point = int.from_bytes(hashlib.blake2b(line, digest_size=8).digest(), "big") / 2**64
+            if point < self._shares.get("valid", 0):
+                return "valid"
+            if point >= 1 - self._shares.get("test", 0):
+                return "test"
+        return split
+
+
+def _write(files: Mapping[str, list[Path]], target: Path, options: Mapping[str, Any]) -> None:
+    """Raises DataError, OSError."""
+    make_private(target.parent)
+    for folder in target.parent.iterdir():
+        if time.time() - folder.stat().st_mtime > _KEPT_S:
+            shutil.rmtree(folder, ignore_errors=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.mkdir()
+    try:
+        conversion = _Conversion(temporary, files, options)
+        conversion.run()
+        (temporary / "about.json").write_text(json.dumps(conversion.about), encoding="utf-8")
+        # Another process may have been faster.
+        with contextlib.suppress(OSError):
+            temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,508 @@
+"""Data in the shapes that people and other programs have it in: read right, or refused with the row and the reason."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.node.source_files import DataError
+from engine.node.standard_data import StandardData, standard_data
+
+OPTIONS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text", "max_seq_length": 2048}
+TURNS = (("level?", "three zero"), ("heading?", "two seven zero"))
+"""What each sample has as questions and answers."""
+PAIRS = [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in TURNS]
+TALK = [message for pair in PAIRS for message in pair]
+SYSTEM = {"role": "system", "content": "You are a tower."}
+CALL = {"type": "function", "function": {"name": "wind", "arguments": {"at": "27"}}}
+TOOL = {"type": "function", "function": {"name": "wind", "parameters": {"type": "object"}}}
+CALLING = [
+    {"role": "user", "content": "wind?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "9 knots"},
+    {"role": "assistant", "content": "9 knots."},
+]
+SHAREGPT = [{"from": "human" if turn["role"] == "user" else "gpt", "value": turn["content"]} for turn in TALK]
+
+
+@pytest.fixture(autouse=True)
+def own_home(home: Path) -> Path:
+    return home
+
+
+def keyed(prompt: str, completion: str, **more: object) -> list[dict[str, object]]:
+    return [{prompt: asked, completion: answer, **more} for asked, answer in TURNS]
+
+
+def jsonl(rows: list[Any], **options: Any) -> bytes:
+    return "".join(json.dumps(row, **options) + "\n" for row in rows).encode()
+
+
+def parquet(rows: list[dict[str, Any]]) -> Callable[[], bytes]:
+    """Made when the test runs: pyarrow takes long to import."""
+
+    def made() -> bytes:
+        import pyarrow  # noqa: PLC0415
+        from pyarrow import parquet as format  # noqa: PLC0415
+
+        file = io.BytesIO()
+        format.write_table(pyarrow.Table.from_pylist(rows), file)
+        return file.getvalue()
+
+    return made
+
+
+def arrow(rows: list[dict[str, Any]]) -> Callable[[], bytes]:
+    def made() -> bytes:
+        import pyarrow  # noqa: PLC0415
+
+        file, table = io.BytesIO(), pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+        return file.getvalue()
+
+    return made
+
+
+def zipped(raw: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("train.jsonl", raw)
+    return file.getvalue()
+
+
+ALPACA = [{"instruction": asked, "input": "", "output": answer} for asked, answer in TURNS]
+CSV = "id,question,answer\r\n1,level?,three zero\r\n2,heading?,two seven zero\r\n"
+QUOTED = 'prompt,response\n"level,\nsay again ""please""",three zero\n,\nheading?,two seven zero\n'
+QUOTED_PAIRS = [[{"role": "user", "content": 'level,\nsay again "please"'}, PAIRS[0][1]], PAIRS[1]]
+RESPONSE = {"role": "assistant", "content": "three zero"}
+HH = "\n\nHuman: level?\n\nAssistant: three zero\n\nHuman: heading?\n\nAssistant: two seven zero"
+TEXTS = [{"text": "tower, hold\n\nover"}, {"text": "raven, land"}]
+MESSAGES = [{"messages": pair} for pair in PAIRS]
+READ: dict[str, tuple[str, bytes | Callable[[], bytes], dict[str, Any], list[Any]]] = {
+    "OpenAI chat": ("chat.jsonl", jsonl(MESSAGES), {}, PAIRS),
+    "OpenAI chat with tools": ("t.jsonl", jsonl([{"messages": CALLING, "tools": [TOOL]}]), {}, [CALLING]),
+    "tools as a text": ("t.jsonl", jsonl([{"messages": CALLING, "tools": json.dumps([TOOL])}]), {}, [CALLING]),
+    "OpenAI functions": ("t.jsonl", jsonl([{"messages": CALLING, "functions": [TOOL["function"]]}]), {}, [CALLING]),
+    "OpenAI content parts": (
+        "p.jsonl",
+        jsonl([{"messages": [{"role": "user", "content": [{"type": "text", "text": "level?"}]}, RESPONSE]}]),
+        {},
+        PAIRS[:1],
+    ),
+    "OpenAI preferences": (
+        "p.jsonl",
+        jsonl(
+            [{"input": {"messages": PAIRS[0][:1]}, "preferred_output": [RESPONSE], "non_preferred_output": [RESPONSE]}]
+        ),
+        {},
+        PAIRS[:1],
+    ),
+    "legacy OpenAI": ("prepared.jsonl", jsonl(keyed("prompt", "completion")), {}, PAIRS),
+    "ShareGPT": ("sharegpt.json", json.dumps([{"id": "a", "conversations": SHAREGPT}] * 2).encode(), {}, [TALK] * 2),
+    "ShareGPT with a system prompt": (
+        "s.json",
+        json.dumps([{"conversations": SHAREGPT, "system": SYSTEM["content"]}], indent=2).encode(),
+        {},
+        [[SYSTEM, *TALK]],
+    ),
+    "LLaMA-Factory function calls": (
+        "s.json",
+        json.dumps(
+            [
+                {
+                    "conversations": [
+                        {"from": "human", "value": "wind?"},
+                        {"from": "function_call", "value": json.dumps(CALL["function"])},
+                        {"from": "observation", "value": "9 knots"},
+                        {"from": "gpt", "value": "9 knots."},
+                    ],
+                    "tools": json.dumps([TOOL]),
+                }
+            ]
+        ).encode(),
+        {},
+        [CALLING],
+    ),
+    "a chat under other keys": (
+        "c.jsonl",
+        jsonl([{"thread": [{"who": "user", "said": "level?"}, {"who": "bot", "said": "three zero"}]}]),
+        {"columns": {"messages": "thread", "role": "who", "content": "said"}},
+        PAIRS[:1],
+    ),
+    "UltraChat": ("u.jsonl", jsonl([{"id": "0", "data": [text for turn in TURNS for text in turn]}]), {}, [TALK]),
+    "turns of human and assistant": (
+        "m.jsonl",
+        jsonl([{"conversation": [{"human": asked, "assistant": answer} for asked, answer in TURNS]}]),
+        {},
+        [TALK],
+    ),
+    "Alpaca": ("alpaca_data.json", json.dumps(ALPACA, indent=4).encode(), {}, PAIRS),
+    "Alpaca with input, system and history": (
+        "alpaca.json",
+        json.dumps(
+            [
+                {
+                    "instruction": "Answer.",
+                    "input": "heading?",
+                    "output": "two seven zero",
+                    "system": SYSTEM["content"],
+                    "history": [["level?", "three zero"]],
+                }
+            ]
+        ).encode(),
+        {},
+        [[SYSTEM, *PAIRS[0], {"role": "user", "content": "Answer.\n\nheading?"}, PAIRS[1][1]]],
+    ),
+    "Dolly": ("dolly.jsonl", jsonl(keyed("instruction", "response", context="", category="open_qa")), {}, PAIRS),
+    "OpenOrca": (
+        "orca.jsonl",
+        jsonl(keyed("question", "response", id="cot.1", system_prompt="")),
+        {"format": "completions"},
+        PAIRS,
+    ),
+    "MetaMath": (
+        "m.json",
+        json.dumps(keyed("query", "response", type="GSM", original_question="x")).encode(),
+        {},
+        PAIRS,
+    ),
+    "pairs under other keys": (
+        "q.jsonl",
+        jsonl(keyed("Q", "A", url="x")),
+        {"columns": {"prompt": "Q", "completion": "A"}},
+        PAIRS,
+    ),
+    "TRL conversational": (
+        "t.jsonl",
+        jsonl([{"prompt": pair[:1], "completion": pair[1:]} for pair in PAIRS]),
+        {},
+        PAIRS,
+    ),
+    "preferences": (
+        "dpo.jsonl",
+        jsonl([{"prompt": "level?", "chosen": "three zero", "rejected": "no"}]),
+        {},
+        PAIRS[:1],
+    ),
+    "UltraFeedback": (
+        "dpo.jsonl",
+        jsonl([{"prompt": "level?", "chosen": PAIRS[0], "rejected": PAIRS[1], "score_chosen": 8.0}]),
+        {},
+        PAIRS[:1],
+    ),
+    "LLaMA-Factory ranking": (
+        "rank.json",
+        json.dumps(
+            [{"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "no"}}]
+        ).encode(),
+        {},
+        PAIRS[:1],
+    ),
+    "hh-rlhf": ("hh.jsonl", jsonl([{"chosen": HH, "rejected": "\n\nHuman: level?\n\nAssistant: no"}]), {}, [TALK]),
+    "KTO": (
+        "kto.jsonl",
+        jsonl([{**row, "label": number == 0} for number, row in enumerate(keyed("prompt", "completion"))]),
+        {},
+        PAIRS[:1],
+    ),
+    "CSV": ("qa.csv", CSV.encode(), {}, PAIRS),
+    "CSV of Excel": ("qa.csv", CSV.replace(",", ";").encode("utf-8-sig"), {}, PAIRS),
+    "CSV with quoted line breaks and an empty row": ("qa.csv", QUOTED.encode(), {}, QUOTED_PAIRS),
+    "CSV in UTF-16": ("qa.csv", CSV.replace(",", "\t").encode("utf-16"), {}, PAIRS),
+    "CSV of messages": (
+        "chat.csv",
+        'messages\n"{}"\n'.format(json.dumps(TALK).replace('"', '""')).encode(),
+        {},
+        [TALK],
+    ),
+    "TSV": ("qa.tsv", CSV.replace(",", "\t").encode(), {}, PAIRS),
+    "CSV of one column": (
+        "lines.csv",
+        b'quote\n"tower, hold\n\nover"\nraven, land\n'.replace(b"raven, land", b'"raven, land"'),
+        {},
+        TEXTS,
+    ),
+    "Parquet": ("train-00000-of-00001.parquet", parquet([{**row, "id": 1} for row in ALPACA]), {}, PAIRS),
+    "Parquet of messages": (
+        "train.parquet",
+        parquet([{"messages": CALLING[:1] + CALLING[2:]}]),
+        {},
+        [CALLING[:1] + CALLING[2:]],
+    ),
+    "Parquet of one column": ("p.parquet", parquet([{"content": row["text"]} for row in TEXTS]), {}, TEXTS),
+    "Arrow of save_to_disk": ("data-00000-of-00001.arrow", arrow(keyed("question", "answer")), {}, PAIRS),
+    "JSON with its rows in data": (
+        "s.json",
+        json.dumps({"version": "1.0", "data": keyed("question", "answer"), "count": 2}, indent=1).encode(),
+        {},
+        PAIRS,
+    ),
+    "JSON of the Hub's dataset viewer": (
+        "rows.json",
+        json.dumps({"rows": [{"row_idx": 0, "row": row} for row in keyed("question", "answer")]}).encode(),
+        {},
+        PAIRS,
+    ),
+    "objects over several lines": (
+        "o.json",
+        "\n".join(json.dumps(row, indent=2) for row in keyed("question", "answer")).encode("utf-8-sig"),
+        {},
+        PAIRS,
+    ),
+    "gzip": ("a.jsonl.gz", gzip.compress(jsonl(ALPACA)), {}, PAIRS),
+    "bzip2": ("a.json.bz2", bz2.compress(json.dumps(ALPACA).encode()), {}, PAIRS),
+    "xz of UTF-16": ("a.jsonl.xz", lzma.compress(jsonl(ALPACA).decode().encode("utf-16")), {}, PAIRS),
+    "UTF-16 without a mark": ("a.jsonl", jsonl(ALPACA).decode().encode("utf-16-le"), {}, PAIRS),
+    "mixed shapes": ("m.jsonl", jsonl([*ALPACA, {"conversations": SHAREGPT}]), {}, [*PAIRS, TALK]),
+    "empty rows and blank lines": (
+        "e.jsonl",
+        b"\xef\xbb\xbf\r\n" + jsonl([{"instruction": "", "output": ""}, *ALPACA, {"instruction": "a", "output": " "}]),
+        {},
+        PAIRS,
+    ),
+    "texts with facts about them": (
+        "wiki.jsonl",
+        jsonl([{"id": str(n), "url": "http", "title": "t", "body": row["text"]} for n, row in enumerate(TEXTS)]),
+        {},
+        TEXTS,
+    ),
+    "a text": ("notes.txt", b"tower, hold\r\n\r\nover\r\n", {}, TEXTS[:1]),
+}
+
+
+def rows_of(data: StandardData) -> list[dict[str, Any]]:
+    """Of all splits, in the order of their messages."""
+    files = sorted(data.folder.glob("*.jsonl"))
+    return sorted((json.loads(line) for file in files for line in file.read_bytes().splitlines()), key=json.dumps)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_data_in_a_known_shape_is_read(tmp_path: Path, name: str) -> None:
+    file, raw, chosen, expected = READ[name]
+    path = tmp_path / file
+    path.write_bytes(raw if isinstance(raw, bytes) else raw())
+    data = standard_data(path, {**OPTIONS, "data": chosen})
+    rows = rows_of(data)
+    got = [row if "text" in row else row["messages"] for row in rows]
+    assert sorted(got, key=json.dumps) == sorted(expected, key=json.dumps)
+    if expected == [CALLING]:
+        assert rows[0].get("tools") == [TOOL] or "tools" not in name
+    assert data.about is not None and sum(data.about["counts"].values()) == len(expected)
+
+
+REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
+    "an unknown shape": (
+        "s.csv",
+        b"document,summary\nlong,short\n",
+        {},
+        "s.csv: line 2 has a shape that is not known: it has document, summary; say what they are, for example "
+        '[data] columns = { prompt = "document", completion = "summary" }',
+    ),
+    "another shape than named": ("q.jsonl", jsonl(ALPACA), {"format": "sharegpt"}, "line 1 has no sharegpt: it has"),
+    "a column that is not there": (
+        "q.jsonl",
+        jsonl(ALPACA),
+        {"columns": {"prompt": "Q", "completion": "output"}},
+        "line 1 has no Q, which is to be its prompt: it has instruction",
+    ),
+    "a bad line": ("q.jsonl", jsonl(ALPACA) + b"{bad\n" + jsonl(ALPACA), {}, "q.jsonl: line 3 is no JSON"),
+    "a fault in the middle of an array": (
+        "q.json",
+        json.dumps(ALPACA).replace('}, {"instruction": "h', '}, {"instruction" "h').encode(),
+        {},
+        "q.json: row 2 is no JSON, nor what follows",
+    ),
+    "an array that ends early": ("q.json", json.dumps(ALPACA).encode()[:-20], {}, "q.json: row 2 is no JSON"),
+    "several lists": (
+        "q.json",
+        json.dumps({"train": ALPACA, "test": ALPACA}).encode(),
+        {},
+        'q.json: row 3 is no object, but \'"test"',
+    ),
+    "rows of a CSV with other fields": ("q.csv", b"prompt,response\na,b\nc\n", {}, "q.csv: line 3 has 1 fields, and"),
+    "a CSV with an open quote": ("q.csv", b'prompt,response\n"a,b\n', {}, "q.csv cannot be read: unexpected end"),
+    "Windows-1252": ("q.csv", "prompt,response\nà,b\n".encode("cp1252"), {}, "q.csv is not UTF-8: if it is Windows"),
+    "a ZIP archive": ("q.jsonl", zipped(jsonl(ALPACA)), {}, "q.jsonl is a zip archive, which is not read: `funzip`"),
+    "a Git LFS pointer": ("q.parquet", b"version https://git-lfs.github.com/spec/v1\noid 0\n", {}, "Git LFS pointer"),
+    "a cut gzip": ("q.jsonl.gz", gzip.compress(jsonl(ALPACA * 99))[:-30], {}, "q.jsonl.gz cannot be read"),
+    "an unknown role": (
+        "q.jsonl",
+        jsonl([{"messages": PAIRS[0]}, {"messages": [{"role": "moderator", "content": "a"}]}]),
+        {"valid": 0.1},
+        "q.jsonl: line 2 message 1 has the role 'moderator'",
+    ),
+    "an image": (
+        "q.jsonl",
+        jsonl([{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}]),
+        {},
+        "message 1 holds more than text",
+    ),
+    "an answer that is a number": (
+        "mmlu.jsonl",
+        jsonl([{"question": "a?", "choices": ["b", "c"], "answer": 1}]),
+        {},
+        "line 1 has as its completion no text, but 1",
+    ),
+    "texts among pairs": (
+        "q.jsonl",
+        jsonl([*ALPACA, {"text": "tower"}]),
+        {},
+        "line 3 is text, and the rows before are Alpaca",
+    ),
+    "half of a surrogate pair": (
+        "q.jsonl",
+        b'{"question": "a \\ud83d", "answer": "b"}\n',
+        {},
+        "q.jsonl: line 1 has half of a surrogate pair (\\ud83d)",
+    ),
+    "many faults": ("q.jsonl", b"{bad\n" * 9, {"valid": 0}, ", and 6 more rows"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_data_is_refused_with_the_row_and_the_reason(tmp_path: Path, home: Path, name: str) -> None:
+    file, raw, chosen, reason = REFUSED[name]
+    (tmp_path / file).write_bytes(raw)
+    with pytest.raises(DataError) as refused:
+        standard_data(tmp_path / file, {**OPTIONS, "data": chosen})
+    assert reason in str(refused.value)
+    # Nothing half done stays.
+    assert [*(home / "node" / "data").iterdir()] == []
+
+
+def test_without_pyarrow_parquet_is_refused_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=f"for which pyarrow is missing: `uv pip install --python {sys.executable}"):
+        standard_data(tmp_path / "a.parquet", OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("files", "counts"),
+    [
+        (
+            {"data/train-00000-of-00002.jsonl": 3, "data/train-00001-of-00002.jsonl": 2, "data/test-0.jsonl": 1},
+            (5, 0, 1),
+        ),
+        ({"train/a.jsonl": 2, "validation/a.jsonl": 1}, (2, 1, 0)),
+        ({"gsm8k_train.jsonl": 2, "gsm8k_dev.jsonl": 1, "README.md": 1, "dataset_info.json": 1}, (2, 1, 0)),
+        ({"alpaca.jsonl": 2, "sub/more.jsonl": 2, ".hidden/x.jsonl": 1}, (4, 0, 0)),
+        ({"train.jsonl": 2, "valid.jsonl": 1, "old.jsonl": 1}, (2, 1, 0)),
+    ],
+)
+def test_the_files_of_a_folder_are_split_by_their_names(
+    tmp_path: Path, files: dict[str, int], counts: tuple[int, ...]
+) -> None:
+    for number, (name, count) in enumerate(files.items()):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jsonl([{"question": f"{number} {row}", "answer": "b"} for row in range(count)]))
+    about = standard_data(tmp_path / "set", {**OPTIONS, "data": {"valid": 0}}).about
+    assert about is not None
+    assert tuple(about["counts"].get(name, 0) for name in ("train", "valid", "test")) == counts
+
+
+def test_documents_are_cut_at_paragraphs_into_pieces_that_are_not_truncated(tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    paragraphs = [f"{number} {'word ' * 60}".strip() for number in range(40)]
+    (folder / "development.txt").write_text("\n\n".join(paragraphs[:20]))
+    (folder / "quickstart.md").write_text("\n\n".join(paragraphs[20:]))
+    (folder / "test.txt").write_text("tower, hold")
+    data = standard_data(folder, {**OPTIONS, "max_seq_length": 300, "data": {"valid": 0}})
+    texts = [json.loads(line)["text"] for line in (data.folder / "train.jsonl").read_text().splitlines()]
+    assert "\n\n".join(texts) == "\n\n".join(paragraphs)
+    assert 10 <= len(texts) <= 20 and max(map(len, texts)) <= 900
+    assert json.loads((data.folder / "test.jsonl").read_text()) == {"text": "tower, hold"}
+
+
+def split(path: Path, rows: list[dict[str, Any]], **shares: float) -> dict[str, set[str]]:
+    path.write_bytes(jsonl(rows))
+    folder = standard_data(path, {**OPTIONS, "data": shares}).folder
+    return {file.stem: {*file.read_text().splitlines()} for file in folder.glob("*.jsonl")}
+
+
+def test_rows_are_split_by_their_hash_so_that_others_move_none(tmp_path: Path) -> None:
+    rows = [{"question": f"level {number}?", "answer": "three zero"} for number in range(2000)]
+    before = split(tmp_path / "a.jsonl", rows[:1000], valid=0.1, test=0.05)
+    after = split(tmp_path / "a.jsonl", rows[::-1], valid=0.1, test=0.05)
+    assert all(before[name] <= after[name] for name in ("train", "valid", "test"))
+    assert 70 <= len(before["valid"]) <= 130 and 30 <= len(before["test"]) <= 75
+    assert sum(map(len, after.values())) == 2000
+    # A test split that is added takes nothing from the validation.
+    assert split(tmp_path / "a.jsonl", rows[:1000], valid=0.1)["valid"] == before["valid"]
+
+
+def test_the_same_content_is_converted_once_and_has_the_same_bytes(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "qa.csv").write_text(CSV)
+    first = standard_data(tmp_path / "one" / "qa.csv", OPTIONS).folder
+    written = (first / "train.jsonl").stat()
+    assert standard_data(tmp_path / "two" / "qa.csv", OPTIONS).folder == first
+    assert (first / "train.jsonl").stat().st_mtime_ns == written.st_mtime_ns
+    raw = (first / "train.jsonl").read_bytes()
+    monkeypatch.setenv("FLIGHTDECK_HOME", str(home / "other"))
+    other = standard_data(tmp_path / "two" / "qa.csv", OPTIONS).folder
+    assert other != first and other.name == first.name and (other / "train.jsonl").read_bytes() == raw
+    (tmp_path / "two" / "qa.csv").write_text(f"{CSV}3,wind?,calm\n")
+    assert standard_data(tmp_path / "two" / "qa.csv", OPTIONS).folder.name != first.name
+
+
+def test_a_folder_of_mlx_lm_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(jsonl(keyed("prompt", "completion")))
+    assert standard_data(tmp_path, OPTIONS) == (tmp_path, None)
+    assert standard_data(tmp_path / "train.jsonl", OPTIONS) == (tmp_path, None)
+    own_keys = {**OPTIONS, "prompt": "instruction", "completion": "output"}
+    (tmp_path / "train.jsonl").write_bytes(jsonl(ALPACA))
+    assert standard_data(tmp_path, own_keys) == (tmp_path, None)
+    assert standard_data(tmp_path, OPTIONS).folder != tmp_path
+
+
+MEMORY = """
+import json, resource, sys
+from pathlib import Path
+from engine.node.standard_data import standard_data
+options = json.loads(sys.argv[2])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+standard_data(Path(sys.argv[1]), options)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.needs("linux")
+@pytest.mark.parametrize(
+    "suffix", ["json", *(pytest.param(suffix, marks=pytest.mark.slow) for suffix in ("csv", "jsonl"))]
+)
+def test_a_large_file_takes_no_more_memory_than_a_small_one(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"large.{suffix}"
+    row = {"question": "level? " * 80, "answer": "three zero " * 80}
+    with path.open("w") as file:
+        file.write("[" if suffix == "json" else "question,answer\n" if suffix == "csv" else "")
+        for number in range(14_000):
+            if suffix == "csv":
+                file.write(f"{number} {row['question']},{row['answer']}\n")
+            else:
+                text = json.dumps({**row, "question": f"{number} {row['question']}"})
+                file.write(f"{text}, " if suffix == "json" and number < 13_999 else f"{text}\n")
+        file.write("]" if suffix == "json" else "")
+    assert path.stat().st_size > 20e6
+    argv = [sys.executable, "-c", MEMORY, str(path), json.dumps(OPTIONS)]
+    finished = subprocess.run(argv, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert int(finished.stdout) < 4_000, "KiB"
