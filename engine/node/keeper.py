@@ -391,6 +391,7 @@ class Keeper:
             dropped_bytes=self._log.dropped_bytes,
             stopped_by=self._stopped_by,
             error=error,
+            asked_to_leave=self._asked_to_leave,
         )
 
 

@@ -192,6 +192,8 @@ class ExitRecord:
     """Why the keeper ended it: "stop", "end", "lease", "signal TERM" …; None if it ended by itself."""
     error: str | None = None
     """Why the program could not be started, in one line."""
+    asked_to_leave: bool = False
+    """A supervisor had told it that a peer is lost, for it to save its state and exit."""
 
 
 def _of_rank(ending: str) -> Callable[[NodeFiles, int], Path]:

@@ -21,8 +21,9 @@ from engine.run.state import Phase, Transition, WatchState, has_ended
 
 _SERVING_S = 30.0
 """A server reports at least every 20 s: it generates a token every 10 s, if nobody asks for one."""
-_HELD_UP_S = 15.0
-"""Longer between two looks, or a quarter of `hang_s`: this supervisor was held up, by a disk for example."""
+_OF_ONE_LOOK = 0.25
+"""Share of `hang_s` that counts between two looks at most: beyond it this supervisor was held up, by a disk for
+example."""
 SLOW_PHASES = frozenset({"loading", "validating", "saving", "generating"})
 _TIMES = 5.0
 
@@ -284,9 +285,9 @@ def _overdue(t: Transition) -> events.Hang | None:
     watched, hang_s = kind.watched_ranks(len(seen.ranks)), kind.hang_s(recovery.hang_s, recovery.stall_s)
     since, passed_s = watch.quiet_since, seen.now - watch.looked_at
     answering = any(seen.host_of(rank).answering for rank in watched)
-    if not (seen.receiving and answering) or passed_s > min(_HELD_UP_S, hang_s / 4):
-        # What happened meanwhile is not known: that time does not count.
-        since += passed_s
+    # What happened while nothing could be received, or was looked at, is not known: that time does not count.
+    counted_s = min(passed_s, hang_s * _OF_ONE_LOOK) if seen.receiving and answering else 0.0
+    since += passed_s - counted_s
     # Before the first update these wait for all others.
     moved = seen.progress.moved_at.items()
     since = max([since, *(at for rank, at in moved if rank in watched or not seen.progress.steps)])

@@ -90,8 +90,11 @@ _COMMANDS: Final = frozenset(command.decode().strip() for command in (STOP, END,
 
 def _why_is_lost(fault: Fault, evidence: FailureEvidence) -> bool:
     """The fault follows from that an earlier supervisor had ended ranks, and has left no reason."""
+    if not evidence.adopted or fault.weight is not Weight.CONSEQUENCE:
+        return False
     ends = [_ended_at(rank) for rank in evidence.ranks if rank.record and rank.record.stopped_by in _COMMANDS]
-    return evidence.adopted and fault.weight is Weight.CONSEQUENCE and min(ends, default=fault.at) < fault.at
+    record = fault.evidence.record
+    return (record is not None and record.asked_to_leave) or min(ends, default=fault.at) < fault.at
 
 
 def _of_unseen_end(fault: Fault, evidence: FailureEvidence) -> Verdict | None:

@@ -154,7 +154,7 @@ class Checks:
             attempt.trainer
             and iteration == 0
             and not refused
-            and (elsewhere := [one.name for one in self.world.members if _saved_on(one)])
+            and (elsewhere := [one.name for one in self.world.members if _saved_on(one, attempt)])
         ):
             self._fail(f"attempt {attempt.number} begins anew, and {elsewhere} have a state")
         if iteration < saved:
@@ -340,8 +340,14 @@ class Checks:
         raise Violation(what, self.world.time.now if at is None else at)
 
 
-def _saved_on(machine: Machine) -> bool:
-    return any(state.reported and state.parts == 1 for state in machine.states)
+def _saved_on(machine: Machine, attempt: Attempt) -> bool:
+    """A state that the attempt could have gone on from. With local steps what a node that is left out has trained by
+    itself, after the others had ended, is not one."""
+    left_out = attempt.local and machine not in attempt.machines
+    return any(
+        state.reported and state.parts == 1 and not (left_out and state.emergency and state.rank != 0)
+        for state in machine.states
+    )
 
 
 def _lives(program: Program) -> bool:

@@ -446,7 +446,7 @@ class SimulatedKeeper(Keeper):
     def _finish(self, code: int, error: str | None) -> None:
         self.record = ExitRecord(
             self.rank, self.attempt, code if code >= 0 else None, -code if code < 0 else None, self.machine.wall(), 0,
-            0, self._stopped_by, error,
+            0, self._stopped_by, error, self._asked_to_leave,
         )  # fmt: skip
         if code and self._stopped_by is None and self.program is not None:
             # That is on record, whatever it has reported before.

@@ -201,6 +201,10 @@ HISTORIES = {
         '{"iterations":7,"period_s":1.0,"every":0,"faults":[["keeper_stopped",4.0,1,400.0],["rank_lingers",5.28,1,110.0],'
         '["diverged",24.34,1,7.0]]}'
     ),
+    "what a node that is cut off and left out has trained by itself is given up with local steps": (
+        '{"seed":57282359,"kind":"local","nodes":3,"local":false,"iterations":7,"min_nodes":2,"faults":'
+        '[["cut",3.96,2,0.0],["keeper_killed",5.89,1,12.0],["rank_killed",5.99,0,18.0]]}'
+    ),
 }
 
 

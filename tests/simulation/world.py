@@ -30,7 +30,7 @@ from tests.simulation.timeline import Timeline
 from tests.simulation.training import Attempt
 
 _LONGEST_TICK_S = {Phase.DECIDING: 30.0, Phase.AFTERMATH: 120.0}
-"""While nothing happens; in all other phases 12 s."""
+"""While nothing happens; in all other phases 12 s, but while ranks run so little that all of it counts for a hang."""
 _READ_CLOCK_S = 4.0
 """Soon enough for AwakeClock."""
 
@@ -73,6 +73,7 @@ class World:
         self.effects_done = 0
         self.faults = HeadFaults()
         self.clock_steps_s = 0.0
+        self._longest_look_s = 0.25 * self.plan.config.recovery.hang_s
         self._read: tuple[list[events.Event], RunHistory | None] = [], None
         """The journal as it was last read, and its fold."""
         self._pid = 1000
@@ -234,7 +235,8 @@ class World:
         """Raises HeadKilled."""
         self.news = False
         limit = self.time.now + head.tick_s
-        head.tick_s = min(1.6 * head.tick_s, _LONGEST_TICK_S.get(phase, 12.0))
+        longest_s = self._longest_look_s if phase is Phase.RUNNING else _LONGEST_TICK_S.get(phase, 12.0)
+        head.tick_s = min(1.6 * head.tick_s, longest_s)
         while True:
             self._advance(head, limit)
             if not head.alive:

@@ -145,7 +145,7 @@ def test_only_the_steps_of_watched_ranks_count() -> None:
     for _ in range(5):
         training.event(1, event="fetch", done=1)
         training.now += HANG_S / 5
-    assert training.wait(51.0).rank == 0, "rank 0 makes none, and rank 1 is loading"
+    assert training.wait(50.0).rank == 0, "rank 0 makes none, and rank 1 is loading"
 
 
 def test_loading_validating_saving_and_the_first_steps_have_a_limit_of_their_own() -> None:
@@ -196,13 +196,13 @@ def test_time_in_which_nothing_could_be_received_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("held_up_s", [76.0, 9.0])
-def test_time_in_which_the_supervisor_was_held_up_does_not_count(held_up_s: float) -> None:
+def test_of_the_time_in_which_the_supervisor_was_held_up_a_quarter_of_the_limit_counts(held_up_s: float) -> None:
     training = Training()
     training.steps(1, 10)
     training.now += held_up_s
     assert training.check() is None
-    assert training.wait(HANG_S - 1) is None
-    assert training.wait(2.0) is not None
+    assert training.wait(0.75 * HANG_S - 0.5) is None
+    assert training.wait(1.0) is not None
 
 
 @pytest.mark.parametrize("phase", ["validating", "saving"])

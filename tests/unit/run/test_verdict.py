@@ -35,8 +35,8 @@ NODES = ("left", "right", "third")
 
 
 def rank(number: int, code: int | None = 0, sig: int | None = None, at: float = 0.0, **more: Any) -> RankEvidence:
-    """A rank that has ended with a record; `stopped_by` and `error` go into the record."""
-    fields = {key: more.pop(key) for key in ("stopped_by", "error") if key in more}
+    """A rank that has ended with a record; `stopped_by`, `error` and `asked_to_leave` go into the record."""
+    fields = {key: more.pop(key) for key in ("stopped_by", "error", "asked_to_leave") if key in more}
     record = ExitRecord(number, 1, code if sig is None else None, sig, ended_at=at, log_bytes=0, **fields)
     done = code == 0 and sig is None and "stopped_by" not in fields
     more.setdefault("end", COMPLETED if done else None)
@@ -364,6 +364,16 @@ def test_a_restarted_machine_loses_the_run() -> None:
 def test_ranks_ended_by_their_lease_were_left_by_the_supervisor() -> None:
     ranks = [rank(number, 0, end=None, stopped_by="lease") for number in (0, 1)]
     assert verdict_on(evidence(*ranks, adopted=True)).reason is Reason.SUPERVISOR_LOST
+
+
+def test_an_adopter_does_not_take_ranks_that_were_told_to_leave_for_the_cause() -> None:
+    ranks = [rank(number, 5, at=1.0 + number, left_for_peers=True, asked_to_leave=True) for number in (0, 1)]
+    assert verdict_on(evidence(*ranks, trigger=Trigger.ENDED, adopted=True)).reason is Reason.SUPERVISOR_LOST
+    by_itself = rank(1, 5, at=0.5, left_for_peers=True)
+    verdict = verdict_on(evidence(ranks[0], by_itself, trigger=Trigger.ENDED, adopted=True))
+    assert (verdict.reason, verdict.rank) == (Reason.RANK_FAILED, 1), "it left before any was told to"
+    gone = RankEvidence(1, "right", "/py", started=True, vanished=True, outlived=True)
+    assert verdict_on(evidence(ranks[0], gone, trigger=Trigger.ENDED, adopted=True)).rank == 1
 
 
 @pytest.mark.parametrize("other", [{"code": 1, "tail": LOST}, {"sig": 15, "stopped_by": "signal TERM"}])
